@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dimension key: one capital letter a dimension, the same in every file.
+
+A tensor's name ends in its dimensions (`x_BLD`, `w_in_EDF`), and for a parameter that
+suffix is the only metadata there is: the partitioning rules, Adafactor's factoring and
+the checkpoint readers all derive what they need from the name. A parameter with more
+dimensions than its suffix was stacked by `lax.scan`; the extra leading one is `N`.
+"""
+
+import dataclasses
+import re
+
+DIMENSIONS = {
+    "B": "batch",
+    "L": "length",
+    "M": "memory_length",
+    "D": "embed",
+    "H": "heads",
+    "K": "head_size",
+    "F": "mlp",
+    "V": "vocab",
+    "N": "layers",
+    "T": "tokens",
+    "E": "expert",
+    "C": "capacity",
+    "S": "selected",
+    "R": "rows",
+    "G": "groups",
+    "P": "stages",
+    "U": "relative_buckets",
+}
+
+_SUFFIX = re.compile(r"_([A-Z]+)$")
+# Letters that index independent copies of a matrix, when they stand before one.
+_BATCH_LETTERS = "NPE"
+# Letters on the two sides of a matrix: heads and head size are one joined side.
+_JOINED = re.compile(r"HK|[A-Z]")
+
+
+def dims_of(name: str, ndim: int) -> str:
+    """Dimension letters of a parameter from its name, e.g. `w_in_EDF`, 4 -> `NEDF`.
+
+    Args:
+        name: the last part of the parameter's path.
+        ndim: how many dimensions the array has; one more than the suffix has letters
+            when layers are stacked.
+
+    Raises:
+        ValueError: the name has no suffix of known letters or it does not fit `ndim`.
+    """
+    match = _SUFFIX.search(name)
+    letters = match.group(1) if match else ""
+    unknown = sorted(set(letters) - DIMENSIONS.keys())
+    if unknown or ndim not in (len(letters), len(letters) + 1):
+        raise ValueError(
+            f"parameter {name!r} has {ndim} dimensions but its name says {letters!r}; end "
+            f"the name in one known letter a dimension ({''.join(DIMENSIONS)})"
+        )
+    return "N" * (ndim - len(letters)) + letters
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixDims:
+    """How a parameter reads as a batch of matrices; counts of dimensions, in order."""
+
+    num_batch: int
+    num_rows: int
+    num_columns: int
+
+
+def matrix_dims(dims: str) -> MatrixDims | None:
+    """Splits dimension letters into batch, row and column dimensions.
+
+    `EDF` is E matrices of D by F, `DHK` one matrix of D by (H K), `NHKD` N matrices of
+    (H K) by D. The router `DE` is one matrix: E is a batch only before a whole matrix.
+
+    Returns:
+        None when no matrix is left, as for `ND` (a stack of norm scales) or `EF`.
+    """
+    num_batch = 0
+    while num_batch < len(dims) and dims[num_batch] in _BATCH_LETTERS:
+        num_batch += 1
+    sides = _JOINED.findall(dims[num_batch:])
+    if len(sides) != 2:
+        return None
+    return MatrixDims(num_batch, len(sides[0]), len(sides[1]))

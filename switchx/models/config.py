@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is: frozen, validated descriptions with every derived size as a property."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_choice(name: str, value, choices) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    require(value in choices, f"{name}={value!r} is unknown; use one of {', '.join(choices)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Where which dtype is used.
+
+    Selective precision (Fedus et al. 2021, arXiv:2101.03961, section 2.4): the router runs
+    in float32 whatever the layers around it use, and nothing of it leaves the device in
+    float32 except the gates.
+    """
+
+    params: str = "float32"
+    compute: str = "float32"
+    router: str = "float32"
+    logits: str = "float32"
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            require_choice(f"Precision.{field.name}", getattr(self, field.name), DTYPES)
+
+    @property
+    def compute_dtype(self):
+        return jnp.dtype(self.compute)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchConfig:
+    """Switch layers: how many experts, in which blocks, and how tokens reach them.
+
+    Attributes:
+        num_experts: E, in every sparse block.
+        every: the last block of each run of `every` blocks is sparse; 1 makes all sparse.
+        capacity_factor: slots of an expert over its even share of tokens, in training
+            (section 2.2, eq. 3); `eval_capacity_factor` where nothing is trained.
+        min_capacity: fewest slots an expert has.
+        group_size: tokens routed together, at most; groups never depend on the devices.
+        jitter: inputs of the router, and of nothing else, are multiplied by U[1-jitter,
+            1+jitter] in training (appendix C).
+        d_ff: F of an expert; None takes the model's.
+        expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
+            the model's `dropout_rate`.
+        expert_bias: biases in the experts.
+        dispatcher: `sort` (gathers, the default) or `einsum` (one-hot, the readable oracle).
+        router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
+            else, flaxformer took normal(0.02) and published checkpoints that way.
+    """
+
+    num_experts: int
+    every: int = 2
+    capacity_factor: float = 1.25
+    eval_capacity_factor: float = 2.0
+    min_capacity: int = 4
+    group_size: int = 8192
+    jitter: float = 0.01
+    d_ff: int | None = None
+    expert_dropout_rate: float | None = None
+    expert_bias: bool = False
+    dispatcher: Literal["sort", "einsum"] = "sort"
+    router_init_scale: float = 0.1
+
+    def __post_init__(self):
+        require_choice("SwitchConfig.dispatcher", self.dispatcher, ("sort", "einsum"))
+        for name in ("num_experts", "every", "min_capacity", "group_size"):
+            require(getattr(self, name) >= 1, f"SwitchConfig.{name}={getattr(self, name)}; "
+                    "use a whole number of at least 1")
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            require(getattr(self, name) > 0, f"SwitchConfig.{name}={getattr(self, name)}; "
+                    "use a factor above 0, usually 1.0 to 2.0")
+        require(0 <= self.jitter < 1, f"SwitchConfig.jitter={self.jitter}; use 0 <= jitter < 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A Transformer, dense or sparse, encoder-decoder or decoder-only.
+
+    The T5 1.1 family is `norm="rms"`, `positions="relative"`, no biases, no scaling in
+    attention; the GPT family of Pipeline MoE and SE-MoE is `norm="layer"`,
+    `positions="learned"`, `use_bias=True`, `scale_attention=True`.
+
+    Attributes:
+        d_model, d_ff, num_heads, d_head: D, F, H and K.
+        num_encoder_layers: 0 in a decoder-only model.
+        switch: the Switch layers, or None for a dense model.
+        max_length: rows of the learned position table.
+        relative_buckets, relative_max_distance: T5's shared relative position buckets.
+        tie_embeddings: logits from the embedding table.
+        scale_tied_logits: divide tied logits by sqrt(D), as T5 does.
+        init_scale: variance scale of every matrix's initializer (the paper's 0.1,
+            section 2.4, Table 3).
+        dropout_rate: on embeddings, attention weights and each sub-layer's output.
+        scan_layers: one `lax.scan` over repeated blocks, parameters stacked over N;
+            otherwise the blocks are unrolled.
+        remat: what the backward pass computes again: `none`, `minimal` (all but matmul
+            results) or `full` (all of a block).
+    """
+
+    architecture: Literal["encoder_decoder", "decoder_only"]
+    vocab_size: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+    d_head: int
+    num_decoder_layers: int
+    num_encoder_layers: int = 0
+    activation: Literal["relu", "gelu", "geglu", "swiglu"] = "geglu"
+    norm: Literal["rms", "layer"] = "rms"
+    positions: Literal["relative", "learned"] = "relative"
+    max_length: int | None = None
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+    use_bias: bool = False
+    scale_attention: bool = False
+    tie_embeddings: bool = True
+    scale_tied_logits: bool = True
+    init_scale: float = 1.0
+    dropout_rate: float = 0.0
+    switch: SwitchConfig | None = None
+    scan_layers: bool = False
+    remat: Literal["none", "minimal", "full"] = "none"
+    precision: Precision = Precision()
+
+    def __post_init__(self):
+        require_choice("architecture", self.architecture, ("encoder_decoder", "decoder_only"))
+        require_choice("activation", self.activation, ("relu", "gelu", "geglu", "swiglu"))
+        require_choice("norm", self.norm, ("rms", "layer"))
+        require_choice("positions", self.positions, ("relative", "learned"))
+        require_choice("remat", self.remat, ("none", "minimal", "full"))
+        sizes = ("vocab_size", "d_model", "d_ff", "num_heads", "d_head", "num_decoder_layers")
+        for name in sizes:
+            require(getattr(self, name) >= 1, f"ModelConfig.{name}={getattr(self, name)}; "
+                    "use a whole number of at least 1")
+        require(self.is_encoder_decoder == (self.num_encoder_layers > 0),
+                f"num_encoder_layers={self.num_encoder_layers} does not fit architecture="
+                f"{self.architecture!r}; use 0 for decoder_only, at least 1 otherwise")
+        require(self.positions == "relative" or self.max_length is not None,
+                "positions='learned' needs max_length, the rows of the position table")
+        require(0 <= self.dropout_rate < 1,
+                f"dropout_rate={self.dropout_rate}; use 0 <= rate < 1")
+        for name in ("num_encoder_layers", "num_decoder_layers"):
+            count = getattr(self, name)
+            require(count % self.period == 0,
+                    f"{name}={count} is not divisible by switch.every={self.period}; use "
+                    f"{count // self.period * self.period or self.period} or "
+                    f"{(count // self.period + 1) * self.period} layers, or every=1")
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.architecture == "encoder_decoder"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether an FFN has a second input matrix."""
+        return self.activation in ("geglu", "swiglu")
+
+    @property
+    def period(self) -> int:
+        """Blocks after which the pattern of dense and sparse repeats."""
+        return self.switch.every if self.switch else 1
+
+    @property
+    def num_sparse_layers(self) -> int:
+        layers = self.num_encoder_layers + self.num_decoder_layers
+        return layers // self.switch.every if self.switch else 0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether block `layer` of a stack, from 0, has a Switch layer as its FFN."""
+        return self.switch is not None and layer % self.period == self.period - 1

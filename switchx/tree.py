@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pytree paths: names like `decoder/layer_1/ffn/w_in_EDF`, mapping with names, sizes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+Tree = Any
+
+
+def path_name(path) -> str:
+    """`jax.tree_util` key path -> names joined by `/`."""
+    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
+def named_leaves(tree: Tree) -> dict[str, Any]:
+    """All leaves by name, in tree order."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def map_named(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """`function(name, leaf, *leaves_of_rest)` on every leaf."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: function(path_name(path), *leaves), tree, *rest
+    )
+
+
+def num_elements(tree: Tree) -> int:
+    """Elements in all arrays (or shape structs) together."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def num_bytes(tree: Tree) -> int:
+    """Bytes of all arrays (or shape structs) together."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
