@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head attention: a pure function of arrays, and the module that owns its weights.
+
+Vaswani et al. 2017 (arXiv:1706.03762); T5's form has no 1/sqrt(K) (it is in the query's
+initializer) and adds a relative position bias. Dims: B L M D H K
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from switchx.layers import initializers
+from switchx.layers.broadcast import along_last
+from switchx.layers.dropout import dropout
+
+MASKED = -1e9
+
+
+def attend(query_BLHK, key_BMHK, value_BMHK, *, bias_HLM=None, mask_BLM=None, drop=None):
+    """softmax(q k^T + bias) v, the softmax in float32.
+
+    Args:
+        bias_HLM: added to the scores of every row of the batch.
+        mask_BLM: true where a query may look at a key. A query that may look at nothing
+            (padding) gets an average that no loss and no other token reads.
+        drop: applied to the attention weights, as dropout is.
+
+    Returns:
+        `out_BLHK` in the queries' dtype.
+    """
+    scores_BHLM = jnp.einsum(
+        "BLHK,BMHK->BHLM", query_BLHK, key_BMHK, preferred_element_type=jnp.float32
+    )
+    if bias_HLM is not None:
+        scores_BHLM = scores_BHLM + bias_HLM[None].astype(jnp.float32)
+    if mask_BLM is not None:
+        scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
+    weights_BHLM = jax.nn.softmax(scores_BHLM, axis=-1).astype(query_BLHK.dtype)
+    if drop is not None:
+        weights_BHLM = drop(weights_BHLM)
+    return jnp.einsum("BHLM,BMHK->BLHK", weights_BHLM, value_BMHK)
+
+
+class Attention(nnx.Module):
+    """Self-attention, or cross-attention where a memory is given."""
+
+    def __init__(self, config, *, key):
+        self.config = config
+        keys = jax.random.split(key, 4)
+        D, H, K = config.d_model, config.num_heads, config.d_head
+        # Without 1/sqrt(K) in the scores, the queries start that much smaller.
+        query_scale = config.init_scale / (1 if config.scale_attention else K)
+
+        def matrix(key, shape, fan_in, scale=config.init_scale):
+            return nnx.Param(
+                initializers.truncated_normal(
+                    key, shape, fan_in=fan_in, scale=scale, dtype=config.precision.params
+                )
+            )
+
+        self.w_query_DHK = matrix(keys[0], (D, H, K), D, query_scale)
+        self.w_key_DHK = matrix(keys[1], (D, H, K), D)
+        self.w_value_DHK = matrix(keys[2], (D, H, K), D)
+        self.w_out_HKD = matrix(keys[3], (H, K, D), H * K)
+        if config.use_bias:
+            for name in ("query", "key", "value"):
+                bias_HK = jnp.zeros((H, K), config.precision.params)
+                setattr(self, f"b_{name}_HK", nnx.Param(bias_HK))
+            self.b_out_D = nnx.Param(jnp.zeros((D,), config.precision.params))
+
+    def _project(self, name: str, x):
+        y = jnp.einsum("BLD,DHK->BLHK", x, getattr(self, f"w_{name}_DHK")[...].astype(x.dtype))
+        if self.config.use_bias:
+            y = y + along_last(getattr(self, f"b_{name}_HK")[...], y)
+        return y
+
+    def project_query(self, x_BLD):
+        """Queries `[B, L, H, K]`, scaled by 1/sqrt(K) where the model does that."""
+        query_BLHK = self._project("query", x_BLD)
+        if self.config.scale_attention:
+            query_BLHK = query_BLHK * jnp.asarray(self.config.d_head**-0.5, query_BLHK.dtype)
+        return query_BLHK
+
+    def project_memory(self, x_BMD):
+        """Keys and values `[B, M, H, K]`."""
+        return self._project("key", x_BMD), self._project("value", x_BMD)
+
+    def project_out(self, out_BLHK):
+        """Heads joined and mapped back to `[B, L, D]`."""
+        y_BLD = jnp.einsum("BLHK,HKD->BLD", out_BLHK, self.w_out_HKD[...].astype(out_BLHK.dtype))
+        return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
+
+    def __call__(self, x_BLD, memory_BMD=None, *, bias_HLM=None, mask_BLM=None, key=None):
+        def drop(weights_BHLM):
+            return dropout(weights_BHLM, self.config.dropout_rate, key=key)
+
+        key_BMHK, value_BMHK = self.project_memory(x_BLD if memory_BMD is None else memory_BMD)
+        out_BLHK = attend(
+            self.project_query(x_BLD), key_BMHK, value_BMHK,
+            bias_HLM=bias_HLM, mask_BLM=mask_BLM, drop=drop,
+        )
+        return self.project_out(out_BLHK)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token and position embeddings, and the logits, tied to the table or not.
+
+Dims: B L D V
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from switchx.layers import initializers
+
+
+class Embedding(nnx.Module):
+    """The token table, learned positions where the model has them, and the logits."""
+
+    def __init__(self, config, *, key):
+        self.config = config
+        key_tokens, key_positions, key_logits = jax.random.split(key, 3)
+        V, D, dtype = config.vocab_size, config.d_model, config.precision.params
+        # T5 draws the table from normal(1.0) and divides tied logits by sqrt(D); GPT draws
+        # it small and does not divide.
+        stddev = 1.0 if config.scale_tied_logits or not config.tie_embeddings else 0.02
+        self.embedding_VD = nnx.Param(jax.random.normal(key_tokens, (V, D), dtype) * stddev)
+        if config.positions == "learned":
+            shape = (config.max_length, D)
+            self.positions_LD = nnx.Param(jax.random.normal(key_positions, shape, dtype) * 0.02)
+        if not config.tie_embeddings:
+            self.w_logits_DV = nnx.Param(
+                initializers.truncated_normal(
+                    key_logits, (D, V), fan_in=D, scale=config.init_scale, dtype=dtype
+                )
+            )
+
+    def embed(self, tokens_BL, positions_BL):
+        """Rows of the table `[B, L, D]` in the compute dtype, plus learned positions."""
+        x_BLD = jnp.take(self.embedding_VD[...], tokens_BL, axis=0)
+        if self.config.positions == "learned":
+            x_BLD = x_BLD + jnp.take(self.positions_LD[...], positions_BL, axis=0)
+        return x_BLD.astype(self.config.precision.compute_dtype)
+
+    def logits(self, x_BLD):
+        """Logits `[B, L, V]` in the precision's logits dtype."""
+        dtype = jnp.dtype(self.config.precision.logits)
+        x_BLD = x_BLD.astype(dtype)
+        if not self.config.tie_embeddings:
+            return jnp.einsum("BLD,DV->BLV", x_BLD, self.w_logits_DV[...].astype(dtype))
+        if self.config.scale_tied_logits:
+            x_BLD = x_BLD * jnp.asarray(1 / math.sqrt(self.config.d_model), dtype)
+        return jnp.einsum("BLD,VD->BLV", x_BLD, self.embedding_VD[...].astype(dtype))

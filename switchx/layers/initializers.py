@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initializers: truncated normals of a chosen fan-in, as sections 2.4 and 3 of Switch need.
+
+Fedus et al. 2021 (arXiv:2101.03961), section 2.4: a matrix is drawn from a truncated
+normal with standard deviation sqrt(scale / fan_in); scale 0.1 instead of T5's 1.0 keeps
+sparse models stable. Fan-in is given, not guessed from the shape: an expert's fan-in is D,
+whatever E is.
+"""
+
+import math
+
+import jax
+
+# Standard deviation of a standard normal truncated to [-2, 2].
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+
+def truncated_normal(key, shape, *, fan_in: int, scale: float, dtype) -> jax.Array:
+    """Truncated normal at two standard deviations, standard deviation sqrt(scale/fan_in)."""
+    stddev = math.sqrt(scale / fan_in) / _TRUNCATED_STDDEV
+    return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * stddev

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pre-norm Transformer block: self-attention, cross-attention in a decoder, FFN.
+
+Dims: B L M D H
+"""
+
+import dataclasses
+
+import jax
+from flax import nnx
+
+from switchx.layers.attention import Attention
+from switchx.layers.dropout import dropout, split_key
+from switchx.layers.ffn import DenseFFN
+from switchx.layers.norm import Norm
+from switchx.moe.layer import SwitchFFN
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockInputs:
+    """What every block of a stack reads beside its input.
+
+    Attributes:
+        is_token_BL: false for padding.
+        mask_BLM: which positions a position may look at, in self-attention.
+        bias_HLM: the stack's relative position bias, or None.
+        memory_BMD, memory_mask_BLM: the encoder's output and which of it a position may
+            look at; None in a stack without cross-attention.
+    """
+
+    is_token_BL: jax.Array
+    mask_BLM: jax.Array
+    bias_HLM: jax.Array | None = None
+    memory_BMD: jax.Array | None = None
+    memory_mask_BLM: jax.Array | None = None
+
+
+class Block(nnx.Module):
+    """`x + attention(norm(x))`, the same with the memory, `x + ffn(norm(x))`."""
+
+    def __init__(self, config, *, is_sparse: bool, has_memory: bool, key):
+        self.dropout_rate = config.dropout_rate
+        self.is_sparse = is_sparse
+        keys = jax.random.split(key, 3)
+
+        def norm():
+            return Norm(config.d_model, config.norm, config.precision.params)
+
+        self.self_attention_norm = norm()
+        self.self_attention = Attention(config, key=keys[0])
+        if has_memory:
+            self.cross_attention_norm = norm()
+            self.cross_attention = Attention(config, key=keys[1])
+        self.ffn_norm = norm()
+        ffn = SwitchFFN if is_sparse else DenseFFN
+        self.ffn = ffn(config, key=keys[2])
+
+    def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):
+        """The block's output, and its routing statistics (None in a dense block)."""
+        keys = split_key(key, 6)
+
+        def residual(x_BLD, y_BLD, key):
+            return x_BLD + dropout(y_BLD, self.dropout_rate, key=key, shared_dims=(1,))
+
+        y_BLD = self.self_attention(
+            self.self_attention_norm(x_BLD),
+            bias_HLM=inputs.bias_HLM, mask_BLM=inputs.mask_BLM, key=keys[0],
+        )
+        x_BLD = residual(x_BLD, y_BLD, keys[1])
+        if inputs.memory_BMD is not None:
+            y_BLD = self.cross_attention(
+                self.cross_attention_norm(x_BLD), inputs.memory_BMD,
+                mask_BLM=inputs.memory_mask_BLM, key=keys[2],
+            )
+            x_BLD = residual(x_BLD, y_BLD, keys[3])
+        normed_BLD, stats = self.ffn_norm(x_BLD), None
+        if self.is_sparse:
+            y_BLD, stats = self.ffn(
+                normed_BLD, inputs.is_token_BL, is_training=is_training, key=keys[4]
+            )
+        else:
+            y_BLD = self.ffn(normed_BLD, key=keys[4])
+        return residual(x_BLD, y_BLD, keys[5]), stats

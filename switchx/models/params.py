@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models as pure functions of a plain dictionary of parameters.
+
+A model is built once, abstractly, and split into its structure and its parameters; after
+that the parameters are a nested dictionary that `jax.jit`, `jax.grad`, Optax and Orbax see,
+and `bind` puts them back under the module for a call.
+"""
+
+import functools
+
+import jax
+from flax import nnx
+
+from switchx.models.config import ModelConfig
+from switchx.models.decoder_only import DecoderOnly
+from switchx.models.encoder_decoder import EncoderDecoder
+
+
+def _build(config: ModelConfig, key) -> nnx.Module:
+    model = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
+    return model(config, key=key)
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract(config: ModelConfig):
+    """The model's graph definition and its state of shape structs; allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: _build(config, jax.random.key(0))))
+
+
+def abstract_params(config: ModelConfig) -> dict:
+    """The parameters' names and shapes, as nested dictionaries of `ShapeDtypeStruct`."""
+    return nnx.to_pure_dict(_abstract(config)[1])
+
+
+def init_params(config: ModelConfig, key) -> dict:
+    """Freshly drawn parameters. Under jit with out_shardings, each device draws its part."""
+    return nnx.to_pure_dict(nnx.split(_build(config, key))[1])
+
+
+def bind(config: ModelConfig, params: dict) -> nnx.Module:
+    """The model with these parameters, for calls inside of JAX's own transforms."""
+    graphdef, abstract = _abstract(config)
+    state = jax.tree.map(lambda leaf: leaf, abstract)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
+
+
+def forward(config: ModelConfig, params: dict, batch: dict, *, is_training: bool, key=None):
+    """Logits `[B, L, V]` (float32 by default) and RoutingStats stacked over Switch layers.
+
+    Args:
+        batch: T5X's feature names, as `data/features.py` makes them.
+        is_training: chooses the training capacity and turns jitter on.
+        key: turns dropout and jitter on; None is deterministic.
+    """
+    return bind(config, params)(batch, is_training=is_training, key=key)

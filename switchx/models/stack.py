@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stack of blocks: unrolled, or one `lax.scan` over the repeated part of the pattern.
+
+A stack is `repeats` times a run of `period` different blocks. Unrolled, the run is the
+whole stack; scanned, it is the shortest run of dense and sparse blocks that repeats, with
+the parameters stacked over N. Dims: B L D N
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from switchx.layers.dropout import dropout, split_key
+from switchx.layers.norm import Norm
+from switchx.layers.relative_position import RelativeBias
+from switchx.models.block import Block, BlockInputs
+from switchx.partitioning.constrain import constrain
+
+REMAT_POLICIES = {
+    "minimal": jax.checkpoint_policies.dots_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class BlockRun(nnx.Module):
+    """The blocks `layer_0`, `layer_1`, ... of one run, applied one after the other."""
+
+    def __init__(self, config, *, length: int, has_memory: bool, key):
+        self.length = length
+        for i, key_i in enumerate(jax.random.split(key, length)):
+            block = Block(
+                config, is_sparse=config.is_sparse(i), has_memory=has_memory, key=key_i
+            )
+            setattr(self, f"layer_{i}", block)
+
+    def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, remat: str, key=None):
+        """Output, and the sparse blocks' statistics stacked over them (None if none is)."""
+
+        def run_block(block, x_BLD, inputs, key):
+            return block(constrain(x_BLD, "BLD"), inputs, is_training=is_training, key=key)
+
+        if remat != "none":
+            run_block = jax.checkpoint(run_block, policy=REMAT_POLICIES[remat])
+        all_stats = []
+        for i, key_i in enumerate(split_key(key, self.length)):
+            x_BLD, stats = run_block(getattr(self, f"layer_{i}"), x_BLD, inputs, key_i)
+            all_stats += [] if stats is None else [stats]
+        if not all_stats:
+            return x_BLD, None
+        return x_BLD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_stats)
+
+
+class Stack(nnx.Module):
+    """An encoder or a decoder: its relative bias, its blocks, its final norm."""
+
+    def __init__(self, config, *, num_layers: int, is_decoder: bool, has_memory: bool, key):
+        self.config = config
+        self.repeats = num_layers // config.period if config.scan_layers else 1
+        length = num_layers // self.repeats
+        key_bias, key_blocks = jax.random.split(key)
+
+        def build(key):
+            return BlockRun(config, length=length, has_memory=has_memory, key=key)
+
+        if config.positions == "relative":
+            self.relative_bias = RelativeBias(
+                config, is_bidirectional=not is_decoder, key=key_bias
+            )
+        if config.scan_layers:
+            self.blocks = jax.vmap(build)(jax.random.split(key_blocks, self.repeats))
+        else:
+            self.blocks = build(key_blocks)
+        self.norm = Norm(config.d_model, config.norm, config.precision.params)
+
+    def position_bias(self, num_queries: int, num_keys: int):
+        """The stack's `bias_HLM`, or None where positions are learned."""
+        if self.config.positions != "relative":
+            return None
+        return self.relative_bias(num_queries, num_keys)
+
+    def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):
+        """The normed output `[B, L, D]` and the routing statistics `[num_sparse, ...]`."""
+        key_in, key_blocks, key_out = split_key(key, 3)
+        rate, remat = self.config.dropout_rate, self.config.remat
+        x_BLD = dropout(x_BLD, rate, key=key_in, shared_dims=(1,))
+        if self.config.scan_layers:
+
+            def body(x_BLD, layer):
+                blocks, key = layer
+                return blocks(x_BLD, inputs, is_training=is_training, remat=remat, key=key)
+
+            keys = None if key is None else jax.random.split(key_blocks, self.repeats)
+            x_BLD, stats = jax.lax.scan(body, x_BLD, (self.blocks, keys))
+            stats = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats)
+        else:
+            x_BLD, stats = self.blocks(
+                x_BLD, inputs, is_training=is_training, remat=remat, key=key_blocks
+            )
+        return dropout(self.norm(x_BLD), rate, key=key_out, shared_dims=(1,)), stats

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups, expert capacity, and each token's slot in its expert's queue.
+
+Fedus et al. 2021 (arXiv:2101.03961), section 2.2, eq. 3. Dims: G T S E C
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+def expert_capacity(
+    tokens_per_group: int, num_experts: int, *, capacity_factor: float, min_capacity: int
+) -> int:
+    """Slots of one expert for one group: ceil(tokens / experts * factor), eq. 3.
+
+    At least `min_capacity`, and never more than the group has tokens. Rounded up, so that
+    a factor of 1.0 gives perfectly balanced tokens a slot each; Mesh-TensorFlow rounds down.
+    """
+    # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
+    even_share = round(tokens_per_group * capacity_factor / num_experts, 9)
+    return min(tokens_per_group, max(min_capacity, math.ceil(even_share)))
+
+
+def group_shape(num_tokens: int, group_size: int) -> tuple[int, int]:
+    """(G, T): as few groups as `group_size` allows, as even as they can be.
+
+    G * T may exceed `num_tokens`; the rest is padding at the end of the last group. The
+    shape depends on the batch and the group size alone, so routing is the same on every
+    mesh (flaxformer's groups follow the device count, and so do its drops).
+    """
+    num_groups = math.ceil(num_tokens / group_size)
+    return num_groups, math.ceil(num_tokens / num_groups)
+
+
+def assign_slots(expert_GTS, num_experts: int):
+    """Places every choice in its expert's queue: first choices first, then token order.
+
+    Args:
+        expert_GTS: chosen experts; `num_experts` for a choice that takes part in nothing.
+
+    Returns:
+        slot_GTS: places in the queues, from 0 (0 where a choice takes part in nothing).
+        count_GE: length of each queue, before any capacity.
+    """
+    G, T, S = expert_GTS.shape
+    # R: all choices of a group, every token's first choice before any second one.
+    expert_GR = expert_GTS.transpose(0, 2, 1).reshape(G, S * T)
+    is_expert_GRE = jax.nn.one_hot(expert_GR, num_experts, dtype=jnp.int32)
+    queue_GRE = jnp.cumsum(is_expert_GRE, axis=1)
+    slot_GR = jnp.sum(is_expert_GRE * (queue_GRE - 1), axis=-1)
+    return slot_GR.reshape(G, S, T).transpose(0, 2, 1), queue_GRE[:, -1]

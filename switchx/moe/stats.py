@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Switch layer measures about its routing, returned with its output.
+
+Dims: G T S E
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from switchx.moe.losses import balance_loss, router_z_loss
+from switchx.moe.plan import RoutingPlan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoutingStats:
+    """Routing of one Switch layer over one batch; stacked over layers by the model.
+
+    Sums rather than means where tokens are counted, so that stats of microbatches and
+    shards add up exactly; `per_token` turns them into means.
+
+    Attributes:
+        balance_loss, router_z_loss: the auxiliary losses, with gradients, unweighted.
+        tokens: real tokens routed.
+        load_E: tokens that asked for each expert, before capacity.
+        dropped: choices that got no slot.
+        entropy: sum over tokens of the router's entropy, in nats.
+        gate: sum over tokens of the first choice's gate.
+    """
+
+    balance_loss: jax.Array
+    router_z_loss: jax.Array
+    tokens: jax.Array
+    load_E: jax.Array
+    dropped: jax.Array
+    entropy: jax.Array
+    gate: jax.Array
+
+    def per_token(self) -> "RoutingStats":
+        """The same with every count divided by the layer's tokens."""
+        tokens = jnp.maximum(self.tokens, 1)
+        return dataclasses.replace(
+            self,
+            load_E=self.load_E / tokens[..., None],
+            dropped=self.dropped / tokens,
+            entropy=self.entropy / tokens,
+            gate=self.gate / tokens,
+        )
+
+
+def measure_routing(logits_GTE, prob_GTE, plan: RoutingPlan, is_token_GT) -> RoutingStats:
+    """Statistics and auxiliary losses of one layer, in float32."""
+    logits_GTE, prob_GTE = logits_GTE.astype(jnp.float32), prob_GTE.astype(jnp.float32)
+    is_token_GT32 = is_token_GT.astype(jnp.float32)
+    frozen_GTE = jax.lax.stop_gradient(prob_GTE)
+    entropy_GT = -jnp.sum(frozen_GTE * jnp.log(jnp.maximum(frozen_GTE, 1e-30)), axis=-1)
+    dropped_GTS = plan.is_routed_GTS & ~plan.is_kept_GTS
+    return RoutingStats(
+        balance_loss=balance_loss(prob_GTE, plan.count_GE, is_token_GT),
+        router_z_loss=router_z_loss(logits_GTE, is_token_GT),
+        tokens=jnp.sum(is_token_GT32),
+        load_E=jnp.sum(plan.count_GE, axis=0).astype(jnp.float32),
+        dropped=jnp.sum(dropped_GTS).astype(jnp.float32),
+        entropy=jnp.sum(entropy_GT * is_token_GT32),
+        gate=jnp.sum(jax.lax.stop_gradient(plan.gate_GTS[..., 0]) * is_token_GT32),
+    )
