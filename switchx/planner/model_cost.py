@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model costs: its parameters and its FLOPs, counted from the description alone.
+
+FLOPs by Kaplan et al. 2020 (arXiv:2001.08361), section 2.1, as Fedus et al. 2021
+(arXiv:2101.03961), Table 9, counts them. No array is made.
+"""
+
+import dataclasses
+
+from switchx.models.config import ModelConfig, SwitchConfig, require
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCount:
+    """Elements of the parameters by kind; biases belong to the layer that adds them.
+
+    Attributes:
+        embedding: the token table, which is also the logits' matrix where they are tied.
+        positions: the learned position table, or the relative bias of every stack.
+        logits: the untied logits' matrix.
+        attention: self- and cross-attention.
+        experts: all experts of all sparse layers.
+        active_experts: those of `experts` that one token meets, one in each sparse layer.
+    """
+
+    embedding: int
+    positions: int
+    logits: int
+    attention: int
+    dense_ffn: int
+    experts: int
+    active_experts: int
+    router: int
+    norms: int
+
+    @property
+    def dense(self) -> int:
+        """Everything outside the experts."""
+        return (
+            self.embedding
+            + self.positions
+            + self.logits
+            + self.attention
+            + self.dense_ffn
+            + self.router
+            + self.norms
+        )
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+    @property
+    def active_per_token(self) -> int:
+        """What stands in one token's way: all but the experts it is not sent to."""
+        return self.dense + self.active_experts
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceFlops:
+    """Forward FLOPs of one sequence by kind; a multiplication and an addition are two.
+
+    Attributes:
+        attention: query, key, value and output matrices, cross-attention's all four at
+            decoder tokens (Kaplan counts every weight of a stack at each of its tokens).
+        scores: query times key, 2 H K a pair; masked and causal pairs count as others do.
+        dense_ffn: the FFNs of the dense blocks.
+        experts: one expert a token and sparse layer, nothing dropped, no slot empty.
+        logits: the whole vocabulary at every decoder token.
+        router: apart, in no total of the paper's.
+        expert_slots: the experts on all their slots, full or empty (`slots_per_token`).
+        weighted_values: attention weights times values, which Kaplan leaves out.
+        cross_memory: keys and values of cross-attention run over the encoder's tokens; this
+            is the difference, negative where the decoder's sequence is the longer one.
+    """
+
+    attention: int
+    scores: int
+    dense_ffn: int
+    experts: int
+    logits: int
+    router: int
+    expert_slots: int
+    weighted_values: int
+    cross_memory: int
+
+    @property
+    def total(self) -> int:
+        """Kaplan's count, the FLOPs/seq of Table 9; the router is apart."""
+        return self.attention + self.scores + self.dense_ffn + self.experts + self.logits
+
+    @property
+    def executed(self) -> int:
+        """Every matrix product a forward pass runs, in training's capacity."""
+        extra = self.router + self.weighted_values + self.cross_memory
+        return self.total - self.experts + self.expert_slots + extra
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Counts the parameters of the model that `config` describes, exactly."""
+    D, H, K = config.d_model, config.num_heads, config.d_head
+    num_stacks = 2 if config.is_encoder_decoder else 1
+    num_norms = num_stacks + _num_attentions(config) + _num_layers(config)
+    num_dense_ffns = _num_layers(config) - config.num_sparse_layers
+
+    attention_bias = 3 * H * K + D if config.use_bias else 0
+    ffn_bias = config.d_ff + D if config.use_bias else 0
+    expert = active_experts = router = 0
+    if switch := config.switch:
+        expert_bias = _expert_d_ff(config) + D if switch.expert_bias else 0
+        expert = _ffn_weights(config, _expert_d_ff(config)) + expert_bias
+        active_experts = config.num_sparse_layers * expert
+        router = config.num_sparse_layers * D * switch.num_experts
+
+    return ParameterCount(
+        embedding=config.vocab_size * D,
+        positions=(
+            config.max_length * D
+            if config.positions == "learned"
+            else num_stacks * config.relative_buckets * H
+        ),
+        logits=0 if config.tie_embeddings else D * config.vocab_size,
+        attention=_num_attentions(config) * (_attention_weights(config) + attention_bias),
+        dense_ffn=num_dense_ffns * (_ffn_weights(config, config.d_ff) + ffn_bias),
+        experts=active_experts * switch.num_experts if switch else 0,
+        active_experts=active_experts,
+        router=router,
+        norms=num_norms * (2 * D if config.norm == "layer" else D),
+    )
+
+
+def flops_per_sequence(
+    config: ModelConfig, encoder_length: int, decoder_length: int
+) -> SequenceFlops:
+    """Counts the forward FLOPs of one sequence: 2 a weight and token, 2 H K a score.
+
+    Biases, norms, softmax, activations, dropout, gathers and losses are not counted.
+
+    Args:
+        encoder_length, decoder_length: in tokens; `encoder_length` is 0 in a decoder-only
+            model. The papers' figures are at 512 and 114.
+
+    Raises:
+        ValueError: `encoder_length` does not fit the architecture.
+    """
+    require(
+        config.is_encoder_decoder == (encoder_length > 0),
+        f"encoder_length={encoder_length} does not fit architecture={config.architecture!r}; "
+        "use 0 for decoder_only, at least 1 otherwise",
+    )
+    D, HK = config.d_model, config.num_heads * config.d_head
+    num_cross = config.num_decoder_layers if config.is_encoder_decoder else 0
+    # Summed over the layers: tokens that pass an attention, pairs it scores.
+    encoder_tokens = config.num_encoder_layers * encoder_length
+    decoder_tokens = config.num_decoder_layers * decoder_length
+    cross_tokens = num_cross * decoder_length
+    pairs = (
+        encoder_tokens * encoder_length
+        + decoder_tokens * decoder_length
+        + cross_tokens * encoder_length
+    )
+    ffn_tokens = encoder_tokens + decoder_tokens
+    sparse_tokens = expert_weights = num_experts = 0
+    slots = 1.0
+    if switch := config.switch:
+        # `num_*_layers` are divisible by `every`, so each stack has the same share.
+        sparse_tokens = ffn_tokens // switch.every
+        expert_weights = _ffn_weights(config, _expert_d_ff(config))
+        num_experts = switch.num_experts
+        slots = slots_per_token(switch, switch.capacity_factor)
+    experts = 2 * expert_weights * sparse_tokens
+
+    return SequenceFlops(
+        attention=2 * _attention_weights(config) * (ffn_tokens + cross_tokens),
+        scores=2 * HK * pairs,
+        dense_ffn=2 * _ffn_weights(config, config.d_ff) * (ffn_tokens - sparse_tokens),
+        experts=experts,
+        logits=2 * D * config.vocab_size * decoder_length,
+        router=2 * D * num_experts * sparse_tokens,
+        expert_slots=round(experts * slots),
+        weighted_values=2 * HK * pairs,
+        cross_memory=2 * 2 * D * HK * num_cross * (encoder_length - decoder_length),
+    )
+
+
+def train_flops(config: ModelConfig, encoder_length: int, decoder_length: int) -> int:
+    """FLOPs of a training step, one sequence: 3 times Kaplan's forward count.
+
+    The backward pass takes two products where the forward one takes one. What remat computes
+    again, the router, empty slots and the optimizer are not in it: divided by a step's
+    seconds it is the model's FLOPs/s, not the machine's.
+    """
+    return 3 * flops_per_sequence(config, encoder_length, decoder_length).total
+
+
+def slots_per_token(switch: SwitchConfig, capacity_factor: float) -> float:
+    """Slots over tokens of a full group: eq. 3 before it is rounded up to whole slots.
+
+    The capacity factor, unless `min_capacity` asks for more; an expert never has more
+    slots than the group has tokens.
+    """
+    floor = switch.num_experts * switch.min_capacity / switch.group_size
+    return min(float(switch.num_experts), max(capacity_factor, floor))
+
+
+def _num_layers(config: ModelConfig) -> int:
+    return config.num_encoder_layers + config.num_decoder_layers
+
+
+def _num_attentions(config: ModelConfig) -> int:
+    """One a block, and one more in each decoder block that reads an encoder."""
+    num_cross = config.num_decoder_layers if config.is_encoder_decoder else 0
+    return _num_layers(config) + num_cross
+
+
+def _expert_d_ff(config: ModelConfig) -> int:
+    return config.switch.d_ff or config.d_ff
+
+
+def _attention_weights(config: ModelConfig) -> int:
+    return 4 * config.d_model * config.num_heads * config.d_head
+
+
+def _ffn_weights(config: ModelConfig, d_ff: int) -> int:
+    """Weights of one FFN or expert, biases apart: two matrices, three when gated."""
+    return (3 if config.is_gated else 2) * config.d_model * d_ff
