@@ -52,7 +52,7 @@ class ParameterCount:
 
     @property
     def active_per_token(self) -> int:
-        """What stands in one token's way: all but the experts it is not sent to."""
+        """What one token passes through: all but the experts it is not sent to."""
         return self.dense + self.active_experts
 
 
