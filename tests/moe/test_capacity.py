@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capacity and slots against eq. 3 and against a loop."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from switchx.moe.capacity import assign_slots, expert_capacity, group_shape
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, factor, minimum, expected",
+    [
+        (2048, 64, 1.0, 4, 32),  # an even share each
+        (100, 8, 1.1, 1, 14),  # 13.75 rounded up
+        (100, 1, 1.1, 1, 100),  # never more than the group has
+        (10, 100, 1.0, 4, 4),  # the minimum
+        (2, 100, 1.0, 4, 2),  # the minimum, but the group is smaller
+        (1000, 10, 1.1, 1, 110),  # 110.00000000000001 in binary
+    ],
+)
+def test_capacity(tokens, experts, factor, minimum, expected):
+    assert (
+        expert_capacity(tokens, experts, capacity_factor=factor, min_capacity=minimum)
+        == expected
+    )
+
+
+@pytest.mark.parametrize(
+    "tokens, size, expected", [(2048, 8192, (1, 2048)), (60, 30, (2, 30)), (61, 30, (3, 21))]
+)
+def test_groups_are_few_and_even(tokens, size, expected):
+    assert group_shape(tokens, size) == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 17), st.integers(1, 3), st.integers(1, 5),
+    st.integers(0, 2**32 - 1),
+)
+def test_slots_are_places_in_queues(G, T, S, E, seed):
+    expert_GTS = np.random.default_rng(seed).integers(0, E + 1, (G, T, S)).astype(np.int32)
+    slot_GTS, count_GE = assign_slots(expert_GTS, E)
+    for g in range(G):
+        queue = [0] * E
+        for s in range(S):
+            for t in range(T):
+                e = expert_GTS[g, t, s]
+                if e < E:
+                    assert slot_GTS[g, t, s] == queue[e]
+                    queue[e] += 1
+        assert list(count_GE[g]) == queue

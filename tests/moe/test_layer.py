@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Switch layer against a NumPy loop, and what must hold for any input."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.moe.layer import SwitchFFN
+from tests.moe.oracle import switch_layer
+
+B, L, D, F, E = 3, 20, 12, 16, 4
+
+
+def make(dispatcher="sort", group_size=1000, factor=1.0, **changes):
+    switch = SwitchConfig(
+        E, capacity_factor=factor, min_capacity=1, group_size=group_size, dispatcher=dispatcher,
+        **changes,
+    )
+    config = ModelConfig(
+        "decoder_only", 8, D, F, 2, 6, 2, activation="relu", switch=switch,
+    )
+    return SwitchFFN(config, key=jax.random.key(0))
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    scales = {"w_router_DE": 0.7, "w_in_EDF": 0.3, "w_out_EFD": 0.3}
+    shapes = {"w_router_DE": (D, E), "w_in_EDF": (E, D, F), "w_out_EFD": (E, F, D)}
+    return {n: (rng.normal(size=shapes[n]) * scales[n]).astype(np.float32) for n in shapes}
+
+
+def with_weights(layer, w):
+    layer.w_router_DE = nnx.Param(jnp.asarray(w["w_router_DE"]))
+    layer.experts.w_in_EDF = nnx.Param(jnp.asarray(w["w_in_EDF"]))
+    layer.experts.w_out_EFD = nnx.Param(jnp.asarray(w["w_out_EFD"]))
+    return layer
+
+
+def inputs():
+    rng = np.random.default_rng(1)
+    x_BLD = rng.normal(size=(B, L, D)).astype(np.float32)
+    is_token_BL = np.ones((B, L), bool)
+    is_token_BL[1, 13:] = False
+    return x_BLD, is_token_BL
+
+
+@pytest.mark.parametrize("dispatcher", ["sort", "einsum"])
+@pytest.mark.parametrize("group_size", [1000, 30, 17])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
+def test_layer_equals_a_loop_over_tokens(dispatcher, group_size, factor):
+    layer = with_weights(make(dispatcher, group_size, factor), weights())
+    x_BLD, is_token_BL = inputs()
+    y_BLD, stats = layer(jnp.asarray(x_BLD), jnp.asarray(is_token_BL), is_training=True)
+
+    x_TD, is_token_T = x_BLD.reshape(-1, D), is_token_BL.reshape(-1)
+    num_groups = -(-len(x_TD) // group_size)
+    size = -(-len(x_TD) // num_groups)
+    padding = num_groups * size - len(x_TD)
+    x_TD = np.pad(x_TD, ((0, padding), (0, 0)))
+    is_token_T = np.pad(is_token_T, (0, padding))
+    y, kept, balance, load = [], 0, [], np.zeros(E)
+    for g in range(num_groups):
+        part = slice(g * size, (g + 1) * size)
+        y_g, experts, _, kept_g, balance_g = switch_layer(
+            x_TD[part], is_token_T[part], **weights(), factor=factor, minimum=1
+        )
+        y.append(y_g), balance.append(balance_g)
+        kept += kept_g.sum()
+        load += np.bincount(experts, minlength=E + 1)[:E]
+    np.testing.assert_allclose(
+        y_BLD.reshape(-1, D), np.concatenate(y)[: B * L], rtol=2e-5, atol=2e-6
+    )
+    np.testing.assert_allclose(stats.balance_loss, np.mean(balance), rtol=1e-5)
+    np.testing.assert_array_equal(stats.load_E, load)
+    assert float(stats.tokens) == is_token_BL.sum() == load.sum()
+    assert float(stats.dropped) == is_token_BL.sum() - kept
+    if factor == 0.5:
+        assert float(stats.dropped) > 0
+
+
+def test_both_dispatchers_have_the_same_gradients():
+    x_BLD, is_token_BL = inputs()
+    target = np.random.default_rng(2).normal(size=x_BLD.shape).astype(np.float32)
+
+    def loss(w, x, dispatcher):
+        layer = with_weights(make(dispatcher, 30), w)
+        y, stats = layer(x, jnp.asarray(is_token_BL), is_training=True)
+        return jnp.sum(y * target) + 3.0 * stats.balance_loss + stats.router_z_loss
+
+    w = jax.tree.map(jnp.asarray, weights())
+    got, want = (
+        jax.grad(loss, (0, 1))(w, jnp.asarray(x_BLD), d) for d in ("sort", "einsum")
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want
+    )
+
+
+def test_gradients_equal_finite_differences():
+    x_BLD, is_token_BL = inputs()
+    target = np.random.default_rng(2).normal(size=x_BLD.shape)
+    with jax.enable_x64(True):
+        precision = Precision("float64", "float64", "float64", "float64")
+
+        def loss(w, x):
+            layer = make("sort", 30)
+            layer.config = dataclasses.replace(layer.config, precision=precision)
+            y, stats = with_weights(layer, w)(x, jnp.asarray(is_token_BL), is_training=True)
+            return jnp.sum(y * target)
+
+        w = {n: jnp.asarray(v, jnp.float64) for n, v in weights().items()}
+        x = jnp.asarray(x_BLD, jnp.float64)
+        grads = jax.grad(loss, (0, 1))(w, x)
+        rng = np.random.default_rng(3)
+        direction = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape)), (w, x))
+        step = 1e-6
+
+        def moved(sign):
+            return loss(*jax.tree.map(lambda a, d: a + sign * step * d, (w, x), direction))
+
+        slope = (moved(1) - moved(-1)) / (2 * step)
+        dot = sum(
+            jnp.vdot(g, d)
+            for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True)
+        )
+        np.testing.assert_allclose(dot, slope, rtol=1e-6)
+
+
+def test_router_learns_from_the_output_alone():
+    """Trap 5 of top-1 routing: a gate normalised over one expert has no gradient."""
+    x_BLD, is_token_BL = inputs()
+
+    def loss(w):
+        y, _ = with_weights(make(), w)(
+            jnp.asarray(x_BLD), jnp.asarray(is_token_BL), is_training=True
+        )
+        return jnp.sum(y**2)
+
+    grads = jax.grad(loss)(jax.tree.map(jnp.asarray, weights()))
+    assert float(jnp.linalg.norm(grads["w_router_DE"])) > 1e-2
+
+
+def test_jitter_reaches_the_router_in_training_only():
+    x_BLD, is_token_BL = map(jnp.asarray, inputs())
+    layer = with_weights(make(jitter=0.5, factor=4.0), weights())
+    calm, _ = layer(x_BLD, is_token_BL, is_training=False, key=jax.random.key(0))
+    again, _ = layer(x_BLD, is_token_BL, is_training=False, key=jax.random.key(1))
+    np.testing.assert_array_equal(calm, again)
+    noisy, _ = layer(x_BLD, is_token_BL, is_training=True, key=jax.random.key(0))
+    # The experts see the unjittered input: a token that keeps its expert differs from the
+    # calm output by its gate alone, one factor for all of its features.
+    ratio_BLD = np.asarray(noisy)[0] / np.asarray(calm)[0]
+    is_same_expert = np.ptp(ratio_BLD, axis=-1) < 1e-3
+    assert is_same_expert.sum() >= 5
+    assert not np.allclose(noisy, calm)
+
+
+def test_the_router_is_float32_inside_bfloat16_layers():
+    layer = with_weights(make(), weights())
+    layer.config = dataclasses.replace(layer.config, precision=Precision(compute="bfloat16"))
+    x_BLD, is_token_BL = map(jnp.asarray, inputs())
+    program = jax.make_jaxpr(
+        lambda x: layer(x, is_token_BL, is_training=False)[0]
+    )(x_BLD.astype(jnp.bfloat16))
+    text = str(program)
+    assert f"f32[1,{B * L},{E}] = dot_general" in text  # the router's logits
+    assert "bf16[4,30,16] = dot_general" in text  # the experts (C = 60 * 2.0 / 4)
+
+
+def test_padding_changes_nothing_for_real_tokens():
+    layer = with_weights(make(factor=0.5), weights())
+    x_BLD, is_token_BL = inputs()
+    y_1, stats_1 = layer(jnp.asarray(x_BLD), jnp.asarray(is_token_BL), is_training=True)
+    x_BLD[~is_token_BL] = 1e3
+    y_2, stats_2 = layer(jnp.asarray(x_BLD), jnp.asarray(is_token_BL), is_training=True)
+    np.testing.assert_array_equal(y_1[is_token_BL], y_2[is_token_BL])
+    assert float(stats_1.balance_loss) == float(stats_2.balance_loss)
+    assert not np.any(np.asarray(y_2)[~is_token_BL])
