@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics: from what a step measured to names and numbers, and into the run folder.
+
+`metrics.jsonl` holds one line a logged step, `validation.jsonl` one line an evaluation;
+TensorBoard gets the same scalars.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+from tensorboardX import SummaryWriter
+
+from switchx.moe.stats import RoutingStats
+from switchx.training.losses import TokenSums
+
+
+def token_metrics(sums: TokenSums) -> dict[str, float]:
+    """Means over real target tokens.
+
+    Negative log perplexity is minus the mean negative log-likelihood in nats (Fedus et al.
+    2021, section 2.3: natural logarithm; higher is better), without smoothing or z-loss.
+    """
+    tokens = max(float(sums.tokens), 1.0)
+    return {
+        "neg_log_perplexity": -float(sums.nll) / tokens,
+        "cross_entropy": float(sums.loss) / tokens,
+        "accuracy": float(sums.correct) / tokens,
+        "target_tokens": float(sums.tokens),
+    }
+
+
+def routing_metrics(stats: RoutingStats | None) -> dict[str, Any]:
+    """Per Switch layer, the encoder's first: lists over layers; loads are shares of tokens."""
+    if stats is None:
+        return {}
+    means = {
+        field.name: np.asarray(getattr(stats.per_token(), field.name), np.float64)
+        for field in dataclasses.fields(stats)
+    }
+    tokens_N = np.asarray(stats.tokens, np.float64)
+    return {
+        "dropped_fraction": float(np.sum(stats.dropped) / max(np.sum(tokens_N), 1.0)),
+        "routing": {
+            "load": means["load_E"].round(6).tolist(),
+            "dropped": means["dropped"].tolist(),
+            "entropy": means["entropy"].tolist(),
+            "gate": means["gate"].tolist(),
+            "balance_loss": means["balance_loss"].tolist(),
+            "router_z_loss": means["router_z_loss"].tolist(),
+        },
+    }
+
+
+def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Nested dictionaries and lists of numbers as `a/b/3`: what TensorBoard plots."""
+    scalars = {}
+    for name, value in metrics.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict):
+            scalars |= flat_scalars(value, f"{path}/")
+        elif isinstance(value, list):
+            indexed = {f"layer_{i}" if not prefix.count("layer_") else f"expert_{i}": item
+                       for i, item in enumerate(value)}
+            scalars |= flat_scalars(indexed, f"{path}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            scalars[path] = float(value)
+    return scalars
+
+
+class MetricsLog:
+    """One `.jsonl` file and the same scalars in TensorBoard."""
+
+    def __init__(self, path: pathlib.Path, tensorboard: pathlib.Path, first_step: int):
+        """Opens the log for steps after `first_step`.
+
+        Lines of later steps are of an attempt that ended after its last checkpoint; the
+        resumed run takes these steps again, so they are cut off.
+        """
+        self.path = path
+        _cut_after(path, first_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Appends one line; JSON has no NaN or infinity, so those are written as null."""
+        self._file.write(json.dumps(_finite({"step": step} | metrics)) + "\n")
+        self._file.flush()
+        for name, value in flat_scalars(metrics).items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+
+def _cut_after(path: pathlib.Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            is_kept = json.loads(line)["step"] <= last_step
+        except (ValueError, KeyError):
+            is_kept = False  # the line a killed run was writing
+        if is_kept:
+            kept.append(line + "\n")
+    path.write_text("".join(kept), encoding="utf-8")
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

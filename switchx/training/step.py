@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step, pure: gradients over microbatches, clipping, update or skip.
+
+Dims: B L V N
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from switchx.models.config import ModelConfig
+from switchx.models.params import forward
+from switchx.moe.stats import RoutingStats
+from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
+from switchx.training.state import TrainState
+
+# Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
+LOSS_SCALE_PATIENCE = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """How a batch becomes an update.
+
+    Attributes:
+        num_microbatches: parts the batch is split into; gradients are summed over them.
+        clip_norm: largest global gradient norm; larger gradients are scaled down to it.
+    """
+
+    num_microbatches: int = 1
+    clip_norm: float | None = None
+
+    def __post_init__(self):
+        if self.num_microbatches < 1:
+            raise ValueError(f"num_microbatches={self.num_microbatches}; use at least 1")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"clip_norm={self.clip_norm}; use a norm above 0, or None")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """What a step reports; `routing` is None for a dense model."""
+
+    sums: TokenSums
+    loss: jax.Array
+    routing: RoutingStats | None
+    grad_norm: jax.Array
+    is_skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    loss_scale: jax.Array
+
+
+def batch_loss(config: ModelConfig, loss: LossConfig, params, batch, *, tokens, share, key):
+    """One microbatch's part of the training loss.
+
+    Cross-entropy is divided by the real target tokens of the whole batch, and auxiliary
+    losses, which are means over groups of tokens, count by the microbatch's `share`: so
+    the gradient is that of the unsplit batch.
+
+    Returns:
+        The loss and (token sums, routing statistics).
+    """
+    logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
+    sums = cross_entropy(
+        logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
+    )
+    value = sums.loss / jnp.maximum(tokens, 1) + share * auxiliary_loss(stats, loss)
+    return value, (sums, stats)
+
+
+def split_batch(batch: dict, num_microbatches: int) -> dict:
+    """`[B, ...]` -> `[num_microbatches, B / num_microbatches, ...]`, every n-th row together.
+
+    Strided, so that each device of a sharded batch keeps its rows.
+    """
+
+    def split(x):
+        rows = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
+        return jnp.swapaxes(rows, 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def gradients(config: ModelConfig, loss: LossConfig, num_microbatches, params, batch, *, key,
+              loss_scale=1.0):
+    """Raw gradients of the loss over the whole batch.
+
+    Returns:
+        gradients, loss, token sums, routing statistics (None for a dense model).
+    """
+    tokens = jnp.sum(batch["decoder_loss_weights"])
+    share = 1.0 / num_microbatches
+
+    def scaled_loss(params, batch, key):
+        value, aux = batch_loss(
+            config, loss, params, batch, tokens=tokens, share=share, key=key
+        )
+        return value * loss_scale, (value, *aux)
+
+    def microbatch_gradients(batch, key):
+        grads, (value, sums, stats) = jax.grad(scaled_loss, has_aux=True)(params, batch, key)
+        return grads, (value, sums, stats)
+
+    if num_microbatches == 1:
+        grads, (value, sums, stats) = microbatch_gradients(batch, key)
+    else:
+        batches = split_batch(batch, num_microbatches)
+        keys = jax.random.split(key, num_microbatches)
+        first = jax.tree.map(lambda x: x[0], (batches, keys))
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(microbatch_gradients, *first)
+        )
+
+        def add(total, microbatch):
+            return jax.tree.map(jnp.add, total, microbatch_gradients(*microbatch)), None
+
+        (grads, (value, sums, stats)), _ = jax.lax.scan(add, zeros, (batches, keys))
+        if stats is not None:
+            # Losses are means over groups: average them; counts have added up.
+            stats = dataclasses.replace(
+                stats,
+                balance_loss=stats.balance_loss * share,
+                router_z_loss=stats.router_z_loss * share,
+            )
+    if not isinstance(loss_scale, float):
+        grads = jax.tree.map(lambda g: g / loss_scale.astype(g.dtype), grads)
+    return grads, value, sums, stats
+
+
+def apply_gradients(state: TrainState, optimizer, grads, *, is_finite, scale):
+    """Parameters and optimizer state after the update, or as they were if not finite."""
+    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+
+    def keep(new, old):
+        return jnp.where(is_finite, new, old)
+
+    return jax.tree.map(keep, params, state.params), jax.tree.map(
+        keep, opt_state, state.opt_state
+    )
+
+
+def train_step(
+    config: ModelConfig, loss: LossConfig, step: StepConfig,
+    optimizer: optax.GradientTransformation, state: TrainState, batch: dict,
+) -> tuple[TrainState, StepMetrics]:
+    """The state after one batch, and what was measured on the way.
+
+    A step whose loss or global gradient norm is not finite changes neither parameters nor
+    optimizer state; it is counted in the state and flagged in the metrics.
+    """
+    is_half = config.precision.compute == "float16"
+    grads, value, sums, stats = gradients(
+        config, loss, step.num_microbatches, state.params, batch, key=state.key,
+        loss_scale=state.loss_scale if is_half else 1.0,
+    )
+    grad_norm = optax.global_norm(grads)
+    is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+    scale = jnp.ones((), jnp.float32)
+    if step.clip_norm is not None:
+        scale = jnp.minimum(1.0, step.clip_norm / jnp.maximum(grad_norm, 1e-30))
+    params, opt_state = apply_gradients(
+        state, optimizer, grads, is_finite=is_finite, scale=scale
+    )
+    is_skipped = 1 - is_finite.astype(jnp.int32)
+    skipped_in_a_row = (state.skipped_in_a_row + 1) * is_skipped
+    loss_scale, good_steps = (
+        _next_loss_scale(state, is_finite) if is_half else (state.loss_scale, state.good_steps)
+    )
+    next_state = dataclasses.replace(
+        state, step=state.step + 1, params=params, opt_state=opt_state,
+        skipped=state.skipped + is_skipped, skipped_in_a_row=skipped_in_a_row,
+        loss_scale=loss_scale, good_steps=good_steps,
+    )
+    metrics = StepMetrics(
+        sums, value, stats, grad_norm, is_skipped, skipped_in_a_row, state.loss_scale
+    )
+    return next_state, metrics
+
+
+def _next_loss_scale(state: TrainState, is_finite):
+    """Halved after a non-finite step, doubled after LOSS_SCALE_PATIENCE good ones."""
+    good_steps = jnp.where(is_finite, state.good_steps + 1, 0)
+    is_patient = good_steps >= LOSS_SCALE_PATIENCE
+    grown = jnp.where(is_patient, state.loss_scale * 2, state.loss_scale)
+    loss_scale = jnp.where(is_finite, grown, jnp.maximum(state.loss_scale / 2, 1.0))
+    return loss_scale, jnp.where(is_patient, 0, good_steps)
