@@ -6,9 +6,12 @@ Core code has no decorators; gin files import what they bind
 build, `JOB = @job.TrainingJob()`.
 """
 
+import ast
+import contextlib
 import copy
 import dataclasses
 import difflib
+import logging
 import pathlib
 import re
 import types
@@ -54,14 +57,15 @@ def parse_files(files: list[str], bindings: list[str], search_paths: list[str] =
             read it), or a required value is missing.
     """
     gin.clear_config()
-    for path in [*search_paths, str(configs_dir()), str(configs_dir().parent)]:
-        gin.add_config_file_search_path(path)
+    prefixes = ["", *search_paths, str(configs_dir())]
+    gin.config._LOCATION_PREFIXES[:] = prefixes  # gin can only append to them
     paths = [find_file(name, list(search_paths)) for name in files]
     try:
-        gin.parse_config_files_and_bindings(paths, [], finalize_config=False)
+        with _quiet():
+            gin.parse_config_files_and_bindings(paths, [], finalize_config=False)
         for binding in bindings:
             _check_macro(binding)
-        gin.parse_config(bindings)
+        gin.parse_config([_quoted(binding) for binding in bindings])
         gin.finalize()
     except ConfigurationError:
         raise
@@ -100,9 +104,10 @@ def build(macro: str, expected: type):
     return value
 
 
-def operative_config() -> str:
-    """Everything that was read to build what was built, as a gin file."""
-    return gin.operative_config_str()
+def operative_config(macro: str) -> str:
+    """Everything that was read to build `macro`, as a gin file that builds it again."""
+    reference = gin.query_parameter(f"{macro}/gin.macro.value")
+    return f"{gin.operative_config_str()}\n{macro} = @{reference.selector}()\n"
 
 
 def check_types(value, path: str = "") -> None:
@@ -165,6 +170,28 @@ def _fits(value, hint) -> bool:
     if origin in (tuple, list) or getattr(origin, "__module__", "") == "collections.abc":
         return isinstance(value, list | tuple | dict) or callable(value)
     return isinstance(value, origin or hint)
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Gin logs an error for every place where an included file is not."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _quoted(binding: str) -> str:
+    """The binding with quotes around a value that is no gin literal, as a path is not."""
+    name, equals, value = binding.partition("=")
+    if not equals or value.startswith(("@", "%")):
+        return binding
+    try:
+        ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return f"{name}={value!r}"
+    return binding
 
 
 def _check_macro(binding: str) -> None:

@@ -13,7 +13,9 @@ import optax
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
+from switchx.training.gradient_norm import clip_scale, global_norm
 from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
+from switchx.training.optimizers import apply_updates
 from switchx.training.state import TrainState
 
 # Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
@@ -86,10 +88,10 @@ def split_batch(batch: dict, num_microbatches: int) -> dict:
 
 def gradients(config: ModelConfig, loss: LossConfig, num_microbatches, params, batch, *, key,
               loss_scale=1.0):
-    """Raw gradients of the loss over the whole batch.
+    """Raw gradients of `loss_scale` times the loss over the whole batch.
 
     Returns:
-        gradients, loss, token sums, routing statistics (None for a dense model).
+        gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
     """
     tokens = jnp.sum(batch["decoder_loss_weights"])
     share = 1.0 / num_microbatches
@@ -125,23 +127,7 @@ def gradients(config: ModelConfig, loss: LossConfig, num_microbatches, params, b
                 balance_loss=stats.balance_loss * share,
                 router_z_loss=stats.router_z_loss * share,
             )
-    if not isinstance(loss_scale, float):
-        grads = jax.tree.map(lambda g: g / loss_scale.astype(g.dtype), grads)
     return grads, value, sums, stats
-
-
-def apply_gradients(state: TrainState, optimizer, grads, *, is_finite, scale):
-    """Parameters and optimizer state after the update, or as they were if not finite."""
-    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-
-    def keep(new, old):
-        return jnp.where(is_finite, new, old)
-
-    return jax.tree.map(keep, params, state.params), jax.tree.map(
-        keep, opt_state, state.opt_state
-    )
 
 
 def train_step(
@@ -158,13 +144,16 @@ def train_step(
         config, loss, step.num_microbatches, state.params, batch, key=state.key,
         loss_scale=state.loss_scale if is_half else 1.0,
     )
-    grad_norm = optax.global_norm(grads)
+    unscale = 1 / state.loss_scale if is_half else 1.0
+    grad_norm = global_norm(grads) * unscale
     is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
-    scale = jnp.ones((), jnp.float32)
-    if step.clip_norm is not None:
-        scale = jnp.minimum(1.0, step.clip_norm / jnp.maximum(grad_norm, 1e-30))
-    params, opt_state = apply_gradients(
-        state, optimizer, grads, is_finite=is_finite, scale=scale
+    clip = 1.0 if step.clip_norm is None else clip_scale(grad_norm, step.clip_norm)
+    updates, opt_state = optimizer.update(
+        grads, state.opt_state, state.params, gradient_scale=unscale * clip
+    )
+    params = apply_updates(state.params, updates, is_finite)
+    opt_state = jax.tree.map(
+        lambda new, old: jnp.where(is_finite, new, old), opt_state, state.opt_state
     )
     is_skipped = 1 - is_finite.astype(jnp.int32)
     skipped_in_a_row = (state.skipped_in_a_row + 1) * is_skipped

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx vocab`: train a SentencePiece vocabulary on text files."""
+
+from switchx.cli import arguments as shared
+from switchx.data.vocabulary_training import SAMPLE_CHARACTERS, train_sentencepiece
+
+DESCRIPTION = """\
+Trains a SentencePiece unigram vocabulary that loses nothing of a text (spaces, line breaks,
+any byte) and writes vocabulary.model and vocabulary.vocab.
+
+  switchx vocab --input=notes.txt,books/ --size=8000 --output=vocabularies/mine
+
+Use it in a gin file:
+
+  from switchx.data import tokenizers
+  VOCABULARY = @tokenizers.SentencePieceVocabulary()
+  tokenizers.SentencePieceVocabulary.path = "vocabularies/mine/vocabulary.model"
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "vocab", run, "train a SentencePiece vocabulary", DESCRIPTION
+    )
+    parser.add_argument(
+        "--input", action="append", required=True, metavar="FILES",
+        help="text files or folders (.txt, .jsonl, .gz), separated by commas; may be repeated",
+    )
+    parser.add_argument(
+        "--size", type=int, required=True, metavar="N",
+        help="pieces; 100 sentinels come on top when it is used",
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write into")
+    parser.add_argument(
+        "--sample_characters", type=int, default=SAMPLE_CHARACTERS, metavar="N",
+        help="characters to train on, drawn evenly from all input (default: %(default)s)",
+    )
+
+
+def run(arguments) -> int:
+    inputs = [name for names in arguments.input for name in names.split(",") if name]
+    summary = train_sentencepiece(
+        inputs, arguments.size, arguments.output, arguments.sample_characters
+    )
+    print(
+        f"{summary.path}: {summary.num_pieces} pieces, trained on "
+        f"{summary.num_characters:,} characters, {summary.characters_per_token:.2f} characters "
+        "per token"
+    )
+    return 0

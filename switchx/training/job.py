@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training job: everything a run is made of, as one frozen description.
+
+Gin builds it at the edge; Python can build it directly.
+"""
+
+import dataclasses
+
+from switchx.data.batches import BatchConfig
+from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
+from switchx.data.loader import Prefetch
+from switchx.data.mixtures import Mixture, as_mixture
+from switchx.data.tasks import Task
+from switchx.data.tokenizers import Vocabulary
+from switchx.models.config import ModelConfig
+from switchx.partitioning.mesh import MeshSpec
+from switchx.training.losses import LossConfig
+from switchx.training.optimizers import Optimizer
+from switchx.training.retention import Retention
+from switchx.training.schedules import Schedule
+from switchx.training.step import StepConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingJob:
+    """What to train, on what, how, and what to write down on the way.
+
+    Attributes:
+        source: the task or the mixture of tasks to learn.
+        schedule: the learning rate by step.
+        inputs_length, targets_length: tokens of a row, for the encoder and the decoder; a
+            decoder-only model has rows of `inputs_length + targets_length`.
+        packed: several examples a row.
+        train_steps: step at which training ends.
+        batch_size: rows of the global batch, over all processes.
+        seed: of parameters, dropout, jitter and the order of the data.
+        log_every, eval_every, checkpoint_every: steps between lines of the metrics,
+            evaluations and checkpoints.
+        eval_batches: batches an evaluation reads of each task; None reads the whole split.
+        retention: checkpoints that stay: the newest ones, and the best by validation.
+        max_skipped_in_a_row: non-finite steps in a row after which training stops.
+        init_from: run folder whose parameters training starts from (fine-tuning).
+        data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
+    """
+
+    model: ModelConfig
+    source: Task | Mixture
+    optimizer: Optimizer
+    schedule: Schedule
+    loss: LossConfig
+    inputs_length: int
+    targets_length: int
+    train_steps: int
+    batch_size: int
+    seed: int
+    log_every: int
+    eval_every: int
+    checkpoint_every: int
+    eval_batches: int | None = 20
+    packed: bool = True
+    retention: Retention = Retention()
+    max_skipped_in_a_row: int = 10
+    init_from: str | None = None
+    data_dir: str | None = None
+    mesh: MeshSpec = MeshSpec()
+    step: StepConfig = StepConfig()
+    prefetch: Prefetch = Prefetch()
+
+    def __post_init__(self):
+        positive = (
+            "inputs_length", "targets_length", "batch_size", "log_every", "eval_every",
+            "checkpoint_every", "max_skipped_in_a_row",
+        )
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; use at least 1")
+        if self.train_steps < 0:
+            raise ValueError(f"train_steps={self.train_steps}; use 0 or more")
+        if self.batch_size % self.step.num_microbatches:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not divisible by num_microbatches="
+                f"{self.step.num_microbatches}; use a multiple of it, or a number of "
+                f"microbatches that divides {self.batch_size}"
+            )
+        longest = max(self.inputs_length, self.targets_length)
+        if not self.model.is_encoder_decoder:
+            longest = self.inputs_length + self.targets_length
+        if self.model.max_length is not None and longest > self.model.max_length:
+            raise ValueError(
+                f"rows of {longest} tokens do not fit the model's max_length="
+                f"{self.model.max_length} learned positions; use shorter rows or a larger "
+                "max_length"
+            )
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return as_mixture(self.source).tasks[0].vocabulary
+
+    @property
+    def features(self) -> Features:
+        if self.model.is_encoder_decoder:
+            return EncoderDecoderFeatures(self.inputs_length, self.targets_length)
+        return DecoderOnlyFeatures(self.inputs_length + self.targets_length)
+
+    @property
+    def batches(self) -> BatchConfig:
+        return BatchConfig(self.features, self.batch_size, self.packed)
+
+    @property
+    def sequence_lengths(self) -> tuple[int, int]:
+        """Encoder and decoder tokens of a row, as `planner.model_cost` counts them."""
+        if self.model.is_encoder_decoder:
+            return self.inputs_length, self.targets_length
+        return 0, self.inputs_length + self.targets_length
+
+    def check_vocabulary(self) -> None:
+        """Checks that the model has an embedding for every token id.
+
+        Raises:
+            ValueError: it has too few rows.
+        """
+        if self.vocabulary.size > self.model.vocab_size:
+            raise ValueError(
+                f"the vocabulary has {self.vocabulary.size} ids, but the model's vocab_size is "
+                f"{self.model.vocab_size}; use a vocab_size of at least "
+                f"{self.vocabulary.size} (VOCAB_SIZE in the shipped configurations)"
+            )

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled programs of a job: its steps jitted over its mesh, and where arrays live."""
+
+import functools
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from switchx import tree
+from switchx.data.features import Batch
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import batch_parts
+from switchx.partitioning.rules import Rules, param_sharding
+from switchx.training.evaluate import eval_step
+from switchx.training.job import TrainingJob
+from switchx.training.state import TrainState, init_state
+from switchx.training.step import train_step
+
+
+def state_shardings(rules: Rules, mesh: Mesh, state) -> TrainState:
+    """Shardings of a (shape struct of a) training state.
+
+    Parameters follow the rules by their names' dimension letters; so do the optimizer's
+    statistics, whose names end in letters too. Everything else is whole everywhere.
+    """
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def sharding(name, leaf):
+        last = name.rsplit("/", 1)[-1]
+        is_lettered = name.startswith(("params", "opt_state")) and "_" in last
+        is_lettered = is_lettered and last.rsplit("_", 1)[-1].isupper()
+        return param_sharding(rules, mesh, name, leaf) if is_lettered else whole
+
+    return tree.map_named(sharding, state)
+
+
+class TrainingProgram:
+    """A job's optimizer, its jitted train and eval steps, and the shardings around them."""
+
+    def __init__(self, job: TrainingJob, devices=None):
+        """Traces nothing yet; see `train_step` and `eval_step`.
+
+        Raises:
+            ValueError: the mesh does not fit the devices, or does not divide the batch or a
+                parameter.
+        """
+        self.job = job
+        self.mesh = job.mesh.build(devices)
+        rows = job.batch_size // job.step.num_microbatches
+        if rows % (parts := batch_parts(self.mesh)):
+            raise ValueError(
+                f"batch_size={job.batch_size} in {job.step.num_microbatches} microbatches is "
+                f"not divisible by the {parts} devices that the mesh splits rows over; use a "
+                f"multiple of {parts * job.step.num_microbatches}, or a smaller mesh"
+            )
+        self.optimizer = job.optimizer.build(job.schedule)
+        self.abstract_state = jax.eval_shape(self._init)
+        self.shardings = state_shardings(job.mesh.rules, self.mesh, self.abstract_state)
+        rows_sharding = PartitionSpec(("data", "expert"))
+        self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
+        self.train_step = jax.jit(
+            functools.partial(train_step, job.model, job.loss, job.step, self.optimizer),
+            in_shardings=(self.shardings, self.batch_sharding),
+            out_shardings=(self.shardings, NamedSharding(self.mesh, PartitionSpec())),
+            donate_argnums=0,
+        )
+        self.eval_step = jax.jit(
+            functools.partial(eval_step, job.model),
+            in_shardings=(self.shardings.params, self.batch_sharding),
+            out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+        )
+
+    def scope(self):
+        """The context in which the steps are to be called: the mesh and its rules."""
+        return use_mesh(self.mesh, self.job.mesh.rules)
+
+    def init_state(self, params=None) -> TrainState:
+        """A state at step 0, each device drawing its own part; or around given parameters."""
+        init = functools.partial(self._init, params)
+        return jax.jit(init, out_shardings=self.shardings)()
+
+    def _init(self, params=None) -> TrainState:
+        return init_state(self.job.model, self.optimizer, self.job.seed, params)
+
+    def restore_target(self):
+        """Shape structs with shardings, for a checkpoint to be read into."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.abstract_state,
+            self.shardings,
+        )
+
+    def place(self, batch: Batch) -> dict:
+        """This process' rows as part of the global batch on the devices."""
+        return {
+            name: jax.make_array_from_process_local_data(self.batch_sharding, rows)
+            for name, rows in batch.items()
+        }
