@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds, as Orbax items: `params`, `train_state` (the rest) and `data`.
+
+The first two are nested dictionaries by name, so that any Orbax reader can open them and the
+parameters can be read alone; `data` is the data iterator's state, one JSON file a process.
+"""
+
+import base64
+import json
+import logging
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+
+from switchx.tree import Tree, named_leaves
+
+# What matters of Orbax' log it also raises, and then our errors and warnings say it.
+logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+
+
+def to_items(state: Tree) -> dict[str, Tree]:
+    """The items of a state that has `params`: nested dictionaries by name."""
+    items = {"params": {}, "train_state": {}}
+    for name, leaf in named_leaves(state).items():
+        path = name if name.startswith("params/") else f"train_state/{name}"
+        *parents, last = path.split("/")
+        node = items
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return items
+
+
+def from_items(items: dict[str, Tree], like: Tree) -> Tree:
+    """The inverse of `to_items`, in the structure of `like`."""
+    named = named_leaves(items)
+    leaves = {name.removeprefix("train_state/"): leaf for name, leaf in named.items()}
+    structure = jax.tree.structure(like)
+    return jax.tree.unflatten(structure, [leaves[name] for name in named_leaves(like)])
+
+
+def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str, Tree]:
+    """Items of a checkpoint on any mesh, whichever saved it.
+
+    Args:
+        path: of the checkpoint.
+        targets: for each item arrays or ShapeDtypeStructs whose shardings say where the
+            leaves go (without one: the first device), or None for NumPy arrays.
+
+    Raises:
+        ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
+    """
+    with ocp.StandardCheckpointer() as reader:
+        stored = {item: reader.metadata(path / item).item_metadata.tree for item in targets}
+        targets = {
+            item: jax.tree.map(_on_host, stored[item])
+            if target is None
+            else jax.tree.map(abstract, target)
+            for item, target in targets.items()
+        }
+        require_same_leaves(named_leaves(targets), named_leaves(stored), f"checkpoint {path}")
+        return {item: reader.restore(path / item, target) for item, target in targets.items()}
+
+
+def abstract(leaf) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a leaf; without a sharding, the first device."""
+    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _on_host(leaf) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # asks Orbax for NumPy
+
+
+def require_same_leaves(expected: dict[str, Any], got: dict[str, Any], source: str) -> None:
+    """Raises one ValueError with every missing, extra and differently formed leaf."""
+    names = sorted(expected.keys() | got.keys())
+    pairs = [(name, _form(expected.get(name)), _form(got.get(name))) for name in names]
+    problems = [
+        f"  {name}: expected {wanted}, got {found}"
+        for name, wanted, found in pairs
+        if wanted != found
+    ]
+    if problems:
+        listing = "\n".join(problems)
+        raise ValueError(
+            f"{source} does not fit; {len(problems)} of {len(names)} arrays differ:\n"
+            f"{listing}\nuse the configuration that it was made with, or another source"
+        )
+
+
+def _form(leaf) -> str:
+    if leaf is None:
+        return "nothing"
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # Orbax stores a key as its words
+        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def data_file() -> str:
+    """Name of this process' file in the item `data`."""
+    return f"process_{jax.process_index()}_of_{jax.process_count()}.json"
+
+
+def encode_data_state(state: Any) -> dict[str, Any]:
+    """An iterator's state, bytes or anything that JSON takes, as JSON."""
+    if isinstance(state, bytes):
+        return {"base64": base64.b64encode(state).decode()}
+    return {"json": state}
+
+
+def read_data_state(path: pathlib.Path) -> Any:
+    """This process' iterator state in a checkpoint.
+
+    Raises:
+        ValueError: another number of processes saved it.
+    """
+    file = path / "data" / data_file()
+    if not file.is_file():
+        saved = sorted(each.name for each in file.parent.glob("*.json"))
+        raise ValueError(
+            f"checkpoint {path} has data iterator states {', '.join(saved)}, not {file.name}; "
+            "resume with as many processes as saved it"
+        )
+    content = json.loads(file.read_text())
+    return base64.b64decode(content["base64"]) if "base64" in content else content["json"]

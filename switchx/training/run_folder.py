@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run folder (`--model_dir`): what one training run writes, and where.
+
+Its layout:
+
+    config.json            the configuration that a resumed run is compared with
+    operative_config.gin   every gin binding that was used
+    git_commit.txt         the code that ran
+    vocabulary.*           a copy of the vocabulary, see data/saved_vocabulary.py
+    metrics.jsonl          one line a logged step
+    validation.jsonl       one line an evaluation
+    tensorboard/           the same numbers as TensorBoard events
+    checkpoints/<step>/    see checkpoints.py and docs/checkpoints.md
+    skipped_batches/       identities of batches whose step was not taken
+    trainer.lock           held by the one trainer that may write here
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Iterator
+from typing import Self
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run.
+
+    Raises:
+        ValueError: `path` is an address such as `gs://bucket/run`; Python would quietly
+            make a local folder of that name.
+    """
+
+    path: str | os.PathLike
+
+    def __post_init__(self):
+        if "://" in str(self.path):
+            raise ValueError(
+                f"model_dir={str(self.path)!r} is an address, not a folder; mount the bucket "
+                "(gcsfuse, mount-s3) and give the folder where it is mounted"
+            )
+
+    @property
+    def root(self) -> pathlib.Path:
+        """`path`, absolute: Orbax wants it so."""
+        return pathlib.Path(self.path).expanduser().absolute()
+
+    @property
+    def config(self) -> pathlib.Path:
+        return self.root / "config.json"
+
+    @property
+    def operative_config(self) -> pathlib.Path:
+        return self.root / "operative_config.gin"
+
+    @property
+    def git_commit(self) -> pathlib.Path:
+        return self.root / "git_commit.txt"
+
+    @property
+    def metrics(self) -> pathlib.Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def validation(self) -> pathlib.Path:
+        return self.root / "validation.jsonl"
+
+    @property
+    def tensorboard(self) -> pathlib.Path:
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        return self.root / "checkpoints"
+
+    @property
+    def skipped_batches(self) -> pathlib.Path:
+        return self.root / "skipped_batches"
+
+    @property
+    def lock_file(self) -> pathlib.Path:
+        return self.root / "trainer.lock"
+
+    def create(self) -> Self:
+        """Makes the folder, unless it is there, and proves that it can be written.
+
+        Raises:
+            ValueError: it cannot be made or written, with the system's reason.
+        """
+        probe = self.root / f".write_probe_{os.getpid()}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe.write_text("written")
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(
+                f"model_dir={str(self.path)!r} cannot be written ({error.strerror}: "
+                f"{error.filename}); give a folder that this user may write, on a disk that "
+                "has space"
+            ) from error
+        return self
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the folder for one trainer; the system frees it when the process ends.
+
+        Advisory (flock): it keeps out other trainers, not readers such as `switchx eval`.
+
+        Raises:
+            ValueError: another process holds it; says which.
+        """
+        with self.lock_file.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = json.loads(file.read() or "{}")
+                raise ValueError(
+                    f"model_dir={str(self.path)!r} is being trained by process "
+                    f"{holder.get('pid', 'unknown')} on {holder.get('host', 'this machine')}; "
+                    "wait for it, end it, or give another model_dir"
+                ) from None
+            file.truncate(0)
+            json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
+            file.flush()
+            yield
+
+    def found(self) -> str:
+        """What is at `path`, in words, for the errors of those who expected more."""
+        if not self.root.exists():
+            return "nothing is there"
+        if not self.root.is_dir():
+            return "a file is there"
+        names = sorted(child.name for child in self.root.iterdir())
+        return f"found {', '.join(names[:8])}{', ...' * (len(names) > 8)}" if names else "empty"
