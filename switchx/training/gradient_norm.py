@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The global norm of the raw gradients, and what clipping by it multiplies them with.
+
+Pascanu et al. 2013 (arXiv:1211.5063), algorithm 1.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from switchx.training.outer_product import is_outer_product
+
+
+def global_norm(gradients) -> jax.Array:
+    """Root of the sum of squares of all gradients, float32.
+
+    As `optax.global_norm`, for arrays and `OuterProductGradient`s.
+    """
+    leaves = jax.tree.leaves(gradients, is_leaf=is_outer_product)
+    return jnp.sqrt(sum(_squared_norm(leaf) for leaf in leaves))
+
+
+def clip_scale(norm, max_norm: float) -> jax.Array:
+    """`min(1, max_norm / norm)`: what scales a gradient of this norm down to `max_norm`.
+
+    Args:
+        norm: the global norm; 0 gives 1, and one that is not finite must be caught before.
+
+    Raises:
+        ValueError: `max_norm` is not above 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm}; use a norm above 0, usually 1.0")
+    return jnp.minimum(1.0, max_norm / norm)
+
+
+def _squared_norm(gradient):
+    if is_outer_product(gradient):
+        return gradient.squared_norm()
+    return jnp.sum(jnp.square(gradient.astype(jnp.float32)))
