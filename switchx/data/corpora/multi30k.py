@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi30K: captions of 31,014 pictures in English, German, French and Czech.
+
+Elliott et al. 2016 (arXiv:1605.00459), Elliott et al. 2017 (arXiv:1710.07177), Barrault et
+al. 2018 (WMT18). Task 1, raw text: translation.
+"""
+
+import dataclasses
+import functools
+import itertools
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from switchx.data import data_dir as locations
+from switchx.data.corpora.corpus import (
+    CorpusSource,
+    Recipe,
+    fingerprint_of,
+    open_prepared,
+    require_split,
+)
+from switchx.data.corpora.documents import read_lines
+
+ADDRESS = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
+LANGUAGES = ("cs", "de", "en", "fr")
+
+# Split -> its name in the files.
+_FILE_NAMES = {
+    "train": "train",
+    "validation": "val",
+    "test_2016_flickr": "test_2016_flickr",
+    "test_2017_flickr": "test_2017_flickr",
+}
+_DOWNLOAD_TIMEOUT_S = 60
+
+_log = logging.getLogger(__name__)
+
+Pair = tuple[Path, Path]
+
+
+@dataclasses.dataclass(frozen=True)
+class Multi30k:
+    """Line-aligned captions, `{"inputs": source, "targets": target}`.
+
+    Files `<split>.<language>.gz`, or unpacked, are looked for in DATA_DIR and
+    DATA_DIR/multi30k, then likewise where SWITCHX_DATA_DIR says and in the cache; what is
+    not there is downloaded to `multi30k` in the first of them that can be written.
+
+    Attributes:
+        source, target: two of cs, de, en, fr. The 2017 test set has no Czech.
+        address: folder to download from.
+    """
+
+    source: str = "en"
+    target: str = "de"
+    address: str = ADDRESS
+
+    def __post_init__(self):
+        for name in ("source", "target"):
+            language = getattr(self, name)
+            if language not in LANGUAGES:
+                raise ValueError(
+                    f"Multi30k.{name}={language!r}; use one of {', '.join(LANGUAGES)}"
+                )
+        if self.source == self.target:
+            raise ValueError(f"Multi30k.source and target are both {self.source!r}; use two")
+
+    @property
+    def name(self) -> str:
+        return f"multi30k_{self.source}_{self.target}"
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        has_2017 = "cs" not in (self.source, self.target)
+        return tuple(s for s in _FILE_NAMES if s != "test_2017_flickr" or has_2017)
+
+    def open(self, split: str, data_dir: str | None) -> CorpusSource:
+        """Split `train`, `validation`, `test_2016_flickr` or `test_2017_flickr`.
+
+        Raises:
+            ValueError: no such split; files that are neither there nor to be downloaded,
+                unreadable, empty, or of different numbers of lines.
+        """
+        require_split(self.name, split, self.splits)
+        pairs = self._find(data_dir)
+        if split not in pairs:
+            self._download(data_dir)
+            pairs = self._find(data_dir)
+        files = itertools.chain.from_iterable(pairs.values())
+        key = fingerprint_of(
+            "multi30k 1", *((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+        )
+        recipe = Recipe(
+            self.name,
+            key,
+            ("inputs", "targets"),
+            functools.partial(_read_splits, pairs),
+        )
+        return open_prepared(recipe, split, data_dir)
+
+    def _find(self, data_dir: str | None) -> dict[str, Pair]:
+        """The splits of which a folder holds both languages."""
+        folders = [
+            folder / subfolder
+            for folder in locations.data_dirs(data_dir)
+            for subfolder in (".", "multi30k")
+        ]
+        pairs = {}
+        for split in self.splits:
+            for folder in folders:
+                files = [_find_file(folder, split, lang) for lang in (self.source, self.target)]
+                if all(files):
+                    pairs[split] = tuple(files)
+                    break
+        return pairs
+
+    def _download(self, data_dir: str | None) -> None:
+        """Fetches the files of all splits that are not there yet."""
+        folder = locations.writable_dir(data_dir) / "multi30k"
+        looked_in = ", ".join(map(str, locations.data_dirs(data_dir)))
+        for split, language in itertools.product(self.splits, (self.source, self.target)):
+            if _find_file(folder, split, language):
+                continue
+            name = f"{_FILE_NAMES[split]}.{language}.gz"
+            url = self.address.rstrip("/") + "/" + name
+            _log.info("downloading %s", url)
+            try:
+                with urllib.request.urlopen(url, timeout=_DOWNLOAD_TIMEOUT_S) as response:
+                    locations.write_atomically(folder / name, response.read())
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"{name} of Multi30K is in none of {looked_in} (or multi30k below them), "
+                    f"and {url} cannot be downloaded: {error}; copy the files into one of "
+                    f"these folders, or set DATA_DIR or {locations.ENVIRONMENT_VARIABLE} to "
+                    "the folder that has them"
+                ) from error
+
+
+def _find_file(folder: Path, split: str, language: str) -> Path | None:
+    for suffix in (".gz", ""):
+        file = folder / f"{_FILE_NAMES[split]}.{language}{suffix}"
+        if file.is_file():
+            return file
+    return None
+
+
+def _read_splits(pairs: dict[str, Pair]) -> dict[str, Iterator[dict[str, str]]]:
+    return {split: _read_pairs(*files) for split, files in pairs.items()}
+
+
+def _read_pairs(source: Path, target: Path) -> Iterator[dict[str, str]]:
+    """Line by line, both files together."""
+    inputs, targets = ([line.strip() for line in read_lines(file)] for file in (source, target))
+    if len(inputs) != len(targets) or not inputs:
+        raise ValueError(
+            f"{source} has {len(inputs)} lines and {target} has {len(targets)}, expected "
+            "equally many and at least 1; get both anew from one place"
+        )
+    for pair in zip(inputs, targets, strict=True):
+        yield dict(zip(("inputs", "targets"), pair, strict=True))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded corpus: source and documentation of the running interpreter's library.
+
+Every machine has it, nothing is downloaded. CPython 3.11 gives 29 MB of text; 11 MB without
+its `test` package and 8 MB with the further parts gone that Debian ships apart (its packages
+`libpython3-testsuite`, `idle`, `python3-tk`, ... bring them back).
+"""
+
+import dataclasses
+import functools
+import io
+import os
+import re
+import sysconfig
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
+from switchx.data.corpora.documents import (
+    cut_lines,
+    require_cut,
+    text_digest,
+    validation_digests,
+)
+
+# Not of the library, or (the build's settings) written by a machine about itself.
+_LEFT_OUT = re.compile(r"(site|dist)-packages|__pycache__|_sysconfigdata.*|config-.*")
+_TOPICS = Path("pydoc_data/topics.py")
+
+_BLOCK_START = re.compile(r"(?<=\n\n)(?=\S)")
+# A line of a table: a number or a string first, as in the encodings and HTML's entities.
+_TABLE_LINE = re.compile(r"\s*[\[({]*(?:[bru]{0,2}['\"]|[-+]?\d)")
+_MIN_TABLE_LINES = 40
+_MIN_TABLE_FRACTION = 0.7
+# Shorter blocks (`import sys`) may come again without teaching to recite.
+_MIN_DUPLICATE_CHARACTERS = 80
+
+
+@dataclasses.dataclass(frozen=True)
+class PythonStdlib:
+    """The standard library as text.
+
+    Files that do not decode are left out, and generated tables; a block (what stands
+    between blank lines at top level, so licence headers too) that came before is dropped.
+    What is left of a file is held out for validation or not as a whole, by its hash.
+
+    Attributes:
+        validation_fraction: of the files.
+        max_characters: documents are cut at definitions, where they can be, to this length.
+    """
+
+    validation_fraction: float = 0.05
+    max_characters: int = 8000
+
+    def __post_init__(self):
+        require_cut(self.validation_fraction, self.max_characters)
+
+    @property
+    def name(self) -> str:
+        return "python_stdlib"
+
+    def open(self, split: str, data_dir: str | None) -> CorpusSource:
+        """Split `train` or `validation`; examples are `{"text": ...}`. Takes seconds at first.
+
+        Raises:
+            ValueError: no such split, or an interpreter without sources.
+        """
+        root = Path(sysconfig.get_path("stdlib"))
+        files = {path: (root / path).read_bytes() for path in _source_paths(root)}
+        if not files:
+            raise ValueError(
+                f"no source files of the standard library in {root}: this interpreter comes "
+                "without; use a Python that has them, or the corpus TextFiles"
+            )
+        key = fingerprint_of(
+            "python_stdlib 1", self, *(part for item in files.items() for part in item)
+        )
+        make_splits = functools.partial(self._make_splits, files)
+        return open_prepared(Recipe(self.name, key, ("text",), make_splits), split, data_dir)
+
+    def _make_splits(self, files: dict[Path, bytes]) -> dict[str, Iterator[dict[str, str]]]:
+        texts = clean(_decode(files))
+        held_out = validation_digests(
+            map(text_digest, texts), self.validation_fraction, "the standard library"
+        )
+
+        def examples(is_held_out: bool):
+            for text in texts:
+                if (text_digest(text) in held_out) == is_held_out:
+                    for document in cut_lines(text.splitlines(True), self.max_characters):
+                        yield {"text": document}
+
+        return {"train": examples(False), "validation": examples(True)}
+
+
+def clean(texts: Iterable[str]) -> list[str]:
+    """Drops tables and blocks that came before; texts that are left empty go."""
+    seen = set()
+    cleaned = []
+    for text in texts:
+        blocks = []
+        for block in _BLOCK_START.split(text):
+            key = block.strip()
+            if key in seen or _is_table(block):
+                continue
+            if len(key) > _MIN_DUPLICATE_CHARACTERS:
+                seen.add(key)
+            blocks.append(block)
+        if any(block.strip() for block in blocks):
+            cleaned.append("".join(blocks))
+    return cleaned
+
+
+def _is_table(block: str) -> bool:
+    lines = [line for line in block.splitlines() if line.strip()]
+    num_table_lines = sum(_TABLE_LINE.match(line) is not None for line in lines)
+    return len(lines) >= _MIN_TABLE_LINES and num_table_lines >= _MIN_TABLE_FRACTION * len(
+        lines
+    )
+
+
+def _source_paths(root: Path) -> list[Path]:
+    """Paths of the library's sources below `root`, in a fixed order."""
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not _LEFT_OUT.fullmatch(name)]
+        kept = (
+            name for name in names if name.endswith(".py") and not _LEFT_OUT.fullmatch(name)
+        )
+        paths += [Path(folder, name).relative_to(root) for name in kept]
+    return sorted(paths)
+
+
+def _decode(files: dict[Path, bytes]) -> Iterator[str]:
+    """Texts by each file's own encoding, and pydoc's topics in place of their source."""
+    for path, content in files.items():
+        if path == _TOPICS:
+            continue
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            yield io.TextIOWrapper(io.BytesIO(content), encoding).read()
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+    if _TOPICS in files:
+        from pydoc_data import topics
+
+        yield from topics.topics.values()

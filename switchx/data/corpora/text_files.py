@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own text: `.txt` and `.jsonl` files, plain or `.gz`, one by one or by folder."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
+from switchx.data.corpora.documents import (
+    cut_lines,
+    read_lines,
+    require_cut,
+    text_digest,
+    validation_digests,
+)
+
+_PLAIN = (".txt", ".txt.gz")
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
+SUFFIXES = _PLAIN + _JSON_LINES
+# What a record of JSON lines may hold; further keys are left aside.
+_FIELDS = (("text",), ("inputs", "targets"))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFiles:
+    r"""Documents of text files.
+
+    A `.txt` file is cut at paragraphs into documents; blank ones go, `\r\n` becomes `\n`,
+    all else is kept. A line of a `.jsonl` file (or `.json.gz`, as C4 is published) is one
+    document, `{"text": ...}` or `{"inputs": ..., "targets": ...}`, all files alike. The hash
+    of a document decides whether it is held out for validation, so equal ones are on the
+    same side; neither side is ever empty.
+
+    Attributes:
+        path: file or folder, or several; folders are searched to the bottom.
+        validation_fraction: of the documents.
+        max_characters: of a document cut from a `.txt` file.
+    """
+
+    path: str | Sequence[str]
+    validation_fraction: float = 0.05
+    max_characters: int = 8000
+
+    def __post_init__(self):
+        require_cut(self.validation_fraction, self.max_characters)
+
+    @property
+    def name(self) -> str:
+        return "text_files"
+
+    def open(self, split: str, data_dir: str | None) -> CorpusSource:
+        """Split `train` or `validation`.
+
+        Raises:
+            ValueError: no such split; a file that is missing, unreadable, not UTF-8 or not
+                of the form above; fewer than two distinct documents.
+        """
+        files = find_files(self.path)
+        fields = fields_of(files)
+        states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        key = fingerprint_of(
+            "text_files 1", self.validation_fraction, self.max_characters, states
+        )
+        make_splits = functools.partial(self._make_splits, files, fields)
+        return open_prepared(Recipe(self.name, key, fields, make_splits), split, data_dir)
+
+    def _make_splits(
+        self, files: list[Path], fields: tuple[str, ...]
+    ) -> dict[str, Iterator[dict[str, str]]]:
+        def digest_of(example: dict[str, str]) -> bytes:
+            return text_digest(*example.values())
+
+        def examples(is_held_out: bool):
+            for example in read_examples(files, fields, self.max_characters):
+                if (digest_of(example) in held_out) == is_held_out:
+                    yield example
+
+        held_out = validation_digests(
+            map(digest_of, read_examples(files, fields, self.max_characters)),
+            self.validation_fraction,
+            f"text_files path={self.path!r}",
+        )
+        return {"train": examples(False), "validation": examples(True)}
+
+
+def find_files(path: str | Sequence[str]) -> list[Path]:
+    """Absolute paths of the text files named by `path`, of a folder all below it, sorted.
+
+    Raises:
+        ValueError: a path that does not exist or is no text file, a folder without any.
+    """
+    names = [path] if isinstance(path, (str, Path)) else path
+    if not names:
+        raise ValueError("no text files are named; expected files or folders of text")
+    files = []
+    for root in (Path(name).expanduser().resolve() for name in names):
+        if not root.exists():
+            raise ValueError(f"{root} does not exist; name a text file or a folder of them")
+        found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+        texts = [file for file in found if file.name.lower().endswith(SUFFIXES)]
+        if not texts:
+            raise ValueError(
+                f"{root} holds no text: none of its {len(found)} files ends in "
+                f"{', '.join(SUFFIXES)}; rename or convert them"
+            )
+        files += texts
+    return list(dict.fromkeys(files))
+
+
+def read_examples(
+    files: Iterable[Path], fields: tuple[str, ...], max_characters: int
+) -> Iterator[dict[str, str]]:
+    """Examples of the files in order, read as they are asked for.
+
+    Raises:
+        ValueError: a file that is unreadable, not UTF-8, or has a record without `fields`.
+    """
+    for file in files:
+        if file.name.lower().endswith(_JSON_LINES):
+            for number, record in _read_records(file):
+                if not all(_is_text(record.get(field)) for field in fields):
+                    raise ValueError(
+                        f"{file}:{number}: expected texts under {' and '.join(fields)}, as in "
+                        f"the first record, got the keys {', '.join(record) or 'none'}"
+                    )
+                if any(record[field].strip() for field in fields):
+                    yield {field: record[field] for field in fields}
+        else:
+            for document in cut_lines(read_lines(file), max_characters):
+                yield {"text": document}
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # JSON can spell half a surrogate pair.
+        return False
+
+
+def _read_records(file: Path) -> Iterator[tuple[int, dict]]:
+    """Objects of a JSON lines file with their line numbers, from 1."""
+    for number, line in enumerate(read_lines(file), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{file}:{number}: not JSON ({error}); one object a line is expected"
+            ) from error
+        if not isinstance(record, dict):
+            raise ValueError(
+                f'{file}:{number}: expected an object like {{"text": ...}}, '
+                f"got {type(record).__name__}"
+            )
+        yield number, record
+
+
+def fields_of(files: list[Path]) -> tuple[str, ...]:
+    """Keys of the examples: `text` if any file is plain, otherwise the first record's.
+
+    Raises:
+        ValueError: there is no record, or the first has neither form.
+    """
+    if any(file.name.lower().endswith(_PLAIN) for file in files):
+        return ("text",)
+    for file in files:
+        for number, record in _read_records(file):
+            for fields in _FIELDS:
+                if all(field in record for field in fields):
+                    return fields
+            raise ValueError(
+                f"{file}:{number}: expected the key text, or inputs and targets; got "
+                f"{', '.join(record) or 'none'}"
+            )
+    raise ValueError(f"{', '.join(map(str, files))}: no records; add text")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vocabulary trained on a corpus when it is first used, and found again afterwards."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterable
+from typing import ClassVar
+
+import sentencepiece
+
+from switchx.data import data_dir as locations
+from switchx.data.corpora.corpus import Corpus, fingerprint_of
+from switchx.data.tokenizers import EOS_ID, PAD_ID, UNK_ID, SentencePieceVocabulary
+from switchx.data.vocabulary_training import SAMPLE_CHARACTERS, sample_evenly, train_model
+
+# Examples looked at, of a corpus that has more.
+_MAX_EXAMPLES = 100_000
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusVocabulary:
+    """A SentencePieceVocabulary of a corpus' training split; the same wherever it is trained.
+
+    Kept in `vocabularies` below the data folder, under a name that changes with whatever
+    determines it.
+
+    Attributes:
+        corpus: what to train on.
+        size: rows of the embedding, sentinels included; a multiple of 128 suits accelerators.
+        num_sentinels: of them.
+        sample_characters: trained on, up to twice as many, drawn evenly from the split.
+        data_dir: of the corpus and of the vocabulary, as `Corpus.open` takes it.
+    """
+
+    pad_id: ClassVar[int] = PAD_ID
+    eos_id: ClassVar[int] = EOS_ID
+    unk_id: ClassVar[int] = UNK_ID
+
+    corpus: Corpus
+    size: int
+    num_sentinels: int = 100
+    sample_characters: int = SAMPLE_CHARACTERS
+    data_dir: str | None = None
+
+    def __post_init__(self):
+        if self.size <= self.num_sentinels:
+            raise ValueError(
+                f"CorpusVocabulary.size={self.size} leaves no piece beside "
+                f"{self.num_sentinels} sentinels; use some thousands, such as 8192"
+            )
+
+    def sentinel_id(self, index: int) -> int:
+        return self.resolved.sentinel_id(index)
+
+    def encode(self, text: str) -> list[int]:
+        return self.resolved.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.resolved.decode(ids)
+
+    def fingerprint(self) -> str:
+        return self.resolved.fingerprint()
+
+    @functools.cached_property
+    def resolved(self) -> SentencePieceVocabulary:
+        """The trained vocabulary; seconds at first.
+
+        Raises:
+            ValueError: what opening the corpus raises; a size that does not fit its text.
+        """
+        source = self.corpus.open("train", self.data_dir)
+        key = fingerprint_of(
+            "vocabulary 1",
+            sentencepiece.__version__,
+            source.fingerprint,
+            self.size,
+            self.num_sentinels,
+            self.sample_characters,
+        )
+        name = f"vocabularies/{self.corpus.name.replace('/', '_')}_{self.size}_{key}.model"
+        path = locations.find_or_place(name, self.data_dir)
+        if not path.exists():
+            _log.info("training a vocabulary of %d ids on %s", self.size, source.name)
+            step = -(-len(source) // _MAX_EXAMPLES)
+            texts = (text for i in range(0, len(source), step) for text in source[i].values())
+            sample = sample_evenly(texts, self.sample_characters)
+            locations.write_atomically(
+                path, train_model(sample, self.size - self.num_sentinels)
+            )
+        return SentencePieceVocabulary(str(path), self.num_sentinels)

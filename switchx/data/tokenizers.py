@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabularies: text to token ids and back, with T5's special ids and sentinels.
+
+Pad is 0, the end of a sequence 1, the unknown token 2. Sentinel i stands for the i-th span
+that span corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4).
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import sentencepiece
+
+PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
+# How an unknown token reads, as SentencePiece shows it.
+UNKNOWN = " \u2047 "
+
+_FIRST_BYTE_ID = 3
+_LAST_BYTE_ID = 258
+# 0xF5 to 0xFF.
+_NUM_BYTES_NOT_IN_UTF8 = 11
+
+
+class Vocabulary(Protocol):
+    """What features are made with; can be pickled for Grain's workers."""
+
+    pad_id: ClassVar[int]
+    eos_id: ClassVar[int]
+    unk_id: ClassVar[int]
+
+    @property
+    def size(self) -> int:
+        """Rows that an embedding needs: one more than the largest id, padding included."""
+
+    @property
+    def num_sentinels(self) -> int: ...
+
+    def sentinel_id(self, index: int) -> int:
+        """Id of sentinel `index`, from 0.
+
+        Raises:
+            ValueError: there are not that many.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without eos; no text becomes a special id or a sentinel."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of all ids, of those after an eos too.
+
+        Pad and eos give nothing, sentinels `<extra_id_0>`, unknown and unused ids ` ⁇ `.
+        """
+
+    def fingerprint(self) -> str:
+        """Hex; equal for two vocabularies exactly if they give the same ids."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SentencePieceVocabulary:
+    """A SentencePiece model (Kudo and Richardson 2018, arXiv:1808.06226) and sentinels.
+
+    Sentinels follow the model's pieces as T5's do, the first one last: with T5's 32,000
+    pieces and 100 sentinels they are 32,099 down to 32,000. A model that has pieces named
+    `<extra_id_0>`, ... keeps these; there such text does become a sentinel.
+
+    Attributes:
+        path: the `.model` file.
+        num_sentinels: of them.
+        pad_to_multiple_of: rounds `size` up by unused ids; T5's released checkpoints have
+            32,128 rows, 32,100 rounded up to a multiple of 128.
+    """
+
+    pad_id: ClassVar[int] = PAD_ID
+    eos_id: ClassVar[int] = EOS_ID
+    unk_id: ClassVar[int] = UNK_ID
+
+    path: str
+    num_sentinels: int = 100
+    pad_to_multiple_of: int = 1
+
+    def __post_init__(self):
+        if self.num_sentinels < 0:
+            raise ValueError(f"num_sentinels={self.num_sentinels}; use 0 or more, T5 has 100")
+        if self.pad_to_multiple_of < 1:
+            raise ValueError(
+                f"pad_to_multiple_of={self.pad_to_multiple_of}; use 1 for none, or such as 128"
+            )
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the model itself."""
+        return self._processor.get_piece_size()
+
+    @property
+    def size(self) -> int:
+        num_used = self.num_pieces + (0 if self._own_sentinels else self.num_sentinels)
+        return -(-num_used // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    def sentinel_id(self, index: int) -> int:
+        require_sentinel(index, self.num_sentinels)
+        if self._own_sentinels:
+            return self._own_sentinels[index]
+        return self.num_pieces + self.num_sentinels - 1 - index
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        sentinels = {self.sentinel_id(i): i for i in range(self.num_sentinels)}
+        texts = []
+        for is_piece, run in itertools.groupby(map(int, ids), self._is_plain_piece):
+            if is_piece:
+                texts.append(
+                    self._processor.decode([i for i in run if i not in (PAD_ID, EOS_ID)])
+                )
+            else:
+                texts += [_sentinel_text(sentinels.get(i)) for i in run]
+        return "".join(texts)
+
+    def fingerprint(self) -> str:
+        model = self._processor.serialized_model_proto()
+        layout = f"{self.num_sentinels} {self.size}".encode()
+        return hashlib.sha256(model + layout).hexdigest()
+
+    def _is_plain_piece(self, token_id: int) -> bool:
+        return 0 <= token_id < self.num_pieces and token_id not in self._own_sentinels
+
+    @functools.cached_property
+    def _processor(self) -> sentencepiece.SentencePieceProcessor:
+        path = Path(self.path).expanduser()
+        try:
+            processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"vocabulary {self.path} does not exist; train one with `switchx vocab "
+                "--input=FILES --size=8000 --output=DIR`, or name a SentencePiece .model file"
+            ) from error
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"vocabulary {self.path} is no SentencePiece model that can be read: {error}; "
+                "name a .model file, not the .vocab beside it"
+            ) from error
+        ids = processor.pad_id(), processor.eos_id(), processor.unk_id()
+        if ids != (PAD_ID, EOS_ID, UNK_ID):
+            raise ValueError(
+                f"vocabulary {self.path} has pad, eos, unk at {ids}, expected (0, 1, 2); train "
+                "it with `switchx vocab`, or SentencePiece's --pad_id=0 --eos_id=1 --unk_id=2"
+            )
+        return processor
+
+    @functools.cached_property
+    def _own_sentinels(self) -> list[int]:
+        """Ids of the model's own sentinels in order; empty when it has none."""
+        processor = self._processor
+        found = [processor.piece_to_id(_sentinel_text(i)) for i in range(self.num_sentinels)]
+        missing = found.count(UNK_ID)
+        if missing and missing < len(found):
+            raise ValueError(
+                f"vocabulary {self.path} has {len(found) - missing} pieces <extra_id_*> and "
+                f"num_sentinels={self.num_sentinels}; use {len(found) - missing}"
+            )
+        return [] if missing else found
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteVocabulary:
+    """UTF-8 bytes as ByT5 numbers them (Xue et al. 2022, arXiv:2105.13626, section 3.1).
+
+    Byte b is id b + 3. Sentinels reuse the last byte ids, 258 downwards, and the ids 259 to
+    383 are unused, there to make the table a multiple of 128. The first 11 sentinels, bytes
+    0xFF to 0xF5, occur in no UTF-8 text; the further ones are also ordinary bytes and decode
+    as such, which is ByT5's choice.
+    """
+
+    pad_id: ClassVar[int] = PAD_ID
+    eos_id: ClassVar[int] = EOS_ID
+    unk_id: ClassVar[int] = UNK_ID
+
+    num_sentinels: int = 100
+
+    def __post_init__(self):
+        if not 0 <= self.num_sentinels <= 256:
+            raise ValueError(
+                f"ByteVocabulary.num_sentinels={self.num_sentinels}; use 0 to 256, ByT5 has 100"
+            )
+
+    @property
+    def size(self) -> int:
+        return 384
+
+    def sentinel_id(self, index: int) -> int:
+        require_sentinel(index, self.num_sentinels)
+        return _LAST_BYTE_ID - index
+
+    def encode(self, text: str) -> list[int]:
+        return [byte + _FIRST_BYTE_ID for byte in text.encode()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """As the protocol says; bytes that are not UTF-8 give U+FFFD."""
+        return b"".join(map(self._bytes_of, ids)).decode(errors="replace")
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"bytes {self.num_sentinels} {self.size}".encode()).hexdigest()
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in (PAD_ID, EOS_ID):
+            return b""
+        sentinel = _LAST_BYTE_ID - token_id
+        if 0 <= sentinel < min(self.num_sentinels, _NUM_BYTES_NOT_IN_UTF8):
+            return _sentinel_text(sentinel).encode()
+        if not _FIRST_BYTE_ID <= token_id <= _LAST_BYTE_ID:
+            return UNKNOWN.encode()
+        return bytes([token_id - _FIRST_BYTE_ID])
+
+
+def require_sentinel(index: int, num_sentinels: int) -> None:
+    """Raises ValueError unless there is a sentinel `index`."""
+    if not 0 <= index < num_sentinels:
+        raise ValueError(
+            f"sentinel {index} of {num_sentinels}; raise num_sentinels, or mask fewer spans: a "
+            "lower noise density, longer spans or a shorter input"
+        )
+
+
+def _sentinel_text(index: int | None) -> str:
+    return UNKNOWN if index is None else f"<extra_id_{index}>"
