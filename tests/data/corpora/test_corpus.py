@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from switchx.data.corpora.corpus import Recipe, fingerprint_of, open_prepared
+from tests.data.refusals import refused
+
+_ROOT = Path(__file__).parents[3]
+
+_OPEN = """
+import sys, time
+from switchx.data.corpora import corpus
+
+def examples():
+    for number in range(1000):
+        if number == 500 and sys.argv[2] == "hang":
+            print("half of it", flush=True)
+            time.sleep(600)
+        yield {"text": f"document {number}"}
+
+recipe = corpus.Recipe("numbers", "key", ("text",), lambda: {"train": examples()})
+source = corpus.open_prepared(recipe, "train", sys.argv[1])
+print(len(source), len({source[i]["text"] for i in range(1000)}))
+"""
+
+
+def start(data_dir, mode=""):
+    return subprocess.Popen(
+        [sys.executable, "-c", _OPEN, str(data_dir), mode],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+    )
+
+
+def recipe(**splits):
+    return Recipe(
+        "words",
+        "key",
+        ("text",),
+        lambda: {split: ({"text": text} for text in texts) for split, texts in splits.items()},
+    )
+
+
+def test_source_is_random_access_and_can_be_pickled(tmp_path):
+    texts = ["one", "zwei ö", "three\n"]
+    source = open_prepared(recipe(train=texts, other=["four"]), "train", str(tmp_path))
+    assert len(source) == 3
+    assert sorted(example["text"] for example in source) == sorted(texts)
+    copy = pickle.loads(pickle.dumps(source))
+    assert [copy[i] for i in range(3)] == [source[i] for i in range(3)]
+    assert repr(source) == (
+        f"CorpusSource(name='words/train', fingerprint='{source.fingerprint}', "
+        "fields=('text',))"
+    )
+    for index in (-1, 3):
+        with pytest.raises(IndexError, match=f"^words/train has 3 examples; index={index}"):
+            source[index]
+
+
+def test_prepared_once_without_tensorflow_or_noise(tmp_path, capfd):
+    open_prepared(recipe(train=["one"]), "train", str(tmp_path))
+    source = open_prepared(recipe(train=["other"]), "train", str(tmp_path))
+    assert source[0] == {"text": "one"}
+    assert [p.name for p in tmp_path.iterdir()] == ["words"]
+    assert "tensorflow" not in sys.modules
+    assert capfd.readouterr() == ("", "")
+
+
+def test_fingerprint_is_of_the_content(tmp_path):
+    first, second, third = (
+        open_prepared(recipe(train=texts), "train", str(tmp_path / name)).fingerprint
+        for name, texts in (("a", ["1", "2"]), ("b", ["1", "2"]), ("c", ["12"]))
+    )
+    assert first == second != third
+
+
+def test_fingerprint_of_tells_parts_apart():
+    assert fingerprint_of("a", "b") != fingerprint_of("ab") != fingerprint_of("a", b"b")
+    assert len(fingerprint_of("a")) == 16
+
+
+def test_unknown_split_names_the_others(tmp_path):
+    with refused("words has no split 'test'; use one of train, dev"):
+        open_prepared(recipe(train=["one"], dev=["two"]), "test", str(tmp_path))
+
+
+def test_failure_leaves_nothing(tmp_path):
+    def fail():
+        yield {"text": "one"}
+        raise ValueError("the second document is bad")
+
+    bad = Recipe("words", "key", ("text",), lambda: {"train": fail()})
+    with refused("the second document is bad"):
+        open_prepared(bad, "train", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk(tmp_path):
+    def fail():
+        yield {"text": "one"}
+        raise OSError(28, "No space left on device")
+
+    bad = Recipe("words", "key", ("text",), lambda: {"train": fail()})
+    with refused(
+        f"words cannot be prepared in {tmp_path}/words/key/1.0.0: <any>No space left on "
+        "device<any>; make room there, or set DATA_DIR to another folder"
+    ):
+        open_prepared(bad, "train", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["dataset_info.json", "words-train.array_record-00000-of-00001"]
+)
+def test_damaged_since(tmp_path, name):
+    open_prepared(recipe(train=["one"]), "train", str(tmp_path))
+    (tmp_path / "words/key/1.0.0" / name).unlink()
+    with refused(
+        f"the prepared data of words is damaged: <any>{name}<any>; remove "
+        f"{tmp_path}/words/key/1.0.0, and it is prepared anew"
+    ):
+        open_prepared(recipe(train=["one"]), "train", str(tmp_path))
+
+
+def test_killed_preparation_is_not_read(tmp_path):
+    child = start(tmp_path, "hang")
+    assert child.stdout.readline() == "half of it\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert not (tmp_path / "numbers").exists()
+    again = start(tmp_path)
+    assert again.communicate() == ("1000 1000\n", "")
+
+
+def test_processes_that_prepare_at_once(tmp_path):
+    children = [start(tmp_path) for _ in range(3)]
+    assert [child.communicate() for child in children] == [("1000 1000\n", "")] * 3
+    assert [p.name for p in tmp_path.iterdir()] == ["numbers"]
+
+
+def test_second_of_two_takes_what_the_first_prepared(tmp_path):
+    def meanwhile():
+        open_prepared(recipe(train=["first"]), "train", str(tmp_path))
+        return {"train": [{"text": "second"}]}
+
+    late = Recipe("words", "key", ("text",), meanwhile)
+    assert open_prepared(late, "train", str(tmp_path))[0] == {"text": "first"}

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+import gzip
+import json
+import os
+
+import pytest
+
+from switchx.data.corpora.text_files import TextFiles
+from tests.data.refusals import refused
+
+
+def read(corpus, data_dir):
+    return {
+        split: sorted(
+            tuple(example.values()) for example in corpus.open(split, str(data_dir / "data"))
+        )
+        for split in ("train", "validation")
+    }
+
+
+def test_folder_of_all_kinds(tmp_path):
+    texts = tmp_path / "texts"
+    (texts / "below").mkdir(parents=True)
+    (texts / "a.txt").write_text("one\n\ntwo\n")
+    (texts / "b.txt.gz").write_bytes(gzip.compress("drei ö\n".encode()))
+    (texts / "below/c.jsonl").write_text(
+        '{"text": "four\\n", "url": "x"}\n\n{"text": "five"}\n'
+    )
+    (texts / "below/d.json.gz").write_bytes(gzip.compress(b'{"text": "six"}\n{"text": " "}\n'))
+    (texts / "ignored.md").write_text("seven")
+    splits = read(TextFiles(str(texts)), tmp_path)
+    found = sorted(splits["train"] + splits["validation"])
+    assert found == [
+        (t,) for t in sorted(["one\n\ntwo\n", "drei ö\n", "four\n", "five", "six"])
+    ]
+    assert len(splits["validation"]) >= 1
+
+
+def test_pairs(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    pairs = [{"inputs": f"in {n}", "targets": f"out {n}"} for n in range(100)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    source = TextFiles(str(file)).open("train", str(tmp_path / "data"))
+    assert source.fields == ("inputs", "targets")
+    assert all(example["inputs"][3:] == example["targets"][4:] for example in source)
+    splits = read(TextFiles(str(file)), tmp_path)
+    assert len(splits["train"]) + len(splits["validation"]) == 100
+    assert 1 <= len(splits["validation"]) <= 15
+
+
+def test_real_text_is_split_whole(shared_dir, tmp_path):
+    file = shared_dir / "data/text/tinyshakespeare.txt"
+    splits = read(TextFiles(str(file)), tmp_path)
+    documents = [text for (text,) in splits["train"] + splits["validation"]]
+    assert sum(map(len, documents)) == len(file.read_text())
+    assert sorted("".join(documents)) == sorted(file.read_text())
+    assert 0.01 < sum(len(t) for (t,) in splits["validation"]) / 1115394 < 0.12
+    whole = file.read_text()
+    assert all(text in whole for text in documents)
+
+
+@pytest.mark.parametrize("num_documents", [2, 3, 10])
+def test_validation_is_never_empty(tmp_path, num_documents):
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(num_documents)))
+    splits = read(TextFiles(str(file)), tmp_path)
+    assert splits["train"] and splits["validation"]
+    assert len(splits["train"]) + len(splits["validation"]) == num_documents
+
+
+def test_equal_documents_are_on_one_side(tmp_path):
+    file = tmp_path / "twice.jsonl"
+    file.write_text("".join(f'{{"text": "document {n % 40}"}}\n' for n in range(80)))
+    splits = read(TextFiles(str(file), validation_fraction=0.5), tmp_path)
+    assert len(splits["train"]) + len(splits["validation"]) == 80
+    assert not set(splits["train"]) & set(splits["validation"])
+
+
+def test_changed_files_are_prepared_anew(tmp_path):
+    file = tmp_path / "text.txt"
+    fingerprints = set()
+    for number, text in enumerate(["one\n\ntwo\n", "one\n\nten\n"]):
+        file.write_text(text)
+        os.utime(file, (number, number))
+        corpus = TextFiles(str(file), max_characters=5)
+        splits = read(corpus, tmp_path)
+        assert "".join(t for (t,) in sorted(splits["train"] + splits["validation"])) == text
+        fingerprints.add(corpus.open("train", str(tmp_path / "data")).fingerprint)
+    assert len(fingerprints) == 2
+
+
+def test_several_paths(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    corpus = TextFiles([str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), str(tmp_path)])
+    splits = read(corpus, tmp_path)
+    assert sorted(splits["train"] + splits["validation"]) == [("a",), ("b",)]
+
+
+def refuse(tmp_path, message):
+    return refused(message.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"text": 3}\n',
+            "{}/a.jsonl:2: expected texts under text, as in the first record, got the keys "
+            "text",
+        ),
+        (
+            "a.jsonl",
+            '{"inputs": "x", "targets": "y"}\n{"inputs": "x"}\n',
+            "{}/a.jsonl:2: expected texts under inputs and targets, as in the first record, "
+            "got the keys inputs",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "half a pair: \\ud800"}\n',
+            "{}/a.jsonl:1: expected texts under text, as in the first record, got the keys "
+            "text",
+        ),
+        (
+            "a.jsonl",
+            '{"content": "x"}\n',
+            "{}/a.jsonl:1: expected the key text, or inputs and targets; got content",
+        ),
+        (
+            "a.jsonl",
+            '["x"]\n',
+            '{}/a.jsonl:1: expected an object like {{"text": ...}}, got list',
+        ),
+        (
+            "a.jsonl",
+            "{'text': 'x'}\n",
+            "{}/a.jsonl:1: not JSON (Expecting property name enclosed in double quotes: line 1 "
+            "column 2 (char 1)); one object a line is expected",
+        ),
+        ("a.jsonl", "\n", "{}/a.jsonl: no records; add text"),
+        (
+            "a.txt",
+            "\n \n",
+            "text_files path='{0}/a.txt' holds 0 distinct documents and a split into train and "
+            "validation needs at least 2; add text, or cut it finer by a lower max_characters",
+        ),
+        (
+            "a.txt",
+            "one\n",
+            "text_files path='{0}/a.txt' holds 1 distinct documents and a split into train and "
+            "validation needs at least 2; add text, or cut it finer by a lower max_characters",
+        ),
+        (
+            "a.md",
+            "x",
+            "{}/a.md holds no text: none of its 1 files ends in .txt, .txt.gz, .jsonl, "
+            ".jsonl.gz, .json.gz; rename or convert them",
+        ),
+    ],
+)
+def test_bad_files(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with refuse(tmp_path, message):
+        TextFiles(str(tmp_path / name)).open("train", str(tmp_path / "data"))
+
+
+def test_missing_files(tmp_path):
+    with refuse(tmp_path, "{}/no.txt does not exist; name a text file or a folder of them"):
+        TextFiles(str(tmp_path / "no.txt")).open("train", None)
+    with refuse(
+        tmp_path,
+        "{} holds no text: none of its 0 files ends in .txt, .txt.gz, .jsonl, .jsonl.gz, "
+        ".json.gz; rename or convert them",
+    ):
+        TextFiles(str(tmp_path)).open("train", None)
+    with refuse(tmp_path, "no text files are named; expected files or folders of text"):
+        TextFiles([]).open("train", None)
+
+
+def test_not_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good\n\xff\n")
+    with refuse(
+        tmp_path,
+        "{}/a.txt is not UTF-8: byte 0xff at offset 5; convert it, as with `iconv -f LATIN1 -t "
+        "UTF-8`",
+    ):
+        TextFiles(str(tmp_path / "a.txt")).open("train", str(tmp_path / "data"))
+    assert list((tmp_path / "data").iterdir()) == []

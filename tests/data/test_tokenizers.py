@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Oracles: T5's and ByT5's published ids; SentencePiece itself; HF's ByT5Tokenizer."""
+
+import hashlib
+import io
+import pickle
+import re
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+
+from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary
+from tests.data.refusals import refused
+from tests.data.words import sentences
+
+SENTENCES = [*["The dog sleeps."] * 20, *(sentence.strip() for sentence in sentences(300))]
+T5_LAYOUT = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+
+
+def train(path, size=200, **options):
+    """A model as T5's was trained: NFKC, spaces collapsed, a space put in front."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES),
+        model_writer=model,
+        vocab_size=size,
+        hard_vocab_limit=False,
+        minloglevel=3,
+        **options,
+    )
+    path.write_bytes(model.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    path = tmp_path_factory.mktemp("t5") / "spiece.model"
+    return str(path), train(path, **T5_LAYOUT)
+
+
+def test_t5_layout(t5):
+    path, processor = t5
+    num_pieces = processor.get_piece_size()
+    vocabulary = SentencePieceVocabulary(path)
+    assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
+    # As T5's 32,000 pieces make 32,100 ids with <extra_id_0> = 32,099, <extra_id_99> = 32,000.
+    assert vocabulary.size == num_pieces + 100
+    assert vocabulary.sentinel_id(0) == num_pieces + 99
+    assert vocabulary.sentinel_id(99) == num_pieces
+    assert vocabulary.encode(SENTENCES[0]) == processor.encode(SENTENCES[0])
+    assert vocabulary.decode(vocabulary.encode(SENTENCES[0])) == SENTENCES[0]
+
+
+def test_padded_size_leaves_the_sentinels(t5):
+    path, processor = t5
+    padded = SentencePieceVocabulary(path, pad_to_multiple_of=128)
+    # As T5's 32,100 are 32,128 in the released checkpoints.
+    assert padded.size == -(-(processor.get_piece_size() + 100) // 128) * 128
+    assert padded.sentinel_id(0) == SentencePieceVocabulary(path).sentinel_id(0)
+    assert padded.decode([padded.size - 1]) == " ⁇ "
+
+
+def test_decode_shows_every_id(t5):
+    path, _ = t5
+    vocabulary = SentencePieceVocabulary(path)
+    the, dog = vocabulary.encode("The"), vocabulary.encode("dog")
+    ids = [
+        *the,
+        vocabulary.sentinel_id(0),
+        0,
+        *dog,
+        1,
+        vocabulary.sentinel_id(12),
+        *the,
+        10**6,
+        -1,
+    ]
+    assert vocabulary.decode(ids) == "The<extra_id_0>dog<extra_id_12>The ⁇  ⁇ "
+    assert vocabulary.decode([]) == vocabulary.decode([0, 1, 0]) == ""
+
+
+def test_text_never_becomes_a_sentinel(t5):
+    path, _ = t5
+    vocabulary = SentencePieceVocabulary(path)
+    ids = vocabulary.encode("<extra_id_0></s><pad>")
+    assert max(ids) < vocabulary.num_pieces and not {0, 1} & set(ids)
+
+
+def test_own_sentinels_are_kept(tmp_path):
+    names = [f"<extra_id_{i}>" for i in range(10)]
+    path = tmp_path / "own.model"
+    processor = train(path, user_defined_symbols=names, **T5_LAYOUT)
+    vocabulary = SentencePieceVocabulary(str(path), num_sentinels=10)
+    assert vocabulary.size == processor.get_piece_size()
+    assert [vocabulary.sentinel_id(i) for i in range(10)] == list(range(3, 13))
+    assert vocabulary.decode([4, *vocabulary.encode("dog")]) == "<extra_id_1>dog"
+    with refused(f"vocabulary {path} has 10 pieces <extra_id_*> and num_sentinels=100; use 10"):
+        SentencePieceVocabulary(str(path)).sentinel_id(0)
+
+
+def test_other_layout_is_refused(tmp_path):
+    train(tmp_path / "llama.model")
+    with refused(
+        f"vocabulary {tmp_path}/llama.model has pad, eos, unk at (-1, 2, 0), expected (0, 1, "
+        "2); train it with `switchx vocab`, or SentencePiece's --pad_id=0 --eos_id=1 "
+        "--unk_id=2"
+    ):
+        SentencePieceVocabulary(str(tmp_path / "llama.model")).encode("text")
+
+
+def test_missing_and_broken_models(tmp_path):
+    with refused(
+        "vocabulary no.model does not exist; train one with `switchx vocab --input=FILES "
+        "--size=8000 --output=DIR`, or name a SentencePiece .model file"
+    ):
+        SentencePieceVocabulary("no.model").encode("text")
+    (tmp_path / "x.vocab").write_text("<pad>\t0\n")
+    with refused(
+        "<any>x.vocab is no SentencePiece model that can be read: <any>; name a .model file, "
+        "not the .vocab beside it"
+    ):
+        SentencePieceVocabulary(str(tmp_path / "x.vocab")).encode("text")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_sentinels": -1}, "num_sentinels=-1; use 0 or more, T5 has 100"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0; use 1 for none, or such as 128"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with refused(message):
+        SentencePieceVocabulary("x.model", **options)
+
+
+def test_too_many_sentinels(t5):
+    for vocabulary in (SentencePieceVocabulary(t5[0]), ByteVocabulary()):
+        for index in (-1, 100):
+            with refused(
+                f"sentinel {index} of 100; raise num_sentinels, or mask fewer spans: a lower "
+                "noise density, longer spans or a shorter input"
+            ):
+                vocabulary.sentinel_id(index)
+
+
+def test_fingerprint_is_of_model_and_layout(t5, tmp_path):
+    path, processor = t5
+    copy = tmp_path / "copy.model"
+    copy.write_bytes(processor.serialized_model_proto())
+    other = tmp_path / "other.model"
+    train(other, size=150, **T5_LAYOUT)
+    original = SentencePieceVocabulary(path).fingerprint()
+    assert SentencePieceVocabulary(str(copy)).fingerprint() == original
+    assert (
+        len(
+            {
+                original,
+                SentencePieceVocabulary(str(other)).fingerprint(),
+                SentencePieceVocabulary(path, num_sentinels=99).fingerprint(),
+                SentencePieceVocabulary(path, pad_to_multiple_of=128).fingerprint(),
+                ByteVocabulary().fingerprint(),
+                ByteVocabulary(10).fingerprint(),
+            }
+        )
+        == 6
+    )
+    assert re.fullmatch("[0-9a-f]{64}", original)
+
+
+def test_pickled_before_and_after_use(t5):
+    vocabulary = SentencePieceVocabulary(t5[0])
+    before = pickle.loads(pickle.dumps(vocabulary))
+    ids = vocabulary.encode(SENTENCES[-1])
+    after = pickle.loads(pickle.dumps(vocabulary))
+    assert before.encode(SENTENCES[-1]) == after.encode(SENTENCES[-1]) == ids
+    assert before == vocabulary and hash(before) == hash(vocabulary)
+
+
+# Ids from the tests of Hugging Face's ByT5Tokenizer, without its final eos.
+@pytest.mark.parametrize(
+    "text, ids",
+    [
+        ("Unicode €.", [88, 113, 108, 102, 114, 103, 104, 35, 229, 133, 175, 49]),
+        ("e è é ê ë", [104, 35, 198, 171, 35, 198, 172, 35, 198, 173, 35, 198, 174]),
+        ("hello", [107, 104, 111, 111, 114]),
+        ("\x00\xff", [3, 198, 194]),
+    ],
+)
+def test_byt5_ids(text, ids):
+    vocabulary = ByteVocabulary()
+    assert vocabulary.encode(text) == ids
+    assert vocabulary.decode(ids) == text
+
+
+def test_byt5_layout():
+    vocabulary = ByteVocabulary()
+    assert vocabulary.size == 384
+    assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
+    assert [vocabulary.sentinel_id(i) for i in (0, 1, 99)] == [258, 257, 159]
+    assert vocabulary.decode([107, 0, 258, 1, 257, 248, 2, 300]) == (
+        "h<extra_id_0><extra_id_1><extra_id_10> ⁇  ⁇ "
+    )
+    # The twelfth sentinel is the byte 0xF4, which UTF-8 uses.
+    assert vocabulary.decode([vocabulary.sentinel_id(11)]) == "\ufffd"
+    assert vocabulary.decode(vocabulary.encode("\U00100000")) == "\U00100000"
+    with refused("ByteVocabulary.num_sentinels=257; use 0 to 256, ByT5 has 100"):
+        ByteVocabulary(257)
+
+
+@given(st.text())
+def test_bytes_lose_nothing(text):
+    assert ByteVocabulary().decode(ByteVocabulary().encode(text)) == text
+
+
+def test_bytes_as_hugging_face():
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    theirs = transformers.ByT5Tokenizer()
+    for text in (*SENTENCES[-3:], "größer 漢字 😀\n"):
+        assert [*ByteVocabulary().encode(text), 1] == theirs(text).input_ids
+
+
+def test_fingerprint_of_bytes_is_fixed():
+    """A changed one would orphan every checkpoint."""
+    assert ByteVocabulary().fingerprint() == hashlib.sha256(b"bytes 100 384").hexdigest()
