@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches: how many rows, which of them a process reads, and Grain's way to make them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import grain
+import numpy as np
+
+from switchx.data.features import Batch, Features
+from switchx.data.stream_plan import StreamPlan
+from switchx.data.streams import RowStream
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    """What a batch is.
+
+    Attributes:
+        batch_size: rows of the global batch, over all processes.
+        packed: several examples a row; otherwise one.
+    """
+
+    features: Features
+    batch_size: int
+    packed: bool = True
+
+    def __post_init__(self):
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size}; use at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Which part of each global batch a process reads: the `index`-th of `count` equal ones.
+
+    Processes that hold the same rows (model parallelism across hosts) read the same shard.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self):
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"shard {self.index} of {self.count}; use 0 to count - 1")
+
+    def rows(self, batch_size: int) -> range:
+        """The rows of the global batch that are this shard's.
+
+        Raises:
+            ValueError: the batch does not divide.
+        """
+        size, rest = divmod(batch_size, self.count)
+        if rest:
+            sizes = sorted({max(size, 1) * self.count, (size + 1) * self.count})
+            raise ValueError(
+                f"batch_size={batch_size} is not divisible by the {self.count} processes that "
+                f"share it; use batch_size={' or '.join(map(str, sizes))}, or a number of "
+                f"processes that divides {batch_size}"
+            )
+        return range(self.index * size, (self.index + 1) * size)
+
+
+class RowBatches(grain.IterDataset):
+    """Batches of some rows, each with the cursors of these rows after it."""
+
+    def __init__(self, plan: StreamPlan, is_packed: bool, rows: Sequence[int], cursors):
+        super().__init__()
+        self._plan = plan
+        self._is_packed = is_packed
+        self._rows = list(zip(rows, cursors, strict=True))
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        """Leaves the rows of worker `sl.start` out of `sl.step`; called by `mp_prefetch`.
+
+        Blocks of rows rather than every `sl.step`-th, so that workers' parts one after
+        another are the batch.
+        """
+        del sequential_slice
+        num_rows = len(self._rows)
+        start, stop = (num_rows * worker // sl.step for worker in (sl.start, sl.start + 1))
+        self._rows = self._rows[start:stop]
+
+    def __iter__(self) -> grain.DatasetIterator:
+        streams = [RowStream(self._plan, row, self._is_packed, c) for row, c in self._rows]
+        return _RowBatchIterator(self._plan.features, streams)
+
+
+class _RowBatchIterator(grain.DatasetIterator):
+    def __init__(self, features: Features, streams: Sequence[RowStream]):
+        super().__init__()
+        self._features = features
+        self._streams = streams
+
+    def __next__(self) -> tuple[Batch, np.ndarray]:
+        batch = self._features.batch([next(stream) for stream in self._streams])
+        return batch, np.stack([stream.cursor for stream in self._streams])
+
+    def get_state(self) -> dict:
+        return {}  # the cursors are in the batch
+
+    def set_state(self, state: dict) -> None:
+        raise NotImplementedError("a loader is restored by making new streams from cursors")
+
+
+def join_rows(parts: Sequence[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:
+    """One batch from those of the workers."""
+    batches, cursors = zip(*parts, strict=True)
+
+    # `asarray` leaves the workers' shared memory: a batch is an ordinary array.
+    def join(arrays):
+        return np.concatenate([np.asarray(array) for array in arrays])
+
+    return {name: join([b[name] for b in batches]) for name in batches[0]}, join(cursors)

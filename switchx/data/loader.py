@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loader: batches for training without end, and for evaluation, each process its part.
+
+Training reads one stream a row (see `streams`). Each batch travels with the cursors of
+its rows, so the state of the loader is that of the batch last handed out, however far
+threads and worker processes have read ahead.
+"""
+
+import dataclasses
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+
+import grain
+import numpy as np
+from absl import flags
+
+from switchx.data.batches import BatchConfig, RowBatches, Shard, join_rows
+from switchx.data.features import Batch
+from switchx.data.mixtures import Mixture, as_mixture
+from switchx.data.stream_plan import StreamPlan
+from switchx.data.streams import RowStream
+from switchx.data.tasks import Task, open_task
+
+# Of what the cursors in a state mean; another number whenever streams read otherwise.
+STATE_VERSION = 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefetch:
+    """How batches are made ahead of time; what is in them does not depend on it.
+
+    Attributes:
+        num_batches: batches kept ready by a thread; 0 makes each when it is asked for.
+        num_workers: processes among which the rows are divided; 0 for none. A program
+            that uses them starts under `if __name__ == "__main__":`.
+    """
+
+    num_batches: int = 2
+    num_workers: int = 0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 0:
+                raise ValueError(f"{field.name}={getattr(self, field.name)}; use 0 or more")
+
+
+class TrainLoader:
+    """Iterates over this process' part of the training batches, without end.
+
+    The global batch, the parts of all shards one after another, is a function of the
+    source, the batch config, the seed and the step; not of shards, prefetching or
+    interruptions.
+
+    Args:
+        source: a task, or a mixture of several; their training splits are read.
+        data_dir: where prepared corpora are; see `Corpus.open`.
+
+    Raises:
+        ValueError: the batch size does not divide by the shards, a seed below 0, or a task
+            that does not suit its corpus or the features (`open_task`).
+    """
+
+    def __init__(
+        self,
+        source: Task | Mixture,
+        config: BatchConfig,
+        *,
+        seed: int,
+        data_dir: str | None = None,
+        shard: Shard = Shard(),
+        prefetch: Prefetch = Prefetch(),
+    ):
+        if seed < 0:
+            raise ValueError(f"seed={seed}; use 0 or more")
+        self._rows = shard.rows(config.batch_size)
+        if prefetch.num_workers > len(self._rows):
+            raise ValueError(
+                f"num_workers={prefetch.num_workers} for {len(self._rows)} rows of a process; "
+                f"use {len(self._rows)} or fewer"
+            )
+        self._config = config
+        self._prefetch = prefetch
+        self._plan = _train_plan(as_mixture(source), config, seed, data_dir)
+        self._begin(0, np.tile(self._plan.new_cursor(), (len(self._rows), 1)))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch, [rows of this shard, length] each; see `features`.
+
+        Raises:
+            ValueError: the loader is closed, or what a stream raises (`ExampleStream`).
+        """
+        if not self._iterators:
+            raise ValueError("the loader is closed; restore a state of it, or make another")
+        batch, self._cursors = next(self._iterators[0])
+        self._step += 1
+        return batch
+
+    def state(self) -> dict:
+        """Where the next batch begins; plain numbers, lists and strings (JSON)."""
+        return {
+            "pipeline": self._description(),
+            "step": self._step,
+            "first_row": self._rows.start,
+            "cursors": self._cursors.tolist(),
+        }
+
+    def restore(self, state: dict) -> None:
+        """Goes on where a state was taken: the next batch is the one that came next.
+
+        Args:
+            state: of this shard, or `merge_states` of those of all shards. Neither the
+                number of shards nor prefetching need be what they were.
+
+        Raises:
+            ValueError: it was taken from another source, batch config, seed or version,
+                or does not hold this shard's rows.
+        """
+        _require_same(state["pipeline"], self._description())
+        held = range(state["first_row"], state["first_row"] + len(state["cursors"]))
+        if self._rows.start not in held or self._rows[-1] not in held:
+            raise ValueError(
+                f"the loader's state holds rows {held.start} to {held[-1]} of each batch and "
+                f"this process reads rows {self._rows.start} to {self._rows[-1]}; pass "
+                "merge_states of the states of all processes"
+            )
+        self.close()
+        cursors = np.array(state["cursors"], np.int64)
+        self._begin(state["step"], cursors[[held.index(row) for row in self._rows]])
+
+    def counts(self) -> dict[str, int]:
+        """Examples this shard dropped and truncated so far: `task/dropped`, ..."""
+        return self._plan.counts(self._cursors)
+
+    def close(self) -> None:
+        """Stops threads and worker processes; only `restore` starts them again."""
+        self._stop()
+
+    def _begin(self, step: int, cursors: np.ndarray) -> None:
+        self._step, self._cursors = step, cursors
+        dataset = RowBatches(self._plan, self._config.packed, self._rows, cursors)
+        if num_workers := self._prefetch.num_workers:
+            if not flags.FLAGS.is_parsed():  # Grain reads some of its own
+                flags.FLAGS.mark_as_parsed()
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers))
+            dataset = dataset.batch(num_workers, batch_fn=join_rows)
+        dataset = grain.experimental.ThreadPrefetchIterDataset(
+            dataset, prefetch_buffer_size=self._prefetch.num_batches
+        )
+        self._iterators = [iter(dataset)]
+        # At the latest when the program ends: Grain's own clean-up fails later than that.
+        self._stop = weakref.finalize(self, _stop, self._iterators)
+
+    def _description(self) -> dict:
+        plan, config = self._plan, self._config
+        description = {
+            "state_version": STATE_VERSION,
+            "seed": plan.seed,
+            "features": repr(config.features),
+            "batch_size": config.batch_size,
+            "packed": config.packed,
+            "tasks": [opened.task.name for opened in plan.tasks],
+            "probabilities": plan.probabilities.tolist(),
+        }
+        for opened in plan.tasks:
+            for key, value in opened.description.items():
+                description[f"{opened.task.name}.{key}"] = value
+        return description
+
+
+def _stop(iterators: list[grain.DatasetIterator]) -> None:
+    iterators.pop().close()
+
+
+def merge_states(states: Sequence[dict]) -> dict:
+    """One loader state that holds all rows, from those of all shards, in any order."""
+    states = sorted(states, key=lambda state: state["first_row"])
+    return states[0] | {"cursors": [cursor for state in states for cursor in state["cursors"]]}
+
+
+def evaluation_batches(
+    task: Task,
+    config: BatchConfig,
+    *,
+    data_dir: str | None = None,
+    shard: Shard = Shard(),
+    num_batches: int | None = None,
+) -> Iterator[Batch]:
+    """This process' part of the task's evaluation batches, the same each time.
+
+    The evaluation split is read once, in its order; an example's random choices are fixed
+    by its index. The last batch is filled up with rows of padding, whose loss weights are
+    0. Each process goes through all rows and lays out its own: no example is lost or seen
+    twice, and all processes see as many batches.
+
+    Args:
+        num_batches: stop after so many; None reads the whole split.
+
+    Raises:
+        ValueError: as `TrainLoader`, or no example of the split fits the features.
+    """
+    rows = shard.rows(config.batch_size)
+    opened = open_task(task, task.evaluation_split, data_dir, config.features)
+    plan = StreamPlan((opened,), np.ones(1), config.features, seed=0, is_finite=True)
+    stream = RowStream(plan, 0, config.packed, plan.new_cursor())
+
+    def batches():
+        num_made = 0
+        while batch := list(itertools.islice(stream, config.batch_size)):
+            batch += [[]] * (config.batch_size - len(batch))
+            yield config.features.batch(batch[rows.start : rows.stop])
+            num_made += 1
+        counts = plan.counts(stream.cursor)
+        if num_made == 0:
+            raise ValueError(
+                f"task {task.name!r}: split {task.evaluation_split!r} has "
+                f"{len(opened.records)} records and no example that fits {config.features} "
+                f"({counts}); use longer features, or another split"
+            )
+        if any(counts.values()):
+            _log.warning("evaluation left out or cut examples: %s", counts)
+
+    return itertools.islice(batches(), num_batches)
+
+
+def _train_plan(
+    mixture: Mixture, config: BatchConfig, seed: int, data_dir: str | None
+) -> StreamPlan:
+    tasks = tuple(
+        open_task(task, task.train_split, data_dir, config.features) for task in mixture.tasks
+    )
+    probabilities = mixture.probabilities([len(task.records) for task in tasks])
+    return StreamPlan(tasks, probabilities, config.features, seed, config.batch_size)
+
+
+def _require_same(taken: dict, here: dict) -> None:
+    names = [name for name in {**here, **taken} if taken.get(name) != here.get(name)]
+    if names:
+        differences = "; ".join(
+            f"{name}: {taken.get(name)!r} there, {here.get(name)!r} here" for name in names
+        )
+        raise ValueError(
+            f"the loader's state was taken from another pipeline ({differences}); use the "
+            "settings it was taken with, or begin the data anew by not restoring it"
+        )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks: a corpus, read through a vocabulary, learnt by an objective."""
+
+import dataclasses
+from typing import Literal
+
+from switchx.data.corpora.corpus import Corpus, CorpusSource
+from switchx.data.features import Features
+from switchx.data.objectives import InputsToTargets, Objective
+from switchx.data.tokenizers import Vocabulary
+
+TOO_LONG = ("drop", "truncate", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What there is to learn from one corpus.
+
+    Attributes:
+        name: stands in metrics and in the loader's state.
+        too_long: what becomes of an example of `InputsToTargets` that no row holds:
+            `drop` and `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X
+            truncates and does not say so.) Text is cut into chunks that fit.
+        train_split, evaluation_split: the corpus' names for what is trained and evaluated
+            on.
+    """
+
+    name: str
+    corpus: Corpus
+    vocabulary: Vocabulary
+    objective: Objective
+    too_long: Literal["drop", "truncate", "error"] = "drop"
+    train_split: str = "train"
+    evaluation_split: str = "validation"
+
+    def __post_init__(self):
+        if self.too_long not in TOO_LONG:
+            raise ValueError(
+                f"task {self.name!r}: too_long={self.too_long!r} is unknown; use one of "
+                f"{', '.join(TOO_LONG)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenTask:
+    """A task with one split of its corpus at hand.
+
+    Attributes:
+        chunk_length: tokens of raw text an example is made of; None for `InputsToTargets`.
+    """
+
+    task: Task
+    records: CorpusSource
+    chunk_length: int | None
+
+    @property
+    def description(self) -> dict[str, str]:
+        """What has to stay the same for a stream of examples to be the same."""
+        return {
+            "corpus": f"{self.records.name} {self.records.fingerprint}",
+            "objective": repr(self.task.objective),
+            "vocabulary": self.task.vocabulary.fingerprint(),
+            "too_long": self.task.too_long,
+        }
+
+
+def open_task(task: Task, split: str, data_dir: str | None, features: Features) -> OpenTask:
+    """Opens a split of the task's corpus and checks that everything fits together.
+
+    Raises:
+        ValueError: the objective does not suit the features or the corpus' records, or
+            there are none.
+    """
+    is_text = not isinstance(task.objective, InputsToTargets)
+    chunk_length = task.objective.chunk_length(features) if is_text else None
+    records = task.corpus.open(split, data_dir)
+    if len(records) == 0:
+        raise ValueError(
+            f"task {task.name!r}: split {split!r} of {task.corpus} is empty; name another "
+            "split or give it data"
+        )
+    if missing := set(task.objective.reads) - set(records.fields):
+        better = "InputsToTargets" if is_text else "SpanCorruption, PrefixLM or CausalLM"
+        raise ValueError(
+            f"task {task.name!r}: {type(task.objective).__name__} reads {sorted(missing)}, "
+            f"the records of {task.corpus} have {sorted(records.fields)}; use the objective "
+            f"{better}, or another corpus"
+        )
+    return OpenTask(task, records, chunk_length)
