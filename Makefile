@@ -1,0 +1,61 @@
+# `make train` and `make test` do all set-up themselves; nothing has to be installed first.
+#
+#   make train MODEL_DIR=/elsewhere         another run folder
+#   make train ARGS=--gin.TRAIN_STEPS=100   further arguments of `switchx train`
+#   make test ARGS="tests/moe -x"           further arguments of pytest
+#   make test PYTHON=python3.12             the Python that .venv is made of
+
+# The first of these that is new enough.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo "$$python"; exit; }; done; echo python3)
+VENV ?= .venv
+MODEL_DIR ?= runs/pretrain_tiny
+ARGS ?=
+
+BIN := $(VENV)/bin
+
+.PHONY: help train test test-all lint clean
+
+help:
+	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
+	@echo 'make test      the default tests'
+	@echo 'make test-all  every test, those against PyTorch included (installs it)'
+	@echo 'make lint      ruff: errors and formatting'
+	@echo 'make clean     remove $(VENV), builds and caches; run folders stay'
+
+train: $(VENV)/.installed
+	$(BIN)/switchx train --gin_file=configs/runs/pretrain_tiny.gin --model_dir=$(MODEL_DIR) $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow and not aot" $(ARGS)
+
+test-all: $(VENV)/.installed-dev $(VENV)/.installed-hf
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find switchx pallas_kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: what a virtual environment holds is installed again when setup.cfg changes.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "switchx needs Python 3.11 or newer; $(PYTHON) is" \
+			"$$($(PYTHON) --version 2>/dev/null || echo not there);" \
+			"name another one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created setup.cfg pyproject.toml
+	@echo 'Installing switchx into $(VENV) (a minute or two) ...'
+	@$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed
+	@echo 'Installing what the extra "$*" needs ...'
+	@$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pallas kernels of sparse models, usable without switchx: plain arrays in and out."""

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: eight simulated devices, strict ranks, child processes, data."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+# Both are read when JAX is imported. On an accelerator: JAX_PLATFORMS=cuda pytest -m gpu.
+SIMULATED_DEVICES = "--xla_force_host_platform_device_count"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SIMULATED_DEVICES}=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+# Broadcasting [D] against [B, D] unnoticed is how a wrong axis stays hidden.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def pytest_runtest_setup(item):
+    """Skips what this machine cannot run, with the reason."""
+    for marker in ("gpu", "tpu"):
+        if item.get_closest_marker(marker) and jax.default_backend() != marker:
+            pytest.skip(f"needs a {marker.upper()}; JAX runs on {jax.default_backend()}")
+    if item.get_closest_marker("hf"):
+        for module in ("torch", "transformers"):
+            if importlib.util.find_spec(module) is None:
+                pytest.skip(f"needs {module}: pip install 'switchx[hf]', or make test-all")
+
+
+@pytest.fixture
+def key():
+    """A PRNG key; tests fold or split it, and expect no particular numbers from it."""
+    return jax.random.key(0)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> pathlib.Path:
+    """Real data beside the checkout, `../shared`; skips the test where it is absent."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs the folder shared/ with real data beside {ROOT.name}/")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory) -> pathlib.Path:
+    """The cache of all child processes: a corpus is prepared once a session."""
+    return tmp_path_factory.mktemp("session_cache")
+
+
+@pytest.fixture
+def start_cli(session_cache, tmp_path):
+    """`start_cli("train", "--model_dir=...", devices=1)` -> a running `Popen`.
+
+    It works in `tmp_path` unless `cwd` is given, sees neither the user's cache nor the
+    user's data folder, and writes both its outputs to the file `process.log`. What still
+    runs at the end of the test is killed.
+    """
+    processes = []
+
+    def start(*arguments, cwd=tmp_path, devices=1, env=None) -> subprocess.Popen:
+        log = tmp_path / f"cli_{len(processes)}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "switchx", *map(str, arguments)],
+                cwd=cwd,
+                env=_environment(session_cache, devices) | (env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        process.log = log
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def run_cli(session_cache, tmp_path):
+    """`run_cli("eval", "--model_dir=...")` -> a finished `CompletedProcess` with its texts.
+
+    The same surroundings as `start_cli`; a non-zero exit status does not raise.
+    """
+
+    def run(*arguments, cwd=tmp_path, devices=1, env=None, timeout=240):
+        return subprocess.run(
+            [sys.executable, "-m", "switchx", *map(str, arguments)],
+            cwd=cwd,
+            env=_environment(session_cache, devices) | (env or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run
+
+
+def _environment(cache: pathlib.Path, devices: int) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.pop("SWITCHX_DATA_DIR", None)
+    return environment | {
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(cache),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{SIMULATED_DEVICES}={devices}",
+    }

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every gin file that ships parses and builds, and says what it is for."""
+
+import math
+import pathlib
+import re
+
+import jax
+import pytest
+
+from switchx.cli import gin_edge
+from switchx.data.saved_vocabulary import save_vocabulary
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.models.config import ModelConfig
+from switchx.models.params import abstract_params
+from switchx.partitioning.mesh import batch_parts
+from switchx.planner.model_cost import count_parameters
+from switchx.training.job import TrainingJob
+from switchx.tree import num_elements
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+FOLDERS = ("models", "tasks", "meshes", "optimizers", "runs")
+# What every run includes and nobody runs.
+NOT_RUNS = {"runs/defaults.gin"}
+
+
+def names(*folders: str) -> list[str]:
+    """`models/switch_tiny.gin`, ...: the files of some folders of configs/."""
+    paths = [path for folder in folders for path in CONFIGS.glob(f"{folder}/**/*.gin")]
+    return sorted(path.relative_to(CONFIGS).as_posix() for path in paths)
+
+
+RUNS = [name for name in names("runs") if name not in NOT_RUNS]
+
+
+@pytest.fixture(autouse=True)
+def clean_gin():
+    """Gin's configuration is global; no test leaves one behind."""
+    yield
+    gin_edge.gin.clear_config()
+
+
+@pytest.fixture
+def build_job(tmp_path):
+    """`build_job("runs/x.gin", SEED=1)`: the job, with what the files require supplied."""
+    save_vocabulary(ByteVocabulary(), tmp_path)
+    supplies = {
+        "FILES": tmp_path,
+        "INIT_FROM": tmp_path,
+        "VOCABULARY_FILE": tmp_path / "t5.model",
+    }
+
+    def build(*files: str, **macros) -> TrainingJob:
+        required = set().union(*(required_macros(name) for name in files))
+        macros = {name: supplies[name] for name in required & supplies.keys()} | macros
+        bindings = [f"{name}={value}" for name, value in macros.items()]
+        gin_edge.parse_files(list(files), bindings, [])
+        return gin_edge.build("JOB", TrainingJob)
+
+    return build
+
+
+def required_macros(name: str) -> set[str]:
+    """Macros that a file or one it includes sets to gin.REQUIRED."""
+    text = (CONFIGS / name.removeprefix("configs/")).read_text(encoding="utf-8")
+    found = set(re.findall(r"^(\w+) = %gin\.REQUIRED", text, re.MULTILINE))
+    included = re.findall(r'^include "(.+)"', text, re.MULTILINE)
+    return found.union(*map(required_macros, included))
+
+
+def header(name: str) -> str:
+    """The comment a file starts with, without its `#`, broken lines joined."""
+    lines = (CONFIGS / name).read_text(encoding="utf-8").splitlines()
+    stop = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "\n".join(line.lstrip("# ") for line in lines[:stop]).replace("\\\n", "")
+
+
+def test_no_file_is_outside_the_folders():
+    everything = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*")}
+    files = {name for name in everything if (CONFIGS / name).is_file()}
+    assert files == set(names(*FOLDERS))
+    assert RUNS
+
+
+@pytest.mark.parametrize("name", names(*FOLDERS))
+def test_file_starts_with_what_it_is_for(name):
+    assert header(name).strip()
+
+
+@pytest.mark.parametrize("name", names("models"))
+def test_model_builds(name, tmp_path):
+    """The whole model is traced without allocating it, and has the planner's size."""
+    file = tmp_path / "model.gin"
+    file.write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from switchx.models import config\n"
+        f'include "{name}"\n'
+        "MODEL = @config.ModelConfig()\n"
+    )
+    gin_edge.parse_files([str(file)], [], [])
+    config = gin_edge.build("MODEL", ModelConfig)
+    params = abstract_params(config)
+    assert num_elements(params) == count_parameters(config).total
+    assert all(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run_builds(name, build_job):
+    job = build_job(name)
+    assert job.train_steps > 0
+    assert job.features
+    abstract_params(job.model)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run_honours_the_common_macros(name, build_job):
+    job = build_job(
+        name, TRAIN_STEPS=7000, BATCH_SIZE=48, SEED=11, LOG_EVERY=2, EVAL_EVERY=3,
+        CHECKPOINT_EVERY=5, DATA_DIR="some/where",
+    )  # fmt: skip
+    assert (job.train_steps, job.batch_size, job.seed) == (7000, 48, 11)
+    assert (job.log_every, job.eval_every, job.checkpoint_every) == (2, 3, 5)
+    assert job.data_dir == "some/where"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run_says_question_hardware_time_metric_and_command(name):
+    text = header(name)
+    for field in ("Question|Paper", "Hardware", "Metric", "Command"):
+        assert re.search(rf"^({field}): +\S", text, re.MULTILINE), f"{name} has no {field}:"
+    assert re.search(r"\d+ (minutes?|hours?|days?)\b|not run", text), f"{name}: how long?"
+    assert f"--gin_file=configs/{name} " in text
+
+
+@pytest.mark.parametrize("name", names("tasks", "meshes", "optimizers"))
+def test_part_builds_in_a_run(name, build_job):
+    """A task, mesh or optimizer takes the place of the one the tiny run has."""
+    assert build_job("runs/pretrain_tiny.gin", name).batches
+
+
+@pytest.mark.parametrize("name", names("meshes"))
+def test_mesh_spans_the_simulated_devices(name, build_job):
+    job = build_job("runs/pretrain_tiny.gin", name)
+    devices = jax.devices()[: job.mesh.data] if job.mesh.data else jax.devices()
+    mesh = job.mesh.build(devices)
+    assert mesh.size == len(devices)
+    assert job.batch_size % batch_parts(mesh) == 0
+
+
+def test_command_line_form_and_name_below_configs_are_the_same_file(build_job):
+    assert build_job("configs/runs/pretrain_tiny.gin") == build_job("runs/pretrain_tiny.gin")
