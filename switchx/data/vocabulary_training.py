@@ -162,4 +162,4 @@ def _explain(size: int, num_characters: int, message: str) -> str:
         return f"{what}: use at most {match[1]} (sentinels come on top), or more text"
     if match := _TOO_SMALL.search(message):
         return f"{what}: use more than {match[1]}, the bytes and single characters alone"
-    return f"{what}: {message}"
+    return f"{what}: {message.strip()}; use some thousands, and text to match"

@@ -83,6 +83,11 @@ def test_files(tmp_path):
             "<any> (sentinels come on top), or more text",
         ),
         (
+            0,
+            "a vocabulary of 0 pieces cannot be trained on <any> characters: <any>; use some "
+            "thousands, and text to match",
+        ),
+        (
             100,
             "a vocabulary of 100 pieces cannot be trained on <any> characters: use more than "
             "<any>, the bytes and single characters alone",
