@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed: every package, every configuration, the command, the extras."""
+
+import configparser
+import importlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGES = ("switchx", "pallas_kernels")
+
+
+@pytest.fixture(scope="module")
+def config() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def entries(config, section: str, name: str) -> list[str]:
+    lines = config[section][name].splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+def folders_with_python() -> set[str]:
+    """Every folder of the packages that holds a Python file, as a dotted name."""
+    files = [file for top in PACKAGES for file in ROOT.glob(f"{top}/**/*.py")]
+    return {".".join(file.parent.relative_to(ROOT).parts) for file in files}
+
+
+def gin_files() -> set[str]:
+    files = (ROOT / "configs").rglob("*.gin")
+    return {file.relative_to(ROOT).as_posix() for file in files}
+
+
+def test_every_package_is_installed(config):
+    packages = entries(config, "options", "packages")
+    assert set(packages) == folders_with_python() | {"switchx.configs"}
+    assert packages == sorted(packages)
+
+
+def test_every_package_says_that_it_is_one():
+    """Without `__init__.py` a folder is a namespace that other distributions may fill."""
+    names = folders_with_python()
+    missing = [
+        name for name in names if not (ROOT / name.replace(".", "/") / "__init__.py").exists()
+    ]
+    assert missing == []
+
+
+def test_configurations_are_installed_below_switchx(config):
+    assert entries(config, "options", "package_dir") == ["switchx.configs = configs"]
+    assert entries(config, "options.package_data", "switchx.configs") == ["**/*.gin"]
+    # The place that the installed copy goes to is free in a checkout.
+    assert not (ROOT / "switchx/configs").exists()
+    others = {path.suffix for path in (ROOT / "configs").rglob("*") if path.is_file()}
+    assert others == {".gin"}
+
+
+def test_python_and_jax_are_those_that_are_promised(config):
+    assert config["options"]["python_requires"] == ">=3.11"
+    requirements = entries(config, "options", "install_requires")
+    assert "jax>=0.10.2,<0.13" in requirements
+    assert "flax>=0.12.8" in requirements
+    assert not [name for name in requirements if name.startswith(("tensorflow=", "torch"))]
+    extras = set(config["options.extras_require"])
+    assert extras >= {"tpu", "gpu", "hf", "serve", "plots", "notebooks", "dev"}
+    for extra in ("tpu", "gpu"):
+        assert config["options.extras_require"][extra].endswith(">=0.10.2,<0.13")
+
+
+def test_command_leads_to_main(config):
+    (command,) = entries(config, "options.entry_points", "console_scripts")
+    name, _, target = command.partition(" = ")
+    module, _, function = target.partition(":")
+    assert name == "switchx"
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_pyproject_names_the_build_backend_and_nothing_else():
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text()).keys() == {"build-system"}
+
+
+def test_ci_runs_make_and_hides_no_installation():
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "set -euo pipefail"
+    assert lines[2:] == ["make lint test"]
+
+
+def test_licence_is_apache():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "APPENDIX: How to apply the Apache License to your work." in text
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> pathlib.Path:
+    """A wheel built from a copy: building leaves folders behind."""
+    base = tmp_path_factory.mktemp("wheel")
+    source = base / "source"
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in (*PACKAGES, "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=skip)
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base]
+    result = subprocess.run([*command, source], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = base.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_wheel_holds_all_code_and_configurations_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licences = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+    code = {
+        path.relative_to(ROOT).as_posix()
+        for top in PACKAGES
+        for path in ROOT.glob(f"{top}/**/*.py")
+    }
+    assert names == code | {f"switchx/{name}" for name in gin_files()}
+    assert len(licences) == 1
+
+
+@pytest.mark.slow
+def test_wheel_finds_its_configurations_away_from_the_checkout(wheel, tmp_path):
+    target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        target,
+    ]
+    subprocess.run([*install, wheel], check=True)
+    program = (
+        "from switchx.cli import config_files, gin_edge\n"
+        "from switchx.training.job import TrainingJob\n"
+        "print(config_files.configs_dir())\n"
+        "for name in ('configs/runs/pretrain_tiny.gin', 'runs/pretrain_tiny.gin'):\n"
+        "    gin_edge.parse_files([name], [], [])\n"
+        "    print(gin_edge.build('JOB', TrainingJob).model.switch.num_experts)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(target / "switchx/configs"), "8", "8"]

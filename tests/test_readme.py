@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README is true: its commands run, its links lead somewhere, its key is the key.
+
+A command is a line of a ```bash block, or an inline code span that starts like one. Each
+has to be in `RUNS`, in `TESTED_ELSEWHERE`, or be a make target: a new one without a row
+fails. Commands are told apart by their text, so the README is the only place that says them.
+"""
+
+import ast
+import configparser
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from switchx.axes import DIMENSIONS
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+STARTS = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:switchx|python -m switchx|make|pip|pytest) \S")
+
+# What is added to a command so that it takes seconds; a later flag wins over an earlier one.
+BRIEF = ("--gin.TRAIN_STEPS=2", "--gin.TrainingJob.eval_batches=1")
+SMALL = (*BRIEF, "--gin.ModelConfig.d_model=32", "--gin.ModelConfig.d_ff=64")
+
+# Command -> what is added. They run in this order in one folder: later ones read what earlier
+# ones wrote. `make train` stands for the switchx command that it ends in.
+TINY = "switchx train --gin_file=configs/runs/pretrain_tiny.gin"
+FINETUNE = (
+    "switchx train --gin_file=configs/runs/finetune.gin "
+    "--gin.INIT_FROM=runs/pretrain_tiny --model_dir=runs/finetuned"
+)
+EVAL = "switchx eval --gin_file=configs/runs/pretrain_tiny.gin --model_dir=runs/pretrain_tiny"
+RUNS = {
+    "switchx --help": (),
+    "make train": BRIEF,
+    EVAL: BRIEF,
+    f"{EVAL} --step=best --json": BRIEF,
+    f"{TINY} --gin.TRAIN_STEPS=800 --model_dir=runs/pretrain_tiny": (
+        *BRIEF,
+        "--gin.TRAIN_STEPS=3",
+    ),
+    FINETUNE: BRIEF,
+    f"{TINY} --gin.NUM_EXPERTS=32 --model_dir=runs/experts_32": SMALL,
+    "switchx train --gin_file=configs/runs/pretrain_gpt_tiny.gin --model_dir=runs/gpt_tiny": (
+        *SMALL,
+        "--gin.WARMUP_STEPS=1",
+    ),
+    f"{TINY} --gin_file=configs/tasks/text_span_corruption.gin --gin.FILES=my_text "
+    "--model_dir=runs/my_text": (*SMALL, "--gin.VOCAB_SIZE=500"),
+    "switchx vocab --input=my_text --size=8000 --output=vocabularies/mine": ("--size=500",),
+    "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
+    f"{TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": SMALL,
+}
+
+# Command -> the test that runs it.
+TESTED_ELSEWHERE = {
+    "switchx bench train --json": "tests/cli/test_bench.py::test_train_prints_one_json_object",
+}
+
+
+def plain(line: str) -> str:
+    """A command line without its comment and with single spaces."""
+    return " ".join(shlex.split(line, comments=True)) if "#" in line else " ".join(line.split())
+
+
+def commands(text: str) -> list[str]:
+    """Every command of a page, once, in order."""
+    found = []
+    for language, block in BLOCK.findall(text):
+        if language in ("bash", "console", "sh"):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [plain(line.removeprefix("$ ")) for line in lines]
+    spans = INLINE.findall(BLOCK.sub("", text))
+    found += [span for span in map(plain, spans) if STARTS.match(span)]
+    return [command for command in dict.fromkeys(found) if command]
+
+
+def python_blocks(text: str) -> list[str]:
+    return [block for language, block in BLOCK.findall(text) if language == "python"]
+
+
+def kind(command: str) -> str:
+    """How a command is checked: `runs`, `elsewhere`, `make`, `pip`, or `unknown`."""
+    if command in RUNS:
+        return "runs"
+    if command in TESTED_ELSEWHERE:
+        return "elsewhere"
+    program = command.split()[0]
+    return program if program in ("make", "pip") else "unknown"
+
+
+def dry_run(*targets: str) -> subprocess.CompletedProcess:
+    # Not under the influence of the make that may have started the tests.
+    return subprocess.run(
+        ["make", "--dry-run", *targets],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+
+
+def switchx_of(command: str) -> tuple[dict[str, str], list[str]]:
+    """Environment and arguments of a switchx command; for `make train`, of its last one."""
+    if command.startswith("make"):
+        command = dry_run(*command.split()[1:]).stdout.splitlines()[-1]
+        command = command.replace(".venv/bin/", "")
+    words = shlex.split(command)
+    start = words.index("switchx")
+    return dict(word.split("=", 1) for word in words[:start]), words[start + 1 :]
+
+
+def test_every_command_has_a_check():
+    assert [command for command in commands(README) if kind(command) == "unknown"] == []
+
+
+def test_no_check_is_left_over():
+    assert (RUNS.keys() | TESTED_ELSEWHERE.keys()) - set(commands(README)) == set()
+
+
+@pytest.mark.timeout(1200)
+def test_commands_and_snippets_run_in_one_folder(run_cli, session_cache, tmp_path):
+    (tmp_path / "my_text").mkdir()
+    for page in ROOT.glob("*.md"):
+        (tmp_path / "my_text" / f"{page.stem}.txt").write_text(page.read_text(encoding="utf-8"))
+    for command, added in RUNS.items():
+        environment, arguments = switchx_of(command)
+        result = run_cli(*arguments, *added, env=environment)
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    for snippet in python_blocks(README):
+        result = subprocess.run(
+            [sys.executable, "-c", snippet],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(session_cache)},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, f"{snippet}\n{result.stderr}"
+        assert result.stdout
+
+
+@pytest.mark.parametrize("command", [c for c in commands(README) if c.startswith("make ")])
+def test_make_target_exists(command):
+    result = dry_run(*command.split()[1:])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize("command", [c for c in commands(README) if kind(c) == "pip"])
+def test_extras_exist(command):
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = set(re.findall(r"[\w-]+", re.search(r"\[(.*)\]", command)[1]))
+    assert extras <= config["options.extras_require"].keys()
+
+
+@pytest.mark.parametrize(("command", "test"), TESTED_ELSEWHERE.items())
+def test_test_that_runs_a_command_exists(command, test):
+    path, _, name = test.partition("::")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_links_and_paths_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    paths = re.findall(r"(?<![\w/])(?:configs|docs|switchx|tests|experiments)/[\w/.]+", README)
+    assert [path for path in [*links, *paths] if not (ROOT / path).exists()] == []
+
+
+def test_dimension_key_is_that_of_axes():
+    section = README.partition("## The dimension key")[2]
+    cells = re.findall(r"\| ([A-Z]) \| (\w+) (?=\|)", section)
+    assert dict(cells) == DIMENSIONS
+    assert len(cells) == len(DIMENSIONS)
+
+
+# That the reading of a page is able to fail.
+
+
+def test_commands_of_a_page_are_found():
+    page = (
+        "Run `switchx train --x=1`, not `switchx` or `train`.\n"
+        "```bash\nswitchx new  --flag # why\n\n$ A=b switchx \\\n  eval --y\n```\n"
+        "| `make test-all` | `configs/runs` |\n```python\nimport switchx\n```\n"
+    )
+    assert commands(page) == [
+        "switchx new --flag",
+        "A=b switchx eval --y",
+        "switchx train --x=1",
+        "make test-all",
+    ]
+    assert kind("switchx new --flag") == "unknown"
+    assert kind("rm -rf x") == "unknown"
+    assert python_blocks(page) == ["import switchx\n"]
+
+
+def test_environment_and_arguments_of_a_command():
+    assert switchx_of("A=b switchx eval --y=1") == ({"A": "b"}, ["eval", "--y=1"])
+    assert switchx_of("make train") == (
+        {},
+        [*TINY.split()[1:], "--model_dir=runs/pretrain_tiny"],
+    )
