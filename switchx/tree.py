@@ -12,7 +12,9 @@ Tree = Any
 
 def path_name(path) -> str:
     """`jax.tree_util` key path -> names joined by `/`."""
-    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return "/".join(
+        str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path
+    )
 
 
 def named_leaves(tree: Tree) -> dict[str, Any]:

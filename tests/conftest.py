@@ -4,12 +4,14 @@
 import importlib.util
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
+from tests.processes import ROOT, child_environment, xla_flags
+
 # Both are read when JAX is imported. On an accelerator: JAX_PLATFORMS=cuda pytest -m gpu.
-SIMULATED_DEVICES = "--xla_force_host_platform_device_count"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {SIMULATED_DEVICES}=8".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(devices=8)}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
@@ -17,8 +19,6 @@ import pytest  # noqa: E402
 
 # Broadcasting [D] against [B, D] unnoticed is how a wrong axis stays hidden.
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def pytest_runtest_setup(item):
@@ -39,12 +39,17 @@ def key():
 
 
 @pytest.fixture(scope="session")
-def shared_dir() -> pathlib.Path:
-    """Real data beside the checkout, `../shared`; skips the test where it is absent."""
-    folder = ROOT.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"needs the folder shared/ with real data beside {ROOT.name}/")
-    return folder
+def shared_dir(tmp_path_factory) -> pathlib.Path:
+    """A copy of the real data beside the checkout, `../shared/data`, below `data`.
+
+    A copy, because corpora are prepared where they lie. Skips the test where it is absent.
+    """
+    data = ROOT.parent / "shared" / "data"
+    if not data.is_dir():
+        pytest.skip(f"needs the folder shared/data with real data beside {ROOT.name}/")
+    copy = tmp_path_factory.mktemp("shared")
+    shutil.copytree(data, copy / "data", copy_function=shutil.copyfile)
+    return copy
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +74,7 @@ def start_cli(session_cache, tmp_path):
             process = subprocess.Popen(
                 [sys.executable, "-m", "switchx", *map(str, arguments)],
                 cwd=cwd,
-                env=_environment(session_cache, devices) | (env or {}),
+                env=child_environment(session_cache, devices) | (env or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -96,7 +101,7 @@ def run_cli(session_cache, tmp_path):
         return subprocess.run(
             [sys.executable, "-m", "switchx", *map(str, arguments)],
             cwd=cwd,
-            env=_environment(session_cache, devices) | (env or {}),
+            env=child_environment(session_cache, devices) | (env or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -104,14 +109,3 @@ def run_cli(session_cache, tmp_path):
         )
 
     return run
-
-
-def _environment(cache: pathlib.Path, devices: int) -> dict[str, str]:
-    environment = dict(os.environ)
-    environment.pop("SWITCHX_DATA_DIR", None)
-    return environment | {
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(cache),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{SIMULATED_DEVICES}={devices}",
-    }

@@ -10,7 +10,9 @@ from switchx.training.job import TrainingJob
 def add_command(commands, name: str, run, help_text: str, description: str):
     """A subcommand whose help shows `description` as it is written."""
     parser = commands.add_parser(
-        name, help=help_text, description=description,
+        name,
+        help=help_text,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -23,16 +25,22 @@ def add_command(commands, name: str, run, help_text: str, description: str):
 def add_gin_arguments(parser) -> None:
     """`--gin_file`, `--gin.NAME=VALUE`, `--gin_search_paths`."""
     parser.add_argument(
-        "--gin_file", action="append", required=True, metavar="FILE",
+        "--gin_file",
+        action="append",
+        required=True,
+        metavar="FILE",
         help="gin file: a path, or a name below configs/ such as runs/pretrain_tiny.gin; "
         "several are read in order",
     )
     parser.add_argument(
-        "--gin_search_paths", default="", metavar="DIRS",
+        "--gin_search_paths",
+        default="",
+        metavar="DIRS",
         help="folders to look for gin files in, separated by commas",
     )
     parser.add_argument_group(
-        "configuration", "--gin.NAME=VALUE sets a macro or a parameter of the gin files, as "
+        "configuration",
+        "--gin.NAME=VALUE sets a macro or a parameter of the gin files, as "
         "--gin.TRAIN_STEPS=100 or --gin.SwitchConfig.capacity_factor=1.0",
     )
 

@@ -27,7 +27,10 @@ def add_command(commands) -> None:
     shared.add_gin_arguments(parser)
     shared.add_model_dir(parser, "run folder of `switchx train`")
     parser.add_argument(
-        "--step", default=None, metavar="N|best", help="checkpoint to evaluate; default: the newest"
+        "--step",
+        default=None,
+        metavar="N|best",
+        help="checkpoint to evaluate; default: the newest",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

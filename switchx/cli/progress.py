@@ -6,7 +6,13 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 
 class TerminalReporter:
@@ -15,9 +21,13 @@ class TerminalReporter:
     def __init__(self):
         self.console = Console(file=sys.stderr, highlight=False)
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[status]}"),
-            console=self.console, disable=not self.console.is_terminal,
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
         )
         self._task = None
         self._start_s = time.perf_counter()

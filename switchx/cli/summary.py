@@ -66,7 +66,9 @@ def _numbers(validation, metrics) -> Table:
 def _loads(job: TrainingJob, load: list[list[float]]) -> Table:
     """Share of tokens by expert and layer; 1.0 is an even share. Many experts: the extremes."""
     num_experts = job.model.switch.num_experts
-    table = Table(title="load per expert (1.00 is an even share)", title_justify="left", box=None)
+    table = Table(
+        title="load per expert (1.00 is an even share)", title_justify="left", box=None
+    )
     table.add_column("layer")
     is_short = num_experts <= 16
     columns = [str(e) for e in range(num_experts)] if is_short else ["least", "median", "most"]

@@ -56,6 +56,8 @@ def git_commit() -> str:
     here = pathlib.Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -23,16 +23,25 @@ def add_command(commands) -> None:
         commands, "vocab", run, "train a SentencePiece vocabulary", DESCRIPTION
     )
     parser.add_argument(
-        "--input", action="append", required=True, metavar="FILES",
+        "--input",
+        action="append",
+        required=True,
+        metavar="FILES",
         help="text files or folders (.txt, .jsonl, .gz), separated by commas; may be repeated",
     )
     parser.add_argument(
-        "--size", type=int, required=True, metavar="N",
+        "--size",
+        type=int,
+        required=True,
+        metavar="N",
         help="pieces; 100 sentinels come on top when it is used",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write into")
     parser.add_argument(
-        "--sample_characters", type=int, default=SAMPLE_CHARACTERS, metavar="N",
+        "--sample_characters",
+        type=int,
+        default=SAMPLE_CHARACTERS,
+        metavar="N",
         help="characters to train on, drawn evenly from all input (default: %(default)s)",
     )
 

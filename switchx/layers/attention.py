@@ -87,7 +87,9 @@ class Attention(nnx.Module):
 
     def project_out(self, out_BLHK):
         """Heads joined and mapped back to `[B, L, D]`."""
-        y_BLD = jnp.einsum("BLHK,HKD->BLD", out_BLHK, self.w_out_HKD[...].astype(out_BLHK.dtype))
+        y_BLD = jnp.einsum(
+            "BLHK,HKD->BLD", out_BLHK, self.w_out_HKD[...].astype(out_BLHK.dtype)
+        )
         return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
 
     def __call__(self, x_BLD, memory_BMD=None, *, bias_HLM=None, mask_BLM=None, key=None):
@@ -96,7 +98,11 @@ class Attention(nnx.Module):
 
         key_BMHK, value_BMHK = self.project_memory(x_BLD if memory_BMD is None else memory_BMD)
         out_BLHK = attend(
-            self.project_query(x_BLD), key_BMHK, value_BMHK,
-            bias_HLM=bias_HLM, mask_BLM=mask_BLM, drop=drop,
+            self.project_query(x_BLD),
+            key_BMHK,
+            value_BMHK,
+            bias_HLM=bias_HLM,
+            mask_BLM=mask_BLM,
+            drop=drop,
         )
         return self.project_out(out_BLHK)

@@ -38,7 +38,10 @@ class DenseFFN(nnx.Module):
         def matrix(key, shape):
             return nnx.Param(
                 initializers.truncated_normal(
-                    key, shape, fan_in=shape[0], scale=config.init_scale,
+                    key,
+                    shape,
+                    fan_in=shape[0],
+                    scale=config.init_scale,
                     dtype=config.precision.params,
                 )
             )

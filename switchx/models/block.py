@@ -65,13 +65,17 @@ class Block(nnx.Module):
 
         y_BLD = self.self_attention(
             self.self_attention_norm(x_BLD),
-            bias_HLM=inputs.bias_HLM, mask_BLM=inputs.mask_BLM, key=keys[0],
+            bias_HLM=inputs.bias_HLM,
+            mask_BLM=inputs.mask_BLM,
+            key=keys[0],
         )
         x_BLD = residual(x_BLD, y_BLD, keys[1])
         if inputs.memory_BMD is not None:
             y_BLD = self.cross_attention(
-                self.cross_attention_norm(x_BLD), inputs.memory_BMD,
-                mask_BLM=inputs.memory_mask_BLM, key=keys[2],
+                self.cross_attention_norm(x_BLD),
+                inputs.memory_BMD,
+                mask_BLM=inputs.memory_mask_BLM,
+                key=keys[2],
             )
             x_BLD = residual(x_BLD, y_BLD, keys[3])
         normed_BLD, stats = self.ffn_norm(x_BLD), None

@@ -81,11 +81,16 @@ class SwitchConfig:
     def __post_init__(self):
         require_choice("SwitchConfig.dispatcher", self.dispatcher, ("sort", "einsum"))
         for name in ("num_experts", "every", "min_capacity", "group_size"):
-            require(getattr(self, name) >= 1, f"SwitchConfig.{name}={getattr(self, name)}; "
-                    "use a whole number of at least 1")
+            require(
+                getattr(self, name) >= 1,
+                f"SwitchConfig.{name}={getattr(self, name)}; use a whole number of at least 1",
+            )
         for name in ("capacity_factor", "eval_capacity_factor"):
-            require(getattr(self, name) > 0, f"SwitchConfig.{name}={getattr(self, name)}; "
-                    "use a factor above 0, usually 1.0 to 2.0")
+            require(
+                getattr(self, name) > 0,
+                f"SwitchConfig.{name}={getattr(self, name)}; "
+                "use a factor above 0, usually 1.0 to 2.0",
+            )
         require(0 <= self.jitter < 1, f"SwitchConfig.jitter={self.jitter}; use 0 <= jitter < 1")
 
 
@@ -147,21 +152,30 @@ class ModelConfig:
         require_choice("remat", self.remat, ("none", "minimal", "full"))
         sizes = ("vocab_size", "d_model", "d_ff", "num_heads", "d_head", "num_decoder_layers")
         for name in sizes:
-            require(getattr(self, name) >= 1, f"ModelConfig.{name}={getattr(self, name)}; "
-                    "use a whole number of at least 1")
-        require(self.is_encoder_decoder == (self.num_encoder_layers > 0),
-                f"num_encoder_layers={self.num_encoder_layers} does not fit architecture="
-                f"{self.architecture!r}; use 0 for decoder_only, at least 1 otherwise")
-        require(self.positions == "relative" or self.max_length is not None,
-                "positions='learned' needs max_length, the rows of the position table")
-        require(0 <= self.dropout_rate < 1,
-                f"dropout_rate={self.dropout_rate}; use 0 <= rate < 1")
+            require(
+                getattr(self, name) >= 1,
+                f"ModelConfig.{name}={getattr(self, name)}; use a whole number of at least 1",
+            )
+        require(
+            self.is_encoder_decoder == (self.num_encoder_layers > 0),
+            f"num_encoder_layers={self.num_encoder_layers} does not fit architecture="
+            f"{self.architecture!r}; use 0 for decoder_only, at least 1 otherwise",
+        )
+        require(
+            self.positions == "relative" or self.max_length is not None,
+            "positions='learned' needs max_length, the rows of the position table",
+        )
+        require(
+            0 <= self.dropout_rate < 1, f"dropout_rate={self.dropout_rate}; use 0 <= rate < 1"
+        )
         for name in ("num_encoder_layers", "num_decoder_layers"):
             count = getattr(self, name)
-            require(count % self.period == 0,
-                    f"{name}={count} is not divisible by switch.every={self.period}; use "
-                    f"{count // self.period * self.period or self.period} or "
-                    f"{(count // self.period + 1) * self.period} layers, or every=1")
+            require(
+                count % self.period == 0,
+                f"{name}={count} is not divisible by switch.every={self.period}; use "
+                f"{count // self.period * self.period or self.period} or "
+                f"{(count // self.period + 1) * self.period} layers, or every=1",
+            )
 
     @property
     def is_encoder_decoder(self) -> bool:

@@ -21,7 +21,10 @@ class DecoderOnly(nnx.Module):
         key_embedding, key_decoder = jax.random.split(key)
         self.embedding = Embedding(config, key=key_embedding)
         self.decoder = Stack(
-            config, num_layers=config.num_decoder_layers, is_decoder=True, has_memory=False,
+            config,
+            num_layers=config.num_decoder_layers,
+            is_decoder=True,
+            has_memory=False,
             key=key_decoder,
         )
 

@@ -23,11 +23,17 @@ class EncoderDecoder(nnx.Module):
         keys = jax.random.split(key, 3)
         self.embedding = Embedding(config, key=keys[0])
         self.encoder = Stack(
-            config, num_layers=config.num_encoder_layers, is_decoder=False, has_memory=False,
+            config,
+            num_layers=config.num_encoder_layers,
+            is_decoder=False,
+            has_memory=False,
             key=keys[1],
         )
         self.decoder = Stack(
-            config, num_layers=config.num_decoder_layers, is_decoder=True, has_memory=True,
+            config,
+            num_layers=config.num_decoder_layers,
+            is_decoder=True,
+            has_memory=True,
             key=keys[2],
         )
 
@@ -43,8 +49,15 @@ class EncoderDecoder(nnx.Module):
         return self.encoder(x_BLD, inputs, is_training=is_training, key=key)
 
     def decode(
-        self, tokens_BL, segment_BL, positions_BL, memory_BMD, memory_segment_BM,
-        *, is_training=False, key=None,
+        self,
+        tokens_BL,
+        segment_BL,
+        positions_BL,
+        memory_BMD,
+        memory_segment_BM,
+        *,
+        is_training=False,
+        key=None,
     ):
         """Logits `[B, L, V]` of every decoder position, and the routing statistics."""
         length = tokens_BL.shape[1]
@@ -67,13 +80,20 @@ class EncoderDecoder(nnx.Module):
         """
         key_encoder, key_decoder = split_key(key, 2)
         memory_BMD, encoder_stats = self.encode(
-            batch["encoder_input_tokens"], batch["encoder_segment_ids"],
-            batch["encoder_positions"], is_training=is_training, key=key_encoder,
+            batch["encoder_input_tokens"],
+            batch["encoder_segment_ids"],
+            batch["encoder_positions"],
+            is_training=is_training,
+            key=key_encoder,
         )
         logits_BLV, decoder_stats = self.decode(
-            batch["decoder_input_tokens"], batch["decoder_segment_ids"],
-            batch["decoder_positions"], memory_BMD, batch["encoder_segment_ids"],
-            is_training=is_training, key=key_decoder,
+            batch["decoder_input_tokens"],
+            batch["decoder_segment_ids"],
+            batch["decoder_positions"],
+            memory_BMD,
+            batch["encoder_segment_ids"],
+            is_training=is_training,
+            key=key_decoder,
         )
         stats = jax.tree.map(
             lambda *leaves: jnp.concatenate(leaves), encoder_stats, decoder_stats

@@ -55,7 +55,9 @@ def _gather_rows_backward(residuals, dy_GQD):
     index_GQ, inverse_GRS = residuals
     # One gather a choice: summing a [G, R, S, D] buffer would cost a pass for S = 1.
     dx_GRD = sum(_take(dy_GQD, inverse_GRS[..., s]) for s in range(inverse_GRS.shape[-1]))
-    no_gradient = [np.zeros(index.shape, jax.dtypes.float0) for index in (index_GQ, inverse_GRS)]
+    no_gradient = [
+        np.zeros(index.shape, jax.dtypes.float0) for index in (index_GQ, inverse_GRS)
+    ]
     return dx_GRD, *no_gradient
 
 
@@ -69,7 +71,9 @@ def token_of_slot(plan: RoutingPlan):
     token_TS = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[:, None], (T, S))
     empty = jnp.full((num_slots,), T, jnp.int32)
     return jax.vmap(
-        lambda position_TS: empty.at[position_TS].set(token_TS, mode="drop", unique_indices=True)
+        lambda position_TS: empty.at[position_TS].set(
+            token_TS, mode="drop", unique_indices=True
+        )
     )(plan.position_GTS)
 
 
@@ -84,9 +88,10 @@ def sort_dispatch(x_GTD, plan: RoutingPlan, experts):
     y_GTD = jnp.zeros_like(x_GTD)
     for s in range(S):
         # A slot holds one choice: for choice s, slots of other choices point past the end.
-        is_choice_GQ = jnp.take_along_axis(
-            plan.position_GTS[..., s], jnp.minimum(token_GQ, T - 1), axis=1
-        ) == jnp.arange(E * C)[None]
+        is_choice_GQ = (
+            jnp.take_along_axis(plan.position_GTS[..., s], jnp.minimum(token_GQ, T - 1), axis=1)
+            == jnp.arange(E * C)[None]
+        )
         index_GQ = jnp.where(is_choice_GQ, token_GQ, T)
         row_GTD = gather_rows(y_GQD, plan.position_GTS[..., s], index_GQ[..., None])
         y_GTD = y_GTD + row_GTD * plan.gate_GTS[..., s, None].astype(row_GTD.dtype)

@@ -24,5 +24,7 @@ def einsum_dispatch(x_GTD, plan: RoutingPlan, experts):
     dispatch_GTSEC = dispatch_tensor(plan, x_GTD.dtype)
     x_EGCD = jnp.einsum("GTSEC,GTD->EGCD", dispatch_GTSEC, x_GTD)
     y_EGCD = experts(x_EGCD.reshape(E, G * C, D)).reshape(E, G, C, D)
-    combine_GTEC = jnp.einsum("GTSEC,GTS->GTEC", dispatch_GTSEC, plan.gate_GTS.astype(x_GTD.dtype))
+    combine_GTEC = jnp.einsum(
+        "GTSEC,GTS->GTEC", dispatch_GTSEC, plan.gate_GTS.astype(x_GTD.dtype)
+    )
     return jnp.einsum("GTEC,EGCD->GTD", combine_GTEC, y_EGCD)

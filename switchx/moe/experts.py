@@ -24,7 +24,10 @@ class Experts(nnx.Module):
         def matrices(key, shape):
             return nnx.Param(
                 initializers.truncated_normal(
-                    key, shape, fan_in=shape[1], scale=config.init_scale,
+                    key,
+                    shape,
+                    fan_in=shape[1],
+                    scale=config.init_scale,
                     dtype=config.precision.params,
                 )
             )

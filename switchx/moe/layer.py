@@ -30,7 +30,10 @@ class SwitchFFN(nnx.Module):
         D, E = config.d_model, config.switch.num_experts
         self.w_router_DE = nnx.Param(
             initializers.truncated_normal(
-                key_router, (D, E), fan_in=D, scale=config.switch.router_init_scale,
+                key_router,
+                (D, E),
+                fan_in=D,
+                scale=config.switch.router_init_scale,
                 dtype=config.precision.params,
             )
         )
@@ -45,13 +48,19 @@ class SwitchFFN(nnx.Module):
         is_token_GT = _into_groups(is_token_BL.reshape(B * L), G, T)
 
         logits_GTE = router_logits(
-            x_GTD, self.w_router_DE[...], dtype=self.config.precision.router,
-            jitter=switch.jitter, key=key_jitter if is_training else None,
+            x_GTD,
+            self.w_router_DE[...],
+            dtype=self.config.precision.router,
+            jitter=switch.jitter,
+            key=key_jitter if is_training else None,
         )
         prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
         capacity = expert_capacity(
-            T, switch.num_experts, min_capacity=switch.min_capacity,
-            capacity_factor=switch.capacity_factor if is_training
+            T,
+            switch.num_experts,
+            min_capacity=switch.min_capacity,
+            capacity_factor=switch.capacity_factor
+            if is_training
             else switch.eval_capacity_factor,
         )
         plan = route_top1(prob_GTE, is_token_GT, capacity)

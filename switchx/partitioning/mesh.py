@@ -50,7 +50,9 @@ class MeshSpec:
             )
         axis_types = (AxisType.Auto,) * len(sizes)
         return Mesh(
-            np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=axis_types
+            np.array(devices).reshape(tuple(sizes.values())),
+            tuple(sizes),
+            axis_types=axis_types,
         )
 
 

@@ -17,7 +17,9 @@ from switchx.training.metrics import routing_metrics, token_metrics
 PLAIN_LOSS = LossConfig(layer_reduction="mean", z_loss=0.0)
 
 
-def eval_step(config: ModelConfig, params, batch: dict) -> tuple[TokenSums, RoutingStats | None]:
+def eval_step(
+    config: ModelConfig, params, batch: dict
+) -> tuple[TokenSums, RoutingStats | None]:
     """Token sums and routing statistics of one batch: no dropout, no jitter, and the
     evaluation capacity."""
     logits_BLV, stats = forward(config, params, batch, is_training=False)

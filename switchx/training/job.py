@@ -68,8 +68,13 @@ class TrainingJob:
 
     def __post_init__(self):
         positive = (
-            "inputs_length", "targets_length", "batch_size", "log_every", "eval_every",
-            "checkpoint_every", "max_skipped_in_a_row",
+            "inputs_length",
+            "targets_length",
+            "batch_size",
+            "log_every",
+            "eval_every",
+            "checkpoint_every",
+            "max_skipped_in_a_row",
         )
         for name in positive:
             if getattr(self, name) < 1:

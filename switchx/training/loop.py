@@ -91,8 +91,12 @@ def train(
 
 def _open_loader(job: TrainingJob) -> TrainLoader:
     return TrainLoader(
-        job.source, job.batches, seed=job.seed, data_dir=job.data_dir,
-        shard=Shard(jax.process_index(), jax.process_count()), prefetch=job.prefetch,
+        job.source,
+        job.batches,
+        seed=job.seed,
+        data_dir=job.data_dir,
+        shard=Shard(jax.process_index(), jax.process_count()),
+        prefetch=job.prefetch,
     )
 
 
@@ -163,6 +167,8 @@ class _Loop:
             self._account()  # of the step before, while this one runs
             step += 1
             self.pending = (step, batch, metrics)
+            if self.skipped_in_a_row + 1 >= self.job.max_skipped_in_a_row:
+                self._account()
             self.reporter.stepped(step)
             is_last = step == self.job.train_steps
             if step % self.job.log_every == 0 or is_last:
@@ -200,8 +206,10 @@ class _Loop:
 
     def _record_skipped(self, step: int, batch: Batch, metrics) -> None:
         identity = {
-            "step": step, "batch": batch_digest(batch),
-            "loss": repr(float(metrics.loss)), "grad_norm": repr(float(metrics.grad_norm)),
+            "step": step,
+            "batch": batch_digest(batch),
+            "loss": repr(float(metrics.loss)),
+            "grad_norm": repr(float(metrics.grad_norm)),
         }
         self.skipped.append(identity)
         self.reporter.note(
@@ -269,9 +277,7 @@ def evaluate_job(job: TrainingJob, program: TrainingProgram, params) -> dict[str
         ):
             yield program.place(batch)
 
-    per_task = {
-        task.name: evaluate(program.eval_step, params, batches(task)) for task in tasks
-    }
+    per_task = {task.name: evaluate(program.eval_step, params, batches(task)) for task in tasks}
     if len(tasks) == 1:
         return per_task[tasks[0].name]
     tokens = sum(metrics["target_tokens"] for metrics in per_task.values())

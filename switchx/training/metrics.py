@@ -63,8 +63,10 @@ def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
         if isinstance(value, dict):
             scalars |= flat_scalars(value, f"{path}/")
         elif isinstance(value, list):
-            indexed = {f"layer_{i}" if not prefix.count("layer_") else f"expert_{i}": item
-                       for i, item in enumerate(value)}
+            indexed = {
+                f"layer_{i}" if not prefix.count("layer_") else f"expert_{i}": item
+                for i, item in enumerate(value)
+            }
             scalars |= flat_scalars(indexed, f"{path}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             scalars[path] = float(value)

@@ -85,7 +85,9 @@ class TrainingProgram:
     def restore_target(self):
         """Shape structs with shardings, for a checkpoint to be read into."""
         return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
             self.abstract_state,
             self.shardings,
         )

@@ -86,8 +86,16 @@ def split_batch(batch: dict, num_microbatches: int) -> dict:
     return jax.tree.map(split, batch)
 
 
-def gradients(config: ModelConfig, loss: LossConfig, num_microbatches, params, batch, *, key,
-              loss_scale=1.0):
+def gradients(
+    config: ModelConfig,
+    loss: LossConfig,
+    num_microbatches,
+    params,
+    batch,
+    *,
+    key,
+    loss_scale=1.0,
+):
     """Raw gradients of `loss_scale` times the loss over the whole batch.
 
     Returns:
@@ -131,8 +139,12 @@ def gradients(config: ModelConfig, loss: LossConfig, num_microbatches, params, b
 
 
 def train_step(
-    config: ModelConfig, loss: LossConfig, step: StepConfig,
-    optimizer: optax.GradientTransformation, state: TrainState, batch: dict,
+    config: ModelConfig,
+    loss: LossConfig,
+    step: StepConfig,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    batch: dict,
 ) -> tuple[TrainState, StepMetrics]:
     """The state after one batch, and what was measured on the way.
 
@@ -141,19 +153,28 @@ def train_step(
     """
     is_half = config.precision.compute == "float16"
     grads, value, sums, stats = gradients(
-        config, loss, step.num_microbatches, state.params, batch, key=state.key,
+        config,
+        loss,
+        step.num_microbatches,
+        state.params,
+        batch,
+        key=state.key,
         loss_scale=state.loss_scale if is_half else 1.0,
     )
     unscale = 1 / state.loss_scale if is_half else 1.0
     grad_norm = global_norm(grads) * unscale
     is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
     clip = 1.0 if step.clip_norm is None else clip_scale(grad_norm, step.clip_norm)
-    updates, opt_state = optimizer.update(
-        grads, state.opt_state, state.params, gradient_scale=unscale * clip
-    )
-    params = apply_updates(state.params, updates, is_finite)
-    opt_state = jax.tree.map(
-        lambda new, old: jnp.where(is_finite, new, old), opt_state, state.opt_state
+
+    def update(params, opt_state):
+        updates, opt_state = optimizer.update(
+            grads, opt_state, params, gradient_scale=unscale * clip
+        )
+        return apply_updates(params, updates), opt_state
+
+    # A conditional keeps the update in place; `jnp.where` afterwards would copy everything.
+    params, opt_state = jax.lax.cond(
+        is_finite, update, lambda *kept: kept, state.params, state.opt_state
     )
     is_skipped = 1 - is_finite.astype(jnp.int32)
     skipped_in_a_row = (state.skipped_in_a_row + 1) * is_skipped
@@ -161,9 +182,14 @@ def train_step(
         _next_loss_scale(state, is_finite) if is_half else (state.loss_scale, state.good_steps)
     )
     next_state = dataclasses.replace(
-        state, step=state.step + 1, params=params, opt_state=opt_state,
-        skipped=state.skipped + is_skipped, skipped_in_a_row=skipped_in_a_row,
-        loss_scale=loss_scale, good_steps=good_steps,
+        state,
+        step=state.step + 1,
+        params=params,
+        opt_state=opt_state,
+        skipped=state.skipped + is_skipped,
+        skipped_in_a_row=skipped_in_a_row,
+        loss_scale=loss_scale,
+        good_steps=good_steps,
     )
     metrics = StepMetrics(
         sums, value, stats, grad_norm, is_skipped, skipped_in_a_row, state.loss_scale

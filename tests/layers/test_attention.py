@@ -25,7 +25,9 @@ def loop(q, k, v, bias_HLM, mask_BLM):
     for b in range(B):
         for h in range(H):
             for i in range(L):
-                scores = np.array([q[b, i, h] @ k[b, j, h] + bias_HLM[h, i, j] for j in range(M)])
+                scores = np.array(
+                    [q[b, i, h] @ k[b, j, h] + bias_HLM[h, i, j] for j in range(M)]
+                )
                 scores[~mask_BLM[b, i]] = -np.inf
                 out[b, i, h] = softmax(scores) @ v[b, :, h]
     return out

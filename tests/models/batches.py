@@ -23,7 +23,9 @@ def make_batch(vocab_size: int, *, is_encoder_decoder: bool, seed: int = 0) -> d
     rng = np.random.default_rng(seed)
 
     def tokens(segment_BL):
-        return (rng.integers(3, vocab_size, segment_BL.shape) * (segment_BL > 0)).astype(np.int32)
+        return (rng.integers(3, vocab_size, segment_BL.shape) * (segment_BL > 0)).astype(
+            np.int32
+        )
 
     segment_BL, position_BL = segments([[4, 3], [6]])
     target_BL = tokens(segment_BL)

@@ -16,15 +16,19 @@ from tests.models.batches import make_batch
 
 V = 40
 SWITCH = SwitchConfig(4, every=2, capacity_factor=8.0, eval_capacity_factor=8.0, jitter=0.0)
-T5 = ModelConfig(
-    "encoder_decoder", V, 16, 24, 2, 8, 4, 4, activation="relu", switch=SWITCH
-)
+T5 = ModelConfig("encoder_decoder", V, 16, 24, 2, 8, 4, 4, activation="relu", switch=SWITCH)
 T5_DECODER = dataclasses.replace(
     T5, architecture="decoder_only", num_encoder_layers=0, activation="swiglu"
 )
 GPT = dataclasses.replace(
-    T5_DECODER, norm="layer", positions="learned", max_length=16, use_bias=True,
-    scale_attention=True, activation="gelu", scale_tied_logits=False,
+    T5_DECODER,
+    norm="layer",
+    positions="learned",
+    max_length=16,
+    use_bias=True,
+    scale_attention=True,
+    activation="gelu",
+    scale_tied_logits=False,
 )
 UNTIED = dataclasses.replace(T5, tie_embeddings=False, activation="geglu")
 CONFIGS = {"t5": T5, "t5_decoder": T5_DECODER, "gpt": GPT, "untied": UNTIED}

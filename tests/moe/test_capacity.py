@@ -36,7 +36,10 @@ def test_groups_are_few_and_even(tokens, size, expected):
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 17), st.integers(1, 3), st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 17),
+    st.integers(1, 3),
+    st.integers(1, 5),
     st.integers(0, 2**32 - 1),
 )
 def test_slots_are_places_in_queues(G, T, S, E, seed):

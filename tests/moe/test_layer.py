@@ -18,11 +18,23 @@ B, L, D, F, E = 3, 20, 12, 16, 4
 
 def make(dispatcher="sort", group_size=1000, factor=1.0, **changes):
     switch = SwitchConfig(
-        E, capacity_factor=factor, min_capacity=1, group_size=group_size, dispatcher=dispatcher,
+        E,
+        capacity_factor=factor,
+        min_capacity=1,
+        group_size=group_size,
+        dispatcher=dispatcher,
         **changes,
     )
     config = ModelConfig(
-        "decoder_only", 8, D, F, 2, 6, 2, activation="relu", switch=switch,
+        "decoder_only",
+        8,
+        D,
+        F,
+        2,
+        6,
+        2,
+        activation="relu",
+        switch=switch,
     )
     return SwitchFFN(config, key=jax.random.key(0))
 
@@ -93,12 +105,8 @@ def test_both_dispatchers_have_the_same_gradients():
         return jnp.sum(y * target) + 3.0 * stats.balance_loss + stats.router_z_loss
 
     w = jax.tree.map(jnp.asarray, weights())
-    got, want = (
-        jax.grad(loss, (0, 1))(w, jnp.asarray(x_BLD), d) for d in ("sort", "einsum")
-    )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want
-    )
+    got, want = (jax.grad(loss, (0, 1))(w, jnp.asarray(x_BLD), d) for d in ("sort", "einsum"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
 def test_gradients_equal_finite_differences():
@@ -164,9 +172,9 @@ def test_the_router_is_float32_inside_bfloat16_layers():
     layer = with_weights(make(), weights())
     layer.config = dataclasses.replace(layer.config, precision=Precision(compute="bfloat16"))
     x_BLD, is_token_BL = map(jnp.asarray, inputs())
-    program = jax.make_jaxpr(
-        lambda x: layer(x, is_token_BL, is_training=False)[0]
-    )(x_BLD.astype(jnp.bfloat16))
+    program = jax.make_jaxpr(lambda x: layer(x, is_token_BL, is_training=False)[0])(
+        x_BLD.astype(jnp.bfloat16)
+    )
     text = str(program)
     assert f"f32[1,{B * L},{E}] = dot_general" in text  # the router's logits
     assert "bf16[4,30,16] = dot_general" in text  # the experts (C = 60 * 2.0 / 4)

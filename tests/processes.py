@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What child processes of the tests, and the tests themselves, run with."""
+
+import os
+import pathlib
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def xla_flags(devices: int) -> str:
+    """Simulated devices; quick compilation, as tests compile much and compute little."""
+    return (
+        f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
+    )
+
+
+def child_environment(cache: pathlib.Path, devices: int) -> dict[str, str]:
+    """The environment of a child that sees neither the user's cache nor their data."""
+    environment = dict(os.environ)
+    environment.pop("SWITCHX_DATA_DIR", None)
+    return environment | {
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(cache),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(devices),
+        # Many children run the same program: the first one compiles it.
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
