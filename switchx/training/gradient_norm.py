@@ -13,7 +13,7 @@ from switchx.training.outer_product import is_outer_product
 def global_norm(gradients) -> jax.Array:
     """Root of the sum of squares of all gradients, float32.
 
-    As `optax.global_norm`, for arrays and `OuterProductGradient`s.
+    As `optax.tree.norm`, for arrays and `OuterProductGradient`s.
     """
     leaves = jax.tree.leaves(gradients, is_leaf=is_outer_product)
     return jnp.sqrt(sum(_squared_norm(leaf) for leaf in leaves))

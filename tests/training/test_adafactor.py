@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from switchx.partitioning.rules import Rules, param_shardings
+from switchx.training.adafactor import Adafactor
+from switchx.training.optimizers import apply_updates
+from switchx.training.outer_product import OuterProductGradient
+from switchx.training.schedules import Constant, InverseSquareRoot
+from tests.training.adafactor_oracle import MatrixAdafactor
+
+RATE = 0.01
+
+
+def normal(seed, *shape, scale=1.0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * scale
+
+
+def run(optimizer, params, gradients, **options):
+    """Parameters, states and updates after each of some steps."""
+    transformation = optimizer.build(Constant(RATE))
+    state, history = transformation.init(params), []
+    for gradient in gradients:
+        updates, state = jax.jit(transformation.update)(gradient, state, params, **options)
+        params = apply_updates(params, updates)
+        history.append((updates, state, params))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"min_dim_size_to_factor": 8}, {"min_dim_size_to_factor": 8}),
+        ({"min_dim_size_to_factor": 13}, {"min_dim_size_to_factor": 13}),
+        (
+            {"min_dim_size_to_factor": 8, "beta1": 0.9},
+            {"min_dim_size_to_factor": 8, "momentum": 0.9},
+        ),
+        (
+            {"min_dim_size_to_factor": 8, "weight_decay_rate": 0.003},
+            {
+                "min_dim_size_to_factor": 8,
+                "weight_decay_rate": 0.003,
+                "weight_decay_mask": {"w_in_DF": True, "w_router_DE": True, "scale_D": False},
+            },
+        ),
+        (
+            {
+                "min_dim_size_to_factor": 8,
+                "clipping_threshold": 0.3,
+                "decay_rate": 0.6,
+                "multiply_by_parameter_scale": False,
+                "epsilon1": 1e-3,
+            },
+            {
+                "min_dim_size_to_factor": 8,
+                "clipping_threshold": 0.3,
+                "decay_rate": 0.6,
+                "multiply_by_parameter_scale": False,
+                "eps": 1e-3,
+            },
+        ),
+        (
+            {"clipping_threshold": None, "min_dim_size_to_factor": 8},
+            {"clipping_threshold": None, "min_dim_size_to_factor": 8},
+        ),
+    ],
+)
+def test_matrices_and_vectors_as_optax(ours, theirs):
+    params = {
+        "w_in_DF": normal(0, 12, 16),
+        "w_router_DE": normal(1, 12, 4, scale=1e-5),  # below the smallest parameter scale
+        "scale_D": normal(2, 12),
+    }
+    gradients = [
+        jax.tree.map(lambda w, step=step: normal(step, *w.shape, scale=10.0**step), params)
+        for step in range(4)
+    ]
+    history = run(Adafactor(**ours), params, gradients)
+    optax_adafactor = optax.adafactor(RATE, **theirs)
+    optax_state = optax_adafactor.init(params)
+    for gradient, (updates, _, new) in zip(gradients, history, strict=True):
+        expected, optax_state = optax_adafactor.update(gradient, optax_state, params)
+        params = optax.apply_updates(params, expected)
+        for name in params:
+            np.testing.assert_allclose(updates[name], expected[name], rtol=2e-5, atol=1e-9)
+            np.testing.assert_allclose(new[name], params[name], rtol=2e-5, atol=1e-9)
+
+
+def test_two_steps_by_hand():
+    # Step 1: G = [[1, 4], [4, 16]], means of rows and of columns 2.5 and 10, of all 6.25.
+    # G has rank one, so v = G and y = 1; rms(w) = 1; the update is -0.01.
+    # Step 2, twice the gradient: beta2 = 1 - 2^-0.8 = 0.4256508, v = G (beta2 + 4 (1 -
+    # beta2)) = 2.7230475 G, y = 2 / sqrt(2.7230475) = 1.2119994, rms(w) = 0.99.
+    params = {"w_in_DF": jnp.ones((2, 2))}
+    g = jnp.array([[1.0, 2.0], [2.0, 4.0]])
+    gradients = [{"w_in_DF": g}, {"w_in_DF": 2 * g}]
+    first, second = run(
+        Adafactor(min_dim_size_to_factor=2, clipping_threshold=None), params, gradients
+    )
+    np.testing.assert_allclose(first[0]["w_in_DF"], -0.01, rtol=1e-6)
+    statistics = first[1].statistics["w_in_DF"]
+    np.testing.assert_allclose(statistics["v_row_D"], [2.5, 10], rtol=1e-6)
+    np.testing.assert_allclose(statistics["v_col_F"], [2.5, 10], rtol=1e-6)
+    np.testing.assert_allclose(second[0]["w_in_DF"], -0.01 * 0.99 * 1.2119994, rtol=1e-6)
+    # Clipped at 1: y = 1 again.
+    second = run(Adafactor(min_dim_size_to_factor=2), params, gradients)[1]
+    np.testing.assert_allclose(second[0]["w_in_DF"], -0.01 * 0.99, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "matrix"),
+    [
+        ("w_in_EDF", (3, 5, 7), (5, 7)),
+        ("w_out_EFD", (3, 7, 5), (7, 5)),
+        ("w_in_EDF", (2, 3, 5, 7), (5, 7)),  # stacked: NEDF
+        ("w_query_DHK", (6, 2, 4), (6, 8)),  # one matrix of D by (H K)
+        ("w_out_HKD", (2, 3, 4, 6), (12, 6)),  # stacked: NHKD
+        ("b_in_EF", (3, 7), (7,)),
+        ("b_in_EF", (2, 3, 7), (7,)),
+        ("scale_D", (4, 5), (5,)),  # stacked: ND
+        ("w_router_DE", (2, 5, 3), (5, 3)),  # E < 4: not factored; stacked: NDE
+        ("bias_UH", (6, 3), (6, 3)),
+        ("b_query_HK", (2, 4), (2, 4)),
+    ],
+)
+def test_each_matrix_alone_as_a_numpy_loop(name, shape, matrix):
+    w = normal(0, *shape)
+    # Matrices of very different sizes: whatever is shared between them shows.
+    w = w * np.exp(normal(1, *shape[: w.ndim - 1], 1)[..., :1] * 3)
+    gradients = [normal(step + 2, *shape, scale=0.1 + step) for step in range(3)]
+    history = run(
+        Adafactor(min_dim_size_to_factor=4), {name: w}, [{name: g} for g in gradients]
+    )
+    is_factored = len(matrix) == 2 and min(matrix) >= 4 and not name.startswith("b_")
+    loops = [
+        MatrixAdafactor(matrix, is_factored=is_factored)
+        for _ in range(w.size // np.prod(matrix))
+    ]
+    for g, (updates, _, new) in zip(gradients, history, strict=True):
+        expected = [
+            loop.update(one_w, one_g)
+            for loop, one_w, one_g in zip(
+                loops, w.reshape(-1, *matrix), g.reshape(-1, *matrix), strict=True
+            )
+        ]
+        expected = np.stack(expected).reshape(shape)
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-5)
+        w = np.asarray(new[name])
+
+
+@pytest.mark.parametrize("beta1", [None, 0.9])
+def test_stacked_layers_as_unstacked(beta1):
+    def layer(seed, scale):
+        return {
+            "norm": {"scale_D": normal(seed, 6, scale=scale)},
+            "w_router_DE": normal(seed + 1, 6, 3, scale=scale),
+            "w_query_DHK": normal(seed + 2, 6, 2, 4, scale=scale),
+            "experts": {
+                "w_in_EDF": normal(seed + 3, 3, 6, 8, scale=scale),
+                "b_in_EF": normal(seed + 4, 3, 8, scale=scale),
+            },
+            "temperature": np.float32(scale),
+        }
+
+    def stack(*layers):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+    optimizer = Adafactor(min_dim_size_to_factor=4, beta1=beta1, weight_decay_rate=0.01)
+    layers = [layer(0, 1.0), layer(10, 30.0)]
+    gradients = [[layer(20 + s, 0.1), layer(30 + s, 100.0)] for s in range(3)]
+    apart = [run(optimizer, layers[n], [step[n] for step in gradients])[-1] for n in range(2)]
+    stacked = run(optimizer, stack(*layers), [stack(*step) for step in gradients])[-1]
+    for part in (0, 2):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+            stacked[part],
+            stack(apart[0][part], apart[1][part]),
+        )
+    # The same names too: a checkpoint of one turns into the other by stacking.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        stacked[1].statistics,
+        stack(apart[0][1].statistics, apart[1][1].statistics),
+    )
+
+
+def test_state_keeps_what_is_needed_and_nothing_else():
+    params = {
+        "w_in_EDF": jnp.zeros((2, 128, 256)),
+        "w_query_DHK": jnp.zeros((128, 4, 32)),
+        "w_router_DE": jnp.zeros((128, 64)),
+        "scale_D": jnp.zeros((3, 128)),
+    }
+    state = Adafactor().build(Constant(RATE)).init(params)
+    assert jax.tree.map(jnp.shape, state.statistics) == {
+        "w_in_EDF": {"v_row_ED": (2, 128), "v_col_EF": (2, 256)},
+        "w_query_DHK": {"v_row_D": (128,), "v_col_HK": (4, 32)},
+        "w_router_DE": {"v_DE": (128, 64)},
+        "scale_D": {"v_D": (3, 128)},
+    }
+    with_momentum = Adafactor(beta1=0.9).build(Constant(RATE)).init(params)
+    assert with_momentum.statistics["w_in_EDF"].keys() == {
+        "v_row_ED", "v_col_EF", "momentum_EDF",
+    }  # fmt: skip
+
+
+def test_no_gradient_moves_nothing():
+    params = {"w_in_EDF": normal(0, 2, 4, 6), "scale_D": np.zeros(4, np.float32)}
+    zero = jax.tree.map(np.zeros_like, params)
+    for updates, state, new in run(Adafactor(min_dim_size_to_factor=2), params, [zero] * 3):
+        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+        jax.tree.map(np.testing.assert_array_equal, new, params)
+
+
+def test_expert_without_tokens_stays():
+    params = {"w_in_EDF": normal(0, 2, 4, 6)}
+    gradient = normal(1, 2, 4, 6)
+    gradient[0] = 0
+    for updates, _, _ in run(
+        Adafactor(min_dim_size_to_factor=2), params, [{"w_in_EDF": gradient}]
+    ):
+        assert not np.any(updates["w_in_EDF"][0])
+        assert np.all(updates["w_in_EDF"][1])
+
+
+def test_gradient_scale_is_as_scaling_the_gradients():
+    params = {"w_in_EDF": normal(0, 2, 4, 6), "scale_D": normal(1, 4)}
+    gradients = [
+        jax.tree.map(lambda w, s=s: normal(s, *w.shape, scale=2.0**15), params) for s in (2, 3)
+    ]
+    scaled = [jax.tree.map(lambda g: g * np.float32(2**-15), g) for g in gradients]
+    optimizer = Adafactor(min_dim_size_to_factor=2, epsilon1=1e-3)
+    history = run(optimizer, params, gradients, gradient_scale=jnp.float32(2**-15))
+    for ours, expected in zip(history, run(optimizer, params, scaled), strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, expected)
+
+
+def test_bfloat16_parameters_have_float32_statistics_and_updates():
+    w, g = normal(0, 2, 4, 6), normal(1, 2, 4, 6)
+    half = {"w_in_EDF": jnp.asarray(w, jnp.bfloat16)}
+    gradient = {"w_in_EDF": jnp.asarray(g, jnp.bfloat16)}
+    optimizer = Adafactor(min_dim_size_to_factor=2, beta1=0.9, weight_decay_rate=0.1)
+    ((updates, state, new),) = run(optimizer, half, [gradient])
+    assert new["w_in_EDF"].dtype == jnp.bfloat16
+    assert updates["w_in_EDF"].dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.statistics)} == {np.dtype("float32")}
+    full = jax.tree.map(lambda x: x.astype(jnp.float32), (half, gradient))
+    ((expected, _, _),) = run(optimizer, full[0], [full[1]])
+    np.testing.assert_allclose(updates["w_in_EDF"], expected["w_in_EDF"], rtol=1e-6)
+
+
+def test_learning_rate_follows_the_count_of_updates():
+    transformation = Adafactor(multiply_by_parameter_scale=False).build(
+        InverseSquareRoot(base=1.0, warmup_steps=1)
+    )
+    params, gradient = {"scale_D": jnp.ones(4)}, {"scale_D": jnp.ones(4)}
+    state = transformation.init(params)
+    for step in range(4):
+        updates, state = transformation.update(gradient, state, params)
+        np.testing.assert_allclose(updates["scale_D"], -1 / np.sqrt(max(step, 1)), rtol=1e-6)
+    assert state.count == 4
+
+
+def test_donated_update_is_in_place():
+    params = {"w_in_EDF": jnp.asarray(normal(0, 4, 128, 256)), "scale_D": jnp.ones(128)}
+    gradient = jax.tree.map(jnp.ones_like, params)
+    transformation = Adafactor().build(Constant(RATE))
+
+    def step(params, state, gradient, is_finite):
+        def update(params, state):
+            updates, state = transformation.update(gradient, state, params)
+            return apply_updates(params, updates), state
+
+        return jax.lax.cond(is_finite, update, lambda *kept: kept, params, state)
+
+    state = transformation.init(params)
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1)).lower(params, state, gradient, True).compile()
+    )
+    assert compiled.memory_analysis().temp_size_in_bytes < params["w_in_EDF"].nbytes / 2
+    kept = jax.tree.map(np.array, params)  # a copy: a view would keep the buffers from donation
+    old, (params, state) = params, compiled(params, state, gradient, False)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    jax.tree.map(np.testing.assert_array_equal, params, kept)
+    params, state = compiled(params, state, gradient, True)
+    assert state.count == 1
+    assert np.all(params["w_in_EDF"] < kept["w_in_EDF"])
+
+
+@pytest.mark.parametrize("is_outer_product", [False, True])
+def test_experts_over_eight_devices_as_on_one(is_outer_product):
+    params = {
+        "w_in_EDF": jnp.asarray(normal(0, 16, 128, 128)),
+        "w_router_DE": jnp.ones((128, 16)),
+    }
+    expert = OuterProductGradient(
+        jnp.asarray(normal(1, 16, 4, 128)), jnp.asarray(normal(2, 16, 4, 128))
+    )
+    gradient = {
+        "w_in_EDF": expert if is_outer_product else expert.dense(),
+        "w_router_DE": jnp.asarray(normal(3, 128, 16)),
+    }
+    transformation = Adafactor(weight_decay_rate=0.01).build(Constant(RATE))
+
+    def step(params, state, gradient):
+        updates, state = transformation.update(gradient, state, params)
+        return apply_updates(params, updates), state
+
+    state = transformation.init(params)
+    expected = jax.jit(step)(params, state, gradient)
+    mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    shardings = [param_shardings(Rules(), mesh, tree) for tree in (params, state)]
+    assert shardings[1].statistics["w_in_EDF"]["v_row_ED"].spec == PartitionSpec("expert", None)
+    by_expert = NamedSharding(mesh, PartitionSpec("expert"))
+    gradient_sharding = {
+        "w_in_EDF": jax.tree.map(lambda _: by_expert, gradient["w_in_EDF"]),
+        "w_router_DE": shardings[0]["w_router_DE"],
+    }
+    with jax.set_mesh(mesh):
+        sharded = jax.jit(
+            step,
+            in_shardings=(*shardings, gradient_sharding),
+            out_shardings=tuple(shardings),
+        )
+        text = sharded.lower(params, state, gradient).compile().as_text()
+        new = sharded(params, state, gradient)
+    # Experts are on their own; the router's two root mean squares are the only sums.
+    assert "all-gather" not in text and "all-to-all" not in text
+    assert re.findall(r"= (.*) all-reduce\(", text) == ["(f32[], f32[])"]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), new, expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"beta1": 1.0}, "Adafactor.beta1=1.0; use 0 <= beta1 < 1, or None"),
+        ({"decay_rate": 0}, "Adafactor.decay_rate=0; use an exponent above 0, usually 0.8"),
+        (
+            {"clipping_threshold": 0.0},
+            "Adafactor.clipping_threshold=0.0; use a threshold above 0, usually 1.0, or None",
+        ),
+        (
+            {"weight_decay_rate": -0.1},
+            "Adafactor.weight_decay_rate=-0.1; use 0 <= rate < 1, or None",
+        ),
+        ({"min_dim_size_to_factor": 0}, "Adafactor.min_dim_size_to_factor=0; use at least 1"),
+        ({"epsilon1": 0.0}, "Adafactor.epsilon1=0.0; use a number above 0, usually 1e-30"),
+        ({"epsilon2": -1.0}, "Adafactor.epsilon2=-1.0; use 0 or more, usually 1e-3"),
+    ],
+)
+def test_bad_setting(setting, message):
+    with pytest.raises(ValueError) as error:
+        Adafactor(**setting)
+    assert str(error.value) == message
+
+
+def test_bad_call():
+    with pytest.raises(
+        ValueError, match=r"schedule=0.1 is not a schedule; use Constant\(0.1\)"
+    ):
+        Adafactor().build(0.1)
+    transformation = Adafactor().build(Constant(RATE))
+    params = {"scale_D": jnp.ones(3)}
+    state = transformation.init(params)
+    with pytest.raises(ValueError, match="params=None; pass the parameters"):
+        transformation.update(params, state)
+    with pytest.raises(ValueError, match="'kernel' has 2 dimensions"):
+        transformation.init({"kernel": jnp.ones((3, 3))})
