@@ -150,9 +150,11 @@ class _Loop:
 
     def run(self, state: TrainState) -> Outcome:
         first_step = step = int(state.step)
-        self.log = MetricsLog(self.run_folder.metrics, self.run_folder.tensorboard, first_step)
+        logged_until = first_step or -1  # a run begun again evaluates step 0 again
+        folder = self.run_folder
+        self.log = MetricsLog(folder.metrics, folder.tensorboard, logged_until)
         self.validation = MetricsLog(
-            self.run_folder.validation, self.run_folder.tensorboard / "validation", first_step
+            folder.validation, folder.tensorboard / "validation", logged_until
         )
         self.reporter.begin(first_step, self.job.train_steps)
         self.watch = Stopwatch()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from switchx.data.data_dir import write_atomically
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
 
@@ -56,18 +57,19 @@ def routing_metrics(stats: RoutingStats | None) -> dict[str, Any]:
 
 
 def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Nested dictionaries and lists of numbers as `a/b/3`: what TensorBoard plots."""
+    """Nested dictionaries and lists as `routing/load/layer_0/expert_3`, for TensorBoard.
+
+    Lists are over layers, lists within them over experts.
+    """
     scalars = {}
     for name, value in metrics.items():
         path = f"{prefix}{name}"
         if isinstance(value, dict):
             scalars |= flat_scalars(value, f"{path}/")
         elif isinstance(value, list):
-            indexed = {
-                f"layer_{i}" if not prefix.count("layer_") else f"expert_{i}": item
-                for i, item in enumerate(value)
-            }
-            scalars |= flat_scalars(indexed, f"{path}/")
+            item_name = "expert" if "layer_" in path else "layer"
+            items = {f"{item_name}_{i}": item for i, item in enumerate(value)}
+            scalars |= flat_scalars(items, f"{path}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             scalars[path] = float(value)
     return scalars
@@ -76,16 +78,16 @@ def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
 class MetricsLog:
     """One `.jsonl` file and the same scalars in TensorBoard."""
 
-    def __init__(self, path: pathlib.Path, tensorboard: pathlib.Path, first_step: int):
-        """Opens the log for steps after `first_step`.
+    def __init__(self, path: pathlib.Path, tensorboard: pathlib.Path, last_step: int):
+        """Opens the log to go on after `last_step`; -1 begins it anew.
 
         Lines of later steps are of an attempt that ended after its last checkpoint; the
         resumed run takes these steps again, so they are cut off.
         """
         self.path = path
-        _cut_after(path, first_step)
+        _cut_after(path, last_step)
         self._file = path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
+        self._events = SummaryWriter(str(tensorboard), purge_step=last_step + 1)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Appends one line; JSON has no NaN or infinity, so those are written as null."""
@@ -103,14 +105,14 @@ def _cut_after(path: pathlib.Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             is_kept = json.loads(line)["step"] <= last_step
         except (ValueError, KeyError):
             is_kept = False  # the line a killed run was writing
         if is_kept:
-            kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+            kept.append(line + b"\n")
+    write_atomically(path, b"".join(kept))  # this run may be killed too
 
 
 def _finite(value):
