@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models, batches and jobs for the tests of training."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
+from switchx.data.objectives import CausalLM
+from switchx.data.tasks import Task
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.training.adafactor import Adafactor
+from switchx.training.job import TrainingJob
+from switchx.training.losses import LossConfig
+from switchx.training.run_folder import RunFolder
+from switchx.training.schedules import Constant
+from tests.data.fakes import text_corpus
+
+LENGTH = 8
+LOSS = LossConfig(layer_reduction="mean")
+SWITCH = SwitchConfig(8, every=2, capacity_factor=2.0, min_capacity=1, jitter=0.0)
+DENSE = ModelConfig("decoder_only", 384, 16, 24, 2, 8, 2, activation="relu")
+SPARSE = dataclasses.replace(DENSE, switch=SWITCH)
+ENCODER_DECODER = dataclasses.replace(
+    SPARSE, architecture="encoder_decoder", num_encoder_layers=2
+)
+TASK = Task("letters", text_corpus(*["abcdefgh" * 20] * 4), ByteVocabulary(), CausalLM())
+
+
+def make_batch(config: ModelConfig, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Rows of one example each, all of different lengths of 1 to LENGTH tokens."""
+    rng = np.random.default_rng(seed)
+
+    def tokens():
+        return rng.integers(3, config.vocab_size, rng.integers(1, LENGTH + 1))
+
+    features = (
+        EncoderDecoderFeatures(LENGTH, LENGTH)
+        if config.is_encoder_decoder
+        else DecoderOnlyFeatures(LENGTH)
+    )
+    nothing = np.zeros(0, int)
+    return features.batch(
+        [
+            [Example(tokens() if config.is_encoder_decoder else nothing, tokens())]
+            for _ in range(rows)
+        ]
+    )
+
+
+def make_job(model: ModelConfig = SPARSE, **changes) -> TrainingJob:
+    """Four steps on `TASK` with Adafactor, everything on one device."""
+    fields = dict(
+        model=model,
+        source=TASK,
+        optimizer=Adafactor(min_dim_size_to_factor=8),
+        schedule=Constant(1e-2),
+        loss=LOSS,
+        inputs_length=LENGTH // 2,
+        targets_length=LENGTH // 2,
+        train_steps=4,
+        batch_size=8,
+        seed=0,
+        log_every=1,
+        eval_every=2,
+        checkpoint_every=2,
+        eval_batches=2,
+    )
+    return TrainingJob(**(fields | changes))

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loss against a float64 NumPy loop over tokens, and its gradient."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.moe.stats import RoutingStats
+from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
+from tests.data.refusals import refused
+
+B, L, V = 2, 5, 7
+PLAIN = LossConfig(layer_reduction="mean", z_loss=0.0)
+CONFIGS = {
+    "plain": PLAIN,
+    "z-loss": dataclasses.replace(PLAIN, z_loss=0.3),
+    "smoothing": dataclasses.replace(PLAIN, label_smoothing=0.2),
+    "both": dataclasses.replace(PLAIN, z_loss=0.3, label_smoothing=0.2),
+}
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    logits_BLV = rng.normal(size=(B, L, V)) * 2
+    weights_BL = np.array([[1, 1, 1, 0, 0], [1, 0.5, 2, 1, 0]])
+    return logits_BLV, rng.integers(0, V, (B, L)), weights_BL
+
+
+def loop(logits_BLV, targets_BL, weights_BL, z_loss, smoothing) -> dict[str, float]:
+    """Kullback-Leibler divergence from the smoothed target, one token after another."""
+    sums = dict.fromkeys(("loss", "nll", "correct", "tokens"), 0.0)
+    for b in range(B):
+        for t in range(L):
+            logits_V, target, weight = logits_BLV[b, t], targets_BL[b, t], weights_BL[b, t]
+            z = np.sum(np.exp(logits_V))
+            loss = z_loss * np.log(z) ** 2
+            for v in range(V):
+                wanted = 1 - smoothing if v == target else smoothing / (V - 1)
+                if wanted > 0:
+                    loss += wanted * (np.log(wanted) - np.log(np.exp(logits_V[v]) / z))
+            sums["loss"] += weight * loss
+            sums["nll"] -= weight * np.log(np.exp(logits_V[target]) / z)
+            sums["correct"] += weight * (np.argmax(logits_V) == target)
+            sums["tokens"] += weight
+    return sums
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cross_entropy_equals_a_loop_over_tokens(name):
+    config = CONFIGS[name]
+    logits_BLV, targets_BL, weights_BL = inputs()
+    logits_BLV[1, 0, targets_BL[1, 0]] = 9.0  # one that is right
+    want = loop(logits_BLV, targets_BL, weights_BL, config.z_loss, config.label_smoothing)
+    assert want["correct"] > 0
+    got = cross_entropy(
+        jnp.asarray(logits_BLV, jnp.float32),
+        jnp.asarray(targets_BL),
+        jnp.asarray(weights_BL, jnp.float32),
+        config,
+    )
+    for field in dataclasses.fields(TokenSums):
+        np.testing.assert_allclose(
+            getattr(got, field.name), want[field.name], rtol=2e-6, err_msg=field.name
+        )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradient_equals_finite_differences(name):
+    config = CONFIGS[name]
+    logits_BLV, targets_BL, weights_BL = inputs()
+    got_BLV = jax.grad(
+        lambda x: (
+            cross_entropy(
+                x, jnp.asarray(targets_BL), jnp.asarray(weights_BL, jnp.float32), config
+            ).loss
+        )
+    )(jnp.asarray(logits_BLV, jnp.float32))
+    step, want_BLV = 1e-5, np.zeros_like(logits_BLV)
+    for index in np.ndindex(*logits_BLV.shape):
+        ends = []
+        for sign in (1, -1):
+            moved_BLV = logits_BLV.copy()
+            moved_BLV[index] += sign * step
+            ends.append(
+                loop(moved_BLV, targets_BL, weights_BL, config.z_loss, config.label_smoothing)
+            )
+        want_BLV[index] = (ends[0]["loss"] - ends[1]["loss"]) / (2 * step)
+    np.testing.assert_allclose(got_BLV, want_BLV, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got_BLV[0, 3:], 0)  # no weight, no gradient
+
+
+def test_a_perfect_prediction_costs_nothing_even_with_smoothing():
+    smoothing = 0.1
+    targets_BL = jnp.asarray([[2, 0]])
+    is_target_BLV = np.eye(V)[np.asarray(targets_BL)]
+    prob_BLV = np.where(is_target_BLV, 1 - smoothing, smoothing / (V - 1))
+    config = dataclasses.replace(PLAIN, label_smoothing=smoothing)
+    weights_BL = jnp.ones((1, 2))
+    perfect = cross_entropy(jnp.log(jnp.asarray(prob_BLV)), targets_BL, weights_BL, config)
+    np.testing.assert_allclose(perfect.loss, 0, atol=1e-6)
+    surer = cross_entropy(100.0 * is_target_BLV, targets_BL, weights_BL, config)
+    assert float(surer.loss) > 1  # one that leaves nothing for the others
+    np.testing.assert_allclose(surer.nll, 0, atol=1e-6)
+
+
+def test_a_uniform_prediction_costs_log_v_nats_a_token():
+    sums = cross_entropy(
+        jnp.zeros((1, 3, V)), jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 3)), PLAIN
+    )
+    np.testing.assert_allclose(sums.loss, 3 * np.log(7), rtol=1e-6)
+    np.testing.assert_allclose(sums.nll, 3 * np.log(7), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_large_logits_stay_finite_and_sums_are_float32(dtype):
+    logits_BLV = jnp.asarray([[[3e4, -3e4, 0.0]]], dtype)
+    config = dataclasses.replace(PLAIN, label_smoothing=0.1)
+    sums = cross_entropy(logits_BLV, jnp.asarray([[0]]), jnp.ones((1, 1)), config)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(sums))
+    gaps = float(logits_BLV[0, 0, 0] - logits_BLV[0, 0, 1].astype(jnp.float32)), 3e4
+    entropy = -0.9 * np.log(0.9) - 0.1 * np.log(0.05)
+    np.testing.assert_allclose(sums.loss, 0.05 * sum(gaps) - entropy, rtol=5e-3)
+    assert float(sums.nll) == 0 and float(sums.correct) == 1
+
+
+def routing(num_layers: int) -> RoutingStats:
+    values_N = jnp.arange(1.0, num_layers + 1)
+    return RoutingStats(
+        balance_loss=values_N,
+        router_z_loss=values_N**2,
+        tokens=values_N,
+        load_E=jnp.ones((num_layers, 4)),
+        dropped=values_N,
+        entropy=values_N,
+        gate=values_N,
+    )
+
+
+def test_auxiliary_losses_of_four_layers_by_hand():
+    # balance 1 + 2 + 3 + 4 = 10, z 1 + 4 + 9 + 16 = 30
+    config = LossConfig(layer_reduction="sum", balance_weight=0.01, router_z_weight=0.001)
+    np.testing.assert_allclose(auxiliary_loss(routing(4), config), 0.1 + 0.03, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_mean_and_sum_differ_by_the_number_of_sparse_layers(num_layers):
+    config = LossConfig(layer_reduction="sum", router_z_weight=0.02)
+    total = auxiliary_loss(routing(num_layers), config)
+    mean = auxiliary_loss(
+        routing(num_layers), dataclasses.replace(config, layer_reduction="mean")
+    )
+    np.testing.assert_allclose(total, num_layers * mean, rtol=1e-6)
+
+
+def test_a_dense_model_has_no_auxiliary_loss():
+    loss = auxiliary_loss(None, LossConfig(layer_reduction="mean", balance_weight=1.0))
+    assert loss.dtype == jnp.float32 and float(loss) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"layer_reduction": "max"},
+            "LossConfig.layer_reduction='max'; use 'mean' (t5x) or 'sum' (Mesh-TensorFlow)",
+        ),
+        ({"balance_weight": -0.01}, "LossConfig.balance_weight=-0.01; use 0 or more"),
+        ({"router_z_weight": -1}, "LossConfig.router_z_weight=-1; use 0 or more"),
+        ({"z_loss": -1e-4}, "LossConfig.z_loss=-0.0001; use 0 or more"),
+        ({"label_smoothing": 1.0}, "LossConfig.label_smoothing=1.0; use 0 <= mass < 1"),
+    ],
+)
+def test_wrong_configurations_are_refused(changes, message):
+    with refused(message):
+        LossConfig(**({"layer_reduction": "mean"} | changes))
