@@ -79,8 +79,13 @@ class TrainingJob:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use at least 1")
-        if self.train_steps < 0:
-            raise ValueError(f"train_steps={self.train_steps}; use 0 or more")
+        for name in ("train_steps", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
+        if self.eval_batches is not None and self.eval_batches < 1:
+            raise ValueError(
+                f"eval_batches={self.eval_batches}; use at least 1, or None for the whole split"
+            )
         if self.batch_size % self.step.num_microbatches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not divisible by num_microbatches="

@@ -3,9 +3,10 @@
 
 import dataclasses
 import json
-import typing
+import os
 from typing import Any
 
+from switchx.data.data_dir import write_atomically
 from switchx.data.saved_vocabulary import load_vocabulary, save_vocabulary
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.training.job import TrainingJob
@@ -19,20 +20,25 @@ MAY_CHANGE = (
 
 
 def describe(value) -> Any:
-    """Nested dataclasses as what JSON can hold; a dataclass keeps its type's name."""
+    """Nested dataclasses as what JSON can hold; a dataclass keeps its type's name.
+
+    `data_dir` is left out below the job itself: it says where data lies, not what it is.
+    """
     if dataclasses.is_dataclass(value):
-        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        fields.pop("data_dir", None) if not isinstance(value, TrainingJob) else None
+        names = [field.name for field in dataclasses.fields(value)]
+        if not isinstance(value, TrainingJob):
+            names = [name for name in names if name != "data_dir"]
+        fields = {name: describe(getattr(value, name)) for name in names}
         return {"type": type(value).__name__} | fields
     if isinstance(value, list | tuple):
         return [describe(item) for item in value]
-    return value
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def write_run_config(run: RunFolder, job: TrainingJob) -> None:
-    """Writes `config.json` and the vocabulary into a new run folder."""
+    """Writes the vocabulary and then `config.json` into a new run folder, each whole."""
     save_vocabulary(job.vocabulary, run.root)
-    run.config.write_text(json.dumps(describe(job), indent=2) + "\n", encoding="utf-8")
+    write_atomically(run.config, (json.dumps(describe(job), indent=2) + "\n").encode())
 
 
 def check_same_run(run: RunFolder, job: TrainingJob) -> None:
@@ -47,7 +53,7 @@ def check_same_run(run: RunFolder, job: TrainingJob) -> None:
     different = [
         f"{name}: {saved.get(name)!r} there, {current.get(name)!r} here"
         for name in sorted(saved.keys() | current.keys())
-        if saved.get(name) != current.get(name) and name.split(".")[0] not in MAY_CHANGE
+        if name.split(".")[0] not in MAY_CHANGE and saved.get(name) != current.get(name)
     ]
     if different:
         raise ValueError(
@@ -69,36 +75,46 @@ def read_config(run: RunFolder) -> dict[str, Any]:
         ValueError: it is missing or damaged.
     """
     try:
-        return json.loads(run.config.read_text(encoding="utf-8"))
+        config = json.loads(run.config.read_text(encoding="utf-8"))
+        if not (isinstance(config, dict) and isinstance(config.get("model"), dict)):
+            raise ValueError("it describes no model")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{run.root} is not a run folder, its config.json cannot be read ({error}): "
             f"{run.found()}; give the model_dir of a run"
         ) from error
+    return config
 
 
 def read_model_config(run: RunFolder) -> ModelConfig:
     """The model's configuration in a run folder.
 
     Raises:
-        ValueError: it is missing, or has fields that no ModelConfig has.
+        ValueError: it is missing, or its fields are not those of a ModelConfig.
     """
-    return _from_description(ModelConfig, read_config(run)["model"], str(run.config))
+    where, model = str(run.config), read_config(run)["model"]
+    nested = {"switch": SwitchConfig, "precision": Precision}
+    for name, cls in nested.items():
+        if isinstance(model.get(name), dict):
+            model[name] = _from_description(cls, model[name], where)
+    return _from_description(ModelConfig, model, where)
 
 
 def _from_description(cls: type, description: dict[str, Any], where: str):
-    description = {name: item for name, item in description.items() if name != "type"}
-    known = {field.name for field in dataclasses.fields(cls)}
-    if extra := sorted(description.keys() - known):
-        raise ValueError(
-            f"{where}: {cls.__name__} has no {', '.join(extra)}; it was written by another "
-            "version of switchx"
-        )
-    nested = {"switch": SwitchConfig, "precision": Precision}
-    for name, item in description.items():
-        if name in nested and item is not None and name in typing.get_type_hints(cls):
-            description[name] = _from_description(nested[name], item, where)
-    return cls(**description)
+    """The `cls` that `describe` gave this description."""
+    values = {name: value for name, value in description.items() if name != "type"}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+    for fault, names in (
+        ("has no", values.keys() - fields.keys()),
+        ("needs", required - values.keys()),
+    ):
+        if names:
+            raise ValueError(
+                f"{where}: {cls.__name__} {fault} {', '.join(sorted(names))}; it was written "
+                "by another version of switchx: read it with that one, or correct the file"
+            )
+    return cls(**values)
 
 
 def _flat(value, prefix: str = "") -> dict[str, Any]:

@@ -3,7 +3,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
@@ -14,7 +13,6 @@ from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.training.adafactor import Adafactor
 from switchx.training.job import TrainingJob
 from switchx.training.losses import LossConfig
-from switchx.training.run_folder import RunFolder
 from switchx.training.schedules import Constant
 from tests.data.fakes import text_corpus
 

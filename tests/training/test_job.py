@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs: what follows from one, and what it refuses before anything runs."""
+
+import dataclasses
+
+import pytest
+
+from switchx.data.batches import BatchConfig
+from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
+from switchx.data.mixtures import Mixture
+from switchx.training.step import StepConfig
+from tests.data.refusals import refused
+from tests.training.jobs import DENSE, ENCODER_DECODER, TASK, make_job
+
+
+def test_an_encoder_decoder_reads_inputs_and_targets_apart():
+    job = make_job(ENCODER_DECODER, inputs_length=12, targets_length=5)
+    assert job.features == EncoderDecoderFeatures(12, 5)
+    assert job.sequence_lengths == (12, 5)
+    assert job.batches == BatchConfig(job.features, batch_size=8, packed=True)
+
+
+def test_a_decoder_only_model_reads_them_in_one_row():
+    job = make_job(DENSE, inputs_length=12, targets_length=5, packed=False)
+    assert job.features == DecoderOnlyFeatures(17)
+    assert job.sequence_lengths == (0, 17)
+    assert not job.batches.packed
+
+
+def test_the_vocabulary_is_that_of_the_tasks():
+    assert make_job().vocabulary is TASK.vocabulary
+    assert make_job(source=Mixture((TASK,))).vocabulary is TASK.vocabulary
+
+
+def test_a_model_without_an_embedding_for_each_id_is_refused():
+    make_job().check_vocabulary()
+    job = make_job(dataclasses.replace(DENSE, vocab_size=383))
+    with refused(
+        "the vocabulary has 384 ids, but the model's vocab_size is 383; use a vocab_size of at "
+        "least 384 (VOCAB_SIZE in the shipped configurations)"
+    ):
+        job.check_vocabulary()
+
+
+@pytest.mark.parametrize(
+    "name",
+    "inputs_length targets_length batch_size log_every eval_every checkpoint_every "
+    "max_skipped_in_a_row".split(),
+)
+def test_counts_are_at_least_one(name):
+    with refused(f"{name}=0; use at least 1"):
+        make_job(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["train_steps", "seed"])
+def test_steps_and_seeds_are_not_negative(name):
+    make_job(**{name: 0})
+    with refused(f"{name}=-1; use 0 or more"):
+        make_job(**{name: -1})
+
+
+def test_an_evaluation_reads_something():
+    make_job(eval_batches=None)
+    with refused("eval_batches=0; use at least 1, or None for the whole split"):
+        make_job(eval_batches=0)
+
+
+def test_microbatches_divide_the_batch():
+    with refused(
+        "batch_size=8 is not divisible by num_microbatches=3; use a multiple of it, or a "
+        "number of microbatches that divides 8"
+    ):
+        make_job(step=StepConfig(num_microbatches=3))
+
+
+@pytest.mark.parametrize(
+    ("model", "lengths"),
+    [(DENSE, (4, 5)), (ENCODER_DECODER, (9, 2)), (ENCODER_DECODER, (2, 9))],
+)
+def test_rows_fit_the_learned_positions(model, lengths):
+    model = dataclasses.replace(model, positions="learned", max_length=8)
+    inputs_length, targets_length = lengths
+    with refused(
+        "rows of 9 tokens do not fit the model's max_length=8 learned positions; use shorter "
+        "rows or a larger max_length"
+    ):
+        make_job(model, inputs_length=inputs_length, targets_length=targets_length)
+    make_job(model, inputs_length=4, targets_length=4)
