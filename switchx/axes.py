@@ -43,10 +43,10 @@ def dims_of(name: str, ndim: int) -> str:
     Args:
         name: the last part of the parameter's path.
         ndim: how many dimensions the array has; one more than the suffix has letters
-            when layers are stacked.
+            when layers are stacked. A scalar (an optimizer's count) has no suffix.
 
     Raises:
-        ValueError: the name has no suffix of known letters or it does not fit `ndim`.
+        ValueError: the suffix has unknown letters or their number does not fit `ndim`.
     """
     match = _SUFFIX.search(name)
     letters = match.group(1) if match else ""
