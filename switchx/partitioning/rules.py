@@ -64,11 +64,12 @@ class Rules:
                 parts *= mesh.shape[axis]
             if size % parts:
                 if table == "params":
+                    below = size - size % parts
+                    choices = f"{below} or {below + parts}" if below else f"{parts}"
                     raise ValueError(
                         f"{DIMENSIONS[letter]} dimension {letter}={size} is not divisible by "
-                        f"mesh axis {'*'.join(axes)!r} of size {parts}; use "
-                        f"{size // parts * parts or parts} or {(size // parts + 1) * parts}, or "
-                        f"a mesh with an axis that divides {size}"
+                        f"mesh axis {'*'.join(axes)!r} of size {parts}; use {choices}, or a "
+                        f"mesh with an axis that divides {size}"
                     )
                 axes = ()
             used.update(dict.fromkeys(axes, letter))

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From dimension letters to partitions, and what cannot be partitioned."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from switchx import tree
+from switchx.axes import DIMENSIONS
+from switchx.partitioning.rules import Rules, param_sharding, param_shardings
+from tests.data.refusals import refused
+
+MESH = AbstractMesh((2, 4), ("data", "expert"))
+RULES = Rules()
+
+
+def spec(dims, *shape, table="activations", mesh=MESH, rules=RULES):
+    return rules.spec(dims, shape, mesh, table=table)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "want"),
+    [
+        ("BLD", (16, 5, 3), PartitionSpec(("data", "expert"), None, None)),
+        ("GTD", (8, 5, 3), PartitionSpec(("data", "expert"), None, None)),
+        ("ERD", (8, 6, 3), PartitionSpec("expert", "data", None)),
+        ("LD", (16, 8), PartitionSpec(None, None)),
+        ("", (), PartitionSpec()),
+    ],
+)
+def test_activations_split_rows_over_all_devices_and_buffers_by_expert(dims, shape, want):
+    assert spec(dims, *shape) == want
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "want"),
+    [
+        ("EDF", (8, 3, 5), PartitionSpec("expert", None, None)),
+        ("NEDF", (3, 8, 3, 5), PartitionSpec(None, "expert", None, None)),
+        ("DE", (3, 8), PartitionSpec(None, "expert")),
+        ("VD", (16, 8), PartitionSpec(None, None)),
+        ("BL", (16, 8), PartitionSpec(None, None)),
+    ],
+)
+def test_parameters_split_their_experts_alone(dims, shape, want):
+    assert spec(dims, *shape, table="params") == want
+
+
+def test_an_activation_that_does_not_divide_stays_whole():
+    assert spec("BLD", 12, 5, 3) == PartitionSpec(None, None, None)
+    assert spec("ERD", 6, 4, 3) == PartitionSpec(None, "data", None)
+
+
+def test_axes_of_size_one_or_absent_from_the_mesh_are_left_out():
+    narrow = AbstractMesh((8, 1), ("data", "expert"))
+    assert spec("BD", 16, 3, mesh=narrow) == PartitionSpec("data", None)
+    assert spec("EDF", 6, 3, 5, table="params", mesh=narrow) == PartitionSpec(None, None, None)
+    absent = AbstractMesh((4,), ("expert",))
+    assert spec("ERD", 8, 6, 3, mesh=absent) == PartitionSpec("expert", None, None)
+
+
+@pytest.mark.parametrize(("size", "choices"), [(6, "4 or 8"), (3, "4"), (13, "12 or 16")])
+def test_a_parameter_that_does_not_divide_is_refused_with_the_way_out(size, choices):
+    with refused(
+        f"expert dimension E={size} is not divisible by mesh axis 'expert' of size 4; use "
+        f"{choices}, or a mesh with an axis that divides {size}"
+    ):
+        spec("EDF", size, 3, 5, table="params")
+
+
+def test_a_parameter_over_two_axes_is_refused_by_their_product():
+    rules = Rules(params=(("V", ("data", "expert")),))
+    assert spec("VD", 16, 3, table="params", rules=rules) == PartitionSpec(
+        ("data", "expert"), None
+    )
+    with refused(
+        "vocab dimension V=12 is not divisible by mesh axis 'data*expert' of size 8; use 8 or "
+        "16, or a mesh with an axis that divides 12"
+    ):
+        spec("VD", 12, 3, table="params", rules=rules)
+
+
+def test_two_dimensions_cannot_share_a_mesh_axis():
+    with refused(
+        "dimensions G and E of GTE both claim mesh axis 'expert'; give them different axes in "
+        "Rules.activations"
+    ):
+        spec("GTE", 8, 5, 8)
+    rules = Rules(params=(("E", ("expert",)), ("F", ("expert",))))
+    with refused(
+        "dimensions E and F of EDF both claim mesh axis 'expert'; give them different axes in "
+        "Rules.params"
+    ):
+        spec("EDF", 8, 3, 8, table="params", rules=rules)
+
+
+@pytest.mark.parametrize("table", ["activations", "params"])
+def test_rules_name_known_letters_once(table):
+    letters = "".join(DIMENSIONS)
+    with refused(f"Rules.{table} names E, E; use each letter once, out of {letters}"):
+        Rules(**{table: (("E", ("expert",)), ("E", ("data",)))})
+    with refused(f"Rules.{table} names Z; use each letter once, out of {letters}"):
+        Rules(**{table: (("Z", ("expert",)),)})
+
+
+def test_a_tree_of_parameters_is_sharded_by_its_names():
+    mesh = jax.make_mesh((2, 4), ("data", "expert"))
+    shapes = {
+        "ffn": {"w_in_EDF": (8, 3, 5), "v_row_ED": (8, 3)},
+        "blocks": {"w_out_EFD": (2, 8, 5, 3)},  # stacked by scan
+        "scale_D": (8,),
+    }
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
+        shapes,
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    shardings = tree.named_leaves(param_shardings(RULES, mesh, params))
+    assert {name: sharding.spec for name, sharding in shardings.items()} == {
+        "ffn/w_in_EDF": PartitionSpec("expert", None, None),
+        "ffn/v_row_ED": PartitionSpec("expert", None),
+        "blocks/w_out_EFD": PartitionSpec(None, "expert", None, None),
+        "scale_D": PartitionSpec(None),
+    }
+    assert all(sharding.mesh == mesh for sharding in shardings.values())
+
+
+def test_a_parameter_without_letters_is_refused():
+    mesh = jax.make_mesh((8,), ("expert",))
+    with pytest.raises(ValueError, match="parameter 'weights' has 2 dimensions but its name"):
+        param_sharding(RULES, mesh, "ffn/weights", np.zeros((8, 8)))
