@@ -19,7 +19,8 @@ class Stopwatch:
         self._since = None
 
     def start(self) -> None:
-        self._since = time.perf_counter()
+        if self._since is None:
+            self._since = time.perf_counter()
 
     def stop(self) -> None:
         if self._since is not None:

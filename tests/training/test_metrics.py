@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
 from switchx.training.metrics import (
     MetricsLog,
@@ -17,26 +16,11 @@ from switchx.training.metrics import (
     routing_metrics,
     token_metrics,
 )
+from tests.training.routing_stats import two_layers
 
 
 def sums(**values) -> TokenSums:
     return TokenSums(**{name: np.float32(value) for name, value in values.items()})
-
-
-def routing() -> RoutingStats:
-    """Two layers, two experts: 8 tokens of which 2 are dropped, and 4 of which 1 is."""
-    numbers = dict(
-        balance_loss=[1.5, 1.25],
-        router_z_loss=[0.5, 0.25],
-        tokens=[8, 4],
-        load_E=[[6, 2], [1, 3]],
-        dropped=[2, 1],
-        entropy=[4, 1],
-        gate=[6, 3],
-    )
-    return RoutingStats(
-        **{name: np.array(value, np.float32) for name, value in numbers.items()}
-    )
 
 
 def events(folder) -> list[tuple[str, int, float]]:
@@ -70,7 +54,7 @@ def test_a_batch_of_padding_alone_divides_by_no_zero():
 
 
 def test_routing_is_reported_per_layer_in_shares_of_its_tokens():
-    assert routing_metrics(routing()) == {
+    assert routing_metrics(two_layers()) == {
         "dropped_fraction": 3 / 12,
         "routing": {
             "load": [[0.75, 0.25], [0.25, 0.75]],
@@ -86,7 +70,7 @@ def test_routing_is_reported_per_layer_in_shares_of_its_tokens():
 
 def test_nested_metrics_are_named_by_layer_and_expert():
     assert flat_scalars(
-        routing_metrics(routing()) | {"loss": 2, "tasks": {"a": {"b": 0.5}}}
+        routing_metrics(two_layers()) | {"loss": 2, "tasks": {"a": {"b": 0.5}}}
     ) == {
         "dropped_fraction": 0.25,
         "routing/load/layer_0/expert_0": 0.75,

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing statistics whose shares are easily worked out."""
+
+import numpy as np
+
+from switchx.moe.stats import RoutingStats
+
+
+def two_layers() -> RoutingStats:
+    """Two layers, two experts: 8 tokens of which 2 are dropped, and 4 of which 1 is."""
+    numbers = dict(
+        balance_loss=[1.5, 1.25],
+        router_z_loss=[0.5, 0.25],
+        tokens=[8, 4],
+        load_E=[[6, 2], [1, 3]],
+        dropped=[2, 1],
+        entropy=[4, 1],
+        gate=[6, 3],
+    )
+    return RoutingStats(
+        **{name: np.array(value, np.float32) for name, value in numbers.items()}
+    )
