@@ -5,6 +5,8 @@ Vaswani et al. 2017 (arXiv:1706.03762); T5's form has no 1/sqrt(K) (it is in the
 initializer) and adds a relative position bias. Dims: B L M D H K
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,22 +25,62 @@ def attend(query_BLHK, key_BMHK, value_BMHK, *, bias_HLM=None, mask_BLM=None, dr
         bias_HLM: added to the scores of every row of the batch.
         mask_BLM: true where a query may look at a key. A query that may look at nothing
             (padding) gets an average that no loss and no other token reads.
-        drop: applied to the attention weights, as dropout is.
+        drop: applied to the attention weights, as dropout is; None for nothing.
 
     Returns:
         `out_BLHK` in the queries' dtype.
     """
+    if drop is None:
+        return _attend(query_BLHK, key_BMHK, value_BMHK, bias_HLM, mask_BLM)
+    weights_BHLM = drop(_attention_weights(query_BLHK, key_BMHK, bias_HLM, mask_BLM))
+    return jnp.einsum("BHLM,BMHK->BLHK", weights_BHLM, value_BMHK)
+
+
+def _attention_weights(query_BLHK, key_BMHK, bias_HLM, mask_BLM):
     scores_BHLM = jnp.einsum(
         "BLHK,BMHK->BHLM", query_BLHK, key_BMHK, preferred_element_type=jnp.float32
     )
     if bias_HLM is not None:
-        scores_BHLM = scores_BHLM + bias_HLM[None].astype(jnp.float32)
+        scores_BHLM = scores_BHLM + bias_HLM[None].astype(scores_BHLM.dtype)
     if mask_BLM is not None:
         scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
-    weights_BHLM = jax.nn.softmax(scores_BHLM, axis=-1).astype(query_BLHK.dtype)
-    if drop is not None:
-        weights_BHLM = drop(weights_BHLM)
-    return jnp.einsum("BHLM,BMHK->BLHK", weights_BHLM, value_BMHK)
+    return jax.nn.softmax(scores_BHLM, axis=-1).astype(query_BLHK.dtype)
+
+
+@jax.custom_vjp
+def _attend(query_BLHK, key_BMHK, value_BMHK, bias_HLM, mask_BLM):
+    return _attend_forward(query_BLHK, key_BMHK, value_BMHK, bias_HLM, mask_BLM)[0]
+
+
+def _attend_forward(query_BLHK, key_BMHK, value_BMHK, bias_HLM, mask_BLM):
+    weights_BHLM = _attention_weights(query_BLHK, key_BMHK, bias_HLM, mask_BLM)
+    out_BLHK = jnp.einsum("BHLM,BMHK->BLHK", weights_BHLM, value_BMHK)
+    return out_BLHK, (query_BLHK, key_BMHK, value_BMHK, bias_HLM, weights_BHLM)
+
+
+def _attend_backward(residuals, dout_BLHK):
+    query_BLHK, key_BMHK, value_BMHK, bias_HLM, weights_BHLM = residuals
+    dtype = weights_BHLM.dtype
+    dvalue_BMHK = jnp.einsum("BHLM,BLHK->BMHK", weights_BHLM, dout_BLHK)
+    weights_BHLM = weights_BHLM.astype(jnp.promote_types(dtype, jnp.float32))
+    dweights_BHLM = jnp.einsum(
+        "BLHK,BMHK->BHLM", dout_BLHK, value_BMHK, preferred_element_type=weights_BHLM.dtype
+    )
+    mean_BHL1 = jnp.sum(dweights_BHLM * weights_BHLM, axis=-1, keepdims=True)
+    dscores_BHLM = weights_BHLM * (dweights_BHLM - mean_BHL1)
+    dbias_HLM = None
+    if bias_HLM is not None:
+        # The sum over the batch as a product: XLA's reduction over a leading dimension takes
+        # 8 ms a layer on two cores at B = 16, L = 128.
+        ones_B = jnp.ones(dscores_BHLM.shape[0], dscores_BHLM.dtype)
+        dbias_HLM = jnp.einsum("B,BHLM->HLM", ones_B, dscores_BHLM).astype(bias_HLM.dtype)
+    dscores_BHLM = dscores_BHLM.astype(dtype)
+    dquery_BLHK = jnp.einsum("BHLM,BMHK->BLHK", dscores_BHLM, key_BMHK)
+    dkey_BMHK = jnp.einsum("BHLM,BLHK->BMHK", dscores_BHLM, query_BLHK)
+    return dquery_BLHK, dkey_BMHK, dvalue_BMHK, dbias_HLM, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 class Attention(nnx.Module):
@@ -93,9 +135,9 @@ class Attention(nnx.Module):
         return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
 
     def __call__(self, x_BLD, memory_BMD=None, *, bias_HLM=None, mask_BLM=None, key=None):
-        def drop(weights_BHLM):
-            return dropout(weights_BHLM, self.config.dropout_rate, key=key)
-
+        drop, rate = None, self.config.dropout_rate
+        if key is not None and rate > 0:
+            drop = functools.partial(dropout, rate=rate, key=key)
         key_BMHK, value_BMHK = self.project_memory(x_BLD if memory_BMD is None else memory_BMD)
         out_BLHK = attend(
             self.project_query(x_BLD),

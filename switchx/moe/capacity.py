@@ -34,6 +34,23 @@ def group_shape(num_tokens: int, group_size: int) -> tuple[int, int]:
     return num_groups, math.ceil(num_tokens / num_groups)
 
 
+def rows_per_expert(switch, num_tokens: int, *, is_training: bool) -> int:
+    """Slots of one expert for all groups of `num_tokens` together: G * C."""
+    num_groups, tokens_per_group = group_shape(num_tokens, switch.group_size)
+    return num_groups * layer_capacity(switch, tokens_per_group, is_training=is_training)
+
+
+def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
+    """`expert_capacity` with the factor that a `SwitchConfig` has for training or not."""
+    factor = switch.capacity_factor if is_training else switch.eval_capacity_factor
+    return expert_capacity(
+        tokens_per_group,
+        switch.num_experts,
+        capacity_factor=factor,
+        min_capacity=switch.min_capacity,
+    )
+
+
 def assign_slots(expert_GTS, num_experts: int):
     """Places every choice in its expert's queue: first choices first, then token order.
 

@@ -11,6 +11,7 @@ from flax import nnx
 from switchx.layers import initializers
 from switchx.layers.dropout import dropout
 from switchx.layers.ffn import activate
+from switchx.moe.expert_matmul import expert_matmul
 
 
 class Experts(nnx.Module):
@@ -47,15 +48,15 @@ class Experts(nnx.Module):
 
     def __call__(self, x_ERD, *, key=None):
         dtype = x_ERD.dtype
-        h_ERF = jnp.einsum("ERD,EDF->ERF", x_ERD, self.w_in_EDF[...].astype(dtype))
+        h_ERF = expert_matmul(x_ERD, self.w_in_EDF.get_value())
         if self.config.switch.expert_bias:
             h_ERF = h_ERF + self.b_in_EF[...].astype(dtype)[:, None]
         gate_ERF = None
         if self.config.is_gated:
-            gate_ERF = jnp.einsum("ERD,EDF->ERF", x_ERD, self.w_gate_EDF[...].astype(dtype))
+            gate_ERF = expert_matmul(x_ERD, self.w_gate_EDF.get_value())
         h_ERF = activate(self.config.activation, h_ERF, gate_ERF)
         h_ERF = dropout(h_ERF, self.dropout_rate, key=key)
-        y_ERD = jnp.einsum("ERF,EFD->ERD", h_ERF, self.w_out_EFD[...].astype(dtype))
+        y_ERD = expert_matmul(h_ERF, self.w_out_EFD.get_value())
         if self.config.switch.expert_bias:
             y_ERD = y_ERD + self.b_out_ED[...].astype(dtype)[:, None]
         return y_ERD

@@ -10,7 +10,7 @@ from flax import nnx
 
 from switchx.layers import initializers
 from switchx.layers.dropout import split_key
-from switchx.moe.capacity import expert_capacity, group_shape
+from switchx.moe.capacity import group_shape, layer_capacity
 from switchx.moe.dispatch import sort_dispatch
 from switchx.moe.dispatch_einsum import einsum_dispatch
 from switchx.moe.experts import Experts
@@ -55,14 +55,7 @@ class SwitchFFN(nnx.Module):
             key=key_jitter if is_training else None,
         )
         prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
-        capacity = expert_capacity(
-            T,
-            switch.num_experts,
-            min_capacity=switch.min_capacity,
-            capacity_factor=switch.capacity_factor
-            if is_training
-            else switch.eval_capacity_factor,
-        )
+        capacity = layer_capacity(switch, T, is_training=is_training)
         plan = route_top1(prob_GTE, is_token_GT, capacity)
 
         def run_experts(x_ERD):

@@ -25,7 +25,10 @@ def balance_loss(prob_GTE, count_GE, is_token_GT):
 
 
 def router_z_loss(logits_GTE, is_token_GT):
-    """Mean over real tokens of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906, eq. 5)."""
+    """Mean over real tokens of logsumexp(logits)^2.
+
+    Zoph et al. 2022 (arXiv:2202.08906), eq. 5.
+    """
     is_token_GT = is_token_GT.astype(logits_GTE.dtype)
     log_z_GT = jax.nn.logsumexp(logits_GTE, axis=-1)
     return jnp.sum(log_z_GT**2 * is_token_GT) / jnp.maximum(jnp.sum(is_token_GT), 1)

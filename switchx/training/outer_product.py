@@ -101,7 +101,7 @@ class OuterProductUpdate:
         into the (donated) parameter; all at once elsewhere, and where devices share experts.
         """
         kept = param * (1.0 - self.decay) if self.decay else param
-        if not jax.sharding.get_abstract_mesh().empty:
+        if jax.sharding.get_abstract_mesh().size > 1:
             return _add_product(kept, self.left_ERD, self.right_ERF)
         return jax.lax.platform_dependent(
             kept,

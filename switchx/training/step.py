@@ -13,6 +13,7 @@ import optax
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
+from switchx.training.expert_taps import factored_gradients, tap_expert_weights
 from switchx.training.gradient_norm import clip_scale, global_norm
 from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
 from switchx.training.optimizers import apply_updates
@@ -29,14 +30,23 @@ class StepConfig:
     Attributes:
         num_microbatches: parts the batch is split into; gradients are summed over them.
         clip_norm: largest global gradient norm; larger gradients are scaled down to it.
+        factor_expert_gradients: keep gradients of experts with few rows as their factors
+            (`training/outer_product.py`); the same numbers, less memory traffic. One device
+            and one microbatch only; a `TrainingProgram` turns it on where it pays.
     """
 
     num_microbatches: int = 1
     clip_norm: float | None = None
+    factor_expert_gradients: bool = False
 
     def __post_init__(self):
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches}; use at least 1")
+        if self.factor_expert_gradients and self.num_microbatches > 1:
+            raise ValueError(
+                f"factor_expert_gradients with num_microbatches={self.num_microbatches}: "
+                "factors cannot be added up; use one microbatch, or False"
+            )
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm}; use a norm above 0, or None")
 
@@ -89,7 +99,7 @@ def split_batch(batch: dict, num_microbatches: int) -> dict:
 def gradients(
     config: ModelConfig,
     loss: LossConfig,
-    num_microbatches,
+    step: StepConfig,
     params,
     batch,
     *,
@@ -99,10 +109,13 @@ def gradients(
     """Raw gradients of `loss_scale` times the loss over the whole batch.
 
     Returns:
-        gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
+        gradients (`OuterProductGradient`s among them where `step` asks for factors), the
+        unscaled loss, token sums, routing statistics (None for a dense model).
     """
     tokens = jnp.sum(batch["decoder_loss_weights"])
-    share = 1.0 / num_microbatches
+    share = 1.0 / step.num_microbatches
+    if step.factor_expert_gradients:
+        params = tap_expert_weights(config, params, batch)
 
     def scaled_loss(params, batch, key):
         value, aux = batch_loss(
@@ -114,11 +127,12 @@ def gradients(
         grads, (value, sums, stats) = jax.grad(scaled_loss, has_aux=True)(params, batch, key)
         return grads, (value, sums, stats)
 
-    if num_microbatches == 1:
+    if step.num_microbatches == 1:
         grads, (value, sums, stats) = microbatch_gradients(batch, key)
+        grads = factored_gradients(grads)
     else:
-        batches = split_batch(batch, num_microbatches)
-        keys = jax.random.split(key, num_microbatches)
+        batches = split_batch(batch, step.num_microbatches)
+        keys = jax.random.split(key, step.num_microbatches)
         first = jax.tree.map(lambda x: x[0], (batches, keys))
         zeros = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(microbatch_gradients, *first)
@@ -155,7 +169,7 @@ def train_step(
     grads, value, sums, stats = gradients(
         config,
         loss,
-        step.num_microbatches,
+        step,
         state.params,
         batch,
         key=state.key,

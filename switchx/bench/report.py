@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every bench and check prints: a table for people, one JSON object for programs."""
+
+import dataclasses
+import json
+import operator
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+_COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """An aim and whether it is met.
+
+    Attributes:
+        bound: a comparison and a number, as `>=0.90`.
+    """
+
+    name: str
+    value: float
+    bound: str
+
+    def __post_init__(self):
+        if self.bound[:2] not in _COMPARISONS:
+            raise ValueError(f"bound={self.bound!r}; use >=, <= or == and a number")
+
+    @property
+    def holds(self) -> bool:
+        return _COMPARISONS[self.bound[:2]](self.value, float(self.bound[2:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Measured rows and checks of one command.
+
+    Attributes:
+        results: rows; units are part of the keys.
+    """
+
+    command: str
+    results: list[dict[str, Any]]
+    checks: list[Check]
+
+    def as_json(self) -> str:
+        checks = [dataclasses.asdict(check) | {"holds": check.holds} for check in self.checks]
+        return json.dumps(
+            {
+                "command": self.command,
+                "environment": environment(),
+                "results": self.results,
+                "checks": checks,
+            }
+        )
+
+    def print(self, as_json: bool) -> None:
+        """To standard output: the tables, or the object as the last line."""
+        if as_json:
+            print(self.as_json())
+            return
+        console = Console(highlight=False)
+        columns = list(dict.fromkeys(name for row in self.results for name in row))
+        table = Table(title=f"switchx {self.command}", title_justify="left", box=None)
+        for column in columns:
+            table.add_column(column, justify="left" if column == columns[0] else "right")
+        for row in self.results:
+            table.add_row(*(_shown(row.get(column)) for column in columns))
+        console.print(table)
+        for check in self.checks:
+            verdict = "holds" if check.holds else "does not hold"
+            console.print(f"{check.name} {check.value:.3f} {check.bound}: {verdict}")
+
+
+def _shown(value) -> str:
+    if value is None:
+        return ""
+    return (
+        f"{value:,.3g}"
+        if isinstance(value, float) and abs(value) < 100
+        else (f"{value:,.0f}" if isinstance(value, int | float) else str(value))
+    )
+
+
+def environment() -> dict[str, Any]:
+    """Device, cores, JAX and commit of a measurement."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "jax": jax.__version__,
+        "commit": git_commit(),
+    }
+
+
+def git_commit() -> str:
+    """The commit of the checkout this code runs from, or `unknown` outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(
+            [*command, "--abbrev=40"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

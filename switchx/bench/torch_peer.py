@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's Switch Transformer on the same cores, in a process of its own.
+
+The process trains `transformers`' SwitchTransformersForConditionalGeneration, one step for
+each line it is sent. The package never imports PyTorch: this file starts a program that
+does, and asks first whether it could.
+"""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+PROGRAM = pathlib.Path(__file__).with_name("torch_program.txt")
+
+
+def is_available() -> bool:
+    """Whether the extra `hf` is installed."""
+    return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+
+class TorchPeer:
+    """The other process; `step()` takes one training step there and waits for it."""
+
+    def __init__(self, num_experts: int, batch: int, inputs: int, targets: int):
+        settings = {
+            "num_experts": num_experts,
+            "batch": batch,
+            "inputs": inputs,
+            "targets": targets,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.read_text(encoding="utf-8"), json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2):  # the first steps allocate
+            self.step()
+
+    def step(self) -> None:
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        if self._process.stdout.readline() != "done\n":
+            raise RuntimeError("the PyTorch peer ended; its error stands above")
+
+    def __enter__(self) -> "TorchPeer":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._process.stdin.close()
+        self._process.wait()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx bench train`: a Switch T5's training step against the same model dense.
+
+One step is forward, backward and the optimizer. All models live in one process and take
+turns, so that a machine whose speed drifts is the same machine for all of them.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from switchx.bench import torch_peer
+from switchx.bench.report import Check, Report
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.training.adafactor import Adafactor
+from switchx.training.adamw import AdamW
+from switchx.training.losses import LossConfig
+from switchx.training.schedules import Constant
+from switchx.training.state import init_state
+from switchx.training.step import StepConfig, train_step
+
+BATCH, INPUTS, TARGETS = 16, 128, 32
+TOKENS_PER_STEP = BATCH * (INPUTS + TARGETS)
+DENSE = ModelConfig(
+    "encoder_decoder", vocab_size=8192, d_model=256, d_ff=1024, num_heads=4, d_head=64,
+    num_encoder_layers=4, num_decoder_layers=4, activation="relu", init_scale=0.1,
+)  # fmt: skip
+MEBIBYTE = 2**20
+
+
+def switch_model(num_experts: int) -> ModelConfig:
+    """`DENSE` with every other FFN a Switch layer of capacity factor 1.0."""
+    switch = SwitchConfig(num_experts, every=2, capacity_factor=1.0)
+    return dataclasses.replace(DENSE, switch=switch)
+
+
+def make_batch(seed: int = 0) -> dict[str, np.ndarray]:
+    """A batch without padding; token ids are random, as speed does not depend on them."""
+    rng = np.random.default_rng(seed)
+
+    def side(prefix: str, length: int) -> dict[str, np.ndarray]:
+        return {
+            f"{prefix}_input_tokens": rng.integers(3, DENSE.vocab_size, (BATCH, length)),
+            f"{prefix}_segment_ids": np.ones((BATCH, length)),
+            f"{prefix}_positions": np.tile(np.arange(length), (BATCH, 1)),
+        }
+
+    features = side("encoder", INPUTS) | side("decoder", TARGETS)
+    features["decoder_target_tokens"] = rng.integers(3, DENSE.vocab_size, (BATCH, TARGETS))
+    batch = {name: value.astype(np.int32) for name, value in features.items()}
+    return batch | {"decoder_loss_weights": np.ones((BATCH, TARGETS), np.float32)}
+
+
+@dataclasses.dataclass
+class Contender:
+    """A compiled training step and its state.
+
+    Attributes:
+        peak_bytes: arguments and temporaries of the compiled step.
+    """
+
+    name: str
+    step: Callable[[], Any]
+    peak_bytes: int
+    times_s: list[float] = dataclasses.field(default_factory=list)
+
+    def measure(self, num_steps: int) -> None:
+        """Adds the mean time of `num_steps` steps to the measured times."""
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self.step()
+        self.times_s.append((time.perf_counter() - start) / num_steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return TOKENS_PER_STEP / statistics.median(self.times_s)
+
+
+def contender(name: str, config: ModelConfig, optimizer=Adafactor()) -> Contender:
+    """Compiles a model's training step and takes two steps."""
+    transformation = optimizer.build(Constant(1e-3))
+    state = init_state(config, transformation, seed=0)
+    batch = jax.device_put(make_batch())
+    loss = LossConfig(layer_reduction="mean")
+    step_config = StepConfig(factor_expert_gradients=True)
+
+    def one_step(state, batch):
+        return train_step(config, loss, step_config, transformation, state, batch)
+
+    compiled = jax.jit(one_step, donate_argnums=0).lower(state, batch).compile()
+    memory = compiled.memory_analysis()
+    held = [state]
+
+    def step():
+        held[0], metrics = compiled(held[0], batch)
+        jax.block_until_ready((held[0], metrics))
+        return metrics
+
+    for _ in range(2):
+        if step().is_skipped:
+            raise RuntimeError(f"{name}: the step is not finite; nothing to measure")
+    peak_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return Contender(name, step, peak_bytes)
+
+
+def take_turns(contenders: list[Contender], rounds: int, num_steps: int = 2) -> None:
+    """Measures all contenders in every round, the order turned around each time."""
+    for i in range(rounds):
+        for each in contenders if i % 2 == 0 else contenders[::-1]:
+            each.measure(num_steps)
+
+
+def ratio(fast: Contender, slow: Contender) -> float:
+    """Median over rounds of `slow`'s time over `fast`'s in the same round."""
+    pairs = zip(fast.times_s, slow.times_s, strict=True)
+    return statistics.median(slow_s / fast_s for fast_s, slow_s in pairs)
+
+
+def run(rounds: int) -> Report:
+    """Measures dense against 8 to 64 experts, and PyTorch where it is installed."""
+    dense = contender("dense", DENSE)
+    switches = {n: contender(f"switch {n}", switch_model(n)) for n in (8, 16, 32, 64)}
+    take_turns([dense, *switches.values()], rounds)
+    rows = [_row(each, dense) for each in (dense, *switches.values())]
+    checks = [
+        Check("switch8_vs_dense", ratio(switches[8], dense), ">=0.93"),
+        Check("switch64_vs_dense", ratio(switches[64], dense), ">=0.68"),
+    ]
+    if torch_peer.is_available():
+        peer_rows, peer_checks = against_torch(rounds)
+        rows, checks = rows + peer_rows, checks + peer_checks
+    return Report("bench train", rows, checks)
+
+
+def against_torch(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Both with AdamW, turn by turn; PyTorch in a process of its own that waits meanwhile."""
+    rows, checks = [], []
+    for num_experts in (8, 64):
+        ours = contender(f"switch {num_experts}, AdamW", switch_model(num_experts), AdamW())
+        with torch_peer.TorchPeer(num_experts, BATCH, INPUTS, TARGETS) as peer:
+            theirs = Contender(f"transformers {num_experts}, AdamW", peer.step, 0)
+            take_turns([ours, theirs], rounds)
+        rows += [_row(theirs, theirs), _row(ours, theirs)]
+        checks.append(Check(f"switch{num_experts}_vs_torch", ratio(ours, theirs), ">=1.6"))
+    return rows, checks
+
+
+def _row(each: Contender, baseline: Contender) -> dict[str, Any]:
+    return {
+        "model": each.name,
+        "step_ms": 1e3 * statistics.median(each.times_s),
+        "min_ms": 1e3 * min(each.times_s),
+        "max_ms": 1e3 * max(each.times_s),
+        "tokens_per_s": each.tokens_per_s,
+        "peak_mib": each.peak_bytes / MEBIBYTE or None,
+        "baseline": baseline.name,
+        "vs_baseline": ratio(each, baseline),
+    }

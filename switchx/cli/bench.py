@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx bench`: measurements against a baseline in the same run."""
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Measures, in one process whose contenders take turns, and prints ratios against a baseline
+measured in the same run. Medians; the machine should have nothing else to do.
+
+  switchx bench train          a training step with 8 to 64 experts against the dense model,
+                               and against PyTorch where the extra `hf` is installed
+  switchx bench train --json   the same as one JSON object on the last line
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "bench", run, "measure speed against a baseline", DESCRIPTION
+    )
+    parser.add_argument("what", choices=["train"], help="what to measure")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns (default: 9)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments) -> int:
+    from switchx.bench import train
+
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds={arguments.rounds}; use at least 1")
+    train.run(arguments.rounds).print(arguments.json)
+    return 0
