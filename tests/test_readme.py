@@ -27,8 +27,14 @@ INLINE = re.compile(r"`([^`\n]+)`")
 STARTS = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:switchx|python -m switchx|make|pip|pytest) \S")
 
 # What is added to a command so that it takes seconds; a later flag wins over an earlier one.
-BRIEF = ("--gin.TRAIN_STEPS=2", "--gin.TrainingJob.eval_batches=1")
-SMALL = (*BRIEF, "--gin.ModelConfig.d_model=32", "--gin.ModelConfig.d_ff=64")
+GPT = (
+    "--gin.TRAIN_STEPS=2",
+    "--gin.TrainingJob.eval_batches=1",
+    "--gin.ModelConfig.d_model=32",
+    "--gin.ModelConfig.d_ff=64",
+    "--gin.ModelConfig.num_decoder_layers=2",
+)
+T5 = (*GPT, "--gin.ModelConfig.num_encoder_layers=2")
 
 # Command -> what is added. They run in this order in one folder: later ones read what earlier
 # ones wrote. `make train` stands for the switchx command that it ends in.
@@ -40,24 +46,24 @@ FINETUNE = (
 EVAL = "switchx eval --gin_file=configs/runs/pretrain_tiny.gin --model_dir=runs/pretrain_tiny"
 RUNS = {
     "switchx --help": (),
-    "make train": BRIEF,
-    EVAL: BRIEF,
-    f"{EVAL} --step=best --json": BRIEF,
+    "make train": T5,
+    EVAL: T5,
+    f"{EVAL} --step=best --json": T5,
     f"{TINY} --gin.TRAIN_STEPS=800 --model_dir=runs/pretrain_tiny": (
-        *BRIEF,
+        *T5,
         "--gin.TRAIN_STEPS=3",
     ),
-    FINETUNE: BRIEF,
-    f"{TINY} --gin.NUM_EXPERTS=32 --model_dir=runs/experts_32": SMALL,
+    FINETUNE: T5,
+    f"{TINY} --gin.NUM_EXPERTS=32 --model_dir=runs/experts_32": T5,
     "switchx train --gin_file=configs/runs/pretrain_gpt_tiny.gin --model_dir=runs/gpt_tiny": (
-        *SMALL,
+        *GPT,
         "--gin.WARMUP_STEPS=1",
     ),
     f"{TINY} --gin_file=configs/tasks/text_span_corruption.gin --gin.FILES=my_text "
-    "--model_dir=runs/my_text": (*SMALL, "--gin.VOCAB_SIZE=500"),
+    "--model_dir=runs/my_text": (*T5, "--gin.VOCAB_SIZE=500"),
     "switchx vocab --input=my_text --size=8000 --output=vocabularies/mine": ("--size=500",),
     "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
-    f"{TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": SMALL,
+    f"{TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,
 }
 
 # Command -> the test that runs it.
