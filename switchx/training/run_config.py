@@ -17,6 +17,14 @@ MAY_CHANGE = (
     "train_steps", "log_every", "eval_every", "checkpoint_every", "eval_batches", "retention",
     "max_skipped_in_a_row", "data_dir", "mesh", "prefetch",
 )  # fmt: skip
+# What of the model an evaluation may choose; all else decides what the parameters mean.
+MODEL_MAY_CHANGE = (
+    "model.dropout_rate", "model.init_scale", "model.max_length", "model.precision",
+    "model.remat", "model.switch.capacity_factor", "model.switch.dispatcher",
+    "model.switch.eval_capacity_factor", "model.switch.expert_dropout_rate",
+    "model.switch.group_size", "model.switch.jitter", "model.switch.min_capacity",
+    "model.switch.router_init_scale",
+)  # fmt: skip
 
 
 def describe(value) -> Any:
@@ -61,10 +69,46 @@ def check_same_run(run: RunFolder, job: TrainingJob) -> None:
             f"({'; '.join(different)}); give another model_dir, or the configuration it was "
             f"made with. On resume these may change: {', '.join(MAY_CHANGE)}"
         )
-    if job.vocabulary.fingerprint() != load_vocabulary(run.root).fingerprint():
+    _check_vocabulary(run, job)
+
+
+def check_same_model(run: RunFolder, job: TrainingJob) -> None:
+    """Checks that a run's parameters and token ids mean to a job what they were trained to.
+
+    Raises:
+        ValueError: fields of the model differ (all are listed), or the vocabulary does.
+    """
+    different = [
+        each for each in _differences(run, job, MODEL_MAY_CHANGE) if each.startswith("model.")
+    ]
+    if different:
         raise ValueError(
-            f"the vocabulary is not the one that model_dir={str(run.path)!r} was trained with; "
-            f"its copy is in that folder: use it, or give another model_dir"
+            f"model_dir={str(run.path)!r} holds another model ({'; '.join(different)}); use "
+            f"the configuration that it was trained with. These may be others: "
+            f"{', '.join(MODEL_MAY_CHANGE)}, and all that is not of the model"
+        )
+    _check_vocabulary(run, job)
+
+
+def _differences(run: RunFolder, job: TrainingJob, but: tuple[str, ...]) -> list[str]:
+    """Fields that a run and a job have with other values, those of or below `but` apart."""
+    saved = _flat(read_config(run))
+    current = _flat(json.loads(json.dumps(describe(job))))
+    return [
+        f"{name}: {saved.get(name)!r} there, {current.get(name)!r} here"
+        for name in sorted(saved.keys() | current.keys())
+        if saved.get(name) != current.get(name)
+        and not any(f"{name}.".startswith(f"{each}.") for each in but)
+    ]
+
+
+def _check_vocabulary(run: RunFolder, job: TrainingJob) -> None:
+    there, here = load_vocabulary(run.root), job.vocabulary
+    if here.fingerprint() != there.fingerprint():
+        raise ValueError(
+            f"model_dir={str(run.path)!r} was trained with another vocabulary: "
+            f"{there.size} ids there, {here.size} here, or other pieces; the same ids would "
+            f"mean other things. Its copy is in that folder: use it, or give another model_dir"
         )
 
 
