@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sort/gather dispatch against loops, plain indexing and the einsum form; poisoned slots."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.moe.dispatch import gather_rows, sort_dispatch, token_of_slot
+from switchx.moe.dispatch_einsum import einsum_dispatch
+from tests.moe.plans import (
+    C,
+    D,
+    E,
+    G,
+    T,
+    dispatch_loop,
+    fixed_plan,
+    is_kept,
+    numbers,
+    tanh_experts,
+)
+
+
+def inverse_of(index_GQ, num_rows: int, num_choices: int):
+    """Places each row goes to, by a loop; one past the last place where there is none."""
+    num_places = index_GQ.shape[1]
+    inverse_GRS = np.full((len(index_GQ), num_rows, num_choices), num_places, np.int32)
+    used = np.zeros((len(index_GQ), num_rows), int)
+    for g, q in np.ndindex(*index_GQ.shape):
+        r = index_GQ[g, q]
+        if r < num_rows:
+            inverse_GRS[g, r, used[g, r]] = q
+            used[g, r] += 1
+    return inverse_GRS
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_gather_rows_is_indexing_forward_and_backward(num_choices):
+    rng = np.random.default_rng(0)
+    num_rows, num_places = 7, 10
+    index_GQ = np.full((2, num_places), num_rows, np.int32)  # past the end: an empty place
+    for g in range(2):
+        rows = np.repeat(np.arange(num_rows), num_choices)
+        taken = rng.choice(num_places, size=min(len(rows), 8), replace=False)
+        index_GQ[g, taken] = rng.permutation(rows)[: len(taken)]
+    inverse_GRS = inverse_of(index_GQ, num_rows, num_choices)
+    x_GRD = rng.normal(size=(2, num_rows, 3)).astype(np.float32)
+    target_GQD = rng.normal(size=(2, num_places, 3)).astype(np.float32)
+
+    def plain(x_GRD):
+        padded_GRD = jnp.pad(x_GRD, ((0, 0), (0, 1), (0, 0)))
+        return jnp.stack([padded_GRD[g][index_GQ[g]] for g in range(2)])
+
+    def gathered(x_GRD):
+        return gather_rows(x_GRD, jnp.asarray(index_GQ), jnp.asarray(inverse_GRS))
+
+    def grad(function):
+        return jax.grad(lambda x_GRD: jnp.sum(function(x_GRD) * target_GQD))(x_GRD)
+
+    np.testing.assert_array_equal(gathered(x_GRD), plain(x_GRD))
+    np.testing.assert_allclose(grad(gathered), grad(plain), rtol=1e-6)
+    # Twice used rows and empty places did occur.
+    assert np.any(np.asarray(index_GQ) == num_rows)
+    assert np.any(inverse_GRS[..., -1] < num_places)
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_token_of_slot_equals_a_loop(num_choices):
+    plan = fixed_plan(num_choices)
+    expected_GQ = np.full((G, E * C), T)
+    for g, t, s in np.ndindex(G, T, num_choices):
+        if is_kept(plan, g, t, s):
+            expected_GQ[g, int(plan.expert_GTS[g, t, s]) * C + int(plan.slot_GTS[g, t, s])] = t
+    np.testing.assert_array_equal(token_of_slot(plan), expected_GQ)
+    assert np.any(expected_GQ == T) or num_choices == 2
+
+
+@pytest.mark.parametrize("capacity", [2, 4, 20])
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_output_equals_a_loop(num_choices, capacity):
+    plan, (x_GTD, w_EDD, _) = fixed_plan(num_choices, capacity), numbers()
+    y_GTD = sort_dispatch(jnp.asarray(x_GTD), plan, tanh_experts(w_EDD))
+    np.testing.assert_allclose(y_GTD, dispatch_loop(x_GTD, plan, w_EDD), rtol=1e-5, atol=1e-6)
+
+
+def gradients(dispatch, plan, experts=tanh_experts):
+    """Output, and gradients by the activations, the gates and the experts' weights."""
+    x_GTD, w_EDD, target_GTD = numbers()
+
+    def loss(x_GTD, gate_GTS, w_EDD):
+        changed = dataclasses.replace(plan, gate_GTS=gate_GTS)
+        y_GTD = dispatch(x_GTD, changed, experts(w_EDD))
+        return jnp.sum(y_GTD * target_GTD), y_GTD
+
+    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(x_GTD, plan.gate_GTS, w_EDD)
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_gradients_equal_those_of_the_einsum_form(num_choices):
+    plan = fixed_plan(num_choices)
+    assert np.any(plan.is_routed_GTS & ~plan.is_kept_GTS)
+    got, want = gradients(sort_dispatch, plan), gradients(einsum_dispatch, plan)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
+    (_, gate_gradient_GTS, _), _ = got
+    assert not np.any(np.asarray(gate_gradient_GTS)[~np.asarray(plan.is_kept_GTS)])
+
+
+def test_gradients_equal_finite_differences():
+    plan, (x_GTD, w_EDD, target_GTD) = fixed_plan(), numbers()
+    grads, _ = gradients(sort_dispatch, plan)
+    rng = np.random.default_rng(2)
+    arguments = [np.asarray(a, np.float64) for a in (x_GTD, plan.gate_GTS, w_EDD)]
+    for i, grad in enumerate(grads):
+        direction = rng.normal(size=grad.shape)
+
+        def moved(step, i=i, direction=direction):
+            changed = list(arguments)
+            changed[i] = changed[i] + step * direction
+            x_GTD, gate_GTS, w_EDD = changed
+            moved_plan = dataclasses.replace(plan, gate_GTS=gate_GTS)
+            return np.sum(dispatch_loop(x_GTD, moved_plan, w_EDD) * target_GTD)
+
+        slope = (moved(1e-5) - moved(-1e-5)) / 2e-5
+        np.testing.assert_allclose(np.vdot(grad, direction), slope, rtol=1e-4)
+
+
+def poisoned(is_used_ERD, poison):
+    """Experts whose unused rows are `poison`, and turn every gradient into it as well."""
+
+    def experts(w_EDD):
+        @jax.custom_vjp
+        def poison_rows(y_ERD):
+            return jnp.where(is_used_ERD, y_ERD, poison)
+
+        def forward(y_ERD):
+            return poison_rows(y_ERD), None
+
+        def backward(_, dy_ERD):
+            # What arrives at an unused row must be zero, or weights would learn from it.
+            arrived = jnp.any(jnp.where(is_used_ERD, 0.0, dy_ERD) != 0.0)
+            return (jnp.where(arrived, jnp.nan, jnp.where(is_used_ERD, dy_ERD, 0.0)),)
+
+        poison_rows.defvjp(forward, backward)
+
+        @jax.custom_vjp
+        def poison_gradient(x_ERD):
+            return x_ERD
+
+        poison_gradient.defvjp(
+            lambda x_ERD: (x_ERD, None),
+            lambda _, dx_ERD: (jnp.where(is_used_ERD, dx_ERD, poison),),
+        )
+        return lambda x_ERD: poison_rows(tanh_experts(w_EDD)(poison_gradient(x_ERD)))
+
+    return experts
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_what_experts_return_for_empty_slots_changes_nothing(num_choices, poison):
+    """Neither their outputs nor the gradients they give for their inputs."""
+    plan = fixed_plan(num_choices, capacity=5)
+    token_GQ = np.asarray(token_of_slot(plan)).reshape(G, E, 5)
+    is_used_ERD = (token_GQ < T).transpose(1, 0, 2).reshape(E, G * 5, 1)
+    assert 0 < np.sum(~is_used_ERD) < is_used_ERD.size
+    want = gradients(sort_dispatch, plan)
+    got = gradients(sort_dispatch, plan, poisoned(jnp.asarray(is_used_ERD), poison))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_empty_slots_hold_zeros():
+    plan, (x_GTD, _, _) = fixed_plan(), numbers()
+    seen = []
+    sort_dispatch(jnp.asarray(x_GTD), plan, lambda x_ERD: seen.append(x_ERD) or x_ERD)
+    x_EGCD = np.asarray(seen[0]).reshape(E, G, C, D)
+    token_GEC = np.asarray(token_of_slot(plan)).reshape(G, E, C)
+    for e, g, c in np.ndindex(E, G, C):
+        t = token_GEC[g, e, c]
+        expected_D = x_GTD[g, t] if t < T else np.zeros(D)
+        np.testing.assert_array_equal(x_EGCD[e, g, c], expected_D)
+
+
+def primitives(jaxpr):
+    """(name, output dtype) of every primitive of a program, inner ones included."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, equation.outvars[0].aval.dtype
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+def test_no_direction_scatters_activations():
+    """The only scatter is that of token numbers into slots."""
+    plan, (x_GTD, w_EDD, _) = fixed_plan(), numbers()
+
+    def loss(x_GTD, gate_GTS):
+        changed = dataclasses.replace(plan, gate_GTS=gate_GTS)
+        return jnp.sum(sort_dispatch(x_GTD, changed, tanh_experts(w_EDD)) ** 2)
+
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x_GTD, plan.gate_GTS)
+    scatters = {dtype for name, dtype in primitives(program.jaxpr) if "scatter" in name}
+    assert scatters == {jnp.dtype("int32")}

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Auxiliary losses against loops over groups, tokens and experts, and gradients by hand."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.moe.losses import balance_loss, router_z_loss
+from tests.moe.oracle import softmax
+
+G, T, E = 4, 9, 5
+
+
+def inputs():
+    """Four groups: full, with padding inside, with one token, empty."""
+    rng = np.random.default_rng(0)
+    logits_GTE = rng.normal(size=(G, T, E)) * 2
+    is_token_GT = np.ones((G, T), bool)
+    is_token_GT[1, [0, 3, 8]] = False
+    is_token_GT[2] = np.arange(T) == 5
+    is_token_GT[3] = False
+    prob_GTE = softmax(logits_GTE)
+    count_GE = np.zeros((G, E), np.int32)
+    for g, t in np.argwhere(is_token_GT):
+        count_GE[g, np.argmax(prob_GTE[g, t])] += 1
+    return logits_GTE, prob_GTE, count_GE, is_token_GT
+
+
+def run_balance(prob_GTE, count_GE, is_token_GT):
+    return balance_loss(
+        jnp.asarray(prob_GTE, jnp.float32), jnp.asarray(count_GE), jnp.asarray(is_token_GT)
+    )
+
+
+def balance_loop(prob_GTE, is_token_GT):
+    """Eq. 4-6, counting the choices themselves; a group without tokens does not count."""
+    losses = []
+    for prob_TE, is_token_T in zip(prob_GTE, is_token_GT, strict=True):
+        tokens = [
+            prob_E for prob_E, is_token in zip(prob_TE, is_token_T, strict=True) if is_token
+        ]
+        if not tokens:
+            continue
+        loss = 0.0
+        for e in range(E):
+            f = sum(np.argmax(prob_E) == e for prob_E in tokens) / len(tokens)
+            p = sum(prob_E[e] for prob_E in tokens) / len(tokens)
+            loss += f * p
+        losses.append(E * loss)
+    return sum(losses) / len(losses)
+
+
+def test_balance_loss_equals_a_loop():
+    _, prob_GTE, count_GE, is_token_GT = inputs()
+    for groups in (slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 3), slice(0, 4)):
+        got = run_balance(prob_GTE[groups], count_GE[groups], is_token_GT[groups])
+        expected = balance_loop(prob_GTE[groups], is_token_GT[groups])
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_balance_loss_by_hand():
+    tokens_GT = np.ones((1, 4), bool)
+    # Uniform load and probabilities: E * E * (1/E * 1/E) = 1.
+    uniform_GTE = np.full((1, 4, 4), 0.25)
+    assert run_balance(uniform_GTE, [[1, 1, 1, 1]], tokens_GT) == 1.0
+    # All tokens to expert 0, with certainty: E * 1 * 1.
+    certain_GTE = np.tile(np.eye(4)[0], (1, 4, 1))
+    assert run_balance(certain_GTE, [[4, 0, 0, 0]], tokens_GT) == 4.0
+    # All to expert 0, with probability 0.7: 4 * (1 * 0.7).
+    mostly_GTE = np.tile([0.7, 0.1, 0.1, 0.1], (1, 4, 1))
+    got = run_balance(mostly_GTE, [[4, 0, 0, 0]], tokens_GT)
+    np.testing.assert_allclose(got, 2.8, rtol=1e-6)
+
+
+def test_only_the_probabilities_of_tokens_have_a_gradient():
+    """d loss / d p_gte = E f_ge / T_g / (groups with tokens), for tokens alone."""
+    _, prob_GTE, count_GE, is_token_GT = inputs()
+    grad_GTE = jax.grad(run_balance)(jnp.asarray(prob_GTE, jnp.float32), count_GE, is_token_GT)
+    expected_GTE = np.zeros((G, T, E))
+    for g, t in np.argwhere(is_token_GT):
+        tokens = is_token_GT[g].sum()
+        expected_GTE[g, t] = E * count_GE[g] / tokens / tokens / 3
+    np.testing.assert_allclose(grad_GTE, expected_GTE, rtol=1e-5, atol=1e-8)
+    grad_GE = jax.grad(run_balance, argnums=1)(
+        jnp.asarray(prob_GTE, jnp.float32), jnp.asarray(count_GE, jnp.float32), is_token_GT
+    )
+    assert not np.any(grad_GE)
+
+
+def test_z_loss_equals_a_loop():
+    logits_GTE, _, _, is_token_GT = inputs()
+    squares = [
+        math.log(sum(math.exp(logit) for logit in logits_GTE[g, t])) ** 2
+        for g, t in np.argwhere(is_token_GT)
+    ]
+    got = router_z_loss(jnp.asarray(logits_GTE, jnp.float32), jnp.asarray(is_token_GT))
+    np.testing.assert_allclose(got, sum(squares) / len(squares), rtol=1e-5)
+
+
+def test_z_loss_by_hand():
+    # Four logits of ln 2: ln(4 * 2) = ln 8; squared 4.32408.
+    logits_GTE = jnp.full((1, 3, 4), math.log(2.0))
+    got = router_z_loss(logits_GTE, jnp.ones((1, 3), bool))
+    np.testing.assert_allclose(got, math.log(8) ** 2, rtol=1e-6)
+    # d z^2 / d logit = 2 z softmax / T = 2 ln 8 / 4 / 3.
+    grad = jax.grad(router_z_loss)(logits_GTE, jnp.ones((1, 3), bool))
+    np.testing.assert_allclose(grad, 2 * math.log(8) / 12, rtol=1e-5)
+
+
+def test_z_loss_of_large_logits_is_finite():
+    logits_GTE = jnp.array([[[300.0, -300.0, 0.0]]])
+    got, grad = jax.value_and_grad(router_z_loss)(logits_GTE, jnp.ones((1, 1), bool))
+    np.testing.assert_allclose(got, 90_000.0, rtol=1e-6)
+    assert np.all(np.isfinite(grad))
+
+
+@pytest.mark.parametrize("loss", ["balance", "z"])
+def test_a_batch_of_nothing_but_padding_is_zero(loss):
+    logits_GTE, prob_GTE, _, _ = inputs()
+    is_token_GT = jnp.zeros((G, T), bool)
+
+    def of(x_GTE):
+        if loss == "z":
+            return router_z_loss(x_GTE, is_token_GT)
+        return balance_loss(x_GTE, jnp.zeros((G, E), jnp.int32), is_token_GT)
+
+    x_GTE = jnp.asarray(logits_GTE if loss == "z" else prob_GTE, jnp.float32)
+    value, grad = jax.value_and_grad(of)(x_GTE)
+    assert value == 0.0
+    assert not np.any(grad)

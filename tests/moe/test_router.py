@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router against a loop over tokens, its gate against the softmax' derivative."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.moe.router import jitter_inputs, route_top1, router_logits
+from tests.moe.oracle import softmax
+
+G, T, D, E = 2, 13, 5, 4
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    x_GTD = rng.normal(size=(G, T, D)).astype(np.float32)
+    w_router_DE = rng.normal(size=(D, E)).astype(np.float32)
+    is_token_GT = np.ones((G, T), bool)
+    is_token_GT[0, 4:7] = False
+    return x_GTD, w_router_DE, is_token_GT
+
+
+def test_logits_are_float32_products_of_bfloat16_activations():
+    x_GTD, w_router_DE, _ = inputs()
+    half_GTD = jnp.asarray(x_GTD, jnp.bfloat16)
+    logits_GTE = router_logits(half_GTD, jnp.asarray(w_router_DE))
+    assert logits_GTE.dtype == jnp.float32
+    exact_GTE = np.asarray(half_GTD, np.float64) @ w_router_DE.astype(np.float64)
+    # float32's precision, not bfloat16's 8e-3.
+    np.testing.assert_allclose(logits_GTE, exact_GTE, rtol=1e-5, atol=1e-5)
+
+
+def test_jitter_multiplies_within_its_bounds(key):
+    x = np.linspace(0.5, 2.0, 20_000).astype(np.float32)
+    factor = np.asarray(jitter_inputs(jnp.asarray(x), 0.2, key=key)) / x
+    assert factor.min() >= 0.8 - 1e-6 and factor.max() <= 1.2 + 1e-6
+    # Uniform: deciles hold a tenth each, within five deviations of sqrt(0.09 / 20000).
+    share, _ = np.histogram(factor, bins=10, range=(0.8, 1.2))
+    np.testing.assert_allclose(share / x.size, 0.1, atol=5 * np.sqrt(0.09 / x.size))
+
+
+def test_no_jitter_without_a_key_or_a_width(key):
+    x_GTD, w_router_DE, _ = map(jnp.asarray, inputs())
+    assert jitter_inputs(x_GTD, 0.1, key=None) is x_GTD
+    assert jitter_inputs(x_GTD, 0.0, key=key) is x_GTD
+    calm_GTE = router_logits(x_GTD, w_router_DE)
+    np.testing.assert_array_equal(router_logits(x_GTD, w_router_DE, jitter=0.5), calm_GTE)
+    noisy_GTE = router_logits(x_GTD, w_router_DE, jitter=0.5, key=key)
+    expected_GTE = np.asarray(jitter_inputs(x_GTD, 0.5, key=key)) @ inputs()[1]
+    np.testing.assert_allclose(noisy_GTE, expected_GTE, rtol=1e-5, atol=1e-5)
+    assert np.abs(noisy_GTE - calm_GTE).max() > 0.1
+
+
+def test_top1_equals_a_loop():
+    x_GTD, w_router_DE, is_token_GT = inputs()
+    prob_GTE = softmax(x_GTD.astype(np.float64) @ w_router_DE).astype(np.float32)
+    plan = route_top1(jnp.asarray(prob_GTE), jnp.asarray(is_token_GT), capacity=3)
+    assert (plan.num_experts, plan.capacity) == (E, 3)
+    assert plan.expert_GTS.shape == (G, T, 1)
+    for g in range(G):
+        queue = [0] * E
+        for t in range(T):
+            if not is_token_GT[g, t]:
+                assert plan.expert_GTS[g, t, 0] == E
+                assert not plan.is_routed_GTS[g, t, 0]
+                continue
+            e = max(range(E), key=lambda e, g=g, t=t: prob_GTE[g, t, e])
+            assert plan.expert_GTS[g, t, 0] == e
+            assert plan.gate_GTS[g, t, 0] == prob_GTE[g, t, e]
+            assert plan.slot_GTS[g, t, 0] == queue[e]
+            assert plan.is_kept_GTS[g, t, 0] == (queue[e] < 3)
+            queue[e] += 1
+        assert list(plan.count_GE[g]) == queue
+    # Both fates occur.
+    assert np.any(plan.is_kept_GTS) and np.any(plan.is_routed_GTS & ~plan.is_kept_GTS)
+
+
+def test_a_tie_goes_to_the_first_expert():
+    prob_GTE = jnp.array([[[0.2, 0.4, 0.4], [1 / 3, 1 / 3, 1 / 3]]])
+    plan = route_top1(prob_GTE, jnp.ones((1, 2), bool), capacity=2)
+    assert plan.expert_GTS[0, :, 0].tolist() == [1, 0]
+
+
+def test_the_gate_is_the_probability_under_all_experts_and_has_its_gradient():
+    """d p_e / d logit_j = p_e (1[e = j] - p_j): not zero, as a gate of 1 would have it."""
+    logits_E = np.array([0.3, 1.2, -0.5, 0.9])
+
+    def gate(logits_E):
+        prob_GTE = jax.nn.softmax(logits_E)[None, None]
+        return route_top1(prob_GTE, jnp.ones((1, 1), bool), capacity=1).gate_GTS[0, 0, 0]
+
+    value, grad = jax.value_and_grad(gate)(jnp.asarray(logits_E, jnp.float32))
+    p_E = softmax(logits_E)
+    np.testing.assert_allclose(value, p_E[1], rtol=1e-6)
+    np.testing.assert_allclose(grad, p_E[1] * (np.eye(4)[1] - p_E), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_routers_dtype_is_chosen(dtype):
+    x_GTD, w_router_DE, _ = map(jnp.asarray, inputs())
+    assert router_logits(x_GTD, w_router_DE, dtype=dtype).dtype == dtype

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing statistics: entropies known in closed form, counts by a loop, sums that add up."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.moe.router import route_top1
+from switchx.moe.stats import measure_routing
+from tests.moe.oracle import softmax
+
+G, T, E, C = 2, 10, 4, 2
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    logits_GTE = (rng.normal(size=(G, T, E)) * 2).astype(np.float32)
+    is_token_GT = np.ones((G, T), bool)
+    is_token_GT[1, 6:] = False
+    return logits_GTE, is_token_GT
+
+
+@jax.jit
+def measure(logits_GTE, is_token_GT):
+    prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+    plan = route_top1(prob_GTE, is_token_GT, C)
+    return measure_routing(logits_GTE, prob_GTE, plan, is_token_GT)
+
+
+def test_against_a_loop():
+    logits_GTE, is_token_GT = inputs()
+    entropy = gate = dropped = 0.0
+    load = np.zeros(E)
+    for g in range(G):
+        queue = [0] * E
+        for t in np.flatnonzero(is_token_GT[g]):
+            p_E = softmax(logits_GTE[g, t].astype(np.float64))
+            entropy -= sum(p * math.log(p) for p in p_E)
+            gate += max(p_E)
+            e = int(np.argmax(p_E))
+            dropped += queue[e] >= C
+            queue[e] += 1
+        load += queue
+    stats = measure(logits_GTE, is_token_GT)
+    assert stats.tokens == 16
+    np.testing.assert_array_equal(stats.load_E, load)
+    assert stats.dropped == dropped > 0
+    np.testing.assert_allclose(stats.entropy, entropy, rtol=1e-5)
+    np.testing.assert_allclose(stats.gate, gate, rtol=1e-5)
+    means = stats.per_token()
+    np.testing.assert_allclose(means.load_E, load / 16, rtol=1e-6)
+    np.testing.assert_allclose(means.dropped, dropped / 16, rtol=1e-6)
+    np.testing.assert_allclose(means.entropy, entropy / 16, rtol=1e-5)
+    np.testing.assert_allclose(means.gate, gate / 16, rtol=1e-5)
+    assert means.balance_loss == stats.balance_loss
+    assert means.router_z_loss == stats.router_z_loss
+
+
+def test_entropy_of_a_uniform_router_is_ln_e():
+    stats = measure(np.zeros((1, T, E), np.float32), np.ones((1, T), bool))
+    np.testing.assert_allclose(stats.per_token().entropy, math.log(E), rtol=1e-6)
+    np.testing.assert_allclose(stats.per_token().gate, 1 / E, rtol=1e-6)
+    # All tokens tie and go to expert 0, which has two slots.
+    np.testing.assert_array_equal(stats.load_E, [T, 0, 0, 0])
+    assert stats.dropped == T - C
+
+
+def test_entropy_of_a_certain_router_is_zero():
+    logits_GTE = np.zeros((1, T, E), np.float32)
+    logits_GTE[..., 2] = 200.0  # the others' probabilities are 0 in float32
+    stats = measure(logits_GTE, np.ones((1, T), bool))
+    assert stats.entropy == 0.0
+    np.testing.assert_allclose(stats.per_token().gate, 1.0)
+
+
+def test_padding_leaves_no_trace():
+    logits_GTE, is_token_GT = inputs()
+    want = measure(logits_GTE, is_token_GT)
+    logits_GTE[~is_token_GT] = 50.0
+    got = measure(logits_GTE, is_token_GT)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_batch_of_padding_is_finite():
+    logits_GTE, _ = inputs()
+    stats = measure(logits_GTE, np.zeros((G, T), bool))
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(stats.per_token()))
+
+
+def test_sums_of_parts_are_the_sums_of_the_whole():
+    """What lets microbatches and shards be added; the losses are means and are not."""
+    logits_GTE, is_token_GT = inputs()
+    whole = measure(logits_GTE, is_token_GT)
+    parts = [measure(logits_GTE[g : g + 1], is_token_GT[g : g + 1]) for g in range(G)]
+    for name in ("tokens", "load_E", "dropped", "entropy", "gate"):
+        total = sum(getattr(part, name) for part in parts)
+        np.testing.assert_allclose(total, getattr(whole, name), rtol=1e-6)
+
+
+def test_only_the_losses_carry_gradients():
+    gradients = jax.jit(jax.jacrev(measure))(*inputs())
+    for name in ("entropy", "gate", "dropped", "tokens", "load_E"):
+        assert not np.any(getattr(gradients, name)), name
+    for name in ("balance_loss", "router_z_loss"):
+        assert np.abs(getattr(gradients, name)).max() > 1e-3, name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_statistics_are_float32(dtype):
+    logits_GTE, is_token_GT = inputs()
+    stats = measure(logits_GTE.astype(dtype), is_token_GT)
+    assert {leaf.dtype for leaf in jax.tree.leaves(stats)} == {jnp.dtype("float32")}
+
+
+def test_per_token_of_stacked_layers():
+    logits_GTE, is_token_GT = inputs()
+    layers = [measure(logits_GTE, is_token_GT), measure(logits_GTE[:1], is_token_GT[:1])]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    means = stacked.per_token()
+    assert means.load_E.shape == (2, E)
+    for n, layer in enumerate(layers):
+        np.testing.assert_allclose(means.load_E[n], layer.per_token().load_E, rtol=1e-6)
+        np.testing.assert_allclose(means.entropy[n], layer.per_token().entropy, rtol=1e-6)
