@@ -3,13 +3,16 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
+from switchx import tree
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
 from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import abstract_params
 from switchx.training.adafactor import Adafactor
 from switchx.training.job import TrainingJob
 from switchx.training.losses import LossConfig
@@ -18,7 +21,10 @@ from tests.data.fakes import text_corpus
 
 LENGTH = 8
 LOSS = LossConfig(layer_reduction="mean")
-SWITCH = SwitchConfig(8, every=2, capacity_factor=2.0, min_capacity=1, jitter=0.0)
+# One row of a batch is one routing group.
+SWITCH = SwitchConfig(
+    8, every=2, capacity_factor=2.0, min_capacity=1, group_size=LENGTH, jitter=0.0
+)
 DENSE = ModelConfig("decoder_only", 384, 16, 24, 2, 8, 2, activation="relu")
 SPARSE = dataclasses.replace(DENSE, switch=SWITCH)
 ENCODER_DECODER = dataclasses.replace(
@@ -67,3 +73,14 @@ def make_job(model: ModelConfig = SPARSE, **changes) -> TrainingJob:
         eval_batches=2,
     )
     return TrainingJob(**(fields | changes))
+
+
+def make_params(config: ModelConfig, seed: int = 0) -> dict:
+    """Parameters from NumPy: nothing to compile, and the same in every release of JAX."""
+    rng = np.random.default_rng(seed)
+
+    def draw(name, leaf):
+        values = rng.normal(size=leaf.shape) * 0.3 + ("scale" in name)
+        return jnp.asarray(values, leaf.dtype)
+
+    return tree.map_named(draw, abstract_params(config))

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step: raw gradients, skipped steps, clipping, loss scaling, learning."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from switchx import tree
+from switchx.models.config import Precision
+from switchx.training import step as training_step
+from switchx.training.adafactor import Adafactor
+from switchx.training.schedules import Constant
+from switchx.training.state import init_state
+from switchx.training.step import StepConfig, gradients, split_batch, train_step
+from tests.data.refusals import refused
+from tests.training.jobs import DENSE, LENGTH, LOSS, SPARSE, make_batch, make_params
+from tests.training.train_states import assert_same
+
+TINY = dataclasses.replace(DENSE, num_decoder_layers=1)
+HALF = dataclasses.replace(TINY, precision=Precision(compute="float16"))
+ADAFACTOR = Adafactor(min_dim_size_to_factor=8).build(Constant(5e-2))
+WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5)
+
+
+def _raw_update(grads, state, params, *, gradient_scale):
+    del params
+    return jax.tree.map(lambda leaf: -leaf * gradient_scale, grads), state
+
+
+# Plain gradient descent with a rate of 1: the update is the gradient.
+DESCENT = optax.GradientTransformationExtraArgs(lambda params: (), _raw_update)
+
+
+def make_step(config, optimizer=ADAFACTOR, loss=LOSS, **changes):
+    """The jitted step of a configuration, and a state to begin with."""
+    step = functools.partial(train_step, config, loss, StepConfig(**changes), optimizer)
+    return jax.jit(step), init_state(config, optimizer, seed=0, params=make_params(config))
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    """The step of a sparse model with dropout and jitter, its first state, and a batch."""
+    switch = dataclasses.replace(SPARSE.switch, jitter=0.1)
+    config = dataclasses.replace(SPARSE, switch=switch, dropout_rate=0.1)
+    return *make_step(config), make_batch(config, 8)
+
+
+def spoilt(batch) -> dict:
+    """The same batch with a loss that is not a number."""
+    weights_BL = batch["decoder_loss_weights"].copy()
+    weights_BL[0, 0] = np.nan
+    return batch | {"decoder_loss_weights": weights_BL}
+
+
+def raw_gradients(config, num_microbatches, batch):
+    step = StepConfig(num_microbatches=num_microbatches)
+    compute = functools.partial(gradients, config, WEIGHTY, step)
+    return jax.jit(compute)(make_params(config), batch, key=jax.random.key(0))
+
+
+def test_microbatches_are_every_nth_row():
+    batch = make_batch(SPARSE, 8)
+    for name, split in split_batch(batch, 4).items():
+        assert split.shape == (4, 2, LENGTH)
+        for i in range(4):
+            np.testing.assert_array_equal(split[i], batch[name][i::4])
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "switch"])
+def test_gradients_of_microbatches_add_up_to_those_of_the_batch(config):
+    """With unequal real tokens in them: the mean of their means would be another number."""
+    batch = make_batch(config, 8)
+    weights = batch["decoder_loss_weights"]
+    assert len({weights[i::4].sum() for i in range(4)}) == 4
+    want, got = (tree.named_leaves(raw_gradients(config, num, batch)) for num in (1, 4))
+    for name, leaf in want.items():
+        if not name.endswith("router_z_loss"):  # a mean over tokens, not over groups
+            atol = 1e-5 * float(jnp.max(jnp.abs(leaf)))
+            np.testing.assert_allclose(got[name], leaf, rtol=0, atol=atol, err_msg=name)
+
+
+def test_the_loss_is_a_mean_over_real_target_tokens_plus_the_auxiliary_loss():
+    batch = make_batch(SPARSE, 8)
+    _, value, sums, stats = raw_gradients(SPARSE, 1, batch)
+    num_tokens = np.count_nonzero(batch["decoder_target_tokens"])
+    assert num_tokens < batch["decoder_target_tokens"].size
+    assert float(sums.tokens) == float(stats.tokens[0]) == num_tokens
+    want = float(sums.loss) / num_tokens + 0.5 * float(stats.balance_loss[0])
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+
+
+def test_a_step_is_deterministic_and_its_noise_changes_with_the_step(noisy):
+    step, state, batch = noisy
+    first, again = step(state, batch), step(state, batch)
+    assert_same(first, again)
+    later = dataclasses.replace(state, step=state.step + 1)
+    assert float(step(later, batch)[1].loss) != float(first[1].loss)
+    assert int(first[0].step) == 1
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(noisy):
+    step, state, batch = noisy
+    good, _ = step(state, batch)
+    bad, metrics = step(good, spoilt(batch))
+    assert not np.isfinite(metrics.loss) and int(metrics.is_skipped) == 1
+    assert_same(bad.params, good.params)
+    assert_same(bad.opt_state, good.opt_state)
+    assert (int(bad.step), int(bad.skipped), int(bad.skipped_in_a_row)) == (2, 1, 1)
+    worse, metrics = step(bad, spoilt(batch))
+    assert (int(worse.skipped), int(metrics.skipped_in_a_row)) == (2, 2)
+    well, metrics = step(worse, batch)
+    assert (int(well.skipped), int(well.skipped_in_a_row)) == (2, 0)
+    assert int(metrics.is_skipped) == 0
+    assert not np.array_equal(
+        well.params["embedding"]["embedding_VD"], good.params["embedding"]["embedding_VD"]
+    )
+
+
+def test_twenty_steps_on_one_batch_learn_it(noisy):
+    step, state, batch = noisy
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    assert losses[-1] < 0.6 * losses[0]
+    assert int(state.step) == 20 and int(state.skipped) == 0
+
+
+def moved(before, after) -> np.ndarray:
+    """What a step of `DESCENT` took away from all parameters, in one vector."""
+    return np.concatenate(
+        [
+            np.ravel(np.asarray(old, np.float64) - np.asarray(new, np.float64))
+            for old, new in zip(
+                jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True
+            )
+        ]
+    )
+
+
+def test_gradients_longer_than_clip_norm_are_scaled_down_to_it():
+    batch, results = make_batch(TINY, 4), {}
+    for clip_norm in (None, 0.05):
+        step, state = make_step(TINY, DESCENT, clip_norm=clip_norm)
+        after, metrics = step(state, batch)
+        results[clip_norm] = moved(state, after), float(metrics.grad_norm)
+    gradient, norm = results[None]
+    np.testing.assert_allclose(np.linalg.norm(gradient), norm, rtol=1e-5)
+    clipped, reported = results[0.05]
+    assert reported == norm  # the norm before clipping
+    np.testing.assert_allclose(np.linalg.norm(clipped), 0.05, rtol=1e-4)
+    np.testing.assert_allclose(clipped, gradient * 0.05 / norm, atol=1e-6)
+
+
+def test_float16_halves_and_doubles_its_loss_scale(monkeypatch):
+    """Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2."""
+    monkeypatch.setattr(training_step, "LOSS_SCALE_PATIENCE", 2)
+    step, state = make_step(HALF, DESCENT)
+    state = dataclasses.replace(state, loss_scale=jnp.float32(1024))
+    batch, scales = make_batch(HALF, 4), []
+
+    def take(state):
+        state, metrics = step(state, batch)
+        scales.append((float(metrics.loss_scale), int(state.good_steps)))
+        return state, metrics
+
+    first, metrics = take(state)
+    plain, _ = make_step(TINY, DESCENT)
+    want, plain_metrics = plain(dataclasses.replace(state, loss_scale=jnp.float32(1)), batch)
+    # The update has the gradient's own size, whatever the loss was multiplied by.
+    np.testing.assert_allclose(metrics.grad_norm, plain_metrics.grad_norm, rtol=5e-3)
+    difference = np.linalg.norm(moved(state, first) - moved(state, want))
+    assert difference < 0.02 * np.linalg.norm(moved(state, want))
+
+    second, _ = take(first)
+    third, _ = take(second)
+    assert scales == [(1024, 1), (1024, 0), (2048, 1)]
+
+    # Gradients beyond 65504 are infinite in float16, while the loss itself is not.
+    high = dataclasses.replace(third, loss_scale=jnp.float32(2.0**40))
+    skipped, metrics = take(high)
+    assert np.isfinite(metrics.loss) and not np.isfinite(metrics.grad_norm)
+    assert int(metrics.is_skipped) == 1
+    assert_same(skipped.params, high.params)
+    assert float(skipped.loss_scale) == 2.0**39 and int(skipped.good_steps) == 0
+
+    bad, _ = step(dataclasses.replace(third, loss_scale=jnp.float32(1)), spoilt(batch))
+    assert float(bad.loss_scale) == 1  # and not below
+
+
+def test_other_dtypes_have_no_loss_scale(noisy):
+    step, state, batch = noisy
+    for each in (batch, spoilt(batch)):
+        state, metrics = step(state, each)
+        assert float(state.loss_scale) == float(metrics.loss_scale) == 1
+        assert int(state.good_steps) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches=0; use at least 1"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0; use a norm above 0, or None"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0; use a norm above 0, or None"),
+    ],
+)
+def test_wrong_configurations_are_refused(changes, message):
+    with refused(message):
+        StepConfig(**changes)
