@@ -17,6 +17,8 @@ from switchx.training.job import TrainingJob
 from switchx.training.retention import Retention
 from switchx.training.run_config import (
     MAY_CHANGE,
+    MODEL_MAY_CHANGE,
+    check_same_model,
     check_same_run,
     describe,
     read_config,
@@ -113,11 +115,50 @@ def test_another_vocabulary_is_refused(run):
     saved = json.loads(run.config.read_text())
     saved["source"]["vocabulary"]["num_sentinels"] = 7  # as a model file changed in its place
     run.config.write_text(json.dumps(saved))
+    for check in (check_same_run, check_same_model):
+        with refused(
+            f"model_dir={str(run.path)!r} was trained with another vocabulary: 384 ids there, "
+            "384 here, or other pieces; the same ids would mean other things. Its copy is in "
+            "that folder: use it, or give another model_dir"
+        ):
+            check(run, make_job(source=other))
+
+
+def with_model(**changes):
+    """A job whose model differs; `switch_` names a field of the Switch layers."""
+    switch = {n.removeprefix("switch_"): v for n, v in changes.items() if "switch_" in n}
+    model = {n: v for n, v in changes.items() if "switch_" not in n}
+    return make_job(
+        dataclasses.replace(
+            SPARSE, switch=dataclasses.replace(SPARSE.switch, **switch), **model
+        )
+    )
+
+
+def test_an_evaluation_may_change_whatever_the_parameters_do_not_depend_on(run):
+    check_same_model(run, make_job(batch_size=16, seed=9, optimizer=AdamW(), packed=False))
+    check_same_model(
+        run,
+        with_model(
+            dropout_rate=0.5,
+            precision=Precision(compute="bfloat16"),
+            switch_eval_capacity_factor=8.0,
+            switch_dispatcher="einsum",
+        ),
+    )
+    fields = {f"model.{field.name}" for field in dataclasses.fields(ModelConfig)}
+    fields |= {f"model.switch.{field.name}" for field in dataclasses.fields(SwitchConfig)}
+    assert set(MODEL_MAY_CHANGE) <= fields  # none is misspelt
+
+
+def test_another_model_is_refused_by_an_evaluation(run):
     with refused(
-        f"the vocabulary is not the one that model_dir={str(run.path)!r} was trained with; its "
-        "copy is in that folder: use it, or give another model_dir"
+        f"model_dir={str(run.path)!r} holds another model (model.num_heads: 2 there, 4 here; "
+        "model.switch.num_experts: 8 there, 16 here); use the configuration that it was "
+        f"trained with. These may be others: {', '.join(MODEL_MAY_CHANGE)}, and all that is not "
+        "of the model"
     ):
-        check_same_run(run, make_job(source=other))
+        check_same_model(run, with_model(num_heads=4, switch_num_experts=16))
 
 
 def test_a_description_is_json_and_says_types():
