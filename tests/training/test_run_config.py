@@ -155,8 +155,8 @@ def test_another_model_is_refused_by_an_evaluation(run):
     with refused(
         f"model_dir={str(run.path)!r} holds another model (model.num_heads: 2 there, 4 here; "
         "model.switch.num_experts: 8 there, 16 here); use the configuration that it was "
-        f"trained with. These may be others: {', '.join(MODEL_MAY_CHANGE)}, and all that is not "
-        "of the model"
+        f"trained with. These may be others: {', '.join(MODEL_MAY_CHANGE)}, and all that is "
+        "not of the model"
     ):
         check_same_model(run, with_model(num_heads=4, switch_num_experts=16))
 
