@@ -14,8 +14,8 @@ from tests.processes import ROOT, child_environment, xla_flags
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(devices=8)}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 # Broadcasting [D] against [B, D] unnoticed is how a wrong axis stays hidden.
 jax.config.update("jax_numpy_rank_promotion", "raise")

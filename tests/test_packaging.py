@@ -35,6 +35,12 @@ def folders_with_python() -> set[str]:
     return {".".join(file.parent.relative_to(ROOT).parts) for file in files}
 
 
+def package_files() -> set[str]:
+    """Everything in the packages that is not made by Python: code and what it reads."""
+    files = [file for top in PACKAGES for file in ROOT.glob(f"{top}/**/*") if file.is_file()]
+    return {f.relative_to(ROOT).as_posix() for f in files if "__pycache__" not in f.parts}
+
+
 def gin_files() -> set[str]:
     files = (ROOT / "configs").rglob("*.gin")
     return {file.relative_to(ROOT).as_posix() for file in files}
@@ -62,6 +68,15 @@ def test_configurations_are_installed_below_switchx(config):
     assert not (ROOT / "switchx/configs").exists()
     others = {path.suffix for path in (ROOT / "configs").rglob("*") if path.is_file()}
     assert others == {".gin"}
+
+
+def test_files_beside_the_code_are_installed(config):
+    for file in map(pathlib.PurePosixPath, package_files()):
+        package = ".".join(file.parent.parts)
+        patterns = config["options.package_data"].get(package, "").split()
+        assert file.suffix == ".py" or any(map(file.match, patterns)), (
+            f"{file} would not be installed; name it under [options.package_data] {package}"
+        )
 
 
 def test_python_and_jax_are_those_that_are_promised(config):
@@ -124,12 +139,7 @@ def test_wheel_holds_all_code_and_configurations_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("/LICENSE")]
-    code = {
-        path.relative_to(ROOT).as_posix()
-        for top in PACKAGES
-        for path in ROOT.glob(f"{top}/**/*.py")
-    }
-    assert names == code | {f"switchx/{name}" for name in gin_files()}
+    assert names == package_files() | {f"switchx/{name}" for name in gin_files()}
     assert len(licences) == 1
 
 
