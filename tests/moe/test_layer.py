@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.moe.layer import SwitchFFN
+from tests.layers.weights import with_params
 from tests.moe.oracle import switch_layer
 
 B, L, D, F, E = 3, 20, 12, 16, 4
@@ -47,10 +47,8 @@ def weights():
 
 
 def with_weights(layer, w):
-    layer.w_router_DE = nnx.Param(jnp.asarray(w["w_router_DE"]))
-    layer.experts.w_in_EDF = nnx.Param(jnp.asarray(w["w_in_EDF"]))
-    layer.experts.w_out_EFD = nnx.Param(jnp.asarray(w["w_out_EFD"]))
-    return layer
+    experts = {name: w[name] for name in ("w_in_EDF", "w_out_EFD")}
+    return with_params(layer, {"w_router_DE": w["w_router_DE"], "experts": experts})
 
 
 def inputs():
@@ -61,13 +59,17 @@ def inputs():
     return x_BLD, is_token_BL
 
 
-@pytest.mark.parametrize("dispatcher", ["sort", "einsum"])
 @pytest.mark.parametrize("group_size", [1000, 30, 17])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
-def test_layer_equals_a_loop_over_tokens(dispatcher, group_size, factor):
-    layer = with_weights(make(dispatcher, group_size, factor), weights())
+def test_layer_equals_a_loop_over_tokens(group_size, factor):
     x_BLD, is_token_BL = inputs()
-    y_BLD, stats = layer(jnp.asarray(x_BLD), jnp.asarray(is_token_BL), is_training=True)
+    layers = [
+        with_weights(make(dispatcher, group_size, factor), weights())
+        for dispatcher in ("sort", "einsum")
+    ]
+    both = jax.jit(
+        lambda x_BLD: [layer(x_BLD, is_token_BL, is_training=True) for layer in layers]
+    )(x_BLD)
 
     x_TD, is_token_T = x_BLD.reshape(-1, D), is_token_BL.reshape(-1)
     num_groups = -(-len(x_TD) // group_size)
@@ -84,15 +86,16 @@ def test_layer_equals_a_loop_over_tokens(dispatcher, group_size, factor):
         y.append(y_g), balance.append(balance_g)
         kept += kept_g.sum()
         load += np.bincount(experts, minlength=E + 1)[:E]
-    np.testing.assert_allclose(
-        y_BLD.reshape(-1, D), np.concatenate(y)[: B * L], rtol=2e-5, atol=2e-6
-    )
-    np.testing.assert_allclose(stats.balance_loss, np.mean(balance), rtol=1e-5)
-    np.testing.assert_array_equal(stats.load_E, load)
-    assert float(stats.tokens) == is_token_BL.sum() == load.sum()
-    assert float(stats.dropped) == is_token_BL.sum() - kept
-    if factor == 0.5:
-        assert float(stats.dropped) > 0
+    for y_BLD, stats in both:
+        np.testing.assert_allclose(
+            y_BLD.reshape(-1, D), np.concatenate(y)[: B * L], rtol=2e-5, atol=2e-6
+        )
+        np.testing.assert_allclose(stats.balance_loss, np.mean(balance), rtol=1e-5)
+        np.testing.assert_array_equal(stats.load_E, load)
+        assert float(stats.tokens) == is_token_BL.sum() == load.sum()
+        assert float(stats.dropped) == is_token_BL.sum() - kept
+        if factor == 0.5:
+            assert float(stats.dropped) > 0
 
 
 def test_both_dispatchers_have_the_same_gradients():
@@ -105,7 +108,8 @@ def test_both_dispatchers_have_the_same_gradients():
         return jnp.sum(y * target) + 3.0 * stats.balance_loss + stats.router_z_loss
 
     w = jax.tree.map(jnp.asarray, weights())
-    got, want = (jax.grad(loss, (0, 1))(w, jnp.asarray(x_BLD), d) for d in ("sort", "einsum"))
+    grad = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
+    got, want = (grad(w, jnp.asarray(x_BLD), d) for d in ("sort", "einsum"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
@@ -115,27 +119,26 @@ def test_gradients_equal_finite_differences():
     with jax.enable_x64(True):
         precision = Precision("float64", "float64", "float64", "float64")
 
-        def loss(w, x):
+        @jax.jit
+        @jax.value_and_grad
+        def loss(w_and_x):
+            w, x_BLD = w_and_x
             layer = make("sort", 30)
             layer.config = dataclasses.replace(layer.config, precision=precision)
-            y, stats = with_weights(layer, w)(x, jnp.asarray(is_token_BL), is_training=True)
-            return jnp.sum(y * target)
+            y_BLD, _ = with_weights(layer, w)(x_BLD, jnp.asarray(is_token_BL), is_training=True)
+            return jnp.sum(y_BLD * target)
 
-        w = {n: jnp.asarray(v, jnp.float64) for n, v in weights().items()}
-        x = jnp.asarray(x_BLD, jnp.float64)
-        grads = jax.grad(loss, (0, 1))(w, x)
+        point = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (weights(), x_BLD))
+        _, grads = loss(point)
         rng = np.random.default_rng(3)
-        direction = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape)), (w, x))
+        direction = jax.tree.map(lambda a: rng.normal(size=a.shape), point)
         step = 1e-6
 
         def moved(sign):
-            return loss(*jax.tree.map(lambda a, d: a + sign * step * d, (w, x), direction))
+            return loss(jax.tree.map(lambda a, d: a + sign * step * d, point, direction))[0]
 
         slope = (moved(1) - moved(-1)) / (2 * step)
-        dot = sum(
-            jnp.vdot(g, d)
-            for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True)
-        )
+        dot = sum(map(np.vdot, jax.tree.leaves(grads), jax.tree.leaves(direction)))
         np.testing.assert_allclose(dot, slope, rtol=1e-6)
 
 
@@ -149,17 +152,20 @@ def test_router_learns_from_the_output_alone():
         )
         return jnp.sum(y**2)
 
-    grads = jax.grad(loss)(jax.tree.map(jnp.asarray, weights()))
+    grads = jax.jit(jax.grad(loss))(weights())
     assert float(jnp.linalg.norm(grads["w_router_DE"])) > 1e-2
 
 
 def test_jitter_reaches_the_router_in_training_only():
     x_BLD, is_token_BL = map(jnp.asarray, inputs())
     layer = with_weights(make(jitter=0.5, factor=4.0), weights())
-    calm, _ = layer(x_BLD, is_token_BL, is_training=False, key=jax.random.key(0))
-    again, _ = layer(x_BLD, is_token_BL, is_training=False, key=jax.random.key(1))
-    np.testing.assert_array_equal(calm, again)
-    noisy, _ = layer(x_BLD, is_token_BL, is_training=True, key=jax.random.key(0))
+    run = jax.jit(
+        lambda key, is_training: layer(x_BLD, is_token_BL, is_training=is_training, key=key)[0],
+        static_argnums=1,
+    )
+    calm = run(jax.random.key(0), False)
+    np.testing.assert_array_equal(calm, run(jax.random.key(1), False))
+    noisy = run(jax.random.key(0), True)
     # The experts see the unjittered input: a token that keeps its expert differs from the
     # calm output by its gate alone, one factor for all of its features.
     ratio_BLD = np.asarray(noisy)[0] / np.asarray(calm)[0]
@@ -183,9 +189,10 @@ def test_the_router_is_float32_inside_bfloat16_layers():
 def test_padding_changes_nothing_for_real_tokens():
     layer = with_weights(make(factor=0.5), weights())
     x_BLD, is_token_BL = inputs()
-    y_1, stats_1 = layer(jnp.asarray(x_BLD), jnp.asarray(is_token_BL), is_training=True)
+    run = jax.jit(lambda x_BLD: layer(x_BLD, jnp.asarray(is_token_BL), is_training=True))
+    y_1, stats_1 = run(x_BLD)
     x_BLD[~is_token_BL] = 1e3
-    y_2, stats_2 = layer(jnp.asarray(x_BLD), jnp.asarray(is_token_BL), is_training=True)
+    y_2, stats_2 = run(x_BLD)
     np.testing.assert_array_equal(y_1[is_token_BL], y_2[is_token_BL])
     assert float(stats_1.balance_loss) == float(stats_2.balance_loss)
     assert not np.any(np.asarray(y_2)[~is_token_BL])
