@@ -2,6 +2,7 @@
 """What a model is: frozen, validated descriptions with every derived size as a property."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -92,6 +93,21 @@ class SwitchConfig:
                 "use a factor above 0, usually 1.0 to 2.0",
             )
         require(0 <= self.jitter < 1, f"SwitchConfig.jitter={self.jitter}; use 0 <= jitter < 1")
+        require(
+            self.d_ff is None or self.d_ff >= 1,
+            f"SwitchConfig.d_ff={self.d_ff}; use a whole number of at least 1, or None for the "
+            "model's",
+        )
+        rate = self.expert_dropout_rate
+        require(
+            rate is None or 0 <= rate < 1,
+            f"SwitchConfig.expert_dropout_rate={rate}; use 0 <= rate < 1, or None for the "
+            "model's",
+        )
+        require(
+            self.router_init_scale > 0,
+            f"SwitchConfig.router_init_scale={self.router_init_scale}; use a scale above 0",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +172,9 @@ class ModelConfig:
                 getattr(self, name) >= 1,
                 f"ModelConfig.{name}={getattr(self, name)}; use a whole number of at least 1",
             )
+        fewest, most = (1, math.inf) if self.is_encoder_decoder else (0, 0)
         require(
-            self.is_encoder_decoder == (self.num_encoder_layers > 0),
+            fewest <= self.num_encoder_layers <= most,
             f"num_encoder_layers={self.num_encoder_layers} does not fit architecture="
             f"{self.architecture!r}; use 0 for decoder_only, at least 1 otherwise",
         )
@@ -166,15 +183,29 @@ class ModelConfig:
             "positions='learned' needs max_length, the rows of the position table",
         )
         require(
+            self.max_length is None or self.max_length >= 1,
+            f"max_length={self.max_length}; use a whole number of at least 1",
+        )
+        # Half of a stack's buckets hold one distance each, in an encoder half of a half.
+        require(
+            self.relative_buckets >= 4
+            and self.relative_max_distance > self.relative_buckets // 2,
+            f"relative_buckets={self.relative_buckets} with relative_max_distance="
+            f"{self.relative_max_distance}; use at least 4 buckets, and a distance of more "
+            "than half of them",
+        )
+        require(self.init_scale > 0, f"init_scale={self.init_scale}; use a scale above 0")
+        require(
             0 <= self.dropout_rate < 1, f"dropout_rate={self.dropout_rate}; use 0 <= rate < 1"
         )
         for name in ("num_encoder_layers", "num_decoder_layers"):
             count = getattr(self, name)
+            below = count // self.period * self.period
+            fitting = [str(n) for n in (below, below + self.period) if n]
             require(
                 count % self.period == 0,
                 f"{name}={count} is not divisible by switch.every={self.period}; use "
-                f"{count // self.period * self.period or self.period} or "
-                f"{(count // self.period + 1) * self.period} layers, or every=1",
+                f"{' or '.join(fitting)} layers, or every=1",
             )
 
     @property
