@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model descriptions: derived sizes by hand, and every refusal's message in full."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from switchx.models.config import ModelConfig, Precision, SwitchConfig
+
+SWITCH = SwitchConfig(8)
+T5 = ModelConfig("encoder_decoder", 100, 16, 32, 2, 8, 4, 6)
+SPARSE = dataclasses.replace(T5, switch=SWITCH)
+DECODER = dataclasses.replace(T5, architecture="decoder_only", num_encoder_layers=0)
+
+
+def test_pattern_of_sparse_blocks():
+    # The last block of each run of `every` is sparse.
+    assert [SPARSE.is_sparse(i) for i in range(6)] == [False, True] * 3
+    every_third = dataclasses.replace(
+        SPARSE, switch=SwitchConfig(8, every=3), num_decoder_layers=3
+    )
+    assert [every_third.is_sparse(i) for i in range(6)] == [False, False, True] * 2
+    all_sparse = dataclasses.replace(SPARSE, switch=SwitchConfig(8, every=1))
+    assert all(all_sparse.is_sparse(i) for i in range(6))
+    assert not any(T5.is_sparse(i) for i in range(6))
+
+
+def test_derived_sizes():
+    assert (T5.period, SPARSE.period) == (1, 2)
+    # 6 encoder and 4 decoder blocks, every other one.
+    assert (T5.num_sparse_layers, SPARSE.num_sparse_layers) == (0, 5)
+    assert T5.is_encoder_decoder and not DECODER.is_encoder_decoder
+    gated = {
+        activation: dataclasses.replace(T5, activation=activation).is_gated
+        for activation in ("relu", "gelu", "geglu", "swiglu")
+    }
+    assert gated == {"relu": False, "gelu": False, "geglu": True, "swiglu": True}
+
+
+def test_precision():
+    assert Precision().compute_dtype == jnp.float32
+    assert Precision(compute="bfloat16").compute_dtype == jnp.bfloat16
+    # Selective precision: nothing else follows the compute dtype.
+    assert Precision(compute="bfloat16").router == "float32"
+
+
+def test_descriptions_are_frozen_and_can_be_keys():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        T5.d_model = 8
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SWITCH.num_experts = 8
+    assert hash(SPARSE) == hash(dataclasses.replace(SPARSE))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architecture": "encoder"},
+            "architecture='encoder' is unknown; use one of encoder_decoder, decoder_only",
+        ),
+        (
+            {"activation": "tanh"},
+            "activation='tanh' is unknown; use one of relu, gelu, geglu, swiglu",
+        ),
+        ({"norm": "batch"}, "norm='batch' is unknown; use one of rms, layer"),
+        (
+            {"positions": "rotary"},
+            "positions='rotary' is unknown; use one of relative, learned",
+        ),
+        ({"remat": "some"}, "remat='some' is unknown; use one of none, minimal, full"),
+        (
+            {"vocab_size": 0},
+            "ModelConfig.vocab_size=0; use a whole number of at least 1",
+        ),
+        ({"d_model": -1}, "ModelConfig.d_model=-1; use a whole number of at least 1"),
+        ({"d_ff": 0}, "ModelConfig.d_ff=0; use a whole number of at least 1"),
+        ({"num_heads": 0}, "ModelConfig.num_heads=0; use a whole number of at least 1"),
+        ({"d_head": 0}, "ModelConfig.d_head=0; use a whole number of at least 1"),
+        (
+            {"num_decoder_layers": 0},
+            "ModelConfig.num_decoder_layers=0; use a whole number of at least 1",
+        ),
+        (
+            {"num_encoder_layers": 0},
+            "num_encoder_layers=0 does not fit architecture='encoder_decoder'; use 0 for "
+            "decoder_only, at least 1 otherwise",
+        ),
+        (
+            {"architecture": "decoder_only"},
+            "num_encoder_layers=6 does not fit architecture='decoder_only'; use 0 for "
+            "decoder_only, at least 1 otherwise",
+        ),
+        (
+            {"architecture": "decoder_only", "num_encoder_layers": -2},
+            "num_encoder_layers=-2 does not fit architecture='decoder_only'; use 0 for "
+            "decoder_only, at least 1 otherwise",
+        ),
+        (
+            {"positions": "learned"},
+            "positions='learned' needs max_length, the rows of the position table",
+        ),
+        (
+            {"positions": "learned", "max_length": 0},
+            "max_length=0; use a whole number of at least 1",
+        ),
+        ({"dropout_rate": 1.0}, "dropout_rate=1.0; use 0 <= rate < 1"),
+        ({"dropout_rate": -0.1}, "dropout_rate=-0.1; use 0 <= rate < 1"),
+        ({"dropout_rate": float("nan")}, "dropout_rate=nan; use 0 <= rate < 1"),
+        ({"init_scale": 0.0}, "init_scale=0.0; use a scale above 0"),
+        (
+            {"relative_buckets": 2},
+            "relative_buckets=2 with relative_max_distance=128; use at least 4 buckets, and a "
+            "distance of more than half of them",
+        ),
+        (
+            {"relative_max_distance": 16},
+            "relative_buckets=32 with relative_max_distance=16; use at least 4 buckets, and a "
+            "distance of more than half of them",
+        ),
+        (
+            {"switch": SWITCH, "num_decoder_layers": 5},
+            "num_decoder_layers=5 is not divisible by switch.every=2; use 4 or 6 layers, or "
+            "every=1",
+        ),
+        (
+            {"switch": SWITCH, "num_encoder_layers": 1},
+            "num_encoder_layers=1 is not divisible by switch.every=2; use 2 layers, or every=1",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(T5, **changes)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dispatcher": "magic"},
+            "SwitchConfig.dispatcher='magic' is unknown; use one of sort, einsum",
+        ),
+        ({"num_experts": 0}, "SwitchConfig.num_experts=0; use a whole number of at least 1"),
+        ({"every": 0}, "SwitchConfig.every=0; use a whole number of at least 1"),
+        ({"min_capacity": 0}, "SwitchConfig.min_capacity=0; use a whole number of at least 1"),
+        ({"group_size": 0}, "SwitchConfig.group_size=0; use a whole number of at least 1"),
+        (
+            {"capacity_factor": 0.0},
+            "SwitchConfig.capacity_factor=0.0; use a factor above 0, usually 1.0 to 2.0",
+        ),
+        (
+            {"eval_capacity_factor": -1.0},
+            "SwitchConfig.eval_capacity_factor=-1.0; use a factor above 0, usually 1.0 to 2.0",
+        ),
+        ({"jitter": 1.0}, "SwitchConfig.jitter=1.0; use 0 <= jitter < 1"),
+        (
+            {"d_ff": 0},
+            "SwitchConfig.d_ff=0; use a whole number of at least 1, or None for the model's",
+        ),
+        (
+            {"expert_dropout_rate": 1.5},
+            "SwitchConfig.expert_dropout_rate=1.5; use 0 <= rate < 1, or None for the model's",
+        ),
+        (
+            {"router_init_scale": -0.1},
+            "SwitchConfig.router_init_scale=-0.1; use a scale above 0",
+        ),
+    ],
+)
+def test_switch_layers_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(SWITCH, **changes)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("field", ["params", "compute", "router", "logits"])
+def test_an_unknown_dtype_is_refused(field):
+    with pytest.raises(ValueError) as error:
+        Precision(**{field: "int8"})
+    assert str(error.value) == (
+        f"Precision.{field}='int8' is unknown; use one of float32, bfloat16, float16, float64"
+    )
