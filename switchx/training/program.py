@@ -83,8 +83,7 @@ class TrainingProgram:
 
     def init_state(self, params=None) -> TrainState:
         """A state at step 0, each device drawing its own part; or around given parameters."""
-        init = functools.partial(self._init, params)
-        return jax.jit(init, out_shardings=self.shardings)()
+        return jax.jit(self._init, out_shardings=self.shardings)(params)
 
     def _init(self, params=None) -> TrainState:
         return init_state(self.job.model, self.optimizer, self.job.seed, params)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs over a mesh: what is sharded where, and the same raw gradients as one device."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from switchx import tree
+from switchx.partitioning.mesh import MeshSpec
+from switchx.training.adafactor import Adafactor
+from switchx.training.gradient_norm import global_norm
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig, gradients
+from tests.data.refusals import refused
+from tests.training.jobs import (
+    DENSE,
+    ENCODER_DECODER,
+    LENGTH,
+    LOSS,
+    SPARSE,
+    make_batch,
+    make_job,
+    make_params,
+)
+from tests.training.train_states import assert_same
+
+MESH = MeshSpec(data=2, expert=4)
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+# The auxiliary losses weigh enough to be seen in a wrong gradient.
+WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5)
+
+
+def make_program(model, mesh=MESH, devices=None, **changes) -> TrainingProgram:
+    optimizer = Adafactor(min_dim_size_to_factor=8, beta1=0.9)
+    job = make_job(
+        model, mesh=mesh, optimizer=optimizer, loss=WEIGHTY, batch_size=16, **changes
+    )
+    return TrainingProgram(job, devices)
+
+
+def one_device(model, **changes) -> TrainingProgram:
+    return make_program(model, MeshSpec(), jax.devices()[:1], **changes)
+
+
+def shard_shapes(array) -> set[tuple[int, ...]]:
+    return {shard.data.shape for shard in array.addressable_shards}
+
+
+def raw_gradients(program):
+    """Gradients, their global norm and the routing statistics, without any optimizer."""
+
+    def compute(params, batch):
+        grads, _, _, stats = gradients(
+            program.job.model,
+            program.job.loss,
+            program.job.step,
+            params,
+            batch,
+            key=jax.random.key(0),
+        )
+        return grads, global_norm(grads), stats
+
+    model = program.job.model
+    with program.scope():
+        params = jax.device_put(make_params(model), program.shardings.params)
+        batch = program.place(make_batch(model, 16))
+        return jax.jit(compute, out_shardings=(program.shardings.params, None, None))(
+            params, batch
+        )
+
+
+@pytest.fixture(scope="module")
+def want():
+    """Raw gradients on one device."""
+    return raw_gradients(one_device(ENCODER_DECODER))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_raw_gradients_and_their_norm_are_those_of_one_device(want, num_microbatches):
+    """Not through the optimizer: Adafactor hides a gradient that is k times too large."""
+    program = make_program(ENCODER_DECODER, step=StepConfig(num_microbatches=num_microbatches))
+    grads, norm, stats = raw_gradients(program)
+    want_grads, want_norm, want_stats = want
+    got = tree.named_leaves(grads)
+    for name, leaf in tree.named_leaves(want_grads).items():
+        largest = float(np.max(np.abs(leaf)))
+        assert largest > 1e-4, name
+        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=1e-5 * largest, err_msg=name)
+    np.testing.assert_allclose(norm, want_norm, rtol=3e-6)
+    for name in ("load_E", "dropped", "tokens"):
+        np.testing.assert_array_equal(getattr(stats, name), getattr(want_stats, name))
+    assert float(np.sum(want_stats.dropped)) > 0  # capacity is at work
+    experts = got["decoder/blocks/layer_1/ffn/experts/w_in_EDF"]
+    assert shard_shapes(experts) == {(2, 16, 24)}
+
+
+@pytest.fixture(scope="module")
+def stepped():
+    """A sharded program, its compiled step, its first state (donated) and what came of it."""
+    program = make_program(SPARSE)
+    with program.scope():
+        params = jax.device_put(make_params(SPARSE), program.shardings.params)
+        state = program.init_state(params)
+        batch = program.place(make_batch(SPARSE, 16))
+        compiled = program.train_step.lower(state, batch).compile()
+        after, metrics = compiled(state, batch)
+    return program, compiled, state, after, metrics
+
+
+def test_expert_weights_and_their_statistics_are_split_over_the_expert_axis(stepped):
+    program, _, _, after, _ = stepped
+    experts = "decoder/blocks/layer_1/ffn/experts"
+    params = tree.named_leaves(after.params)
+    statistics = tree.named_leaves(after.opt_state.statistics)
+    for array, shape in (
+        (params[f"{experts}/w_in_EDF"], (2, 16, 24)),
+        (params[f"{experts}/w_out_EFD"], (2, 24, 16)),
+        (params["decoder/blocks/layer_1/ffn/w_router_DE"], (16, 2)),
+        (params["embedding/embedding_VD"], (384, 16)),
+        (statistics[f"{experts}/w_in_EDF/v_row_ED"], (2, 16)),
+        (statistics[f"{experts}/w_in_EDF/v_col_EF"], (2, 24)),
+        (statistics[f"{experts}/w_in_EDF/momentum_EDF"], (2, 16, 24)),
+        (statistics[f"{experts}/w_out_EFD/v_col_ED"], (2, 16)),
+        (after.key_data, after.key_data.shape),
+        (after.step, ()),
+    ):
+        assert shard_shapes(array) == {shape}
+    # Each expert is on the two devices of one column of the mesh, and nowhere else.
+    by_device = {
+        shard.device.id: shard.index[0].start or 0
+        for shard in params[f"{experts}/w_in_EDF"].addressable_shards
+    }
+    assert by_device == {i: 2 * (i % 4) for i in range(8)}
+    assert program.shardings.params["embedding"]["embedding_VD"].is_fully_replicated
+
+
+def test_the_state_keeps_its_shardings_and_the_old_one_is_donated(stepped):
+    program, _, before, after, _ = stepped
+    jax.tree.map(
+        lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim) or 1 / 0,
+        after,
+        program.shardings,
+    )
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    assert int(after.step) == 1
+
+
+def test_the_sharded_step_communicates_and_one_device_does_not(stepped):
+    _, compiled, _, _, metrics = stepped
+    text = compiled.as_text()
+    assert " all-reduce(" in text or " all-reduce-start(" in text
+    # Tokens travel to their experts and back.
+    assert any(f" {name}(" in text for name in ("all-to-all", "all-gather"))
+    assert np.isfinite(metrics.loss) and metrics.loss.sharding.is_fully_replicated
+    program = one_device(DENSE)
+    with program.scope():
+        batch = jax.eval_shape(lambda: program.place(make_batch(DENSE, 16)))
+        text = program.train_step.lower(program.abstract_state, batch).compile().as_text()
+    assert not any(f" {name}(" in text for name in COLLECTIVES)
+
+
+def test_each_device_gets_its_rows_of_the_batch():
+    program, batch = make_program(DENSE, MeshSpec(data=4, expert=2)), make_batch(DENSE, 16)
+    for name, array in program.place(batch).items():
+        assert array.sharding.spec == PartitionSpec(("data", "expert"))
+        assert shard_shapes(array) == {(2, LENGTH)}
+        np.testing.assert_array_equal(array, batch[name])
+
+
+def test_given_parameters_are_copied_into_the_state():
+    program, params = one_device(DENSE), make_params(DENSE)
+    state = program.init_state(params)
+    assert_same(state.params, params)
+    jax.tree.map(lambda leaf: leaf.delete(), state.params)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_drawn_parameters_do_not_depend_on_the_mesh():
+    tiny = dataclasses.replace(SPARSE, d_model=8, d_ff=8, num_heads=1)
+    sharded, alone = make_program(tiny).init_state(), one_device(tiny).init_state()
+    assert_same(jax.device_get(sharded), jax.device_get(alone))
+
+
+def test_a_checkpoint_is_read_to_where_the_state_lives(stepped):
+    program, _, _, after, _ = stepped
+    jax.tree.map(
+        lambda leaf, target: (
+            (
+                (leaf.shape, leaf.dtype) == (target.shape, target.dtype)
+                and leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
+            )
+            or 1 / 0
+        ),
+        after,
+        program.restore_target(),
+    )
+
+
+@pytest.mark.parametrize(("num_microbatches", "multiple"), [(1, 8), (4, 32)])
+def test_a_batch_that_the_devices_do_not_divide_is_refused(num_microbatches, multiple):
+    job = make_job(
+        DENSE, mesh=MESH, batch_size=12, step=StepConfig(num_microbatches=num_microbatches)
+    )
+    with refused(
+        f"batch_size=12 in {num_microbatches} microbatches is not divisible by the 8 devices "
+        f"that the mesh splits rows over; use a multiple of {multiple}, or a smaller mesh"
+    ):
+        TrainingProgram(job)
+
+
+def test_experts_that_the_mesh_does_not_divide_are_refused():
+    model = dataclasses.replace(
+        SPARSE, switch=dataclasses.replace(SPARSE.switch, num_experts=6)
+    )
+    with refused(
+        "expert dimension E=6 is not divisible by mesh axis 'expert' of size 4; use 4 or 8, or "
+        "a mesh with an axis that divides 6"
+    ):
+        make_program(model)
