@@ -46,13 +46,20 @@ ARROWS = {
 # Modules of others that only these may import; `switchx/x/` is a package, `.py` one file.
 # PyTorch is what we measure ourselves against, in a process of its own.
 ONLY_IN = {
-    "flax": ("switchx/layers/", "switchx/moe/layer.py", "switchx/models/"),
+    # Modules that own parameters; everything else is pure functions.
+    "flax": (
+        "switchx/layers/",
+        "switchx/moe/layer.py",
+        "switchx/moe/experts.py",
+        "switchx/models/",
+    ),
     "gin": ("switchx/cli/",),
     "matplotlib": ("switchx/analysis/plots.py",),
     "tensorflow_datasets": ("switchx/data/",),
     "tensorflow": (),
-    "torch": (),
-    "transformers": (),
+    # A program that the bench starts beside ours to compare with; nothing imports it.
+    "torch": ("switchx/bench/torch_program.py",),
+    "transformers": ("switchx/bench/torch_program.py",),
     "tests": (),
     "experiments": (),
 }

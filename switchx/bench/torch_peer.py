@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's Switch Transformer on the same cores, in a process of its own.
 
-The process trains `transformers`' SwitchTransformersForConditionalGeneration, one step for
-each line it is sent. The package never imports PyTorch: this file starts a program that
-does, and asks first whether it could.
+Nothing in the package imports PyTorch: this file starts a program that does
+(`torch_program.py`), and asks first whether it could.
 """
 
 import importlib.util
@@ -12,7 +11,7 @@ import pathlib
 import subprocess
 import sys
 
-PROGRAM = pathlib.Path(__file__).with_name("torch_program.txt")
+PROGRAM = pathlib.Path(__file__).with_name("torch_program.py")
 
 
 def is_available() -> bool:
@@ -31,7 +30,7 @@ class TorchPeer:
             "targets": targets,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.read_text(encoding="utf-8"), json.dumps(settings)],
+            [sys.executable, str(PROGRAM), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

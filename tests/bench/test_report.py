@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benches print: checks hold by their number alone, JSON has the agreed form."""
+
+import json
+
+import pytest
+
+from switchx.bench.report import Check, Report
+
+
+@pytest.mark.parametrize(
+    "value, bound, holds",
+    [(0.93, ">=0.93", True), (0.9299, ">=0.93", False), (2, "<=1.5", False), (1, "==1", True)],
+)
+def test_a_check_is_not_rounded_up(value, bound, holds):
+    assert Check("name", value, bound).holds is holds
+
+
+def test_a_bound_is_a_comparison_and_a_number():
+    with pytest.raises(ValueError, match="use >=, <= or == and a number"):
+        Check("name", 1.0, "0.9")
+
+
+def test_json_has_the_agreed_form(capsys):
+    report = Report("bench x", [{"model": "dense", "step_ms": 1.5}], [Check("c", 1.0, ">=0.9")])
+    report.print(as_json=True)
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["command"] == "bench x"
+    assert printed["environment"].keys() == {"device", "cores", "jax", "commit"}
+    assert printed["results"] == [{"model": "dense", "step_ms": 1.5}]
+    assert printed["checks"] == [{"name": "c", "value": 1.0, "bound": ">=0.9", "holds": True}]
+
+
+def test_the_table_says_which_checks_do_not_hold(capsys):
+    Report("bench x", [{"model": "dense", "step_ms": 1.5}], [Check("c", 0.8, ">=0.9")]).print(
+        False
+    )
+    out = capsys.readouterr().out
+    assert "dense" in out and "step_ms" in out
+    assert "c 0.800 >=0.9: does not hold" in out

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench's contenders are what they say, and its ratios are taken round by round."""
+
+import dataclasses
+
+import pytest
+
+from switchx.bench import train as bench
+from switchx.planner.model_cost import count_parameters, flops_per_sequence
+
+
+def timed(name, times_s):
+    return bench.Contender(name, lambda: None, 0, times_s)
+
+
+def test_switch_and_dense_do_equal_work():
+    """At capacity factor 1.0 a Switch model has the dense model's FLOPs and E times its FFNs."""
+    lengths = bench.INPUTS, bench.TARGETS
+    dense = flops_per_sequence(bench.DENSE, *lengths)
+    switch = flops_per_sequence(bench.switch_model(64), *lengths)
+    assert switch.total == dense.total
+    added = count_parameters(bench.switch_model(64)).total - count_parameters(bench.DENSE).total
+    router = 4 * 256 * 64
+    assert added == 4 * 63 * 2 * 256 * 1024 + router
+
+
+def test_ratio_is_the_median_over_rounds():
+    # Rounds: 2/1, 4/1, 9/3; a machine that slows down does so for both.
+    assert bench.ratio(timed("a", [1.0, 1.0, 3.0]), timed("b", [2.0, 4.0, 9.0])) == 3.0
+
+
+def test_contenders_take_turns_in_alternating_order():
+    order = []
+    contenders = [
+        bench.Contender(name, lambda name=name: order.append(name), 0) for name in "ab"
+    ]
+    bench.take_turns(contenders, rounds=2, num_steps=1)
+    assert order == ["a", "b", "b", "a"]
+    assert [len(each.times_s) for each in contenders] == [2, 2]
+
+
+def test_a_contender_trains(monkeypatch):
+    small = dataclasses.replace(
+        bench.switch_model(4), d_model=16, d_ff=32, num_heads=2, d_head=8,
+        num_encoder_layers=2, num_decoder_layers=2,
+    )  # fmt: skip
+    each = bench.contender("small", small)
+    losses = [float(each.step().loss) for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert each.peak_bytes > count_parameters(small).total * 4
+
+
+@pytest.mark.slow
+def test_growing_experts_cost_memory_in_proportion():
+    few, many = (bench.contender(str(n), bench.switch_model(n)) for n in (8, 16))
+    added = 4 * 8 * 2 * 256 * 1024 * 4  # bytes of the added experts
+    assert many.peak_bytes - few.peak_bytes == pytest.approx(added, rel=1.5)
