@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop, read from top to bottom: build, start or resume, step, report, save."""
 
+import contextlib
 import dataclasses
-import json
-import logging
-import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +12,6 @@ import jax
 import numpy as np
 
 from switchx.data.batches import Shard
-from switchx.data.features import Batch, batch_digest
 from switchx.data.loader import TrainLoader, evaluation_batches
 from switchx.data.mixtures import as_mixture
 from switchx.data.saved_vocabulary import load_vocabulary
@@ -29,9 +25,9 @@ from switchx.training.program import TrainingProgram
 from switchx.training.restore import restore_by_name, restore_params
 from switchx.training.run_config import check_same_run, write_run_config
 from switchx.training.run_folder import RunFolder
+from switchx.training.skipped_batches import SkippedBatches
 from switchx.training.state import TrainState
-
-logger = logging.getLogger(__name__)
+from switchx.training.stop_signals import stop_signals
 
 
 class Reporter(Protocol):
@@ -81,12 +77,17 @@ def train(
     run.create()
     with run.locked(), stop_signals() as stop:
         program = TrainingProgram(job)
-        with program.scope(), Checkpointer(run, job.retention) as checkpointer:
-            loader = _open_loader(job)
+        with (
+            program.scope(),
+            Checkpointer(run, job.retention) as checkpointer,
+            contextlib.closing(_open_loader(job)) as loader,
+        ):
             state = _start_or_resume(job, run, program, checkpointer, loader, reporter)
             for path, text in (records or {}).items():
                 path.write_text(text, encoding="utf-8")
-            return _Loop(job, run, program, checkpointer, loader, reporter, stop).run(state)
+            with _open_logs(run, int(state.step)) as logs:
+                loop = _Loop(job, run, program, checkpointer, loader, reporter, stop, *logs)
+                return loop.train(state)
 
 
 def _open_loader(job: TrainingJob) -> TrainLoader:
@@ -135,50 +136,70 @@ def _check_init_vocabulary(job: TrainingJob, source: RunFolder) -> None:
         )
 
 
+@contextlib.contextmanager
+def _open_logs(run: RunFolder, step: int) -> Iterator[tuple[MetricsLog, MetricsLog]]:
+    """The logs of training and of validation, to go on after `step`."""
+    last_step = step or -1  # a run begun again evaluates step 0 again
+    metrics = MetricsLog(run.metrics, run.tensorboard, last_step)
+    validation = MetricsLog(run.validation, run.tensorboard / "validation", last_step)
+    with contextlib.closing(metrics), contextlib.closing(validation):
+        yield metrics, validation
+
+
+@dataclasses.dataclass
 class _Loop:
-    """The steps of one call of `train`."""
+    """The steps of one call of `train`: what they use, and what they leave to the next.
 
-    def __init__(self, job, run, program, checkpointer, loader, reporter, stop):
-        self.job, self.run_folder, self.program = job, run, program
-        self.checkpointer, self.loader = checkpointer, loader
-        self.reporter, self.stop = reporter, stop
-        self.flops_per_step = train_flops(job.model, *job.sequence_lengths) * job.batch_size
-        self.pending = None
-        self.skipped: list[dict] = []
-        self.skipped_in_a_row = 0
-        self.last_metrics: dict[str, Any] = {}
+    Attributes:
+        pending: the step that was started last, its batch and its metrics, not yet read.
+        num_updates: steps so far that were not skipped.
+    """
 
-    def run(self, state: TrainState) -> Outcome:
-        first_step = step = int(state.step)
-        logged_until = first_step or -1  # a run begun again evaluates step 0 again
-        folder = self.run_folder
-        self.log = MetricsLog(folder.metrics, folder.tensorboard, logged_until)
-        self.validation = MetricsLog(
-            folder.validation, folder.tensorboard / "validation", logged_until
-        )
-        self.reporter.begin(first_step, self.job.train_steps)
-        self.watch = Stopwatch()
-        self.interval = Interval(0.0)
-        if step == 0 and self.job.train_steps > 0:
+    job: TrainingJob
+    run: RunFolder
+    program: TrainingProgram
+    checkpointer: Checkpointer
+    loader: TrainLoader
+    reporter: Reporter
+    stop: threading.Event
+    log: MetricsLog
+    validation: MetricsLog
+    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+    interval: Interval = dataclasses.field(default_factory=lambda: Interval(0.0))
+    pending: tuple | None = None
+    num_updates: int = 0
+    skipped_in_a_row: int = 0
+    skipped: SkippedBatches = dataclasses.field(init=False)
+    last_metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        self.skipped = SkippedBatches(self.run.skipped_batches)
+
+    def train(self, state: TrainState) -> Outcome:
+        """Steps until the last one of the job, or until a signal."""
+        step, job = int(state.step), self.job
+        self.num_updates = step - int(state.skipped)
+        self.reporter.begin(step, job.train_steps)
+        if step == 0 and job.train_steps > 0:
             self._evaluate(step, state)
         saved = step if step in self.checkpointer.steps else None
         self.watch.start()
-        while step < self.job.train_steps and not self.stop.is_set():
+        while step < job.train_steps and not self.stop.is_set():
             batch = next(self.loader)
             state, metrics = self.program.train_step(state, self.program.place(batch))
             self._account()  # of the step before, while this one runs
             step += 1
             self.pending = (step, batch, metrics)
-            if self.skipped_in_a_row + 1 >= self.job.max_skipped_in_a_row:
+            if self.skipped_in_a_row + 1 >= job.max_skipped_in_a_row:
                 self._account()
             self.reporter.stepped(step)
-            is_last = step == self.job.train_steps
-            if step % self.job.log_every == 0 or is_last:
+            is_last = step == job.train_steps
+            if step % job.log_every == 0 or is_last:
                 self._log(step)
             evaluation = None
-            if step % self.job.eval_every == 0 or is_last:
+            if step % job.eval_every == 0 or is_last:
                 evaluation = self._evaluate(step, state)
-            if step % self.job.checkpoint_every == 0 or is_last:
+            if step % job.checkpoint_every == 0 or is_last:
                 self._save(step, state, evaluation)
                 saved = step
             self.checkpointer.check()
@@ -187,9 +208,7 @@ class _Loop:
         if saved != step and step > 0:
             self._save(step, state, None)
         self.checkpointer.wait()
-        self.log.close()
-        self.validation.close()
-        return Outcome(step, step >= self.job.train_steps, self.last_metrics)
+        return Outcome(step, step >= job.train_steps, self.last_metrics)
 
     def _account(self) -> None:
         """Takes in the metrics of the last step that was started; waits for it."""
@@ -204,36 +223,20 @@ class _Loop:
         self.interval.add(metrics, tokens * processes, examples * processes)
         self.skipped_in_a_row = int(metrics.skipped_in_a_row)
         if metrics.is_skipped:
-            self._record_skipped(step, batch, metrics)
-
-    def _record_skipped(self, step: int, batch: Batch, metrics) -> None:
-        identity = {
-            "step": step,
-            "batch": batch_digest(batch),
-            "loss": repr(float(metrics.loss)),
-            "grad_norm": repr(float(metrics.grad_norm)),
-        }
-        self.skipped.append(identity)
-        self.reporter.note(
-            f"step {step} is skipped: loss {identity['loss']}, gradient norm "
-            f"{identity['grad_norm']}, batch {identity['batch']}; no parameter changed"
-        )
-        folder = self.run_folder.skipped_batches
-        folder.mkdir(exist_ok=True)
-        name = f"{step}.{jax.process_index()}"
-        (folder / f"{name}.json").write_text(json.dumps(identity) + "\n")
-        np.savez_compressed(folder / f"{name}.npz", **batch)
+            self.reporter.note(self.skipped.keep(step, batch, metrics))
+        else:
+            self.num_updates += 1
 
     def _log(self, step: int) -> None:
         self._account()
         seconds = self.watch.read()
-        metrics = self.interval.metrics(seconds, self.flops_per_step)
-        metrics["learning_rate"] = float(self.job.schedule(step - 1))
+        flops = train_flops(self.job.model, *self.job.sequence_lengths) * self.job.batch_size
+        metrics = self.interval.metrics(seconds, flops)
+        metrics["learning_rate"] = float(self.job.schedule(max(self.num_updates - 1, 0)))
         metrics["train_seconds"] = seconds
         if any(self.loader.counts().values()):
             metrics["data"] = self.loader.counts()
-        if jax.process_index() == 0:
-            self.log.write(step, metrics)
+        self.log.write(step, metrics)
         self.reporter.logged(step, metrics)
         self.last_metrics = metrics
         self.interval = Interval(seconds)
@@ -241,8 +244,8 @@ class _Loop:
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
         self.watch.stop()
         metrics = evaluate_job(self.job, self.program, state.params)
-        if jax.process_index() == 0:
-            self.validation.write(step, metrics)
+        self.job.retention.score(metrics)  # raises at step 0 if there is no such metric
+        self.validation.write(step, metrics)
         self.reporter.evaluated(step, metrics)
         self.watch.start()
         return metrics
@@ -258,13 +261,10 @@ class _Loop:
         if saved != step:
             self._save(step, state, None)
         self.checkpointer.wait()
-        recent = self.skipped[-self.skipped_in_a_row :]
-        batches = ", ".join(f"{each['step']}: {each['batch']}" for each in recent)
         raise TrainingStopped(
             f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "
-            f"(batches {batches}, kept in {self.run_folder.skipped_batches}); the state is "
-            f"saved at step {step}. Use a lower learning rate or clip_norm, or resume from an "
-            "earlier checkpoint"
+            f"({self.skipped.last(self.skipped_in_a_row)}); the state is saved at step {step}. "
+            "Use a lower learning rate or clip_norm, or resume from an earlier checkpoint"
         )
 
 
@@ -288,23 +288,3 @@ def evaluate_job(job: TrainingJob, program: TrainingProgram, params) -> dict[str
         for name in ("neg_log_perplexity", "cross_entropy", "accuracy")
     }
     return overall | {"target_tokens": tokens, "tasks": per_task}
-
-
-@contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and the first Ctrl-C set; a second Ctrl-C interrupts at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def request(number, frame):
-        stop.set()
-        signal.signal(signal.SIGINT, previous[signal.SIGINT])
-
-    previous = {s: signal.signal(s, request) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

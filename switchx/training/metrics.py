@@ -11,6 +11,7 @@ import math
 import pathlib
 from typing import Any
 
+import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
@@ -76,7 +77,7 @@ def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class MetricsLog:
-    """One `.jsonl` file and the same scalars in TensorBoard."""
+    """One `.jsonl` file and the same scalars in TensorBoard, written by process 0 alone."""
 
     def __init__(self, path: pathlib.Path, tensorboard: pathlib.Path, last_step: int):
         """Opens the log to go on after `last_step`; -1 begins it anew.
@@ -84,21 +85,26 @@ class MetricsLog:
         Lines of later steps are of an attempt that ended after its last checkpoint; the
         resumed run takes these steps again, so they are cut off.
         """
-        self.path = path
+        self._is_writer = jax.process_index() == 0
+        if not self._is_writer:
+            return
         _cut_after(path, last_step)
         self._file = path.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(tensorboard), purge_step=last_step + 1)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Appends one line; JSON has no NaN or infinity, so those are written as null."""
+        if not self._is_writer:
+            return
         self._file.write(json.dumps(_finite({"step": step} | metrics)) + "\n")
         self._file.flush()
         for name, value in flat_scalars(metrics).items():
             self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
+        if self._is_writer:
+            self._file.close()
+            self._events.close()
 
 
 def _cut_after(path: pathlib.Path, last_step: int) -> None:

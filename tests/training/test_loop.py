@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop: its order, what it resumes, skips and refuses. Whole commands: integration."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from switchx.data.features import batch_digest
+from switchx.data.mixtures import Mixture
+from switchx.data.saved_vocabulary import save_vocabulary
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.training.loop import Outcome, TrainingStopped, evaluate_job, train
+from switchx.training.program import TrainingProgram
+from switchx.training.restore import restore_params
+from switchx.training.retention import Retention
+from switchx.training.run_folder import RunFolder
+from switchx.training.schedules import InverseSquareRoot
+from tests.data.fakes import text_corpus
+from tests.data.refusals import refused
+from tests.training.jobs import DENSE, TASK, make_job
+from tests.training.train_states import assert_same
+
+TINY = dataclasses.replace(DENSE, d_model=8, d_ff=8, num_heads=1, num_decoder_layers=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """All runs here are of one model: the first compiles it."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+class Events(list):
+    """A reporter that writes down what it is told; `at(step)` is called after each step."""
+
+    def __init__(self, at=lambda step: None):
+        self._at = at
+
+    def begin(self, first_step, last_step):
+        self.append(("begin", first_step, last_step))
+
+    def stepped(self, step):
+        self.append(("stepped", step))
+        self._at(step)
+
+    def logged(self, step, metrics):
+        self.append(("logged", step))
+
+    def evaluated(self, step, metrics):
+        self.append(("evaluated", step))
+
+    def note(self, text):
+        self.append(("note", text))
+
+    @property
+    def notes(self):
+        return [event[1] for event in self if event[0] == "note"]
+
+
+def tiny_job(**changes):
+    return make_job(TINY, **changes)
+
+
+def steps_in(path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def saved_steps(run) -> set[int]:
+    return {int(path.name) for path in run.checkpoints.iterdir() if path.name.isdecimal()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Four uninterrupted steps: the run folder and what was reported."""
+    run, events = RunFolder(tmp_path_factory.mktemp("finished")), Events()
+    outcome = train(tiny_job(), run, events)
+    return run, events, outcome
+
+
+def test_steps_logs_evaluations_and_checkpoints_come_in_order(finished):
+    run, events, outcome = finished
+    assert events == [
+        ("begin", 0, 4),
+        ("evaluated", 0),
+        ("stepped", 1),
+        ("logged", 1),
+        ("stepped", 2),
+        ("logged", 2),
+        ("evaluated", 2),
+        ("stepped", 3),
+        ("logged", 3),
+        ("stepped", 4),
+        ("logged", 4),
+        ("evaluated", 4),
+    ]
+    assert steps_in(run.metrics) == [1, 2, 3, 4]
+    assert steps_in(run.validation) == [0, 2, 4]
+    assert saved_steps(run) == {2, 4}
+    last = json.loads(run.metrics.read_text().splitlines()[-1])
+    assert outcome == Outcome(4, True, outcome.last_metrics)
+    assert last == {"step": 4} | outcome.last_metrics
+    assert last["learning_rate"] == pytest.approx(1e-2)
+    assert last["target_tokens"] == 8 * 8 and last["skipped_steps"] == 0
+
+
+def test_the_last_step_is_logged_evaluated_and_saved_whatever_the_intervals(tmp_path):
+    run, events = RunFolder(tmp_path), Events()
+    train(tiny_job(train_steps=3, log_every=9, eval_every=9, checkpoint_every=9), run, events)
+    assert events[-3:] == [("stepped", 3), ("logged", 3), ("evaluated", 3)]
+    assert steps_in(run.metrics) == [3] and saved_steps(run) == {3}
+
+
+def test_a_finished_run_takes_no_step_and_a_longer_one_goes_on(finished, tmp_path):
+    run, events = RunFolder(tmp_path), Events()
+    train(tiny_job(train_steps=2), run, Events())
+    outcome = train(tiny_job(train_steps=2), run, events)
+    resumed = f"resumed from step 2 in {run.checkpoints / '2'}"
+    assert events == [("note", resumed), ("begin", 2, 2)]
+    assert outcome == Outcome(2, True, {})
+    events = Events()
+    train(tiny_job(train_steps=4), run, events)
+    assert events[:3] == [("note", resumed), ("begin", 2, 4), ("stepped", 3)]
+    assert steps_in(run.metrics) == [1, 2, 3, 4] and steps_in(run.validation) == [0, 2, 4]
+    assert_same(restore_params(run.root), restore_params(finished[0].root))
+
+
+def test_a_signal_saves_the_step_that_was_running(finished, tmp_path):
+    run = RunFolder(tmp_path)
+
+    def stop_after_three(step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = train(tiny_job(), run, Events(stop_after_three))
+    assert (outcome.step, outcome.is_finished) == (3, False)
+    assert saved_steps(run) == {2, 3}
+    train(tiny_job(), run, Events())
+    assert_same(restore_params(run.root), restore_params(finished[0].root))
+    assert steps_in(run.metrics) == [1, 2, 3, 4]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_its_logs_anew(finished, tmp_path):
+    run = RunFolder(tmp_path)
+
+    def kill(step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_job(), run, Events(kill))
+    assert steps_in(run.validation) == [0]
+    train(tiny_job(), run, Events())
+    assert steps_in(run.validation) == [0, 2, 4] and steps_in(run.metrics) == [1, 2, 3, 4]
+    assert_same(restore_params(run.root), restore_params(finished[0].root))
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """`spoil(steps)` puts NaN into the batches of these steps; gives the list of all batches.
+
+    Evaluations, which place batches too, are left out.
+    """
+    place, placed = TrainingProgram.place, []
+
+    def install(steps):
+        def spoilt_place(self, batch):
+            placed.append(batch)
+            if len(placed) in steps:
+                weights = batch["decoder_loss_weights"] * np.float32(np.nan)
+                return place(self, batch | {"decoder_loss_weights": weights})
+            return place(self, batch)
+
+        monkeypatch.setattr(TrainingProgram, "place", spoilt_place)
+        monkeypatch.setattr(
+            "switchx.training.loop.evaluate_job",
+            lambda job, program, params: {"neg_log_perplexity": -1.0},
+        )
+        return placed
+
+    return install
+
+
+def test_a_step_that_is_not_finite_is_counted_named_and_kept(spoil, tmp_path):
+    placed = spoil({2})
+    run, events = RunFolder(tmp_path), Events()
+    schedule = InverseSquareRoot(base=0.1, warmup_steps=1)
+    outcome = train(tiny_job(schedule=schedule), run, events)
+    digest = batch_digest(placed[1])
+    assert events.notes == [
+        f"step 2 is skipped: loss nan, gradient norm nan, batch {digest}; no parameter changed"
+    ]
+    assert {path.name for path in run.skipped_batches.iterdir()} == {"2.0.json", "2.0.npz"}
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 0, 0]
+    assert lines[1]["loss"] is None
+    # Updates so far are 1, 1, 2, 3: the schedule counts those that were made.
+    rates = [0.1, 0.1, 0.1, 0.1 / 2**0.5]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rates)
+    assert outcome.is_finished
+
+
+def test_too_many_in_a_row_stop_training_with_the_state_saved(spoil, tmp_path):
+    placed = spoil({1, 3, 4, 5})
+    run, events = RunFolder(tmp_path), Events()
+    job = tiny_job(train_steps=20, checkpoint_every=20, max_skipped_in_a_row=3)
+    with pytest.raises(TrainingStopped) as caught:
+        train(job, run, events)
+    batches = ", ".join(f"{step}: {batch_digest(placed[step - 1])}" for step in (3, 4, 5))
+    assert str(caught.value) == (
+        "3 steps in a row had a loss or gradient that is not finite (batches "
+        f"{batches}, kept in {run.skipped_batches}); the state is saved at step 5. Use a lower "
+        "learning rate or clip_norm, or resume from an earlier checkpoint"
+    )
+    assert saved_steps(run) == {5} and len(events.notes) == 4
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(restore_params(run.root)))
+
+
+def test_a_metric_that_does_not_exist_is_refused_before_the_first_step(tmp_path):
+    events = Events()
+    job = tiny_job(retention=Retention(best_metric="perplexity"))
+    with refused(
+        "Retention.best_metric='perplexity' is not among the metrics neg_log_perplexity, "
+        "cross_entropy, accuracy, target_tokens; use one of them"
+    ):
+        train(job, RunFolder(tmp_path), events)
+    assert events == [("begin", 0, 4)]
+
+
+def test_records_are_written_only_into_a_folder_of_this_job(finished, tmp_path):
+    run = finished[0]
+    with pytest.raises(ValueError, match="belongs to another configuration"):
+        train(tiny_job(seed=5), run, Events(), {run.git_commit: "other"})
+    assert not run.git_commit.exists()
+    fresh = RunFolder(tmp_path)
+    train(tiny_job(train_steps=0), fresh, Events(), {fresh.git_commit: "this"})
+    assert fresh.git_commit.read_text() == "this"
+
+
+def test_checkpoints_without_a_configuration_are_refused(tmp_path):
+    run = RunFolder(tmp_path)
+    (run.checkpoints / "2").mkdir(parents=True)
+    (run.checkpoints / "2" / "file").write_text("of a user")
+    with refused(
+        f"model_dir={str(tmp_path)!r} has checkpoints but no config.json; restore it, or give "
+        "another model_dir"
+    ):
+        train(tiny_job(), run, Events())
+
+
+def test_training_begins_with_the_parameters_of_another_run(finished, tmp_path):
+    source, run, events = finished[0], RunFolder(tmp_path), Events()
+    train(tiny_job(init_from=str(source.path), train_steps=1), run, events)
+    (note,) = events.notes
+    num = len(jax.tree.leaves(restore_params(source.root)))
+    assert note.startswith(f"restored all {num} parameter arrays by name")
+    assert note.endswith(f"from {source.root}; optimizer and step are fresh")
+    first = json.loads(run.validation.read_text().splitlines()[0])
+    last = json.loads(source.validation.read_text().splitlines()[-1])
+    assert first["neg_log_perplexity"] == pytest.approx(last["neg_log_perplexity"], rel=1e-6)
+
+
+def test_parameters_of_another_vocabulary_are_refused(finished, tmp_path):
+    source = RunFolder(tmp_path / "source").create()
+    save_vocabulary(ByteVocabulary(num_sentinels=9), source.root)
+    with refused(
+        f"init_from={str(source.path)!r} was trained with another vocabulary than this job's; "
+        "its token ids mean other things. Use the copy in that folder"
+    ):
+        train(tiny_job(init_from=str(source.path)), RunFolder(tmp_path / "run"), Events())
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_vocabulary_that_the_model_does_not_hold_is_refused_before_the_folder_is_made(
+    tmp_path,
+):
+    job = make_job(dataclasses.replace(TINY, vocab_size=100))
+    with pytest.raises(ValueError, match="the vocabulary has 384 ids"):
+        train(job, RunFolder(tmp_path / "run"), Events())
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
+    other = dataclasses.replace(TASK, name="digits", corpus=text_corpus("0123456789"))
+    job = tiny_job(source=Mixture((TASK, other)), eval_batches=1)
+    program = TrainingProgram(job)
+    with program.scope():
+        metrics = evaluate_job(job, program, program.init_state().params)
+        alone = evaluate_job(
+            dataclasses.replace(job, source=other), program, program.init_state().params
+        )
+    letters, digits = metrics["tasks"]["letters"], metrics["tasks"]["digits"]
+    assert digits == alone and digits["target_tokens"] < letters["target_tokens"] == 64
+    tokens = letters["target_tokens"] + digits["target_tokens"]
+    assert metrics["target_tokens"] == tokens
+    for name in ("neg_log_perplexity", "cross_entropy", "accuracy"):
+        total = sum(task[name] * task["target_tokens"] for task in (letters, digits))
+        assert metrics[name] == pytest.approx(total / tokens)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals end training; a second Ctrl-C does not wait for it."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from switchx.training.stop_signals import stop_signals
+
+
+def send(number):
+    """Sends this process a signal; Python has handled it when this returns."""
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_sets_the_event_and_interrupts_nothing(number):
+    with stop_signals() as stop:
+        assert not stop.is_set()
+        send(number)
+        assert stop.is_set()
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_ctrl_c_interrupts_at_once(first):
+    with stop_signals() as stop, pytest.raises(KeyboardInterrupt):
+        send(first)
+        assert stop.is_set()
+        send(signal.SIGINT)
+
+
+def test_a_second_sigterm_still_waits_for_the_state_to_be_saved():
+    with stop_signals() as stop:
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        assert stop.is_set()
+
+
+def test_the_handlers_of_before_are_put_back_even_after_an_error():
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    with pytest.raises(ZeroDivisionError), stop_signals():
+        assert [signal.getsignal(number) for number in numbers] != before
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_in_another_thread_there_is_an_event_and_no_handler():
+    before, events = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        with stop_signals() as stop:
+            events.append((stop.is_set(), signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert events == [(False, before)]
