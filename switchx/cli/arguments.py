@@ -2,59 +2,142 @@
 """Arguments that several commands share, spelt as T5X spells them."""
 
 import argparse
+import difflib
+import re
 
-from switchx.cli import gin_edge
-from switchx.training.job import TrainingJob
+GIN_PREFIX = "--gin."
 
 
-def add_command(commands, name: str, run, help_text: str, description: str):
+class UsageError(ValueError):
+    """A command line that is not understood; `prog` is the command that it was given to."""
+
+    def __init__(self, prog: str, message: str):
+        super().__init__(message)
+        self.prog = prog
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Shows texts as they are written, takes no abbreviations, raises instead of exiting."""
+
+    def __init__(self, prog: str, **options):
+        super().__init__(
+            prog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def error(self, message: str):
+        """Raises UsageError with one paragraph: what is wrong, and what was meant."""
+        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            name, choices = choice[1], re.findall(r"[\w.-]+", choice[2])
+            message = f"there is no {name!r}{_close(name, choices)}; use {', '.join(choices)}"
+        message = message.replace("the following arguments are required", "give")
+        raise UsageError(self.prog, f"{message} (`{self.prog} --help` explains)")
+
+    def unknown(self, argument: str):
+        """Raises UsageError for an argument that means nothing here."""
+        if not argument.startswith("-"):
+            self.error(f"unexpected {argument!r}; options are written --NAME=VALUE")
+        options = [name for action in self._actions for name in action.option_strings]
+        name = argument.partition("=")[0]
+        self.error(f"unknown option {name}{_close(name.replace('-', '_'), options)}")
+
+
+def add_command(commands, name: str, run, help_text: str, description: str) -> CommandParser:
     """A subcommand whose help shows `description` as it is written."""
     parser = commands.add_parser(
-        name,
-        help=help_text,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, prog=f"switchx {name}", help=help_text, description=description
     )
     parser.add_argument(
         "--traceback", action="store_true", help="show where an error comes from, for a report"
     )
-    parser.set_defaults(run=run, command=name)
+    parser.set_defaults(run=run, command=name, parser=parser)
     return parser
 
 
-def add_gin_arguments(parser) -> None:
-    """`--gin_file`, `--gin.NAME=VALUE`, `--gin_search_paths`."""
+def add_gin_arguments(parser: CommandParser, default: str | None = None) -> None:
+    """`--gin_file`, `--gin.NAME=VALUE`, `--gin_search_paths`.
+
+    Args:
+        default: what is read where no file is given, in words; None requires one.
+    """
     parser.add_argument(
         "--gin_file",
         action="append",
-        required=True,
+        required=default is None,
+        type=_not_empty,
         metavar="FILE",
         help="gin file: a path, or a name below configs/ such as runs/pretrain_tiny.gin; "
-        "several are read in order",
+        "several are read in order, the later one wins"
+        + (f"; default: {default}" if default else ""),
     )
     parser.add_argument(
         "--gin_search_paths",
         default="",
         metavar="DIRS",
-        help="folders to look for gin files in, separated by commas",
+        help="further folders to look for gin files in, separated by commas",
     )
     parser.add_argument_group(
         "configuration",
-        "--gin.NAME=VALUE sets a macro or a parameter of the gin files, as "
-        "--gin.TRAIN_STEPS=100 or --gin.SwitchConfig.capacity_factor=1.0",
+        f"{GIN_PREFIX}NAME=VALUE sets a macro or a parameter of the gin files, as\n"
+        f"{GIN_PREFIX}TRAIN_STEPS=100 or {GIN_PREFIX}SwitchConfig.capacity_factor=1.0; it "
+        "wins over all files.\nValues are Python literals; a text needs no quotes of its own.",
     )
 
 
-def add_model_dir(parser, help_text: str) -> None:
-    parser.add_argument("--model_dir", required=True, metavar="DIR", help=help_text)
+def add_model_dir(parser: CommandParser, help_text: str) -> None:
+    parser.add_argument(
+        "--model_dir", required=True, type=_not_empty, metavar="DIR", help=help_text
+    )
 
 
-def parse_job(arguments) -> TrainingJob:
-    """The job that the command line describes.
+def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Sets `arguments.gin_bindings` from what the parser left over.
+
+    Raises:
+        UsageError: there is anything else, or a binding without a value.
+    """
+    parser = arguments.parser
+    takes_bindings = hasattr(arguments, "gin_file")
+    for i, argument in enumerate(rest):
+        if not (argument.startswith(GIN_PREFIX) and takes_bindings):
+            parser.unknown(argument)
+        if "=" not in argument:
+            value = rest[i + 1] if i + 1 < len(rest) else "-"
+            value = "VALUE" if value.startswith("-") else value
+            parser.error(f"{argument} has no value; write {argument}={value}")
+    arguments.gin_bindings = [argument.removeprefix(GIN_PREFIX) for argument in rest]
+
+
+def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
+    """The TrainingJob that the command line describes.
+
+    Args:
+        default_file: read where the command line names no gin file.
 
     Raises:
         ConfigurationError: it describes none; the message says what to change.
     """
+    from switchx.cli import gin_edge
+    from switchx.training.job import TrainingJob
+
     search_paths = [path for path in arguments.gin_search_paths.split(",") if path]
-    gin_edge.parse_files(arguments.gin_file, arguments.gin_bindings, search_paths)
-    return gin_edge.build("JOB", TrainingJob)
+    files = arguments.gin_file or [default_file]
+    gin_edge.parse_files(files, arguments.gin_bindings, search_paths)
+    job = gin_edge.build("JOB", TrainingJob)
+    gin_edge.require_effect("JOB", arguments.gin_bindings)
+    return job
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; is a shell variable not set?")
+    return text
+
+
+def _close(name: str, known: list[str]) -> str:
+    # `--` would make all options alike.
+    stems = {each.lstrip("-"): each for each in known}
+    close = difflib.get_close_matches(name.lstrip("-_"), stems, n=1)
+    return f", did you mean {stems[close[0]]}?" if close else ""

@@ -10,73 +10,68 @@ import ast
 import contextlib
 import copy
 import dataclasses
-import difflib
-import logging
-import pathlib
+import os
 import re
 import types
 import typing
+from collections.abc import Iterator, Sequence
 
 import gin
 
-from switchx.cli.config_files import configs_dir
+from switchx.cli.config_files import config_roots, missing_file
+from switchx.cli.gin_errors import close, explain, place_of
+from switchx.cli.operative_config import without_scopes
 
-_MACRO = re.compile(r"^([A-Za-z_]\w*)\s*=(.*)$", re.DOTALL)
+_NAME = re.compile(r"(?:\w+/)*[A-Za-z_]\w*(?:\.\w+)*")
+# A macro that nothing reads is taken for a misspelt one above this likeness: TRAIN_STEP.
+_MISSPELT = 0.85
 
 
 class ConfigurationError(ValueError):
     """A configuration that cannot be parsed or built; the message says what to change."""
 
 
-def find_file(name: str, search_paths: list[str]) -> str:
-    """The gin file called `name`: as given, under a search path, or among our configs.
-
-    Raises:
-        ConfigurationError: it is nowhere; the message lists where it was looked for.
-    """
-    roots = [pathlib.Path("."), *map(pathlib.Path, search_paths)]
-    roots += [configs_dir(), configs_dir().parent]
-    for root in roots:
-        if (root / name).is_file():
-            return str(root / name)
-    stem = pathlib.Path(name).stem
-    known = {path.stem: path for path in sorted(configs_dir().rglob("*.gin"))}
-    close = difflib.get_close_matches(stem, known, n=1)
-    hint = f"; did you mean {known[close[0]]}?" if close else ""
-    raise ConfigurationError(
-        f"no gin file {name!r} in {', '.join(str(root) for root in roots)}{hint} "
-        "(--gin_search_paths adds folders)"
-    )
-
-
-def parse_files(files: list[str], bindings: list[str], search_paths: list[str] = ()) -> None:
+def parse_files(
+    files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str] = ()
+) -> None:
     """Parses gin files in order, then bindings such as `TRAIN_STEPS=100`.
 
+    Args:
+        files: paths, or names below `search_paths` or our configs.
+
     Raises:
-        ConfigurationError: a file or binding is wrong, a macro is misspelt (nothing would
-            read it), or a required value is missing.
+        ConfigurationError: a file or a binding is wrong; says where.
     """
     gin.clear_config()
-    prefixes = ["", *search_paths, str(configs_dir())]
-    gin.config._LOCATION_PREFIXES[:] = prefixes  # gin can only append to them
-    paths = [find_file(name, list(search_paths)) for name in files]
+    roots = config_roots(search_paths)
+    reading: list[str] = []
+    # Gin can only append to these. Its reader of files inside of Python packages goes: it
+    # takes the `runs/` of `runs/x.gin` for a package, and any folder of that name for one.
+    gin.config._LOCATION_PREFIXES[:] = map(str, roots)
+    gin.config._FILE_READERS[:] = [(lambda path: _open(path, reading), os.path.isfile)]
+    for file in files:
+        if not any((root / file).is_file() for root in roots):
+            raise ConfigurationError(missing_file(file, roots))
     try:
-        with _quiet():
-            gin.parse_config_files_and_bindings(paths, [], finalize_config=False)
-        for binding in bindings:
-            _check_macro(binding)
-        gin.parse_config([_quoted(binding) for binding in bindings])
-        gin.finalize()
-    except ConfigurationError:
-        raise
+        gin.parse_config_files_and_bindings(files, [], finalize_config=False)
     except Exception as error:  # gin raises many kinds; each is about what was written
-        raise ConfigurationError(_explain(error)) from error
+        place = place_of(error, reading[-1] if reading else None)
+        raise ConfigurationError(f"{place}{explain(error)}") from error
+    for binding in bindings:
+        _check_binding(binding)
+        try:
+            gin.parse_config(_quoted(binding))
+        except Exception as error:
+            raise ConfigurationError(f"--gin.{binding}: {explain(error)}") from error
+    try:
+        gin.finalize()
+    except Exception as error:
+        raise ConfigurationError(explain(error)) from error
 
 
 def macro_names() -> list[str]:
-    """Names of all macros the parsed files define."""
-    section = gin.config_str().partition("# Macros:")[2].partition("# Parameters")[0]
-    return [match[1] for line in section.splitlines() if (match := _MACRO.match(line))]
+    """Names of all macros that the parsed files define."""
+    return sorted(scope for scope, selector in gin.config._CONFIG if selector == "gin.macro")
 
 
 def build(macro: str, expected: type):
@@ -95,7 +90,7 @@ def build(macro: str, expected: type):
                 f"the gin files define no macro {macro}; a run file ends in "
                 f"`{macro} = @job.{expected.__name__}()`; give one from configs/runs"
             ) from error
-        raise ConfigurationError(_wrong_type(error) or _explain(error)) from error
+        raise ConfigurationError(_wrong_type(error) or explain(error)) from error
     if not isinstance(value, expected):
         raise ConfigurationError(
             f"{macro} is a {type(value).__name__}; expected a {expected.__name__}"
@@ -104,10 +99,46 @@ def build(macro: str, expected: type):
     return value
 
 
+def require_effect(macro: str, bindings: Sequence[str]) -> None:
+    """Checks, once `macro` is built, that nothing was set in vain.
+
+    Raises:
+        ConfigurationError: nothing read the name of a binding, or nothing read a macro of
+            the files and a name much like it was read.
+    """
+    used = {
+        (selector, parameter)
+        for (_, selector), parameters in gin.config._OPERATIVE_CONFIG.items()
+        for parameter in parameters
+    }
+    macros = {s for s, selector in gin.config._OPERATIVE_CONFIG if selector == "gin.macro"}
+    for binding in bindings:
+        name = binding.partition("=")[0].strip()
+        if "." not in name:
+            if name not in macros | {macro}:
+                raise ConfigurationError(
+                    f"--gin.{name} has no effect: nothing in this configuration reads {name}"
+                    f"{close(name, macros)}; leave it out, or add the gin file that reads it"
+                )
+            continue
+        key = gin.config.ParsedBindingKey.parse(name)
+        if (key.complete_selector, key.arg_name) not in used:
+            raise ConfigurationError(
+                f"--gin.{name} has no effect: this configuration builds no "
+                f"{key.given_selector}; leave it out, or add the gin file that does"
+            )
+    for name in set(macro_names()) - macros - {macro}:
+        if meant := close(name, macros, cutoff=_MISSPELT):
+            raise ConfigurationError(
+                f"a gin file sets {name}, which nothing reads{meant}; rename it, or take it out"
+            )
+
+
 def operative_config(macro: str) -> str:
     """Everything that was read to build `macro`, as a gin file that builds it again."""
     reference = gin.query_parameter(f"{macro}/gin.macro.value")
-    return f"{gin.operative_config_str()}\n{macro} = @{reference.selector}()\n"
+    bindings = without_scopes(gin.operative_config_str())
+    return f"{bindings}\n{macro} = @{reference.selector}()\n"
 
 
 def check_types(value, path: str = "") -> None:
@@ -133,7 +164,7 @@ def check_types(value, path: str = "") -> None:
 def _wrong_type(error: Exception) -> str | None:
     """Which binding made a constructor fail with a TypeError, if one has the wrong type."""
     name = re.search(r"In call to configurable '(\w+)'", str(error))
-    if not isinstance(error, TypeError) or not name:
+    if not isinstance(error, TypeError | AttributeError) or not name:
         return None
     for field, hint in typing.get_type_hints(gin.get_configurable(name[1])).items():
         try:
@@ -147,10 +178,13 @@ def _wrong_type(error: Exception) -> str | None:
 
 def _type_message(name: str, value, hint) -> str:
     expected = str(hint) if typing.get_args(hint) else getattr(hint, "__name__", str(hint))
-    return (
-        f"{name}={value!r} is a {type(value).__name__}; expected "
-        f"{expected.replace('typing.', '')}"
-    )
+    expected = re.sub(r"[a-z_]\w*\.", "", expected)  # modules
+    if isinstance(value, type):
+        return (
+            f"{name} is the class {value.__name__} itself; expected {expected}: write "
+            f"@{value.__name__}() with parentheses to build one"
+        )
+    return f"{name}={value!r} is of type {type(value).__name__}; expected {expected}"
 
 
 def _fits(value, hint) -> bool:
@@ -173,13 +207,12 @@ def _fits(value, hint) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet():
-    """Gin logs an error for every place where an included file is not."""
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
+def _open(path: str, reading: list[str]) -> Iterator[typing.TextIO]:
+    """Opens a file; while it is read, and if that fails, it is the last of `reading`."""
+    reading.append(path)
+    with open(path, encoding="utf-8") as file:
+        yield file
+    reading.pop()
 
 
 def _quoted(binding: str) -> str:
@@ -194,29 +227,44 @@ def _quoted(binding: str) -> str:
     return binding
 
 
-def _check_macro(binding: str) -> None:
-    match = _MACRO.match(binding)
-    if match is None:
-        if "=" not in binding:
-            raise ConfigurationError(f"--gin.{binding} has no value; write --gin.NAME=VALUE")
-        return
-    name, known = match[1], macro_names()
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+def _check_binding(binding: str) -> None:
+    """Refuses what gin would take for something else, or for nothing."""
+    name, equals, value = binding.partition("=")
+    name = name.strip()
+    if not equals or not value.strip():
         raise ConfigurationError(
-            f"--gin.{name}: no gin file defines or reads a macro {name}{hint} "
-            f"(known: {', '.join(known)})"
+            f"--gin.{binding} has no value; write --gin.{name}=VALUE (is a shell variable not "
+            "set?)"
+        )
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"--gin.{binding}: {name!r} is no name of a macro or a parameter"
+            f"{close(name, macro_names())}; write --gin.MACRO=VALUE or "
+            "--gin.CLASS.PARAMETER=VALUE"
+        )
+    if "." not in name:
+        if name not in macro_names():
+            raise ConfigurationError(
+                f"--gin.{name}: no gin file defines a macro {name}"
+                f"{close(name, macro_names())}; there are {', '.join(macro_names())}"
+            )
+        return
+    scopes = _scopes_of(name)
+    if "/" not in name and scopes:
+        raise ConfigurationError(
+            f"--gin.{name} would not change what the gin files set in scopes; write "
+            f"{' or '.join(f'--gin.{scope}/{name}' for scope in scopes)}"
         )
 
 
-def _explain(error: Exception) -> str:
-    """Gin's message without the dump of the whole configuration and the wrapped traceback."""
-    text = str(error)
-    required = re.search(r"([\w./]+) set to `%gin.REQUIRED`", text)
-    if required:
-        name = required[1].partition("/")[0]
-        return f"{name} is required and has no value; give --gin.{name}=VALUE"
-    text = text.partition("in config string:")[0]
-    text = re.sub(r"\n?\s*In call to configurable '(\w+)'.*", r" (while building \1)", text)
-    return text.strip()
+def _scopes_of(name: str) -> list[str]:
+    """Scopes in which the files bind a parameter; none where its class is unknown."""
+    try:
+        key = gin.config.ParsedBindingKey.parse(name)
+    except Exception:  # parsing the binding will say what is wrong with it
+        return []
+    return sorted(
+        scope
+        for (scope, selector), parameters in gin.config._CONFIG.items()
+        if scope and selector == key.complete_selector and key.arg_name in parameters
+    )

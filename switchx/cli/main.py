@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `switchx` command: its subcommands, and how errors reach a person."""
 
-import argparse
 import logging
 import os
 import sys
+import traceback
+
+# These are quick to import; each imports JAX and what else it needs when it is run.
+from switchx.cli import bench, evaluate, log_lines, train, vocab
+from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
 
 DESCRIPTION = """\
 switchx pretrains, fine-tunes and studies sparse Mixture-of-Experts Transformers.
@@ -12,65 +16,93 @@ switchx pretrains, fine-tunes and studies sparse Mixture-of-Experts Transformers
 A run is described by gin files and written into one folder:
 
   switchx train --gin_file=configs/runs/pretrain_tiny.gin --model_dir=runs/tiny
-  switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 --model_dir=DIR
-  switchx eval  --gin_file=configs/runs/pretrain_tiny.gin --model_dir=runs/tiny
+  switchx eval  --model_dir=runs/tiny
 
-The same command goes on where an interrupted run left off.
+The same `switchx train` goes on where an interrupted run left off. --gin.NAME=VALUE changes
+any setting of the gin files, several --gin_file are read in order:
+
+  switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 --model_dir=DIR
+
+`configs/` is found from any folder; runs to start from are in configs/runs.
+"""
+EPILOG = """\
+`switchx COMMAND --help` explains one. Exit status: 0 done, 1 failed on the way, 2 wrong
+input (nothing was changed), 130 interrupted.
 """
 
 # glibc backs its heap with huge pages; a training step on CPU gets 20 to 25% faster. It is
 # read before main() starts, so the process starts itself again with it set.
 MALLOC_TUNING = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
+OURS = ("switchx", "pallas_kernels")
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status (0, 1 for a failure, 2 for wrong input)."""
-    if argv is None:
-        _restart_with_malloc_tuning()
-        argv = sys.argv[1:]
+    """Runs one command; returns the exit status.
+
+    0 done, 1 failed on the way, 2 wrong input, 130 interrupted. What is not meant for a
+    person, any error that switchx itself did not raise, is a traceback.
+
+    Args:
+        argv: without the program's name; None takes the command line.
+    """
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if not hasattr(arguments, "run"):
+    try:
+        arguments = _parse(parser, sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        print(f"{error.prog}: error: {error}", file=sys.stderr)
+        return 2
+    if arguments is None:
         parser.print_help()
         return 2
-    arguments.gin_bindings = _gin_bindings(rest, parser, arguments)
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    if argv is None:
+        _restart_with_malloc_tuning()
     logging.captureWarnings(True)
     try:
-        return arguments.run(arguments) or 0
+        with log_lines.shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
+            return arguments.run(arguments) or 0
     except KeyboardInterrupt:
         print("switchx: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, RuntimeError) as error:
-        if arguments.traceback:
+        if arguments.traceback or not _is_for_a_person(error):
             raise
-        print(f"switchx: error: {error}", file=sys.stderr)
+        print(f"switchx {arguments.command}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+    finally:
+        logging.captureWarnings(False)
 
 
-def _parser() -> argparse.ArgumentParser:
-    # Imported here so that `switchx --help` does not wait for JAX.
-    from switchx.cli import bench, evaluate, train, vocab
-
-    parser = argparse.ArgumentParser(
-        "switchx", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parser() -> CommandParser:
+    parser = CommandParser("switchx", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (train, evaluate, vocab, bench):
         module.add_command(commands)
     return parser
 
 
-def _gin_bindings(rest: list[str], parser, arguments) -> list[str]:
-    bindings = []
-    for argument in rest:
-        if not argument.startswith("--gin.") or not hasattr(arguments, "gin_file"):
-            parser.error(
-                f"unrecognized argument {argument}; `switchx {arguments.command} --help` "
-                "lists what there is"
-            )
-        bindings.append(argument.removeprefix("--gin."))
-    return bindings
+def _parse(parser: CommandParser, argv: list[str]):
+    """The arguments, or None where no command is given.
+
+    Raises:
+        UsageError: an option is unknown, missing or has no value.
+    """
+    arguments, rest = parser.parse_known_args(argv)
+    if not hasattr(arguments, "run"):
+        if rest:
+            parser.error(f"{rest[0]} stands before the command; write it after")
+        return None
+    accept_gin_bindings(arguments, rest)
+    return arguments
+
+
+def _is_for_a_person(error: Exception) -> bool:
+    """Whether its message suffices: our own code raised it, or the system refused something."""
+    if isinstance(error, OSError):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_ours = frame.f_globals.get("__name__", "").split(".")[0] in OURS
+    return is_ours and not type(error).__module__.startswith("jax")
 
 
 def _restart_with_malloc_tuning() -> None:
@@ -78,4 +110,4 @@ def _restart_with_malloc_tuning() -> None:
     if sys.platform != "linux" or name in os.environ:
         return
     os.environ[name] = value
-    os.execv(sys.executable, [sys.executable, "-m", "switchx", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

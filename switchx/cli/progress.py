@@ -1,51 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live progress of training: a bar on a terminal, plain lines elsewhere."""
+"""Live progress on standard error: a bar on a terminal, and lines everywhere."""
 
-import sys
+import contextlib
 import time
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from switchx.cli import log_lines
+
+ONE_LINE = Column(no_wrap=True)
 
 
 class TerminalReporter:
-    """Shows a training loop to a person: `switchx.training.loop.Reporter`."""
+    """Shows a training loop to a person: `switchx.training.loop.Reporter`.
 
-    def __init__(self):
-        self.console = Console(file=sys.stderr, highlight=False)
+    Log records become lines too while it is entered.
+    """
+
+    def __init__(self, console: Console | None = None, clock=time.perf_counter):
+        """Shows nothing before it is entered.
+
+        Args:
+            console: None is standard error.
+            clock: seconds, of which only differences matter.
+        """
+        self.console = console or Console(stderr=True, highlight=False)
+        self._clock = clock
+        self._start_s = clock()
+        self._pace = _Pace(clock)
+        self._last_step = 0
+        self._contexts = contextlib.ExitStack()
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),
+            SpinnerColumn(),
+            TimeElapsedColumn(table_column=ONE_LINE),
+            TextColumn("{task.description}", table_column=ONE_LINE),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}", table_column=ONE_LINE),
+            TextColumn("{task.fields[time_left]}", table_column=ONE_LINE),
             console=self.console,
+            refresh_per_second=4,
+            expand=True,
             disable=not self.console.is_terminal,
         )
-        self._task = None
-        self._start_s = time.perf_counter()
+        self._task = self._progress.add_task("starting", total=None, status="", time_left="")
 
-    def __enter__(self) -> "TerminalReporter":
-        self._progress.start()
+    def __enter__(self) -> Self:
+        self._contexts.enter_context(log_lines.shown_by(self.note))
+        self._contexts.enter_context(self._progress)
         return self
 
     def __exit__(self, *exception) -> None:
-        self._progress.stop()
+        # What remains on the terminal: the bar as it stood, or nothing if nothing was trained.
+        has_stepped = self._pace.first is not None
+        self._progress.update(self._task, time_left="", visible=has_stepped)
+        self._contexts.close()
 
     def begin(self, first_step: int, last_step: int) -> None:
-        self._task = self._progress.add_task(
-            "training", total=last_step, completed=first_step, status="compiling"
+        self._last_step = last_step
+        self._progress.update(
+            self._task, total=last_step, completed=first_step, description="compiling"
         )
 
     def stepped(self, step: int) -> None:
-        self._progress.update(self._task, completed=step)
+        self._pace.stepped(step)
+        self._progress.update(
+            self._task,
+            completed=step,
+            description=f"step {step}/{self._last_step}",
+            time_left=self._pace.time_left(step, self._last_step),
+        )
 
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
         loss, rate = metrics["loss"], metrics["tokens_per_s"]
@@ -55,6 +82,8 @@ class TerminalReporter:
             parts.append(f"accuracy {metrics['accuracy']:.3f}")
         if "dropped_fraction" in metrics:
             parts.append(f"dropped {metrics['dropped_fraction']:.1%}")
+        if metrics.get("skipped_steps"):
+            parts.append(f"skipped {metrics['skipped_steps']}")
         self.note("  ".join([*parts, f"{rate:,.0f} tokens/s"]))
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
@@ -64,5 +93,29 @@ class TerminalReporter:
         )
 
     def note(self, text: str) -> None:
-        seconds = time.perf_counter() - self._start_s
-        self.console.print(f"[dim]{seconds:7.1f}s[/dim]  {text}", soft_wrap=True)
+        seconds = self._clock() - self._start_s
+        self.console.print(f"[dim]{seconds:7.1f}s[/dim]  {escape(text)}", soft_wrap=True)
+
+
+class _Pace:
+    """Time left, from the steps after the first one of this process, which compiles.
+
+    Evaluations and checkpoints count, as they will come again.
+    """
+
+    def __init__(self, clock):
+        self._clock = clock
+        self.first: tuple[int, float] | None = None
+
+    def stepped(self, step: int) -> None:
+        if self.first is None:
+            self.first = step, self._clock()
+
+    def time_left(self, step: int, last_step: int) -> str:
+        first_step, first_s = self.first
+        if step == first_step:
+            return ""
+        seconds = (self._clock() - first_s) / (step - first_step) * (last_step - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02} left"

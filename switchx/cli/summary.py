@@ -1,38 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary at the end of training: what was learnt, how fast, where things are."""
+"""The summary at the end of training: what was learnt, how fast, where it is, what next."""
 
+import argparse
 import json
+import os
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
+from switchx.cli import gin_edge
+from switchx.cli.invocation import command_line, configuration_options
+from switchx.cli.load_table import load_table
+from switchx.models.params import abstract_params
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Outcome
 from switchx.training.run_folder import RunFolder
 
+FINETUNE = "configs/runs/finetune.gin"
+
 
 def print_summary(
-    job: TrainingJob, run: RunFolder, outcome: Outcome, gin_files: list[str]
+    job: TrainingJob, run: RunFolder, outcome: Outcome, arguments: argparse.Namespace
 ) -> None:
-    """Prints the summary to standard output."""
-    console = Console(highlight=False, soft_wrap=True)
+    """Prints the summary to standard output.
+
+    Parses other gin files: no configuration of before is left.
+    """
     validation, metrics = _lines(run.validation), _lines(run.metrics)
     state = "finished" if outcome.is_finished else "stopped by a signal; the state is saved"
-    console.print(f"\n[bold]Training {state} at step {outcome.step}[/bold]")
-    console.print(_numbers(validation, metrics))
+    parts = [
+        Text(f"\nTraining {state} at step {outcome.step}", style="bold"),
+        _numbers(validation, metrics),
+    ]
     if metrics and metrics[-1].get("routing"):
-        console.print(_loads(job, metrics[-1]["routing"]["load"]))
-    console.print(_places(run, outcome))
-    files = " ".join(f"--gin_file={name}" for name in gin_files)
-    more = max(job.train_steps * 2, 1)
-    console.print("[bold]Next[/bold]")
-    console.print(f"  switchx eval {files} --model_dir={run.path}")
-    console.print(f"  switchx train {files} --gin.TRAIN_STEPS={more} --model_dir={run.path}")
-    console.print(
-        "  switchx train --gin_file=configs/runs/finetune.gin "
-        f"--gin.INIT_FROM={run.path} --model_dir={run.path}_finetuned"
-    )
+        parts.append(load_table(job.model, metrics[-1]["routing"]["load"]))
+    parts += [_places(run, outcome), Text("Next", style="bold")]
+    # Longer than any table: lines that will be pasted must not be broken.
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Group(*parts))
+    for command in next_commands(job, run, outcome, arguments):
+        console.print(Text(f"  {command}"))
+
+
+def next_commands(
+    job: TrainingJob, run: RunFolder, outcome: Outcome, arguments: argparse.Namespace
+) -> list[str]:
+    """What to try next: evaluate, go on, fine-tune. Each runs as it stands."""
+    folder = f"--model_dir={run.path}"
+    same = configuration_options(arguments, without="TRAIN_STEPS")
+    steps = [f"--gin.TRAIN_STEPS={max(2 * job.train_steps, 1)}"]
+    if not outcome.is_finished:
+        same, steps = configuration_options(arguments), []
+    other = f"{str(run.path).rstrip(os.sep)}_finetuned"
+    files = [f"--gin_file={FINETUNE}"]
+    if not _finetuning_fits(job, run):
+        # The same task with a fresh optimizer; other gin files say what to learn instead.
+        files = configuration_options(arguments, without="INIT_FROM")
+    finetune = [*files, f"--gin.INIT_FROM={run.path}", f"--model_dir={other}"]
+    return [
+        command_line("eval", folder),
+        command_line("train", *same, *steps, folder),
+        command_line("train", *finetune),
+    ]
+
+
+def _finetuning_fits(job: TrainingJob, run: RunFolder) -> bool:
+    """Whether the shipped fine-tuning run has a model of the shapes that were trained."""
+    gin_edge.parse_files([FINETUNE], [f"INIT_FROM={run.path}"])
+    model = gin_edge.build("JOB", TrainingJob).model
+    return abstract_params(model) == abstract_params(job.model)
 
 
 def _lines(path) -> list[dict[str, Any]]:
@@ -63,34 +101,14 @@ def _numbers(validation, metrics) -> Table:
     return table
 
 
-def _loads(job: TrainingJob, load: list[list[float]]) -> Table:
-    """Share of tokens by expert and layer; 1.0 is an even share. Many experts: the extremes."""
-    num_experts = job.model.switch.num_experts
-    table = Table(
-        title="load per expert (1.00 is an even share)", title_justify="left", box=None
-    )
-    table.add_column("layer")
-    is_short = num_experts <= 16
-    columns = [str(e) for e in range(num_experts)] if is_short else ["least", "median", "most"]
-    for column in columns:
-        table.add_column(column, justify="right")
-    encoder_layers = job.model.num_encoder_layers // job.model.switch.every
-    for i, shares in enumerate(load):
-        is_encoder = i < encoder_layers
-        number = i if is_encoder else i - encoder_layers
-        block = (number + 1) * job.model.switch.every - 1
-        name = f"{'encoder' if is_encoder else 'decoder'} {block}"
-        even = [share * num_experts for share in shares]
-        shown = even if is_short else [min(even), sorted(even)[num_experts // 2], max(even)]
-        table.add_row(name, *(f"{value:.2f}" for value in shown))
-    return table
-
-
 def _places(run: RunFolder, outcome: Outcome) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row("run folder", str(run.root))
-    table.add_row("checkpoint", str(run.checkpoints / str(outcome.step)))
-    table.add_row("metrics", f"{run.metrics}, {run.validation.name}")
-    table.add_row("TensorBoard", str(run.tensorboard))
-    table.add_row("configuration", str(run.operative_config))
+    for name, place in {
+        "run folder": run.root,
+        "checkpoint": run.checkpoints / str(outcome.step),
+        "metrics": f"{run.metrics}, {run.validation.name}",
+        "TensorBoard": run.tensorboard,
+        "configuration": run.operative_config,
+    }.items():
+        table.add_row(name, Text(str(place)))
     return table

@@ -1,63 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx train`: pretrain or fine-tune what gin files describe, in one run folder."""
 
+import argparse
 import pathlib
 import subprocess
 
 from switchx.cli import arguments as shared
-from switchx.cli import gin_edge, summary
-from switchx.cli.progress import TerminalReporter
-from switchx.training.loop import train
-from switchx.training.run_folder import RunFolder
 
 DESCRIPTION = """\
 Trains what the gin files describe and writes checkpoints, metrics.jsonl, TensorBoard events
-and the operative configuration into the run folder. Started again with the same command, it
-resumes from the last complete checkpoint; SIGTERM and Ctrl-C save before they leave.
+and the operative configuration into the run folder.
+
+  switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 --model_dir=DIR
+
+Started again with the same command, it resumes from the last complete checkpoint, to the
+bit; kill -9 does no harm. SIGTERM and Ctrl-C save before they leave, a second Ctrl-C does
+not wait. It ends with a summary on standard output.
 
 Macros that every file in configs/runs honours:
 
   TRAIN_STEPS       step at which training ends; may be raised to go on
-  BATCH_SIZE        rows of a batch
+  BATCH_SIZE        rows of a batch, over all devices
   SEED              of parameters, dropout, jitter and data order
   LOG_EVERY         steps between lines of metrics.jsonl
   EVAL_EVERY        steps between evaluations
   CHECKPOINT_EVERY  steps between checkpoints
   DATA_DIR          where corpora are (default: SWITCHX_DATA_DIR, or ~/.cache/switchx)
   INIT_FROM         run folder to start from (configs/runs/finetune.gin)
-
-  switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin.TRAIN_STEPS=100 --model_dir=DIR
 """
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "train", run, "pretrain or fine-tune a model", DESCRIPTION
+        commands, "train", run, "pretrain or fine-tune a model, or resume", DESCRIPTION
     )
     shared.add_gin_arguments(parser)
     shared.add_model_dir(parser, "run folder: made if it is not there, resumed if it is")
 
 
-def run(arguments) -> int:
-    job = shared.parse_job(arguments)
-    folder = RunFolder(arguments.model_dir)
-    records = {
-        folder.operative_config: gin_edge.operative_config("JOB"),
-        folder.git_commit: git_commit() + "\n",
-    }
+def run(arguments: argparse.Namespace) -> int:
+    from switchx.cli.progress import TerminalReporter
+
     with TerminalReporter() as reporter:
+        reporter.note("loading JAX and the data libraries")
+        # Imported here: help, and options that are not understood, do not wait for it.
+        from switchx.cli import gin_edge, summary
+        from switchx.planner.model_cost import count_parameters
+        from switchx.training.loop import train
+        from switchx.training.run_folder import RunFolder
+
+        job = shared.parse_job(arguments)
+        folder = RunFolder(arguments.model_dir)
+        records = {
+            folder.operative_config: gin_edge.operative_config("JOB"),
+            folder.git_commit: git_commit() + "\n",
+        }
+        reporter.note(f"a model of {count_parameters(job.model).total:,} parameters")
         outcome = train(job, folder, reporter, records)
-    summary.print_summary(job, folder, outcome, arguments.gin_file)
+    summary.print_summary(job, folder, outcome, arguments)
     return 0
 
 
 def git_commit() -> str:
     """The commit of the checkout this code runs from, or `unknown` outside of one."""
-    here = pathlib.Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
+    here = pathlib.Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    # An installed copy may lie in a repository of somebody else's.
+    is_tracked = [*git, "ls-files", "--error-unmatch", here.name]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        for command in (is_tracked, describe):
+            process = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return process.stdout.strip()

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx vocab`: train a SentencePiece vocabulary on text files."""
 
+import argparse
+
 from switchx.cli import arguments as shared
-from switchx.data.vocabulary_training import SAMPLE_CHARACTERS, train_sentencepiece
+
+# As `switchx.data.vocabulary_training` has it, which is slow to import; a test compares them.
+SAMPLE_CHARACTERS = 1_500_000
 
 DESCRIPTION = """\
 Trains a SentencePiece unigram vocabulary that loses nothing of a text (spaces, line breaks,
@@ -46,7 +50,10 @@ def add_command(commands) -> None:
     )
 
 
-def run(arguments) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    # Imported here: help, and options that are not understood, do not wait for it.
+    from switchx.data.vocabulary_training import train_sentencepiece
+
     inputs = [name for names in arguments.input for name in names.split(",") if name]
     summary = train_sentencepiece(
         inputs, arguments.size, arguments.output, arguments.sample_characters

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load per expert and Switch layer, as a table for a person."""
+
+from rich.table import Table
+
+from switchx.models.config import ModelConfig
+
+# More experts than fit a line are shown by their extremes.
+MAX_COLUMNS = 16
+
+
+def load_table(model: ModelConfig, load: list[list[float]]) -> Table:
+    """A row a Switch layer, named by its stack and block.
+
+    Args:
+        load: share of the layer's tokens by expert; layers of the encoder first.
+    """
+    num_experts = model.switch.num_experts
+    table = Table(
+        title="load per expert (1.00 is an even share)", title_justify="left", box=None
+    )
+    is_short = num_experts <= MAX_COLUMNS
+    table.add_column("layer")
+    for column in map(str, range(num_experts)) if is_short else ("least", "median", "most"):
+        table.add_column(column, justify="right")
+    for name, shares in zip(sparse_layer_names(model), load, strict=True):
+        even = sorted(share * num_experts for share in shares)
+        shown = [even[0], even[num_experts // 2], even[-1]]
+        if is_short:
+            shown = [share * num_experts for share in shares]
+        table.add_row(name, *(f"{value:.2f}" for value in shown))
+    return table
+
+
+def sparse_layer_names(model: ModelConfig) -> list[str]:
+    """`encoder 1`, ...: blocks, from 0, that have a Switch layer, in the order of metrics."""
+    stacks = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
+    return [
+        f"{stack} {layer}"
+        for stack, num_layers in stacks.items()
+        for layer in range(num_layers)
+        if model.is_sparse(layer)
+    ]
