@@ -30,6 +30,7 @@ DENSE = ModelConfig(
     "encoder_decoder", vocab_size=8192, d_model=256, d_ff=1024, num_heads=4, d_head=64,
     num_encoder_layers=4, num_decoder_layers=4, activation="relu", init_scale=0.1,
 )  # fmt: skip
+NUM_EXPERTS = (8, 16, 32, 64)
 MEBIBYTE = 2**20
 
 
@@ -124,7 +125,7 @@ def ratio(fast: Contender, slow: Contender) -> float:
 def run(rounds: int) -> Report:
     """Measures dense against 8 to 64 experts, and PyTorch where it is installed."""
     dense = contender("dense", DENSE)
-    switches = {n: contender(f"switch {n}", switch_model(n)) for n in (8, 16, 32, 64)}
+    switches = {n: contender(f"switch {n}", switch_model(n)) for n in NUM_EXPERTS}
     take_turns([dense, *switches.values()], rounds)
     rows = [_row(each, dense) for each in (dense, *switches.values())]
     checks = [

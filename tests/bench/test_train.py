@@ -14,7 +14,7 @@ def timed(name, times_s):
 
 
 def test_switch_and_dense_do_equal_work():
-    """At capacity factor 1.0 a Switch model has the dense model's FLOPs and E times its FFNs."""
+    """At capacity factor 1.0: the dense model's FLOPs, and E times its FFNs."""
     lengths = bench.INPUTS, bench.TARGETS
     dense = flops_per_sequence(bench.DENSE, *lengths)
     switch = flops_per_sequence(bench.switch_model(64), *lengths)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx bench train`, its measured models shrunk to seconds."""
+
+import dataclasses
+import json
+
+import pytest
+
+from switchx.bench import torch_peer, train
+from switchx.cli.main import main
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    """Models of the same form that compile and run in seconds."""
+    small = dataclasses.replace(
+        train.DENSE, d_model=8, d_ff=16, num_heads=1, d_head=8, num_encoder_layers=2,
+        num_decoder_layers=2, vocab_size=64,
+    )  # fmt: skip
+    monkeypatch.setattr(train, "DENSE", small)
+    monkeypatch.setattr(train, "BATCH", 2)
+    monkeypatch.setattr(train, "NUM_EXPERTS", (8, 64))
+    monkeypatch.setattr(torch_peer, "is_available", lambda: False)
+
+
+def test_train_prints_one_json_object(small_models, capsys):
+    assert main(["bench", "train", "--rounds=1", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    models = [row["model"] for row in printed["results"]]
+    assert models == ["dense", "switch 8", "switch 64"]
+    assert all(row["step_ms"] > 0 and row["peak_mib"] > 0 for row in printed["results"])
+    checks = {check["name"]: check["bound"] for check in printed["checks"]}
+    assert checks == {"switch8_vs_dense": ">=0.93", "switch64_vs_dense": ">=0.68"}
+
+
+def test_rounds_must_be_at_least_one(capsys):
+    assert main(["bench", "train", "--rounds=0"]) == 2
+    assert "--rounds=0; use at least 1" in capsys.readouterr().err
