@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from switchx.data.batches import Shard
+from switchx.data.data_dir import write_atomically
 from switchx.data.loader import TrainLoader, evaluation_batches
 from switchx.data.mixtures import as_mixture
 from switchx.data.saved_vocabulary import load_vocabulary
@@ -75,7 +76,8 @@ def train(
     """
     job.check_vocabulary()
     run.create()
-    with run.locked(), stop_signals() as stop:
+    is_first = jax.process_index() == 0  # of several processes, one holds the folder
+    with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
         program = TrainingProgram(job)
         with (
             program.scope(),
@@ -83,8 +85,8 @@ def train(
             contextlib.closing(_open_loader(job)) as loader,
         ):
             state = _start_or_resume(job, run, program, checkpointer, loader, reporter)
-            for path, text in (records or {}).items():
-                path.write_text(text, encoding="utf-8")
+            for path, text in (records or {}).items() if is_first else ():
+                write_atomically(path, text.encode())
             with _open_logs(run, int(state.step)) as logs:
                 loop = _Loop(job, run, program, checkpointer, loader, reporter, stop, *logs)
                 return loop.train(state)
@@ -242,6 +244,7 @@ class _Loop:
         self.interval = Interval(seconds)
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
+        self._account()  # the step still running belongs to the time of training
         self.watch.stop()
         metrics = evaluate_job(self.job, self.program, state.params)
         self.job.retention.score(metrics)  # raises at step 0 if there is no such metric
@@ -251,6 +254,7 @@ class _Loop:
         return metrics
 
     def _save(self, step: int, state: TrainState, evaluation: dict[str, Any] | None) -> None:
+        self._account()
         self.watch.stop()
         self.checkpointer.save(step, state, self.loader.state(), evaluation)
         self.watch.start()

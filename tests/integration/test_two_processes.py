@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes of four devices train one run: each reads its rows, one writes the folder."""
+
+import dataclasses
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.partitioning.mesh import MeshSpec
+from switchx.training.loop import train
+from switchx.training.restore import restore_params
+from switchx.training.run_folder import RunFolder
+from tests.processes import child_environment
+from tests.training.jobs import make_job
+
+JOB = make_job(mesh=MeshSpec(data=2, expert=4), train_steps=2)
+
+
+class Silent:
+    """A reporter that shows nothing."""
+
+    def begin(self, first_step, last_step): ...
+    def stepped(self, step): ...
+    def logged(self, step, metrics): ...
+    def evaluated(self, step, metrics): ...
+    def note(self, text): ...
+
+
+def main(port: str, index: str, folder: str, steps: str) -> None:
+    """One of the two processes."""
+    jax.distributed.initialize(f"localhost:{port}", 2, int(index))
+    outcome = train(
+        dataclasses.replace(JOB, train_steps=int(steps)), RunFolder(folder), Silent()
+    )
+    assert outcome.step == int(steps)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def train_in_two(folder: pathlib.Path, steps: int, environment: dict[str, str]) -> None:
+    port = free_port()
+    code = f"from {__name__} import main; import sys; main(*sys.argv[1:])"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(port), str(index), str(folder), str(steps)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def lines_of(run: RunFolder, log: str) -> dict[int, dict]:
+    """Lines of `metrics` or `validation` by step, each of which is there once."""
+    lines = [json.loads(line) for line in getattr(run, log).read_text().splitlines()]
+    by_step = {line["step"]: line for line in lines}
+    assert len(by_step) == len(lines)
+    return by_step
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_and_resume(tmp_path, session_cache):
+    environment = child_environment(session_cache, devices=4)
+    together, alone = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "alone")
+    train_in_two(together.root, 1, environment)
+    train_in_two(together.root, 2, environment)
+    train(JOB, alone, Silent())
+    names = {"loss", "grad_norm", "neg_log_perplexity", "target_tokens"}
+    for log in ("metrics", "validation"):
+        got, want = lines_of(together, log), lines_of(alone, log)
+        assert want and want.keys() <= got.keys()  # at its end the first half was evaluated
+        for step, line in want.items():
+            for name in names & line.keys():
+                assert got[step][name] == pytest.approx(line[name], rel=1e-4), name
+    want = tree.named_leaves(restore_params(alone.root))
+    for name, leaf in tree.named_leaves(restore_params(together.root)).items():
+        np.testing.assert_allclose(leaf, want[name], rtol=0, atol=1e-4, err_msg=name)
