@@ -9,6 +9,7 @@ back as a space.
 
 import dataclasses
 import io
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ _DOCUMENT_CHARACTERS = 8000
 _LINE_ENDS = re.compile(r"[\n\t]")
 _TOO_LARGE = re.compile(r"Vocabulary size too high .* value <= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars. \d+ vs (\d+)")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +69,17 @@ def train_sentencepiece(
         ValueError: inputs that are missing, unreadable or empty, a size that does not fit
             the text, a folder that cannot be written.
     """
+    if sample_characters < 1:
+        raise ValueError(
+            f"sample_characters={sample_characters}; use at least 1, usually "
+            f"{SAMPLE_CHARACTERS:,}"
+        )
     output = Path(output_dir).expanduser()
     try:
         output.mkdir(parents=True, exist_ok=True)
+        _log.info("reading the text")
         texts = sample_evenly(_texts_of(inputs), sample_characters)
+        _log.info("training %d pieces on %d characters", size, sum(map(len, texts)))
         model = train_model(texts, size)
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         write_atomically(output / VOCAB_FILE, _list_pieces(processor).encode())

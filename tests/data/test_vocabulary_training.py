@@ -99,6 +99,12 @@ def test_size_that_does_not_fit(size, message):
         train_model(TEXTS, size)
 
 
+def test_sample_of_nothing(tmp_path):
+    with refused("sample_characters=0; use at least 1, usually 1,500,000"):
+        train_sentencepiece(str(tmp_path), 300, str(tmp_path / "out"), sample_characters=0)
+    assert not (tmp_path / "out").exists()
+
+
 def test_largest_size_named_is_possible():
     with pytest.raises(ValueError) as error:
         train_model(TEXTS, 5000)
