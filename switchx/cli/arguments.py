@@ -2,8 +2,9 @@
 """Arguments that several commands share, spelt as T5X spells them."""
 
 import argparse
-import difflib
 import re
+
+from switchx.cli.close_match import close_match, did_you_mean
 
 GIN_PREFIX = "--gin."
 
@@ -31,7 +32,9 @@ class CommandParser(argparse.ArgumentParser):
         """Raises UsageError with one paragraph: what is wrong, and what was meant."""
         if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             name, choices = choice[1], re.findall(r"[\w.-]+", choice[2])
-            message = f"there is no {name!r}{_close(name, choices)}; use {', '.join(choices)}"
+            message = (
+                f"there is no {name!r}{did_you_mean(name, choices)}; use {', '.join(choices)}"
+            )
         message = message.replace("the following arguments are required", "give")
         raise UsageError(self.prog, f"{message} (`{self.prog} --help` explains)")
 
@@ -41,7 +44,12 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unexpected {argument!r}; options are written --NAME=VALUE")
         options = [name for action in self._actions for name in action.option_strings]
         name = argument.partition("=")[0]
-        self.error(f"unknown option {name}{_close(name.replace('-', '_'), options)}")
+        # Dashes apart, which would make all options alike.
+        stems = {option.lstrip("-").replace("_", "-"): option for option in options}
+        close = close_match(name.lstrip("-").replace("_", "-"), stems)
+        self.error(
+            f"unknown option {name}" + (f" (did you mean {stems[close]}?)" if close else "")
+        )
 
 
 def add_command(commands, name: str, run, help_text: str, description: str) -> CommandParser:
@@ -134,10 +142,3 @@ def _not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it is empty; is a shell variable not set?")
     return text
-
-
-def _close(name: str, known: list[str]) -> str:
-    # `--` would make all options alike.
-    stems = {each.lstrip("-"): each for each in known}
-    close = difflib.get_close_matches(name.lstrip("-_"), stems, n=1)
-    return f", did you mean {stems[close[0]]}?" if close else ""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where gin files are: as named, in folders to search, and the shipped `configs/`."""
 
-import difflib
 import pathlib
 from collections.abc import Iterable
+
+from switchx.cli.close_match import close_match
 
 
 def configs_dir() -> pathlib.Path:
@@ -69,5 +70,5 @@ def close_file(name: str, roots: Iterable[pathlib.Path]) -> str:
             known.setdefault(path.stem, str(path))
     for path in sorted(configs_dir().rglob("*.gin")):
         known.setdefault(path.stem, path.relative_to(ours).as_posix())
-    close = difflib.get_close_matches(pathlib.Path(name).stem, known, n=1)
-    return f"did you mean {known[close[0]]}?" if close else "runs to start from: configs/runs"
+    close = close_match(pathlib.Path(name).stem, known)
+    return f"did you mean {known[close]}?" if close else "runs to start from: configs/runs"

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 
 import gin
 
+from switchx.cli.close_match import did_you_mean
 from switchx.cli.config_files import config_roots, missing_file
-from switchx.cli.gin_errors import close, explain, place_of
+from switchx.cli.gin_errors import explain, place_of
 from switchx.cli.operative_config import without_scopes
 
 _NAME = re.compile(r"(?:\w+/)*[A-Za-z_]\w*(?:\.\w+)*")
@@ -118,7 +119,8 @@ def require_effect(macro: str, bindings: Sequence[str]) -> None:
             if name not in macros | {macro}:
                 raise ConfigurationError(
                     f"--gin.{name} has no effect: nothing in this configuration reads {name}"
-                    f"{close(name, macros)}; leave it out, or add the gin file that reads it"
+                    f"{did_you_mean(name, macros)}; leave it out, or add the gin file that "
+                    "reads it"
                 )
             continue
         key = gin.config.ParsedBindingKey.parse(name)
@@ -128,7 +130,7 @@ def require_effect(macro: str, bindings: Sequence[str]) -> None:
                 f"{key.given_selector}; leave it out, or add the gin file that does"
             )
     for name in set(macro_names()) - macros - {macro}:
-        if meant := close(name, macros, cutoff=_MISSPELT):
+        if meant := did_you_mean(name, macros, cutoff=_MISSPELT):
             raise ConfigurationError(
                 f"a gin file sets {name}, which nothing reads{meant}; rename it, or take it out"
             )
@@ -239,14 +241,14 @@ def _check_binding(binding: str) -> None:
     if not _NAME.fullmatch(name):
         raise ConfigurationError(
             f"--gin.{binding}: {name!r} is no name of a macro or a parameter"
-            f"{close(name, macro_names())}; write --gin.MACRO=VALUE or "
+            f"{did_you_mean(name, macro_names())}; write --gin.MACRO=VALUE or "
             "--gin.CLASS.PARAMETER=VALUE"
         )
     if "." not in name:
         if name not in macro_names():
             raise ConfigurationError(
                 f"--gin.{name}: no gin file defines a macro {name}"
-                f"{close(name, macro_names())}; there are {', '.join(macro_names())}"
+                f"{did_you_mean(name, macro_names())}; there are {', '.join(macro_names())}"
             )
         return
     scopes = _scopes_of(name)

@@ -1,29 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What gin says of a configuration, as one sentence for the person who wrote it."""
 
-import difflib
 import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable
 
 import gin
 
+from switchx.cli.close_match import did_you_mean
 from switchx.cli.config_files import close_file, config_roots
 
 _PLACE = re.compile(r'In file "([^"]+)", line (\d+)')
 _TOKEN_ERROR = re.compile(r"\('([^']+)', \((\d+), \d+\)\)")
-
-
-def close(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """` (did you mean X?)` where one of `known` is nearly called `name`, otherwise nothing.
-
-    Args:
-        cutoff: likeness from which on, 0 to 1.
-    """
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
-    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def place_of(error: Exception, reading: str | None) -> str:
@@ -72,7 +61,7 @@ def _no_parameter(selector: str, parameter: str) -> str:
         name for each in matches[:1] for name in inspect.signature(each.wrapped).parameters
     ]
     return (
-        f"{selector} has no parameter {parameter!r}{close(parameter, known)}; it has "
+        f"{selector} has no parameter {parameter!r}{did_you_mean(parameter, known)}; it has "
         f"{', '.join(known) or 'none'}"
     )
 
@@ -81,26 +70,26 @@ def _no_configurable(selector: str) -> str:
     known = {name.rpartition(".")[2] for name, _ in gin.config._REGISTRY.items()}
     stem = selector.rpartition(".")[2]
     return (
-        f"there is no {selector!r}{close(stem, known)}; a gin file has to import the module "
-        "that it is in"
+        f"there is no {selector!r}{did_you_mean(stem, known)}; a gin file has to import the "
+        "module that it is in"
     )
 
 
 def _no_attribute(module: str, name: str) -> str:
     known = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
-    return f"{module} has no {name!r}{close(name, known)}"
+    return f"{module} has no {name!r}{did_you_mean(name, known)}"
 
 
 def _no_module(name: str) -> str:
     parent, _, stem = name.rpartition(".")
     folders = getattr(sys.modules.get(parent), "__path__", [])
     known = [module.name for module in pkgutil.iter_modules(folders)]
-    return f"there is no module {name!r}{close(stem, known)}"
+    return f"there is no module {name!r}{did_you_mean(stem, known)}"
 
 
 def _no_macro(name: str) -> str:
     known = [scope for scope, selector in gin.config._CONFIG if selector == "gin.macro"]
-    return f"nothing defines the macro %{name}{close(name, known)}"
+    return f"nothing defines the macro %{name}{did_you_mean(name, known)}"
 
 
 def _no_file(name: str) -> str:
@@ -112,6 +101,7 @@ _SAYINGS = (
     (r"Configurable '([\w.]+)' doesn't have a parameter named '(\w+)'", _no_parameter),
     (r"No configurable matching '([\w.]+)'", _no_configurable),
     (r"No configurable matching reference '@(?:\w+/)*([\w.]+)", _no_configurable),
+    (r"'([\w.]+)' was not provided by an import statement", _no_configurable),
     (r"<module '([\w.]+)' .*> has no attribute (\w+)", _no_attribute),
     (r"No module named '([\w.]+)'", _no_module),
     (r"No bindings specified for '(\w+)/gin.macro'", _no_macro),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load per expert and Switch layer, as a table for a person."""
 
+from rich.console import Group
 from rich.table import Table
 
 from switchx.models.config import ModelConfig
@@ -9,16 +10,14 @@ from switchx.models.config import ModelConfig
 MAX_COLUMNS = 16
 
 
-def load_table(model: ModelConfig, load: list[list[float]]) -> Table:
+def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
     """A row a Switch layer, named by its stack and block.
 
     Args:
         load: share of the layer's tokens by expert; layers of the encoder first.
     """
     num_experts = model.switch.num_experts
-    table = Table(
-        title="load per expert (1.00 is an even share)", title_justify="left", box=None
-    )
+    table = Table(box=None, pad_edge=False)
     is_short = num_experts <= MAX_COLUMNS
     table.add_column("layer")
     for column in map(str, range(num_experts)) if is_short else ("least", "median", "most"):
@@ -29,7 +28,8 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Table:
         if is_short:
             shown = [share * num_experts for share in shares]
         table.add_row(name, *(f"{value:.2f}" for value in shown))
-    return table
+    # Not the table's title, which would be broken to the table's width.
+    return Group("load per expert (1.00 is an even share)", table)
 
 
 def sparse_layer_names(model: ModelConfig) -> list[str]:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines without a terminal; the bar with one, step, loss, tokens per second, time left."""
+
+import io
+import logging
+import re
+
+import pytest
+from rich.console import Console
+
+from switchx.cli.progress import TerminalReporter
+
+METRICS = {
+    "loss": 2.34567,
+    "tokens_per_s": 12345.6,
+    "accuracy": 0.25,
+    "dropped_fraction": 0.125,
+}
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def reporter_on(clock, *, is_terminal: bool) -> tuple[TerminalReporter, io.StringIO]:
+    out = io.StringIO()
+    console = Console(
+        file=out, force_terminal=is_terminal, width=100, color_system=None, highlight=False,
+        legacy_windows=False, _environ={"TERM": "xterm"},
+    )  # fmt: skip
+    return TerminalReporter(console, clock), out
+
+
+def test_lines_have_the_seconds_since_the_start(clock):
+    reporter, out = reporter_on(clock, is_terminal=False)
+    with reporter:
+        reporter.note("loading")
+        clock.now += 12.34
+        reporter.begin(0, 40)
+        reporter.stepped(20)
+        reporter.logged(20, METRICS)
+        reporter.logged(21, {"loss": float("nan"), "tokens_per_s": 3.0, "skipped_steps": 2})
+        reporter.evaluated(20, {"neg_log_perplexity": -1.5, "accuracy": 0.5})
+    assert out.getvalue() == (
+        "    0.0s  loading\n"
+        "   12.3s  step     20  loss 2.3457  accuracy 0.250  dropped 12.5%  12,346 tokens/s\n"
+        "   12.3s  step     21  loss nan  skipped 2  3 tokens/s\n"
+        "   12.3s  step     20  validation: negative log perplexity -1.5000  accuracy 0.500\n"
+    )
+
+
+def test_lines_are_neither_broken_nor_read_as_markup(clock):
+    reporter, out = reporter_on(clock, is_terminal=False)
+    text = "expected float32[8] under [model], [/bold] " + "long " * 40 + "end"
+    with reporter:
+        reporter.note(text)
+    assert out.getvalue() == f"    0.0s  {text}\n"
+
+
+def test_log_records_become_lines(clock):
+    reporter, out = reporter_on(clock, is_terminal=False)
+    with reporter:
+        logging.getLogger("switchx.data").info("preparing text")
+        logging.getLogger("absl").warning("a library warns")
+    assert out.getvalue() == ("    0.0s  preparing text\n    0.0s  warning: a library warns\n")
+
+
+def last_bar(out: io.StringIO) -> str:
+    """The last line with the time elapsed, a text, and so on."""
+    lines = out.getvalue().replace("\r", "\n").splitlines()
+    return [line for line in lines if re.search(r"\d:\d\d:\d\d \w", line)][-1]
+
+
+def test_bar_shows_step_loss_rate_and_time_left(clock):
+    reporter, out = reporter_on(clock, is_terminal=True)
+    with reporter:
+        reporter.begin(0, 40)
+        reporter._progress.refresh()
+        assert "compiling" in last_bar(out)
+        clock.now += 50  # compiles
+        reporter.stepped(1)
+        reporter._progress.refresh()
+        assert "left" not in last_bar(out)
+        clock.now += 4
+        reporter.stepped(5)
+        reporter.logged(5, METRICS)
+        reporter._progress.refresh()
+        bar = last_bar(out)
+        assert "step 5/40" in bar
+        assert bar.rstrip().endswith("loss 2.346  12,346 tokens/s 0:00:35 left")
+        assert len(bar) <= 110  # the width, and what moves the cursor
+
+
+def test_time_left_of_a_resumed_run_counts_its_own_steps(clock):
+    reporter, _ = reporter_on(clock, is_terminal=True)
+    reporter.begin(1000, 3000)
+    for step in (1001, 1002, 1003):
+        reporter.stepped(step)
+        clock.now += 10
+    reporter.stepped(1004)
+    task = reporter._progress.tasks[0]
+    assert task.fields["time_left"] == "5:32:40 left"  # 1996 steps of 10 s
+    assert (task.completed, task.total) == (1004, 3000)
+
+
+def test_bar_goes_when_nothing_was_trained(clock):
+    reporter, out = reporter_on(clock, is_terminal=True)
+    with reporter:
+        reporter._progress.refresh()
+        assert "starting" in last_bar(out)
+        reporter.note("evaluating")
+        before = len(out.getvalue())
+    assert "━" not in out.getvalue()[before:]
+
+
+def test_bar_stays_after_training(clock):
+    reporter, out = reporter_on(clock, is_terminal=True)
+    with reporter:
+        reporter.begin(0, 2)
+        reporter.stepped(2)
+        before = len(out.getvalue())
+    assert "step 2/2" in out.getvalue()[before:]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx vocab`: trains, says what it made, and refuses what cannot be made."""
+
+import pathlib
+
+import pytest
+
+from switchx.cli import vocab
+from switchx.cli.main import main
+from switchx.data.tokenizers import SentencePieceVocabulary
+from switchx.data.vocabulary_training import SAMPLE_CHARACTERS
+from tests.integration.runs import write_corpus
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch) -> pathlib.Path:
+    monkeypatch.chdir(tmp_path)
+    return write_corpus(tmp_path)
+
+
+def test_vocabulary_is_written_and_summed_up(corpus, capsys):
+    second = pathlib.Path("more.txt")
+    second.write_text("further words\n\nof another file")
+    arguments = ["vocab", f"--input={corpus},{second}", "--size=300", "--output=mine/vocab"]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("mine/vocab/vocabulary.model: 300 pieces, trained on ")
+    assert "characters per token" in captured.out
+    vocabulary = SentencePieceVocabulary("mine/vocab/vocabulary.model")
+    assert vocabulary.size == 400
+    assert vocabulary.decode(vocabulary.encode("expert token")) == "expert token"
+
+
+def test_default_sample_is_that_of_training():
+    assert vocab.SAMPLE_CHARACTERS == SAMPLE_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--input=none.txt", "--size=300"], "none.txt does not exist"),
+        (["--input=empty", "--size=300"], "holds no text"),
+        (["--input=,", "--size=300"], "no text files are named"),
+        (["--input=corpus.txt", "--size=100000"], "use at most"),
+        (["--input=corpus.txt", "--size=20"], "use more than"),
+        (["--input=corpus.txt", "--size=0"], "use some thousands, and text to match"),
+        (["--input=corpus.txt", "--size=many"], "argument --size: invalid int value: 'many'"),
+        (["--input=corpus.txt", "--size=300", "--sample_characters=0"], "sample_characters=0"),
+        (["--input=latin.txt", "--size=300"], "is not UTF-8"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(corpus, capsys, options, said):
+    pathlib.Path("empty").mkdir()
+    pathlib.Path("latin.txt").write_bytes("über".encode("latin-1"))
+    assert main(["vocab", *options, "--output=mine"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+    assert not list(pathlib.Path("mine").glob("*"))
+
+
+def test_output_that_cannot_be_written_is_refused(corpus, capsys):
+    pathlib.Path("file").write_text("")
+    assert main(["vocab", f"--input={corpus}", "--size=300", "--output=file"]) == 2
+    assert "cannot be written to file" in capsys.readouterr().err
+    assert pathlib.Path("file").read_text() == ""
