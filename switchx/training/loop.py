@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,9 @@ from switchx.training.run_folder import RunFolder
 from switchx.training.skipped_batches import SkippedBatches
 from switchx.training.state import TrainState
 from switchx.training.stop_signals import stop_signals
+from switchx.tree import Tree
+
+logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
@@ -78,18 +82,23 @@ def train(
     run.create()
     is_first = jax.process_index() == 0  # of several processes, one holds the folder
     with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
+        _check_folder(run, job)  # before anything in it is touched
         program = TrainingProgram(job)
-        with (
-            program.scope(),
-            Checkpointer(run, job.retention) as checkpointer,
-            contextlib.closing(_open_loader(job)) as loader,
-        ):
-            state = _start_or_resume(job, run, program, checkpointer, loader, reporter)
-            for path, text in (records or {}).items() if is_first else ():
-                write_atomically(path, text.encode())
-            with _open_logs(run, int(state.step)) as logs:
-                loop = _Loop(job, run, program, checkpointer, loader, reporter, stop, *logs)
-                return loop.train(state)
+        with program.scope(), Checkpointer(run, job.retention) as checkpointer:
+            step = checkpointer.latest_complete_step()
+            params = _initial_params(job, program, reporter) if step is None else None
+            logger.info("opening the data")
+            with contextlib.closing(_open_loader(job)) as loader:
+                if step is None:
+                    state = _start(job, run, program, params)
+                else:
+                    state = _resume(run, program, checkpointer, loader, step)
+                    reporter.note(f"resumed from step {step} in {run.checkpoints / str(step)}")
+                for path, text in (records or {}).items() if is_first else ():
+                    write_atomically(path, text.encode())
+                with _open_logs(run, int(state.step)) as logs:
+                    loop = _Loop(job, run, program, checkpointer, loader, reporter, stop, *logs)
+                    return loop.train(state)
 
 
 def _open_loader(job: TrainingJob) -> TrainLoader:
@@ -103,31 +112,42 @@ def _open_loader(job: TrainingJob) -> TrainLoader:
     )
 
 
-def _start_or_resume(job, run, program, checkpointer, loader, reporter) -> TrainState:
-    """The state to go on from: the newest complete checkpoint's, or a fresh one."""
-    if run.config.exists():
-        check_same_run(run, job)
-    elif any(run.checkpoints.glob("[0-9]*")):
+def _check_folder(run: RunFolder, job: TrainingJob) -> None:
+    """Checks that what is saved in the folder is this job's, if anything is."""
+    if not (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
+        return  # nothing is lost: an attempt that ended before it saved may be set right
+    if not run.config.exists():
         raise ValueError(
             f"model_dir={str(run.path)!r} has checkpoints but no config.json; restore it, or "
             "give another model_dir"
         )
-    step = checkpointer.latest_complete_step()
-    if step is not None:
-        state, data_state = checkpointer.restore(program.restore_target(), step)
-        loader.restore(data_state)
-        reporter.note(f"resumed from step {step} in {run.checkpoints / str(step)}")
-        return state
-    params = None
-    if job.init_from is not None:
-        source = RunFolder(job.init_from)
-        _check_init_vocabulary(job, source)
-        target = program.restore_target().params
-        params, text = restore_by_name(target, restore_params(source.root))
-        reporter.note(f"{text} from {source.root}; optimizer and step are fresh")
+    check_same_run(run, job)
+
+
+def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tree | None:
+    """The parameters of the run that a new one starts from, None to draw them."""
+    if job.init_from is None:
+        return None
+    source = RunFolder(job.init_from)
+    _check_init_vocabulary(job, source)
+    target = program.restore_target().params
+    params, text = restore_by_name(target, restore_params(source.root))
+    reporter.note(f"{text} from {source.root}; optimizer and step are fresh")
+    return params
+
+
+def _start(job, run, program, params) -> TrainState:
     if jax.process_index() == 0:
         write_run_config(run, job)
+    logger.info("drawing the parameters" if params is None else "beginning the optimizer")
     return program.init_state(params)
+
+
+def _resume(run, program, checkpointer, loader, step) -> TrainState:
+    logger.info("reading %s", run.checkpoints / str(step))
+    state, data_state = checkpointer.restore(program.restore_target(), step)
+    loader.restore(data_state)
+    return state
 
 
 def _check_init_vocabulary(job: TrainingJob, source: RunFolder) -> None:
@@ -183,7 +203,10 @@ class _Loop:
         self.num_updates = step - int(state.skipped)
         self.reporter.begin(step, job.train_steps)
         if step == 0 and job.train_steps > 0:
+            logger.info("compiling and evaluating, before the first step")
             self._evaluate(step, state)
+        if step < job.train_steps:
+            logger.info("compiling the training step")
         saved = step if step in self.checkpointer.steps else None
         self.watch.start()
         while step < job.train_steps and not self.stop.is_set():
@@ -207,6 +230,8 @@ class _Loop:
             self.checkpointer.check()
             self._stop_if_hopeless(step, state, saved)
         self._account()
+        if self.stop.is_set():
+            logger.info("stopping as asked after step %d", step)
         if saved != step and step > 0:
             self._save(step, state, None)
         self.checkpointer.wait()
@@ -256,6 +281,7 @@ class _Loop:
     def _save(self, step: int, state: TrainState, evaluation: dict[str, Any] | None) -> None:
         self._account()
         self.watch.stop()
+        logger.info("saving step %d", step)
         self.checkpointer.save(step, state, self.loader.state(), evaluation)
         self.watch.start()
 

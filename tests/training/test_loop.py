@@ -259,6 +259,20 @@ def test_checkpoints_without_a_configuration_are_refused(tmp_path):
         train(tiny_job(), run, Events())
 
 
+def test_an_attempt_that_saved_nothing_may_be_set_right(tmp_path):
+    run = RunFolder(tmp_path)
+
+    def end(step):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train(tiny_job(batch_size=16), run, Events(end))
+    assert run.config.exists()
+    train(tiny_job(train_steps=1), run, Events())
+    assert json.loads(run.config.read_text())["batch_size"] == 8
+    assert steps_in(run.validation) == [0, 1]
+
+
 def test_training_begins_with_the_parameters_of_another_run(finished, tmp_path):
     source, run, events = finished[0], RunFolder(tmp_path), Events()
     train(tiny_job(init_from=str(source.path), train_steps=1), run, events)
