@@ -61,7 +61,9 @@ def train_all(output: pathlib.Path, seeds: int, steps: int) -> dict[str, list[di
         for num_experts in EXPERTS:
             name = name_of(num_experts)
             run = RunFolder(output / f"{name.replace(' ', '_')}_seed{seed}")
-            train(build_job(num_experts, seed, steps), run, Lines(f"{name}, seed {seed}"))
+            job = build_job(num_experts, seed, steps)
+            if not train(job, run, Lines(f"{name}, seed {seed}")).is_finished:
+                raise SystemExit(f"stopped; the same command resumes {name}, seed {seed}")
             lines = map(json.loads, run.validation.read_text().splitlines())
             curves[name].append({line["step"]: line["neg_log_perplexity"] for line in lines})
     return curves

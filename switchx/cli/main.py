@@ -32,7 +32,11 @@ input (nothing was changed), 130 interrupted.
 
 # glibc backs its heap with huge pages; a training step on CPU gets 20 to 25% faster. It is
 # read before main() starts, so the process starts itself again with it set.
-MALLOC_TUNING = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+MALLOC_TUNING = (
+    "GLIBC_TUNABLES",
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000:"
+    "glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1",
+)
 
 OURS = ("switchx", "pallas_kernels")
 

@@ -93,17 +93,12 @@ class Attention(nnx.Module):
         # Without 1/sqrt(K) in the scores, the queries start that much smaller.
         query_scale = config.init_scale / (1 if config.scale_attention else K)
 
-        def matrix(key, shape, fan_in, scale=config.init_scale):
-            return nnx.Param(
-                initializers.truncated_normal(
-                    key, shape, fan_in=fan_in, scale=scale, dtype=config.precision.params
-                )
-            )
-
-        self.w_query_DHK = matrix(keys[0], (D, H, K), D, query_scale)
-        self.w_key_DHK = matrix(keys[1], (D, H, K), D)
-        self.w_value_DHK = matrix(keys[2], (D, H, K), D)
-        self.w_out_HKD = matrix(keys[3], (H, K, D), H * K)
+        self.w_query_DHK = initializers.weight(
+            config, keys[0], (D, H, K), fan_in=D, scale=query_scale
+        )
+        self.w_key_DHK = initializers.weight(config, keys[1], (D, H, K), fan_in=D)
+        self.w_value_DHK = initializers.weight(config, keys[2], (D, H, K), fan_in=D)
+        self.w_out_HKD = initializers.weight(config, keys[3], (H, K, D), fan_in=H * K)
         if config.use_bias:
             for name in ("query", "key", "value"):
                 bias_HK = jnp.zeros((H, K), config.precision.params)

@@ -28,11 +28,7 @@ class Embedding(nnx.Module):
             shape = (config.max_length, D)
             self.positions_LD = nnx.Param(jax.random.normal(key_positions, shape, dtype) * 0.02)
         if not config.tie_embeddings:
-            self.w_logits_DV = nnx.Param(
-                initializers.truncated_normal(
-                    key_logits, (D, V), fan_in=D, scale=config.init_scale, dtype=dtype
-                )
-            )
+            self.w_logits_DV = initializers.weight(config, key_logits, (D, V), fan_in=D)
 
     def embed(self, tokens_BL, positions_BL):
         """Rows of the table `[B, L, D]` in the compute dtype, plus learned positions."""

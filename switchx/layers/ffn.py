@@ -36,15 +36,7 @@ class DenseFFN(nnx.Module):
         D, F = config.d_model, config.d_ff
 
         def matrix(key, shape):
-            return nnx.Param(
-                initializers.truncated_normal(
-                    key,
-                    shape,
-                    fan_in=shape[0],
-                    scale=config.init_scale,
-                    dtype=config.precision.params,
-                )
-            )
+            return initializers.weight(config, key, shape, fan_in=shape[0])
 
         self.w_in_DF = matrix(key_in, (D, F))
         if config.is_gated:

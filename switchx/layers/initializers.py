@@ -10,12 +10,26 @@ whatever E is.
 import math
 
 import jax
+from flax import nnx
 
 # Standard deviation of a standard normal truncated to [-2, 2].
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 
-def truncated_normal(key, shape, *, fan_in: int, scale: float, dtype) -> jax.Array:
+def truncated_normal(key, shape, *, fan_in: float, scale: float, dtype) -> jax.Array:
     """Truncated normal at two standard deviations, standard deviation sqrt(scale/fan_in)."""
     stddev = math.sqrt(scale / fan_in) / _TRUNCATED_STDDEV
     return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * stddev
+
+
+def weight(config, key, shape, *, fan_in: float, scale: float | None = None) -> nnx.Param:
+    """A weight of a model, at its `init_scale` unless `scale` is given."""
+    return nnx.Param(
+        truncated_normal(
+            key,
+            shape,
+            fan_in=fan_in,
+            scale=config.init_scale if scale is None else scale,
+            dtype=config.precision.params,
+        )
+    )

@@ -57,14 +57,9 @@ class RelativeBias(nnx.Module):
         self.is_bidirectional = is_bidirectional
         self.max_distance = config.relative_max_distance
         buckets, heads = config.relative_buckets, config.num_heads
-        self.bias_UH = nnx.Param(
-            initializers.truncated_normal(
-                key,
-                (buckets, heads),
-                fan_in=(buckets + heads) / 2,
-                scale=config.init_scale,
-                dtype=config.precision.params,
-            )
+        # Fan average, as T5's variance scaling of this table.
+        self.bias_UH = initializers.weight(
+            config, key, (buckets, heads), fan_in=(buckets + heads) / 2
         )
 
     def __call__(self, num_queries: int, num_keys: int):

@@ -23,15 +23,7 @@ class Experts(nnx.Module):
         E, D, F = config.switch.num_experts, config.d_model, config.switch.d_ff or config.d_ff
 
         def matrices(key, shape):
-            return nnx.Param(
-                initializers.truncated_normal(
-                    key,
-                    shape,
-                    fan_in=shape[1],
-                    scale=config.init_scale,
-                    dtype=config.precision.params,
-                )
-            )
+            return initializers.weight(config, key, shape, fan_in=shape[1])
 
         self.w_in_EDF = matrices(key_in, (E, D, F))
         if config.is_gated:

@@ -28,14 +28,8 @@ class SwitchFFN(nnx.Module):
         self.config = config
         key_router, key_experts = jax.random.split(key)
         D, E = config.d_model, config.switch.num_experts
-        self.w_router_DE = nnx.Param(
-            initializers.truncated_normal(
-                key_router,
-                (D, E),
-                fan_in=D,
-                scale=config.switch.router_init_scale,
-                dtype=config.precision.params,
-            )
+        self.w_router_DE = initializers.weight(
+            config, key_router, (D, E), fan_in=D, scale=config.switch.router_init_scale
         )
         self.experts = Experts(config, key=key_experts)
 

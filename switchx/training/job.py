@@ -82,6 +82,8 @@ class TrainingJob:
         for name in ("train_steps", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed}; use one below 2**32")
         if self.eval_batches is not None and self.eval_batches < 1:
             raise ValueError(
                 f"eval_batches={self.eval_batches}; use at least 1, or None for the whole split"

@@ -14,9 +14,11 @@ import numpy as np
 
 from switchx.data.batches import Shard
 from switchx.data.data_dir import write_atomically
+from switchx.data.features import Batch
 from switchx.data.loader import TrainLoader, evaluation_batches
 from switchx.data.mixtures import as_mixture
 from switchx.data.saved_vocabulary import load_vocabulary
+from switchx.data.tasks import Task
 from switchx.planner.model_cost import train_flops
 from switchx.training.checkpoints import Checkpointer
 from switchx.training.evaluate import evaluate
@@ -89,6 +91,8 @@ def train(
             params = _initial_params(job, program, reporter) if step is None else None
             logger.info("opening the data")
             with contextlib.closing(_open_loader(job)) as loader:
+                for task in as_mixture(job.source).tasks:
+                    _evaluation_batches(job, task)  # refuses now what is read much later
                 if step is None:
                     state = _start(job, run, program, params)
                 else:
@@ -131,7 +135,8 @@ def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tre
     source = RunFolder(job.init_from)
     _check_init_vocabulary(job, source)
     target = program.restore_target().params
-    params, text = restore_by_name(target, restore_params(source.root))
+    name = f"init_from={job.init_from!r}"
+    params, text = restore_by_name(target, restore_params(source.root), name)
     reporter.note(f"{text} from {source.root}; optimizer and step are fresh")
     return params
 
@@ -301,13 +306,9 @@ class _Loop:
 def evaluate_job(job: TrainingJob, program: TrainingProgram, params) -> dict[str, Any]:
     """Validation metrics: of all tasks together, and under `tasks` of each if several."""
     tasks = as_mixture(job.source).tasks
-    shard = Shard(jax.process_index(), jax.process_count())
 
     def batches(task) -> Iterator[dict]:
-        for batch in evaluation_batches(
-            task, job.batches, data_dir=job.data_dir, shard=shard, num_batches=job.eval_batches
-        ):
-            yield program.place(batch)
+        return map(program.place, _evaluation_batches(job, task))
 
     per_task = {task.name: evaluate(program.eval_step, params, batches(task)) for task in tasks}
     if len(tasks) == 1:
@@ -318,3 +319,10 @@ def evaluate_job(job: TrainingJob, program: TrainingProgram, params) -> dict[str
         for name in ("neg_log_perplexity", "cross_entropy", "accuracy")
     }
     return overall | {"target_tokens": tokens, "tasks": per_task}
+
+
+def _evaluation_batches(job: TrainingJob, task: Task) -> Iterator[Batch]:
+    shard = Shard(jax.process_index(), jax.process_count())
+    return evaluation_batches(
+        task, job.batches, data_dir=job.data_dir, shard=shard, num_batches=job.eval_batches
+    )

@@ -59,12 +59,12 @@ class TrainingProgram:
         self.shardings = state_shardings(job.mesh.rules, self.mesh, self.abstract_state)
         rows_sharding = PartitionSpec(("data", "expert"))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
-        # Measured on CPU, where memory traffic is what many experts cost.
-        is_one_cpu = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
-        step = dataclasses.replace(
-            job.step,
-            factor_expert_gradients=is_one_cpu and job.step.num_microbatches == 1,
-        )
+        step = job.step
+        if step.factor_expert_gradients is None:
+            # Measured on CPU, where memory traffic is what many experts cost.
+            is_one_cpu = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+            pays = is_one_cpu and step.num_microbatches == 1
+            step = dataclasses.replace(step, factor_expert_gradients=pays)
         self.train_step = jax.jit(
             functools.partial(train_step, job.model, job.loss, step, self.optimizer),
             in_shardings=(self.shardings, self.batch_sharding),

@@ -111,12 +111,15 @@ def restore_params(
     return read_items(path, {"params": target})["params"]
 
 
-def restore_by_name(target: Tree, source: Tree) -> tuple[Tree, str]:
+def restore_by_name(
+    target: Tree, source: Tree, name: str = "the source of the parameters"
+) -> tuple[Tree, str]:
     """Fills `target` with the arrays of `source` that have the same names.
 
     Args:
         target: parameters, or ShapeDtypeStructs of them; their shardings are kept.
         source: NumPy or JAX arrays, e.g. of `restore_params`; they are copied.
+        name: of the source, for messages.
 
     Returns:
         The parameters, and one sentence for the log.
@@ -125,9 +128,11 @@ def restore_by_name(target: Tree, source: Tree) -> tuple[Tree, str]:
         ValueError: arrays are missing, extra, or of another shape or dtype; lists all.
     """
     arrays = named_leaves(source)
-    require_same_leaves(named_leaves(target), arrays, "the source of the parameters")
+    require_same_leaves(named_leaves(target), arrays, name)
     params = map_named(
-        lambda name, leaf: jax.device_put(jnp.array(arrays[name]), abstract(leaf).sharding),
+        lambda leaf_name, leaf: jax.device_put(
+            jnp.array(arrays[leaf_name]), abstract(leaf).sharding
+        ),
         target,
     )
     num = len(arrays)

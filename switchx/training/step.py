@@ -37,7 +37,7 @@ class StepConfig:
 
     num_microbatches: int = 1
     clip_norm: float | None = None
-    factor_expert_gradients: bool = False
+    factor_expert_gradients: bool | None = None
 
     def __post_init__(self):
         if self.num_microbatches < 1:

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.processes import child_environment
 from tests.integration.runs import arguments, write_corpus
+from tests.processes import child_environment
 
 
 @dataclasses.dataclass(frozen=True)
