@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder-decoder against float64 NumPy: logits, statistics, gradients, and its halves."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.encoder_decoder import EncoderDecoder
+from switchx.models.params import abstract_params, bind
+from tests.layers.weights import numbers_like
+from tests.models import oracle
+from tests.models.batches import make_batch
+
+V = 17
+SWITCH = SwitchConfig(
+    3, every=2, capacity_factor=0.8, eval_capacity_factor=8.0, min_capacity=1, jitter=0.0
+)
+SPARSE = ModelConfig("encoder_decoder", V, 8, 12, 2, 4, 2, 2, activation="relu", switch=SWITCH)
+UNTIED = dataclasses.replace(SPARSE, activation="geglu", switch=None, tie_embeddings=False)
+CASES = {"switch": SPARSE, "untied": UNTIED}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_equal_float64(name):
+    config, batch = CASES[name], make_batch(V, is_encoder_decoder=True)
+    params = numbers_like(abstract_params(config), scale=0.4)
+    is_token_BL = batch["decoder_segment_ids"] > 0
+    shape = (*is_token_BL.shape, V)
+    target_BLV = np.random.default_rng(1).normal(size=shape) * is_token_BL[..., None]
+
+    def loss(params):
+        model = bind(config, params)
+        assert isinstance(model, EncoderDecoder)
+        logits_BLV, stats = model(batch, is_training=True)
+        balance = 0.0 if stats is None else jnp.sum(stats.balance_loss * np.array([3.0, 5.0]))
+        return jnp.sum(logits_BLV * target_BLV) + balance, (logits_BLV, stats)
+
+    grads, (logits_BLV, stats) = jax.jit(jax.grad(loss, has_aux=True))(params)
+    want_BLV, losses = oracle.model(config, params, batch, is_training=True)
+    np.testing.assert_allclose(
+        logits_BLV[is_token_BL], want_BLV[is_token_BL], rtol=1e-4, atol=1e-4
+    )
+    if config.switch:
+        # The encoder's statistics come first; both stacks dropped something.
+        np.testing.assert_allclose(stats.balance_loss, losses, rtol=1e-5)
+        tokens = [(batch["encoder_segment_ids"] > 0).sum(), is_token_BL.sum()]
+        assert stats.tokens.tolist() == tokens
+        assert tokens[0] != tokens[1]
+        assert np.all(stats.dropped > 0)
+    else:
+        assert stats is None
+
+    rng = np.random.default_rng(2)
+    direction = jax.tree.map(lambda a: rng.normal(size=a.shape), params)
+
+    def moved(step):
+        changed = jax.tree.map(lambda a, d: a + step * d, params, direction)
+        logits_BLV, losses = oracle.model(config, changed, batch, is_training=True)
+        return np.sum(logits_BLV * target_BLV) + np.dot(losses, [3.0, 5.0][: len(losses)])
+
+    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+    dot = sum(map(np.vdot, jax.tree.leaves(grads), jax.tree.leaves(direction)))
+    np.testing.assert_allclose(dot, slope, rtol=1e-3)
+
+
+def test_the_halves_are_the_whole_and_evaluation_has_its_own_capacity():
+    """What decoding needs: `encode` once, `decode` with its output."""
+    batch = make_batch(V, is_encoder_decoder=True)
+    params = numbers_like(abstract_params(SPARSE), scale=0.4)
+    encoder = [f"encoder_{name}" for name in ("input_tokens", "segment_ids", "positions")]
+    decoder = [f"decoder_{name}" for name in ("input_tokens", "segment_ids", "positions")]
+
+    @jax.jit
+    def run(params):
+        model = bind(SPARSE, params)
+        memory_BMD, _ = model.encode(*(batch[name] for name in encoder))
+        halves_BLV, _ = model.decode(
+            *(batch[name] for name in decoder), memory_BMD, batch["encoder_segment_ids"]
+        )
+        return halves_BLV, *model(batch, is_training=False)
+
+    halves_BLV, logits_BLV, stats = run(params)
+    np.testing.assert_allclose(halves_BLV, logits_BLV, rtol=1e-6)
+    assert not np.any(stats.dropped)
+    want_BLV, _ = oracle.model(SPARSE, params, batch, is_training=False)
+    is_token_BL = batch["decoder_segment_ids"] > 0
+    np.testing.assert_allclose(
+        logits_BLV[is_token_BL], want_BLV[is_token_BL], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_the_stacks_have_a_bias_each_and_share_the_embedding():
+    params = abstract_params(UNTIED)
+    assert set(params) == {"embedding", "encoder", "decoder"}
+    assert set(params["embedding"]) == {"embedding_VD", "w_logits_DV"}
+    for stack in ("encoder", "decoder"):
+        assert params[stack]["relative_bias"]["bias_UH"].shape == (32, 2)
+    assert "cross_attention" not in params["encoder"]["blocks"]["layer_0"]
+    assert "cross_attention" in params["decoder"]["blocks"]["layer_0"]
