@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T5 and GPT-2 of Hugging Face's transformers with the same weights: logits and gradients.
+
+Weights are random, the mapping of their names is written out here: `ours -> theirs`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.models.config import ModelConfig
+from switchx.models.params import abstract_params, forward
+from tests.models.batches import segments
+
+pytestmark = pytest.mark.hf
+
+V, D, F, H, K, N = 50, 24, 40, 3, 8, 2
+T5_V1_0 = ModelConfig("encoder_decoder", V, D, F, H, K, N, N, activation="relu")
+T5_V1_1 = dataclasses.replace(T5_V1_0, activation="geglu", tie_embeddings=False)
+GPT2 = ModelConfig(
+    "decoder_only",
+    V,
+    D,
+    F,
+    H,
+    K,
+    N,
+    activation="gelu",
+    norm="layer",
+    positions="learned",
+    max_length=32,
+    use_bias=True,
+    scale_attention=True,
+    scale_tied_logits=False,
+)
+
+
+def randomize(model, seed=0):
+    """Weights large enough that every part matters; the norms' scales are not all ones."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.5
+            noise = torch.randn(weight.shape, generator=generator) * scale
+            weight.copy_(noise + (weight.ndim == 1))
+    return model.eval()
+
+
+def build_t5(config):
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    is_v1_0 = config.tie_embeddings
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=V,
+            d_model=D,
+            d_kv=K,
+            d_ff=F,
+            num_heads=H,
+            num_layers=N,
+            num_decoder_layers=N,
+            feed_forward_proj="relu" if is_v1_0 else "gated-gelu",
+            tie_word_embeddings=is_v1_0,
+        )
+    )
+    if not is_v1_0:
+        # transformers 5 ties what was not loaded; T5 1.1 has a matrix of its own.
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(V, D))
+    return randomize(model)
+
+
+def t5_names(config) -> dict:
+    """Our parameter -> (their tensor, how to turn it into ours)."""
+    to_heads = lambda w: w.T.reshape(D, H, K)  # noqa: E731 - theirs is [H K, D]
+    from_heads = lambda w: w.T.reshape(H, K, D)  # noqa: E731
+    same, turned = (lambda w: w), (lambda w: w.T)
+    names = {"embedding/embedding_VD": ("shared.weight", same)}
+    if not config.tie_embeddings:
+        names["embedding/w_logits_DV"] = ("lm_head.weight", turned)
+    for stack in ("encoder", "decoder"):
+        table = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        names[f"{stack}/relative_bias/bias_UH"] = (f"{stack}.{table}", same)
+        names[f"{stack}/norm/scale_D"] = (f"{stack}.final_layer_norm.weight", same)
+        attentions = [("self_attention", "SelfAttention")]
+        attentions += [("cross_attention", "EncDecAttention")] * (stack == "decoder")
+        for i in range(N):
+            ours, theirs = f"{stack}/blocks/layer_{i}", f"{stack}.block.{i}.layer"
+            for j, (our, their) in enumerate(attentions):
+                norm = f"{theirs}.{j}.layer_norm.weight"
+                names[f"{ours}/{our}_norm/scale_D"] = (norm, same)
+                for part, letter in [("query", "q"), ("key", "k"), ("value", "v")]:
+                    weight = f"{theirs}.{j}.{their}.{letter}.weight"
+                    names[f"{ours}/{our}/w_{part}_DHK"] = (weight, to_heads)
+                weight = f"{theirs}.{j}.{their}.o.weight"
+                names[f"{ours}/{our}/w_out_HKD"] = (weight, from_heads)
+            ffn = f"{theirs}.{len(attentions)}"
+            names[f"{ours}/ffn_norm/scale_D"] = (f"{ffn}.layer_norm.weight", same)
+            first = "wi_0" if config.is_gated else "wi"
+            names[f"{ours}/ffn/w_in_DF"] = (f"{ffn}.DenseReluDense.{first}.weight", turned)
+            if config.is_gated:
+                names[f"{ours}/ffn/w_gate_DF"] = (f"{ffn}.DenseReluDense.wi_1.weight", turned)
+            names[f"{ours}/ffn/w_out_FD"] = (f"{ffn}.DenseReluDense.wo.weight", turned)
+    return names
+
+
+def gpt2_names() -> dict:
+    """GPT-2's linear layers are already [in, out]; q, k and v are one matrix."""
+    same = lambda w: w  # noqa: E731
+    names = {
+        "embedding/embedding_VD": ("transformer.wte.weight", same),
+        "embedding/positions_LD": ("transformer.wpe.weight", same),
+        "decoder/norm/scale_D": ("transformer.ln_f.weight", same),
+        "decoder/norm/bias_D": ("transformer.ln_f.bias", same),
+    }
+    for i in range(N):
+        ours, theirs = f"decoder/blocks/layer_{i}", f"transformer.h.{i}"
+        for our, their in [("self_attention_norm", "ln_1"), ("ffn_norm", "ln_2")]:
+            names[f"{ours}/{our}/scale_D"] = (f"{theirs}.{their}.weight", same)
+            names[f"{ours}/{our}/bias_D"] = (f"{theirs}.{their}.bias", same)
+        for n, part in enumerate(["query", "key", "value"]):
+            third = slice(n * D, (n + 1) * D)
+            names[f"{ours}/self_attention/w_{part}_DHK"] = (
+                f"{theirs}.attn.c_attn.weight",
+                lambda w, third=third: w[:, third].reshape(D, H, K),
+            )
+            names[f"{ours}/self_attention/b_{part}_HK"] = (
+                f"{theirs}.attn.c_attn.bias",
+                lambda b, third=third: b[third].reshape(H, K),
+            )
+        names[f"{ours}/self_attention/w_out_HKD"] = (
+            f"{theirs}.attn.c_proj.weight",
+            lambda w: w.reshape(H, K, D),
+        )
+        for our, their in [
+            ("self_attention/b_out_D", "attn.c_proj.bias"),
+            ("ffn/w_in_DF", "mlp.c_fc.weight"),
+            ("ffn/b_in_F", "mlp.c_fc.bias"),
+            ("ffn/w_out_FD", "mlp.c_proj.weight"),
+            ("ffn/b_out_D", "mlp.c_proj.bias"),
+        ]:
+            names[f"{ours}/{our}"] = (f"{theirs}.{their}", same)
+    return names
+
+
+def mapped(config, names: dict, tensors: dict) -> dict:
+    """Our nested dictionary out of their tensors; every parameter is given, in its shape."""
+
+    def fill(path, leaf):
+        name, turn = names["/".join(key.key for key in path)]
+        array = np.ascontiguousarray(turn(tensors[name].detach().numpy()))
+        assert array.shape == leaf.shape, (path, name)
+        return array
+
+    return jax.tree_util.tree_map_with_path(fill, abstract_params(config))
+
+
+def padded_batch(is_encoder_decoder: bool) -> dict:
+    """Rows of different lengths, one example each; loss on real targets alone."""
+    rng = np.random.default_rng(1)
+    # Long enough for the relative buckets that several distances share.
+    segment_BL, position_BL = segments([[24], [4], [13]])
+    batch = {
+        "decoder_input_tokens": rng.integers(3, V, segment_BL.shape) * (position_BL > 0),
+        "decoder_target_tokens": rng.integers(3, V, segment_BL.shape) * (segment_BL > 0),
+        "decoder_segment_ids": segment_BL,
+        "decoder_positions": position_BL,
+        "decoder_loss_weights": (segment_BL > 0).astype(np.float32),
+    }
+    if not is_encoder_decoder:
+        return batch | {"decoder_prefix_mask": np.zeros_like(segment_BL)}
+    segment_BM, position_BM = segments([[7], [30], [12]])
+    return batch | {
+        "encoder_input_tokens": rng.integers(3, V, segment_BM.shape) * (segment_BM > 0),
+        "encoder_segment_ids": segment_BM,
+        "encoder_positions": position_BM,
+    }
+
+
+def ours(config, params, batch):
+    """Logits, and gradients of the mean cross-entropy over real targets."""
+
+    def loss(params):
+        logits_BLV, stats = forward(config, params, batch, is_training=True)
+        assert stats is None
+        log_prob_BLV = jax.nn.log_softmax(logits_BLV)
+        target_BL1 = batch["decoder_target_tokens"][..., None]
+        nll_BL = -jnp.take_along_axis(log_prob_BLV, target_BL1, axis=-1)[..., 0]
+        weights_BL = batch["decoder_loss_weights"]
+        return jnp.sum(nll_BL * weights_BL) / jnp.sum(weights_BL), logits_BLV
+
+    (value, logits_BLV), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return value, logits_BLV, grads
+
+
+def theirs(model, batch):
+    """The same of a PyTorch model, which keeps its gradients."""
+    import torch
+
+    def tensor(name, is_padding=None):
+        array = torch.tensor(np.asarray(batch[name], np.int64))
+        return array if is_padding is None else array.masked_fill(is_padding, -100)
+
+    is_padding = tensor("decoder_segment_ids") == 0
+    decoder_mask = (~is_padding).long()
+    if "encoder_input_tokens" in batch:
+        output = model(
+            input_ids=tensor("encoder_input_tokens"),
+            attention_mask=(tensor("encoder_segment_ids") > 0).long(),
+            decoder_input_ids=tensor("decoder_input_tokens"),
+            decoder_attention_mask=decoder_mask,
+        )
+    else:
+        output = model(input_ids=tensor("decoder_input_tokens"), attention_mask=decoder_mask)
+    targets = tensor("decoder_target_tokens", is_padding)
+    loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    return loss.item(), output.logits.detach().numpy()
+
+
+def assert_close(got, want, relative, absolute=0.0):
+    """Bounds the largest difference by the largest value."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert np.max(np.abs(got - want)) <= relative * np.max(np.abs(want)) + absolute
+
+
+def compare(config, model, names):
+    tensors = dict(model.named_parameters())
+    assert {theirs for theirs, _ in names.values()} == set(tensors)
+    batch = padded_batch(config.is_encoder_decoder)
+    params = mapped(config, names, tensors)
+    loss, logits_BLV, grads = ours(config, params, batch)
+    want_loss, want_BLV = theirs(model, batch)
+    is_token_BL = batch["decoder_segment_ids"] > 0
+    assert_close(np.asarray(logits_BLV)[is_token_BL], want_BLV[is_token_BL], 1e-5)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    # Every parameter's gradient, turned like the parameter itself. That of a key's bias is
+    # zero but for rounding: it moves all scores of a query alike.
+    want_grads = mapped(config, names, {name: w.grad for name, w in tensors.items()})
+    for name, want in tree.named_leaves(want_grads).items():
+        got = tree.named_leaves(grads)[name]
+        assert_close(got, want, 1e-4, absolute=1e-7 if "b_key" in name else 0.0)
+
+
+@pytest.mark.parametrize("config", [T5_V1_0, T5_V1_1], ids=["v1.0", "v1.1"])
+def test_t5(config):
+    compare(config, build_t5(config), t5_names(config))
+
+
+def test_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=V,
+            n_positions=32,
+            n_embd=D,
+            n_layer=N,
+            n_head=H,
+            n_inner=F,
+            layer_norm_epsilon=1e-6,
+            activation_function="gelu_new",
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    )
+    compare(GPT2, randomize(model), gpt2_names())
