@@ -59,6 +59,12 @@ def test_steps_and_seeds_are_not_negative(name):
         make_job(**{name: -1})
 
 
+def test_seeds_fit_a_key():
+    make_job(seed=2**32 - 1)
+    with refused(f"seed={2**32}; use one below 2**32"):
+        make_job(seed=2**32)
+
+
 def test_an_evaluation_reads_something():
     make_job(eval_batches=None)
     with refused("eval_batches=0; use at least 1, or None for the whole split"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from switchx.data.corpora.corpus import require_split
 from switchx.data.features import batch_digest
 from switchx.data.mixtures import Mixture
 from switchx.data.saved_vocabulary import save_vocabulary
@@ -236,6 +237,22 @@ def test_a_metric_that_does_not_exist_is_refused_before_the_first_step(tmp_path)
     ):
         train(job, RunFolder(tmp_path), events)
     assert events == [("begin", 0, 4)]
+
+
+class OneSplit(type(TASK.corpus)):
+    """The same records, for training alone."""
+
+    def open(self, split, data_dir):
+        require_split(self.name, split, ["train"])
+        return super().open(split, data_dir)
+
+
+def test_a_validation_split_that_does_not_exist_is_refused_before_the_first_step(tmp_path):
+    events = Events()
+    source = dataclasses.replace(TASK, corpus=OneSplit(TASK.corpus.records))
+    with refused("list has no split 'validation'; use one of train"):
+        train(tiny_job(source=source, eval_every=1000), RunFolder(tmp_path), events)
+    assert events == [] and not (tmp_path / "config.json").exists()
 
 
 def test_records_are_written_only_into_a_folder_of_this_job(finished, tmp_path):
