@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from switchx.cli import gin_edge
@@ -29,18 +28,23 @@ def print_summary(
     Parses other gin files: no configuration of before is left.
     """
     validation, metrics = _lines(run.validation), _lines(run.metrics)
-    state = "finished" if outcome.is_finished else "stopped by a signal; the state is saved"
+    end = "finished" if outcome.is_finished else "stopped by a signal"
+    is_saved = (run.checkpoints / str(outcome.step)).is_dir()
+    saved = "the state is saved" if is_saved else "there is nothing to save"
     parts = [
-        Text(f"\nTraining {state} at step {outcome.step}", style="bold"),
-        _numbers(validation, metrics),
+        Text(f"\nTraining {end}; {saved} at step {outcome.step}", style="bold"),
     ]
+    if numbers := _numbers(validation, metrics):
+        parts.append(_aligned(numbers))
     if metrics and metrics[-1].get("routing"):
         parts.append(load_table(job.model, metrics[-1]["routing"]["load"]))
-    parts += [_places(run, outcome), Text("Next", style="bold")]
+    parts += [_aligned(_places(run, outcome, is_saved)), Text("Next", style="bold")]
     # Longer than any table: lines that will be pasted must not be broken.
     console = Console(highlight=False, soft_wrap=True)
     console.print(Group(*parts))
-    for command in next_commands(job, run, outcome, arguments):
+    # Without a checkpoint only training can go on.
+    commands = next_commands(job, run, outcome, arguments)
+    for command in commands if is_saved else commands[1:2]:
         console.print(Text(f"  {command}"))
 
 
@@ -79,36 +83,41 @@ def _lines(path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _numbers(validation, metrics) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
+def _numbers(validation, metrics) -> dict[str, str]:
+    rows = {}
     if validation:
         first, last = validation[0], validation[-1]
-        table.add_row(
-            "validation negative log perplexity",
-            f"{first['neg_log_perplexity']:.4f} (step {first['step']}) -> "
-            f"{last['neg_log_perplexity']:.4f} (step {last['step']})",
+        rows["validation negative log perplexity"] = (
+            f"{_value(first)} (step {first['step']}) -> {_value(last)} (step {last['step']})"
         )
-        table.add_row("validation accuracy", f"{last['accuracy']:.1%}")
+        rows["validation accuracy"] = f"{last['accuracy']:.1%}"
     if metrics:
         # The first interval contains compilation.
         rates = sorted(line["tokens_per_s"] for line in metrics[1:] or metrics)
-        table.add_row("tokens per second (median)", f"{rates[len(rates) // 2]:,.0f}")
+        rows["tokens per second (median)"] = f"{rates[len(rates) // 2]:,.0f}"
         if metrics[-1].get("dropped_fraction") is not None:
-            table.add_row("dropped tokens", f"{metrics[-1]['dropped_fraction']:.2%}")
-        skipped = sum(line["skipped_steps"] for line in metrics)
-        if skipped:
-            table.add_row("skipped steps", str(skipped))
-    return table
+            rows["dropped tokens"] = f"{metrics[-1]['dropped_fraction']:.2%}"
+        if skipped := sum(line["skipped_steps"] for line in metrics):
+            rows["skipped steps"] = str(skipped)
+    return rows
 
 
-def _places(run: RunFolder, outcome: Outcome) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, place in {
-        "run folder": run.root,
-        "checkpoint": run.checkpoints / str(outcome.step),
+def _value(line: dict[str, Any]) -> str:
+    value = line["neg_log_perplexity"]
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _places(run: RunFolder, outcome: Outcome, is_saved: bool) -> dict[str, str]:
+    return {
+        "run folder": str(run.root),
+        "checkpoint": str(run.checkpoints / str(outcome.step)) if is_saved else "none",
         "metrics": f"{run.metrics}, {run.validation.name}",
-        "TensorBoard": run.tensorboard,
-        "configuration": run.operative_config,
-    }.items():
-        table.add_row(name, Text(str(place)))
-    return table
+        "TensorBoard": str(run.tensorboard),
+        "configuration": str(run.operative_config),
+    }
+
+
+def _aligned(rows: dict[str, str]) -> Text:
+    """Not a table, which would break a long path to the terminal's width."""
+    width = max(map(len, rows), default=0)
+    return Text("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))

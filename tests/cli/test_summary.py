@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary: its numbers are those of the run folder, its commands run as they stand."""
+
+import argparse
+import json
+import shlex
+
+import pytest
+
+from switchx.cli import gin_edge, summary
+from switchx.cli.arguments import parse_job
+from switchx.data.saved_vocabulary import save_vocabulary
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.training.loop import Outcome
+from switchx.training.run_folder import RunFolder
+from tests.integration.runs import SMALL
+
+FINISHED = Outcome(12, True, {})
+TINY = "configs/runs/pretrain_tiny.gin"
+
+
+@pytest.fixture(autouse=True)
+def clean_gin(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["switchx"])
+    monkeypatch.setattr("switchx.cli.invocation.shutil.which", lambda name: None)
+    yield
+    gin_edge.gin.clear_config()
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    run = RunFolder(tmp_path / "a run").create()
+    validation = [{"step": 0, "neg_log_perplexity": -6.0, "accuracy": 0.0}]
+    validation += [{"step": 12, "neg_log_perplexity": -2.5, "accuracy": 0.125}]
+    metrics = [
+        {"tokens_per_s": rate, "skipped_steps": skipped, "dropped_fraction": 0.0625}
+        for rate, skipped in ((10.0, 0), (3000.0, 1), (2000.0, 2), (4000.0, 0))
+    ]
+    metrics[-1]["routing"] = {"load": [[0.125] * 8, [1.0] + [0.0] * 7]}
+    for path, rows in ((run.validation, validation), (run.metrics, metrics)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run.checkpoints / "12").mkdir(parents=True)
+    save_vocabulary(ByteVocabulary(), run.root)
+    return run
+
+
+def given(*files: str, bindings=(), search_paths="") -> argparse.Namespace:
+    return argparse.Namespace(
+        gin_file=list(files), gin_bindings=list(bindings), gin_search_paths=search_paths
+    )
+
+
+def printed(capsys, folder, arguments, outcome=FINISHED) -> list[str]:
+    summary.print_summary(parse_job(arguments), folder, outcome, arguments)
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_numbers_are_those_of_the_run_folder(capsys, folder):
+    lines = printed(capsys, folder, given(str(SMALL), bindings=[f"FILES={folder.root}"]))
+    assert lines[:7] == [
+        "",
+        "Training finished; the state is saved at step 12",
+        "validation negative log perplexity  -6.0000 (step 0) -> -2.5000 (step 12)",
+        "validation accuracy                 12.5%",
+        "tokens per second (median)          3,000",
+        "dropped tokens                      6.25%",
+        "skipped steps                       3",
+    ]
+    assert lines[7:11] == [
+        "load per expert (1.00 is an even share)",
+        "layer         0     1     2     3     4     5     6     7",
+        "encoder 1  1.00  1.00  1.00  1.00  1.00  1.00  1.00  1.00",
+        "decoder 1  8.00  0.00  0.00  0.00  0.00  0.00  0.00  0.00",
+    ]
+    assert f"checkpoint     {folder.root}/checkpoints/12" in lines
+    assert f"metrics        {folder.root}/metrics.jsonl, validation.jsonl" in lines
+
+
+def test_run_that_logged_nothing_has_a_summary_too(capsys, folder):
+    folder.metrics.unlink()
+    folder.validation.unlink()
+    lines = printed(capsys, folder, given(str(SMALL), bindings=[f"FILES={folder.root}"]))
+    assert lines[2] == f"run folder     {folder.root}"
+
+
+def test_evaluation_that_was_not_finite_is_said_so(capsys, folder):
+    row = {"step": 12, "neg_log_perplexity": None, "accuracy": 0.0}
+    with folder.validation.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    lines = printed(capsys, folder, given(str(SMALL), bindings=[f"FILES={folder.root}"]))
+    assert lines[2].endswith("-6.0000 (step 0) -> not finite (step 12)")
+
+
+def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
+    bindings = [f"FILES=['{tmp_path}/it is']", "TRAIN_STEPS=12", "SwitchConfig.jitter=0.0"]
+    arguments = given(str(SMALL), "meshes/data.gin", bindings=bindings, search_paths="/,.")
+    job = parse_job(arguments)
+    eval_, train, finetune = summary.next_commands(job, folder, FINISHED, arguments)
+    words = shlex.split(eval_)
+    assert words[words.index("eval") :] == ["eval", f"--model_dir={folder.path}"]
+    same = [
+        f"--gin_file={SMALL}",
+        "--gin_file=meshes/data.gin",
+        "--gin_search_paths=/,.",
+        f"--gin.FILES=['{tmp_path}/it is']",
+    ]
+    words = shlex.split(train)
+    assert words[words.index("train") :] == [
+        "train", *same, "--gin.SwitchConfig.jitter=0.0", "--gin.TRAIN_STEPS=24",
+        f"--model_dir={folder.path}",
+    ]  # fmt: skip
+    words = shlex.split(finetune)
+    assert words[words.index("train") :] == [
+        "train", *same, "--gin.TRAIN_STEPS=12", "--gin.SwitchConfig.jitter=0.0",
+        f"--gin.INIT_FROM={folder.path}", f"--model_dir={folder.path}_finetuned",
+    ]  # fmt: skip
+
+
+def test_model_of_the_shipped_run_goes_on_to_the_shipped_fine_tuning(folder):
+    arguments = given(TINY)
+    command = summary.next_commands(parse_job(arguments), folder, FINISHED, arguments)[2]
+    words = shlex.split(command)
+    assert words[words.index("train") + 1] == "--gin_file=configs/runs/finetune.gin"
+    arguments = given(TINY, bindings=["NUM_EXPERTS=16"])
+    command = summary.next_commands(parse_job(arguments), folder, FINISHED, arguments)[2]
+    assert f"--gin_file={TINY} --gin.NUM_EXPERTS=16" in command
+
+
+def test_stopped_run_goes_on_with_the_same_command(capsys, folder):
+    bindings = [f"FILES={folder.root}", "TRAIN_STEPS=100"]
+    arguments = given(str(SMALL), bindings=bindings)
+    lines = printed(capsys, folder, arguments, Outcome(12, False, {}))
+    assert lines[1] == "Training stopped by a signal; the state is saved at step 12"
+    assert f"--gin.TRAIN_STEPS=100 '--model_dir={folder.path}'" in lines[-2]
+
+
+def test_run_stopped_before_it_saved_can_only_go_on(capsys, folder):
+    arguments = given(str(SMALL), bindings=[f"FILES={folder.root}"])
+    lines = printed(capsys, folder, arguments, Outcome(0, False, {}))
+    assert lines[1] == "Training stopped by a signal; there is nothing to save at step 0"
+    assert "checkpoint     none" in lines
+    assert lines[-2] == "Next" and " train " in lines[-1]
