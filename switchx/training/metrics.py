@@ -7,6 +7,7 @@ TensorBoard gets the same scalars.
 
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 from typing import Any
@@ -18,6 +19,9 @@ from tensorboardX import SummaryWriter
 from switchx.data.data_dir import write_atomically
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
+
+# It warns of every NaN that it is given; the loop says which step was not finite.
+logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
 
 def token_metrics(sums: TokenSums) -> dict[str, float]:

@@ -116,7 +116,7 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
     log.close()
 
 
-def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path, caplog):
     log = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", -1)
     log.write(
         1, {"loss": math.nan, "routing": {"load": [[math.inf, 0.5]]}, "grad_norm": -math.inf}
@@ -130,6 +130,7 @@ def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
         "grad_norm": None,
     }
     values = {tag: value for tag, _, value in events(tmp_path / "tensorboard")}
+    assert caplog.messages == []
     assert math.isnan(values["loss"]) and values["routing/load/layer_0/expert_1"] == 0.5
 
 
