@@ -27,7 +27,7 @@ any setting of the gin files, several --gin_file are read in order:
 """
 EPILOG = """\
 `switchx COMMAND --help` explains one. Exit status: 0 done, 1 failed on the way, 2 wrong
-input (nothing was changed), 130 interrupted.
+input (nothing was done), 130 interrupted.
 """
 
 # glibc backs its heap with huge pages; a training step on CPU gets 20 to 25% faster. It is
