@@ -69,8 +69,9 @@ def batch_loss(config: ModelConfig, loss: LossConfig, params, batch, *, tokens, 
     """One microbatch's part of the training loss.
 
     Cross-entropy is divided by the real target tokens of the whole batch, and auxiliary
-    losses, which are means over groups of tokens, count by the microbatch's `share`: so
-    the gradient is that of the unsplit batch.
+    losses count by the microbatch's `share`. So the gradient is that of the unsplit batch
+    where groups of tokens lie within microbatches; except that the router z-loss, a mean
+    over tokens, weighs microbatches alike however many real tokens they hold.
 
     Returns:
         The loss and (token sums, routing statistics).
