@@ -90,7 +90,8 @@ def _print(job, metrics: dict[str, Any]) -> None:
         for name in ("neg_log_perplexity", "accuracy"):
             rows[f"{task}: {name}"] = values[name]
     for name, value in rows.items():
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:,.4f}")
+        is_count = name in ("step", "target_tokens")
+        table.add_row(name, f"{value:,.0f}" if is_count else f"{value:.4f}")
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     if "routing" in metrics:

@@ -202,7 +202,7 @@ def test_non_finite_steps_change_nothing_and_stop_after_n(finished_run, run_cli,
         *arguments(
             folder,
             finished_run.files,
-            "LossConfig.z_loss=1e39",
+            "LossConfig.z_loss=1e38",
             "TrainingJob.max_skipped_in_a_row=3",
         ),
     )
