@@ -8,9 +8,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def xla_flags(devices: int) -> str:
-    """Simulated devices; quick compilation, as tests compile much and compute little."""
+    """Simulated devices; quick compilation, as tests compile much and compute little.
+
+    Without the fusion emitters, a model's gradient compiles in a third of the time.
+    """
     return (
-        f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+        f"--xla_force_host_platform_device_count={devices}"
     )
 
 
