@@ -161,13 +161,14 @@ def test_scanned_equals_unrolled(name):
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_remat_changes_no_gradient(scan_layers):
-    # A scan compiles one repeat, however many there are.
-    config = dataclasses.replace(deeper(T5) if scan_layers else T5, scan_layers=scan_layers)
+    # Two repeats of a sparse block where scanned, a dense and a sparse block unrolled.
+    switch = dataclasses.replace(SWITCH, every=1 if scan_layers else 2)
+    config = dataclasses.replace(T5, scan_layers=scan_layers, switch=switch)
     params = numbers_for(config)
     batch = batch_for(config)
 
     def loss(params, config):
-        logits, stats = forward(config, params, batch, is_training=True, key=jax.random.key(1))
+        logits, stats = forward(config, params, batch, is_training=True)
         return jnp.mean(logits**2) + jnp.sum(stats.balance_loss)
 
     grad = jax.jit(jax.grad(loss), static_argnums=1)
