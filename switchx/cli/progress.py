@@ -18,7 +18,7 @@ ONE_LINE = Column(no_wrap=True)
 class TerminalReporter:
     """Shows a training loop to a person: `switchx.training.loop.Reporter`.
 
-    Log records become lines too while it is entered.
+    Lines of metrics fit 80 columns. Log records become lines too while it is entered.
     """
 
     def __init__(self, console: Console | None = None, clock=time.perf_counter):
@@ -77,7 +77,7 @@ class TerminalReporter:
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
         loss, rate = metrics["loss"], metrics["tokens_per_s"]
         self._progress.update(self._task, status=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
-        parts = [f"step {step:>6}", f"loss {loss:.4f}"]
+        parts = [f"step {step:>5}", f"loss {loss:.3f}"]
         if "accuracy" in metrics:
             parts.append(f"accuracy {metrics['accuracy']:.3f}")
         if "dropped_fraction" in metrics:
@@ -88,13 +88,13 @@ class TerminalReporter:
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         self.note(
-            f"step {step:>6}  validation: negative log perplexity "
-            f"{metrics['neg_log_perplexity']:.4f}  accuracy {metrics['accuracy']:.3f}"
+            f"step {step:>5}  validation: negative log perplexity "
+            f"{metrics['neg_log_perplexity']:.3f}  accuracy {metrics['accuracy']:.3f}"
         )
 
     def note(self, text: str) -> None:
         seconds = self._clock() - self._start_s
-        self.console.print(f"[dim]{seconds:7.1f}s[/dim]  {escape(text)}", soft_wrap=True)
+        self.console.print(f"[dim]{seconds:6.1f}s[/dim]  {escape(text)}", soft_wrap=True)
 
 
 class _Pace:

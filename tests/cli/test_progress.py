@@ -53,11 +53,12 @@ def test_lines_have_the_seconds_since_the_start(clock):
         reporter.logged(21, {"loss": float("nan"), "tokens_per_s": 3.0, "skipped_steps": 2})
         reporter.evaluated(20, {"neg_log_perplexity": -1.5, "accuracy": 0.5})
     assert out.getvalue() == (
-        "    0.0s  loading\n"
-        "   12.3s  step     20  loss 2.3457  accuracy 0.250  dropped 12.5%  12,346 tokens/s\n"
-        "   12.3s  step     21  loss nan  skipped 2  3 tokens/s\n"
-        "   12.3s  step     20  validation: negative log perplexity -1.5000  accuracy 0.500\n"
+        "   0.0s  loading\n"
+        "  12.3s  step    20  loss 2.346  accuracy 0.250  dropped 12.5%  12,346 tokens/s\n"
+        "  12.3s  step    21  loss nan  skipped 2  3 tokens/s\n"
+        "  12.3s  step    20  validation: negative log perplexity -1.500  accuracy 0.500\n"
     )
+    assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
 def test_lines_are_neither_broken_nor_read_as_markup(clock):
@@ -65,7 +66,7 @@ def test_lines_are_neither_broken_nor_read_as_markup(clock):
     text = "expected float32[8] under [model], [/bold] " + "long " * 40 + "end"
     with reporter:
         reporter.note(text)
-    assert out.getvalue() == f"    0.0s  {text}\n"
+    assert out.getvalue() == f"   0.0s  {text}\n"
 
 
 def test_log_records_become_lines(clock):
@@ -73,7 +74,7 @@ def test_log_records_become_lines(clock):
     with reporter:
         logging.getLogger("switchx.data").info("preparing text")
         logging.getLogger("absl").warning("a library warns")
-    assert out.getvalue() == ("    0.0s  preparing text\n    0.0s  warning: a library warns\n")
+    assert out.getvalue() == ("   0.0s  preparing text\n   0.0s  warning: a library warns\n")
 
 
 def last_bar(out: io.StringIO) -> str:
