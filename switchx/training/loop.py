@@ -235,8 +235,6 @@ class _Loop:
             self.checkpointer.check()
             self._stop_if_hopeless(step, state, saved)
         self._account()
-        if self.stop.is_set():
-            logger.info("stopping as asked after step %d", step)
         if saved != step and step > 0:
             self._save(step, state, None)
         self.checkpointer.wait()

@@ -2,9 +2,12 @@
 """Signals that end training after the step that is running."""
 
 import contextlib
+import logging
 import signal
 import threading
 from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -19,6 +22,11 @@ def stop_signals() -> Iterator[threading.Event]:
         return
 
     def request(number, frame):
+        if not stop.is_set():
+            # From a thread, as this may have interrupted a write to the same stream.
+            text = "%s: stopping after this step; Ctrl-C, once more, does not wait"
+            name = signal.Signals(number).name
+            threading.Thread(target=logger.info, args=(text, name)).start()
         stop.set()
         signal.signal(signal.SIGINT, previous[signal.SIGINT])
 

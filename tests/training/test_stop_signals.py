@@ -23,6 +23,19 @@ def test_a_signal_sets_the_event_and_interrupts_nothing(number):
         assert stop.is_set()
 
 
+def test_a_signal_is_answered_once(caplog):
+    caplog.set_level("INFO", logger="switchx")
+    with stop_signals():
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join(timeout=10)
+    assert caplog.messages == [
+        "SIGTERM: stopping after this step; Ctrl-C, once more, does not wait"
+    ]
+
+
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_ctrl_c_interrupts_at_once(first):
     with stop_signals() as stop, pytest.raises(KeyboardInterrupt):
