@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention against a NumPy loop, forward and gradients."""
+"""Attention against a NumPy loop, forward and gradients; its forms, dropout, first weights."""
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from switchx.layers.attention import attend
+from switchx.layers.attention import Attention, attend
+from switchx.models.config import ModelConfig
+from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax
 
 B, L, M, H, K = 2, 5, 7, 3, 4
@@ -78,3 +84,93 @@ def test_bfloat16_keeps_the_softmax_in_float32():
     assert out.dtype == jnp.bfloat16
     exact = loop(*(np.asarray(a, np.float32) for a in half), bias_HLM, mask_BLM)
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, rtol=2e-2, atol=2e-2)
+
+
+def naive(q, k, v, bias_HLM, mask_BLM):
+    """The textbook form, for autodiff to differentiate."""
+    scores_BHLM = jnp.einsum("BLHK,BMHK->BHLM", q, k)
+    if bias_HLM is not None:
+        scores_BHLM = scores_BHLM + bias_HLM[None]
+    if mask_BLM is not None:
+        scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, -jnp.inf)
+    return jnp.einsum("BHLM,BMHK->BLHK", jax.nn.softmax(scores_BHLM), v)
+
+
+@pytest.mark.parametrize("has_drop", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_every_form_has_the_gradients_of_the_textbook(has_bias, has_mask, has_drop):
+    q, k, v, bias_HLM, mask_BLM = inputs()
+    target = np.random.default_rng(1).normal(size=(B, L, H, K)).astype(np.float32)
+    bias_HLM = jnp.asarray(bias_HLM) if has_bias else None
+    mask_BLM = jnp.asarray(mask_BLM) if has_mask else None
+    # A dropout that drops nothing takes the way of one that does.
+    drop = (lambda weights_BHLM: weights_BHLM) if has_drop else None
+
+    def got(q, k, v, bias_HLM):
+        out = attend(q, k, v, bias_HLM=bias_HLM, mask_BLM=mask_BLM, drop=drop)
+        return jnp.sum(out * target)
+
+    def want(q, k, v, bias_HLM):
+        return jnp.sum(naive(q, k, v, bias_HLM, mask_BLM) * target)
+
+    both = jax.jit(lambda *a: [jax.value_and_grad(f, (0, 1, 2, 3))(*a) for f in (got, want)])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        *both(q, k, v, bias_HLM),
+    )
+
+
+CONFIG = ModelConfig("decoder_only", 8, 6, 8, H, K, 1)
+
+
+def test_cross_attention_reads_the_memory():
+    """Queries from x, keys and values from the memory, through each one's own weights."""
+    rng = np.random.default_rng(3)
+    module = Attention(CONFIG, key=jax.random.key(0))
+    w = numbers_for(module, scale=0.5)
+    module = with_params(module, w)
+    x_BLD, memory_BMD = (rng.normal(size=(B, n, 6)).astype(np.float32) for n in (L, M))
+    q, k, v = (
+        np.einsum("BLD,DHK->BLHK", source, w[f"w_{name}_DHK"])
+        for source, name in [(x_BLD, "query"), (memory_BMD, "key"), (memory_BMD, "value")]
+    )
+    out_BLHK = loop(q, k, v, np.zeros((H, L, M)), np.ones((B, L, M), bool))
+    y_BLD = module(jnp.asarray(x_BLD), jnp.asarray(memory_BMD))
+    want_BLD = np.einsum("BLHK,HKD->BLD", out_BLHK, w["w_out_HKD"])
+    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_falls_on_the_weights(key):
+    """With values of one, an output is the sum of a query's kept weights, doubled."""
+    config = dataclasses.replace(CONFIG, num_heads=1, d_head=6, dropout_rate=0.5)
+    module = Attention(config, key=key)
+    w = jax.tree.map(np.zeros_like, numbers_for(module))
+    w["w_value_DHK"][:, 0], w["w_out_HKD"][0] = np.eye(6), np.eye(6)
+    module = with_params(module, w)
+    x_BLD = jnp.ones((50, 4, 6))
+    np.testing.assert_allclose(module(x_BLD), 1.0, rtol=1e-6)
+    y_BLD = np.asarray(module(x_BLD, key=key))
+    # Four weights of 1/4, each kept half of the time and doubled: binomial of 4 and 1/2
+    # over 200 queries, five deviations of at most sqrt(1/4 / 200) = 0.035.
+    assert np.ptp(y_BLD, axis=-1).max() < 1e-6
+    values, counts = np.unique(y_BLD[..., 0].round(4), return_counts=True)
+    assert values.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
+    np.testing.assert_allclose(counts / 200, np.array([1, 4, 6, 4, 1]) / 16, atol=0.176)
+
+
+@pytest.mark.parametrize(("scale_attention", "divisor"), [(False, math.sqrt(32)), (True, 1.0)])
+def test_first_weights(scale_attention, divisor, key):
+    """T5 starts its queries sqrt(K) smaller and divides no scores; GPT the other way."""
+    config = dataclasses.replace(
+        CONFIG, d_model=48, num_heads=4, d_head=32, scale_attention=scale_attention
+    )
+    module = Attention(config, key=key)
+    for name, stddev in [
+        ("w_query_DHK", 1 / math.sqrt(48) / divisor),
+        ("w_key_DHK", 1 / math.sqrt(48)),
+        ("w_value_DHK", 1 / math.sqrt(48)),
+        ("w_out_HKD", 1 / math.sqrt(4 * 32)),
+    ]:
+        got = np.asarray(getattr(module, name)[...]).std()
+        np.testing.assert_allclose(got, stddev, rtol=0.05)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.layers.initializers import truncated_normal
+from switchx.layers.initializers import truncated_normal, weight
+from switchx.models.config import ModelConfig, Precision
 
 
 def truncated_stddev(cut: float) -> float:
@@ -54,3 +55,16 @@ def test_shape_dtype_and_key(key):
         jax.random.fold_in(key, 1), (3, 5), fan_in=3, scale=1.0, dtype=jnp.bfloat16
     )
     assert np.any(np.asarray(w) != np.asarray(other))
+
+
+def test_a_models_weight_takes_scale_and_dtype_from_its_config(key):
+    config = ModelConfig(
+        "decoder_only", 8, 8, 8, 1, 8, 1, init_scale=0.1, precision=Precision("bfloat16")
+    )
+    w = weight(config, key, (64, 64), fan_in=64)[...]
+    assert w.dtype == jnp.bfloat16
+    deviations = [
+        np.asarray(w, np.float32).std(),
+        np.asarray(weight(config, key, (64, 64), fan_in=64, scale=4.0)[...], np.float32).std(),
+    ]
+    np.testing.assert_allclose(deviations, [np.sqrt(0.1 / 64), np.sqrt(4.0 / 64)], rtol=0.05)
