@@ -21,9 +21,7 @@ def test_without_metrics_or_a_finite_one_there_is_no_score():
 
 
 def test_an_unknown_metric_is_named_with_those_there_are():
-    with pytest.raises(
-        ValueError, match="best_metric=.bleu. is not among the metrics loss"
-    ):
+    with pytest.raises(ValueError, match="best_metric=.bleu. is not among the metrics loss"):
         Retention(best_metric="bleu").score({"loss": 1.0, "acc": 0.5})
 
 

@@ -10,6 +10,14 @@ import pytest
 from switchx.training.stop_signals import stop_signals
 
 
+@pytest.fixture(autouse=True)
+def default_handlers():
+    """Python's own: what a shell starts in the background ignores SIGINT instead."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def send(number):
     """Sends this process a signal; Python has handled it when this returns."""
     os.kill(os.getpid(), number)
