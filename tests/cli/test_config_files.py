@@ -56,7 +56,7 @@ def test_search_path_that_is_no_folder_is_refused(tmp_path):
     ("name", "hint"),
     [
         ("configs/runs/pretrain_tinny.gin", "did you mean configs/runs/pretrain_tiny.gin?"),
-        ("runs/pretrain_tiny", "did you mean configs/runs/pretrain_tiny.gin?"),
+        ("runs/pretrain_gpt_tiny", "did you mean configs/runs/pretrain_gpt_tiny.gin?"),
         ("mine/my_rnu.gin", "did you mean mine/my_run.gin?"),
         ("quite_another_thing.gin", "runs to start from: configs/runs"),
         ("a.gin,b.gin", "repeat --gin_file for each file"),
