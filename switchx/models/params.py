@@ -24,7 +24,10 @@ def _build(config: ModelConfig, key) -> nnx.Module:
 @functools.lru_cache(maxsize=32)
 def _abstract(config: ModelConfig):
     """The model's graph definition and its state of shape structs; allocates nothing."""
-    return nnx.split(nnx.eval_shape(lambda: _build(config, jax.random.key(0))))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: _build(config, jax.random.key(0))))
+    # Traced under a mesh, the structs would carry its sharding into every later call.
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    return graphdef, state
 
 
 def abstract_params(config: ModelConfig) -> dict:

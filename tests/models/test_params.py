@@ -12,6 +12,9 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import abstract_params, bind, forward, init_params
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
 from tests.layers.weights import numbers_like
 from tests.models.batches import make_batch
 from tests.models.unrolled import unrolled_stack
@@ -221,3 +224,11 @@ def test_dropout_is_random_in_training_and_absent_without_a_key():
     np.testing.assert_array_equal(same, logits(config, jax.random.key(1)))
     assert not np.allclose(same, logits(config, jax.random.key(2)))
     np.testing.assert_allclose(logits(config, None), logits(plain, None), rtol=1e-6)
+
+
+def test_abstract_parameters_do_not_remember_a_mesh():
+    """They are cached: traced first under a mesh, they must not carry its sharding."""
+    config = dataclasses.replace(T5, d_ff=40)  # of no other test, so not yet cached
+    with use_mesh(MeshSpec(data=4, expert=2).build(), Rules()):
+        abstract_params(config)
+    assert all(leaf.sharding is None for leaf in jax.tree.leaves(abstract_params(config)))
