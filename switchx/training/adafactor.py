@@ -22,7 +22,7 @@ import optax
 
 from switchx import tree
 from switchx.training.dense_gradient import DenseGradient
-from switchx.training.factoring import Factoring, factoring_of
+from switchx.training.factoring import Factoring, factoring_of, parameter_scale
 from switchx.training.outer_product import OuterProductUpdate, is_outer_product
 from switchx.training.schedules import Schedule, require_schedule
 from switchx.training.weight_decay import is_decayed
@@ -149,17 +149,16 @@ class Adafactor:
     def _update_parameter(self, step: "_Step", name, param, gradient, statistics):
         """Update and new statistics of one parameter."""
         factoring = self._factoring(name, param)
-        scale = step.learning_rate
-        if self.multiply_by_parameter_scale:
-            mean_squares = jnp.mean(
-                jnp.square(param.astype(jnp.float32)), axis=factoring.within
-            )
-            scale = scale * jnp.maximum(jnp.sqrt(mean_squares), self.epsilon2)
-        scale = -jnp.broadcast_to(scale, param.shape[: len(factoring.batch)])
         if is_outer_product(gradient) and not factoring.is_factored:
             gradient = gradient.dense()
+        scale = -step.learning_rate
+        if self.multiply_by_parameter_scale and not is_outer_product(gradient):
+            scale = scale * parameter_scale(param, factoring.within, self.epsilon2)
+        scale = jnp.broadcast_to(scale, param.shape[: len(factoring.batch)])
         updated = self._factored if factoring.is_factored else self._unfactored
         update, new = updated(step, factoring, scale, gradient, statistics)
+        if isinstance(update, OuterProductUpdate) and self.multiply_by_parameter_scale:
+            update = dataclasses.replace(update, smallest_scale=self.epsilon2)
         if self.beta1 is not None:
             name_m = factoring.state_name("momentum")
             if isinstance(update, OuterProductUpdate):

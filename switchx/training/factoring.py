@@ -9,6 +9,8 @@ matrix of rows by columns, or something without two sides (a norm scale, a bias)
 import dataclasses
 import math
 
+import jax.numpy as jnp
+
 from switchx.axes import dims_of, matrix_dims
 
 Axes = tuple[int, ...]
@@ -73,6 +75,15 @@ def factoring_of(name: str, shape: tuple[int, ...], min_dim_size: int) -> Factor
     if min(_size(shape, rows), _size(shape, columns)) < min_dim_size:
         rows = columns = ()
     return Factoring(suffix, tuple(range(first_row)), rows, columns, ndim)
+
+
+def parameter_scale(param, within: Axes, smallest: float):
+    """Root mean square over the axes `within` of a parameter, at least `smallest`, float32.
+
+    Shazeer and Stern 2018 (arXiv:1804.04235), section 8: what a relative step is relative to.
+    """
+    mean_squares = jnp.mean(jnp.square(param.astype(jnp.float32)), axis=within)
+    return jnp.maximum(jnp.sqrt(mean_squares), smallest)
 
 
 def _num_batch(dims: str) -> int:

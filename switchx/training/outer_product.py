@@ -22,6 +22,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from switchx.training.factoring import parameter_scale
+
+# Experts that an update on CPU takes at once: enough for two cores, few enough for the cache.
+EXPERTS_A_BLOCK = 4
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,7 @@ class OuterProductGradient:
 
     def dense(self) -> jax.Array:
         """The gradient itself, float32."""
-        return _product(*self._float32())
+        return jnp.einsum("...rd,...rf->...df", *self._float32())
 
     def squared_norm(self) -> jax.Array:
         """Sum of squares over all experts."""
@@ -62,7 +67,8 @@ class OuterProductGradient:
         return _squared_norms(*self._factors(row, column)) / num_elements
 
     def scaled(self, row, column) -> "OuterProductUpdate":
-        return OuterProductUpdate(*self._factors(row, column))
+        left_ERD, right_ERF = self._factors(row, column)
+        return OuterProductUpdate(jnp.swapaxes(left_ERD, -2, -1), right_ERF)
 
     def _factors(self, row, column):
         x_ERD, dy_ERF = self._float32()
@@ -80,57 +86,67 @@ def is_outer_product(gradient) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OuterProductUpdate:
-    """`U_EDF = sum over r of left_ERD right_ERF - decay W_EDF`, a leaf among updates.
+    """`U_EDF = scale_E left_EDR right_ERF - decay W_EDF`, among updates.
 
     Attributes:
+        smallest_scale: `scale_E` is Adafactor's `parameter_scale` of each expert with this
+            floor; None for 1. Taken when the update is applied, which reads W anyway.
         decay: the part of the parameter that is taken away.
     """
 
-    left_ERD: jax.Array
+    left_EDR: jax.Array
     right_ERF: jax.Array
+    smallest_scale: float | None = dataclasses.field(default=None, metadata={"static": True})
     decay: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     def dense(self, param) -> jax.Array:
         """The update of `param`, float32."""
-        return _product(self.left_ERD, self.right_ERF) - self.decay * param.astype(jnp.float32)
+        param = param.astype(jnp.float32)
+        return self._scaled_left(param, self.left_EDR) @ self.right_ERF - self.decay * param
 
     def apply_to(self, param):
         """`param + U` in the parameter's dtype.
 
-        On one CPU one expert at a time, so that its product stays in cache and goes straight
-        into the (donated) parameter; all at once elsewhere, and where devices share experts.
+        On one CPU a few experts at a time, so that what is read of W stays in cache until
+        it is written again; all at once elsewhere, and where devices share experts.
         """
-        kept = param * (1.0 - self.decay) if self.decay else param
         if jax.sharding.get_abstract_mesh().size > 1:
-            return _add_product(kept, self.left_ERD, self.right_ERF)
+            return self._applied(param, self.left_EDR, self.right_ERF)
         return jax.lax.platform_dependent(
-            kept,
-            self.left_ERD,
+            param,
+            self.left_EDR,
             self.right_ERF,
-            cpu=_add_product_by_expert,
-            default=_add_product,
+            cpu=self._applied_by_blocks,
+            default=self._applied,
         )
 
+    def _scaled_left(self, param, left_EDR):
+        if self.smallest_scale is None:
+            return left_EDR
+        scale = parameter_scale(param, (-2, -1), self.smallest_scale)
+        return left_EDR * scale[..., None, None]
 
-def _add_product(param, left_ERD, right_ERF):
-    return (param + _product(left_ERD, right_ERF)).astype(param.dtype)
+    def _applied(self, param, left_EDR, right_ERF):
+        kept = param * (1.0 - self.decay) if self.decay else param
+        return (kept + self._scaled_left(param, left_EDR) @ right_ERF).astype(param.dtype)
 
+    def _applied_by_blocks(self, param, left_EDR, right_ERF):
+        flat, left, right = (
+            array.reshape(-1, *array.shape[-2:]) for array in (param, left_EDR, right_ERF)
+        )
+        size = math.gcd(flat.shape[0], EXPERTS_A_BLOCK)
 
-def _add_product_by_expert(param, left_ERD, right_ERF):
-    left_EDR = jnp.swapaxes(left_ERD, -2, -1)  # 10% faster than a product that transposes
-    flat, left, right = (
-        array.reshape(-1, *array.shape[-2:]) for array in (param, left_EDR, right_ERF)
-    )
+        def update_block(index, flat):
+            blocks = (
+                jax.lax.dynamic_slice_in_dim(array, index * size, size)
+                for array in (flat, left, right)
+            )
+            # Without the barrier XLA computes the block while it writes it: 10% slower.
+            new = jax.lax.optimization_barrier(self._applied(*blocks))
+            return jax.lax.dynamic_update_slice_in_dim(flat, new, index * size, 0)
 
-    def update_expert(index, flat):
-        new = (flat[index] + left[index] @ right[index]).astype(flat.dtype)
-        return jax.lax.dynamic_update_index_in_dim(flat, new, index, 0)
-
-    return jax.lax.fori_loop(0, flat.shape[0], update_expert, flat).reshape(param.shape)
-
-
-def _product(left_ERD, right_ERF):
-    return jnp.einsum("...rd,...rf->...df", left_ERD, right_ERF)
+        blocks = flat.shape[0] // size
+        return jax.lax.fori_loop(0, blocks, update_block, flat).reshape(param.shape)
 
 
 def _gram(x_ERD):

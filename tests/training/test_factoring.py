@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import numpy as np
 import pytest
 
-from switchx.training.factoring import factoring_of
+from switchx.training.factoring import factoring_of, parameter_scale
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,10 @@ def test_statistics_are_named_by_their_dimensions():
 def test_name_that_does_not_fit():
     with pytest.raises(ValueError, match="'w_in_DF' has 4 dimensions but its name says 'DF'"):
         factoring_of("ffn/w_in_DF", (1, 2, 3, 4), 8)
+
+
+def test_parameter_scale_by_hand():
+    w_EDF = np.array([[[3.0, -4.0], [0.0, 5.0]], [[1e-4, 0.0], [0.0, 0.0]]], np.float16)
+    scale_E = parameter_scale(w_EDF, (1, 2), 1e-3)
+    assert scale_E.dtype == np.float32
+    np.testing.assert_allclose(scale_E, [np.sqrt(50 / 4), 1e-3], rtol=1e-6)

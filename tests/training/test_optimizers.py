@@ -26,7 +26,7 @@ def test_dense_and_outer_product_updates_side_by_side():
     params = {"w_in_EDF": jnp.zeros((1, 2, 3)), "scale_D": jnp.zeros(2)}
     updates = {
         "w_in_EDF": OuterProductUpdate(
-            jnp.array([[[1.0, 2.0], [0.0, 1.0]]]),
+            jnp.array([[[1.0, 0.0], [2.0, 1.0]]]),
             jnp.array([[[1.0, 0.0, 3.0], [5.0, 0.0, 0.0]]]),
         ),
         "scale_D": jnp.ones(2),

@@ -90,20 +90,26 @@ def test_adafactor_as_with_the_product(batch, settings):
         )
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.25])
-@pytest.mark.parametrize("batch", [(3,), (2, 3)])
-def test_update_of_one_expert_at_a_time_as_of_all_at_once(batch, decay):
-    left, right = factors(4, *batch).x_ERD, factors(4, *batch).dy_ERF
+@pytest.mark.parametrize(
+    "settings", [{}, {"decay": 0.25}, {"smallest_scale": 0.5}, {"smallest_scale": 2.0}]
+)
+@pytest.mark.parametrize("batch", [(3,), (2, 4)])
+def test_update_of_a_few_experts_at_a_time_as_of_all_at_once(batch, settings):
+    left = jnp.swapaxes(factors(4, *batch).x_ERD, -2, -1)
+    right = factors(4, *batch).dy_ERF
     param = jnp.asarray(np.random.default_rng(5).normal(size=(*batch, 12, 16)), jnp.float32)
-    update = OuterProductUpdate(left, right, decay)
-    expected = param + update.dense(param)
+    update = OuterProductUpdate(left, right, **settings)
+    rms = np.sqrt(np.mean(np.square(param), axis=(-2, -1), keepdims=True))
+    scale = np.maximum(rms, settings["smallest_scale"]) if "smallest_scale" in settings else 1
+    expected = param * (1 - settings.get("decay", 0)) + scale * (left @ right)
+    np.testing.assert_allclose(param + update.dense(param), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(
-        jax.jit(lambda p: update.apply_to(p))(param), expected, rtol=1e-5, atol=1e-6
+        jax.jit(lambda p: update.apply_to(p))(param), expected, rtol=1e-5, atol=1e-5
     )
     mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         at_once = jax.jit(lambda p: update.apply_to(p))(param)
-    np.testing.assert_allclose(at_once, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(at_once, expected, rtol=1e-5, atol=1e-5)
     half = update.apply_to(param.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
 
