@@ -100,7 +100,10 @@ class _RowBatchIterator(grain.DatasetIterator):
         return {}  # the cursors are in the batch
 
     def set_state(self, state: dict) -> None:
-        raise NotImplementedError("a loader is restored by making new streams from cursors")
+        raise RuntimeError(
+            "this iterator is not restored by its state; its position is in the cursors beside "
+            "each batch: make a new loader from those"
+        )
 
 
 def join_rows(parts: Sequence[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:
