@@ -6,7 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 
 SWITCH = SwitchConfig(8)
 T5 = ModelConfig("encoder_decoder", 100, 16, 32, 2, 8, 4, 6)
@@ -155,7 +155,20 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
             {"eval_capacity_factor": -1.0},
             "SwitchConfig.eval_capacity_factor=-1.0; use a factor above 0, usually 1.0 to 2.0",
         ),
-        ({"jitter": 1.0}, "SwitchConfig.jitter=1.0; use 0 <= jitter < 1"),
+        (
+            {"capacity_rounding": "even"},
+            "SwitchConfig.capacity_rounding='even' is unknown; use one of up, down, nearest",
+        ),
+        (
+            {"router": RouterConfig(num_selected=9)},
+            "RouterConfig.num_selected=9 with num_experts=8: a token meets an expert once; use "
+            "num_selected=8 at most",
+        ),
+        (
+            {"router": RouterConfig(overflow="reroute", max_rounds=9)},
+            "RouterConfig.max_rounds=9 with num_experts=8: a token meets an expert once; use "
+            "max_rounds=8 at most",
+        ),
         (
             {"d_ff": 0},
             "SwitchConfig.d_ff=0; use a whole number of at least 1, or None for the model's",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.moe.layer import SwitchFFN
 from tests.layers.weights import with_params
 from tests.moe.oracle import switch_layer
@@ -158,7 +158,7 @@ def test_router_learns_from_the_output_alone():
 
 def test_jitter_reaches_the_router_in_training_only():
     x_BLD, is_token_BL = map(jnp.asarray, inputs())
-    layer = with_weights(make(jitter=0.5, factor=4.0), weights())
+    layer = with_weights(make(factor=4.0, router=RouterConfig(jitter=0.5)), weights())
     run = jax.jit(
         lambda key, is_training: layer(x_BLD, is_token_BL, is_training=is_training, key=key)[0],
         static_argnums=1,
