@@ -21,7 +21,7 @@ class ParameterCount:
         attention: self- and cross-attention; of Switch attention the output matrix.
         dense_ffn: the FFNs of dense blocks, and shared experts.
         experts: all experts of all Switch layers.
-        active_experts: those of `experts` that one token meets, k in each Switch layer.
+        active_experts: those of `experts` that one token meets on the average.
         router: weights and balancing biases.
     """
 
@@ -67,7 +67,7 @@ class SequenceFlops:
             decoder tokens (Kaplan counts every weight of a stack at each of its tokens).
         scores: query times key, 2 H K a pair; masked and causal pairs count as others do.
         dense_ffn: the FFNs of the dense blocks, and shared experts.
-        experts: k experts a token and Switch layer, nothing dropped, no slot empty.
+        experts: those that a token meets, nothing dropped, no slot empty.
         logits: the whole vocabulary at every decoder token.
         router: apart, in no total of the paper's.
         expert_slots: the experts on all their slots, full or empty (`slots_per_token`).
@@ -108,7 +108,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     attention = _num_attentions(config) * (_attention_weights(config) + attention_bias)
     one_expert = router = num_experts = num_selected = 0
     if switch := config.switch:
-        num_experts, num_selected = switch.num_experts, switch.router.num_selected
+        num_experts, num_selected = switch.num_experts, experts_per_token(switch)
         num_ffns = config.num_sparse_layers * switch.has_ffn
         num_attentions = config.num_sparse_layers * switch.has_attention
         expert_bias = _expert_d_ff(config) + D if switch.expert_bias else 0
@@ -134,7 +134,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         attention=attention,
         dense_ffn=dense_ffn,
         experts=one_expert * num_experts,
-        active_experts=one_expert * num_selected,
+        active_experts=round(one_expert * num_selected),
         router=router,
         norms=num_norms * (2 * D if config.norm == "layer" else D),
     )
@@ -190,14 +190,14 @@ def flops_per_sequence(
         dense_ffn -= 2 * _ffn_weights(config, config.d_ff) * in_ffns
         dense_ffn += 2 * _ffn_weights(config, switch.shared_d_ff or 0) * in_ffns
         attention -= 2 * 3 * D * HK * in_attentions
-        num_selected = switch.router.num_selected
+        num_selected = experts_per_token(switch)
         slots = slots_per_token(switch, switch.capacity_factor)
 
     return SequenceFlops(
         attention=attention,
         scores=2 * HK * pairs,
         dense_ffn=dense_ffn,
-        experts=one_expert * num_selected,
+        experts=round(one_expert * num_selected),
         logits=2 * D * config.vocab_size * decoder_length,
         router=router,
         expert_slots=round(one_expert * slots),
@@ -214,6 +214,16 @@ def train_flops(config: ModelConfig, encoder_length: int, decoder_length: int) -
     seconds it is the model's FLOPs/s, not the machine's.
     """
     return 3 * flops_per_sequence(config, encoder_length, decoder_length).total
+
+
+def experts_per_token(switch: SwitchConfig) -> float:
+    """Experts that a token meets in a Switch layer, nothing dropped, on the average.
+
+    k; where experts choose, the slots they have, which are never empty.
+    """
+    if switch.router.kind == "expert_choice":
+        return slots_per_token(switch, switch.capacity_factor)
+    return switch.router.num_selected
 
 
 def slots_per_token(switch: SwitchConfig, capacity_factor: float) -> float:

@@ -16,6 +16,7 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, forward
 from switchx.planner.model_cost import (
     count_parameters,
+    experts_per_token,
     flops_per_sequence,
     slots_per_token,
     train_flops,
@@ -241,6 +242,12 @@ def test_two_experts_a_token_are_two_active_ones():
     assert both.active_experts == 2 * one.active_experts and both.total == one.total
     once, twice = (flops_per_sequence(config, 4, 3) for config in (BASE, two))
     assert twice.experts == 2 * once.experts and twice.expert_slots == 2 * once.expert_slots
+
+
+def test_where_experts_choose_every_slot_is_a_token_s():
+    config = load("expert_choice_tiny")
+    flops = flops_per_sequence(config, 128, 32)
+    assert experts_per_token(config.switch) == 2.0 and flops.experts == flops.expert_slots
 
 
 def test_one_expert_makes_every_parameter_active():
