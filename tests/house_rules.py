@@ -51,6 +51,8 @@ ONLY_IN = {
         "switchx/layers/",
         "switchx/moe/layer.py",
         "switchx/moe/experts.py",
+        "switchx/moe/routed_layer.py",
+        "switchx/moe/attention.py",
         "switchx/models/",
     ),
     "gin": ("switchx/cli/",),

@@ -33,11 +33,16 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
 
 
 def sparse_layer_names(model: ModelConfig) -> list[str]:
-    """`encoder 1`, ...: blocks, from 0, that have a Switch layer, in the order of metrics."""
+    """`encoder 1`, ...: Switch layers by stack and block, from 0, in the order of metrics.
+
+    Where attention is sparse too, it comes first: `encoder 1 attention`, `encoder 1 ffn`.
+    """
+    parts = {"ffn": [""], "attention": [" attention"], "both": [" attention", " ffn"]}
     stacks = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
     return [
-        f"{stack} {layer}"
+        f"{stack} {layer}{part}"
         for stack, num_layers in stacks.items()
         for layer in range(num_layers)
-        if model.is_sparse(layer)
+        if model.is_sparse(layer, stack)
+        for part in parts[model.switch.sublayers]
     ]

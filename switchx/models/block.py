@@ -13,6 +13,7 @@ from switchx.layers.attention import Attention
 from switchx.layers.dropout import dropout, split_key
 from switchx.layers.ffn import DenseFFN
 from switchx.layers.norm import Norm
+from switchx.moe.attention import SwitchAttention
 from switchx.moe.layer import SwitchFFN
 
 
@@ -27,6 +28,7 @@ class BlockInputs:
         bias_HLM: the stack's relative position bias, or None.
         memory_BMD, memory_mask_BLM: the encoder's output and which of it a position may
             look at; None in a stack without cross-attention.
+        token_BL: ids of the tokens, for routers that hash them.
     """
 
     is_token_BL: jax.Array
@@ -34,6 +36,7 @@ class BlockInputs:
     bias_HLM: jax.Array | None = None
     memory_BMD: jax.Array | None = None
     memory_mask_BLM: jax.Array | None = None
+    token_BL: jax.Array | None = None
 
 
 class Block(nnx.Module):
@@ -41,34 +44,41 @@ class Block(nnx.Module):
 
     def __init__(self, config, *, is_sparse: bool, has_memory: bool, key):
         self.dropout_rate = config.dropout_rate
-        self.is_sparse = is_sparse
         keys = jax.random.split(key, 3)
 
         def norm():
             return Norm(config.d_model, config.norm, config.precision.params)
 
         self.self_attention_norm = norm()
-        self.self_attention = Attention(config, key=keys[0])
+        switch = config.switch if is_sparse else None
+        self.is_attention_sparse = switch is not None and switch.has_attention
+        self.is_ffn_sparse = switch is not None and switch.has_ffn
+        attention = SwitchAttention if self.is_attention_sparse else Attention
+        self.self_attention = attention(config, key=keys[0])
         if has_memory:
             self.cross_attention_norm = norm()
             self.cross_attention = Attention(config, key=keys[1])
         self.ffn_norm = norm()
-        ffn = SwitchFFN if is_sparse else DenseFFN
+        ffn = SwitchFFN if self.is_ffn_sparse else DenseFFN
         self.ffn = ffn(config, key=keys[2])
 
     def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):
-        """The block's output, and its routing statistics (None in a dense block)."""
-        keys = split_key(key, 6)
+        """The block's output, and a list of its Switch layers' statistics, in order."""
+        keys, all_stats = split_key(key, 6), []
 
         def residual(x_BLD, y_BLD, key):
             return x_BLD + dropout(y_BLD, self.dropout_rate, key=key, shared_dims=(1,))
 
-        y_BLD = self.self_attention(
-            self.self_attention_norm(x_BLD),
-            bias_HLM=inputs.bias_HLM,
-            mask_BLM=inputs.mask_BLM,
-            key=keys[0],
-        )
+        normed_BLD = self.self_attention_norm(x_BLD)
+        reads = dict(bias_HLM=inputs.bias_HLM, mask_BLM=inputs.mask_BLM, key=keys[0])
+        if self.is_attention_sparse:
+            tokens = inputs.is_token_BL, inputs.token_BL
+            y_BLD, stats = self.self_attention(
+                normed_BLD, *tokens, is_training=is_training, **reads
+            )
+            all_stats.append(stats)
+        else:
+            y_BLD = self.self_attention(normed_BLD, **reads)
         x_BLD = residual(x_BLD, y_BLD, keys[1])
         if inputs.memory_BMD is not None:
             y_BLD = self.cross_attention(
@@ -78,11 +88,16 @@ class Block(nnx.Module):
                 key=keys[2],
             )
             x_BLD = residual(x_BLD, y_BLD, keys[3])
-        normed_BLD, stats = self.ffn_norm(x_BLD), None
-        if self.is_sparse:
+        normed_BLD = self.ffn_norm(x_BLD)
+        if self.is_ffn_sparse:
             y_BLD, stats = self.ffn(
-                normed_BLD, inputs.is_token_BL, is_training=is_training, key=keys[4]
+                normed_BLD,
+                inputs.is_token_BL,
+                inputs.token_BL,
+                is_training=is_training,
+                key=keys[4],
             )
+            all_stats.append(stats)
         else:
             y_BLD = self.ffn(normed_BLD, key=keys[4])
-        return residual(x_BLD, y_BLD, keys[5]), stats
+        return residual(x_BLD, y_BLD, keys[5]), all_stats

@@ -7,18 +7,10 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from switchx.models.require import require, require_choice
+from switchx.models.router_config import RouterConfig
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ValueError with `message` unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def require_choice(name: str, value, choices) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
-    require(value in choices, f"{name}={value!r} is unknown; use one of {', '.join(choices)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,36 +43,57 @@ class SwitchConfig:
     Attributes:
         num_experts: E, in every sparse block.
         every: the last block of each run of `every` blocks is sparse; 1 makes all sparse.
+        stacks: whose blocks: `all`, or those of the `encoder` alone.
+        sublayers: what is sparse in a sparse block: its `ffn`, its self-`attention` (Switch,
+            appendix A) or `both`.
+        attention_experts: experts of a Switch attention are `linear` maps, or each an `ffn`.
         capacity_factor: slots of an expert over its even share of tokens, in training
             (section 2.2, eq. 3); `eval_capacity_factor` where nothing is trained.
         min_capacity: fewest slots an expert has.
+        capacity_rounding: `up` (a factor of 1 has a slot for each of perfectly balanced
+            tokens), `down` (Mesh-TensorFlow) or `nearest`, halves to the even number
+            (flaxformer).
         group_size: tokens routed together, at most; groups never depend on the devices.
-        jitter: inputs of the router, and of nothing else, are multiplied by U[1-jitter,
-            1+jitter] in training (appendix C).
         d_ff: F of an expert; None takes the model's.
+        shared_d_ff: F of a dense FFN that every token passes beside its expert (a residual
+            or shared expert: Rajbhandari et al. 2022, arXiv:2201.05596; Dai et al. 2024,
+            arXiv:2401.06066); None has none.
         expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
             the model's `dropout_rate`.
         expert_bias: biases in the experts.
         dispatcher: `sort` (gathers, the default) or `einsum` (one-hot, the readable oracle).
         router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
             else, flaxformer took normal(0.02) and published checkpoints that way.
+        router: which experts a token goes to, and what happens where one is full.
     """
 
     num_experts: int
     every: int = 2
+    stacks: Literal["all", "encoder"] = "all"
+    sublayers: Literal["ffn", "attention", "both"] = "ffn"
+    attention_experts: Literal["linear", "ffn"] = "linear"
     capacity_factor: float = 1.25
     eval_capacity_factor: float = 2.0
     min_capacity: int = 4
+    capacity_rounding: Literal["up", "down", "nearest"] = "up"
     group_size: int = 8192
-    jitter: float = 0.01
     d_ff: int | None = None
+    shared_d_ff: int | None = None
     expert_dropout_rate: float | None = None
     expert_bias: bool = False
     dispatcher: Literal["sort", "einsum"] = "sort"
     router_init_scale: float = 0.1
+    router: RouterConfig = RouterConfig()
 
     def __post_init__(self):
         require_choice("SwitchConfig.dispatcher", self.dispatcher, ("sort", "einsum"))
+        for name, choices in (
+            ("capacity_rounding", ("up", "down", "nearest")),
+            ("stacks", ("all", "encoder")),
+            ("sublayers", ("ffn", "attention", "both")),
+            ("attention_experts", ("linear", "ffn")),
+        ):
+            require_choice(f"SwitchConfig.{name}", getattr(self, name), choices)
         for name in ("num_experts", "every", "min_capacity", "group_size"):
             require(
                 getattr(self, name) >= 1,
@@ -92,11 +105,15 @@ class SwitchConfig:
                 f"SwitchConfig.{name}={getattr(self, name)}; "
                 "use a factor above 0, usually 1.0 to 2.0",
             )
-        require(0 <= self.jitter < 1, f"SwitchConfig.jitter={self.jitter}; use 0 <= jitter < 1")
         require(
             self.d_ff is None or self.d_ff >= 1,
             f"SwitchConfig.d_ff={self.d_ff}; use a whole number of at least 1, or None for the "
             "model's",
+        )
+        require(
+            self.shared_d_ff is None or (self.shared_d_ff >= 1 and self.has_ffn),
+            f"SwitchConfig.shared_d_ff={self.shared_d_ff} with sublayers={self.sublayers!r}; "
+            "use a whole number of at least 1 where FFNs are sparse, or None",
         )
         rate = self.expert_dropout_rate
         require(
@@ -108,6 +125,23 @@ class SwitchConfig:
             self.router_init_scale > 0,
             f"SwitchConfig.router_init_scale={self.router_init_scale}; use a scale above 0",
         )
+        tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
+        for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
+            require(
+                count <= self.num_experts,
+                f"RouterConfig.{name}={count} with num_experts={self.num_experts}: a token "
+                f"meets an expert once; use {name}={self.num_experts} at most",
+            )
+
+    @property
+    def has_ffn(self) -> bool:
+        """Whether the FFN of a sparse block is a Switch layer."""
+        return self.sublayers in ("ffn", "both")
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the self-attention of a sparse block is a Switch layer."""
+        return self.sublayers in ("attention", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +232,8 @@ class ModelConfig:
         require(
             0 <= self.dropout_rate < 1, f"dropout_rate={self.dropout_rate}; use 0 <= rate < 1"
         )
+        if self.switch is not None:
+            self._check_stacks()
         for name in ("num_encoder_layers", "num_decoder_layers"):
             count = getattr(self, name)
             below = count // self.period * self.period
@@ -207,6 +243,21 @@ class ModelConfig:
                 f"{name}={count} is not divisible by switch.every={self.period}; use "
                 f"{' or '.join(fitting)} layers, or every=1",
             )
+
+    def _check_stacks(self) -> None:
+        is_in_decoder = self.switch.stacks == "all"
+        require(
+            is_in_decoder or self.is_encoder_decoder,
+            "SwitchConfig.stacks='encoder' in a decoder_only model, which has no encoder; use "
+            "stacks='all'",
+        )
+        way_out = "SwitchConfig.stacks='encoder'" if self.is_encoder_decoder else "kind='top_k'"
+        require(
+            not (self.switch.router.kind == "expert_choice" and is_in_decoder),
+            "RouterConfig.kind='expert_choice' in a causal decoder: whether an expert takes a "
+            "token would depend on the tokens after it, which are not known when text is "
+            f"written; use {way_out}",
+        )
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -224,9 +275,14 @@ class ModelConfig:
 
     @property
     def num_sparse_layers(self) -> int:
-        layers = self.num_encoder_layers + self.num_decoder_layers
+        """Blocks that are sparse, in all stacks together."""
+        layers = self.num_encoder_layers
+        if self.switch is None or self.switch.stacks == "all":
+            layers += self.num_decoder_layers
         return layers // self.switch.every if self.switch else 0
 
-    def is_sparse(self, layer: int) -> bool:
-        """Whether block `layer` of a stack, from 0, has a Switch layer as its FFN."""
-        return self.switch is not None and layer % self.period == self.period - 1
+    def is_sparse(self, layer: int, stack: Literal["encoder", "decoder"] = "encoder") -> bool:
+        """Whether block `layer`, from 0, of a stack has Switch layers."""
+        if self.switch is None or (stack == "decoder" and self.switch.stacks == "encoder"):
+            return False
+        return layer % self.period == self.period - 1

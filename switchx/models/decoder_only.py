@@ -41,6 +41,7 @@ class DecoderOnly(nnx.Module):
             is_token_BL=segment_BL > 0,
             mask_BLM=causal_mask(segment_BL, batch["decoder_prefix_mask"]),
             bias_HLM=self.decoder.position_bias(length, length),
+            token_BL=batch["decoder_input_tokens"],
         )
         x_BLD = self.embedding.embed(batch["decoder_input_tokens"], batch["decoder_positions"])
         y_BLD, stats = self.decoder(x_BLD, inputs, is_training=is_training, key=key)

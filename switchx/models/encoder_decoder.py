@@ -44,6 +44,7 @@ class EncoderDecoder(nnx.Module):
             is_token_BL=segment_BL > 0,
             mask_BLM=segment_mask(segment_BL, segment_BL),
             bias_HLM=self.encoder.position_bias(length, length),
+            token_BL=tokens_BL,
         )
         x_BLD = self.embedding.embed(tokens_BL, positions_BL)
         return self.encoder(x_BLD, inputs, is_training=is_training, key=key)
@@ -67,6 +68,7 @@ class EncoderDecoder(nnx.Module):
             bias_HLM=self.decoder.position_bias(length, length),
             memory_BMD=memory_BMD,
             memory_mask_BLM=segment_mask(segment_BL, memory_segment_BM),
+            token_BL=tokens_BL,
         )
         x_BLD = self.embedding.embed(tokens_BL, positions_BL)
         y_BLD, stats = self.decoder(x_BLD, inputs, is_training=is_training, key=key)
@@ -95,7 +97,7 @@ class EncoderDecoder(nnx.Module):
             is_training=is_training,
             key=key_decoder,
         )
-        stats = jax.tree.map(
-            lambda *leaves: jnp.concatenate(leaves), encoder_stats, decoder_stats
-        )
-        return logits_BLV, stats
+        both = [stats for stats in (encoder_stats, decoder_stats) if stats is not None]
+        if not both:
+            return logits_BLV, None
+        return logits_BLV, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *both)

@@ -25,12 +25,11 @@ REMAT_POLICIES = {
 class BlockRun(nnx.Module):
     """The blocks `layer_0`, `layer_1`, ... of one run, applied one after the other."""
 
-    def __init__(self, config, *, length: int, has_memory: bool, key):
+    def __init__(self, config, *, length: int, stack: str, has_memory: bool, key):
         self.length = length
         for i, key_i in enumerate(jax.random.split(key, length)):
-            block = Block(
-                config, is_sparse=config.is_sparse(i), has_memory=has_memory, key=key_i
-            )
+            is_sparse = config.is_sparse(i, stack)
+            block = Block(config, is_sparse=is_sparse, has_memory=has_memory, key=key_i)
             setattr(self, f"layer_{i}", block)
 
     def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, remat: str, key=None):
@@ -44,7 +43,7 @@ class BlockRun(nnx.Module):
         all_stats = []
         for i, key_i in enumerate(split_key(key, self.length)):
             x_BLD, stats = run_block(getattr(self, f"layer_{i}"), x_BLD, inputs, key_i)
-            all_stats += [] if stats is None else [stats]
+            all_stats += stats
         if not all_stats:
             return x_BLD, None
         return x_BLD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_stats)
@@ -59,8 +58,10 @@ class Stack(nnx.Module):
         length = num_layers // self.repeats
         key_bias, key_blocks = jax.random.split(key)
 
+        stack = "decoder" if is_decoder else "encoder"
+
         def build(key):
-            return BlockRun(config, length=length, has_memory=has_memory, key=key)
+            return BlockRun(config, length=length, stack=stack, has_memory=has_memory, key=key)
 
         if config.positions == "relative":
             self.relative_bias = RelativeBias(

@@ -11,16 +11,28 @@ import jax.numpy as jnp
 
 
 def expert_capacity(
-    tokens_per_group: int, num_experts: int, *, capacity_factor: float, min_capacity: int
+    tokens_per_group: int,
+    num_experts: int,
+    *,
+    capacity_factor: float,
+    min_capacity: int,
+    num_selected: int = 1,
+    rounding: str = "up",
 ) -> int:
-    """Slots of one expert for one group: ceil(tokens / experts * factor), eq. 3.
+    """Slots of one expert for one group: choices / experts * factor, rounded; eq. 3.
 
-    At least `min_capacity`, and never more than the group has tokens. Rounded up, so that
-    a factor of 1.0 gives perfectly balanced tokens a slot each; Mesh-TensorFlow rounds down.
+    At least `min_capacity`, and never more than the group has tokens: nobody chooses an
+    expert twice.
+
+    Args:
+        num_selected: choices a token has; GShard's capacity counts them, flaxformer's not.
+        rounding: `up`, so that a factor of 1.0 gives perfectly balanced choices a slot
+            each; `down` (Mesh-TensorFlow); `nearest`, halves to the even (flaxformer).
     """
     # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
-    even_share = round(tokens_per_group * capacity_factor / num_experts, 9)
-    return min(tokens_per_group, max(min_capacity, math.ceil(even_share)))
+    even_share = round(tokens_per_group * num_selected * capacity_factor / num_experts, 9)
+    rounded = {"up": math.ceil, "down": math.floor, "nearest": round}[rounding](even_share)
+    return min(tokens_per_group, max(min_capacity, rounded))
 
 
 def group_shape(num_tokens: int, group_size: int) -> tuple[int, int]:
@@ -41,13 +53,20 @@ def rows_per_expert(switch, num_tokens: int, *, is_training: bool) -> int:
 
 
 def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
-    """`expert_capacity` with the factor that a `SwitchConfig` has for training or not."""
+    """`expert_capacity` with the factor that a `SwitchConfig` has for training or not.
+
+    All tokens of the group where the router is dropless.
+    """
+    if switch.router.overflow == "dropless":
+        return tokens_per_group
     factor = switch.capacity_factor if is_training else switch.eval_capacity_factor
     return expert_capacity(
         tokens_per_group,
         switch.num_experts,
         capacity_factor=factor,
         min_capacity=switch.min_capacity,
+        num_selected=switch.router.num_selected,
+        rounding=switch.capacity_rounding,
     )
 
 

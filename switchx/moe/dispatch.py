@@ -78,14 +78,18 @@ def token_of_slot(plan: RoutingPlan):
 
 
 def sort_dispatch(x_GTD, plan: RoutingPlan, experts):
-    """Gathers tokens into `[E, G * C, D]`, runs the experts, gathers back and gates."""
+    """Gathers tokens into `[E, G * C, D]`, runs the experts, gathers back and gates.
+
+    The experts may give rows of another width than they get.
+    """
     G, T, D = x_GTD.shape
     E, C, S = plan.num_experts, plan.capacity, plan.expert_GTS.shape[-1]
     token_GQ = token_of_slot(plan)
     x_GQD = gather_rows(x_GTD, token_GQ, plan.position_GTS)
     y_ERD = experts(x_GQD.reshape(G, E, C, D).transpose(1, 0, 2, 3).reshape(E, G * C, D))
-    y_GQD = y_ERD.reshape(E, G, C, D).transpose(1, 0, 2, 3).reshape(G, E * C, D)
-    y_GTD = jnp.zeros_like(x_GTD)
+    width = y_ERD.shape[-1]
+    y_GQD = y_ERD.reshape(E, G, C, width).transpose(1, 0, 2, 3).reshape(G, E * C, width)
+    y_GTD = jnp.zeros((G, T, width), y_ERD.dtype)
     for s in range(S):
         # A slot holds one choice: for choice s, slots of other choices point past the end.
         is_choice_GQ = (

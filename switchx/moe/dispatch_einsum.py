@@ -23,7 +23,7 @@ def einsum_dispatch(x_GTD, plan: RoutingPlan, experts):
     E, C = plan.num_experts, plan.capacity
     dispatch_GTSEC = dispatch_tensor(plan, x_GTD.dtype)
     x_EGCD = jnp.einsum("GTSEC,GTD->EGCD", dispatch_GTSEC, x_GTD)
-    y_EGCD = experts(x_EGCD.reshape(E, G * C, D)).reshape(E, G, C, D)
+    y_EGCD = experts(x_EGCD.reshape(E, G * C, D)).reshape(E, G, C, -1)
     combine_GTEC = jnp.einsum(
         "GTSEC,GTS->GTEC", dispatch_GTSEC, plan.gate_GTS.astype(x_GTD.dtype)
     )

@@ -4,65 +4,67 @@
 Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. Dims: B L D G T E
 """
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
+import dataclasses
 
-from switchx.layers import initializers
+import jax
+
 from switchx.layers.dropout import split_key
-from switchx.moe.capacity import group_shape, layer_capacity
+from switchx.layers.ffn import DenseFFN
 from switchx.moe.dispatch import sort_dispatch
 from switchx.moe.dispatch_einsum import einsum_dispatch
 from switchx.moe.experts import Experts
-from switchx.moe.router import route_top1, router_logits
+from switchx.moe.groups import out_of_groups
+from switchx.moe.routed_layer import RoutedLayer
 from switchx.moe.stats import measure_routing
 from switchx.partitioning.constrain import constrain
 
 DISPATCHERS = {"sort": sort_dispatch, "einsum": einsum_dispatch}
 
 
-class SwitchFFN(nnx.Module):
-    """A sparse FFN: `y_BLD, stats = switch_ffn(x_BLD, is_token_BL, is_training=...)`."""
+class SwitchFFN(RoutedLayer):
+    """A sparse FFN: `y_BLD, stats = switch_ffn(x_BLD, is_token_BL, is_training=...)`.
+
+    With `shared_d_ff` a dense FFN of that size is added for every token, dropped ones among
+    them, ungated.
+    """
 
     def __init__(self, config, *, key):
-        self.config = config
         key_router, key_experts = jax.random.split(key)
-        D, E = config.d_model, config.switch.num_experts
-        self.w_router_DE = initializers.weight(
-            config, key_router, (D, E), fan_in=D, scale=config.switch.router_init_scale
-        )
+        super().__init__(config, key=key_router)
         self.experts = Experts(config, key=key_experts)
+        if config.switch.shared_d_ff is not None:
+            shared = dataclasses.replace(config, d_ff=config.switch.shared_d_ff)
+            self.shared_expert = DenseFFN(shared, key=jax.random.fold_in(key, 2))
 
-    def __call__(self, x_BLD, is_token_BL, *, is_training: bool, key=None):
+    def __call__(self, x_BLD, is_token_BL, token_BL=None, *, is_training: bool, key=None):
+        """Output and routing statistics.
+
+        Args:
+            is_token_BL: false for padding.
+            token_BL: ids of the tokens, for a router that hashes them.
+        """
         switch = self.config.switch
-        key_jitter, key_dropout = split_key(key, 2)
-        B, L, D = x_BLD.shape
-        G, T = group_shape(B * L, switch.group_size)
-        x_GTD = constrain(_into_groups(x_BLD.reshape(B * L, D), G, T), "GTD")
-        is_token_GT = _into_groups(is_token_BL.reshape(B * L), G, T)
-
-        logits_GTE = router_logits(
-            x_GTD,
-            self.w_router_DE[...],
-            dtype=self.config.precision.router,
-            jitter=switch.jitter,
-            key=key_jitter if is_training else None,
+        B, L, _ = x_BLD.shape
+        key_router, key_dropout = split_key(key, 2)
+        key_shared = None if key is None else jax.random.fold_in(key, 2)
+        routed = self.route(
+            x_BLD, is_token_BL, token_BL, is_training=is_training, key=key_router
         )
-        prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
-        capacity = layer_capacity(switch, T, is_training=is_training)
-        plan = route_top1(prob_GTE, is_token_GT, capacity)
 
         def run_experts(x_ERD):
             y_ERD = self.experts(constrain(x_ERD, "ERD"), key=key_dropout)
             return constrain(y_ERD, "ERD")
 
-        y_GTD = constrain(DISPATCHERS[switch.dispatcher](x_GTD, plan, run_experts), "GTD")
-        stats = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT)
-        return y_GTD.reshape(G * T, D)[: B * L].reshape(B, L, D), stats
-
-
-def _into_groups(x, num_groups: int, group_size: int):
-    """`[tokens, ...]` -> `[G, T, ...]`, zero-padded at the end."""
-    padding = num_groups * group_size - x.shape[0]
-    x = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
-    return x.reshape(num_groups, group_size, *x.shape[1:])
+        dispatch = DISPATCHERS[switch.dispatcher]
+        y_GTD = constrain(dispatch(routed.x_GTD, routed.plan, run_experts), "GTD")
+        stats = measure_routing(
+            routed.logits_GTE,
+            routed.prob_GTE,
+            routed.plan,
+            routed.is_token_GT,
+            balance_scope=switch.router.balance_scope,
+        )
+        y_BLD = out_of_groups(y_GTD, B, L)
+        if switch.shared_d_ff is not None:
+            y_BLD = y_BLD + self.shared_expert(x_BLD, key=key_shared)
+        return y_BLD, stats

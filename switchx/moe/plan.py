@@ -21,6 +21,8 @@ class RoutingPlan:
         slot_GTS: int32 place in the expert's queue; a place of `capacity` or more is dropped.
         count_GE: int32 tokens that asked for each expert, before capacity.
         num_experts, capacity: E and C.
+        balance_GE: int32 choices that the balance loss counts, where they are others than
+            those of `count_GE`; None where they are the same.
     """
 
     expert_GTS: jax.Array
@@ -29,6 +31,12 @@ class RoutingPlan:
     count_GE: jax.Array
     num_experts: int = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
+    balance_GE: jax.Array | None = None
+
+    @property
+    def counted_GE(self):
+        """The choices that the balance loss counts."""
+        return self.count_GE if self.balance_GE is None else self.balance_GE
 
     @property
     def is_routed_GTS(self):

@@ -27,7 +27,7 @@ class RoutingStats:
         load_E: tokens that asked for each expert, before capacity.
         dropped: choices that got no slot.
         entropy: sum over tokens of the router's entropy, in nats.
-        gate: sum over tokens of the first choice's gate.
+        gate: sum over tokens of the largest of their gates.
     """
 
     balance_loss: jax.Array
@@ -50,19 +50,25 @@ class RoutingStats:
         )
 
 
-def measure_routing(logits_GTE, prob_GTE, plan: RoutingPlan, is_token_GT) -> RoutingStats:
-    """Statistics and auxiliary losses of one layer, in float32."""
+def measure_routing(
+    logits_GTE, prob_GTE, plan: RoutingPlan, is_token_GT, *, balance_scope: str = "group"
+) -> RoutingStats:
+    """Statistics and auxiliary losses of one layer, in float32.
+
+    Args:
+        balance_scope: of the balance loss, `group` or `batch`.
+    """
     logits_GTE, prob_GTE = logits_GTE.astype(jnp.float32), prob_GTE.astype(jnp.float32)
     is_token_GT32 = is_token_GT.astype(jnp.float32)
     frozen_GTE = jax.lax.stop_gradient(prob_GTE)
     entropy_GT = -jnp.sum(frozen_GTE * jnp.log(jnp.maximum(frozen_GTE, 1e-30)), axis=-1)
     dropped_GTS = plan.is_routed_GTS & ~plan.is_kept_GTS
     return RoutingStats(
-        balance_loss=balance_loss(prob_GTE, plan.count_GE, is_token_GT),
+        balance_loss=balance_loss(prob_GTE, plan.counted_GE, is_token_GT, scope=balance_scope),
         router_z_loss=router_z_loss(logits_GTE, is_token_GT),
         tokens=jnp.sum(is_token_GT32),
         load_E=jnp.sum(plan.count_GE, axis=0).astype(jnp.float32),
         dropped=jnp.sum(dropped_GTS).astype(jnp.float32),
         entropy=jnp.sum(entropy_GT * is_token_GT32),
-        gate=jnp.sum(jax.lax.stop_gradient(plan.gate_GTS[..., 0]) * is_token_GT32),
+        gate=jnp.sum(jax.lax.stop_gradient(jnp.max(plan.gate_GTS, axis=-1)) * is_token_GT32),
     )

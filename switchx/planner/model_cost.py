@@ -18,9 +18,11 @@ class ParameterCount:
         embedding: the token table, which is also the logits' matrix where they are tied.
         positions: the learned position table, or the relative bias of every stack.
         logits: the untied logits' matrix.
-        attention: self- and cross-attention.
-        experts: all experts of all sparse layers.
-        active_experts: those of `experts` that one token meets, one in each sparse layer.
+        attention: self- and cross-attention; of Switch attention the output matrix.
+        dense_ffn: the FFNs of dense blocks, and shared experts.
+        experts: all experts of all Switch layers.
+        active_experts: those of `experts` that one token meets on the average.
+        router: weights and balancing biases.
     """
 
     embedding: int
@@ -64,8 +66,8 @@ class SequenceFlops:
         attention: query, key, value and output matrices, cross-attention's all four at
             decoder tokens (Kaplan counts every weight of a stack at each of its tokens).
         scores: query times key, 2 H K a pair; masked and causal pairs count as others do.
-        dense_ffn: the FFNs of the dense blocks.
-        experts: one expert a token and sparse layer, nothing dropped, no slot empty.
+        dense_ffn: the FFNs of the dense blocks, and shared experts.
+        experts: those that a token meets, nothing dropped, no slot empty.
         logits: the whole vocabulary at every decoder token.
         router: apart, in no total of the paper's.
         expert_slots: the experts on all their slots, full or empty (`slots_per_token`).
@@ -101,16 +103,25 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     D, H, K = config.d_model, config.num_heads, config.d_head
     num_stacks = 2 if config.is_encoder_decoder else 1
     num_norms = num_stacks + _num_attentions(config) + _num_layers(config)
-    num_dense_ffns = _num_layers(config) - config.num_sparse_layers
-
     attention_bias = 3 * H * K + D if config.use_bias else 0
-    ffn_bias = config.d_ff + D if config.use_bias else 0
-    expert = active_experts = router = 0
+    dense_ffn = _num_layers(config) * _biased_ffn(config, config.d_ff)
+    attention = _num_attentions(config) * (_attention_weights(config) + attention_bias)
+    one_expert = router = num_experts = num_selected = 0
     if switch := config.switch:
+        num_experts, num_selected = switch.num_experts, experts_per_token(switch)
+        num_ffns = config.num_sparse_layers * switch.has_ffn
+        num_attentions = config.num_sparse_layers * switch.has_attention
         expert_bias = _expert_d_ff(config) + D if switch.expert_bias else 0
-        expert = _ffn_weights(config, _expert_d_ff(config)) + expert_bias
-        active_experts = config.num_sparse_layers * expert
-        router = config.num_sparse_layers * D * switch.num_experts
+        one_expert = num_ffns * (_ffn_weights(config, _expert_d_ff(config)) + expert_bias)
+        one_expert += num_attentions * _attention_expert_weights(config)
+        per_router = D * switch.router.has_weights + switch.router.has_bias
+        router = (num_ffns + num_attentions) * per_router * num_experts
+        # Experts take the places of FFNs, and of all of attention but its output.
+        dense_ffn -= num_ffns * _biased_ffn(config, config.d_ff)
+        if switch.shared_d_ff is not None:
+            dense_ffn += num_ffns * _biased_ffn(config, switch.shared_d_ff)
+        projections = 3 * D * H * K + (3 * H * K if config.use_bias else 0)
+        attention -= num_attentions * projections
 
     return ParameterCount(
         embedding=config.vocab_size * D,
@@ -120,10 +131,10 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
             else num_stacks * config.relative_buckets * H
         ),
         logits=0 if config.tie_embeddings else D * config.vocab_size,
-        attention=_num_attentions(config) * (_attention_weights(config) + attention_bias),
-        dense_ffn=num_dense_ffns * (_ffn_weights(config, config.d_ff) + ffn_bias),
-        experts=active_experts * switch.num_experts if switch else 0,
-        active_experts=active_experts,
+        attention=attention,
+        dense_ffn=dense_ffn,
+        experts=one_expert * num_experts,
+        active_experts=round(one_expert * num_selected),
         router=router,
         norms=num_norms * (2 * D if config.norm == "layer" else D),
     )
@@ -160,24 +171,36 @@ def flops_per_sequence(
         + cross_tokens * encoder_length
     )
     ffn_tokens = encoder_tokens + decoder_tokens
-    sparse_tokens = expert_weights = num_experts = 0
+    attention = 2 * _attention_weights(config) * (ffn_tokens + cross_tokens)
+    dense_ffn = 2 * _ffn_weights(config, config.d_ff) * ffn_tokens
+    one_expert = router = num_selected = 0
     slots = 1.0
     if switch := config.switch:
         # `num_*_layers` are divisible by `every`, so each stack has the same share.
-        sparse_tokens = ffn_tokens // switch.every
-        expert_weights = _ffn_weights(config, _expert_d_ff(config))
-        num_experts = switch.num_experts
+        sparse_tokens = encoder_tokens // switch.every
+        if switch.stacks == "all":
+            sparse_tokens = ffn_tokens // switch.every
+        in_ffns, in_attentions = (
+            sparse_tokens * has for has in (switch.has_ffn, switch.has_attention)
+        )
+        one_expert = 2 * _ffn_weights(config, _expert_d_ff(config)) * in_ffns
+        one_expert += 2 * _attention_expert_weights(config) * in_attentions
+        if switch.router.has_weights:
+            router = 2 * D * switch.num_experts * (in_ffns + in_attentions)
+        dense_ffn -= 2 * _ffn_weights(config, config.d_ff) * in_ffns
+        dense_ffn += 2 * _ffn_weights(config, switch.shared_d_ff or 0) * in_ffns
+        attention -= 2 * 3 * D * HK * in_attentions
+        num_selected = experts_per_token(switch)
         slots = slots_per_token(switch, switch.capacity_factor)
-    experts = 2 * expert_weights * sparse_tokens
 
     return SequenceFlops(
-        attention=2 * _attention_weights(config) * (ffn_tokens + cross_tokens),
+        attention=attention,
         scores=2 * HK * pairs,
-        dense_ffn=2 * _ffn_weights(config, config.d_ff) * (ffn_tokens - sparse_tokens),
-        experts=experts,
+        dense_ffn=dense_ffn,
+        experts=round(one_expert * num_selected),
         logits=2 * D * config.vocab_size * decoder_length,
-        router=2 * D * num_experts * sparse_tokens,
-        expert_slots=round(experts * slots),
+        router=router,
+        expert_slots=round(one_expert * slots),
         weighted_values=2 * HK * pairs,
         cross_memory=2 * 2 * D * HK * num_cross * (encoder_length - decoder_length),
     )
@@ -193,12 +216,25 @@ def train_flops(config: ModelConfig, encoder_length: int, decoder_length: int) -
     return 3 * flops_per_sequence(config, encoder_length, decoder_length).total
 
 
+def experts_per_token(switch: SwitchConfig) -> float:
+    """Experts that a token meets in a Switch layer, nothing dropped, on the average.
+
+    k; where experts choose, the slots they have, which are never empty.
+    """
+    if switch.router.kind == "expert_choice":
+        return slots_per_token(switch, switch.capacity_factor)
+    return switch.router.num_selected
+
+
 def slots_per_token(switch: SwitchConfig, capacity_factor: float) -> float:
     """Slots over tokens of a full group: eq. 3 before it is rounded up to whole slots.
 
-    The capacity factor, unless `min_capacity` asks for more; an expert never has more
-    slots than the group has tokens.
+    The capacity factor for each of k choices, unless `min_capacity` asks for more; an expert
+    never has more slots than the group has tokens, and as many where nothing is dropped.
     """
+    if switch.router.overflow == "dropless":
+        return float(switch.num_experts)
+    capacity_factor = capacity_factor * switch.router.num_selected
     floor = switch.num_experts * switch.min_capacity / switch.group_size
     return min(float(switch.num_experts), max(capacity_factor, floor))
 
@@ -224,3 +260,18 @@ def _attention_weights(config: ModelConfig) -> int:
 def _ffn_weights(config: ModelConfig, d_ff: int) -> int:
     """Weights of one FFN or expert, biases apart: two matrices, three when gated."""
     return (3 if config.is_gated else 2) * config.d_model * d_ff
+
+
+def _biased_ffn(config: ModelConfig, d_ff: int) -> int:
+    """Weights and biases of one dense FFN."""
+    bias = d_ff + config.d_model if config.use_bias else 0
+    return _ffn_weights(config, d_ff) + bias
+
+
+def _attention_expert_weights(config: ModelConfig) -> int:
+    """Weights of one expert of a Switch attention: its query's, and its key and value's."""
+    D, HK = config.d_model, config.num_heads * config.d_head
+    if config.switch.attention_experts == "linear":
+        return 2 * D * HK
+    F = _expert_d_ff(config)
+    return 2 * ((2 if config.is_gated else 1) * D * F + F * HK)

@@ -94,6 +94,13 @@ class TrainingJob:
                 f"{self.step.num_microbatches}; use a multiple of it, or a number of "
                 f"microbatches that divides {self.batch_size}"
             )
+        switch, parts = self.model.switch, self.step.num_microbatches
+        if switch is not None and switch.router.balance_scope == "batch" and parts > 1:
+            raise ValueError(
+                f"RouterConfig.balance_scope='batch' with num_microbatches={parts}: the first "
+                "microbatch's gradient would need the load of all; use one microbatch, or "
+                "balance_scope='group', which is exact under any split"
+            )
         longest = max(self.inputs_length, self.targets_length)
         if not self.model.is_encoder_decoder:
             longest = self.inputs_length + self.targets_length

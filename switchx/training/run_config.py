@@ -8,7 +8,7 @@ from typing import Any
 
 from switchx.data.data_dir import write_atomically
 from switchx.data.saved_vocabulary import load_vocabulary, save_vocabulary
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.training.job import TrainingJob
 from switchx.training.run_folder import RunFolder
 
@@ -20,10 +20,15 @@ MAY_CHANGE = (
 # What of the model an evaluation may choose; all else decides what the parameters mean.
 MODEL_MAY_CHANGE = (
     "model.dropout_rate", "model.init_scale", "model.max_length", "model.precision",
-    "model.remat", "model.switch.capacity_factor", "model.switch.dispatcher",
-    "model.switch.eval_capacity_factor", "model.switch.expert_dropout_rate",
-    "model.switch.group_size", "model.switch.jitter", "model.switch.min_capacity",
-    "model.switch.router_init_scale",
+    "model.remat", "model.switch.capacity_factor", "model.switch.capacity_rounding",
+    "model.switch.dispatcher", "model.switch.eval_capacity_factor",
+    "model.switch.expert_dropout_rate", "model.switch.group_size",
+    "model.switch.min_capacity", "model.switch.router.balance_counts",
+    "model.switch.router.balance_scope", "model.switch.router.exploration",
+    "model.switch.router.input_dropout_rate", "model.switch.router.jitter",
+    "model.switch.router.max_rounds", "model.switch.router.overflow",
+    "model.switch.router.padding", "model.switch.router.priority",
+    "model.switch.router.temperature", "model.switch.router_init_scale",
 )  # fmt: skip
 
 
@@ -137,16 +142,19 @@ def read_model_config(run: RunFolder) -> ModelConfig:
         ValueError: it is missing, or its fields are not those of a ModelConfig.
     """
     where, model = str(run.config), read_config(run)["model"]
-    nested = {"switch": SwitchConfig, "precision": Precision}
-    for name, cls in nested.items():
-        if isinstance(model.get(name), dict):
-            model[name] = _from_description(cls, model[name], where)
     return _from_description(ModelConfig, model, where)
+
+
+# Fields of a model's configuration that are descriptions of their own.
+_NESTED = {"switch": SwitchConfig, "precision": Precision, "router": RouterConfig}
 
 
 def _from_description(cls: type, description: dict[str, Any], where: str):
     """The `cls` that `describe` gave this description."""
     values = {name: value for name, value in description.items() if name != "type"}
+    for name, value in values.items():
+        if name in _NESTED and isinstance(value, dict):
+            values[name] = _from_description(_NESTED[name], value, where)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
     for fault, names in (

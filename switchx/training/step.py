@@ -17,6 +17,7 @@ from switchx.training.expert_taps import factored_gradients, tap_expert_weights
 from switchx.training.gradient_norm import clip_scale, global_norm
 from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
 from switchx.training.optimizers import apply_updates
+from switchx.training.router_bias import with_balanced_biases
 from switchx.training.state import TrainState
 
 # Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
@@ -185,7 +186,10 @@ def train_step(
         updates, opt_state = optimizer.update(
             grads, opt_state, params, gradient_scale=unscale * clip
         )
-        return apply_updates(params, updates), opt_state
+        updated = apply_updates(params, updates)
+        if stats is not None:
+            updated = with_balanced_biases(config, params, updated, stats.load_E)
+        return updated, opt_state
 
     # A conditional keeps the update in place; `jnp.where` afterwards would copy everything.
     params, opt_state = jax.lax.cond(

@@ -66,9 +66,9 @@ def test_text_needs_no_quotes(value, text):
 
 
 def test_parameter_may_be_named_in_short_and_in_full():
-    names = ("SwitchConfig", "config.SwitchConfig", "switchx.models.config.SwitchConfig")
+    names = ("RouterConfig", "config.RouterConfig", "switchx.models.config.RouterConfig")
     for name in names:
-        assert job_of(f"{name}.jitter=0.5").model.switch.jitter == 0.5
+        assert job_of(f"{name}.jitter=0.5").model.switch.router.jitter == 0.5
 
 
 def test_folder_called_as_a_configs_folder_is_not_in_the_way(tmp_path):
@@ -202,13 +202,13 @@ def test_parameter_that_files_set_in_scopes_is_asked_for_by_scope():
 
 
 def test_operative_config_builds_the_same_job_and_takes_bindings():
-    job = job_of("SwitchConfig.jitter=0.5", "DATA_DIR=x y")
+    job = job_of("RouterConfig.jitter=0.5", "DATA_DIR=x y")
     pathlib.Path("operative.gin").write_text(gin_edge.operative_config("JOB"))
     gin_edge.parse_files(["operative.gin"], [])
     assert gin_edge.build("JOB", TrainingJob) == job
-    gin_edge.parse_files(["operative.gin"], ["SwitchConfig.jitter=0.25", "BATCH_SIZE=4"])
+    gin_edge.parse_files(["operative.gin"], ["RouterConfig.jitter=0.25", "BATCH_SIZE=4"])
     changed = gin_edge.build("JOB", TrainingJob)
-    assert (changed.model.switch.jitter, changed.batch_size) == (0.25, 4)
+    assert (changed.model.switch.router.jitter, changed.batch_size) == (0.25, 4)
 
 
 def test_files_without_a_job_say_how_a_run_file_ends():

@@ -13,8 +13,9 @@ from tests.integration.runs import SMALL
 
 HEAD = "from __gin__ import dynamic_registration\nfrom switchx.models import config\n"
 SWITCH_FIELDS = (
-    "num_experts, every, capacity_factor, eval_capacity_factor, min_capacity, group_size, "
-    "jitter, d_ff, expert_dropout_rate, expert_bias, dispatcher, router_init_scale"
+    "num_experts, every, stacks, sublayers, attention_experts, capacity_factor, "
+    "eval_capacity_factor, min_capacity, capacity_rounding, group_size, d_ff, shared_d_ff, "
+    "expert_dropout_rate, expert_bias, dispatcher, router_init_scale, router"
 )
 
 
@@ -93,12 +94,12 @@ def test_mistake_in_an_included_file_is_told_of_that_file():
     ("binding", "said"),
     [
         (
-            "SwitchConfig.jiter=0.0",
-            "SwitchConfig has no parameter 'jiter' (did you mean jitter?); it has "
+            "SwitchConfig.groupsize=8",
+            "SwitchConfig has no parameter 'groupsize' (did you mean group_size?); it has "
             f"{SWITCH_FIELDS}",
         ),
         (
-            "SwitchConfg.jitter=0.0",
+            "SwitchConfg.group_size=8",
             "there is no 'SwitchConfg' (did you mean SwitchConfig?); a gin file has to import "
             "the module that it is in",
         ),

@@ -25,6 +25,10 @@ def test_rows_are_named_by_stack_and_block():
     assert sparse_layer_names(MODEL) == ["encoder 1", "encoder 3", "decoder 1"]
     every_block = dataclasses.replace(MODEL, switch=SwitchConfig(4, every=1))
     assert sparse_layer_names(every_block)[3:] == ["encoder 3", "decoder 0", "decoder 1"]
+    encoder = dataclasses.replace(MODEL, switch=SwitchConfig(4, stacks="encoder"))
+    assert sparse_layer_names(encoder) == ["encoder 1", "encoder 3"]
+    both = dataclasses.replace(MODEL, switch=SwitchConfig(4, sublayers="both"))
+    assert sparse_layer_names(both)[:2] == ["encoder 1 attention", "encoder 1 ffn"]
 
 
 def test_even_share_is_one():

@@ -92,7 +92,7 @@ def test_evaluation_that_was_not_finite_is_said_so(capsys, folder):
 
 
 def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
-    bindings = [f"FILES=['{tmp_path}/it is']", "TRAIN_STEPS=12", "SwitchConfig.jitter=0.0"]
+    bindings = [f"FILES=['{tmp_path}/it is']", "TRAIN_STEPS=12", "RouterConfig.jitter=0.0"]
     arguments = given(str(SMALL), "meshes/data.gin", bindings=bindings, search_paths="/,.")
     job = parse_job(arguments)
     eval_, train, finetune = summary.next_commands(job, folder, FINISHED, arguments)
@@ -106,12 +106,12 @@ def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
     ]
     words = shlex.split(train)
     assert words[words.index("train") :] == [
-        "train", *same, "--gin.SwitchConfig.jitter=0.0", "--gin.TRAIN_STEPS=24",
+        "train", *same, "--gin.RouterConfig.jitter=0.0", "--gin.TRAIN_STEPS=24",
         f"--model_dir={folder.path}",
     ]  # fmt: skip
     words = shlex.split(finetune)
     assert words[words.index("train") :] == [
-        "train", *same, "--gin.TRAIN_STEPS=12", "--gin.SwitchConfig.jitter=0.0",
+        "train", *same, "--gin.TRAIN_STEPS=12", "--gin.RouterConfig.jitter=0.0",
         f"--gin.INIT_FROM={folder.path}", f"--model_dir={folder.path}_finetuned",
     ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from tests.processes import child_environment
 def test_next_commands_run_as_they_stand(finished_run, session_cache, tmp_path, run_cli):
     """Of a run whose paths need quoting and whose gin file requires a macro."""
     shutil.copy(finished_run.files, tmp_path / "my corpus.txt")
-    bindings = ("TRAIN_STEPS=1", "SwitchConfig.jitter=0.0", "TrainingJob.eval_batches=1")
+    bindings = ("TRAIN_STEPS=1", "RouterConfig.jitter=0.0", "TrainingJob.eval_batches=1")
     words = arguments("my run/", "my corpus.txt", *bindings)
     process = run_cli("train", *words)
     assert process.returncode == 0, process.stderr

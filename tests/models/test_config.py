@@ -6,7 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 
 SWITCH = SwitchConfig(8)
 T5 = ModelConfig("encoder_decoder", 100, 16, 32, 2, 8, 4, 6)
@@ -36,6 +36,59 @@ def test_derived_sizes():
         for activation in ("relu", "gelu", "geglu", "swiglu")
     }
     assert gated == {"relu": False, "gelu": False, "geglu": True, "swiglu": True}
+
+
+def test_stacks_and_sublayers_that_are_sparse():
+    encoder = dataclasses.replace(SPARSE, switch=SwitchConfig(8, stacks="encoder"))
+    assert encoder.num_sparse_layers == 3
+    assert [encoder.is_sparse(i, "encoder") for i in range(4)] == [False, True] * 2
+    assert not any(encoder.is_sparse(i, "decoder") for i in range(4))
+    assert [SPARSE.is_sparse(i, "decoder") for i in range(4)] == [False, True] * 2
+    has = {
+        name: (switch.has_attention, switch.has_ffn)
+        for name in ("ffn", "attention", "both")
+        for switch in [SwitchConfig(8, sublayers=name)]
+    }
+    assert has == {"ffn": (False, True), "attention": (True, False), "both": (True, True)}
+
+
+EXPERT_CHOICE = RouterConfig(kind="expert_choice")
+
+
+@pytest.mark.parametrize(
+    ("model", "switch", "message"),
+    [
+        (
+            T5,
+            SwitchConfig(8, router=EXPERT_CHOICE),
+            "RouterConfig.kind='expert_choice' in a causal decoder: whether an expert takes a "
+            "token would depend on the tokens after it, which are not known when text is "
+            "written; use SwitchConfig.stacks='encoder'",
+        ),
+        (
+            DECODER,
+            SwitchConfig(8, router=EXPERT_CHOICE),
+            "RouterConfig.kind='expert_choice' in a causal decoder: whether an expert takes a "
+            "token would depend on the tokens after it, which are not known when text is "
+            "written; use kind='top_k'",
+        ),
+        (
+            DECODER,
+            SwitchConfig(8, stacks="encoder"),
+            "SwitchConfig.stacks='encoder' in a decoder_only model, which has no encoder; use "
+            "stacks='all'",
+        ),
+    ],
+)
+def test_switch_layers_that_do_not_fit_a_model_are_refused(model, switch, message):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(model, switch=switch)
+    assert str(error.value) == message
+
+
+def test_expert_choice_fits_an_encoder():
+    switch = SwitchConfig(8, stacks="encoder", router=EXPERT_CHOICE)
+    assert dataclasses.replace(T5, switch=switch).num_sparse_layers == 3
 
 
 def test_precision():
@@ -143,6 +196,28 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
             {"dispatcher": "magic"},
             "SwitchConfig.dispatcher='magic' is unknown; use one of sort, einsum",
         ),
+        (
+            {"stacks": "decoder"},
+            "SwitchConfig.stacks='decoder' is unknown; use one of all, encoder",
+        ),
+        (
+            {"sublayers": "query"},
+            "SwitchConfig.sublayers='query' is unknown; use one of ffn, attention, both",
+        ),
+        (
+            {"attention_experts": "deep"},
+            "SwitchConfig.attention_experts='deep' is unknown; use one of linear, ffn",
+        ),
+        (
+            {"shared_d_ff": 0},
+            "SwitchConfig.shared_d_ff=0 with sublayers='ffn'; use a whole number of at least 1 "
+            "where FFNs are sparse, or None",
+        ),
+        (
+            {"shared_d_ff": 8, "sublayers": "attention"},
+            "SwitchConfig.shared_d_ff=8 with sublayers='attention'; use a whole number of at "
+            "least 1 where FFNs are sparse, or None",
+        ),
         ({"num_experts": 0}, "SwitchConfig.num_experts=0; use a whole number of at least 1"),
         ({"every": 0}, "SwitchConfig.every=0; use a whole number of at least 1"),
         ({"min_capacity": 0}, "SwitchConfig.min_capacity=0; use a whole number of at least 1"),
@@ -155,7 +230,20 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
             {"eval_capacity_factor": -1.0},
             "SwitchConfig.eval_capacity_factor=-1.0; use a factor above 0, usually 1.0 to 2.0",
         ),
-        ({"jitter": 1.0}, "SwitchConfig.jitter=1.0; use 0 <= jitter < 1"),
+        (
+            {"capacity_rounding": "even"},
+            "SwitchConfig.capacity_rounding='even' is unknown; use one of up, down, nearest",
+        ),
+        (
+            {"router": RouterConfig(num_selected=9)},
+            "RouterConfig.num_selected=9 with num_experts=8: a token meets an expert once; use "
+            "num_selected=8 at most",
+        ),
+        (
+            {"router": RouterConfig(overflow="reroute", max_rounds=9)},
+            "RouterConfig.max_rounds=9 with num_experts=8: a token meets an expert once; use "
+            "max_rounds=8 at most",
+        ),
         (
             {"d_ff": 0},
             "SwitchConfig.d_ff=0; use a whole number of at least 1, or None for the model's",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.decoder_only import DecoderOnly
 from switchx.models.params import abstract_params, bind
 from tests.layers.weights import numbers_like
@@ -16,7 +16,9 @@ from tests.models import oracle
 from tests.models.batches import make_batch
 
 V = 17
-SWITCH = SwitchConfig(3, every=2, capacity_factor=1.0, min_capacity=1, jitter=0.0)
+SWITCH = SwitchConfig(
+    3, every=2, capacity_factor=1.0, min_capacity=1, router=RouterConfig(jitter=0.0)
+)
 T5_STYLE = ModelConfig("decoder_only", V, 8, 12, 2, 4, 2, activation="swiglu")
 SPARSE = dataclasses.replace(T5_STYLE, activation="relu", switch=SWITCH)
 GPT = dataclasses.replace(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.encoder_decoder import EncoderDecoder
 from switchx.models.params import abstract_params, bind
 from tests.layers.weights import numbers_like
@@ -17,7 +17,12 @@ from tests.models.batches import make_batch
 
 V = 17
 SWITCH = SwitchConfig(
-    3, every=2, capacity_factor=0.8, eval_capacity_factor=8.0, min_capacity=1, jitter=0.0
+    3,
+    every=2,
+    capacity_factor=0.8,
+    eval_capacity_factor=8.0,
+    min_capacity=1,
+    router=RouterConfig(jitter=0.0),
 )
 SPARSE = ModelConfig("encoder_decoder", V, 8, 12, 2, 4, 2, 2, activation="relu", switch=SWITCH)
 UNTIED = dataclasses.replace(SPARSE, activation="geglu", switch=None, tie_embeddings=False)

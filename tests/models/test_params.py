@@ -10,7 +10,7 @@ import pytest
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, bind, forward, init_params
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
@@ -20,7 +20,9 @@ from tests.models.batches import make_batch
 from tests.models.unrolled import unrolled_stack
 
 V = 40
-SWITCH = SwitchConfig(4, every=2, capacity_factor=8.0, eval_capacity_factor=8.0, jitter=0.0)
+SWITCH = SwitchConfig(
+    4, every=2, capacity_factor=8.0, eval_capacity_factor=8.0, router=RouterConfig(jitter=0.0)
+)
 T5 = ModelConfig("encoder_decoder", V, 16, 24, 2, 8, 2, 2, activation="relu", switch=SWITCH)
 T5_DECODER = dataclasses.replace(
     T5, architecture="decoder_only", num_encoder_layers=0, activation="swiglu"

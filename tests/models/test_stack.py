@@ -10,14 +10,16 @@ import pytest
 from flax import nnx
 
 from switchx.models.block import BlockInputs
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.stack import Stack
 from tests.layers.weights import numbers_for, with_params
 from tests.models import oracle
 from tests.models.unrolled import unrolled_stack
 
 B, L, D = 2, 10, 8
-SWITCH = SwitchConfig(3, every=2, capacity_factor=1.0, min_capacity=1, jitter=0.0)
+SWITCH = SwitchConfig(
+    3, every=2, capacity_factor=1.0, min_capacity=1, router=RouterConfig(jitter=0.0)
+)
 DENSE = ModelConfig("decoder_only", 9, D, 12, 2, 4, 2, activation="relu", relative_buckets=8)
 SPARSE = dataclasses.replace(DENSE, num_decoder_layers=4, switch=SWITCH)
 GPT = dataclasses.replace(

@@ -28,7 +28,9 @@ def fixed_plan(num_choices: int = S, capacity: int = C) -> RoutingPlan:
 
 
 def is_kept(plan: RoutingPlan, g: int, t: int, s: int) -> bool:
-    return bool(plan.expert_GTS[g, t, s] < E and plan.slot_GTS[g, t, s] < plan.capacity)
+    return bool(
+        plan.expert_GTS[g, t, s] < plan.num_experts and plan.slot_GTS[g, t, s] < plan.capacity
+    )
 
 
 def dispatch_loop(x_GTD, plan: RoutingPlan, w_EDD):

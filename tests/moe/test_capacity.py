@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capacity and slots against eq. 3 and against a loop."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from switchx.moe.capacity import assign_slots, expert_capacity, group_shape
+from switchx.models.config import RouterConfig, SwitchConfig
+from switchx.moe.capacity import (
+    assign_slots,
+    expert_capacity,
+    group_shape,
+    layer_capacity,
+    rows_per_expert,
+)
 
 jitted_slots = jax.jit(assign_slots, static_argnums=1)
 
@@ -28,6 +37,44 @@ def test_capacity(tokens, experts, factor, minimum, expected):
         expert_capacity(tokens, experts, capacity_factor=factor, min_capacity=minimum)
         == expected
     )
+
+
+@pytest.mark.parametrize(
+    "rounding, shares",
+    [
+        # 20 * 1.25 / 8 = 3.125, 20 / 8 = 2.5, 28 / 8 = 3.5
+        ("up", (4, 3, 4)),
+        ("down", (3, 2, 3)),  # Mesh-TensorFlow's int()
+        ("nearest", (3, 2, 4)),  # flaxformer's round(): halves to the even
+    ],
+)
+def test_rounding(rounding, shares):
+    cases = [(20, 1.25), (20, 1.0), (28, 1.0)]
+    for (tokens, factor), expected in zip(cases, shares, strict=True):
+        got = expert_capacity(
+            tokens, 8, capacity_factor=factor, min_capacity=1, rounding=rounding
+        )
+        assert got == expected
+
+
+def test_capacity_counts_choices():
+    """GShard: 2 N / E times the factor. Never more than the tokens."""
+    sizes = dict(capacity_factor=1.25, min_capacity=1)
+    assert expert_capacity(64, 8, num_selected=2, **sizes) == 20
+    assert expert_capacity(64, 8, num_selected=8, **sizes) == 64
+
+
+def test_factors_of_training_and_evaluation_and_no_drop():
+    switch = SwitchConfig(8, capacity_factor=1.0, eval_capacity_factor=3.0, group_size=64)
+    assert layer_capacity(switch, 64, is_training=True) == 8
+    assert layer_capacity(switch, 64, is_training=False) == 24
+    two = dataclasses.replace(switch, router=RouterConfig(num_selected=2))
+    assert layer_capacity(two, 64, is_training=True) == 16
+    dropless = dataclasses.replace(switch, router=RouterConfig(overflow="dropless"))
+    assert layer_capacity(dropless, 64, is_training=True) == 64
+    assert rows_per_expert(dropless, 128, is_training=True) == 128
+    down = dataclasses.replace(switch, capacity_factor=1.99, capacity_rounding="down")
+    assert layer_capacity(down, 64, is_training=True) == 15
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.moe.layer import SwitchFFN
-from tests.layers.weights import with_params
+from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import switch_layer
 
 B, L, D, F, E = 3, 20, 12, 16, 4
@@ -158,7 +158,7 @@ def test_router_learns_from_the_output_alone():
 
 def test_jitter_reaches_the_router_in_training_only():
     x_BLD, is_token_BL = map(jnp.asarray, inputs())
-    layer = with_weights(make(jitter=0.5, factor=4.0), weights())
+    layer = with_weights(make(factor=4.0, router=RouterConfig(jitter=0.5)), weights())
     run = jax.jit(
         lambda key, is_training: layer(x_BLD, is_token_BL, is_training=is_training, key=key)[0],
         static_argnums=1,
@@ -196,3 +196,23 @@ def test_padding_changes_nothing_for_real_tokens():
     np.testing.assert_array_equal(y_1[is_token_BL], y_2[is_token_BL])
     assert float(stats_1.balance_loss) == float(stats_2.balance_loss)
     assert not np.any(np.asarray(y_2)[~is_token_BL])
+
+
+def test_a_shared_expert_is_added_for_every_token():
+    x_BLD, is_token_BL = map(jnp.asarray, inputs())
+    alone = with_weights(make(factor=0.5), weights())
+    layer = with_weights(make(factor=0.5, shared_d_ff=7), weights())
+    shared = numbers_for(layer.shared_expert)
+    assert shared["w_in_DF"].shape == (D, 7)
+    layer = with_params(layer, {"shared_expert": shared})
+    y_alone, stats = jax.jit(lambda x: alone(x, is_token_BL, is_training=True))(x_BLD)
+    y_both, _ = jax.jit(lambda x: layer(x, is_token_BL, is_training=True))(x_BLD)
+    want = np.maximum(np.asarray(x_BLD, np.float64) @ shared["w_in_DF"], 0) @ shared["w_out_FD"]
+    np.testing.assert_allclose(y_both - y_alone, want, rtol=1e-3, atol=1e-4)
+    assert stats.dropped > 0
+
+
+def test_a_shared_expert_changes_no_other_weight():
+    alone, layer = make(), make(shared_d_ff=7)
+    np.testing.assert_array_equal(alone.w_router_DE[...], layer.w_router_DE[...])
+    np.testing.assert_array_equal(alone.experts.w_in_EDF[...], layer.experts.w_in_EDF[...])

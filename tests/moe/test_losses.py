@@ -131,3 +131,28 @@ def test_a_batch_of_nothing_but_padding_is_zero(loss):
     value, grad = jax.value_and_grad(of)(x_GTE)
     assert value == 0.0
     assert not np.any(grad)
+
+
+def test_balance_loss_of_the_batch_is_that_of_one_group():
+    _, prob_GTE, count_GE, is_token_GT = inputs()
+    prob_GTE, is_token_GT = jnp.asarray(prob_GTE, jnp.float32), jnp.asarray(is_token_GT)
+    got = balance_loss(prob_GTE, jnp.asarray(count_GE), is_token_GT, scope="batch")
+    whole = inputs()
+    want = balance_loop(whole[1].reshape(1, -1, E), whole[3].reshape(1, -1))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    apart = run_balance(prob_GTE, count_GE, is_token_GT)
+    assert abs(float(got) - float(apart)) > 0.05
+
+
+def test_two_groups_of_one_expert_each_are_balanced_only_together():
+    """Each group all to one expert, with certainty: E apart, 1 together. By hand."""
+    prob_GTE = jnp.stack([jnp.tile(row, (3, 1)) for row in jnp.eye(2)])
+    count_GE, is_token_GT = jnp.array([[3, 0], [0, 3]]), jnp.ones((2, 3), bool)
+    assert balance_loss(prob_GTE, count_GE, is_token_GT) == 2.0
+    assert balance_loss(prob_GTE, count_GE, is_token_GT, scope="batch") == 1.0
+
+
+def test_balance_loss_of_top_2_is_1_when_uniform():
+    prob_GTE, is_token_GT = jnp.full((1, 6, 3), 1 / 3), jnp.ones((1, 6), bool)
+    got = balance_loss(prob_GTE, jnp.array([[4, 4, 4]]), is_token_GT)
+    np.testing.assert_allclose(got, 1.0, rtol=1e-6)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A routing plan written down by hand: who is routed, who got a slot, and which."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,3 +59,10 @@ def test_sizes_are_static_under_jit():
     np.testing.assert_array_equal(kept(plan), plan.is_kept_GTS)
     again = jax.tree.unflatten(structure, leaves)
     assert (again.num_experts, again.capacity) == (3, 2)
+
+
+def test_the_balance_loss_counts_the_choices_unless_it_is_told_others():
+    plan = hand_plan()
+    assert plan.counted_GE is plan.count_GE
+    rounds_GE = plan.count_GE * 2
+    assert dataclasses.replace(plan, balance_GE=rounds_GE).counted_GE is rounds_GE

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.router import jitter_inputs, route_top1, router_logits
+from switchx.moe.router import choose_experts, chosen_gates, route_top1, router_logits
 from tests.moe.oracle import softmax
 
 G, T, D, E = 2, 13, 5, 4
@@ -29,27 +29,6 @@ def test_logits_are_float32_products_of_bfloat16_activations():
     exact_GTE = np.asarray(half_GTD, np.float64) @ w_router_DE.astype(np.float64)
     # float32's precision, not bfloat16's 8e-3.
     np.testing.assert_allclose(logits_GTE, exact_GTE, rtol=1e-5, atol=1e-5)
-
-
-def test_jitter_multiplies_within_its_bounds(key):
-    x = np.linspace(0.5, 2.0, 20_000).astype(np.float32)
-    factor = np.asarray(jitter_inputs(jnp.asarray(x), 0.2, key=key)) / x
-    assert factor.min() >= 0.8 - 1e-6 and factor.max() <= 1.2 + 1e-6
-    # Uniform: deciles hold a tenth each, within five deviations of sqrt(0.09 / 20000).
-    share, _ = np.histogram(factor, bins=10, range=(0.8, 1.2))
-    np.testing.assert_allclose(share / x.size, 0.1, atol=5 * np.sqrt(0.09 / x.size))
-
-
-def test_no_jitter_without_a_key_or_a_width(key):
-    x_GTD, w_router_DE, _ = map(jnp.asarray, inputs())
-    assert jitter_inputs(x_GTD, 0.1, key=None) is x_GTD
-    assert jitter_inputs(x_GTD, 0.0, key=key) is x_GTD
-    calm_GTE = router_logits(x_GTD, w_router_DE)
-    np.testing.assert_array_equal(router_logits(x_GTD, w_router_DE, jitter=0.5), calm_GTE)
-    noisy_GTE = router_logits(x_GTD, w_router_DE, jitter=0.5, key=key)
-    expected_GTE = np.asarray(jitter_inputs(x_GTD, 0.5, key=key)) @ inputs()[1]
-    np.testing.assert_allclose(noisy_GTE, expected_GTE, rtol=1e-5, atol=1e-5)
-    assert np.abs(noisy_GTE - calm_GTE).max() > 0.1
 
 
 def test_top1_equals_a_loop():
@@ -100,3 +79,50 @@ def test_the_gate_is_the_probability_under_all_experts_and_has_its_gradient():
 def test_the_routers_dtype_is_chosen(dtype):
     x_GTD, w_router_DE, _ = map(jnp.asarray, inputs())
     assert router_logits(x_GTD, w_router_DE, dtype=dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("num_selected", [2, 3, E])
+@pytest.mark.parametrize("convention", ["softmax", "normalized"])
+def test_top_k_and_both_conventions_of_the_gate_equal_a_loop(num_selected, convention):
+    x_GTD, w_router_DE, _ = inputs()
+    prob_GTE = softmax(x_GTD.astype(np.float64) @ w_router_DE).astype(np.float32)
+    expert_GTS = choose_experts(jnp.asarray(prob_GTE), num_selected)
+    gate_GTS = chosen_gates(jnp.asarray(prob_GTE), expert_GTS, convention)
+    for g, t in np.ndindex(G, T):
+        p_E = prob_GTE[g, t].astype(np.float64)
+        best = sorted(range(E), key=lambda e, p_E=p_E: -p_E[e])[:num_selected]
+        assert expert_GTS[g, t].tolist() == best
+        gates = p_E[best] / (p_E[best].sum() if convention == "normalized" else 1.0)
+        np.testing.assert_allclose(gate_GTS[g, t], gates, rtol=1e-6)
+
+
+def test_ties_of_top_k_go_to_the_first_experts():
+    prob_GTE = jnp.array([[[0.2, 0.4, 0.4], [1 / 3, 1 / 3, 1 / 3]]])
+    assert choose_experts(prob_GTE, 2)[0].tolist() == [[1, 2], [0, 1]]
+
+
+def test_gradients_of_normalized_gates_by_hand():
+    """Of p_i / (p_i + p_j), the softmax over the two: g_i (1[i] - g_i) at i, 0 elsewhere."""
+    logits_E = np.array([0.3, 1.2, -0.5, 0.9])
+
+    def gates(logits_E):
+        prob_GTE = jax.nn.softmax(logits_E)[None, None]
+        return chosen_gates(prob_GTE, choose_experts(prob_GTE, 2), "normalized")[0, 0]
+
+    logits_E = jnp.asarray(logits_E, jnp.float32)
+    g_S = softmax(np.array([1.2, 0.9]))
+    np.testing.assert_allclose(gates(logits_E), g_S, rtol=1e-6)
+    slope = g_S[0] * g_S[1]
+    np.testing.assert_allclose(
+        jax.jacrev(gates)(logits_E), [[0, slope, 0, -slope], [0, -slope, 0, slope]], atol=1e-7
+    )
+
+
+def test_a_choice_of_no_expert_has_no_gate_and_no_gradient():
+    prob_GTE = jnp.full((1, 1, E), 1 / E)
+    nothing_GTS = jnp.full((1, 1, 2), E)
+    for convention in ("softmax", "normalized"):
+        value, grad = jax.value_and_grad(
+            lambda prob_GTE, c=convention: jnp.sum(chosen_gates(prob_GTE, nothing_GTS, c))
+        )(prob_GTE)
+        assert value == 0 and not np.any(grad)

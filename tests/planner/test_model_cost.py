@@ -12,10 +12,11 @@ import jax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params, forward
 from switchx.planner.model_cost import (
     count_parameters,
+    experts_per_token,
     flops_per_sequence,
     slots_per_token,
     train_flops,
@@ -176,6 +177,14 @@ def matrix_flops(jaxpr) -> int:
     return total
 
 
+def batch_of(rows: int, encoder_length: int, decoder_length: int) -> dict:
+    return {
+        f"{stack}_{feature}": jax.ShapeDtypeStruct((rows, length), "int32")
+        for stack, length in (("encoder", encoder_length), ("decoder", decoder_length))
+        for feature in ("input_tokens", "segment_ids", "positions", "prefix_mask")
+    }
+
+
 @pytest.mark.parametrize(
     ("model", "encoder_length", "decoder_length"),
     [("dense_tiny", 128, 32), ("switch_tiny", 128, 32), ("gpt3_medium_moe", 0, 256)],
@@ -183,11 +192,7 @@ def matrix_flops(jaxpr) -> int:
 def test_executed_flops_are_the_real_forward_pass_s(model, encoder_length, decoder_length):
     config = dataclasses.replace(load(model), scan_layers=False, remat="none")
     # 16 rows: 4096, 2048 and 512 tokens a group, where the capacity has no remainder.
-    batch = {
-        f"{stack}_{feature}": jax.ShapeDtypeStruct((16, length), "int32")
-        for stack, length in (("encoder", encoder_length), ("decoder", decoder_length))
-        for feature in ("input_tokens", "segment_ids", "positions", "prefix_mask")
-    }
+    batch = batch_of(16, encoder_length, decoder_length)
     program = jax.make_jaxpr(
         lambda params, batch: forward(config, params, batch, is_training=True)
     )
@@ -195,6 +200,54 @@ def test_executed_flops_are_the_real_forward_pass_s(model, encoder_length, decod
     flops = flops_per_sequence(config, encoder_length, decoder_length)
     # 0.02% are the relative bias and the balance loss, which are not counted.
     assert flops.executed == pytest.approx(traced, rel=1e-3)
+
+
+BASE = ModelConfig(
+    "encoder_decoder", 11, 64, 96, 4, 24, 4, 2, use_bias=True, switch=SwitchConfig(4, every=2)
+)
+VARIANTS = {
+    "top2": dict(router=RouterConfig(num_selected=2)),
+    "bias": dict(router=RouterConfig(bias_update_rate=0.1)),
+    "hash": dict(router=RouterConfig(kind="hash", exploration="none")),
+    "dropless": dict(router=RouterConfig(overflow="dropless")),
+    "expert_choice": dict(stacks="encoder", router=RouterConfig(kind="expert_choice")),
+    "shared": dict(shared_d_ff=40),
+    "attention": dict(sublayers="attention"),
+    "both": dict(sublayers="both", d_ff=56),
+    "ffn_experts": dict(sublayers="attention", attention_experts="ffn", stacks="encoder"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kind_of_switch_layer_is_counted_as_it_is_built(name):
+    switch = dataclasses.replace(BASE.switch, min_capacity=1, **VARIANTS[name])
+    config = dataclasses.replace(BASE, switch=switch)
+    assert count_parameters(config).total == num_elements(abstract_params(config))
+    # 512 and 256 tokens a group, where the capacity has no remainder.
+    program = jax.make_jaxpr(
+        lambda params, batch: forward(config, params, batch, is_training=True)
+    )
+    traced = matrix_flops(program(abstract_params(config), batch_of(16, 32, 16)).jaxpr) / 16
+    # The relative bias and the balance loss are not counted.
+    flops = flops_per_sequence(config, 32, 16)
+    assert flops.executed == pytest.approx(traced, rel=5e-3)
+    assert flops.executed <= traced
+
+
+def test_two_experts_a_token_are_two_active_ones():
+    two = dataclasses.replace(
+        BASE, switch=SwitchConfig(4, every=2, router=RouterConfig(num_selected=2))
+    )
+    one, both = count_parameters(BASE), count_parameters(two)
+    assert both.active_experts == 2 * one.active_experts and both.total == one.total
+    once, twice = (flops_per_sequence(config, 4, 3) for config in (BASE, two))
+    assert twice.experts == 2 * once.experts and twice.expert_slots == 2 * once.expert_slots
+
+
+def test_where_experts_choose_every_slot_is_a_token_s():
+    config = load("expert_choice_tiny")
+    flops = flops_per_sequence(config, 128, 32)
+    assert experts_per_token(config.switch) == 2.0 and flops.experts == flops.expert_slots
 
 
 def test_one_expert_makes_every_parameter_active():

@@ -11,7 +11,7 @@ from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, E
 from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.training.adafactor import Adafactor
 from switchx.training.job import TrainingJob
@@ -23,7 +23,12 @@ LENGTH = 8
 LOSS = LossConfig(layer_reduction="mean")
 # One row of a batch is one routing group.
 SWITCH = SwitchConfig(
-    8, every=2, capacity_factor=2.0, min_capacity=1, group_size=LENGTH, jitter=0.0
+    8,
+    every=2,
+    capacity_factor=2.0,
+    min_capacity=1,
+    group_size=LENGTH,
+    router=RouterConfig(jitter=0.0),
 )
 DENSE = ModelConfig("decoder_only", 384, 16, 24, 2, 8, 2, activation="relu")
 SPARSE = dataclasses.replace(DENSE, switch=SWITCH)

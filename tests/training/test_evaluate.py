@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx.models.config import RouterConfig
 from switchx.training.evaluate import eval_step, evaluate
 from switchx.training.losses import TokenSums
 from tests.data.refusals import refused
@@ -60,7 +61,10 @@ def test_no_batch_is_an_error():
 def model():
     """A sparse model with much noise in training, and its jitted evaluation step."""
     switch = dataclasses.replace(
-        SPARSE.switch, jitter=0.9, capacity_factor=0.1, eval_capacity_factor=8.0
+        SPARSE.switch,
+        router=RouterConfig(jitter=0.9),
+        capacity_factor=0.1,
+        eval_capacity_factor=8.0,
     )
     config = dataclasses.replace(SPARSE, switch=switch, dropout_rate=0.9)
     return config, make_params(config), jax.jit(functools.partial(eval_step, config))

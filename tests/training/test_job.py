@@ -8,9 +8,10 @@ import pytest
 from switchx.data.batches import BatchConfig
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
 from switchx.data.mixtures import Mixture
+from switchx.models.config import RouterConfig
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, ENCODER_DECODER, TASK, make_job
+from tests.training.jobs import DENSE, ENCODER_DECODER, SPARSE, TASK, make_job
 
 
 def test_an_encoder_decoder_reads_inputs_and_targets_apart():
@@ -92,3 +93,17 @@ def test_rows_fit_the_learned_positions(model, lengths):
     ):
         make_job(model, inputs_length=inputs_length, targets_length=targets_length)
     make_job(model, inputs_length=4, targets_length=4)
+
+
+def test_a_balance_loss_over_the_batch_needs_the_whole_batch_at_once():
+    router = RouterConfig(balance_scope="batch")
+    model = dataclasses.replace(
+        SPARSE, switch=dataclasses.replace(SPARSE.switch, router=router)
+    )
+    make_job(model)
+    with refused(
+        "RouterConfig.balance_scope='batch' with num_microbatches=2: the first microbatch's "
+        "gradient would need the load of all; use one microbatch, or balance_scope='group', "
+        "which is exact under any split"
+    ):
+        make_job(model, step=StepConfig(num_microbatches=2))

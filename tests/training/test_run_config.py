@@ -10,7 +10,7 @@ import pytest
 from switchx.data.corpus_vocabulary import CorpusVocabulary
 from switchx.data.loader import Prefetch
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.adamw import AdamW
 from switchx.training.job import TrainingJob
@@ -144,10 +144,16 @@ def test_an_evaluation_may_change_whatever_the_parameters_do_not_depend_on(run):
             precision=Precision(compute="bfloat16"),
             switch_eval_capacity_factor=8.0,
             switch_dispatcher="einsum",
+            switch_router=RouterConfig(exploration="none", overflow="dropless"),
         ),
     )
+    with pytest.raises(ValueError, match="model.switch.router.num_selected: 1 there, 2 here"):
+        check_same_model(run, with_model(switch_router=RouterConfig(num_selected=2)))
     fields = {f"model.{field.name}" for field in dataclasses.fields(ModelConfig)}
     fields |= {f"model.switch.{field.name}" for field in dataclasses.fields(SwitchConfig)}
+    fields |= {
+        f"model.switch.router.{field.name}" for field in dataclasses.fields(RouterConfig)
+    }
     assert set(MODEL_MAY_CHANGE) <= fields  # none is misspelt
 
 
@@ -182,7 +188,14 @@ def test_where_data_lies_is_described_for_the_job_alone():
 MODELS = {
     "sparse": dataclasses.replace(
         SPARSE,
-        switch=SwitchConfig(6, every=2, d_ff=12, expert_dropout_rate=0.4, dispatcher="einsum"),
+        switch=SwitchConfig(
+            6,
+            every=2,
+            d_ff=12,
+            expert_dropout_rate=0.4,
+            dispatcher="einsum",
+            router=RouterConfig(num_selected=2, gate="normalized", bias_update_rate=0.1),
+        ),
         precision=Precision(params="bfloat16", compute="float16"),
         num_decoder_layers=6,
     ),
@@ -211,6 +224,7 @@ def edited(run, edit) -> RunFolder:
     [
         (lambda model: model.update(flux=1, d_ffn=2), "ModelConfig has no d_ffn, flux"),
         (lambda model: model["switch"].update(num_expert=1), "SwitchConfig has no num_expert"),
+        (lambda model: model["switch"]["router"].update(k=2), "RouterConfig has no k"),
         (lambda model: model["precision"].update(gates=1), "Precision has no gates"),
         (lambda model: model.pop("d_model"), "ModelConfig needs d_model"),
         (lambda model: model["switch"].pop("num_experts"), "SwitchConfig needs num_experts"),

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from switchx import tree
-from switchx.models.config import Precision
+from switchx.models.config import Precision, RouterConfig
 from switchx.training import step as training_step
 from switchx.training.adafactor import Adafactor
 from switchx.training.schedules import Constant
@@ -45,7 +45,7 @@ def make_step(config, optimizer=ADAFACTOR, loss=LOSS, **changes):
 @pytest.fixture(scope="module")
 def noisy():
     """The step of a sparse model with dropout and jitter, its first state, and a batch."""
-    switch = dataclasses.replace(SPARSE.switch, jitter=0.1)
+    switch = dataclasses.replace(SPARSE.switch, router=RouterConfig(jitter=0.1))
     config = dataclasses.replace(SPARSE, switch=switch, dropout_rate=0.1)
     return *make_step(config), make_batch(config, 8)
 

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router descriptions: Switch's router by default, and every refusal's message in full."""
+
+import dataclasses
+
+import pytest
+
+from switchx.models.router_config import RouterConfig
+
+
+def test_the_default_is_the_papers_router():
+    router = RouterConfig()
+    assert (router.kind, router.num_selected, router.gate) == ("top_k", 1, "softmax")
+    assert (router.exploration, router.jitter) == ("jitter", 0.01)
+    assert (router.priority, router.overflow, router.padding) == ("position", "drop", "ignored")
+    assert (router.has_weights, router.has_bias) == (True, False)
+
+
+def test_what_a_router_owns():
+    assert not RouterConfig(kind="hash", exploration="none").has_weights
+    assert RouterConfig(bias_update_rate=0.0).has_bias  # a bias that stays as it is
+    assert RouterConfig(kind="expert_choice").has_weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "top"}, "kind='top' is unknown; use one of top_k, expert_choice, hash"),
+        ({"gate": "sum"}, "gate='sum' is unknown; use one of softmax, normalized"),
+        ({"priority": "x"}, "priority='x' is unknown; use one of position, gate"),
+        (
+            {"exploration": "x"},
+            "exploration='x' is unknown; use one of none, jitter, sample, dropout",
+        ),
+        ({"overflow": "x"}, "overflow='x' is unknown; use one of drop, reroute, dropless"),
+        (
+            {"balance_counts": "x"},
+            "balance_counts='x' is unknown; use one of first_choice, all_rounds",
+        ),
+        ({"balance_scope": "x"}, "balance_scope='x' is unknown; use one of group, batch"),
+        ({"padding": "x"}, "padding='x' is unknown; use one of ignored, counted"),
+        ({"num_selected": 0}, "num_selected=0; use a whole number of at least 1"),
+        ({"max_rounds": 0}, "max_rounds=0; use a whole number of at least 1"),
+        ({"jitter": 1.0}, "jitter=1.0; use 0 <= jitter < 1"),
+        (
+            {"temperature": 0.0},
+            "temperature=0.0; use a temperature above 0, or exploration='none' for the most "
+            "probable expert",
+        ),
+        ({"input_dropout_rate": 1.0}, "input_dropout_rate=1.0; use 0 <= rate < 1"),
+        (
+            {"bias_update_rate": -0.1},
+            "bias_update_rate=-0.1; use 0 or more, or None for no bias",
+        ),
+        (
+            {"gate": "normalized"},
+            "gate='normalized' with num_selected=1: the gate would be 1 whatever the router "
+            "says, and the router would get no gradient; use gate='softmax', or num_selected=2",
+        ),
+        (
+            {"overflow": "reroute", "num_selected": 2},
+            "overflow='reroute' with num_selected=2: a token is rerouted to one expert; use "
+            "num_selected=1, or overflow='drop'",
+        ),
+        (
+            {"balance_counts": "all_rounds"},
+            "balance_counts='all_rounds' with overflow='drop': there are no rounds to count; "
+            "use balance_counts='first_choice', or overflow='reroute'",
+        ),
+        (
+            {"bias_update_rate": 0.001, "exploration": "sample"},
+            "bias_update_rate=0.001 with exploration='sample': the bias is added to "
+            "probabilities that are compared, not drawn from; use bias_update_rate=None, or "
+            "exploration='jitter'",
+        ),
+    ],
+)
+def test_a_router_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError) as error:
+        RouterConfig(**changes)
+    assert str(error.value) == f"RouterConfig.{message}"
+
+
+CHOOSE = "the experts choose, each as many tokens as it has slots"
+HASH = "a token's id alone decides, and there is no router"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("expert_choice", {"num_selected": 2}, f"num_selected=2 {CHOOSE} num_selected=1"),
+        (
+            "expert_choice",
+            {"priority": "gate"},
+            f"priority='gate' {CHOOSE} priority='position'",
+        ),
+        (
+            "expert_choice",
+            {"overflow": "dropless"},
+            f"overflow='dropless' {CHOOSE} overflow='drop'",
+        ),
+        (
+            "expert_choice",
+            {"exploration": "sample"},
+            f"exploration='sample' {CHOOSE} exploration='none' or 'jitter' or 'dropout'",
+        ),
+        (
+            "expert_choice",
+            {"bias_update_rate": 0.1},
+            f"bias_update_rate=0.1 {CHOOSE} bias_update_rate=None",
+        ),
+        ("hash", {}, f"exploration='jitter' {HASH} exploration='none'"),
+        ("hash", {"gate": "normalized"}, f"gate='normalized' {HASH} gate='softmax'"),
+        (
+            "hash",
+            {"overflow": "reroute", "exploration": "none"},
+            f"overflow='reroute' {HASH} overflow='drop' or 'dropless'",
+        ),
+    ],
+)
+def test_fields_of_another_kind_are_refused(kind, changes, message):
+    reason = HASH if kind == "hash" else CHOOSE
+    given, advised = message.split(f" {reason} ")
+    with pytest.raises(ValueError) as error:
+        RouterConfig(kind=kind, **changes)
+    assert str(error.value) == (
+        f"RouterConfig.{given} does not go with kind={kind!r}: {reason}; use {advised}, or "
+        "kind='top_k'"
+    )
+
+
+def test_descriptions_are_frozen_and_can_be_keys():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RouterConfig().kind = "hash"
+    assert hash(RouterConfig()) == hash(RouterConfig())

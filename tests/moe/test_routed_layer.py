@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Switch layer owns and plans under each policy, against loops over the whole layer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from switchx.moe.hash_router import hash_expert
+from switchx.moe.layer import SwitchFFN
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules, param_shardings
+from tests.layers.weights import numbers_for, with_params
+from tests.moe.oracle import softmax
+
+B, L, D, F, E = 2, 10, 6, 8, 4
+
+
+def make(router, **changes):
+    """A layer with two groups of ten tokens, and its numbers."""
+    fields = dict(capacity_factor=1.0, min_capacity=1, group_size=10, stacks="encoder")
+    fields |= changes
+    switch = SwitchConfig(E, router=router, **fields)
+    config = ModelConfig(
+        "encoder_decoder", 8, D, F, 2, 3, 2, 2, activation="relu", switch=switch
+    )
+    layer = nnx.eval_shape(lambda: SwitchFFN(config, key=jax.random.key(0)))
+    return layer, numbers_for(layer)
+
+
+def inputs():
+    rng = np.random.default_rng(1)
+    x_BLD = rng.normal(size=(B, L, D)).astype(np.float32)
+    is_token_BL = np.ones((B, L), bool)
+    is_token_BL[1, 7:] = False
+    return x_BLD, is_token_BL, rng.integers(0, 1000, (B, L)).astype(np.int32)
+
+
+def run(layer, params, *, is_training=True, key=None):
+    call = jax.jit(lambda params: with_params(layer, params)(
+        *map(jnp.asarray, inputs()), is_training=is_training, key=key
+    ))  # fmt: skip
+    return call(params)
+
+
+def expert(params, e, x_D):
+    hidden_F = np.maximum(x_D @ params["experts"]["w_in_EDF"][e].astype(np.float64), 0)
+    return hidden_F @ params["experts"]["w_out_EFD"][e]
+
+
+def probabilities(params, x_BLD):
+    return softmax(x_BLD.astype(np.float64) @ params["w_router_DE"])
+
+
+def test_top2_of_gshard_equals_a_loop():
+    layer, params = make(RouterConfig(num_selected=2, gate="normalized"))
+    y_BLD, stats = run(layer, params)
+    x_BLD, is_token_BL, _ = inputs()
+    want_BLD, prob_BLE = np.zeros_like(x_BLD), probabilities(params, x_BLD)
+    capacity, dropped, losses = 5, 0, []  # 10 tokens, 2 choices, 4 experts
+    for b in range(B):
+        queue = [0] * E
+        tokens = np.flatnonzero(is_token_BL[b])
+        for s in range(2):
+            for t in tokens:
+                best = np.argsort(-prob_BLE[b, t])[:2]
+                e = best[s]
+                if queue[e] < capacity:
+                    gate = prob_BLE[b, t, e] / prob_BLE[b, t, best].sum()
+                    want_BLD[b, t] += gate * expert(params, e, x_BLD[b, t])
+                dropped += queue[e] >= capacity
+                queue[e] += 1
+        losses.append(E * np.sum(np.array(queue) / sum(queue) * prob_BLE[b, tokens].mean(0)))
+    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
+    assert stats.dropped == dropped > 0
+    assert stats.load_E.sum() == 2 * stats.tokens == 2 * is_token_BL.sum()
+    np.testing.assert_allclose(stats.balance_loss, np.mean(losses), rtol=1e-5)
+
+
+def test_expert_choice_equals_a_loop_over_experts():
+    layer, params = make(
+        RouterConfig(kind="expert_choice", exploration="none"), capacity_factor=0.5
+    )
+    y_BLD, stats = run(layer, params)
+    x_BLD, is_token_BL, _ = inputs()
+    want_BLD, prob_BLE = np.zeros_like(x_BLD), probabilities(params, x_BLD)
+    for b in range(B):
+        tokens = np.flatnonzero(is_token_BL[b])
+        for e in range(E):
+            for t in sorted(tokens, key=lambda t, b=b, e=e: -prob_BLE[b, t, e])[:2]:
+                want_BLD[b, t] += prob_BLE[b, t, e] * expert(params, e, x_BLD[b, t])
+    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
+    assert stats.load_E.tolist() == [4, 4, 4, 4]
+    # A token that no expert took gets nothing, and is counted.
+    nothing = is_token_BL & ~np.any(y_BLD, axis=-1)
+    assert stats.dropped == nothing.sum() > 0
+
+
+def test_hash_sends_every_id_to_its_expert_ungated():
+    layer, params = make(RouterConfig(kind="hash", exploration="none", overflow="dropless"))
+    assert set(params) == {"experts"}
+    y_BLD, stats = run(layer, params)
+    x_BLD, is_token_BL, token_BL = inputs()
+    want_BLD, expert_BL = np.zeros_like(x_BLD), np.asarray(hash_expert(token_BL, E))
+    for b, t in np.argwhere(is_token_BL):
+        want_BLD[b, t] = expert(params, expert_BL[b, t], x_BLD[b, t])
+    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
+    assert (stats.dropped, stats.entropy, stats.router_z_loss) == (0, 0, 0)
+    assert stats.gate == stats.tokens
+
+
+def test_dropless_drops_nothing_when_all_tokens_want_one_expert():
+    for router, dropped in ((RouterConfig(), True), (RouterConfig(overflow="dropless"), False)):
+        layer, params = make(router)
+        params["w_router_DE"] = np.zeros((D, E), np.float32)  # ties: all to expert 0
+        y_BLD, stats = run(layer, params)
+        assert (stats.dropped > 0) == dropped
+        np.testing.assert_array_equal(stats.load_E, [17, 0, 0, 0])
+        x_BLD, is_token_BL, _ = inputs()
+        if not dropped:
+            want_TD = [expert(params, 0, x_D) / E for x_D in x_BLD[is_token_BL]]
+            np.testing.assert_allclose(y_BLD[is_token_BL], want_TD, rtol=1e-4, atol=1e-5)
+
+
+def test_rerouting_reaches_the_output():
+    drop, params = make(RouterConfig())
+    spill, _ = make(RouterConfig(overflow="reroute", max_rounds=E))
+    (y_drop, stats_drop), (y_spill, stats_spill) = run(drop, params), run(spill, params)
+    assert stats_drop.dropped > 0 and stats_spill.dropped == 0
+    is_dropped_BL = inputs()[1] & ~np.any(y_drop, axis=-1)
+    assert is_dropped_BL.sum() == stats_drop.dropped
+    assert np.all(np.any(np.asarray(y_spill)[is_dropped_BL], axis=-1))
+    np.testing.assert_allclose(y_spill[~is_dropped_BL], y_drop[~is_dropped_BL], rtol=1e-5)
+
+
+def test_padding_may_be_counted_for_parity():
+    """As Hugging Face does: the router, the slots and the losses see it as tokens."""
+    layer, params = make(RouterConfig(padding="counted"))
+    y_BLD, stats = run(layer, params)
+    assert stats.tokens == stats.load_E.sum() == B * L
+    x_BLD, is_token_BL, _ = inputs()
+    prob_BLE = probabilities(params, x_BLD)
+    losses, capacity = [], 3
+    for b in range(B):
+        queue = [0] * E
+        for t in range(L):
+            e = int(np.argmax(prob_BLE[b, t]))
+            is_kept = queue[e] < capacity
+            want_D = prob_BLE[b, t, e] * expert(params, e, x_BLD[b, t]) * is_kept
+            np.testing.assert_allclose(y_BLD[b, t], want_D, rtol=1e-4, atol=1e-5)
+            queue[e] += 1
+        losses.append(E * np.sum(np.array(queue) / L * prob_BLE[b].mean(0)))
+    np.testing.assert_allclose(stats.balance_loss, np.mean(losses), rtol=1e-5)
+    ignored = make(RouterConfig())[0]
+    assert run(ignored, params)[1].tokens == is_token_BL.sum()
+
+
+def test_padding_that_fills_the_last_group_is_never_counted():
+    layer, params = make(RouterConfig(padding="counted"), group_size=13)  # 20 in 2 of 10
+    layer_7, _ = make(RouterConfig(padding="counted"), group_size=7)  # 20 in 3 of 7
+    for each in (layer, layer_7):
+        assert run(each, params)[1].tokens == B * L
+
+
+@pytest.mark.parametrize("exploration", ["jitter", "sample", "dropout"])
+def test_exploration_is_for_training_with_a_key(exploration, key):
+    router = RouterConfig(exploration=exploration, jitter=0.5, input_dropout_rate=0.5)
+    layer, params = make(router, eval_capacity_factor=1.0)
+    calm, _ = run(layer, params)
+    np.testing.assert_array_equal(run(layer, params, is_training=False, key=key)[0], calm)
+    noisy, _ = run(layer, params, key=key)
+    assert np.abs(noisy - calm).max() > 1e-2
+
+
+@pytest.mark.parametrize("params", ["float32", "bfloat16"])
+def test_the_bias_is_float32_whatever_the_parameters_are(params):
+    """An update of 0.001 to a bias of 1 would be lost in bfloat16."""
+    layer, _ = make(RouterConfig(bias_update_rate=0.001))
+    config = dataclasses.replace(layer.config, precision=Precision(params=params))
+    layer = nnx.eval_shape(lambda: SwitchFFN(config, key=jax.random.key(0)))
+    assert layer.router_bias_E.get_value().dtype == jnp.float32
+    assert layer.w_router_DE.get_value().dtype == params
+
+
+def test_the_bias_moves_choices():
+    layer, params = make(RouterConfig(bias_update_rate=0.001))
+    params["router_bias_E"] = np.array([0, 0, 2, 0], np.float32)  # more than a probability
+    assert run(layer, params)[1].load_E.tolist() == [0, 0, 17, 0]
+
+
+POLICIES = {
+    "top2_batch_loss": RouterConfig(num_selected=2, gate="normalized", balance_scope="batch"),
+    "prioritized": RouterConfig(num_selected=2, priority="gate"),
+    "reroute": RouterConfig(overflow="reroute", max_rounds=3, balance_counts="all_rounds"),
+    "expert_choice": RouterConfig(kind="expert_choice"),
+    "biased": RouterConfig(bias_update_rate=0.1),
+    "hash": RouterConfig(kind="hash", exploration="none"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_raw_gradients_on_eight_devices_are_those_of_one(name):
+    """Two groups over two data parts, four experts over four: groups follow the batch alone."""
+    layer, params = make(POLICIES[name])
+    target_BLD = np.random.default_rng(4).normal(size=(B, L, D)).astype(np.float32)
+
+    def loss(params, x_BLD, is_token_BL, token_BL):
+        layer_now = with_params(layer, params)
+        y_BLD, stats = layer_now(x_BLD, is_token_BL, token_BL, is_training=True)
+        return jnp.sum(y_BLD * target_BLD) + stats.balance_loss + stats.router_z_loss, stats
+
+    run_one = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    want = run_one(params, *inputs())
+    mesh = MeshSpec(data=2, expert=4).build()
+    # Rows over the data axis alone: two rows do not split over eight devices.
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    shardings = param_shardings(Rules(), mesh, params)
+    with use_mesh(mesh, Rules()):
+        run = jax.jit(
+            jax.value_and_grad(loss, (0, 1), has_aux=True),
+            in_shardings=(shardings, rows, rows, rows),
+        )
+        got = run(params, *inputs())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)

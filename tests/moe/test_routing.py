@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans by policy, against loops: what decides the choice, what the gate, what the slot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from switchx.models.config import RouterConfig
+from switchx.moe.router import route_top1
+from switchx.moe.routing import make_plan
+from tests.moe.oracle import softmax
+
+G, T, E = 2, 18, 5
+
+
+def inputs(seed=0):
+    rng = np.random.default_rng(seed)
+    logits_GTE = (rng.normal(size=(G, T, E)) * 2).astype(np.float32)
+    return jnp.asarray(logits_GTE), jnp.asarray(rng.random((G, T)) < 0.8)
+
+
+def plan_of(router, logits_GTE, is_token_GT, capacity=4, **options):
+    prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+    return make_plan(router, logits_GTE, prob_GTE, is_token_GT, capacity, **options)
+
+
+def test_the_default_is_switchs_top1():
+    logits_GTE, is_token_GT = inputs()
+    want = route_top1(jax.nn.softmax(logits_GTE, axis=-1), is_token_GT, 4)
+    got = plan_of(RouterConfig(), logits_GTE, is_token_GT)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("num_selected", [2, 3, E])
+@pytest.mark.parametrize("gate", ["softmax", "normalized"])
+def test_top_k_equals_a_loop(num_selected, gate):
+    """GShard, algorithm 1: second choices queue behind all the first ones."""
+    logits_GTE, is_token_GT = inputs()
+    prob_GTE = softmax(np.asarray(logits_GTE, np.float64))
+    plan = plan_of(RouterConfig(num_selected=num_selected, gate=gate), logits_GTE, is_token_GT)
+    for g in range(G):
+        queue = [0] * E
+        for s in range(num_selected):
+            for t in np.flatnonzero(is_token_GT[g]):
+                best = np.argsort(-prob_GTE[g, t])[:num_selected]
+                e = best[s]
+                total = prob_GTE[g, t, best].sum() if gate == "normalized" else 1.0
+                assert plan.expert_GTS[g, t, s] == e
+                assert plan.slot_GTS[g, t, s] == queue[e]
+                np.testing.assert_allclose(
+                    plan.gate_GTS[g, t, s], prob_GTE[g, t, e] / total, rtol=1e-5
+                )
+                queue[e] += 1
+        assert plan.count_GE[g].tolist() == queue
+    assert np.any(plan.is_routed_GTS & ~plan.is_kept_GTS)
+
+
+def test_bias_enters_the_choice_but_not_the_gate():
+    logits_GTE, is_token_GT = inputs()
+    prob_GTE = softmax(np.asarray(logits_GTE, np.float64))
+    bias_E = jnp.asarray([0.0, 0.3, -0.3, 0.0, 0.1])
+    router = RouterConfig(num_selected=2, bias_update_rate=0.001)
+    plan = plan_of(router, logits_GTE, is_token_GT, bias_E=bias_E)
+    changed = 0
+    for g, t in np.argwhere(is_token_GT):
+        best = np.argsort(-(prob_GTE[g, t] + np.asarray(bias_E)))[:2]
+        assert plan.expert_GTS[g, t].tolist() == best.tolist()
+        np.testing.assert_allclose(plan.gate_GTS[g, t], prob_GTE[g, t, best], rtol=1e-5)
+        changed += set(best) != set(np.argsort(-prob_GTE[g, t])[:2])
+    assert changed > 3
+
+
+def test_no_gradient_reaches_the_bias():
+    logits_GTE, is_token_GT = inputs()
+    router = RouterConfig(bias_update_rate=0.001)
+    grad_E = jax.grad(
+        lambda bias_E: jnp.sum(
+            plan_of(router, logits_GTE, is_token_GT, bias_E=bias_E).gate_GTS ** 2
+        )
+    )(jnp.zeros(E))
+    assert not np.any(grad_E)
+
+
+def test_sampled_experts_follow_the_softmax_and_are_gated_by_it(key):
+    """With T draws of one distribution; temperature flattens the draw and not the gate."""
+    logits_E = np.array([1.0, 0.0, -1.0, 2.0, 0.5])
+    num = 20_000
+    logits_GTE = jnp.broadcast_to(jnp.asarray(logits_E, jnp.float32), (1, num, E))
+    router = RouterConfig(exploration="sample", temperature=2.0)
+    is_token_GT = jnp.ones((1, num), bool)
+    plan = plan_of(router, logits_GTE, is_token_GT, num, key=key)
+    # Five deviations of at most sqrt(0.25 / 20000).
+    np.testing.assert_allclose(plan.count_GE[0] / num, softmax(logits_E / 2), atol=0.018)
+    gates_T = softmax(logits_E)[np.asarray(plan.expert_GTS[0, :, 0])]
+    np.testing.assert_allclose(plan.gate_GTS[0, :, 0], gates_T, rtol=1e-5)
+    greedy = plan_of(router, logits_GTE, is_token_GT, num)
+    assert greedy.count_GE[0].tolist() == [0, 0, 0, num, 0]
+
+
+POLICIES = {
+    "top1": RouterConfig(),
+    "top2": RouterConfig(num_selected=2, gate="normalized"),
+    "prioritized": RouterConfig(num_selected=2, priority="gate"),
+    "reroute": RouterConfig(overflow="reroute", max_rounds=3),
+    "reroute_prioritized": RouterConfig(overflow="reroute", max_rounds=3, priority="gate"),
+    "expert_choice": RouterConfig(kind="expert_choice"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_every_policy_makes_a_sound_plan(name, seed):
+    """Slots are given once and without gaps, and relabelled experts give the same plan."""
+    logits_GTE, is_token_GT = inputs(seed)
+    plan = jitted[name](logits_GTE, is_token_GT)
+    is_kept_GTS = np.asarray(plan.is_kept_GTS)
+    position_GTS = np.asarray(plan.position_GTS)
+    for g in range(G):
+        taken = position_GTS[g][is_kept_GTS[g]]
+        assert len(set(taken.tolist())) == len(taken)
+        kept_E = np.bincount(taken // plan.capacity, minlength=E)
+        for e in range(E):
+            slots = sorted(taken[taken // plan.capacity == e] % plan.capacity)
+            assert slots == list(range(kept_E[e]))
+        if plan.expert_GTS.shape[-1] < E and "reroute" not in name:
+            np.testing.assert_array_equal(kept_E, np.minimum(plan.count_GE[g], plan.capacity))
+    assert not np.any(plan.is_routed_GTS[~np.asarray(is_token_GT)])
+    assert not np.any(np.asarray(plan.gate_GTS)[~np.asarray(is_token_GT)])
+
+    order_E = np.random.default_rng(seed).permutation(E)
+    other = jitted[name](logits_GTE[..., order_E], is_token_GT)
+    for g, t in np.argwhere(is_token_GT):
+        assert fates(plan, g, t) == {
+            (order_E[e], slot, gate) for e, slot, gate in fates(other, g, t)
+        }
+
+
+jitted = {
+    name: jax.jit(lambda logits_GTE, is_token_GT, r=router: plan_of(r, logits_GTE, is_token_GT))
+    for name, router in POLICIES.items()
+}
+
+
+def fates(plan, g, t):
+    """(expert, slot, gate rounded) of a token's kept choices."""
+    return {
+        (int(plan.expert_GTS[g, t, s]), int(plan.slot_GTS[g, t, s]), gate_of(plan, g, t, s))
+        for s in np.flatnonzero(plan.is_kept_GTS[g, t])
+    }
+
+
+def gate_of(plan, g, t, s):
+    # Sums over experts are of another order in the relabelled softmax.
+    return round(float(plan.gate_GTS[g, t, s]), 4)
