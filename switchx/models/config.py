@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
+DISPATCHERS = ("sort", "einsum", "dropless")
+
 
 def require(condition: bool, message: str) -> None:
     """Raises ValueError with `message` unless `condition` holds."""
@@ -61,7 +63,9 @@ class SwitchConfig:
         expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
             the model's `dropout_rate`.
         expert_bias: biases in the experts.
-        dispatcher: `sort` (gathers, the default) or `einsum` (one-hot, the readable oracle).
+        dispatcher: how tokens reach their experts, the same numbers from each: `sort`
+            (gathers, the default), `einsum` (one-hot, the readable oracle), or another of
+            `DISPATCHERS`; docs/dispatchers.md says which is for what.
         router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
             else, flaxformer took normal(0.02) and published checkpoints that way.
     """
@@ -76,11 +80,11 @@ class SwitchConfig:
     d_ff: int | None = None
     expert_dropout_rate: float | None = None
     expert_bias: bool = False
-    dispatcher: Literal["sort", "einsum"] = "sort"
+    dispatcher: Literal["sort", "einsum", "dropless"] = "sort"
     router_init_scale: float = 0.1
 
     def __post_init__(self):
-        require_choice("SwitchConfig.dispatcher", self.dispatcher, ("sort", "einsum"))
+        require_choice("SwitchConfig.dispatcher", self.dispatcher, DISPATCHERS)
         for name in ("num_experts", "every", "min_capacity", "group_size"):
             require(
                 getattr(self, name) >= 1,

@@ -11,14 +11,11 @@ from flax import nnx
 from switchx.layers import initializers
 from switchx.layers.dropout import split_key
 from switchx.moe.capacity import group_shape, layer_capacity
-from switchx.moe.dispatch import sort_dispatch
-from switchx.moe.dispatch_einsum import einsum_dispatch
+from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
 from switchx.moe.router import route_top1, router_logits
 from switchx.moe.stats import measure_routing
 from switchx.partitioning.constrain import constrain
-
-DISPATCHERS = {"sort": sort_dispatch, "einsum": einsum_dispatch}
 
 
 class SwitchFFN(nnx.Module):
@@ -52,11 +49,9 @@ class SwitchFFN(nnx.Module):
         capacity = layer_capacity(switch, T, is_training=is_training)
         plan = route_top1(prob_GTE, is_token_GT, capacity)
 
-        def run_experts(x_ERD):
-            y_ERD = self.experts(constrain(x_ERD, "ERD"), key=key_dropout)
-            return constrain(y_ERD, "ERD")
-
-        y_GTD = constrain(DISPATCHERS[switch.dispatcher](x_GTD, plan, run_experts), "GTD")
+        dispatch = choose_dispatcher(switch, plan, is_training=is_training)
+        y_GTD = dispatch(x_GTD, plan, self.experts.weights(key=key_dropout))
+        y_GTD = constrain(y_GTD, "GTD")
         stats = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT)
         return y_GTD.reshape(G * T, D)[: B * L].reshape(B, L, D), stats
 

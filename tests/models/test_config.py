@@ -6,7 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.config import DISPATCHERS, ModelConfig, Precision, SwitchConfig
 
 SWITCH = SwitchConfig(8)
 T5 = ModelConfig("encoder_decoder", 100, 16, 32, 2, 8, 4, 6)
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
     [
         (
             {"dispatcher": "magic"},
-            "SwitchConfig.dispatcher='magic' is unknown; use one of sort, einsum",
+            f"SwitchConfig.dispatcher='magic' is unknown; use one of {', '.join(DISPATCHERS)}",
         ),
         ({"num_experts": 0}, "SwitchConfig.num_experts=0; use a whole number of at least 1"),
         ({"every": 0}, "SwitchConfig.every=0; use a whole number of at least 1"),
