@@ -9,7 +9,16 @@ import jax.numpy as jnp
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-DISPATCHERS = ("sort", "einsum", "dropless")
+DISPATCHERS = (
+    "sort",
+    "einsum",
+    "dropless",
+    "all_to_all",
+    "hierarchical",
+    "ragged_all_to_all",
+    "sliced",
+    "sliced_scatter",
+)
 
 
 def require(condition: bool, message: str) -> None:
@@ -66,6 +75,9 @@ class SwitchConfig:
         dispatcher: how tokens reach their experts, the same numbers from each: `sort`
             (gathers, the default), `einsum` (one-hot, the readable oracle), or another of
             `DISPATCHERS`; docs/dispatchers.md says which is for what.
+        buffer_factor: in the sliced dispatchers, tokens that a device keeps room for over
+            its even share; a device with more of them computes the layer again with room
+            for all. None always has room for all.
         router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
             else, flaxformer took normal(0.02) and published checkpoints that way.
     """
@@ -80,7 +92,8 @@ class SwitchConfig:
     d_ff: int | None = None
     expert_dropout_rate: float | None = None
     expert_bias: bool = False
-    dispatcher: Literal["sort", "einsum", "dropless"] = "sort"
+    dispatcher: Literal[DISPATCHERS] = "sort"
+    buffer_factor: float | None = None
     router_init_scale: float = 0.1
 
     def __post_init__(self):
@@ -107,6 +120,11 @@ class SwitchConfig:
             rate is None or 0 <= rate < 1,
             f"SwitchConfig.expert_dropout_rate={rate}; use 0 <= rate < 1, or None for the "
             "model's",
+        )
+        require(
+            self.buffer_factor is None or self.buffer_factor > 0,
+            f"SwitchConfig.buffer_factor={self.buffer_factor}; use a factor above 0, usually "
+            "1.5 to 4, or None for room for all",
         )
         require(
             self.router_init_scale > 0,
