@@ -15,9 +15,10 @@ from switchx.moe.dispatch import (
     gather_into_slots,
     token_of_slot,
 )
-from switchx.moe.expert_parallel import Placement, run_on_devices
+from switchx.moe.expert_parallel import run_on_devices
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.collectives import all_to_all
+from switchx.partitioning.placement import Placement
 
 
 def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):

@@ -9,12 +9,19 @@ follows the tokens: no slot is empty, and 4 tokens do not cost E of them. Dims: 
 import jax.numpy as jnp
 
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
+from switchx.moe.expert_parallel import run_on_devices
 from switchx.moe.expert_rows import ExpertRows, block_size, num_rows, sort_into_rows
 from switchx.moe.plan import RoutingPlan
+from switchx.partitioning.placement import Placement
 
 
 def dropless_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
     """Sorts choices by expert, runs the experts on the rows, gathers back and gates."""
+    return run_on_devices(_local, x_GTD, plan, experts)
+
+
+def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
+    del placement  # every device has all experts
     E = plan.num_experts
     expert_X = jnp.where(plan.is_kept_GTS, plan.expert_GTS, E).reshape(-1)
     block = block_size(expert_X.size, E)

@@ -7,9 +7,10 @@ Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2, Figure 8: bit for bit 
 
 from switchx.moe.dispatch import ExpertBank
 from switchx.moe.dispatch_all_to_all import run_slots
-from switchx.moe.expert_parallel import Placement, run_on_devices
+from switchx.moe.expert_parallel import run_on_devices
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.collectives import hierarchical_all_to_all
+from switchx.partitioning.placement import Placement
 
 
 def hierarchical_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):

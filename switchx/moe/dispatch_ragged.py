@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
-from switchx.moe.expert_parallel import Placement, run_on_devices
+from switchx.moe.expert_parallel import run_on_devices
 from switchx.moe.expert_rows import block_size, num_rows, sort_into_rows
 from switchx.moe.grouped_matmul import expert_of_row
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.collectives import ragged_all_to_all
+from switchx.partitioning.placement import Placement
 
 
 def ragged_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):

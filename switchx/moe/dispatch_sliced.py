@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from switchx.moe.dispatch import ExpertBank
 from switchx.moe.dispatch_dropless import run_choices
-from switchx.moe.expert_parallel import Placement, run_on_devices
+from switchx.moe.expert_parallel import run_on_devices
 from switchx.moe.expert_rows import block_size, num_rows, sort_into_rows
 from switchx.moe.plan import RoutingPlan
+from switchx.partitioning.placement import Placement
 
 
 def sliced_dispatch(

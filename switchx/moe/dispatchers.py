@@ -15,9 +15,9 @@ from switchx.moe.dispatch_einsum import einsum_dispatch
 from switchx.moe.dispatch_hierarchical import hierarchical_dispatch
 from switchx.moe.dispatch_ragged import ragged_dispatch
 from switchx.moe.dispatch_sliced import sliced_dispatch, sliced_scatter_dispatch
-from switchx.moe.expert_parallel import Placement
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.constrain import current_rules, num_devices
+from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
 
 DISPATCHERS = {
@@ -48,9 +48,7 @@ def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispat
     is_few = plan.expert_GTS.size <= plan.num_experts
     if num_devices() > 1:
         mesh, (G, T, _) = jax.sharding.get_abstract_mesh(), plan.expert_GTS.shape
-        reason = refusal(
-            name, mesh, current_rules(), num_groups=G, tokens_per_group=T
-        )
+        reason = refusal(name, mesh, current_rules(), num_groups=G, tokens_per_group=T)
         if reason:
             raise ValueError(reason)
     elif name == "sort" and is_few and not is_training:
@@ -102,7 +100,8 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
             return (
                 f"dispatcher={name!r} needs experts on devices that share their tokens, as "
                 f"configs/meshes/pipeline_moe.gin puts them on 'model'; this mesh has none "
-                f"{axes}".rstrip() + "; use that file with model > 1, or dispatcher='sort'"
+                f"{axes}".rstrip()
+                + "; use that file with model > 1, or dispatcher='sort'"
             )
         if place.parts:
             return (
@@ -112,7 +111,8 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
     elif len(with_tokens) < max(1, len(place.experts)):
         return (
             f"dispatcher={name!r} needs experts on devices that have different tokens, and "
-            f"this mesh has none {axes}".rstrip() + "; use expert > 1, or dispatcher='sort'"
+            f"this mesh has none {axes}".rstrip()
+            + "; use expert > 1, or dispatcher='sort'"
         )
     elif name == "hierarchical" and len(place.experts) != 2:
         sizes = " x ".join(f"{axis}={mesh.shape.get(axis, 1)}" for axis in ("node", "expert"))
@@ -126,11 +126,12 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
 def _wrong_sizes(name: str, place: Placement, G: int | None, T: int | None) -> str | None:
     parts = place.size(place.batch)
     if G is not None and G % parts:
+        most = "" if T is None else f" of at most {G * T // parts}"
         return (
             f"dispatcher={name!r} keeps routing groups whole, and {G} of them do not divide "
-            f"over the {parts} devices that split the batch; use a smaller "
-            "SwitchConfig.group_size (groups never depend on the devices by themselves), a "
-            "larger batch, or dispatcher='sort'"
+            f"over the {parts} devices that split the batch; use a SwitchConfig.group_size"
+            f"{most} (groups never follow the devices by themselves), a larger batch, or "
+            "dispatcher='sort'"
         )
     shared = place.size(place.summed)
     if name == "sliced_scatter" and T is not None and T % shared:

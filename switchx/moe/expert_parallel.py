@@ -7,7 +7,6 @@ come out multiplied by the size of the mesh. Dims: G T S D E F
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
@@ -18,55 +17,9 @@ from switchx.axes import dims_of
 from switchx.moe.dispatch import ExpertBank
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.constrain import current_rules, num_devices
+from switchx.partitioning.placement import ONE_DEVICE, Placement
 from switchx.partitioning.rules import MeshAxes, Rules
 
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Which mesh axes hold what of a sparse layer, those of one device left out.
-
-    Attributes:
-        batch: axes whose devices have different groups of tokens.
-        experts: axes that the experts are split over.
-        parts: axes whose devices have parts of the same experts (F).
-        gathered: axes that keep slices of D of the experts' weights.
-        sizes: devices along each axis of the mesh.
-    """
-
-    batch: MeshAxes
-    experts: MeshAxes
-    parts: MeshAxes
-    gathered: MeshAxes
-    sizes: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def on(cls, mesh, rules: Rules) -> "Placement":
-        """What `rules` say of a mesh, or of anything with a `shape` like one's."""
-        return cls(
-            batch=rules.axes("G", mesh, table="activations"),
-            experts=rules.axes("E", mesh, table="expert_params"),
-            parts=rules.axes("F", mesh, table="expert_params"),
-            gathered=rules.axes("D", mesh, table="expert_params"),
-            sizes=tuple(mesh.shape.items()),
-        )
-
-    def size(self, axes: MeshAxes) -> int:
-        """Devices along `axes` together."""
-        return math.prod(dict(self.sizes)[axis] for axis in axes)
-
-    @property
-    def varying(self) -> MeshAxes:
-        """Axes along which devices compute different things."""
-        axes = self.batch + self.gathered + self.experts + self.parts
-        return tuple(dict.fromkeys(axes))
-
-    @property
-    def summed(self) -> MeshAxes:
-        """Axes whose devices have terms of one token's output."""
-        return tuple(axis for axis in self.varying if axis not in self.batch)
-
-
-ONE_DEVICE = Placement((), (), (), (), ())
 Local = Callable[[jax.Array, RoutingPlan, ExpertBank, Placement], jax.Array]
 
 
@@ -99,7 +52,8 @@ def run_on_devices(
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 
     def body(x_GTD, plan, experts):
-        experts = jax.tree.map(vary, _whole_d(experts, placement.gathered), specs)
+        # Typed first and gathered then: backward, slices are summed over replicas.
+        experts = _whole_d(jax.tree.map(vary, experts, specs), placement.gathered)
         index = jax.lax.axis_index(placement.varying)
         part = jax.lax.axis_index(placement.parts) if placement.parts else 0
         experts = experts.on_device(index, part == 0)

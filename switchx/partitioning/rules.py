@@ -108,7 +108,7 @@ class Rules:
 
 
 def param_table(dims: str) -> str:
-    """`expert_params` where each expert has its own (`NEDF`, `EF`); `DE` and `E` are `params`."""
+    """`expert_params` where each expert has its own (`NEDF`); `DE` and `E` are `params`."""
     own = dims.lstrip("NP")
     return "expert_params" if own.startswith("E") and len(own) > 1 else "params"
 
