@@ -13,7 +13,8 @@ from switchx.data.saved_vocabulary import save_vocabulary
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
-from switchx.partitioning.mesh import batch_parts
+from switchx.partitioning.mesh import AXES, batch_parts
+from switchx.partitioning.rules import param_shardings
 from switchx.planner.model_cost import count_parameters
 from switchx.training.job import TrainingJob
 from switchx.tree import num_elements
@@ -141,10 +142,12 @@ def test_part_builds_in_a_run(name, build_job):
 @pytest.mark.parametrize("name", names("meshes"))
 def test_mesh_spans_the_simulated_devices(name, build_job):
     job = build_job("runs/pretrain_tiny.gin", name)
-    devices = jax.devices()[: job.mesh.data] if job.mesh.data else jax.devices()
-    mesh = job.mesh.build(devices)
-    assert mesh.size == len(devices)
-    assert job.batch_size % batch_parts(mesh) == 0
+    sizes = [getattr(job.mesh, axis) for axis in AXES]
+    mesh = job.mesh.build(jax.devices()[: None if None in sizes else math.prod(sizes)])
+    assert mesh.size in (len(jax.devices()), math.prod(size or 1 for size in sizes))
+    assert job.batch_size % batch_parts(mesh, job.mesh.rules) == 0
+    # Every parameter divides, and no two dimensions claim one axis.
+    param_shardings(job.mesh.rules, mesh, abstract_params(job.model))
 
 
 def test_command_line_form_and_name_below_configs_are_the_same_file(build_job):

@@ -12,6 +12,17 @@ from switchx.models.router_config import RouterConfig
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
+DISPATCHERS = (
+    "sort",
+    "einsum",
+    "dropless",
+    "all_to_all",
+    "hierarchical",
+    "ragged_all_to_all",
+    "sliced",
+    "sliced_scatter",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -61,7 +72,12 @@ class SwitchConfig:
         expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
             the model's `dropout_rate`.
         expert_bias: biases in the experts.
-        dispatcher: `sort` (gathers, the default) or `einsum` (one-hot, the readable oracle).
+        dispatcher: how tokens reach their experts, the same numbers from each: `sort`
+            (gathers, the default), `einsum` (one-hot, the readable oracle), or another of
+            `DISPATCHERS`; docs/dispatchers.md says which is for what.
+        buffer_factor: in the sliced dispatchers, tokens that a device keeps room for over
+            its even share; a device with more of them computes the layer again with room
+            for all. None always has room for all.
         router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
             else, flaxformer took normal(0.02) and published checkpoints that way.
         router: which experts a token goes to, and what happens where one is full.
@@ -81,12 +97,13 @@ class SwitchConfig:
     shared_d_ff: int | None = None
     expert_dropout_rate: float | None = None
     expert_bias: bool = False
-    dispatcher: Literal["sort", "einsum"] = "sort"
+    dispatcher: Literal[DISPATCHERS] = "sort"
+    buffer_factor: float | None = None
     router_init_scale: float = 0.1
     router: RouterConfig = RouterConfig()
 
     def __post_init__(self):
-        require_choice("SwitchConfig.dispatcher", self.dispatcher, ("sort", "einsum"))
+        require_choice("SwitchConfig.dispatcher", self.dispatcher, DISPATCHERS)
         for name, choices in (
             ("capacity_rounding", ("up", "down", "nearest")),
             ("stacks", ("all", "encoder")),
@@ -122,8 +139,19 @@ class SwitchConfig:
             "model's",
         )
         require(
+            self.buffer_factor is None or self.buffer_factor > 0,
+            f"SwitchConfig.buffer_factor={self.buffer_factor}; use a factor above 0, usually "
+            "1.5 to 4, or None for room for all",
+        )
+        require(
             self.router_init_scale > 0,
             f"SwitchConfig.router_init_scale={self.router_init_scale}; use a scale above 0",
+        )
+        require(
+            not self.has_attention or self.dispatcher in ("sort", "einsum"),
+            f"SwitchConfig.dispatcher={self.dispatcher!r} with sublayers={self.sublayers!r}: "
+            "experts in attention are dispatched by sort or einsum; use one of them, or "
+            "sublayers='ffn'",
         )
         tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
         for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):

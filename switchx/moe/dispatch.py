@@ -5,7 +5,6 @@ The default. Forward and backward are gathers only: each slot knows its token an
 token its slots, so neither direction needs a scatter of activations. Dims: G T S E C D R
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -13,6 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.moe.plan import RoutingPlan
+from switchx.partitioning.constrain import constrain
+
+# Up to so many choices a token are gathered one by one; more are added up by a scatter.
+MOST_GATHERED = 4
+
+
+class ExpertBank(Protocol):
+    """E experts of one kind, as a pytree whose leaves' names end in their dimensions.
+
+    `switchx.moe.expert_ffn.ExpertFFN` is the one that a Switch layer has.
+    """
+
+    def __call__(self, x_ERD: jax.Array) -> jax.Array:
+        """Every expert on its own block of R rows."""
+
+    def run_rows(self, x_RD: jax.Array, count_E: jax.Array, *, block: int) -> jax.Array:
+        """Rows sorted by expert, each through its expert; see `grouped_matmul`."""
+
+    def on_device(self, index: jax.Array, is_first_part: jax.Array) -> "ExpertBank":
+        """The experts of one device of a mesh.
+
+        Args:
+            index: the device's number, for random numbers of its own.
+            is_first_part: whether this device, of those that each have a part of the same
+                experts, adds what is to be added once.
+        """
 
 
 class Dispatcher(Protocol):
@@ -23,7 +48,7 @@ class Dispatcher(Protocol):
     """
 
     def __call__(
-        self, x_GTD: jax.Array, plan: RoutingPlan, experts: Callable[[jax.Array], jax.Array]
+        self, x_GTD: jax.Array, plan: RoutingPlan, experts: ExpertBank
     ) -> jax.Array: ...
 
 
@@ -47,14 +72,28 @@ def _take(x_GRD, index_GQ):
     )
 
 
+def _add_rows(y_GQD, index_GQ, num_rows: int):
+    """Row `index` of each group is the sum of its places; none past the end."""
+
+    def add(y_QD, index_Q):
+        zeros_RD = jax.lax.full_like(y_QD, 0, shape=(num_rows, y_QD.shape[-1]))
+        return zeros_RD.at[index_Q].add(y_QD, mode="drop")
+
+    return jax.vmap(add)(y_GQD, index_GQ)
+
+
 def _gather_rows_forward(x_GRD, index_GQ, inverse_GRS):
     return _take(x_GRD, index_GQ), (index_GQ, inverse_GRS)
 
 
 def _gather_rows_backward(residuals, dy_GQD):
     index_GQ, inverse_GRS = residuals
-    # One gather a choice: summing a [G, R, S, D] buffer would cost a pass for S = 1.
-    dx_GRD = sum(_take(dy_GQD, inverse_GRS[..., s]) for s in range(inverse_GRS.shape[-1]))
+    S = inverse_GRS.shape[-1]
+    if S <= MOST_GATHERED:
+        # One gather a choice: summing a [G, R, S, D] buffer would cost a pass for S = 1.
+        dx_GRD = sum(_take(dy_GQD, inverse_GRS[..., s]) for s in range(S))
+    else:
+        dx_GRD = _add_rows(dy_GQD, index_GQ, inverse_GRS.shape[1])
     no_gradient = [
         np.zeros(index.shape, jax.dtypes.float0) for index in (index_GQ, inverse_GRS)
     ]
@@ -77,26 +116,59 @@ def token_of_slot(plan: RoutingPlan):
     )(plan.position_GTS)
 
 
-def sort_dispatch(x_GTD, plan: RoutingPlan, experts):
-    """Gathers tokens into `[E, G * C, D]`, runs the experts, gathers back and gates.
-
-    The experts may give rows of another width than they get.
-    """
+def gather_into_slots(x_GTD, plan: RoutingPlan, token_GQ):
+    """The token of each expert's slots, `[E, G * C, D]`, zeros in empty ones."""
     G, T, D = x_GTD.shape
-    E, C, S = plan.num_experts, plan.capacity, plan.expert_GTS.shape[-1]
-    token_GQ = token_of_slot(plan)
+    E, C = plan.num_experts, plan.capacity
     x_GQD = gather_rows(x_GTD, token_GQ, plan.position_GTS)
-    y_ERD = experts(x_GQD.reshape(G, E, C, D).transpose(1, 0, 2, 3).reshape(E, G * C, D))
-    width = y_ERD.shape[-1]
-    y_GQD = y_ERD.reshape(E, G, C, width).transpose(1, 0, 2, 3).reshape(G, E * C, width)
-    y_GTD = jnp.zeros((G, T, width), y_ERD.dtype)
+    return x_GQD.reshape(G, E, C, D).transpose(1, 0, 2, 3).reshape(E, G * C, D)
+
+
+def gather_from_slots(y_ERD, plan: RoutingPlan, token_GQ):
+    """The gated sum of what experts returned for a token's slots, `[G, T, D]`."""
+    G = plan.expert_GTS.shape[0]
+    E, C, D = plan.num_experts, plan.capacity, y_ERD.shape[-1]
+    y_GQD = y_ERD.reshape(E, G, C, D).transpose(1, 0, 2, 3).reshape(G, E * C, D)
+    return gated_sum(y_GQD, token_GQ, plan.position_GTS, plan.gate_GTS)
+
+
+def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS):
+    """Sum over a token's choices of gate times the row in the choice's place.
+
+    Args:
+        y_GQD: rows in Q places.
+        token_GQ: the token of each place; T where there is none.
+        place_GTS: the place of each choice, past the end for none; at most one choice a place.
+    """
+    T, S = place_GTS.shape[1:]
+    if S > MOST_GATHERED:
+        return _add_rows(y_GQD * _gate_of_place(gate_GTS, place_GTS, y_GQD), token_GQ, T)
+    y_GTD = jax.lax.full_like(y_GQD, 0, shape=(y_GQD.shape[0], T, y_GQD.shape[-1]))
     for s in range(S):
-        # A slot holds one choice: for choice s, slots of other choices point past the end.
+        # A place holds one choice: for choice s, places of others point past the end.
         is_choice_GQ = (
-            jnp.take_along_axis(plan.position_GTS[..., s], jnp.minimum(token_GQ, T - 1), axis=1)
-            == jnp.arange(E * C)[None]
+            jnp.take_along_axis(place_GTS[..., s], jnp.minimum(token_GQ, T - 1), axis=1)
+            == jnp.arange(token_GQ.shape[1])[None]
         )
         index_GQ = jnp.where(is_choice_GQ, token_GQ, T)
-        row_GTD = gather_rows(y_GQD, plan.position_GTS[..., s], index_GQ[..., None])
-        y_GTD = y_GTD + row_GTD * plan.gate_GTS[..., s, None].astype(row_GTD.dtype)
+        row_GTD = gather_rows(y_GQD, place_GTS[..., s], index_GQ[..., None])
+        y_GTD = y_GTD + row_GTD * gate_GTS[..., s, None].astype(row_GTD.dtype)
     return y_GTD
+
+
+def _gate_of_place(gate_GTS, place_GTS, y_GQD):
+    """The gate of the choice in each place, `[G, Q, 1]`, zero where there is none."""
+
+    def set_gates(place_TS, gate_TS, y_QD):
+        zeros_Q = jax.lax.full_like(gate_TS, 0, shape=y_QD.shape[:1])
+        return zeros_Q.at[place_TS].set(gate_TS, mode="drop", unique_indices=True)
+
+    gate_GQ = jax.vmap(set_gates)(place_GTS, gate_GTS, y_GQD)
+    return gate_GQ.astype(y_GQD.dtype)[..., None]
+
+
+def sort_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+    """Gathers tokens into `[E, G * C, D]`, runs the experts, gathers back and gates."""
+    token_GQ = token_of_slot(plan)
+    x_ERD = constrain(gather_into_slots(x_GTD, plan, token_GQ), "ERD")
+    return gather_from_slots(constrain(experts(x_ERD), "ERD"), plan, token_GQ)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.moe.plan import RoutingPlan
+from switchx.partitioning.constrain import constrain
 
 
 def dispatch_tensor(plan: RoutingPlan, dtype):
@@ -23,7 +24,8 @@ def einsum_dispatch(x_GTD, plan: RoutingPlan, experts):
     E, C = plan.num_experts, plan.capacity
     dispatch_GTSEC = dispatch_tensor(plan, x_GTD.dtype)
     x_EGCD = jnp.einsum("GTSEC,GTD->EGCD", dispatch_GTSEC, x_GTD)
-    y_EGCD = experts(x_EGCD.reshape(E, G * C, D)).reshape(E, G, C, -1)
+    y_ERD = experts(constrain(x_EGCD.reshape(E, G * C, D), "ERD"))
+    y_EGCD = constrain(y_ERD, "ERD").reshape(E, G, C, -1)
     combine_GTEC = jnp.einsum(
         "GTSEC,GTS->GTEC", dispatch_GTSEC, plan.gate_GTS.astype(x_GTD.dtype)
     )

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers import initializers
-from switchx.layers.dropout import dropout
-from switchx.layers.ffn import activate
-from switchx.moe.expert_matmul import expert_matmul
+from switchx.moe.expert_ffn import ExpertFFN
 
 
 class Experts(nnx.Module):
@@ -38,17 +36,19 @@ class Experts(nnx.Module):
         rate = self.config.switch.expert_dropout_rate
         return self.config.dropout_rate if rate is None else rate
 
+    def weights(self, *, key=None) -> ExpertFFN:
+        """The experts as a pytree that dispatchers run and `jax.shard_map` splits."""
+        has_bias = self.config.switch.expert_bias
+        return ExpertFFN(
+            self.w_in_EDF.get_value(),
+            self.w_out_EFD.get_value(),
+            self.w_gate_EDF.get_value() if self.config.is_gated else None,
+            self.b_in_EF.get_value() if has_bias else None,
+            self.b_out_ED.get_value() if has_bias else None,
+            key=key if self.dropout_rate else None,
+            activation=self.config.activation,
+            dropout_rate=self.dropout_rate,
+        )
+
     def __call__(self, x_ERD, *, key=None):
-        dtype = x_ERD.dtype
-        h_ERF = expert_matmul(x_ERD, self.w_in_EDF.get_value())
-        if self.config.switch.expert_bias:
-            h_ERF = h_ERF + self.b_in_EF[...].astype(dtype)[:, None]
-        gate_ERF = None
-        if self.config.is_gated:
-            gate_ERF = expert_matmul(x_ERD, self.w_gate_EDF.get_value())
-        h_ERF = activate(self.config.activation, h_ERF, gate_ERF)
-        h_ERF = dropout(h_ERF, self.dropout_rate, key=key)
-        y_ERD = expert_matmul(h_ERF, self.w_out_EFD.get_value())
-        if self.config.switch.expert_bias:
-            y_ERD = y_ERD + self.b_out_ED[...].astype(dtype)[:, None]
-        return y_ERD
+        return self.weights(key=key)(x_ERD)

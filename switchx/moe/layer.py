@@ -10,15 +10,12 @@ import jax
 
 from switchx.layers.dropout import split_key
 from switchx.layers.ffn import DenseFFN
-from switchx.moe.dispatch import sort_dispatch
-from switchx.moe.dispatch_einsum import einsum_dispatch
+from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
 from switchx.moe.groups import out_of_groups
 from switchx.moe.routed_layer import RoutedLayer
 from switchx.moe.stats import measure_routing
 from switchx.partitioning.constrain import constrain
-
-DISPATCHERS = {"sort": sort_dispatch, "einsum": einsum_dispatch}
 
 
 class SwitchFFN(RoutedLayer):
@@ -51,12 +48,9 @@ class SwitchFFN(RoutedLayer):
             x_BLD, is_token_BL, token_BL, is_training=is_training, key=key_router
         )
 
-        def run_experts(x_ERD):
-            y_ERD = self.experts(constrain(x_ERD, "ERD"), key=key_dropout)
-            return constrain(y_ERD, "ERD")
-
-        dispatch = DISPATCHERS[switch.dispatcher]
-        y_GTD = constrain(dispatch(routed.x_GTD, routed.plan, run_experts), "GTD")
+        dispatch = choose_dispatcher(switch, routed.plan, is_training=is_training)
+        y_GTD = dispatch(routed.x_GTD, routed.plan, self.experts.weights(key=key_dropout))
+        y_GTD = constrain(y_GTD, "GTD")
         stats = measure_routing(
             routed.logits_GTE,
             routed.prob_GTE,

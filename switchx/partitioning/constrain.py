@@ -27,11 +27,22 @@ def use_mesh(mesh: Mesh, rules: Rules):
         _rules.reset(token)
 
 
+def current_rules() -> Rules:
+    """The rules of the innermost `use_mesh`."""
+    return _rules.get()
+
+
+def num_devices() -> int:
+    """Devices of the innermost `use_mesh`; 1 outside of any."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.size
+
+
 def constrain(x, dims: str):
     """Splits activation `x` as the rules say; leaves it alone outside of `use_mesh`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if num_devices() == 1:
         return x
+    mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(
         x, _rules.get().spec(dims, x.shape, mesh, table="activations")
     )

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device mesh: how many devices along each parallelism axis."""
+"""The device mesh: how many devices along each parallelism axis.
+
+Fedus et al. 2021 (arXiv:2101.03961), section 5, Figure 9; `node` as in Shen et al. 2022
+(SE-MoE, arXiv:2205.10034), section 4.2.
+"""
 
 import dataclasses
 import math
@@ -8,25 +12,38 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from switchx.partitioning.rules import Rules
+from switchx.partitioning.rules import MeshAxes, Rules
+
+# Outermost first: devices next to each other share the last axes.
+AXES = ("data", "fsdp", "node", "expert", "model")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
     """Sizes of the mesh axes, and the rules by which arrays follow them.
 
+    What an axis holds is said by the rules; these are the defaults.
+
     Attributes:
         data: replicas of everything, each with its own part of the batch; None takes all
             the devices that the other axes leave.
+        fsdp: parts of the batch that share the parameters: each keeps a slice of D, which
+            is gathered where it is used.
+        node: the outer part of the axis that experts are split over: machines, where the
+            all-to-all is to cross them once (`hierarchical`).
         expert: parts that the experts are split over; they split the batch too.
+        model: parts of heads, F and vocabulary; they share the batch.
     """
 
     data: int | None = None
+    fsdp: int = 1
+    node: int = 1
     expert: int = 1
+    model: int = 1
     rules: Rules = Rules()
 
     def __post_init__(self):
-        for name in ("data", "expert"):
+        for name in AXES:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"mesh axis {name!r} has size {size}; use at least 1")
@@ -38,11 +55,15 @@ class MeshSpec:
             ValueError: the mesh does not use exactly the devices there are.
         """
         devices = jax.devices() if devices is None else devices
-        data = max(len(devices) // self.expert, 1) if self.data is None else self.data
-        sizes = {"data": data, "expert": self.expert}
+        sizes = {name: getattr(self, name) for name in AXES}
+        if self.data is None:
+            others = math.prod(size for size in sizes.values() if size is not None)
+            sizes["data"] = max(len(devices) // others, 1)
         needed = math.prod(sizes.values())
         if needed != len(devices):
-            text = " x ".join(f"{name}={size}" for name, size in sizes.items())
+            text = " x ".join(
+                f"{name}={size}" for name, size in sizes.items() if name == "data" or size > 1
+            )
             raise ValueError(
                 f"mesh {text} needs {needed} devices, but there are {len(devices)} "
                 f"({devices[0].platform}); change the mesh, or simulate devices on CPU with "
@@ -56,6 +77,11 @@ class MeshSpec:
         )
 
 
-def batch_parts(mesh: Mesh) -> int:
+def batch_axes(mesh, rules: Rules) -> MeshAxes:
+    """The axes that the rows of a batch are split over."""
+    return rules.axes("B", mesh, table="activations")
+
+
+def batch_parts(mesh, rules: Rules) -> int:
     """Over how many devices the rows of a batch are split."""
-    return mesh.shape["data"] * mesh.shape["expert"]
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh, rules))

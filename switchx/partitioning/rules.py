@@ -2,6 +2,7 @@
 """Which mesh axis each dimension letter is split over: one table for the whole project."""
 
 import dataclasses
+import math
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -9,27 +10,53 @@ from switchx import tree
 from switchx.axes import DIMENSIONS, dims_of
 
 MeshAxes = tuple[str, ...]
+TABLES = ("activations", "params", "expert_params")
+# Axes that hold different tokens.
+BATCH = ("data", "fsdp", "node", "expert")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Mesh axes of parameters' and of activations' dimensions; a letter not named is whole.
+    """Mesh axes of the dimensions of arrays of three kinds; a letter not named is whole.
 
-    Activations split the batch over every axis that holds different tokens, the experts'
-    buffers over `expert`; parameters split the experts. Axes that the mesh does not have
-    are left out.
+    Axes that the mesh does not have are left out. The default is Switch Transformers'
+    (section 5): experts on the devices that have different tokens, F, heads and vocabulary
+    over `model`. Pipeline MoE (section 3.3) has whole experts on `model` instead:
+    `expert_params=(("E", ("model",)), ("D", ("fsdp",)))`.
+
+    Attributes:
+        activations: arrays of tokens.
+        params: parameters, and what an optimizer keeps for them, except:
+        expert_params: those that each expert has its own of (E before another letter;
+            the router `DE` has experts in it and belongs to none).
+        may_stay_whole: letters of parameters that are whole where they do not divide; a
+            vocabulary's size is given by its tokenizer. Others are refused.
     """
 
     activations: tuple[tuple[str, MeshAxes], ...] = (
-        ("B", ("data", "expert")),
-        ("G", ("data", "expert")),
-        ("E", ("expert",)),
-        ("R", ("data",)),
+        ("B", BATCH),
+        ("G", BATCH),
+        ("E", ("node", "expert")),
+        ("R", ("data", "fsdp")),
+        ("H", ("model",)),
+        ("F", ("model",)),
     )
-    params: tuple[tuple[str, MeshAxes], ...] = (("E", ("expert",)),)
+    params: tuple[tuple[str, MeshAxes], ...] = (
+        ("D", ("fsdp",)),
+        ("F", ("model",)),
+        ("H", ("model",)),
+        ("V", ("model",)),
+    )
+    expert_params: tuple[tuple[str, MeshAxes], ...] = (
+        ("E", ("node", "expert")),
+        ("D", ("fsdp",)),
+        ("F", ("model",)),
+        ("H", ("model",)),
+    )
+    may_stay_whole: tuple[str, ...] = ("V",)
 
     def __post_init__(self):
-        for name in ("activations", "params"):
+        for name in TABLES:
             letters = [letter for letter, _ in getattr(self, name)]
             unknown = [letter for letter in letters if letter not in DIMENSIONS]
             if unknown or len(set(letters)) != len(letters):
@@ -38,32 +65,35 @@ class Rules:
                     f"{''.join(DIMENSIONS)}"
                 )
 
+    def axes(self, letter: str, mesh, *, table: str) -> MeshAxes:
+        """The axes of `mesh`, of more than one device, that a dimension is split over."""
+        axes = dict(getattr(self, table)).get(letter, ())
+        return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+
     def spec(self, dims: str, shape, mesh, *, table: str) -> PartitionSpec:
         """The partition of an array with these dimensions over `mesh`.
 
         Args:
             dims: dimension letters, as `NEDF`.
-            table: `params` or `activations`.
+            table: one of `TABLES`.
 
         Raises:
             ValueError: two dimensions claim one mesh axis, or a parameter's size is not
                 divisible. An activation that is not divisible stays whole along that
                 dimension: a batch of evaluation may be small.
         """
-        rules, used, entries = dict(getattr(self, table)), {}, []
+        used, entries = {}, []
         for letter, size in zip(dims, shape, strict=True):
-            axes = tuple(a for a in rules.get(letter, ()) if mesh.shape.get(a, 1) > 1)
+            axes = self.axes(letter, mesh, table=table)
             for axis in axes:
                 if axis in used:
                     raise ValueError(
                         f"dimensions {used[axis]} and {letter} of {dims} both claim mesh axis "
                         f"{axis!r}; give them different axes in Rules.{table}"
                     )
-            parts = 1
-            for axis in axes:
-                parts *= mesh.shape[axis]
+            parts = math.prod(mesh.shape[axis] for axis in axes)
             if size % parts:
-                if table == "params":
+                if table != "activations" and letter not in self.may_stay_whole:
                     below = size - size % parts
                     choices = f"{below} or {below + parts}" if below else f"{parts}"
                     raise ValueError(
@@ -77,10 +107,21 @@ class Rules:
         return PartitionSpec(*entries)
 
 
+def param_table(dims: str) -> str:
+    """`expert_params` where each expert has its own (`NEDF`); `DE` and `E` are `params`."""
+    own = dims.lstrip("NP")
+    return "expert_params" if own.startswith("E") and len(own) > 1 else "params"
+
+
+def param_spec(rules: Rules, mesh, name: str, shape) -> PartitionSpec:
+    """Partition of one parameter, from the dimension letters in its name."""
+    dims = dims_of(name.rsplit("/", 1)[-1], len(shape))
+    return rules.spec(dims, shape, mesh, table=param_table(dims))
+
+
 def param_sharding(rules: Rules, mesh, name: str, leaf) -> NamedSharding:
     """Sharding of one parameter, from the dimension letters in its name."""
-    dims = dims_of(name.rsplit("/", 1)[-1], len(leaf.shape))
-    return NamedSharding(mesh, rules.spec(dims, leaf.shape, mesh, table="params"))
+    return NamedSharding(mesh, param_spec(rules, mesh, name, leaf.shape))
 
 
 def param_shardings(rules: Rules, mesh, params):

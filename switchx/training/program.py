@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from switchx import tree
 from switchx.data.features import Batch
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.mesh import batch_parts
+from switchx.partitioning.mesh import batch_axes, batch_parts
 from switchx.partitioning.rules import Rules, param_sharding
 from switchx.training.evaluate import eval_step
 from switchx.training.job import TrainingJob
@@ -48,7 +48,7 @@ class TrainingProgram:
         self.job = job
         self.mesh = job.mesh.build(devices)
         rows = job.batch_size // job.step.num_microbatches
-        if rows % (parts := batch_parts(self.mesh)):
+        if rows % (parts := batch_parts(self.mesh, job.mesh.rules)):
             raise ValueError(
                 f"batch_size={job.batch_size} in {job.step.num_microbatches} microbatches is "
                 f"not divisible by the {parts} devices that the mesh splits rows over; use a "
@@ -57,7 +57,7 @@ class TrainingProgram:
         self.optimizer = job.optimizer.build(job.schedule)
         self.abstract_state = jax.eval_shape(self._init)
         self.shardings = state_shardings(job.mesh.rules, self.mesh, self.abstract_state)
-        rows_sharding = PartitionSpec(("data", "expert"))
+        rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
         step = job.step
         if step.factor_expert_gradients is None:

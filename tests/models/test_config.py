@@ -6,7 +6,13 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from switchx.models.config import (
+    DISPATCHERS,
+    ModelConfig,
+    Precision,
+    RouterConfig,
+    SwitchConfig,
+)
 
 SWITCH = SwitchConfig(8)
 T5 = ModelConfig("encoder_decoder", 100, 16, 32, 2, 8, 4, 6)
@@ -194,7 +200,7 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
     [
         (
             {"dispatcher": "magic"},
-            "SwitchConfig.dispatcher='magic' is unknown; use one of sort, einsum",
+            f"SwitchConfig.dispatcher='magic' is unknown; use one of {', '.join(DISPATCHERS)}",
         ),
         (
             {"stacks": "decoder"},
@@ -217,6 +223,11 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
             {"shared_d_ff": 8, "sublayers": "attention"},
             "SwitchConfig.shared_d_ff=8 with sublayers='attention'; use a whole number of at "
             "least 1 where FFNs are sparse, or None",
+        ),
+        (
+            {"dispatcher": "sliced", "sublayers": "attention"},
+            "SwitchConfig.dispatcher='sliced' with sublayers='attention': experts in attention "
+            "are dispatched by sort or einsum; use one of them, or sublayers='ffn'",
         ),
         ({"num_experts": 0}, "SwitchConfig.num_experts=0; use a whole number of at least 1"),
         ({"every": 0}, "SwitchConfig.every=0; use a whole number of at least 1"),

@@ -5,39 +5,50 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from switchx.partitioning.mesh import MeshSpec, batch_parts
+from switchx.partitioning.mesh import AXES, MeshSpec, batch_axes, batch_parts
+from switchx.partitioning.rules import Rules
 from tests.data.refusals import refused
 
 
 @pytest.mark.parametrize(
-    ("spec", "sizes"),
+    ("spec", "sizes", "parts"),
     [
-        (MeshSpec(), {"data": 8, "expert": 1}),
-        (MeshSpec(expert=4), {"data": 2, "expert": 4}),
-        (MeshSpec(data=1, expert=8), {"data": 1, "expert": 8}),
+        (MeshSpec(), {"data": 8}, 8),
+        (MeshSpec(expert=4), {"data": 2, "expert": 4}, 8),
+        (MeshSpec(data=1, expert=8), {"expert": 8}, 8),
+        (MeshSpec(fsdp=2, model=2), {"data": 2, "fsdp": 2, "model": 2}, 4),
+        (MeshSpec(node=2, expert=2, model=2), {"node": 2, "expert": 2, "model": 2}, 4),
+        (MeshSpec(data=1, model=8), {"model": 8}, 1),
     ],
 )
-def test_data_takes_the_devices_that_experts_leave(spec, sizes):
+def test_data_takes_the_devices_that_other_axes_leave(spec, sizes, parts):
     mesh = spec.build()
-    assert dict(mesh.shape) == sizes
-    assert batch_parts(mesh) == 8
+    assert tuple(mesh.shape) == AXES
+    assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes
+    assert batch_parts(mesh, Rules()) == parts
+    assert batch_axes(mesh, Rules()) == tuple(axis for axis in sizes if axis != "model")
     assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
 
 
 def test_axes_are_automatic():
     """Explicit ones, `jax.make_mesh`'s default, would forbid what constraints leave open."""
-    assert MeshSpec(expert=2).build().axis_types == (AxisType.Auto, AxisType.Auto)
+    assert MeshSpec(expert=2).build().axis_types == (AxisType.Auto,) * 5
 
 
-def test_experts_are_on_neighbours_and_data_across():
-    ids = [[device.id for device in row] for row in MeshSpec(expert=4).build().devices]
-    assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
+def test_inner_axes_are_on_neighbours_and_data_across():
+    def ids(spec, *shape):
+        return [device.id for device in spec.build().devices.reshape(*shape)[0]]
+
+    assert ids(MeshSpec(expert=4), 2, 4) == [0, 1, 2, 3]
+    # A node is a block of devices that stand next to each other.
+    assert ids(MeshSpec(node=2, expert=4), 2, 4) == [0, 1, 2, 3]
+    assert ids(MeshSpec(expert=4, model=2), 4, 2) == [0, 1]
 
 
 def test_some_of_the_devices():
     mesh = MeshSpec(data=1).build(jax.devices()[3:4])
     assert mesh.size == 1 and mesh.devices.item() == jax.devices()[3]
-    assert batch_parts(mesh) == 1
+    assert batch_parts(mesh, Rules()) == 1
 
 
 @pytest.mark.parametrize(
@@ -47,6 +58,8 @@ def test_some_of_the_devices():
         (MeshSpec(data=4, expert=4), "data=4 x expert=4", 16),
         (MeshSpec(expert=16), "data=1 x expert=16", 16),
         (MeshSpec(expert=3), "data=2 x expert=3", 6),
+        (MeshSpec(fsdp=3, model=2), "data=1 x fsdp=3 x model=2", 6),
+        (MeshSpec(data=1, node=2, expert=2), "data=1 x node=2 x expert=2", 4),
     ],
 )
 def test_a_mesh_uses_exactly_the_devices_there_are(spec, text, needed):
@@ -58,7 +71,7 @@ def test_a_mesh_uses_exactly_the_devices_there_are(spec, text, needed):
         spec.build()
 
 
-@pytest.mark.parametrize("name", ["data", "expert"])
+@pytest.mark.parametrize("name", AXES)
 def test_an_axis_has_a_device(name):
     with refused(f"mesh axis {name!r} has size 0; use at least 1"):
         MeshSpec(**{name: 0})

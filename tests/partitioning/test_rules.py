@@ -8,7 +8,13 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from switchx import tree
 from switchx.axes import DIMENSIONS
-from switchx.partitioning.rules import Rules, param_sharding, param_shardings
+from switchx.partitioning.rules import (
+    TABLES,
+    Rules,
+    param_sharding,
+    param_shardings,
+    param_spec,
+)
 from tests.data.refusals import refused
 
 MESH = AbstractMesh((2, 4), ("data", "expert"))
@@ -33,18 +39,41 @@ def test_activations_split_rows_over_all_devices_and_buffers_by_expert(dims, sha
     assert spec(dims, *shape) == want
 
 
+EVERYTHING = AbstractMesh((1, 2, 2, 2, 2), ("data", "fsdp", "node", "expert", "model"))
+
+
 @pytest.mark.parametrize(
-    ("dims", "shape", "want"),
+    ("name", "shape", "want"),
     [
-        ("EDF", (8, 3, 5), PartitionSpec("expert", None, None)),
-        ("NEDF", (3, 8, 3, 5), PartitionSpec(None, "expert", None, None)),
-        ("DE", (3, 8), PartitionSpec(None, "expert")),
-        ("VD", (16, 8), PartitionSpec(None, None)),
-        ("BL", (16, 8), PartitionSpec(None, None)),
+        ("w_in_EDF", (8, 4, 6), PartitionSpec(("node", "expert"), "fsdp", "model")),
+        ("w_in_EDF", (3, 8, 4, 6), PartitionSpec(None, ("node", "expert"), "fsdp", "model")),
+        ("b_out_ED", (8, 4), PartitionSpec(("node", "expert"), "fsdp")),
+        ("v_col_EF", (8, 4), PartitionSpec(("node", "expert"), "model")),
+        # The router has experts in it and belongs to none; so a bias an expert.
+        ("w_router_DE", (4, 8), PartitionSpec("fsdp", None)),
+        ("bias_E", (8,), PartitionSpec(None)),
+        ("w_query_DHK", (4, 2, 3), PartitionSpec("fsdp", "model", None)),
+        ("w_in_DF", (4, 6), PartitionSpec("fsdp", "model")),
+        ("embedding_VD", (16, 8), PartitionSpec("model", "fsdp")),
+        ("embedding_VD", (15, 8), PartitionSpec(None, "fsdp")),
+        ("scale_D", (8,), PartitionSpec("fsdp")),
     ],
 )
-def test_parameters_split_their_experts_alone(dims, shape, want):
-    assert spec(dims, *shape, table="params") == want
+def test_parameters_follow_their_letters(name, shape, want):
+    assert param_spec(RULES, EVERYTHING, f"layer/{name}", shape) == want
+
+
+def test_pipeline_moe_has_whole_experts_on_the_tensor_parallel_group():
+    rules = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
+    spec = param_spec(rules, EVERYTHING, "w_in_EDF", (8, 4, 6))
+    assert spec == PartitionSpec("model", "fsdp", None)
+    assert param_spec(rules, EVERYTHING, "w_in_DF", (4, 6)) == PartitionSpec("fsdp", "model")
+
+
+def test_axes_of_a_dimension_are_those_of_more_than_one_device():
+    assert RULES.axes("G", EVERYTHING, table="activations") == ("fsdp", "node", "expert")
+    assert RULES.axes("E", MESH, table="expert_params") == ("expert",)
+    assert RULES.axes("L", MESH, table="activations") == ()
 
 
 def test_an_activation_that_does_not_divide_stays_whole():
@@ -55,7 +84,9 @@ def test_an_activation_that_does_not_divide_stays_whole():
 def test_axes_of_size_one_or_absent_from_the_mesh_are_left_out():
     narrow = AbstractMesh((8, 1), ("data", "expert"))
     assert spec("BD", 16, 3, mesh=narrow) == PartitionSpec("data", None)
-    assert spec("EDF", 6, 3, 5, table="params", mesh=narrow) == PartitionSpec(None, None, None)
+    assert spec("EDF", 6, 3, 5, table="expert_params", mesh=narrow) == PartitionSpec(
+        None, None, None
+    )
     absent = AbstractMesh((4,), ("expert",))
     assert spec("ERD", 8, 6, 3, mesh=absent) == PartitionSpec("expert", None, None)
 
@@ -66,11 +97,11 @@ def test_a_parameter_that_does_not_divide_is_refused_with_the_way_out(size, choi
         f"expert dimension E={size} is not divisible by mesh axis 'expert' of size 4; use "
         f"{choices}, or a mesh with an axis that divides {size}"
     ):
-        spec("EDF", size, 3, 5, table="params")
+        spec("EDF", size, 3, 5, table="expert_params")
 
 
 def test_a_parameter_over_two_axes_is_refused_by_their_product():
-    rules = Rules(params=(("V", ("data", "expert")),))
+    rules = Rules(params=(("V", ("data", "expert")),), may_stay_whole=())
     assert spec("VD", 16, 3, table="params", rules=rules) == PartitionSpec(
         ("data", "expert"), None
     )
@@ -87,15 +118,15 @@ def test_two_dimensions_cannot_share_a_mesh_axis():
         "Rules.activations"
     ):
         spec("GTE", 8, 5, 8)
-    rules = Rules(params=(("E", ("expert",)), ("F", ("expert",))))
+    rules = Rules(expert_params=(("E", ("expert",)), ("F", ("expert",))))
     with refused(
         "dimensions E and F of EDF both claim mesh axis 'expert'; give them different axes in "
-        "Rules.params"
+        "Rules.expert_params"
     ):
-        spec("EDF", 8, 3, 8, table="params", rules=rules)
+        spec("EDF", 8, 3, 8, table="expert_params", rules=rules)
 
 
-@pytest.mark.parametrize("table", ["activations", "params"])
+@pytest.mark.parametrize("table", TABLES)
 def test_rules_name_known_letters_once(table):
     letters = "".join(DIMENSIONS)
     with refused(f"Rules.{table} names E, E; use each letter once, out of {letters}"):

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from switchx import tree
 from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
 from switchx.training.adafactor import Adafactor
 from switchx.training.gradient_norm import global_norm
 from switchx.training.program import TrainingProgram
@@ -28,6 +29,7 @@ from tests.training.jobs import (
 from tests.training.train_states import assert_same
 
 MESH = MeshSpec(data=2, expert=4)
+PIPELINE_MOE = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 # The auxiliary losses weigh enough to be seen in a wrong gradient.
 WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5)
@@ -78,12 +80,24 @@ def want():
     return raw_gradients(one_device(ENCODER_DECODER))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_raw_gradients_and_their_norm_are_those_of_one_device(want, num_microbatches):
-    """Not through the optimizer: Adafactor hides a gradient that is k times too large."""
-    program = make_program(ENCODER_DECODER, step=StepConfig(num_microbatches=num_microbatches))
-    grads, norm, stats = raw_gradients(program)
-    want_grads, want_norm, want_stats = want
+# Switch Transformers, Figure 9: its columns on eight devices; then what it does not have.
+MESHES = {
+    "data": (MeshSpec(), "sort"),
+    "model and data": (MeshSpec(model=2), "sort"),
+    "expert and data": (MeshSpec(data=2, expert=4), "sort"),
+    "expert, model and data": (MeshSpec(expert=2, model=2), "sort"),
+    "fsdp": (MeshSpec(fsdp=4), "sort"),
+    "fsdp, dropless": (MeshSpec(fsdp=2, model=2), "dropless"),
+    "all-to-all": (MeshSpec(fsdp=2, expert=2, model=2), "all_to_all"),
+    "hierarchical": (MeshSpec(node=2, expert=2), "hierarchical"),
+    "ragged": (MeshSpec(expert=4), "ragged_all_to_all"),
+    "pipeline moe": (MeshSpec(model=2, rules=PIPELINE_MOE), "sliced"),
+    "pipeline moe, split tokens": (MeshSpec(model=2, rules=PIPELINE_MOE), "sliced_scatter"),
+}
+
+
+def assert_gradients_of_one_device(got, want):
+    (grads, norm, stats), (want_grads, want_norm, want_stats) = got, want
     got = tree.named_leaves(grads)
     for name, leaf in tree.named_leaves(want_grads).items():
         largest = float(np.max(np.abs(leaf)))
@@ -93,7 +107,22 @@ def test_raw_gradients_and_their_norm_are_those_of_one_device(want, num_microbat
     for name in ("load_E", "dropped", "tokens"):
         np.testing.assert_array_equal(getattr(stats, name), getattr(want_stats, name))
     assert float(np.sum(want_stats.dropped)) > 0  # capacity is at work
-    experts = got["decoder/blocks/layer_1/ffn/experts/w_in_EDF"]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_raw_gradients_on_every_mesh_are_those_of_one_device(want, name):
+    """Not through the optimizer: Adafactor hides a gradient that is k times too large."""
+    mesh, dispatcher = MESHES[name]
+    switch = dataclasses.replace(ENCODER_DECODER.switch, dispatcher=dispatcher)
+    model = dataclasses.replace(ENCODER_DECODER, switch=switch)
+    assert_gradients_of_one_device(raw_gradients(make_program(model, mesh)), want)
+
+
+def test_microbatches_on_a_mesh_add_up_to_the_batch_on_one_device(want):
+    program = make_program(ENCODER_DECODER, step=StepConfig(num_microbatches=2))
+    got = raw_gradients(program)
+    assert_gradients_of_one_device(got, want)
+    experts = tree.named_leaves(got[0])["decoder/blocks/layer_1/ffn/experts/w_in_EDF"]
     assert shard_shapes(experts) == {(2, 16, 24)}
 
 
@@ -118,7 +147,7 @@ def test_expert_weights_and_their_statistics_are_split_over_the_expert_axis(step
     for array, shape in (
         (params[f"{experts}/w_in_EDF"], (2, 16, 24)),
         (params[f"{experts}/w_out_EFD"], (2, 24, 16)),
-        (params["decoder/blocks/layer_1/ffn/w_router_DE"], (16, 2)),
+        (params["decoder/blocks/layer_1/ffn/w_router_DE"], (16, 8)),
         (params["embedding/embedding_VD"], (384, 16)),
         (statistics[f"{experts}/w_in_EDF/v_row_ED"], (2, 16)),
         (statistics[f"{experts}/w_in_EDF/v_col_EF"], (2, 24)),

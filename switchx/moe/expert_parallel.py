@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dispatcher on every device of a mesh, with that device's groups and experts.
+
+Everything is differentiated from outside of `jax.shard_map`, and each value's devices are
+part of its type (`check_vma`): under `check_vma=False`, or with `jax.grad` inside, gradients
+come out multiplied by the size of the mesh. Dims: G T S D E F
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jax.sharding import PartitionSpec
+
+from switchx import tree
+from switchx.axes import dims_of
+from switchx.moe.dispatch import ExpertBank
+from switchx.moe.plan import RoutingPlan
+from switchx.partitioning.constrain import current_rules, num_devices
+from switchx.partitioning.placement import ONE_DEVICE, Placement
+from switchx.partitioning.rules import MeshAxes, Rules
+
+Local = Callable[[jax.Array, RoutingPlan, ExpertBank, Placement], jax.Array]
+
+
+def run_on_devices(
+    local: Local, x_GTD, plan: RoutingPlan, experts: ExpertBank, *, split_tokens: bool = False
+):
+    """`local(x_GTD, plan, experts, placement)` on every device, its outputs summed up.
+
+    Each device sees whole groups of tokens and whole tokens, the plan of these groups, and
+    its experts with all of D; what it returns is its term of these tokens' outputs. Terms
+    are summed over `placement.summed` by one all-reduce, and so are, backward, the
+    gradients of the activations and (small) of the gates.
+
+    Args:
+        split_tokens: activations are split along T over `placement.summed` outside, so they
+            are gathered first, and the sum is a reduce-scatter.
+    """
+    if num_devices() == 1:
+        return local(x_GTD, plan, experts, ONE_DEVICE)
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    placement = Placement.on(mesh, rules)
+    batch, summed = placement.batch, placement.summed
+    tokens = PartitionSpec(batch, summed) if split_tokens else PartitionSpec(batch)
+    groups = jax.tree.map(lambda _: PartitionSpec(batch), plan)
+
+    def vary(array, spec: PartitionSpec):
+        """The array typed as different on all devices: backward, its gradient is summed."""
+        has = {axis for axes in spec for axis in _as_tuple(axes)}
+        missing = tuple(axis for axis in placement.varying if axis not in has)
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    def body(x_GTD, plan, experts):
+        # Typed first and gathered then: backward, slices are summed over replicas.
+        experts = _whole_d(jax.tree.map(vary, experts, specs), placement.gathered)
+        index = jax.lax.axis_index(placement.varying)
+        part = jax.lax.axis_index(placement.parts) if placement.parts else 0
+        experts = experts.on_device(index, part == 0)
+        gate_GTS = vary(plan.gate_GTS, PartitionSpec(batch))
+        plan = dataclasses.replace(plan, gate_GTS=gate_GTS)
+        if split_tokens:
+            x_GTD = jax.lax.all_gather(x_GTD, summed, axis=1, tiled=True)
+            y_GTD = local(x_GTD, plan, experts, placement)
+            return jax.lax.psum_scatter(y_GTD, summed, scatter_dimension=1, tiled=True)
+        y_GTD = local(vary(x_GTD, tokens), plan, experts, placement)
+        return jax.lax.psum(y_GTD, summed) if summed else y_GTD
+
+    specs = expert_specs(rules, mesh, experts)
+    sharded = jax.shard_map(
+        body, in_specs=(tokens, groups, specs), out_specs=tokens, check_vma=True
+    )
+    return sharded(x_GTD, plan, experts)
+
+
+def expert_specs(rules: Rules, mesh, experts: ExpertBank):
+    """Partitions of a bank's weights by the letters in their names; a key is whole."""
+
+    return tree.map_named(
+        lambda name, leaf: rules.spec(
+            _dims(name, leaf), leaf.shape, mesh, table="expert_params"
+        ),
+        experts,
+    )
+
+
+def _dims(name: str, leaf) -> str:
+    """Dimension letters of a bank's leaf; none of a PRNG key."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return ""
+    return dims_of(name.rsplit("/", 1)[-1], leaf.ndim)
+
+
+def _as_tuple(axes) -> MeshAxes:
+    """One entry of a PartitionSpec as the axes in it."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _whole_d(experts: ExpertBank, axes: MeshAxes):
+    """The experts with all of D: slices gathered forward, gradients reduce-scattered."""
+    if not axes:
+        return experts
+
+    def gather(name, leaf):
+        dims = _dims(name, leaf)
+        if "D" not in dims:
+            return leaf
+        return jax.lax.all_gather(leaf, axes, axis=dims.index("D"), tiled=True)
+
+    return tree.map_named(gather, experts)

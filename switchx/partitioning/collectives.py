@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-to-all inside of `jax.shard_map`: flat, hierarchical, and of rows in any number.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2, Figure 8. Dims: R D; P devices of
+the exchange, in the order of the mesh axes
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.partitioning.rules import MeshAxes
+
+
+def all_to_all(x_P, axes: MeshAxes):
+    """`[P, ...]` by destination -> `[P, ...]` by source, over all of `axes` at once."""
+    return jax.lax.all_to_all(x_P, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
+def hierarchical_all_to_all(x_P, axes: MeshAxes):
+    """The same numbers in two steps: inside of each node, then between equal ranks of nodes.
+
+    The first step brings what is for rank r of any node to rank r of this one; so the
+    second sends P / num_nodes times fewer and larger messages, none between other ranks.
+
+    Args:
+        axes: (between nodes, inside of a node).
+    """
+    outer, inner = axes
+    x_PP = x_P.reshape(jax.lax.axis_size(outer), jax.lax.axis_size(inner), *x_P.shape[1:])
+    x_PP = jax.lax.all_to_all(x_PP, inner, split_axis=1, concat_axis=1, tiled=True)
+    x_PP = jax.lax.all_to_all(x_PP, outer, split_axis=0, concat_axis=0, tiled=True)
+    return x_PP.reshape(x_P.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def ragged_all_to_all(x_RD, sizes_PP, axes: MeshAxes, rows: int):
+    """Sends consecutive rows to each device and receives those for this one.
+
+    TPU and GPU send the rows and no more (`jax.lax.ragged_all_to_all`). CPU cannot, so it
+    gathers all rows and picks: the same numbers, P times the bytes.
+
+    Args:
+        x_RD: rows for device 0, then for device 1, ...; rows past those are not sent.
+        sizes_PP: rows from device (first index) to device (second), the same everywhere.
+        rows: rows of the result; enough for all that a device can receive.
+
+    Returns:
+        Rows from device 0, then from device 1, ...; zeros past those.
+    """
+    return jax.lax.platform_dependent(
+        x_RD,
+        sizes_PP,
+        cpu=lambda x_RD, sizes_PP: _ragged_by_gather(x_RD, sizes_PP, axes, rows),
+        default=lambda x_RD, sizes_PP: _ragged(x_RD, sizes_PP, axes, rows),
+    )
+
+
+def _ragged_forward(x_RD, sizes_PP, axes, rows):
+    return ragged_all_to_all(x_RD, sizes_PP, axes, rows), (sizes_PP, x_RD)
+
+
+def _ragged_backward(axes, rows, residuals, dy_RD):
+    sizes_PP, x_RD = residuals
+    # What was sent comes back: sources and destinations change places.
+    dx_RD = ragged_all_to_all(dy_RD, sizes_PP.T, axes, x_RD.shape[0])
+    return dx_RD, np.zeros(sizes_PP.shape, jax.dtypes.float0)
+
+
+ragged_all_to_all.defvjp(_ragged_forward, _ragged_backward)
+
+
+def _before(sizes, axis: int):
+    return jnp.cumsum(sizes, axis=axis) - sizes
+
+
+def _ragged(x_RD, sizes_PP, axes, rows):
+    here = jax.lax.axis_index(axes)
+    return jax.lax.ragged_all_to_all(
+        x_RD,
+        jax.lax.full_like(x_RD, 0, shape=(rows, x_RD.shape[1])),
+        _before(sizes_PP, 1)[here],
+        sizes_PP[here],
+        # Where on each destination the rows of this device begin.
+        _before(sizes_PP, 0)[here],
+        sizes_PP[:, here],
+        axis_name=axes,
+    )
+
+
+def _ragged_by_gather(x_RD, sizes_PP, axes, rows):
+    here = jax.lax.axis_index(axes)
+    x_PRD = jax.lax.all_gather(x_RD, axes)
+    end_P = jnp.cumsum(sizes_PP[:, here])
+    row_R = jnp.arange(rows, dtype=end_P.dtype)
+    source_R = jnp.sum(row_R[:, None] >= end_P[None], axis=1)
+    is_received_R = source_R < end_P.shape[0]
+    source_R = jnp.minimum(source_R, end_P.shape[0] - 1)
+    place_R = row_R - _before(sizes_PP[:, here], 0)[source_R]
+    place_R = place_R + _before(sizes_PP, 1)[source_R, here]
+    return jnp.where(is_received_R[:, None], x_PRD[source_R, place_R], 0)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a sparse layer's tokens and experts are on a mesh, as its rules say.
+
+Fedus et al. 2021 (arXiv:2101.03961), section 5; Chen et al. 2023 (Pipeline MoE,
+arXiv:2304.11414), section 3.3. Dims: G E F D
+"""
+
+import dataclasses
+import math
+
+from switchx.partitioning.rules import MeshAxes, Rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which mesh axes hold what of a sparse layer, those of one device left out.
+
+    Attributes:
+        batch: axes whose devices have different groups of tokens.
+        experts: axes that the experts are split over.
+        parts: axes whose devices have parts of the same experts (F).
+        gathered: axes that keep slices of D of the experts' weights.
+        sizes: devices along each axis of the mesh.
+    """
+
+    batch: MeshAxes
+    experts: MeshAxes
+    parts: MeshAxes
+    gathered: MeshAxes
+    sizes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def on(cls, mesh, rules: Rules) -> "Placement":
+        """What `rules` say of a mesh, or of anything with a `shape` like one's."""
+        return cls(
+            batch=rules.axes("G", mesh, table="activations"),
+            experts=rules.axes("E", mesh, table="expert_params"),
+            parts=rules.axes("F", mesh, table="expert_params"),
+            gathered=rules.axes("D", mesh, table="expert_params"),
+            sizes=tuple(mesh.shape.items()),
+        )
+
+    def size(self, axes: MeshAxes) -> int:
+        """Devices along `axes` together."""
+        return math.prod(dict(self.sizes)[axis] for axis in axes)
+
+    @property
+    def varying(self) -> MeshAxes:
+        """Axes along which devices compute different things."""
+        axes = self.batch + self.gathered + self.experts + self.parts
+        return tuple(dict.fromkeys(axes))
+
+    @property
+    def summed(self) -> MeshAxes:
+        """Axes whose devices have terms of one token's output."""
+        return tuple(axis for axis in self.varying if axis not in self.batch)
+
+
+ONE_DEVICE = Placement((), (), (), (), ())

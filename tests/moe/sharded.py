@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sparse layer's problem, and a dispatcher's answer to it on any mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from switchx.moe.capacity import assign_slots
+from switchx.moe.dispatchers import DISPATCHERS, refusal
+from switchx.moe.expert_parallel import expert_specs
+from switchx.moe.plan import RoutingPlan
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.placement import Placement
+from switchx.partitioning.rules import Rules
+from tests.moe.banks import ffn_bank, ffn_numbers
+
+G, T, S, E, C, D, F = 8, 12, 2, 8, 4, 8, 16
+PIPELINE_MOE = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
+
+# Where each dispatcher that says its own communication is at home, on eight devices.
+HOMES = [
+    ("dropless", MeshSpec()),
+    ("dropless", MeshSpec(fsdp=2, model=2)),
+    ("all_to_all", MeshSpec(expert=4)),
+    ("all_to_all", MeshSpec(data=1, fsdp=2, expert=2, model=2)),
+    ("all_to_all", MeshSpec(node=2, expert=2)),
+    ("hierarchical", MeshSpec(node=2, expert=2)),
+    ("hierarchical", MeshSpec(data=1, node=2, expert=2, model=2)),
+    ("ragged_all_to_all", MeshSpec(expert=4)),
+    ("ragged_all_to_all", MeshSpec(data=1, fsdp=2, expert=2, model=2)),
+    ("sliced", MeshSpec(model=4, rules=PIPELINE_MOE)),
+    ("sliced", MeshSpec(fsdp=2, model=2, rules=PIPELINE_MOE)),
+    ("sliced", MeshSpec(data=1, model=8, rules=PIPELINE_MOE)),
+    ("sliced_scatter", MeshSpec(model=4, rules=PIPELINE_MOE)),
+    ("sliced_scatter", MeshSpec(fsdp=2, model=2, rules=PIPELINE_MOE)),
+]
+
+
+def name_of(value) -> str:
+    """A test's name for a row of `HOMES`."""
+    if not isinstance(value, MeshSpec):
+        return str(value)
+    axes = ("fsdp", "node", "expert", "model")
+    return ",".join(f"{a}={n}" for a in axes if (n := getattr(value, a)) > 1) or "data=8"
+
+
+def make_plan(expert_GTS, capacity: int, seed: int = 0, num_experts: int = E) -> RoutingPlan:
+    """A plan that gives slots in order; `num_experts` where a choice is none."""
+    expert_GTS = np.asarray(expert_GTS, np.int32)
+    slot_GTS, count_GE = assign_slots(jnp.asarray(expert_GTS), num_experts)
+    gate_GTS = np.random.default_rng(seed).uniform(0.1, 1.0, expert_GTS.shape)
+    gate_GTS = jnp.asarray(gate_GTS, jnp.float32)
+    return RoutingPlan(
+        jnp.asarray(expert_GTS), gate_GTS, slot_GTS, count_GE, num_experts, capacity
+    )
+
+
+def random_choices(seed: int = 0, num_choices: int = S):
+    """Different experts for each token; the last token of a group is padding."""
+    rng = np.random.default_rng(seed)
+    expert_GTS = np.array(
+        [[rng.permutation(E)[:num_choices] for _ in range(T)] for _ in range(G)]
+    )
+    expert_GTS[:, -1] = E
+    return expert_GTS
+
+
+@dataclasses.dataclass
+class Problem:
+    """What a dispatcher is given, and the gradient that its output gets."""
+
+    x_GTD: np.ndarray
+    plan: RoutingPlan
+    numbers: dict
+    dy_GTD: np.ndarray
+
+    @property
+    def bank(self):
+        return ffn_bank(self.numbers)
+
+
+def make_problem(expert_GTS=None, capacity: int = C, seed: int = 0) -> Problem:
+    expert_GTS = random_choices() if expert_GTS is None else np.asarray(expert_GTS)
+    rng = np.random.default_rng(seed + 1)
+    x_GTD, dy_GTD = rng.normal(size=(2, *expert_GTS.shape[:2], D)).astype(np.float32)
+    return Problem(x_GTD, make_plan(expert_GTS, capacity), ffn_numbers(E, D, F), dy_GTD)
+
+
+def answer(dispatch, problem: Problem):
+    """Output, and gradients by activations, gates and every weight, in the ambient mesh."""
+
+    def run(x_GTD, gate_GTS, bank):
+        plan = dataclasses.replace(problem.plan, gate_GTS=gate_GTS)
+        return dispatch(x_GTD, plan, bank)
+
+    @jax.jit
+    def forward_and_back(x_GTD, gate_GTS, bank, dy_GTD):
+        y_GTD, pull_back = jax.vjp(run, x_GTD, gate_GTS, bank)
+        return y_GTD, pull_back(dy_GTD)
+
+    return forward_and_back(
+        jnp.asarray(problem.x_GTD), problem.plan.gate_GTS, problem.bank, problem.dy_GTD
+    )
+
+
+def answer_on(spec: MeshSpec, name: str, problem: Problem, dispatch=None, **options):
+    """The same on eight devices, by the dispatcher of this name or by a given one."""
+    mesh = spec.build()
+    G, T, _ = problem.plan.expert_GTS.shape
+    reason = refusal(name, mesh, spec.rules, num_groups=G, tokens_per_group=T)
+    assert reason is None, reason
+    with use_mesh(mesh, spec.rules):
+        dispatch = dispatch or DISPATCHERS[name]
+        return answer(functools.partial(dispatch, **options), problem)
+
+
+def largest_error(got, want) -> float:
+    """Over all arrays, the largest difference relative to the array's largest number."""
+
+    def error(got, want):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        difference = np.max(np.abs(got - want), initial=0)
+        return np.inf if np.isnan(difference) else difference / max(np.abs(want).max(), 1e-30)
+
+    return max(jax.tree.leaves(jax.tree.map(error, got, want)))
+
+
+def compiled_hlo(spec: MeshSpec, name: str, problem: Problem, dtype=jnp.float32):
+    """HLO of one layer on eight devices: (forward, forward and backward).
+
+    Inputs and results are where the layer has them, so that nothing else moves; the
+    gradient of the output is the output, as it cannot be there before it.
+    """
+    mesh, rules, dispatch = spec.build(), spec.rules, DISPATCHERS[name]
+    place = Placement.on(mesh, rules)
+
+    def on(spec):
+        return NamedSharding(mesh, spec)
+
+    is_split = name == "sliced_scatter"
+    tokens = on(
+        PartitionSpec(place.batch, place.summed) if is_split else PartitionSpec(place.batch)
+    )
+    groups = on(PartitionSpec(place.batch))
+    weights = jax.tree.map(on, expert_specs(rules, mesh, problem.bank))
+    plans = jax.tree.map(lambda _: groups, problem.plan)
+
+    def forward_and_back(x_GTD, plan, bank):
+        def run(x_GTD, gate_GTS, bank):
+            return dispatch(x_GTD, dataclasses.replace(plan, gate_GTS=gate_GTS), bank)
+
+        y_GTD, pull_back = jax.vjp(run, x_GTD, plan.gate_GTS, bank)
+        return y_GTD, pull_back(y_GTD)
+
+    arguments = jnp.asarray(problem.x_GTD, dtype), problem.plan, problem.bank
+    texts = []
+    with use_mesh(mesh, rules):
+        for function, results in (
+            (dispatch, tokens),
+            (forward_and_back, (tokens, (tokens, groups, weights))),
+        ):
+            jitted = jax.jit(
+                function, in_shardings=(tokens, plans, weights), out_shardings=results
+            )
+            texts.append(jitted.lower(*arguments).compile().as_text())
+    return texts

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's collectives are those of the compiled program: as many, as large, as far."""
+
+import collections
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.partitioning.hlo_collectives import collectives
+from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.planner.comm_cost import (
+    SparseLayer,
+    emulated,
+    promoted,
+    sparse_layer_collectives,
+)
+from tests.data.refusals import refused
+from tests.moe.sharded import (
+    HOMES,
+    PIPELINE_MOE,
+    C,
+    D,
+    E,
+    F,
+    G,
+    S,
+    T,
+    compiled_hlo,
+    make_problem,
+    name_of,
+)
+
+LAYER = SparseLayer(G, T, S, C, E, D, F, is_gated=True, has_bias=True)
+
+
+def groups_over(mesh, axes) -> frozenset:
+    """Sets of devices that differ along `axes` alone."""
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+    last = [AXES.index(axis) for axis in axes]
+    order = [i for i in range(len(AXES)) if i not in last] + last
+    size = int(np.prod([mesh.shape[axis] for axis in axes]))
+    return frozenset(map(frozenset, ids.transpose(order).reshape(-1, size).tolist()))
+
+
+def counted(hlo: str) -> collections.Counter:
+    return collections.Counter(
+        (part.kind, frozenset(map(frozenset, part.groups)), part.num_bytes)
+        for each in collectives(hlo)
+        for part in each.before_combining()
+    )
+
+
+def planned_for(name: str, spec: MeshSpec, layer: SparseLayer, phases):
+    """The planner's on CPU, in the form that a compiled program is counted in."""
+    mesh = spec.build()
+    planned = sparse_layer_collectives(name, layer, mesh, spec.rules)
+    planned = promoted(emulated(planned, mesh), layer)
+    return collections.Counter(
+        (each.kind, groups_over(mesh, each.axes), each.num_bytes)
+        for each in planned
+        if each.phase in phases
+    )
+
+
+@pytest.mark.parametrize(("name", "spec"), HOMES, ids=name_of)
+def test_compiled_collectives_are_the_planned_ones(name, spec):
+    forward, both = compiled_hlo(spec, name, make_problem())
+    assert counted(forward) == planned_for(name, spec, LAYER, ["forward"])
+    assert counted(both) == planned_for(name, spec, LAYER, ["forward", "backward"])
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("all_to_all", MeshSpec(data=1, fsdp=2, expert=2, model=2)),
+        ("sliced", MeshSpec(model=4, rules=PIPELINE_MOE)),
+        ("sliced_scatter", MeshSpec(model=4, rules=PIPELINE_MOE)),
+    ],
+    ids=name_of,
+)
+def test_bfloat16_activations_have_half_the_bytes_but_for_what_cpu_sums(name, spec):
+    layer = dataclasses.replace(LAYER, activation_bytes=2)
+    _, both = compiled_hlo(spec, name, make_problem(), jnp.bfloat16)
+    assert counted(both) == planned_for(name, spec, layer, ["forward", "backward"])
+
+
+def test_tensor_sliced_has_the_all_reduces_of_a_dense_ffn_and_the_gates():
+    """Pipeline MoE, section 3.3.4: one forward, one backward; of [tokens, D] each."""
+    spec = MeshSpec(data=1, model=8, rules=PIPELINE_MOE)
+    planned = sparse_layer_collectives("sliced", LAYER, spec.build(), spec.rules)
+    assert [(c.kind, c.what, c.phase, c.num_bytes) for c in planned] == [
+        ("all-reduce", "outputs", "forward", G * T * D * 4),
+        ("all-reduce", "gradients of tokens", "backward", G * T * D * 4),
+        ("all-reduce", "gradient of gates", "backward", G * T * S * 4),
+    ]
+    forward, both = (collectives(hlo) for hlo in compiled_hlo(spec, "sliced", make_problem()))
+    assert [(c.kind, c.num_bytes) for c in forward] == [("all-reduce", G * T * D * 4)]
+    # XLA combines the two backward ones: as many instructions as the dense FFN has.
+    assert [c.kind for c in both] == ["all-reduce"] * 2
+    assert sorted(len(c.arrays) for c in both) == [1, 2]
+
+
+def test_expert_parallel_forms_worked_by_hand():
+    """8 groups over 8 devices, so one each: 8 experts, 4 slots, 8 numbers of 4 bytes."""
+    spec = MeshSpec(node=2, expert=2)
+    flat = sparse_layer_collectives("all_to_all", LAYER, spec.build(), spec.rules)
+    flat = [c for c in flat if c.kind == "all-to-all"]
+    assert [(c.axes, c.num_bytes) for c in flat] == [(("node", "expert"), 8 * 4 * 8 * 4)] * 4
+    two = sparse_layer_collectives("hierarchical", LAYER, spec.build(), spec.rules)
+    two = [c for c in two if c.kind == "all-to-all"]
+    assert collections.Counter(c.axes for c in two) == {("node",): 4, ("expert",): 4}
+    assert {c.num_bytes for c in two} == {8 * 4 * 8 * 4}
+
+
+def test_hierarchical_groups_are_those_of_figure_8():
+    """Inside of a node all its devices; between nodes, one of each at equal rank."""
+    spec = MeshSpec(data=1, node=2, expert=4)
+    forward, _ = compiled_hlo(spec, "hierarchical", make_problem())
+    inside = ((0, 1, 2, 3), (4, 5, 6, 7))
+    between = ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert [c.groups for c in collectives(forward)] == [inside, between, inside, between]
+
+
+def test_a_layer_of_a_model():
+    switch = SwitchConfig(E, d_ff=F, expert_bias=True)
+    config = ModelConfig("decoder_only", 8, D, 99, 2, 4, 2, activation="geglu", switch=switch)
+    sizes = dict(num_groups=G, tokens_per_group=T, num_choices=S, capacity=C)
+    widths = dict(activation_bytes=4, param_bytes=4)
+    assert SparseLayer.of(config, **sizes, **widths) == LAYER
+    with refused("a dense model has no sparse layer; give a config with switch"):
+        SparseLayer.of(dataclasses.replace(config, switch=None), **sizes, **widths)
+
+
+def test_what_the_compiler_decides_has_no_formula():
+    with refused(
+        "dispatcher='sort' leaves its communication to the compiler; use one of dropless, "
+        "all_to_all, hierarchical, ragged_all_to_all, sliced, sliced_scatter"
+    ):
+        sparse_layer_collectives("sort", LAYER, MeshSpec().build(), PIPELINE_MOE)
