@@ -14,7 +14,8 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
     """A row a Switch layer, named by its stack and block.
 
     Args:
-        load: share of the layer's tokens by expert; layers of the encoder first.
+        load: choices by expert over the layer's tokens, so k in sum; the encoder's layers
+            first.
     """
     num_experts = model.switch.num_experts
     table = Table(box=None, pad_edge=False)
@@ -23,10 +24,11 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
     for column in map(str, range(num_experts)) if is_short else ("least", "median", "most"):
         table.add_column(column, justify="right")
     for name, shares in zip(sparse_layer_names(model), load, strict=True):
-        even = sorted(share * num_experts for share in shares)
+        even_share = sum(shares) / num_experts or 1.0
+        even = sorted(share / even_share for share in shares)
         shown = [even[0], even[num_experts // 2], even[-1]]
         if is_short:
-            shown = [share * num_experts for share in shares]
+            shown = [share / even_share for share in shares]
         table.add_row(name, *(f"{value:.2f}" for value in shown))
     # Not the table's title, which would be broken to the table's width.
     return Group("load per expert (1.00 is an even share)", table)

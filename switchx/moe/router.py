@@ -50,6 +50,8 @@ def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):
 def route_top1(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
     """Sends each token to its most probable expert, gated by that probability (eq. 2).
 
+    The paper's router, to read; `routing.py` makes the same plan by its default policies.
+
     Args:
         is_token_GT: false for padding, which is neither routed nor counted.
     """

@@ -42,9 +42,19 @@ def test_even_share_is_one():
     ]
 
 
+def test_even_share_is_one_for_two_choices_a_token_and_for_none():
+    load = [[0.5, 0.5, 0.5, 0.5], [1.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    rows = shown(MODEL, load)[2:]
+    assert [row[2:] for row in rows] == [
+        ["1.00", "1.00", "1.00", "1.00"],
+        ["2.00", "1.00", "1.00", "0.00"],
+        ["0.00", "0.00", "0.00", "0.00"],
+    ]
+
+
 def test_many_experts_are_shown_by_their_extremes():
     model = dataclasses.replace(MODEL, switch=SwitchConfig(num_experts=32, every=2))
-    shares = [0.5] + [0.5 / 31] * 30 + [0.0]
+    shares = [0.5] + [0.5 / 30] * 30 + [0.0]
     rows = shown(model, [shares] * 3)
     assert rows[1] == ["layer", "least", "median", "most"]
-    assert rows[2] == ["encoder", "1", "0.00", "0.52", "16.00"]
+    assert rows[2] == ["encoder", "1", "0.00", "0.53", "16.00"]
