@@ -227,6 +227,18 @@ class ModelConfig:
         layers = self.num_encoder_layers + self.num_decoder_layers
         return layers // self.switch.every if self.switch else 0
 
+    @property
+    def sparse_layer_names(self) -> list[str]:
+        """`encoder 1`, ...: blocks, from 0, that have a Switch layer, in the order of their
+        statistics."""
+        stacks = {"encoder": self.num_encoder_layers, "decoder": self.num_decoder_layers}
+        return [
+            f"{stack} {layer}"
+            for stack, num_layers in stacks.items()
+            for layer in range(num_layers)
+            if self.is_sparse(layer)
+        ]
+
     def is_sparse(self, layer: int) -> bool:
         """Whether block `layer` of a stack, from 0, has a Switch layer as its FFN."""
         return self.switch is not None and layer % self.period == self.period - 1

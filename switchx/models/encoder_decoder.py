@@ -6,7 +6,6 @@ Dims: B L M D V
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers.dropout import split_key
@@ -14,6 +13,7 @@ from switchx.layers.embedding import Embedding
 from switchx.models.block import BlockInputs
 from switchx.models.masks import causal_mask, segment_mask
 from switchx.models.stack import Stack
+from switchx.moe.stats import join_stacks
 
 
 class EncoderDecoder(nnx.Module):
@@ -95,7 +95,4 @@ class EncoderDecoder(nnx.Module):
             is_training=is_training,
             key=key_decoder,
         )
-        stats = jax.tree.map(
-            lambda *leaves: jnp.concatenate(leaves), encoder_stats, decoder_stats
-        )
-        return logits_BLV, stats
+        return logits_BLV, join_stacks(encoder_stats, decoder_stats)

@@ -4,6 +4,8 @@
 Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. Dims: B L D G T E
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +17,7 @@ from switchx.moe.dispatch import sort_dispatch
 from switchx.moe.dispatch_einsum import einsum_dispatch
 from switchx.moe.experts import Experts
 from switchx.moe.router import route_top1, router_logits
-from switchx.moe.stats import measure_routing
+from switchx.moe.stats import Choices, measure_routing
 from switchx.partitioning.constrain import constrain
 
 DISPATCHERS = {"sort": sort_dispatch, "einsum": einsum_dispatch}
@@ -58,7 +60,9 @@ class SwitchFFN(nnx.Module):
 
         y_GTD = constrain(DISPATCHERS[switch.dispatcher](x_GTD, plan, run_experts), "GTD")
         stats = measure_routing(logits_GTE, prob_GTE, plan, is_token_GT)
-        return y_GTD.reshape(G * T, D)[: B * L].reshape(B, L, D), stats
+        gate_BLS = _out_of_groups(jax.lax.stop_gradient(plan.gate_GTS), B, L)
+        choices = Choices(_out_of_groups(plan.expert_GTS, B, L), gate_BLS)
+        return _out_of_groups(y_GTD, B, L), dataclasses.replace(stats, choices=(choices,))
 
 
 def _into_groups(x, num_groups: int, group_size: int):
@@ -66,3 +70,8 @@ def _into_groups(x, num_groups: int, group_size: int):
     padding = num_groups * group_size - x.shape[0]
     x = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
     return x.reshape(num_groups, group_size, *x.shape[1:])
+
+
+def _out_of_groups(x_GT, B: int, L: int):
+    """`[G, T, ...]` -> `[B, L, ...]`, without the padding of `_into_groups`."""
+    return x_GT.reshape(-1, *x_GT.shape[2:])[: B * L].reshape(B, L, *x_GT.shape[2:])

@@ -186,7 +186,7 @@ def spoil(monkeypatch):
         monkeypatch.setattr(TrainingProgram, "place", spoilt_place)
         monkeypatch.setattr(
             "switchx.training.loop.evaluate_job",
-            lambda job, program, params: {"neg_log_perplexity": -1.0},
+            lambda job, program, params, sample: {"neg_log_perplexity": -1.0},
         )
         return placed
 
