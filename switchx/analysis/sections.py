@@ -117,12 +117,13 @@ def overview(run: RoutingRun) -> Section:
         for n, layer in enumerate(run.layers)
     ]
     columns = (
-        "layer", "busiest expert", "idlest expert", "dead experts", "dropped", "entropy", "gate",
+        "layer", "busiest expert", "idlest expert", "dead experts", "dropped", "entropy",
+        "gate",
     )  # fmt: skip
     return Section(
         "At the end",
-        f"Means over the training steps up to {history.steps[-1]}. Loads are in even shares. An "
-        f"expert is dead when its load is below {DEAD_FRACTION:.0%} of an even share.",
+        f"Means over the last logged steps of training, up to {history.steps[-1]}. Loads are "
+        f"in even shares. A dead expert has less than {DEAD_FRACTION:.0%} of an even share.",
         tables=[Table(columns, rows)],
     )
 
@@ -132,8 +133,8 @@ def load(run: RoutingRun) -> Section:
     even = even_shares(run.history.load)
     return Section(
         "Load per expert",
-        "Tokens that asked for each expert, before capacity. A balanced router is evenly light; "
-        "a dark row is an expert that too many tokens want, a white one is starving.",
+        "Tokens that asked for each expert, before capacity. A balanced router is evenly "
+        "light; a dark row is an expert that too many tokens want, a white one is starving.",
         [plots.load_figure(run.history.steps, even, run.layers)],
     )
 
@@ -143,16 +144,18 @@ def course(run: RoutingRun) -> Section:
     history = run.history
     num_dead = dead_experts(history.load).sum(axis=-1).astype(float)
     rows = [
-        ("dropped per token", history.dropped, None),
-        ("router entropy (nats)", history.entropy, math.log(history.num_experts)),
-        ("gate of 1st choice", history.gate, 1 / history.num_experts),
-        ("dead experts", num_dead, None),
+        plots.Course("dropped per token", history.dropped),
+        plots.Course(
+            "router entropy (nats)", history.entropy, math.log(history.num_experts), False
+        ),
+        plots.Course("gate of 1st choice", history.gate, 1 / history.num_experts),
+        plots.Course("dead experts", num_dead),
     ]
     return Section(
         "Drops, entropy, gate, dead experts",
-        "A graph a Switch layer, named by its block, later blocks darker. Dotted: a router that "
-        "knows nothing, whose entropy is ln E and whose gate is 1/E. Dropped choices found their "
-        "expert full.",
+        "A graph a Switch layer, named by its block, later blocks darker. Dotted: a router "
+        "that knows nothing, whose entropy is ln E and whose gate is 1/E. Dropped choices "
+        "found their expert full.",
         [plots.course_figure(history.steps, rows, run.layers)],
     )
 
@@ -165,19 +168,17 @@ def saturation(run: RoutingRun) -> Section:
     steps = np.array([each.step for each in run.snapshots])
     saturated = saturation_by_step(run.snapshots)
     choices = max(stack.expert_NTS.shape[-1] for stack in run.final.stacks)
+    chance = choices / run.final.num_experts
     left_out = f" {run.num_others} evaluations of other tokens are left out."
+    text = (
+        f"Share of the sample's choices that are already those of step {steps[-1]}, where it "
+        "is 1 by definition (OLMoE, arXiv:2409.02060). Dotted: chance."
+    )
+    rows = [plots.Course("saturation", saturated, chance)]
     return Section(
         title,
-        f"Share of the sample's choices that are already those of step {steps[-1]}, where it is 1 "
-        "by definition (OLMoE, arXiv:2409.02060). Dotted: chance." + left_out * bool(run.num_others),
-        [
-            plots.course_figure(
-                steps,
-                [("same expert as finally", saturated, choices / run.final.num_experts)],
-                run.layers,
-                markers=True,
-            )
-        ],
+        text + left_out * (run.num_others > 0),
+        [plots.course_figure(steps, rows, run.layers, markers=True)],
     )
 
 
@@ -190,35 +191,37 @@ def transition(run: RoutingRun) -> Section:
         pairs += list(zip(stack.layers, stack.layers[1:], strict=False))
     title = "From expert to expert"
     if not pairs:
-        return Section(title, "No stack has two Switch layers, so there is no way between them.")
+        return Section(
+            title, "No stack has two Switch layers, so there is no way between them."
+        )
     return Section(
         title,
-        "Of the sample's tokens that an expert gets, the percentage that goes to each expert of "
-        "the next Switch layer. Rows alike: the second layer does not care where a token comes "
-        "from. One dark cell a row: tokens travel in company.",
+        "Of the sample's tokens that an expert gets, the percentage that goes to each expert "
+        "of the next Switch layer. Rows alike: the second layer does not care where a token "
+        "comes from. One dark cell a row: tokens travel in company. Grey: no tokens.",
         [plots.transition_figure(shares, pairs)],
     )
 
 
 def classes(run: RoutingRun) -> Section:
     """Which kinds of tokens an expert gets."""
-    shares = []
-    used = np.zeros(len(run.classes), np.int64)
-    for stack in run.final.stacks:
-        used += np.bincount(run.class_V[stack.token_T], minlength=len(run.classes))
-    shown = np.flatnonzero(used)
+    shares, names = [], []
     for stack in run.final.stacks:
         class_T = run.class_V[stack.token_T]
+        sizes = np.bincount(class_T, minlength=len(run.classes))
+        shown = np.flatnonzero(sizes)
+        labels = [f"{run.classes[i]} ({sizes[i]:,})" for i in shown]
         for expert_TS in stack.expert_NTS:
             counts = class_counts(expert_TS, class_T, run.final.num_experts, len(run.classes))
             counts = np.c_[counts[:, shown], counts.sum(axis=1)]
             shares.append(rows_to_shares(counts.T).T)
-    names = [*(run.classes[i] for i in shown), "all tokens"]
+            names.append([*labels, f"all ({len(class_T):,})"])
     return Section(
         "Token classes",
-        "Of the sample's tokens of a class, the percentage that each expert gets; the last column "
-        "is the expert's load. A cell darker than that is what the expert is for. A decoder "
-        "routes its inputs: special is mostly the padding that begins a text.",
+        "Of the sample's tokens of a class (how many there are stands behind it), the "
+        "percentage that each expert gets; the last column is the expert's load. A cell darker "
+        "than that is what the expert is for. A decoder routes its inputs: special is mostly "
+        "the padding that begins a text.",
         [plots.class_figure(shares, names, run.layers)],
     )
 
@@ -236,8 +239,8 @@ def tokens(run: RoutingRun) -> Section:
             tables.append(Table(columns, rows, title=layer, codes=("typical",)))
     return Section(
         "Typical tokens",
-        "Tokens that each expert gets often and more often than the others do, with the share of "
-        "the token's choices that are this expert's.",
+        "Tokens that each expert gets often and more often than the others do, with the share "
+        "of the token's choices that are this expert's.",
         tables=tables,
     )
 
