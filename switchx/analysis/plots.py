@@ -28,8 +28,8 @@ STYLE = {
     # Text stays text: it can be found and copied, and the page stays small.
     "svg.fonttype": "none",
 }
-COLOURS = matplotlib.colormaps["Blues"].copy()
-COLOURS.set_bad("0.85")  # where there is nothing to show
+# Grey where there is nothing to show.
+COLOURS = matplotlib.colormaps["Blues"].with_extremes(bad="0.85")
 PERCENT = PercentFormatter(1.0, decimals=0)
 MAX_COLUMNS = 4
 # Cells of a map get their number when it has no more rows than this.

@@ -266,5 +266,10 @@ def _token_row(run: RoutingRun, expert_TS, token_T, expert: int) -> tuple:
     typical = typical_tokens(
         expert_TS, token_T, expert, run.final.num_experts, NUM_TYPICAL_TOKENS
     )
-    shown = [f"{run.text_of(t.token).translate(_VISIBLE)} {t.share:.0%}" for t in typical]
+    shown = [f"{_visible(run.text_of(t.token))} {t.share:.0%}" for t in typical]
     return expert, int(np.sum(expert_TS == expert)), "\n".join(shown)
+
+
+def _visible(text: str) -> str:
+    text = text.translate(_VISIBLE)
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)

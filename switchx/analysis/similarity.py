@@ -47,8 +47,10 @@ def _normalised_information(counts: np.ndarray) -> float:
     p, q = joint.sum(axis=1), joint.sum(axis=0)
     is_there = joint > 0
     information = np.sum(joint[is_there] * np.log((joint / _outer(p, q))[is_there]))
-    scale = np.sqrt(_entropy(p) * _entropy(q))
-    return float(information / scale) if scale > 1e-12 else 0.0
+    entropies = _entropy(p), _entropy(q)
+    if min(entropies) < 1e-9:  # one expert, up to rounding
+        return 0.0
+    return float(information / np.sqrt(np.prod(entropies)))
 
 
 def _outer(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from switchx.cli import train
 from switchx.cli.main import main
 from tests.processes import ROOT
 
-COMMANDS = ("train", "eval", "vocab", "bench")
+COMMANDS = ("train", "eval", "report", "vocab", "bench")
 SLOW_IMPORTS = ("jax", "numpy", "flax", "gin", "rich", "tensorflow_datasets")
 
 
