@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.training.run_config import read_model_config
     from switchx.training.run_folder import RunFolder
 
+    if arguments.output == "":
+        raise ValueError("--output is empty; is a shell variable not set?")
     folder = RunFolder(arguments.model_dir)
     model = read_model_config(folder)
     if model.switch is None:

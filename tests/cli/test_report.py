@@ -73,6 +73,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert "nothing is there" in refusal(capsys, f"--model_dir={tmp_path / 'none'}")
 
 
+def test_an_empty_output_is_refused(recorded, capsys):
+    said = refusal(capsys, f"--model_dir={recorded}", "--output=")
+    assert said == "switchx report: error: --output is empty; is a shell variable not set?\n"
+
+
 def test_an_output_that_cannot_be_written_is_one_line(recorded, capsys):
     (recorded / "file").write_text("")
     assert main(["report", f"--model_dir={recorded}", f"--output={recorded}/file/x"]) == 1

@@ -81,6 +81,12 @@ def test_a_mesh_gives_the_same_sample_to_everyone(model):
         for name in ("token_BL", "is_token_BL", "expert_NBLS"):
             np.testing.assert_array_equal(getattr(got[stack], name), getattr(part, name))
         np.testing.assert_allclose(got[stack].gate_NBLS, part.gate_NBLS, rtol=2e-3)
+    sample = RoutingSample()
+    sample.begin_task()
+    sample.add(got)
+    is_token_BL = batch["decoder_segment_ids"] > 0
+    tokens = batch["decoder_input_tokens"][is_token_BL]
+    np.testing.assert_array_equal(sample.arrays(model)["decoder_token_T"], tokens)
 
 
 def test_a_dense_model_has_no_sample(tmp_path):
