@@ -23,7 +23,7 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
     table.add_column("layer")
     for column in map(str, range(num_experts)) if is_short else ("least", "median", "most"):
         table.add_column(column, justify="right")
-    for name, shares in zip(sparse_layer_names(model), load, strict=True):
+    for name, shares in zip(model.sparse_layer_names, load, strict=True):
         even_share = sum(shares) / num_experts or 1.0
         even = sorted(share / even_share for share in shares)
         shown = [even[0], even[num_experts // 2], even[-1]]
@@ -32,19 +32,3 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
         table.add_row(name, *(f"{value:.2f}" for value in shown))
     # Not the table's title, which would be broken to the table's width.
     return Group("load per expert (1.00 is an even share)", table)
-
-
-def sparse_layer_names(model: ModelConfig) -> list[str]:
-    """`encoder 1`, ...: Switch layers by stack and block, from 0, in the order of metrics.
-
-    Where attention is sparse too, it comes first: `encoder 1 attention`, `encoder 1 ffn`.
-    """
-    parts = {"ffn": [""], "attention": [" attention"], "both": [" attention", " ffn"]}
-    stacks = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
-    return [
-        f"{stack} {layer}{part}"
-        for stack, num_layers in stacks.items()
-        for layer in range(num_layers)
-        if model.is_sparse(layer, stack)
-        for part in parts[model.switch.sublayers]
-    ]

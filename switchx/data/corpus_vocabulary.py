@@ -11,7 +11,7 @@ import sentencepiece
 
 from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import Corpus, fingerprint_of
-from switchx.data.tokenizers import EOS_ID, PAD_ID, UNK_ID, SentencePieceVocabulary
+from switchx.data.tokenizers import EOS_ID, PAD_ID, UNK_ID, Piece, SentencePieceVocabulary
 from switchx.data.vocabulary_training import SAMPLE_CHARACTERS, sample_evenly, train_model
 
 # Examples looked at, of a corpus that has more.
@@ -57,6 +57,9 @@ class CorpusVocabulary:
 
     def encode(self, text: str) -> list[int]:
         return self.resolved.encode(text)
+
+    def piece(self, token_id: int) -> Piece:
+        return self.resolved.piece(token_id)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.resolved.decode(ids)

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import sentencepiece
 
@@ -23,6 +23,21 @@ _FIRST_BYTE_ID = 3
 _LAST_BYTE_ID = 258
 # 0xF5 to 0xFF.
 _NUM_BYTES_NOT_IN_UTF8 = 11
+# SentencePiece's sign for a space, U+2581.
+_SPACE = "\u2581"
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What one token id stands for.
+
+    Attributes:
+        text: as it stands in a text, spaces as spaces; a name for what is no text.
+        kind: `text`, `byte` (part of a character) or `control` (all that is no text).
+    """
+
+    text: str
+    kind: Literal["text", "byte", "control"]
 
 
 class Vocabulary(Protocol):
@@ -48,6 +63,9 @@ class Vocabulary(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids without eos; no text becomes a special id or a sentinel."""
+
+    def piece(self, token_id: int) -> Piece:
+        """What a token id below `size` stands for."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of all ids, of those after an eos too.
@@ -108,6 +126,18 @@ class SentencePieceVocabulary:
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
+
+    def piece(self, token_id: int) -> Piece:
+        """What a token id below `size` stands for."""
+        if not self._is_plain_piece(token_id):
+            sentinels = {self.sentinel_id(i): i for i in range(self.num_sentinels)}
+            return Piece(_sentinel_text(sentinels.get(token_id)), "control")
+        processor, text = self._processor, self._processor.id_to_piece(token_id)
+        if processor.is_control(token_id) or processor.is_unknown(token_id):
+            return Piece(text, "control")
+        if processor.is_byte(token_id):
+            return _byte_piece(int(text.strip("<>"), 16))
+        return Piece(text.replace(_SPACE, " "), "text")
 
     def decode(self, ids: Iterable[int]) -> str:
         sentinels = {self.sentinel_id(i): i for i in range(self.num_sentinels)}
@@ -199,6 +229,13 @@ class ByteVocabulary:
     def encode(self, text: str) -> list[int]:
         return [byte + _FIRST_BYTE_ID for byte in text.encode()]
 
+    def piece(self, token_id: int) -> Piece:
+        """What a token id below `size` stands for."""
+        if token_id in (PAD_ID, EOS_ID):
+            return Piece("<pad>" if token_id == PAD_ID else "</s>", "control")
+        byte = self._bytes_of(token_id)
+        return _byte_piece(byte[0]) if len(byte) == 1 else Piece(byte.decode(), "control")
+
     def decode(self, ids: Iterable[int]) -> str:
         """As the protocol says; bytes that are not UTF-8 give U+FFFD."""
         return b"".join(map(self._bytes_of, ids)).decode(errors="replace")
@@ -224,6 +261,10 @@ def require_sentinel(index: int, num_sentinels: int) -> None:
             f"sentinel {index} of {num_sentinels}; raise num_sentinels, or mask fewer spans: a "
             "lower noise density, longer spans or a shorter input"
         )
+
+
+def _byte_piece(byte: int) -> Piece:
+    return Piece(chr(byte), "text") if byte < 0x80 else Piece(f"0x{byte:02X}", "byte")
 
 
 def _sentinel_text(index: int | None) -> str:

@@ -309,6 +309,22 @@ class ModelConfig:
             layers += self.num_decoder_layers
         return layers // self.switch.every if self.switch else 0
 
+    @property
+    def sparse_layer_names(self) -> list[str]:
+        """`encoder 1`, ...: Switch layers by stack and block, from 0, in the order of metrics.
+
+        Where attention is sparse too, it comes first: `encoder 1 attention`, `encoder 1 ffn`.
+        """
+        parts = {"ffn": [""], "attention": [" attention"], "both": [" attention", " ffn"]}
+        stacks = {"encoder": self.num_encoder_layers, "decoder": self.num_decoder_layers}
+        return [
+            f"{stack} {layer}{part}"
+            for stack, num_layers in stacks.items()
+            for layer in range(num_layers)
+            if self.is_sparse(layer, stack)
+            for part in parts[self.switch.sublayers]
+        ]
+
     def is_sparse(self, layer: int, stack: Literal["encoder", "decoder"] = "encoder") -> bool:
         """Whether block `layer`, from 0, of a stack has Switch layers."""
         if self.switch is None or (stack == "decoder" and self.switch.stacks == "encoder"):

@@ -6,7 +6,6 @@ Dims: B L M D V
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers.dropout import split_key
@@ -14,6 +13,7 @@ from switchx.layers.embedding import Embedding
 from switchx.models.block import BlockInputs
 from switchx.models.masks import causal_mask, segment_mask
 from switchx.models.stack import Stack
+from switchx.moe.stats import join_stacks
 
 
 class EncoderDecoder(nnx.Module):
@@ -97,7 +97,4 @@ class EncoderDecoder(nnx.Module):
             is_training=is_training,
             key=key_decoder,
         )
-        both = [stats for stats in (encoder_stats, decoder_stats) if stats is not None]
-        if not both:
-            return logits_BLV, None
-        return logits_BLV, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *both)
+        return logits_BLV, join_stacks(encoder_stats, decoder_stats)

@@ -24,7 +24,6 @@ from switchx.moe.dispatch_einsum import einsum_dispatch
 from switchx.moe.expert_matmul import expert_matmul
 from switchx.moe.groups import out_of_groups
 from switchx.moe.routed_layer import RoutedLayer
-from switchx.moe.stats import measure_routing
 from switchx.partitioning.constrain import constrain
 
 DISPATCHERS = {"sort": sort_dispatch, "einsum": einsum_dispatch}
@@ -153,11 +152,4 @@ class SwitchAttention(RoutedLayer):
         y_BLD = jnp.einsum("BLHK,HKD->BLD", out_BLHK, w_out_HKD)
         if config.use_bias:
             y_BLD = y_BLD + along_last(self.b_out_D[...], y_BLD)
-        stats = measure_routing(
-            routed.logits_GTE,
-            routed.prob_GTE,
-            routed.plan,
-            routed.is_token_GT,
-            balance_scope=switch.router.balance_scope,
-        )
-        return y_BLD, stats
+        return y_BLD, self.measure(routed, B, L)

@@ -14,7 +14,6 @@ from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
 from switchx.moe.groups import out_of_groups
 from switchx.moe.routed_layer import RoutedLayer
-from switchx.moe.stats import measure_routing
 from switchx.partitioning.constrain import constrain
 
 
@@ -51,14 +50,7 @@ class SwitchFFN(RoutedLayer):
         dispatch = choose_dispatcher(switch, routed.plan, is_training=is_training)
         y_GTD = dispatch(routed.x_GTD, routed.plan, self.experts.weights(key=key_dropout))
         y_GTD = constrain(y_GTD, "GTD")
-        stats = measure_routing(
-            routed.logits_GTE,
-            routed.prob_GTE,
-            routed.plan,
-            routed.is_token_GT,
-            balance_scope=switch.router.balance_scope,
-        )
         y_BLD = out_of_groups(y_GTD, B, L)
         if switch.shared_d_ff is not None:
             y_BLD = y_BLD + self.shared_expert(x_BLD, key=key_shared)
-        return y_BLD, stats
+        return y_BLD, self.measure(routed, B, L)

@@ -13,11 +13,12 @@ from flax import nnx
 from switchx.layers import initializers
 from switchx.moe.capacity import group_shape, layer_capacity
 from switchx.moe.exploration import explored_inputs
-from switchx.moe.groups import into_groups
+from switchx.moe.groups import into_groups, out_of_groups
 from switchx.moe.hash_router import hash_logits
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.router import router_logits
 from switchx.moe.routing import make_plan
+from switchx.moe.stats import Choices, RoutingStats, measure_routing
 from switchx.partitioning.constrain import constrain
 
 
@@ -90,3 +91,18 @@ class RoutedLayer(nnx.Module):
             key=key,
         )
         return RoutedTokens(x_GTD, is_token_GT, logits_GTE, prob_GTE, plan)
+
+    def measure(self, routed: RoutedTokens, batch: int, length: int) -> RoutingStats:
+        """Statistics and choices of `batch` rows of `length` tokens."""
+        stats = measure_routing(
+            routed.logits_GTE,
+            routed.prob_GTE,
+            routed.plan,
+            routed.is_token_GT,
+            balance_scope=self.config.switch.router.balance_scope,
+        )
+        choices = Choices(
+            out_of_groups(routed.plan.expert_GTS, batch, length),
+            out_of_groups(jax.lax.stop_gradient(routed.plan.gate_GTS), batch, length),
+        )
+        return dataclasses.replace(stats, choices=(choices,))

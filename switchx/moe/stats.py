@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Switch layer measures about its routing, returned with its output.
 
-Dims: G T S E
+Dims: B L N G T S E
 """
 
 import dataclasses
@@ -11,6 +11,20 @@ import jax.numpy as jnp
 
 from switchx.moe.losses import balance_loss, router_z_loss
 from switchx.moe.plan import RoutingPlan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """Where a Switch layer sends every token; `[N, ...]` when stacked over layers.
+
+    Attributes:
+        expert_BLS: chosen experts; the number of experts where nothing is chosen.
+        gate_BLS: their weights.
+    """
+
+    expert_BLS: jax.Array
+    gate_BLS: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +42,8 @@ class RoutingStats:
         dropped: choices that got no slot.
         entropy: sum over tokens of the router's entropy, in nats.
         gate: sum over tokens of the largest of their gates.
+        choices: of every token, one item a stack (the encoder's first). A program that does
+            not return them does not compute them either; see `summed`.
     """
 
     balance_loss: jax.Array
@@ -37,6 +53,12 @@ class RoutingStats:
     dropped: jax.Array
     entropy: jax.Array
     gate: jax.Array
+    choices: tuple[Choices, ...] = ()
+
+    @property
+    def summed(self) -> "RoutingStats":
+        """The same without `choices`, all of which may be added up over batches."""
+        return dataclasses.replace(self, choices=())
 
     def per_token(self) -> "RoutingStats":
         """The same with every count divided by the layer's tokens."""
@@ -72,3 +94,16 @@ def measure_routing(
         entropy=jnp.sum(entropy_GT * is_token_GT32),
         gate=jnp.sum(jax.lax.stop_gradient(jnp.max(plan.gate_GTS, axis=-1)) * is_token_GT32),
     )
+
+
+def join_stacks(encoder: RoutingStats | None, decoder: RoutingStats | None):
+    """Statistics of an encoder's layers and then a decoder's, which have other tokens.
+
+    None for dense stacks.
+    """
+    if encoder is None or decoder is None:
+        return encoder if decoder is None else decoder
+    layers = jax.tree.map(
+        lambda *leaves: jnp.concatenate(leaves), encoder.summed, decoder.summed
+    )
+    return dataclasses.replace(layers, choices=encoder.choices + decoder.choices)

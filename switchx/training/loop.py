@@ -27,6 +27,7 @@ from switchx.training.job import TrainingJob
 from switchx.training.metrics import MetricsLog
 from switchx.training.program import TrainingProgram
 from switchx.training.restore import restore_by_name, restore_params
+from switchx.training.routing_sample import RoutingLog, RoutingSample
 from switchx.training.run_config import check_same_run, write_run_config
 from switchx.training.run_folder import RunFolder
 from switchx.training.skipped_batches import SkippedBatches
@@ -164,13 +165,15 @@ def _check_init_vocabulary(job: TrainingJob, source: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def _open_logs(run: RunFolder, step: int) -> Iterator[tuple[MetricsLog, MetricsLog]]:
-    """The logs of training and of validation, to go on after `step`."""
+def _open_logs(
+    run: RunFolder, step: int
+) -> Iterator[tuple[MetricsLog, MetricsLog, RoutingLog]]:
+    """The logs of training, of validation and of routing, to go on after `step`."""
     last_step = step or -1  # a run begun again evaluates step 0 again
     metrics = MetricsLog(run.metrics, run.tensorboard, last_step)
     validation = MetricsLog(run.validation, run.tensorboard / "validation", last_step)
     with contextlib.closing(metrics), contextlib.closing(validation):
-        yield metrics, validation
+        yield metrics, validation, RoutingLog(run.routing, last_step)
 
 
 @dataclasses.dataclass
@@ -191,6 +194,7 @@ class _Loop:
     stop: threading.Event
     log: MetricsLog
     validation: MetricsLog
+    routing: RoutingLog
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     interval: Interval = dataclasses.field(default_factory=lambda: Interval(0.0))
     pending: tuple | None = None
@@ -274,9 +278,11 @@ class _Loop:
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
         self._account()  # the step still running belongs to the time of training
         self.watch.stop()
-        metrics = evaluate_job(self.job, self.program, state.params)
+        sample = RoutingSample(len(as_mixture(self.job.source).tasks))
+        metrics = evaluate_job(self.job, self.program, state.params, sample)
         self.job.retention.score(metrics)  # raises at step 0 if there is no such metric
         self.validation.write(step, metrics)
+        self.routing.write(step, sample.arrays(self.job.model))
         self.reporter.evaluated(step, metrics)
         self.watch.start()
         return metrics
@@ -301,14 +307,22 @@ class _Loop:
         )
 
 
-def evaluate_job(job: TrainingJob, program: TrainingProgram, params) -> dict[str, Any]:
-    """Validation metrics: of all tasks together, and under `tasks` of each if several."""
+def evaluate_job(
+    job: TrainingJob, program: TrainingProgram, params, sample: RoutingSample | None = None
+) -> dict[str, Any]:
+    """Validation metrics: of all tasks together, and under `tasks` of each if several.
+
+    Args:
+        sample: takes in where tokens of each task were routed; None keeps nothing of it.
+    """
     tasks = as_mixture(job.source).tasks
 
     def batches(task) -> Iterator[dict]:
         return map(program.place, _evaluation_batches(job, task))
 
-    per_task = {task.name: evaluate(program.eval_step, params, batches(task)) for task in tasks}
+    per_task = {
+        task.name: evaluate(program.eval_step, params, batches(task), sample) for task in tasks
+    }
     if len(tasks) == 1:
         return per_task[tasks[0].name]
     tokens = sum(metrics["target_tokens"] for metrics in per_task.values())

@@ -46,6 +46,7 @@ def routing_metrics(stats: RoutingStats | None) -> dict[str, Any]:
     means = {
         field.name: np.asarray(getattr(stats.per_token(), field.name), np.float64)
         for field in dataclasses.fields(stats)
+        if field.name != "choices"
     }
     tokens_N = np.asarray(stats.tokens, np.float64)
     return {

@@ -9,6 +9,7 @@ Its layout:
     vocabulary.*           a copy of the vocabulary, see data/saved_vocabulary.py
     metrics.jsonl          one line a logged step
     validation.jsonl       one line an evaluation
+    routing/step_<n>.npz   where an evaluation's tokens went, see routing_sample.py
     tensorboard/           the same numbers as TensorBoard events
     checkpoints/<step>/    see checkpoints.py and docs/checkpoints.md
     skipped_batches/       identities of batches whose step was not taken
@@ -68,6 +69,10 @@ class RunFolder:
     @property
     def validation(self) -> pathlib.Path:
         return self.root / "validation.jsonl"
+
+    @property
+    def routing(self) -> pathlib.Path:
+        return self.root / "routing"
 
     @property
     def tensorboard(self) -> pathlib.Path:

@@ -82,7 +82,7 @@ def batch_loss(config: ModelConfig, loss: LossConfig, params, batch, *, tokens, 
         logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
     )
     value = sums.loss / jnp.maximum(tokens, 1) + share * auxiliary_loss(stats, loss)
-    return value, (sums, stats)
+    return value, (sums, None if stats is None else stats.summed)
 
 
 def split_batch(batch: dict, num_microbatches: int) -> dict:

@@ -41,7 +41,7 @@ def in_a_folder(tmp_path, monkeypatch, session_cache):
 
 
 def test_commands_run(in_a_folder, capsys):
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
     steps = 0
     for command in COMMANDS:
         program, name, *options = shlex.split(command)

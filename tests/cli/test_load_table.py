@@ -5,7 +5,7 @@ import dataclasses
 
 from rich.console import Console
 
-from switchx.cli.load_table import load_table, sparse_layer_names
+from switchx.cli.load_table import load_table
 from switchx.models.config import ModelConfig, SwitchConfig
 
 MODEL = ModelConfig(
@@ -22,13 +22,13 @@ def shown(model, load) -> list[list[str]]:
 
 
 def test_rows_are_named_by_stack_and_block():
-    assert sparse_layer_names(MODEL) == ["encoder 1", "encoder 3", "decoder 1"]
+    assert MODEL.sparse_layer_names == ["encoder 1", "encoder 3", "decoder 1"]
     every_block = dataclasses.replace(MODEL, switch=SwitchConfig(4, every=1))
-    assert sparse_layer_names(every_block)[3:] == ["encoder 3", "decoder 0", "decoder 1"]
+    assert every_block.sparse_layer_names[3:] == ["encoder 3", "decoder 0", "decoder 1"]
     encoder = dataclasses.replace(MODEL, switch=SwitchConfig(4, stacks="encoder"))
-    assert sparse_layer_names(encoder) == ["encoder 1", "encoder 3"]
+    assert encoder.sparse_layer_names == ["encoder 1", "encoder 3"]
     both = dataclasses.replace(MODEL, switch=SwitchConfig(4, sublayers="both"))
-    assert sparse_layer_names(both)[:2] == ["encoder 1 attention", "encoder 1 ffn"]
+    assert both.sparse_layer_names[:2] == ["encoder 1 attention", "encoder 1 ffn"]
 
 
 def test_even_share_is_one():

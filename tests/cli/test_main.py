@@ -13,7 +13,7 @@ from switchx.cli import train
 from switchx.cli.main import main
 from tests.processes import ROOT
 
-COMMANDS = ("train", "eval", "vocab", "bench")
+COMMANDS = ("train", "eval", "report", "vocab", "bench")
 SLOW_IMPORTS = ("jax", "numpy", "flax", "gin", "rich", "tensorflow_datasets")
 
 
@@ -61,7 +61,7 @@ def test_no_command_shows_the_help(capsys):
         (
             ["trian"],
             "switchx: error: there is no 'trian' (did you mean train?); use train, eval, "
-            "vocab, bench (`switchx --help` explains)\n",
+            "report, vocab, bench (`switchx --help` explains)\n",
         ),
         (
             ["--verbose"],

@@ -11,7 +11,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary
+from switchx.data.tokenizers import ByteVocabulary, Piece, SentencePieceVocabulary
 from tests.data.refusals import refused
 from tests.data.words import sentences
 
@@ -225,3 +225,28 @@ def test_bytes_as_hugging_face():
 def test_fingerprint_of_bytes_is_fixed():
     """A changed one would orphan every checkpoint."""
     assert ByteVocabulary().fingerprint() == hashlib.sha256(b"bytes 100 384").hexdigest()
+
+
+def test_pieces_of_a_model_are_sentencepieces_own(t5):
+    path, oracle = t5
+    vocabulary = SentencePieceVocabulary(path, num_sentinels=3, pad_to_multiple_of=8)
+    size = oracle.get_piece_size()
+    for token_id in range(3, size):
+        piece = vocabulary.piece(token_id)
+        assert piece.kind == "text"
+        assert piece.text == oracle.id_to_piece(token_id).replace("\u2581", " ")
+    assert [vocabulary.piece(i).text for i in range(3)] == ["<pad>", "</s>", "<unk>"]
+    others = [vocabulary.piece(i) for i in (0, 1, 2, *range(size, vocabulary.size))]
+    assert {piece.kind for piece in others} == {"control"}
+    assert [piece.text for piece in others[3:6]] == [f"<extra_id_{i}>" for i in (2, 1, 0)]
+
+
+def test_pieces_of_bytes():
+    vocabulary = ByteVocabulary()
+    for byte in range(0x80):
+        assert vocabulary.piece(byte + 3) == Piece(chr(byte), "text")
+    assert vocabulary.piece(0xC3 + 3) == Piece("0xC3", "byte")
+    assert vocabulary.piece(0) == Piece("<pad>", "control")
+    assert vocabulary.piece(1) == Piece("</s>", "control")
+    assert vocabulary.piece(258) == Piece("<extra_id_0>", "control")
+    assert {vocabulary.piece(i).kind for i in (2, 259, 383)} == {"control"}

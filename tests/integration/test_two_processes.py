@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.analysis.routing import read_snapshots
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.loop import train
 from switchx.training.restore import restore_params
@@ -92,6 +93,14 @@ def test_two_processes_train_as_one_and_resume(tmp_path, session_cache):
         for step, line in want.items():
             for name in names & line.keys():
                 assert got[step][name] == pytest.approx(line[name], rel=1e-4), name
+    samples = [{each.step: each for each in read_snapshots(run.routing)}
+               for run in (together, alone)]  # fmt: skip
+    assert samples[1].keys() == {0, 2} and samples[0].keys() == {0, 1, 2}
+    for step in (0, 2):
+        assert samples[0][step].has_same_tokens(samples[1][step])
+    np.testing.assert_array_equal(
+        *(sample[0].stacks[0].expert_NTS for sample in samples)
+    )  # before anything is learnt
     want = tree.named_leaves(restore_params(alone.root))
     for name, leaf in tree.named_leaves(restore_params(together.root)).items():
         np.testing.assert_allclose(leaf, want[name], rtol=0, atol=1e-4, err_msg=name)

@@ -11,7 +11,7 @@ import pytest
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.moe.layer import SwitchFFN
 from tests.layers.weights import numbers_for, with_params
-from tests.moe.oracle import switch_layer
+from tests.moe.oracle import softmax, switch_layer
 
 B, L, D, F, E = 3, 20, 12, 16, 4
 
@@ -94,6 +94,13 @@ def test_layer_equals_a_loop_over_tokens(group_size, factor):
         np.testing.assert_array_equal(stats.load_E, load)
         assert float(stats.tokens) == is_token_BL.sum() == load.sum()
         assert float(stats.dropped) == is_token_BL.sum() - kept
+        (choices,) = stats.choices
+        logits_BLE = x_BLD @ weights()["w_router_DE"]
+        want_BL = np.where(is_token_BL, logits_BLE.argmax(axis=-1), E)
+        np.testing.assert_array_equal(choices.expert_BLS[..., 0], want_BL)
+        prob_BL = softmax(logits_BLE).max(axis=-1)
+        got_BL = np.asarray(choices.gate_BLS[..., 0])
+        np.testing.assert_allclose(got_BL[is_token_BL], prob_BL[is_token_BL], rtol=1e-5)
         if factor == 0.5:
             assert float(stats.dropped) > 0
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing statistics: entropies known in closed form, counts by a loop, sums that add up."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from switchx.moe.router import route_top1
-from switchx.moe.stats import measure_routing
+from switchx.moe.stats import Choices, join_stacks, measure_routing
 from tests.moe.oracle import softmax
 
 G, T, E, C = 2, 10, 4, 2
@@ -124,3 +125,18 @@ def test_per_token_of_stacked_layers():
     for n, layer in enumerate(layers):
         np.testing.assert_allclose(means.load_E[n], layer.per_token().load_E, rtol=1e-6)
         np.testing.assert_allclose(means.entropy[n], layer.per_token().entropy, rtol=1e-6)
+
+
+def test_choices_are_joined_by_stack_and_not_summed():
+    """Layers of an encoder and a decoder have other tokens: these cannot be concatenated."""
+    logits_GTE, is_token_GT = inputs()
+    layer = jax.tree.map(lambda leaf: leaf[None], measure(logits_GTE, is_token_GT))
+    encoder, decoder = (
+        dataclasses.replace(layer, choices=(Choices(jnp.full((1, 2, length, 1), e), None),))
+        for e, length in ((0, 5), (1, 3))
+    )
+    joined = join_stacks(encoder, decoder)
+    assert joined.load_E.shape == (2, E) and joined.tokens.tolist() == [16, 16]
+    assert [stack.expert_BLS.shape for stack in joined.choices] == [(1, 2, 5, 1), (1, 2, 3, 1)]
+    assert joined.summed.choices == () and joined.summed.tokens.tolist() == [16, 16]
+    assert join_stacks(None, None) is None and join_stacks(None, decoder) is decoder

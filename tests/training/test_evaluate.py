@@ -20,7 +20,7 @@ from tests.training.routing_stats import two_layers
 
 def sums_of(params, batch):
     """What a model would report, had the batch these numbers."""
-    return TokenSums(**{name: jnp.float32(value) for name, value in batch.items()}), None
+    return TokenSums(**{name: jnp.float32(value) for name, value in batch.items()}), None, {}
 
 
 def test_batches_weigh_by_their_tokens():
@@ -40,7 +40,7 @@ def test_batches_weigh_by_their_tokens():
 def test_routing_adds_up_and_its_losses_are_averaged_over_batches():
     def step(params, batch):
         stats = dataclasses.replace(two_layers(), balance_loss=np.array([batch, 2 * batch]))
-        return sums_of(None, dict(loss=1, nll=1, correct=1, tokens=1))[0], stats
+        return sums_of(None, dict(loss=1, nll=1, correct=1, tokens=1))[0], stats, {}
 
     metrics = evaluate(step, None, [np.float32(1.0), np.float32(2.0)])
     assert metrics["routing"]["balance_loss"] == [1.5, 3.0]

@@ -16,6 +16,7 @@ from switchx.data.features import batch_digest
 from switchx.data.mixtures import Mixture
 from switchx.data.saved_vocabulary import save_vocabulary
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.models.config import SwitchConfig
 from switchx.training.loop import Outcome, TrainingStopped, evaluate_job, train
 from switchx.training.program import TrainingProgram
 from switchx.training.restore import restore_params
@@ -153,6 +154,65 @@ def test_a_signal_saves_the_step_that_was_running(finished, tmp_path):
     assert steps_in(run.metrics) == [1, 2, 3, 4]
 
 
+SPARSE = dataclasses.replace(TINY, switch=SwitchConfig(2, every=1))
+
+
+def samples_in(run) -> dict[str, dict[str, np.ndarray]]:
+    found = {}
+    for path in sorted(run.routing.iterdir()):
+        with np.load(path) as arrays:
+            found[path.name] = dict(arrays)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """Four uninterrupted steps of a model with a Switch layer."""
+    run = RunFolder(tmp_path_factory.mktemp("sparse"))
+    train(make_job(SPARSE), run, Events())
+    return run
+
+
+def test_every_evaluation_leaves_a_sample_of_its_routing(sparse, finished):
+    samples = samples_in(sparse)
+    assert list(samples) == [f"step_{step:06d}.npz" for step in (0, 2, 4)]
+    for step, arrays in zip((0, 2, 4), samples.values(), strict=True):
+        assert arrays["step"] == step and arrays["num_experts"] == 2
+        assert arrays["decoder_layers_N"].tolist() == ["decoder 0"]
+        # Two batches of 8 rows of 8 tokens.
+        assert arrays["decoder_token_T"].shape == (128,)
+        assert arrays["decoder_expert_NTS"].shape == (1, 128, 1)
+        np.testing.assert_array_equal(
+            arrays["decoder_token_T"], samples["step_000000.npz"]["decoder_token_T"]
+        )
+    assert not finished[0].routing.exists()  # a dense model routes nothing
+
+
+@pytest.mark.parametrize("stop_at", [1, 3])
+def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(stop_at, sparse, tmp_path):
+    run = RunFolder(tmp_path)
+
+    def kill(step):
+        if step == stop_at:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train(make_job(SPARSE), run, Events(kill))
+    # As if it had come further, and been killed while it wrote.
+    ahead = run.routing / "step_000003.npz"
+    ahead.write_bytes(b"of an attempt that is taken back")
+    (run.routing / ".step_000004.npz.0a1b.partial").write_bytes(b"half")
+    train(make_job(SPARSE), run, Events())
+    assert not ahead.exists()
+    (run.routing / ".step_000004.npz.0a1b.partial").unlink()
+    got, want = samples_in(run), samples_in(sparse)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].keys() == want[name].keys()
+        for array in want[name]:
+            np.testing.assert_array_equal(got[name][array], want[name][array])
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_its_logs_anew(finished, tmp_path):
     run = RunFolder(tmp_path)
 
@@ -186,7 +246,7 @@ def spoil(monkeypatch):
         monkeypatch.setattr(TrainingProgram, "place", spoilt_place)
         monkeypatch.setattr(
             "switchx.training.loop.evaluate_job",
-            lambda job, program, params: {"neg_log_perplexity": -1.0},
+            lambda job, program, params, sample: {"neg_log_perplexity": -1.0},
         )
         return placed
 

@@ -90,6 +90,7 @@ def test_the_loss_is_a_mean_over_real_target_tokens_plus_the_auxiliary_loss():
     num_tokens = np.count_nonzero(batch["decoder_target_tokens"])
     assert num_tokens < batch["decoder_target_tokens"].size
     assert float(sums.tokens) == float(stats.tokens[0]) == num_tokens
+    assert stats.choices == ()  # which are of tokens, and so cannot be added up
     want = float(sums.loss) / num_tokens + 0.5 * float(stats.balance_loss[0])
     np.testing.assert_allclose(value, want, rtol=1e-6)
 

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plots of routing, each a matplotlib Figure made of arrays.
+
+Dark means much in every map, early layers are light and late ones dark in every graph, so
+that a page printed in grey says the same. Dims: N E
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "0.4",
+    "xtick.color": "0.3",
+    "ytick.color": "0.3",
+    "figure.constrained_layout.use": True,
+    "svg.hashsalt": "switchx",
+    # Text stays text: it can be found and copied, and the page stays small.
+    "svg.fonttype": "none",
+}
+# Grey where there is nothing to show.
+COLOURS = matplotlib.colormaps["Blues"].with_extremes(bad="0.85")
+PERCENT = PercentFormatter(1.0, decimals=0)
+MAX_COLUMNS = 4
+# Cells of a map get their number when it has no more rows than this.
+MAX_NUMBERED_ROWS = 12
+# Loads from here on look alike.
+LOAD_LIMIT = 4.0
+
+
+def load_figure(steps: np.ndarray, even_load: np.ndarray, layers: Sequence[str]) -> Figure:
+    """Load by step and expert, a map a layer.
+
+    Args:
+        even_load: `[steps, N, E]`, 1 for an even share.
+    """
+    highest = float(np.max(even_load))
+    limit = float(np.clip(highest, 2.0, LOAD_LIMIT))
+    figure, axes = _panels(len(layers), height=2.2)
+    for n, (axis, layer) in enumerate(zip(axes, layers, strict=True)):
+        edges = _edges(steps)
+        experts = np.arange(even_load.shape[-1] + 1) - 0.5
+        mesh = axis.pcolormesh(
+            edges, experts, even_load[:, n].T, cmap=COLOURS, vmin=0, vmax=limit, rasterized=True
+        )
+        _map_axes(axis, layer, "step", "expert")
+        axis.invert_yaxis()  # expert 0 on top, as in the other maps
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    _outer_labels_only(axes)
+    extend = "max" if highest > limit else "neither"
+    _colour_bar(figure, mesh, axes, "load (1 = even share)", extend=extend)
+    return figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """A number of every layer by step: its label, `[steps, N]`, the level of a dotted line,
+    and whether the axis begins at 0."""
+
+    label: str
+    values: np.ndarray
+    level: float | None = None
+    is_from_zero: bool = True
+
+
+def course_figure(
+    steps: np.ndarray,
+    rows: Sequence[Course],
+    layers: Sequence[str],
+    markers: bool = False,
+) -> Figure:
+    """Numbers by step, one graph a layer: a row of axes a number, a column a stack.
+
+    Args:
+        markers: a mark at every step, for few steps.
+    """
+    stacks = list(dict.fromkeys(layer.split()[0] for layer in layers))
+    with matplotlib.rc_context(STYLE):
+        size = (1.2 + 4.2 * len(stacks), 0.5 + 1.7 * len(rows))
+        figure = Figure(figsize=size)
+        grid = figure.subplots(len(rows), len(stacks), sharex=True, sharey="row", squeeze=False)
+    marker = "o" if markers else None
+    for axes, course in zip(grid, rows, strict=True):
+        for axis, stack in zip(axes, stacks, strict=True):
+            mine = [n for n, layer in enumerate(layers) if layer.split()[0] == stack]
+            ends = []
+            for i, n in enumerate(mine):
+                shade = COLOURS(0.4 + 0.6 * (i + 1) / len(mine))
+                values = course.values[:, n]
+                axis.plot(
+                    steps, values, color=shade, marker=marker, markersize=3, clip_on=False
+                )
+                ends.append((float(values[-1]), layers[n].split()[1], shade))
+            if course.level is not None:
+                axis.axhline(course.level, color="0.4", linestyle=":", linewidth=1)
+            axis.set_ylim(*_limits(course))
+            if len(steps) > 1:
+                axis.set_xlim(steps[0], steps[-1])
+            _label_ends(axis, ends)
+        axes[0].set_ylabel(course.label)
+    for axis, stack in zip(grid[0], stacks, strict=True):
+        axis.set_title(f"{stack}, by block", loc="left")
+    for axis in grid[-1]:
+        axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    return figure
+
+
+def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]]) -> Figure:
+    """Where the tokens of an expert go in the next Switch layer, a map a pair of layers.
+
+    Args:
+        shares: `[E, E]` each, rows adding up to 1, NaN for an expert without tokens.
+        pairs: names of the two layers.
+    """
+    figure, axes = _panels(len(shares), height=2.9, max_columns=3)
+    limit = _limit(shares)
+    for axis, share_EE, (here, there) in zip(axes, shares, pairs, strict=True):
+        image = _map(axis, share_EE, limit)
+        _map_axes(axis, None, f"expert in {there}", f"expert in {here}")
+        _integer_ticks(axis)
+    _colour_bar(figure, image, axes, "share of the row's tokens", format=PERCENT)
+    return figure
+
+
+def class_figure(
+    shares: Sequence[np.ndarray], classes: Sequence[Sequence[str]], layers: Sequence[str]
+) -> Figure:
+    """To which experts the tokens of each class go, a map a layer.
+
+    Args:
+        shares: `[E, classes]` each, columns adding up to 1, NaN for a class without tokens;
+            the last column is of all tokens.
+        classes: names of the columns of each map.
+    """
+    figure, axes = _panels(len(shares), height=3.2, max_columns=2, width=10.5)
+    limit = _limit(shares)
+    for axis, share, names, layer in zip(axes, shares, classes, layers, strict=True):
+        image = _map(axis, share, limit=limit)
+        _map_axes(axis, layer, None, "expert")
+        axis.axvline(len(names) - 1.5, color="white", linewidth=5)
+        axis.set_xticks(range(len(names)), names, rotation=35, ha="right")
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    _colour_bar(figure, image, axes, "share of the class's tokens", format=PERCENT)
+    return figure
+
+
+def similarity_figure(
+    similarities: Sequence[np.ndarray], names: Sequence[Sequence[str]], label: str
+) -> Figure:
+    """How alike layers (or experts) are, a map a stack (or a layer).
+
+    Args:
+        names: of the rows of each map, first what the map is of.
+        label: what the numbers are.
+    """
+    figure, axes = _panels(len(similarities), height=2.4)
+    for axis, similarity, (title, *rows) in zip(axes, similarities, names, strict=True):
+        image = _map(axis, similarity, limit=1.0)
+        _map_axes(axis, title, None, None)
+        if len(rows) <= MAX_NUMBERED_ROWS:
+            axis.set_xticks(range(len(rows)), rows, rotation=35, ha="right")
+            axis.set_yticks(range(len(rows)), rows)
+        else:
+            _integer_ticks(axis)
+    _colour_bar(figure, image, axes, label, format=PERCENT)
+    return figure
+
+
+def _panels(count: int, height: float, max_columns: int = MAX_COLUMNS, width: float = 10.5):
+    """A figure and `count` axes in as few, even rows as `max_columns` allows."""
+    rows = math.ceil(count / max_columns)
+    columns = math.ceil(count / rows)
+    # One panel does not fill the page.
+    width *= (0.35 + 0.65 * columns / max_columns) if rows == 1 else 1.0
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height * rows))
+        grid = figure.subplots(rows, columns, squeeze=False)
+    for axis in grid.flat[count:]:
+        axis.remove()
+    return figure, list(grid.flat[:count])
+
+
+def _limit(shares: Sequence[np.ndarray]) -> float:
+    """The share that is darkest: the largest there is, so that many experts are not pale."""
+    return max(0.2, *(float(np.max(share[np.isfinite(share)], initial=0)) for share in shares))
+
+
+def _map(axis, values: np.ndarray, limit: float):
+    image = axis.imshow(
+        values, cmap=COLOURS, vmin=0, vmax=limit, aspect="auto", interpolation="nearest"
+    )
+    if len(values) <= MAX_NUMBERED_ROWS:
+        for (row, column), value in np.ndenumerate(values):
+            if not math.isnan(value):
+                colour = "white" if value > 0.6 * limit else "0.15"
+                axis.text(
+                    column, row, f"{100 * value:.0f}", ha="center", va="center",
+                    fontsize=7.5, color=colour,
+                )  # fmt: skip
+    return image
+
+
+def _map_axes(axis, title: str | None, x: str | None, y: str | None) -> None:
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+    axis.set_title(title or "", loc="left")
+    axis.set_xlabel(x or "")
+    axis.set_ylabel(y or "")
+
+
+def _integer_ticks(axis) -> None:
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_major_locator(MaxNLocator(integer=True, nbins=10))
+
+
+def _outer_labels_only(axes) -> None:
+    for axis in axes:
+        place = axis.get_subplotspec()
+        axis.set_xlabel(axis.get_xlabel() if place.is_last_row() else "")
+        axis.set_ylabel(axis.get_ylabel() if place.is_first_col() else "")
+
+
+def _colour_bar(figure: Figure, image, axes, label: str, **options) -> None:
+    """Beside the first maps: as long as one or two of them, however many there are."""
+    shrink = min(1.0, 3.0 / figure.get_figheight())
+    bar = figure.colorbar(
+        image, ax=axes, shrink=shrink, anchor=(0.0, 1.0), aspect=15, pad=0.02, **options
+    )
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+
+def _edges(steps: np.ndarray) -> np.ndarray:
+    """Where the column of each logged step begins and ends: it is of the steps before it."""
+    if len(steps) == 1:
+        return np.array([0, steps[0]], float)
+    return np.r_[max(0, 2 * steps[0] - steps[1]), steps]
+
+
+def _limits(course: Course) -> tuple[float, float]:
+    """Of the vertical axis: everything, with some room around it."""
+    everything = course.values[np.isfinite(course.values)]
+    everything = np.append(everything, [] if course.level is None else course.level)
+    low = 0.0 if course.is_from_zero else float(np.min(everything, initial=np.inf))
+    high = float(np.max(everything, initial=low))
+    room = 0.08 * (high - low) or 1.0
+    return (low if course.is_from_zero else low - room), high + room
+
+
+def _label_ends(axis, ends) -> None:
+    """Block numbers behind the ends of the graphs, moved apart where they would overlap."""
+    if len(ends) > 4:  # the order is in the shades; first and last say which way
+        ends = [ends[0], ends[-1]]
+    low, high = axis.get_ylim()
+    gap = 0.13 * (high - low)
+    ends = sorted(ends, key=lambda end: end[0])
+    places = [value for value, _, _ in ends]
+    for _ in range(50):
+        for i in range(len(places) - 1):
+            missing = gap - (places[i + 1] - places[i])
+            if missing > 0:
+                places[i] -= missing / 2
+                places[i + 1] += missing / 2
+    lift = max(0.0, low - places[0])  # the step's numbers are below
+    for place, (_, name, shade) in zip(places, ends, strict=True):
+        axis.annotate(
+            name, (1.0, place + lift), xycoords=("axes fraction", "data"), xytext=(5, 0),
+            textcoords="offset points", va="center", fontsize=8, color=shade,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def write_svg(figure: Figure, file) -> None:
+    """Writes a figure as SVG, the same bytes for the same figure."""
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(file, format="svg", dpi=150, metadata={"Date": None})

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of docs/routing_statistics.md run, in their order, in one folder."""
+
+import re
+import shlex
+
+import pytest
+
+from switchx.cli import gin_edge
+from switchx.cli.main import main
+from switchx.training.routing_sample import SAMPLE_TOKENS
+from tests.compilation import compiled_once
+from tests.processes import ROOT
+
+PAGE = (ROOT / "docs/routing_statistics.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# So that the run takes seconds; a later flag wins.
+BRIEF = [
+    *(f"--gin.ModelConfig.{each}" for each in ("d_model=8", "d_ff=8", "num_heads=1")),
+    *(f"--gin.ModelConfig.num_{each}coder_layers=2" for each in ("en", "de")),
+    "--gin.VOCAB_SIZE=500",
+    "--gin.TRAIN_STEPS=4",
+    "--gin.EVAL_EVERY=2",
+    "--gin.LOG_EVERY=1",
+    "--gin.TrainingJob.eval_batches=1",
+]
+
+
+@pytest.fixture
+def in_a_folder(tmp_path, monkeypatch, session_cache):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(session_cache))
+    monkeypatch.delenv("SWITCHX_DATA_DIR", raising=False)
+    with compiled_once(session_cache / "compiled"):
+        yield
+    gin_edge.gin.clear_config()
+
+
+def test_blocks_run(in_a_folder, tmp_path, capsys):
+    blocks = BLOCK.findall(PAGE)
+    assert [language for language, _ in blocks] == ["bash", "python"]
+    for command in blocks[0][1].splitlines():
+        _, name, *options = shlex.split(command)
+        assert main([name, *options, *(BRIEF if name == "train" else [])]) == 0, command
+    assert capsys.readouterr().out.endswith("runs/routed/report.html\n")
+    exec(blocks[1][1], {})
+    assert capsys.readouterr().out.count("[") == 1 + 3  # a row an evaluation
+
+
+def test_numbers_of_the_page_are_those_of_the_code():
+    assert f"up to {SAMPLE_TOKENS} tokens" in PAGE
+    arrays = set(re.findall(r"`((?:en|de)coder_\w+)`", PAGE))
+    assert arrays == {
+        f"{stack}_{name}"
+        for stack in ("encoder", "decoder")
+        for name in ("layers_N", "token_T", "expert_NTS", "gate_NTS")
+    }
