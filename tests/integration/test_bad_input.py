@@ -455,7 +455,7 @@ def small_disk(folder: pathlib.Path, mebibytes: int):
 def test_disk_that_is_full_while_saving(finished_run, run_cli, tmp_path):
     """Nothing is lost: with room made, the same command goes on and ends bit-equal."""
     disk = tmp_path / "disk"
-    with small_disk(disk, mebibytes=4):
+    with small_disk(disk, mebibytes=5):
         command = ["train", *arguments(disk / "run", finished_run.files)]
         process = run_cli(*command, "--gin.TRAIN_STEPS=4")
         assert process.returncode == 0, process.stderr
