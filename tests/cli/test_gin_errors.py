@@ -14,7 +14,8 @@ from tests.integration.runs import SMALL
 HEAD = "from __gin__ import dynamic_registration\nfrom switchx.models import config\n"
 SWITCH_FIELDS = (
     "num_experts, every, capacity_factor, eval_capacity_factor, min_capacity, group_size, "
-    "jitter, d_ff, expert_dropout_rate, expert_bias, dispatcher, router_init_scale"
+    "jitter, d_ff, expert_dropout_rate, expert_bias, dispatcher, buffer_factor, "
+    "router_init_scale"
 )
 
 
