@@ -23,9 +23,13 @@ def einsum_dispatch(x_GTD, plan: RoutingPlan, experts):
     G, T, D = x_GTD.shape
     E, C = plan.num_experts, plan.capacity
     dispatch_GTSEC = dispatch_tensor(plan, x_GTD.dtype)
+    # Multiplying by zero would not keep out what experts make of empty slots, if it is NaN.
+    is_used_EGC1 = jnp.einsum("GTSEC->EGC", dispatch_GTSEC)[..., None] > 0
     x_EGCD = jnp.einsum("GTSEC,GTD->EGCD", dispatch_GTSEC, x_GTD)
+    x_EGCD = jnp.where(is_used_EGC1, x_EGCD, 0)
     y_ERD = experts(constrain(x_EGCD.reshape(E, G * C, D), "ERD"))
     y_EGCD = constrain(y_ERD, "ERD").reshape(E, G, C, -1)
+    y_EGCD = jnp.where(is_used_EGC1, y_EGCD, 0)
     combine_GTEC = jnp.einsum(
         "GTSEC,GTS->GTEC", dispatch_GTSEC, plan.gate_GTS.astype(x_GTD.dtype)
     )

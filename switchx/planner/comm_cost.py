@@ -146,18 +146,14 @@ def emulated(planned: list[PlannedCollective], mesh) -> list[PlannedCollective]:
 
 
 def promoted(planned: list[PlannedCollective], layer: SparseLayer) -> list[PlannedCollective]:
-    """The same on CPU, where XLA sums what has two bytes an element in float32.
-
-    Gates and their gradients have four already.
-    """
+    """The same on CPU, where XLA sends what has two bytes an element in float32."""
+    weights = {f"{prefix}w_{dims}" for dims in layer.weights for prefix in ("", "gradient of ")}
 
     def promote(each):
-        is_sum = each.kind in ("all-reduce", "reduce-scatter")
-        width = layer.param_bytes if each.what.startswith("gradient of w") else None
-        width = GATE_BYTES if each.what == "gradient of gates" else width
-        width = width or layer.activation_bytes
-        scale = 4 // width if is_sum and width < 4 else 1
-        return dataclasses.replace(each, num_bytes=each.num_bytes * scale)
+        width = layer.param_bytes if each.what in weights else layer.activation_bytes
+        if each.what in ("gradient of gates", "loads"):
+            width = 4
+        return dataclasses.replace(each, num_bytes=each.num_bytes * max(1, 4 // width))
 
     return [promote(each) for each in planned]
 

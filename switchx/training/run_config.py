@@ -20,7 +20,8 @@ MAY_CHANGE = (
 # What of the model an evaluation may choose; all else decides what the parameters mean.
 MODEL_MAY_CHANGE = (
     "model.dropout_rate", "model.init_scale", "model.max_length", "model.precision",
-    "model.remat", "model.switch.capacity_factor", "model.switch.capacity_rounding",
+    "model.remat", "model.switch.buffer_factor", "model.switch.capacity_factor",
+    "model.switch.capacity_rounding",
     "model.switch.dispatcher", "model.switch.eval_capacity_factor",
     "model.switch.expert_dropout_rate", "model.switch.group_size",
     "model.switch.min_capacity", "model.switch.router.balance_counts",

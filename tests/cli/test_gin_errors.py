@@ -15,7 +15,7 @@ HEAD = "from __gin__ import dynamic_registration\nfrom switchx.models import con
 SWITCH_FIELDS = (
     "num_experts, every, stacks, sublayers, attention_experts, capacity_factor, "
     "eval_capacity_factor, min_capacity, capacity_rounding, group_size, d_ff, shared_d_ff, "
-    "expert_dropout_rate, expert_bias, dispatcher, router_init_scale, router"
+    "expert_dropout_rate, expert_bias, dispatcher, buffer_factor, router_init_scale, router"
 )
 
 

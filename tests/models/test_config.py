@@ -199,6 +199,11 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
     ("changes", "message"),
     [
         (
+            {"buffer_factor": 0.0},
+            "SwitchConfig.buffer_factor=0.0; use a factor above 0, usually 1.5 to 4, or None "
+            "for room for all",
+        ),
+        (
             {"dispatcher": "magic"},
             f"SwitchConfig.dispatcher='magic' is unknown; use one of {', '.join(DISPATCHERS)}",
         ),

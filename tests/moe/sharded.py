@@ -83,6 +83,11 @@ class Problem:
     def bank(self):
         return ffn_bank(self.numbers)
 
+    @property
+    def arguments(self):
+        """For an `answerer`."""
+        return jnp.asarray(self.x_GTD), self.plan, self.bank, jnp.asarray(self.dy_GTD)
+
 
 def make_problem(expert_GTS=None, capacity: int = C, seed: int = 0) -> Problem:
     expert_GTS = random_choices() if expert_GTS is None else np.asarray(expert_GTS)
@@ -91,21 +96,26 @@ def make_problem(expert_GTS=None, capacity: int = C, seed: int = 0) -> Problem:
     return Problem(x_GTD, make_plan(expert_GTS, capacity), ffn_numbers(E, D, F), dy_GTD)
 
 
-def answer(dispatch, problem: Problem):
-    """Output, and gradients by activations, gates and every weight, in the ambient mesh."""
+def answerer(dispatch):
+    """A jitted `(x_GTD, plan, bank, dy_GTD) -> output, gradients` of a dispatcher.
 
-    def run(x_GTD, gate_GTS, bank):
-        plan = dataclasses.replace(problem.plan, gate_GTS=gate_GTS)
-        return dispatch(x_GTD, plan, bank)
+    Gradients are by activations, gates and every weight of the bank.
+    """
 
     @jax.jit
-    def forward_and_back(x_GTD, gate_GTS, bank, dy_GTD):
-        y_GTD, pull_back = jax.vjp(run, x_GTD, gate_GTS, bank)
+    def run(x_GTD, plan, bank, dy_GTD):
+        def forward(x_GTD, gate_GTS, bank):
+            return dispatch(x_GTD, dataclasses.replace(plan, gate_GTS=gate_GTS), bank)
+
+        y_GTD, pull_back = jax.vjp(forward, x_GTD, plan.gate_GTS, bank)
         return y_GTD, pull_back(dy_GTD)
 
-    return forward_and_back(
-        jnp.asarray(problem.x_GTD), problem.plan.gate_GTS, problem.bank, problem.dy_GTD
-    )
+    return run
+
+
+def answer(dispatch, problem: Problem):
+    """A dispatcher's output and gradients, in the ambient mesh."""
+    return answerer(dispatch)(*problem.arguments)
 
 
 def answer_on(spec: MeshSpec, name: str, problem: Problem, dispatch=None, **options):
@@ -117,6 +127,15 @@ def answer_on(spec: MeshSpec, name: str, problem: Problem, dispatch=None, **opti
     with use_mesh(mesh, spec.rules):
         dispatch = dispatch or DISPATCHERS[name]
         return answer(functools.partial(dispatch, **options), problem)
+
+
+# Sums of float32 in another order: some units in the last place of the largest number.
+TOLERANCE = 2e-6
+
+
+def assert_same(got, want):
+    """Output and every raw gradient are the same numbers, but for rounding."""
+    assert largest_error(got, want) < TOLERANCE
 
 
 def largest_error(got, want) -> float:

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which dispatcher runs: a few tokens do not cost a slot of every expert."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx.models import config
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.moe.dispatchers import DISPATCHERS, choose_dispatcher, refusal
 from switchx.moe.layer import SwitchFFN
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
+from tests.data.refusals import refused
+from tests.moe.sharded import HOMES, PIPELINE_MOE, make_problem, name_of
 
-E, D, F, TOKENS = 128, 64, 256, 4
+E, D, F, TOKENS = 128, 128, 512, 4
 
 
 def layer(dispatcher="sort"):
@@ -27,15 +32,6 @@ def decode(module, tokens=TOKENS):
     return run.lower(x_BLD).compile(), x_BLD
 
 
-def best_time(compiled, x_BLD):
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        compiled(x_BLD).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def test_four_tokens_of_decoding_cost_four_experts_not_all():
     """Issue 3: within 4 times of four tokens through one expert each, plus the router."""
     (few, x_BLD), (slots, _) = decode(layer()), decode(layer("einsum"))
@@ -44,7 +40,6 @@ def test_four_tokens_of_decoding_cost_four_experts_not_all():
     assert ideal <= flops < 1.5 * ideal
     assert slots.cost_analysis()["flops"] > 50 * ideal
     np.testing.assert_allclose(few(x_BLD), slots(x_BLD), rtol=1e-4, atol=1e-5)
-    assert best_time(few, x_BLD) < best_time(slots, x_BLD) / 4
 
 
 @pytest.mark.parametrize("tokens", [9, E])
@@ -61,3 +56,113 @@ def test_training_computes_slots_whatever_their_number():
         lambda x_BLD: module(x_BLD, jnp.ones((TOKENS, 1), bool), is_training=True)[0]
     )(x_BLD)
     assert f"float32[{E},{TOKENS},{F}] = dot_general" in str(program).replace("f32", "float32")
+
+
+def test_the_configuration_names_what_there_is():
+    assert tuple(DISPATCHERS) == config.DISPATCHERS
+
+
+def why_not(name, spec, **sizes):
+    return refusal(name, spec.build(), spec.rules, **sizes)
+
+
+@pytest.mark.parametrize(("name", "spec"), HOMES, ids=name_of)
+def test_at_home_nothing_is_refused(name, spec):
+    assert why_not(name, spec) is None
+    assert why_not(name, spec, num_groups=8, tokens_per_group=12) is None
+
+
+@pytest.mark.parametrize(
+    "spec", [MeshSpec(), MeshSpec(expert=4), MeshSpec(model=4)], ids=name_of
+)
+@pytest.mark.parametrize("name", ["sort", "einsum"])
+def test_what_the_compiler_splits_runs_anywhere(name, spec):
+    assert why_not(name, spec, num_groups=1, tokens_per_group=3) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "reason"),
+    [
+        (
+            "all_to_all",
+            MeshSpec(),
+            "dispatcher='all_to_all' needs experts on devices that have different tokens, and "
+            "this mesh has none; use expert > 1, or dispatcher='sort'",
+        ),
+        (
+            "ragged_all_to_all",
+            MeshSpec(model=4, rules=PIPELINE_MOE),
+            "dispatcher='ragged_all_to_all' needs experts on devices that have different "
+            "tokens, and this mesh has none (rules put them on 'model'); use expert > 1, or "
+            "dispatcher='sort'",
+        ),
+        (
+            "hierarchical",
+            MeshSpec(expert=4),
+            "dispatcher='hierarchical' needs an expert axis in two, node > 1 and expert > 1, "
+            "but this mesh has node=1 x expert=4; use dispatcher='all_to_all', or split it",
+        ),
+        (
+            "dropless",
+            MeshSpec(node=2, expert=2),
+            "dispatcher='dropless' needs all experts on every device, but this mesh splits "
+            "them (rules put them on 'node*expert'); use dispatcher='ragged_all_to_all', or a "
+            "mesh without",
+        ),
+        (
+            "sliced",
+            MeshSpec(expert=4),
+            "dispatcher='sliced' needs experts on devices that share their tokens, as "
+            "configs/meshes/pipeline_moe.gin puts them on 'model'; this mesh has none (rules "
+            "put them on 'expert'); use that file with model > 1, or dispatcher='sort'",
+        ),
+        (
+            "sliced",
+            MeshSpec(
+                fsdp=2,
+                model=2,
+                rules=Rules(expert_params=(("E", ("model",)), ("F", ("fsdp",)))),
+            ),
+            "dispatcher='sliced' needs whole experts, but Rules.expert_params splits F over "
+            "'fsdp'; leave F out of it",
+        ),
+        (
+            "all_to_all",
+            MeshSpec(
+                expert=2,
+                model=2,
+                rules=Rules(expert_params=(("E", ("expert",)), ("D", ("model",)))),
+            ),
+            "dispatcher='all_to_all' gathers slices of D over devices with different tokens, "
+            "but 'model' does not split the batch; put G on it in Rules.activations, or use "
+            "dispatcher='sort'",
+        ),
+    ],
+)
+def test_a_mesh_without_the_axes_is_refused_with_the_ways_out(name, spec, reason):
+    assert why_not(name, spec) == reason
+
+
+def test_groups_and_tokens_that_do_not_divide_are_refused_with_the_ways_out():
+    assert why_not("all_to_all", MeshSpec(expert=4), num_groups=2, tokens_per_group=64) == (
+        "dispatcher='all_to_all' keeps routing groups whole, and 2 of them do not divide over "
+        "the 8 devices that split the batch; use a SwitchConfig.group_size of at most 16 "
+        "(groups never follow the devices by themselves), a larger batch, or "
+        "dispatcher='sort'"
+    )
+    spec = MeshSpec(model=4, rules=PIPELINE_MOE)
+    assert why_not("sliced_scatter", spec, num_groups=2, tokens_per_group=6) == (
+        "dispatcher='sliced_scatter' splits a group's tokens over 4 devices, and 6 do not "
+        "divide; use another SwitchConfig.group_size, or dispatcher='sliced'"
+    )
+
+
+def test_a_layer_on_the_wrong_mesh_says_why():
+    spec, plan = MeshSpec(), make_problem().plan
+    switch = SwitchConfig(8, dispatcher="all_to_all")
+    with (
+        use_mesh(spec.build(), spec.rules),
+        refused(why_not("all_to_all", spec)),
+    ):
+        choose_dispatcher(switch, plan, is_training=True)
+    assert choose_dispatcher(switch, plan, is_training=True) is DISPATCHERS["all_to_all"]

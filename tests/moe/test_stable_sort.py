@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sort against Python's, and its gradients under `jax.shard_map` against one device."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+import switchx.moe
 from switchx.moe.stable_sort import stable_argsort
 
 E, T, D = 8, 32, 5
@@ -55,3 +59,11 @@ def test_gradients_inside_shard_map_are_those_of_one_device():
     got = jax.jit(jax.value_and_grad(loss, (0, 1)))(x_TD, w_EDD)
     want = jax.jit(jax.value_and_grad(whole, (0, 1)))(x_TD, w_EDD)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_nothing_else_in_the_package_sorts():
+    """`argsort` on a mesh loses gradients without a word (JAX 0.7 to 0.11)."""
+    for path in pathlib.Path(switchx.moe.__file__).parent.glob("*.py"):
+        if path.name != "stable_sort.py":
+            found = re.findall(r"\b(?:argsort|sort_key_val|lax\.sort)\(", path.read_text())
+            assert not found, f"{path.name} uses {found}; use moe/stable_sort.py"

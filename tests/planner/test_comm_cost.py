@@ -45,6 +45,10 @@ def groups_over(mesh, axes) -> frozenset:
     return frozenset(map(frozenset, ids.transpose(order).reshape(-1, size).tolist()))
 
 
+def _float32(name, spec):
+    return sparse_layer_collectives(name, LAYER, spec.build(), spec.rules)
+
+
 def counted(hlo: str) -> collections.Counter:
     return collections.Counter(
         (part.kind, frozenset(map(frozenset, part.groups)), part.num_bytes)
@@ -81,8 +85,13 @@ def test_compiled_collectives_are_the_planned_ones(name, spec):
     ],
     ids=name_of,
 )
-def test_bfloat16_activations_have_half_the_bytes_but_for_what_cpu_sums(name, spec):
+def test_bfloat16_activations_on_cpu_travel_in_float32(name, spec):
     layer = dataclasses.replace(LAYER, activation_bytes=2)
+    planned = sparse_layer_collectives(name, layer, spec.build(), spec.rules)
+    assert any(
+        c.num_bytes * 2 == w.num_bytes
+        for c, w in zip(planned, _float32(name, spec), strict=True)
+    )
     _, both = compiled_hlo(spec, name, make_problem(), jnp.bfloat16)
     assert counted(both) == planned_for(name, spec, layer, ["forward", "backward"])
 

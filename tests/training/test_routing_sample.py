@@ -238,4 +238,6 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
     assert with_all["train"] == without_choices["train"]
     for step in ("train", "eval"):
         for counted, least in zip(with_all[step], without_all[step], strict=True):
-            assert least < counted < 1.02 * least, (step, counted / least)
+            # Other fusions may even save a little where something is computed besides.
+            assert 0.98 * least < counted < 1.02 * least, (step, counted / least)
+        assert with_all[step] != without_all[step]

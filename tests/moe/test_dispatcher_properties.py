@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold for any plan, on one device and on eight: poison and metamorphic tests."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from switchx.moe.dispatchers import DISPATCHERS
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from tests.moe.banks import NAMES
+from tests.moe.sharded import (
+    HOMES,
+    E,
+    G,
+    Problem,
+    S,
+    T,
+    answerer,
+    assert_same,
+    make_plan,
+    make_problem,
+    name_of,
+)
+
+HERE = MeshSpec(data=1)
+ALL = [("sort", HERE), ("einsum", HERE), ("sort", MeshSpec(data=2, expert=4))]
+ALL += list(dict(HOMES).items())
+
+
+@functools.cache
+def compiled(name, spec):
+    """A dispatcher compiled once for all plans, and the mesh it runs on."""
+    devices = jax.devices() if spec != HERE else jax.devices()[:1]
+    return answerer(DISPATCHERS[name]), spec.build(devices)
+
+
+def run(name, spec, problem: Problem):
+    function, mesh = compiled(name, spec)
+    with use_mesh(mesh, spec.rules):
+        return function(*problem.arguments)
+
+
+@st.composite
+def problems(draw):
+    """Any choices, loads skewed and experts empty among them, some choices none."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    skew = draw(st.sampled_from([0.0, 1.0, 4.0]))
+    scores_GTE = rng.gumbel(size=(G, T, E)) - skew * np.log1p(rng.permutation(E))
+    expert_GTS = np.argsort(-scores_GTE, axis=-1)[..., :S]
+    expert_GTS[rng.uniform(size=(G, T, S)) < draw(st.sampled_from([0.0, 0.3]))] = E
+    return make_problem(expert_GTS, capacity=4, seed=int(rng.integers(1 << 30)))
+
+
+few = settings(max_examples=6, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize(("name", "spec"), ALL, ids=name_of)
+@few
+@given(problem=problems(), seed=st.integers(0, 999))
+def test_relabelled_experts_give_the_same(name, spec, problem, seed):
+    """Expert e is called new[e] in the plan, and its weights stand there."""
+    new = np.append(np.random.default_rng(seed).permutation(E), E)
+    plan = dataclasses.replace(
+        problem.plan, expert_GTS=jnp.asarray(new, jnp.int32)[problem.plan.expert_GTS]
+    )
+    numbers = {n: np.empty_like(problem.numbers[n]) for n in NAMES}
+    for n in NAMES:
+        numbers[n][new[:E]] = problem.numbers[n]
+    y, (dx, dgate, dbank) = run(name, spec, problem)
+    relabelled = run(name, spec, dataclasses.replace(problem, plan=plan, numbers=numbers))
+    y_new, (dx_new, dgate_new, dbank_new) = relabelled
+    dbank_new = jax.tree.map(lambda leaf: np.asarray(leaf)[new[:E]], dbank_new)
+    assert_same((y_new, dx_new, dgate_new, dbank_new), (y, dx, dgate, dbank))
+
+
+@pytest.mark.parametrize(("name", "spec"), ALL, ids=name_of)
+@few
+@given(problem=problems(), seed=st.integers(0, 999))
+def test_shuffled_tokens_give_shuffled_outputs(name, spec, problem, seed):
+    """Tokens keep their slots, so none is dropped for another."""
+    rng = np.random.default_rng(seed)
+    order_GT = np.stack([rng.permutation(T) for _ in range(G)])
+
+    def shuffle(a_GTX):
+        return jnp.take_along_axis(jnp.asarray(a_GTX), order_GT[..., None], axis=1)
+
+    names = ("expert_GTS", "gate_GTS", "slot_GTS")
+    plan = dataclasses.replace(
+        problem.plan, **{n: shuffle(getattr(problem.plan, n)) for n in names}
+    )
+    shuffled = Problem(shuffle(problem.x_GTD), plan, problem.numbers, shuffle(problem.dy_GTD))
+    y, (dx, dgate, dbank) = run(name, spec, problem)
+    want = shuffle(y), (shuffle(dx), shuffle(dgate), dbank)
+    assert_same(run(name, spec, shuffled), want)
+
+
+@pytest.mark.parametrize(("name", "spec"), ALL, ids=name_of)
+@few
+@given(problem=problems(), seed=st.integers(0, 999))
+def test_any_slots_will_do(name, spec, problem, seed):
+    """Which slot of its expert a token has says nothing, as long as no other has it."""
+    C = problem.plan.capacity
+    slot_GTS = np.asarray(problem.plan.slot_GTS)
+    order_GEC = np.random.default_rng(seed).permuted(
+        np.tile(np.arange(C), (G, E + 1, 1)), axis=2
+    )
+    g = np.arange(G)[:, None, None]
+    moved = order_GEC[g, problem.plan.expert_GTS, np.minimum(slot_GTS, C - 1)]
+    slot_GTS = np.where(slot_GTS < C, moved, slot_GTS)
+    plan = dataclasses.replace(problem.plan, slot_GTS=jnp.asarray(slot_GTS))
+    assert_same(
+        run(name, spec, dataclasses.replace(problem, plan=plan)), run(name, spec, problem)
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PoisonedBank:
+    """Experts that return NaN for empty rows, as outputs and as gradients of inputs.
+
+    A row of a token is never all zero here; empty ones are. If a gradient arrives at an
+    empty row, everything becomes NaN: weights would have learned from it.
+    """
+
+    bank: object
+
+    def __call__(self, x_ERD):
+        return self._poison(self.bank, x_ERD)
+
+    def run_rows(self, x_RD, count_E, *, block):
+        return self._poison(lambda x: self.bank.run_rows(x, count_E, block=block), x_RD)
+
+    def on_device(self, index, is_first_part):
+        return PoisonedBank(self.bank.on_device(index, is_first_part))
+
+    def _poison(self, run, x):
+        is_used = jnp.any(x != 0, axis=-1, keepdims=True)
+
+        @jax.custom_vjp
+        def poison_input(x, is_used):
+            return x
+
+        @jax.custom_vjp
+        def poison_output(y, is_used):
+            return jnp.where(is_used, y, jnp.nan)
+
+        def backward_input(is_used, dx):
+            return jnp.where(is_used, dx, jnp.nan), np.zeros(is_used.shape, jax.dtypes.float0)
+
+        def backward_output(is_used, dy):
+            arrived = jnp.any(jnp.where(is_used, 0.0, dy) != 0.0)
+            dy = jnp.where(arrived, jnp.nan, jnp.where(is_used, dy, 0.0))
+            return dy, np.zeros(is_used.shape, jax.dtypes.float0)
+
+        poison_input.defvjp(lambda x, is_used: (x, is_used), backward_input)
+        poison_output.defvjp(
+            lambda y, is_used: (poison_output(y, is_used), is_used), backward_output
+        )
+        return poison_output(run(poison_input(x, is_used)), is_used)
+
+
+@pytest.mark.parametrize(("name", "spec"), ALL, ids=name_of)
+def test_nan_in_unused_slots_and_rows_changes_nothing(name, spec):
+    # A capacity beyond any load, one expert without tokens.
+    choices = np.where(np.arange(E)[None, None, :S] == 0, 2, 5) * np.ones((G, T, 1), int)
+    choices[:, ::2, 1], choices[:, -1] = 7, E
+    problem = make_problem(choices, capacity=T)
+    function, mesh = compiled(name, spec)
+    x_GTD, plan, bank, dy_GTD = problem.arguments
+    with use_mesh(mesh, spec.rules):
+        want = function(x_GTD, plan, bank, dy_GTD)
+        y, (dx, dgate, poisoned) = function(x_GTD, plan, PoisonedBank(bank), dy_GTD)
+    assert_same((y, (dx, dgate, poisoned.bank)), want)
+
+
+def test_the_poison_is_one():
+    """The same experts, with empty rows looked at, do give NaN."""
+    problem = make_problem(capacity=T)
+
+    def careless(x_GTD, plan, experts):
+        return (
+            DISPATCHERS["sort"](x_GTD, plan, experts) + experts(jnp.zeros((E, 1, 8)))[0, 0, 0]
+        )
+
+    x_GTD, plan, bank, _ = problem.arguments
+    assert np.all(np.isnan(careless(x_GTD, plan, PoisonedBank(bank))))
+
+
+def test_plans_are_of_all_kinds():
+    """What the strategies draw does reach dropped, empty and unrouted."""
+    seen = set()
+
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(problems())
+    def draw(problem):
+        plan = problem.plan
+        if np.any(plan.is_routed_GTS & ~plan.is_kept_GTS):
+            seen.add("dropped")
+        if np.any(np.asarray(plan.count_GE).sum(0) == 0):
+            seen.add("empty expert")
+        if not np.all(plan.is_routed_GTS):
+            seen.add("not routed")
+
+    draw()
+    assert seen >= {"dropped", "not routed"}
+    assert make_plan(np.zeros((1, 3, 1)), 1).count_GE[0, 0] == 3

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every dispatcher on its meshes gives the outputs and raw gradients of one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from switchx.moe.dispatch_einsum import einsum_dispatch
+from switchx.moe.dispatchers import DISPATCHERS
+from switchx.moe.expert_parallel import expert_specs, run_on_devices
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.placement import ONE_DEVICE
+from switchx.partitioning.rules import Rules
+from tests.moe.banks import dispatch_loop
+from tests.moe.sharded import (
+    HOMES,
+    PIPELINE_MOE,
+    E,
+    G,
+    S,
+    T,
+    answer,
+    answer_on,
+    answerer,
+    assert_same,
+    make_problem,
+    name_of,
+    random_choices,
+)
+
+ONES = np.ones((G, T, 1), int)
+# Choices, by name: the shapes are the same, so that one program runs them all.
+LOADS = {
+    "random": random_choices(),
+    "all tokens on two experts": np.concatenate([3 * ONES, 4 * ONES], axis=2),
+    "empty experts": np.sort(np.random.default_rng(3).choice([1, 6], (G, T, S))),
+    "nothing routed": np.full((G, T, S), E),
+    "one token": np.where(np.arange(T)[None, :, None] == 5, [[[2, 7]]], E) * np.ones((G, 1, 1)),
+}
+LOADS["empty experts"][..., 1] = np.where(LOADS["empty experts"][..., 0] == 1, 6, 1)
+
+
+@pytest.fixture(scope="module")
+def want():
+    """The einsum form on one device, itself held against loops."""
+    run = answerer(einsum_dispatch)
+    problems = {name: make_problem(choices, capacity=5) for name, choices in LOADS.items()}
+    answers = {name: run(*problem.arguments) for name, problem in problems.items()}
+    for name, problem in problems.items():
+        loop = dispatch_loop(problem.x_GTD, problem.plan, problem.numbers)
+        np.testing.assert_allclose(answers[name][0], loop, rtol=1e-5, atol=1e-5)
+    return problems, answers
+
+
+@pytest.mark.parametrize(("name", "spec"), HOMES, ids=name_of)
+def test_whatever_the_load_numbers_are_those_of_one_device(want, name, spec):
+    problems, answers = want
+    run = answerer(DISPATCHERS[name])
+    with use_mesh(spec.build(), spec.rules):
+        for load, problem in problems.items():
+            assert_same(run(*problem.arguments), answers[load])
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_on_one_device_all_are_the_same(want, name):
+    problems, answers = want
+    run = answerer(DISPATCHERS[name])
+    for load, problem in problems.items():
+        assert_same(run(*problem.arguments), answers[load])
+
+
+ONE_EACH = {name: spec for name, spec in HOMES}
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+@pytest.mark.parametrize(("num_choices", "capacity"), [(1, 1), (E, T), (E, 3)])
+def test_capacity_of_one_and_as_many_choices_as_experts(name, num_choices, capacity):
+    problem = make_problem(random_choices(1, num_choices), capacity)
+    got = answer_on(ONE_EACH[name], name, problem)
+    assert_same(got, answer(einsum_dispatch, problem))
+
+
+def test_dropout_differs_between_devices_and_not_between_calls(key):
+    """Devices with other tokens, and those with other parts of F, drop other entries."""
+    problem, spec = make_problem(), MeshSpec(expert=4)
+    bank = dataclasses.replace(problem.bank, key=key, dropout_rate=0.5)
+    same = jax.tree.map(
+        lambda a: jnp.broadcast_to(a[:1], a.shape), (problem.x_GTD, problem.plan)
+    )
+    with use_mesh(spec.build(), spec.rules):
+        run = jax.jit(lambda x, plan, bank: DISPATCHERS["all_to_all"](x, plan, bank))
+        y_GTD = run(*same, bank)
+        np.testing.assert_array_equal(y_GTD, run(*same, bank))
+    # The groups are alike, so all that tells them apart is what was dropped.
+    assert len({row.tobytes() for row in np.asarray(y_GTD)}) > 1
+
+
+def test_weights_are_split_by_their_names_and_a_key_is_whole(key):
+    bank = dataclasses.replace(make_problem().bank, key=key)
+    mesh = MeshSpec(data=1, fsdp=2, expert=2, model=2).build()
+    specs = expert_specs(Rules(), mesh, bank)
+    assert specs.w_in_EDF == PartitionSpec("expert", "fsdp", "model")
+    assert specs.b_out_ED == PartitionSpec("expert", "fsdp")
+    assert specs.key == PartitionSpec()
+
+
+def test_a_device_sees_its_groups_its_experts_and_all_of_d():
+    seen = {}
+
+    def local(x_GTD, plan, experts, placement):
+        seen.update(x=x_GTD.shape, plan=plan.expert_GTS.shape, w=experts.w_in_EDF.shape)
+        assert placement.experts == ("model",)
+        return x_GTD * 1.0
+
+    spec, problem = MeshSpec(fsdp=2, model=2, rules=PIPELINE_MOE), make_problem()
+    with use_mesh(spec.build(), spec.rules):
+        y_GTD = jax.jit(lambda *a: run_on_devices(local, *a))(*problem.arguments[:3])
+    assert seen == {"x": (2, T, 8), "plan": (2, T, S), "w": (4, 8, 16)}
+    # Both devices of a group returned the tokens as their terms.
+    np.testing.assert_allclose(y_GTD, 2 * problem.x_GTD, rtol=1e-6)
+
+
+def test_one_device_needs_no_mesh():
+    def local(x_GTD, plan, experts, placement):
+        assert placement is ONE_DEVICE
+        return x_GTD
+
+    x_GTD, plan, bank, _ = make_problem().arguments
+    assert run_on_devices(local, x_GTD, plan, bank) is x_GTD

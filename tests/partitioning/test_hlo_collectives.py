@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives read off HLO: lines as XLA writes them, and a program that has known ones."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from switchx.partitioning.hlo_collectives import HloCollective, collectives
+from switchx.partitioning.mesh import MeshSpec
+
+HEADER = "HloModule jit_f, replica_count=1, num_partitions=4\n"
+PAIRS = ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "arrays", "groups", "num_bytes"),
+    [
+        (
+            "%r = f32[2,3]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1},{2,3}}, "
+            "to_apply=%add",
+            "all-reduce",
+            (("f32", (2, 3)),),
+            PAIRS,
+            24,
+        ),
+        (
+            "%r = (f32[2]{0}, bf16[3]{0}, s32[]) all-reduce-start(%x, %y, %z), "
+            "replica_groups=[2,2]<=[4]",
+            "all-reduce",
+            (("f32", (2,)), ("bf16", (3,)), ("s32", ())),
+            PAIRS,
+            8 + 6 + 4,
+        ),
+        # Its operand, which is two times as large, is what is added up.
+        (
+            "ROOT %r = u8[5]{0} reduce-scatter(%x), replica_groups=[2,2]<=[2,2]T(1,0), ",
+            "reduce-scatter",
+            (("u8", (5,)),),
+            ((0, 2), (1, 3)),
+            10,
+        ),
+        (
+            "%r = (bf16[2]{0:T(256)}, bf16[8]{0:T(256)}) all-gather-start(%x), "
+            "replica_groups={}, dimensions={0}",
+            "all-gather",
+            (("bf16", (8,)),),
+            ((0, 1, 2, 3),),
+            16,
+        ),
+        (
+            "%r = (pred[1,4]{1,0}, pred[1,4]{1,0}) all-to-all(%a, %b), "
+            "replica_groups={{0,1},{2,3}}",
+            "all-to-all",
+            (("pred", (1, 4)),) * 2,
+            PAIRS,
+            8,
+        ),
+    ],
+)
+def test_one_instruction(line, kind, arrays, groups, num_bytes):
+    assert collectives(f"{HEADER}  {line}\n") == [
+        HloCollective(kind, arrays, groups, num_bytes)
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%r = f32[2] all-reduce-done(%x)",
+        "%all-reduce.1 = f32[2] add(%all-reduce, %y)",
+        "%r = f32[2] get-tuple-element(%all-to-all.3), index=0",
+        # Groups of one device.
+        "%r = f32[2] all-reduce(%x), replica_groups={{0},{1},{2},{3}}, to_apply=%add",
+    ],
+)
+def test_what_moves_nothing(line):
+    assert collectives(f"{HEADER}  {line}\n") == []
+
+
+def test_combined_reductions_come_apart_and_all_to_alls_do_not():
+    both = (("f32", (2,)), ("f32", (3,)))
+    combined = HloCollective("reduce-scatter", both, PAIRS, 40)
+    assert combined.devices == 2
+    assert combined.before_combining() == [
+        HloCollective("reduce-scatter", both[:1], PAIRS, 16),
+        HloCollective("reduce-scatter", both[1:], PAIRS, 24),
+    ]
+    exchange = HloCollective("all-to-all", both, PAIRS, 20)
+    assert exchange.before_combining() == [exchange]
+
+
+def test_of_a_compiled_program():
+    mesh = MeshSpec(data=2, expert=4).build()
+
+    def body(x):
+        y = jax.lax.psum(x, "data")
+        z = jax.lax.psum_scatter(
+            jax.lax.all_gather(y, "expert", tiled=True), "expert", tiled=True
+        )
+        return jax.lax.all_to_all(z, "expert", 0, 0, tiled=True)
+
+    spec = PartitionSpec(("data", "expert"))
+    sharded = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=PartitionSpec("expert"))
+    hlo = jax.jit(sharded).lower(jnp.ones((32, 4, 3))).compile().as_text()
+    found = {each.kind: (each.devices, each.num_bytes) for each in collectives(hlo)}
+    row = 4 * 3 * 4
+    assert found["all-reduce"] == (2, 4 * row)
+    assert found["all-gather"] == (4, 16 * row)
+    assert found["all-to-all"][0] == 4
+    assert found["reduce-scatter"][0] == 4
