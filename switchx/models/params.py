@@ -40,6 +40,18 @@ def init_params(config: ModelConfig, key) -> dict:
     return nnx.to_pure_dict(nnx.split(_build(config, key))[1])
 
 
+def params_of(module: nnx.Module) -> dict:
+    """Names and values (or shape structs) of a module's parameters, as nested dictionaries."""
+    return nnx.to_pure_dict(nnx.state(module))
+
+
+def with_params(module: nnx.Module, params: dict) -> nnx.Module:
+    """A copy of the module that computes with `params`, also while they are traced."""
+    graphdef, state = nnx.split(module)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
+
+
 def bind(config: ModelConfig, params: dict) -> nnx.Module:
     """The model with these parameters, for calls inside of JAX's own transforms."""
     graphdef, abstract = _abstract(config)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from switchx.moe.stable_sort import stable_argsort
 
-# Up to so many choices, gathering a matrix for each is fastest, and XLA counts its FLOPs.
+# Up to so many choices hardly two meet at one expert.
 FEW_CHOICES = 8
 
 

@@ -48,6 +48,8 @@ def sample_routing(stats: RoutingStats | None, batch: dict) -> dict[str, StackSa
     if stats is None:
         return {}
     stacks = [stack for stack in STACKS if f"{stack}_input_tokens" in batch]
+    # Where one stack of two is sparse, it is the encoder.
+    stacks = stacks[: len(stats.choices)]
     places = sum(batch[f"{stack}_input_tokens"].shape[1] for stack in stacks)
     rows = max(1, SAMPLE_TOKENS // places)
     return {

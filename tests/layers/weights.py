@@ -3,7 +3,10 @@
 
 import jax
 import numpy as np
-from flax import nnx
+
+from switchx.models.params import params_of, with_params
+
+__all__ = ["numbers_for", "numbers_like", "with_params"]
 
 
 def numbers_like(params: dict, seed: int = 0, scale: float = 1.0) -> dict:
@@ -14,13 +17,6 @@ def numbers_like(params: dict, seed: int = 0, scale: float = 1.0) -> dict:
     )
 
 
-def numbers_for(module: nnx.Module, seed: int = 0, scale: float = 1.0) -> dict:
+def numbers_for(module, seed: int = 0, scale: float = 1.0) -> dict:
     """The same for a module, which may be abstract."""
-    return numbers_like(nnx.to_pure_dict(nnx.state(module)), seed, scale)
-
-
-def with_params(module: nnx.Module, params: dict) -> nnx.Module:
-    """A copy of the module that computes with `params`, also while they are traced."""
-    graphdef, state = nnx.split(module)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graphdef, state)
+    return numbers_like(params_of(module), seed, scale)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx check equivalence`: every router, dispatcher and mesh gives the same numbers.
+
+One Switch layer, from one set of weights, on one device with the one-hot einsum (the oracle)
+and on eight devices with each dispatcher, for every way to write eight as a product of mesh
+axes. What is compared are outputs, auxiliary losses and raw gradients, of the inputs and of
+every parameter, and their global norm: Adam and Adafactor hide a gradient that is a whole
+number of times too large. Dims: B L D
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from switchx.bench.report import Check, Report
+from switchx.models.config import DISPATCHERS, ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.params import params_of, with_params
+from switchx.moe.dispatchers import refusal
+from switchx.moe.layer import SwitchFFN
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.partitioning.rules import Rules, param_shardings
+from switchx.training.gradient_norm import global_norm
+
+NUM_DEVICES = 8
+ROWS, LENGTH, EXPERTS, D_MODEL, D_FF = 8, 16, 8, 8, 16
+
+ROUTERS = {
+    "top 1": RouterConfig(),
+    "top 1, loads of the batch": RouterConfig(balance_scope="batch"),
+    "top 1, sampled": RouterConfig(exploration="sample"),
+    "top 1, surest first": RouterConfig(priority="gate"),
+    "top 1, biased": RouterConfig(bias_update_rate=0.001),
+    "top 1, rerouted": RouterConfig(overflow="reroute"),
+    "top 1, dropless": RouterConfig(overflow="dropless"),
+    "top 2": RouterConfig(num_selected=2),
+    "top 2, normalized": RouterConfig(num_selected=2, gate="normalized"),
+    "top 8": RouterConfig(num_selected=EXPERTS),
+    "expert choice": RouterConfig(kind="expert_choice", exploration="none"),
+    "hash": RouterConfig(kind="hash", exploration="none"),
+}
+# Cells that are compared: a combination that is newly refused must not pass unseen.
+ALL_CELLS = 1980
+SAMPLE_CELLS = len(ROUTERS) * len(DISPATCHERS)
+# Pipeline MoE (arXiv:2304.11414): whole experts inside the tensor-parallel group.
+SLICED_RULES = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
+
+# Largest error over the largest number of the array, in float32: tens of roundings.
+TOLERANCE = 5e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One combination that is compared with one device."""
+
+    router: str
+    dispatcher: str
+    mesh: MeshSpec
+
+    @property
+    def mesh_name(self) -> str:
+        """`data=2 expert=4`: the axes that are more than one device long."""
+        sizes = {axis: getattr(self.mesh, axis) for axis in AXES}
+        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+
+def meshes(rules: Rules) -> Iterator[MeshSpec]:
+    """Every way to write eight devices as a product of the five axes."""
+    powers = range(NUM_DEVICES.bit_length())
+    for exponents in itertools.product(powers, repeat=len(AXES)):
+        if 2 ** sum(exponents) == NUM_DEVICES:
+            sizes = {axis: 2**n for axis, n in zip(AXES, exponents, strict=True)}
+            yield MeshSpec(**sizes, rules=rules)
+
+
+def all_cells() -> tuple[list[Cell], dict[tuple[str, str], str]]:
+    """What is compared, and the reason for each (dispatcher, mesh) that is not."""
+    cells, refused = [], {}
+    for dispatcher in DISPATCHERS:
+        rules = SLICED_RULES if dispatcher.startswith("sliced") else Rules()
+        for mesh in meshes(rules):
+            reason = refusal(
+                dispatcher, mesh.build(), rules, num_groups=ROWS, tokens_per_group=LENGTH
+            )
+            one_each = [Cell(router, dispatcher, mesh) for router in ROUTERS]
+            if reason is None:
+                cells += one_each
+            else:
+                refused[dispatcher, one_each[0].mesh_name] = reason
+    return cells, refused
+
+
+def sample_of(cells: list[Cell]) -> list[Cell]:
+    """One cell for each router and dispatcher, their meshes as different as they can be."""
+    by_pair: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        by_pair.setdefault((cell.router, cell.dispatcher), []).append(cell)
+    return [same[5 * i % len(same)] for i, same in enumerate(by_pair.values())]
+
+
+def layer_of(router: str, dispatcher: str) -> SwitchFFN:
+    """A layer of one group a row, with drops; its weights are replaced."""
+    switch = SwitchConfig(
+        EXPERTS, every=1, stacks="encoder", capacity_factor=1.0, min_capacity=1,
+        group_size=LENGTH, expert_bias=True, dispatcher=dispatcher, router=ROUTERS[router],
+    )  # fmt: skip
+    model = ModelConfig(
+        "encoder_decoder", 8, D_MODEL, D_FF, 2, 4, 1, 1, activation="geglu", switch=switch
+    )
+    return SwitchFFN(model, key=jax.random.key(0))
+
+
+def make_inputs() -> dict[str, jax.Array]:
+    """Fixed numbers; the last tokens of every other row are padding."""
+    rng = np.random.default_rng(0)
+    x_BLD, dy_BLD = rng.normal(size=(2, ROWS, LENGTH, D_MODEL)).astype(np.float32)
+    is_token_BL = np.ones((ROWS, LENGTH), bool)
+    is_token_BL[::2, -3:] = False
+    token_BL = rng.integers(0, 1000, (ROWS, LENGTH)).astype(np.int32)
+    return {
+        "x_BLD": jnp.array(x_BLD),
+        "dy_BLD": jnp.array(dy_BLD),
+        "is_token_BL": jnp.array(is_token_BL),
+        "token_BL": jnp.array(token_BL),
+    }
+
+
+def make_params(layer: SwitchFFN) -> dict:
+    """Fixed numbers in the shapes of a layer's parameters."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda leaf: jnp.array(rng.normal(size=leaf.shape), jnp.float32), params_of(layer)
+    )
+
+
+def evaluate(layer: SwitchFFN, params, inputs) -> dict[str, Any]:
+    """Output, auxiliary losses, raw gradients of inputs and parameters, and their norm.
+
+    The gradients are of the output's product with fixed numbers, plus the auxiliary losses.
+    """
+
+    def loss(params, x_BLD):
+        y_BLD, stats = with_params(layer, params)(
+            x_BLD,
+            inputs["is_token_BL"],
+            inputs["token_BL"],
+            is_training=True,
+            key=jax.random.key(2),
+        )
+        aux = {"balance": stats.balance_loss, "router_z": stats.router_z_loss}
+        return jnp.sum(y_BLD * inputs["dy_BLD"]) + sum(aux.values()), (y_BLD, aux)
+
+    gradients, (y_BLD, aux) = jax.grad(loss, argnums=(0, 1), has_aux=True)(
+        params, inputs["x_BLD"]
+    )
+    return {
+        "forward": y_BLD,
+        "aux_loss": aux,
+        "gradient": gradients,
+        "grad_norm": global_norm(gradients),
+    }
+
+
+def run_on_one_device(router: str) -> dict[str, Any]:
+    """The oracle's answer."""
+    layer = layer_of(router, "einsum")
+    return _run(layer, make_params(layer), make_inputs())
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """A cell's answer, parameters and tokens placed by the mesh's rules."""
+    layer, mesh = layer_of(cell.router, cell.dispatcher), cell.mesh.build()
+    params, inputs = make_params(layer), make_inputs()
+    rows = cell.mesh.rules.axes("B", mesh, table="activations")
+    shardings = (
+        param_shardings(cell.mesh.rules, mesh, params),
+        jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(rows)), inputs),
+    )
+    with use_mesh(mesh, cell.mesh.rules):
+        return _run(layer, params, inputs, in_shardings=shardings)
+
+
+def _run(layer: SwitchFFN, params, inputs, **placement) -> dict[str, Any]:
+    """`evaluate`, compiled for one call: LLVM's optimizations would take longer than it."""
+    jitted = jax.jit(functools.partial(evaluate, layer), **placement)
+    is_cpu = jax.default_backend() == "cpu"
+    options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
+    compiled = jitted.lower(params, inputs).compile(compiler_options=options)
+    return jax.device_get(compiled(params, inputs))
+
+
+def largest_errors(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
+    """For each kind of number, the largest error of an array over its largest number."""
+
+    def error(got, want):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        difference = np.max(np.abs(got - want), initial=0.0)
+        if np.isnan(difference):
+            return np.inf
+        return float(difference / max(np.max(np.abs(want), initial=0.0), 1e-30))
+
+    return {
+        kind: max(jax.tree.leaves(jax.tree.map(error, got[kind], want[kind]))) for kind in want
+    }
+
+
+def run(*, is_sample: bool = False, note=lambda text: None) -> Report:
+    """Compares all cells, or a sample with each router and dispatcher once.
+
+    Raises:
+        ValueError: there are fewer than eight devices.
+    """
+    if len(jax.devices()) != NUM_DEVICES:
+        raise ValueError(
+            f"check equivalence needs {NUM_DEVICES} devices, and there are "
+            f"{len(jax.devices())}; simulate them on CPU with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={NUM_DEVICES}"
+        )
+    cells, refused = all_cells()
+    if is_sample:
+        cells = sample_of(cells)
+    oracle = {router: run_on_one_device(router) for router in ROUTERS}
+    errors = {}
+    for i, cell in enumerate(cells):
+        errors[cell] = largest_errors(run_cell(cell), oracle[cell.router])
+        if (i + 1) % 50 == 0:
+            note(f"{i + 1} of {len(cells)} cells")
+    rows = _rows(errors, refused)
+    checks = [Check("cells", len(cells), f"=={SAMPLE_CELLS if is_sample else ALL_CELLS}")]
+    checks += [
+        Check(
+            f"max_{kind}_error", max(each[kind] for each in errors.values()), f"<={TOLERANCE}"
+        )
+        for kind in ("forward", "aux_loss", "gradient", "grad_norm")
+    ]
+    return Report("check equivalence", rows, checks)
+
+
+def _rows(errors: dict[Cell, dict[str, float]], refused: dict[tuple[str, str], str]):
+    """A row for each router and dispatcher, then one for each reason of a refusal."""
+    rows = []
+    for router, dispatcher in dict.fromkeys((cell.router, cell.dispatcher) for cell in errors):
+        same = [
+            found
+            for cell, found in errors.items()
+            if (cell.router, cell.dispatcher) == (router, dispatcher)
+        ]
+        worst = {f"max_{kind}_error": max(each[kind] for each in same) for kind in same[0]}
+        rows.append({"router": router, "dispatcher": dispatcher, "meshes": len(same)} | worst)
+    reasons = Counter((dispatcher, reason) for (dispatcher, _), reason in refused.items())
+    rows += [
+        {"router": "all", "dispatcher": dispatcher, "meshes": count, "refused": reason}
+        for (dispatcher, reason), count in reasons.items()
+    ]
+    return rows

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx check`: promises that hold or do not, with the numbers."""
+
+import os
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Checks a promise and prints the largest errors; the exit status is 1 where one does not hold.
+
+  switchx check equivalence            every router, dispatcher and way to split eight
+                                       devices against one device: outputs, auxiliary
+                                       losses, raw gradients, global gradient norm
+  switchx check equivalence --sample   each router with each dispatcher on one mesh
+  switchx check equivalence --json     one JSON object on the last line
+
+Eight devices are simulated on CPU where XLA_FLAGS does not say otherwise.
+"""
+SIMULATED = "--xla_force_host_platform_device_count"
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "check", run, "check that numbers are the same everywhere", DESCRIPTION
+    )
+    parser.add_argument("what", choices=["equivalence"], help="what to check")
+    parser.add_argument(
+        "--sample", action="store_true", help="each router with each dispatcher once"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments) -> int:
+    # Read when JAX first looks for devices.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if SIMULATED not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {SIMULATED}=8".strip()
+    from switchx.bench import equivalence
+    from switchx.cli.progress import TerminalReporter
+
+    with TerminalReporter() as reporter:
+        report = equivalence.run(is_sample=arguments.sample, note=reporter.note)
+    report.print(arguments.json)
+    return 0 if all(check.holds for check in report.checks) else 1

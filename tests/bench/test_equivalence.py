@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of all routers, dispatchers and meshes: its cells, its oracle, its eyes."""
+
+import jax
+import numpy as np
+import pytest
+
+from switchx.bench import equivalence
+from switchx.bench.equivalence import ROUTERS, all_cells, largest_errors, run_cell
+from switchx.models.config import DISPATCHERS, RouterConfig
+from switchx.partitioning.rules import Rules
+
+
+def test_every_pair_is_compared_and_every_other_cell_has_a_reason():
+    cells, refused = all_cells()
+    assert len(cells) == len(set(cells)) == equivalence.ALL_CELLS
+    assert {(cell.router, cell.dispatcher) for cell in cells} == {
+        (router, dispatcher) for router in ROUTERS for dispatcher in DISPATCHERS
+    }
+    # 2^3 over five axes: C(7, 4) products. Each is compared for all routers or refused.
+    compared = {(cell.dispatcher, cell.mesh_name) for cell in cells}
+    assert len(compared) + len(refused) == 35 * len(DISPATCHERS)
+    assert not compared & refused.keys()
+    assert all("; use " in reason for reason in refused.values())
+
+
+def test_the_oracle_is_a_loop(monkeypatch):
+    """Top 1 on one device against NumPy, in float64; without jitter, which is drawn."""
+    monkeypatch.setitem(ROUTERS, "top 1", RouterConfig(exploration="none"))
+    layer = equivalence.layer_of("top 1", "einsum")
+    params = jax.device_get(equivalence.make_params(layer))
+    inputs = jax.device_get(equivalence.make_inputs())
+    experts = {name: np.float64(value) for name, value in params["experts"].items()}
+    capacity, num_dropped = equivalence.LENGTH // equivalence.EXPERTS, 0
+    want_BLD = np.zeros(inputs["x_BLD"].shape)
+    for b in range(equivalence.ROWS):
+        queue = [0] * equivalence.EXPERTS
+        for t in np.flatnonzero(inputs["is_token_BL"][b]):
+            x_D = np.float64(inputs["x_BLD"][b, t])
+            logits_E = x_D @ params["w_router_DE"]
+            e = int(np.argmax(logits_E))
+            queue[e] += 1
+            if queue[e] > capacity:
+                num_dropped += 1
+                continue
+            gate = 1 / np.sum(np.exp(logits_E - logits_E[e]))
+            h_F = x_D @ experts["w_in_EDF"][e] + experts["b_in_EF"][e]
+            h_F = gelu(h_F) * (x_D @ experts["w_gate_EDF"][e])
+            want_BLD[b, t] = gate * (h_F @ experts["w_out_EFD"][e] + experts["b_out_ED"][e])
+    got_BLD = equivalence.run_on_one_device("top 1")["forward"]
+    np.testing.assert_allclose(got_BLD, want_BLD, rtol=1e-4, atol=1e-4)
+    assert num_dropped > 5
+
+
+def gelu(x):
+    """The tanh form, as T5 has it."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def test_a_sample_of_cells_equals_one_device():
+    """Every dispatcher, routers in turn; `switchx check equivalence` runs all of them."""
+    by_dispatcher = {}
+    for cell in equivalence.sample_of(all_cells()[0]):
+        by_dispatcher.setdefault(cell.dispatcher, []).append(cell)
+    for i, cells in enumerate(by_dispatcher.values()):
+        cell = cells[(5 * i + 2) % len(cells)]
+        errors = largest_errors(run_cell(cell), equivalence.run_on_one_device(cell.router))
+        assert max(errors.values()) < equivalence.TOLERANCE, (cell, errors)
+
+
+def test_a_wrong_number_of_any_kind_is_seen():
+    want = {
+        "forward": np.ones((2, 2)),
+        "aux_loss": {"balance": np.float32(1.0)},
+        "gradient": ({"w": np.ones(3)}, np.ones(2)),
+        "grad_norm": np.float32(5.0),
+    }
+    assert largest_errors(want, want) == dict.fromkeys(want, 0.0)
+    doubled = want | {"gradient": ({"w": np.ones(3)}, 2 * np.ones(2))}
+    assert largest_errors(doubled, want)["gradient"] == 1.0
+    poisoned = want | {"forward": np.full((2, 2), np.nan)}
+    assert largest_errors(poisoned, want)["forward"] == np.inf
+
+
+def test_fewer_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(equivalence.jax, "devices", lambda: [None])
+    with pytest.raises(ValueError, match="needs 8 devices, and there are 1; simulate them"):
+        equivalence.run()
+
+
+def test_meshes_are_all_products():
+    found = list(equivalence.meshes(Rules()))
+    assert len(found) == len(set(found)) == 35
