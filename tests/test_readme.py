@@ -61,6 +61,9 @@ RUNS = {
     ),
     f"{TINY} --gin_file=configs/tasks/text_span_corruption.gin --gin.FILES=my_text "
     "--model_dir=runs/my_text": (*T5, "--gin.VOCAB_SIZE=500"),
+    f"{TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
+    f"{TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" --model_dir=runs/dropless": T5,
+    "switchx report --model_dir=runs/pretrain_tiny": (),
     "switchx vocab --input=my_text --size=8000 --output=vocabularies/mine": ("--size=500",),
     "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
     f"{TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,
@@ -69,6 +72,8 @@ RUNS = {
 # Command -> the test that runs it.
 TESTED_ELSEWHERE = {
     "switchx bench train --json": "tests/cli/test_bench.py::test_train_prints_one_json_object",
+    "switchx bench moe --json": "tests/cli/test_bench.py::test_moe_prints_one_json_object",
+    "switchx check equivalence --json": "tests/cli/test_check.py::test_report_and_exit_status",
 }
 
 

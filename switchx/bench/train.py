@@ -77,6 +77,14 @@ class Contender:
             self.step()
         self.times_s.append((time.perf_counter() - start) / num_steps)
 
+    def summary(self) -> dict[str, float]:
+        """Median, least and largest time of a step, as columns of a row."""
+        return {
+            "step_ms": 1e3 * statistics.median(self.times_s),
+            "min_ms": 1e3 * min(self.times_s),
+            "max_ms": 1e3 * max(self.times_s),
+        }
+
     @property
     def tokens_per_s(self) -> float:
         return TOKENS_PER_STEP / statistics.median(self.times_s)
@@ -154,9 +162,7 @@ def against_torch(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
 def _row(each: Contender, baseline: Contender) -> dict[str, Any]:
     return {
         "model": each.name,
-        "step_ms": 1e3 * statistics.median(each.times_s),
-        "min_ms": 1e3 * min(each.times_s),
-        "max_ms": 1e3 * max(each.times_s),
+        **each.summary(),
         "tokens_per_s": each.tokens_per_s,
         "peak_mib": each.peak_bytes / MEBIBYTE or None,
         "baseline": baseline.name,

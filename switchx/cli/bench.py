@@ -9,6 +9,8 @@ measured in the same run. Medians; the machine should have nothing else to do.
 
   switchx bench train          a training step with 8 to 64 experts against the dense model,
                                and against PyTorch where the extra `hf` is installed
+  switchx bench moe            one sparse layer by dispatcher, 8 to 128 experts, against the
+                               dense layer of equal FLOPs; a step of decoding
   switchx bench train --json   the same as one JSON object on the last line
 """
 
@@ -17,15 +19,16 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "bench", run, "measure speed against a baseline", DESCRIPTION
     )
-    parser.add_argument("what", choices=["train"], help="what to measure")
+    parser.add_argument("what", choices=["train", "moe"], help="what to measure")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns (default: 9)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments) -> int:
-    from switchx.bench import train
+    from switchx.bench import moe, train
 
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}; use at least 1")
-    train.run(arguments.rounds).print(arguments.json)
+    bench = {"train": train, "moe": moe}[arguments.what]
+    bench.run(arguments.rounds).print(arguments.json)
     return 0

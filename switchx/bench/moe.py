@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx bench moe`: one sparse layer by dispatcher and number of experts.
+
+Forward and backward of a Switch layer at capacity factor 1.0 against the dense layer of
+equal FLOPs, and a step of decoding against the work that its tokens need. All programs live
+in one process and take turns. Dims: B L D
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.bench.report import Check, Report
+from switchx.bench.train import MEBIBYTE, Contender, ratio, take_turns
+from switchx.layers.ffn import DenseFFN
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import params_of, with_params
+from switchx.moe.layer import SwitchFFN
+from switchx.planner.hlo_flops import matrix_flops
+
+ROWS, LENGTH = 8, 256
+DENSE = ModelConfig(
+    "decoder_only", vocab_size=8, d_model=256, d_ff=1024, num_heads=4, d_head=64,
+    num_decoder_layers=1, activation="relu",
+)  # fmt: skip
+NUM_EXPERTS = (8, 16, 32, 64, 128)
+DISPATCHERS = ("sort", "dropless", "einsum")  # those for one device; the first is the default
+
+DECODED_TOKENS, DECODING_EXPERTS = 4, 128
+
+
+def switch_model(num_experts: int, dispatcher: str) -> ModelConfig:
+    """`DENSE` with Switch layers of capacity factor 1.0, all tokens in one group."""
+    switch = SwitchConfig(
+        num_experts, every=1, capacity_factor=1.0, eval_capacity_factor=1.0,
+        dispatcher=dispatcher,
+    )  # fmt: skip
+    return dataclasses.replace(DENSE, switch=switch)
+
+
+def compiled_contender(name: str, function, *arguments) -> Contender:
+    """A compiled call, run twice already."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+
+    def step():
+        return jax.block_until_ready(compiled(*arguments))
+
+    for _ in range(2):
+        step()
+    return Contender(name, step, memory.argument_size_in_bytes + memory.temp_size_in_bytes)
+
+
+def training_contender(name: str, config: ModelConfig) -> Contender:
+    """A layer's forward and backward pass: gradients of the input and of every parameter."""
+    make = DenseFFN if config.switch is None else SwitchFFN
+    module = make(config, key=jax.random.key(0))
+    x_BLD, dy_BLD = np.random.default_rng(0).normal(size=(2, ROWS, LENGTH, config.d_model))
+    is_token_BL = jnp.ones((ROWS, LENGTH), bool)
+
+    def forward(params, x_BLD):
+        layer = with_params(module, params)
+        if config.switch is None:
+            return layer(x_BLD), jnp.float32(0)
+        y_BLD, stats = layer(x_BLD, is_token_BL, is_training=True)
+        return y_BLD, stats.balance_loss
+
+    def loss(params, x_BLD, dy_BLD):
+        y_BLD, balance_loss = forward(params, x_BLD)
+        return jnp.sum(y_BLD * dy_BLD) + balance_loss
+
+    return compiled_contender(
+        name,
+        jax.grad(loss, argnums=(0, 1)),
+        params_of(module),
+        jnp.array(x_BLD, jnp.float32),
+        jnp.array(dy_BLD, jnp.float32),
+    )
+
+
+def run(rounds: int) -> Report:
+    """Measures every dispatcher with 8 to 128 experts, and a step of decoding."""
+    dense = training_contender("dense", DENSE)
+    switches = {
+        (dispatcher, n): training_contender(f"{dispatcher} {n}", switch_model(n, dispatcher))
+        for n in NUM_EXPERTS
+        for dispatcher in DISPATCHERS
+    }
+    take_turns([dense, *switches.values()], rounds)
+    rows = [_row(each, dense) for each in (dense, *switches.values())]
+    decode_rows, decode_checks = decoding(rounds)
+    checks = [
+        Check("default8_vs_dense", ratio(switches["sort", 8], dense), ">=0.8"),
+        Check(
+            "default32_vs_einsum", ratio(switches["sort", 32], switches["einsum", 32]), ">=2"
+        ),
+    ]
+    return Report("bench moe", rows + decode_rows, checks + decode_checks)
+
+
+def decoding(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Four tokens, 128 experts: FLOPs of the compiled layer, and its time, against the ideal.
+
+    The ideal is a program that is given the four experts' matrices, one for each token, and
+    multiplies by them and by the router.
+    """
+    D, F = DENSE.d_model, DENSE.d_ff
+    config = switch_model(DECODING_EXPERTS, DISPATCHERS[0])
+    module = SwitchFFN(config, key=jax.random.key(0))
+    params = params_of(module)
+    rng = np.random.default_rng(0)
+    x_BLD = jnp.array(rng.normal(size=(DECODED_TOKENS, 1, D)), jnp.float32)
+    is_token_BL = jnp.ones((DECODED_TOKENS, 1), bool)
+
+    def decode(params, x_BLD):
+        return with_params(module, params)(x_BLD, is_token_BL, is_training=False)[0]
+
+    def ideal(w_in_BDF, w_out_BFD, w_router_DE, x_BLD):
+        h_BLF = jax.nn.relu(jnp.einsum("BLD,BDF->BLF", x_BLD, w_in_BDF))
+        return jnp.einsum("BLF,BFD->BLD", h_BLF, w_out_BFD), x_BLD @ w_router_DE
+
+    w_in_BDF, w_out_BFD = (
+        jnp.array(params["experts"][name][:DECODED_TOKENS])
+        for name in ("w_in_EDF", "w_out_EFD")
+    )
+    ours = compiled_contender("decode 4 tokens, 128 experts", decode, params, x_BLD)
+    best = compiled_contender(
+        "decode, ideal", ideal, w_in_BDF, w_out_BFD, params["w_router_DE"], x_BLD
+    )
+    take_turns([best, ours], rounds, num_steps=20)
+    ideal_flops = DECODED_TOKENS * (2 * 2 * D * F + 2 * D * DECODING_EXPERTS)
+    hlo = jax.jit(decode).lower(params, x_BLD).compile().as_text()
+    flops = matrix_flops(hlo, turns=DECODED_TOKENS)  # one for each row that there is
+    rows = [_row(best, best), _row(ours, best) | {"mflops": flops / 1e6}]
+    rows[0] |= {"mflops": ideal_flops / 1e6}
+    checks = [Check("decode_flops_vs_ideal", flops / ideal_flops, "<=4")]
+    return rows, checks + [Check("decode_time_vs_ideal", 1 / ratio(ours, best), "<=4")]
+
+
+def _row(each: Contender, baseline: Contender) -> dict[str, Any]:
+    return {
+        "layer": each.name,
+        **each.summary(),
+        "peak_mib": each.peak_bytes / MEBIBYTE,
+        "baseline": baseline.name,
+        "vs_baseline": ratio(each, baseline),
+    }

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+import jax
+import jax.numpy as jnp
+import pytest
+
+from switchx.planner.hlo_flops import matrix_flops
+
+
+def flops(function, *arguments) -> int:
+    return matrix_flops(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+A, B = jnp.ones((6, 5)), jnp.ones((5, 7))
+
+
+def test_a_product_and_a_batch_of_products():
+    assert flops(lambda a, b: a @ b, A, B) == 2 * 6 * 5 * 7
+    assert flops(lambda a, b: jnp.einsum("gij,gjk->gik", a, b), A[None] * jnp.ones((3, 1, 1)),
+                 B[None] * jnp.ones((3, 1, 1))) == 3 * 2 * 6 * 5 * 7  # fmt: skip
+    assert flops(lambda a: a + 1, A) == 0
+
+
+def test_every_turn_of_a_loop_counts():
+    def loop(a, b):
+        return jax.lax.fori_loop(0, 4, lambda _, x: x @ b @ b.T, a)
+
+    assert flops(loop, A, B) == 4 * 2 * 2 * 6 * 5 * 7
+    once = jax.jit(loop).lower(A, B).compile().cost_analysis()["flops"]
+    assert once < 2 * 2 * 2 * 6 * 5 * 7  # what XLA says: one turn
+
+
+def test_nested_loops():
+    def inner(x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ B) @ B.T, x)
+
+    def outer(x):
+        return jax.lax.scan(lambda x, _: (inner(x), None), x, length=5)[0]
+
+    assert flops(outer, A) == 15 * 2 * 2 * 6 * 5 * 7
+
+
+def test_of_two_branches_the_dearer_one():
+    def choose(is_dear, a, b):
+        return jax.lax.cond(is_dear, lambda: a @ b @ b.T @ b, lambda: a @ b)
+
+    assert flops(choose, True, A, B) == 3 * 2 * 6 * 5 * 7
+
+
+def test_a_loop_that_the_data_ends():
+    def loop(a, b):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ b @ b.T, a)
+
+    with pytest.raises(ValueError, match="does not say how often it turns"):
+        flops(loop, A, B)
+    hlo = jax.jit(loop).lower(A, B).compile().as_text()
+    assert matrix_flops(hlo, turns=9) == 9 * 2 * 2 * 6 * 5 * 7
