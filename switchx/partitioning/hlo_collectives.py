@@ -18,7 +18,7 @@ KINDS = (
 )
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 _INSTRUCTION = re.compile(
-    rf"= (?P<result>\(.*?\)|\S+) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\("
+    rf"= (?P<result>\(.*\)|\S+) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\("
 )
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
@@ -36,7 +36,8 @@ class HloCollective:
         arrays: (dtype, shape) of each result; several where XLA combined them.
         groups: device numbers of each group.
         num_bytes: of all arrays on one device where they are whole: the result of an
-            all-gather, the operand of a reduce-scatter, either of the others.
+            all-gather, the operand of a reduce-scatter and of an asynchronous ragged
+            all-to-all (which the TPU compiler pads), either of the others.
     """
 
     kind: str
@@ -78,7 +79,9 @@ def collectives(hlo: str) -> list[HloCollective]:
         if not match:
             continue
         arrays = _arrays(match["result"])
-        if match["start"] and match["kind"] != "all-reduce":
+        if match["start"] and match["kind"] == "ragged-all-to-all":
+            arrays = arrays[:1]  # of (operand, output, offsets and sizes), output, ...
+        elif match["start"] and match["kind"] != "all-reduce":
             # Its result is (operands, results): the results are the second half.
             arrays = arrays[len(arrays) // 2 :]
         groups = _groups(line) or everybody

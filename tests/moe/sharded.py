@@ -149,13 +149,13 @@ def largest_error(got, want) -> float:
     return max(jax.tree.leaves(jax.tree.map(error, got, want)))
 
 
-def compiled_hlo(spec: MeshSpec, name: str, problem: Problem, dtype=jnp.float32):
-    """HLO of one layer on eight devices: (forward, forward and backward).
+def compiled_hlo(spec: MeshSpec, name: str, problem: Problem, dtype=jnp.float32, devices=None):
+    """HLO of one layer on eight devices, those here or given ones: (forward, with backward).
 
     Inputs and results are where the layer has them, so that nothing else moves; the
     gradient of the output is the output, as it cannot be there before it.
     """
-    mesh, rules, dispatch = spec.build(), spec.rules, DISPATCHERS[name]
+    mesh, rules, dispatch = spec.build(devices), spec.rules, DISPATCHERS[name]
     place = Placement.on(mesh, rules)
 
     def on(spec):
@@ -176,7 +176,10 @@ def compiled_hlo(spec: MeshSpec, name: str, problem: Problem, dtype=jnp.float32)
         y_GTD, pull_back = jax.vjp(run, x_GTD, plan.gate_GTS, bank)
         return y_GTD, pull_back(y_GTD)
 
-    arguments = jnp.asarray(problem.x_GTD, dtype), problem.plan, problem.bank
+    # Shapes alone: the devices may be of a machine that is not here.
+    x_GTD = jax.ShapeDtypeStruct(problem.x_GTD.shape, dtype)
+    plan, bank = jax.eval_shape(lambda: (problem.plan, problem.bank))
+    arguments = x_GTD, plan, bank
     texts = []
     with use_mesh(mesh, rules):
         for function, results in (

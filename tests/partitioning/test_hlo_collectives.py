@@ -49,6 +49,14 @@ PAIRS = ((0, 1), (2, 3))
             16,
         ),
         (
+            "%r = ((bf16[3,2], bf16[5,2], s32[2], s32[2], s32[2], s32[2]), bf16[5,2], u32[]) "
+            "ragged-all-to-all-start(%a, %b, %c, %d, %e, %f), replica_groups={{0,1},{2,3}}",
+            "ragged-all-to-all",
+            (("bf16", (3, 2)),),
+            PAIRS,
+            12,
+        ),
+        (
             "%r = (pred[1,4]{1,0}, pred[1,4]{1,0}) all-to-all(%a, %b), "
             "replica_groups={{0,1},{2,3}}",
             "all-to-all",

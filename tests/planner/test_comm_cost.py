@@ -3,6 +3,11 @@
 
 import collections
 import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +37,7 @@ from tests.moe.sharded import (
     make_problem,
     name_of,
 )
+from tests.processes import ROOT, child_environment
 
 LAYER = SparseLayer(G, T, S, C, E, D, F, is_gated=True, has_bias=True)
 
@@ -94,6 +100,71 @@ def test_bfloat16_activations_on_cpu_travel_in_float32(name, spec):
     )
     _, both = compiled_hlo(spec, name, make_problem(), jnp.bfloat16)
     assert counted(both) == planned_for(name, spec, layer, ["forward", "backward"])
+
+
+# In a process of its own: the TPU compiler refuses the flags that the tests' XLA has.
+FOR_TPU = """
+import json, sys, jax.numpy as jnp
+from jax.experimental import topologies
+from switchx.partitioning.hlo_collectives import collectives
+from tests.moe.sharded import HOMES, compiled_hlo, make_problem
+devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+found = {}
+for i in map(int, sys.argv[1:]):
+    name, spec = HOMES[i]
+    _, both = compiled_hlo(spec, name, make_problem(), jnp.bfloat16, devices)
+    found[i] = [(each.kind, each.num_bytes) for each in collectives(both)]
+print(json.dumps(found))
+"""
+TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "XLA_FLAGS": "",
+}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs the TPU compiler: pip install libtpu==0.0.51",
+)
+def test_bfloat16_travels_as_such_where_it_is_compiled_for_tpu(tmp_path):
+    """Collectives of activations; TPU casts weights first and turns small scatters around."""
+    # With F or D split too, TPU combines the gates' all-reduce with those of small weights.
+    homes = [
+        i
+        for i, (name, spec) in enumerate(HOMES)
+        if name in ("all_to_all", "hierarchical", "sliced")
+        and spec.fsdp == 1
+        and (spec.model == 1 or name == "sliced")
+    ]
+    child = subprocess.run(
+        [sys.executable, "-c", FOR_TPU, *map(str, homes)],
+        env=child_environment(tmp_path, devices=1)
+        | TPU
+        | {
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+            )
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout.splitlines()[-1])
+    assert len(found) >= 4
+    for i, rows in found.items():
+        name, spec = HOMES[int(i)]
+        layer = dataclasses.replace(LAYER, activation_bytes=2)
+        planned = sparse_layer_collectives(name, layer, spec.build(), spec.rules)
+        want = collections.Counter(
+            (each.kind, each.num_bytes) for each in planned if "w_" not in each.what
+        )
+        got = collections.Counter(map(tuple, rows))
+        assert want and not want - got, name
+        # Beside them, at most one all-reduce: of all weights' gradients.
+        assert sum(got.values()) <= sum(want.values()) + 1, name
 
 
 def test_tensor_sliced_has_the_all_reduces_of_a_dense_ffn_and_the_gates():
