@@ -9,6 +9,7 @@ from switchx.bench import equivalence
 from switchx.bench.equivalence import ROUTERS, all_cells, largest_errors, run_cell
 from switchx.models.config import DISPATCHERS, RouterConfig
 from switchx.partitioning.rules import Rules
+from tests.processes import ROOT
 
 
 def test_every_pair_is_compared_and_every_other_cell_has_a_reason():
@@ -91,3 +92,17 @@ def test_fewer_devices_are_refused(monkeypatch):
 def test_meshes_are_all_products():
     found = list(equivalence.meshes(Rules()))
     assert len(found) == len(set(found)) == 35
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+def test_all_cells_equal_one_device():
+    report = equivalence.run()
+    assert [check.name for check in report.checks if not check.holds] == []
+
+
+def test_docs_say_what_is_checked():
+    page = (ROOT / "docs/equivalence.md").read_text(encoding="utf-8")
+    assert "switchx check equivalence --sample\nswitchx check equivalence --json" in page
+    assert f"{equivalence.ALL_CELLS:,} cells" in page
+    assert f"{equivalence.TOLERANCE:.0e}".replace("e-0", "e-") in page

@@ -23,15 +23,11 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "DECODING_EXPERTS", 8)
 
 
-def test_report_has_every_layer_and_check(small):
+def test_report_has_every_layer(small):
     report = bench.run(rounds=1)
     layers = [row["layer"] for row in report.results]
     assert layers[:4] == ["dense", "sort 8", "dropless 8", "einsum 8"]
     assert len(layers) == 1 + 2 * 3 + 2
-    assert [check.name for check in report.checks] == [
-        "default8_vs_dense", "default32_vs_einsum", "decode_flops_vs_ideal",
-        "decode_time_vs_ideal",
-    ]  # fmt: skip
 
 
 def test_experts_do_the_dense_layers_work():

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench train`, its measured models shrunk to seconds."""
+"""`switchx bench`, its measured models shrunk to seconds."""
 
 import dataclasses
 import json
 
 import pytest
 
-from switchx.bench import torch_peer, train
+from switchx.bench import moe, torch_peer, train
 from switchx.cli.main import main
 
 
@@ -31,6 +31,25 @@ def test_train_prints_one_json_object(small_models, capsys):
     assert all(row["step_ms"] > 0 and row["peak_mib"] > 0 for row in printed["results"])
     checks = {check["name"]: check["bound"] for check in printed["checks"]}
     assert checks == {"switch8_vs_dense": ">=0.93", "switch64_vs_dense": ">=0.68"}
+
+
+def test_moe_prints_one_json_object(monkeypatch, capsys):
+    small = dataclasses.replace(moe.DENSE, d_model=8, d_ff=16, num_heads=1, d_head=8)
+    for name, value in (
+        ("DENSE", small), ("ROWS", 2), ("LENGTH", 16), ("NUM_EXPERTS", (8, 32)),
+        ("DECODING_EXPERTS", 8),
+    ):  # fmt: skip
+        monkeypatch.setattr(moe, name, value)
+    assert main(["bench", "moe", "--rounds=1", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["command"] == "bench moe"
+    checks = {check["name"]: check["bound"] for check in printed["checks"]}
+    assert checks == {
+        "default8_vs_dense": ">=0.8",
+        "default32_vs_einsum": ">=2",
+        "decode_flops_vs_ideal": "<=4",
+        "decode_time_vs_ideal": "<=4",
+    }
 
 
 def test_rounds_must_be_at_least_one(capsys):
