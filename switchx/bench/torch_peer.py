@@ -5,6 +5,7 @@ Nothing in the package imports PyTorch: this file starts a program that does
 (`torch_program.py`), and asks first whether it could.
 """
 
+import contextlib
 import importlib.util
 import json
 import pathlib
@@ -39,14 +40,19 @@ class TorchPeer:
             self.step()
 
     def step(self) -> None:
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        if self._process.stdout.readline() != "done\n":
+        try:
+            self._process.stdin.write("step\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:  # it had ended before it was asked
+            answer = ""
+        if answer != "done\n":
             raise RuntimeError("the PyTorch peer ended; its error stands above")
 
     def __enter__(self) -> "TorchPeer":
         return self
 
     def __exit__(self, *exception) -> None:
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # closing writes what is left
+            self._process.stdin.close()
         self._process.wait()
