@@ -9,16 +9,20 @@ during hours of training. Writes results.json beside this file.
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import statistics
 
+import jax
+
 from switchx.bench.report import environment
-from switchx.bench.train import contender, ratio, take_turns
+from switchx.bench.train import Contender, ratio, take_turns
 from switchx.cli import gin_edge
+from switchx.data.loader import evaluation_batches
+from switchx.data.mixtures import as_mixture
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
+from switchx.training.program import TrainingProgram
 from switchx.training.run_folder import RunFolder
 
 HERE = pathlib.Path(__file__).parent
@@ -71,15 +75,27 @@ def train_all(output: pathlib.Path, seeds: int, steps: int) -> dict[str, list[di
 
 def step_times(rounds: int) -> dict[str, float]:
     """Seconds of a training step relative to the dense model's, measured in turns."""
-    contenders = {name_of(n): contender(name_of(n), _bench_model(n)) for n in EXPERTS}
-    take_turns(list(contenders.values()), rounds)
+    contenders = {name_of(n): _stepper(n) for n in EXPERTS}
+    take_turns(list(contenders.values()), rounds, num_steps=10)
     dense = contenders["dense"]
     return {name: 1 / ratio(each, dense) for name, each in contenders.items()}
 
 
-def _bench_model(num_experts: int):
-    model = build_job(num_experts, 0, 1).model
-    return dataclasses.replace(model, vocab_size=8192)  # the bench's token ids
+def _stepper(num_experts: int) -> Contender:
+    """The run's own step on one of its batches, compiled and ready."""
+    job = build_job(num_experts, seed=0, steps=1)
+    program = TrainingProgram(job)
+    (task,) = as_mixture(job.source).tasks
+    batch = program.place(next(evaluation_batches(task, job.batches, num_batches=1)))
+    held = [program.init_state()]
+
+    def step():
+        with program.scope():
+            held[0], metrics = program.train_step(held[0], batch)
+        jax.block_until_ready((held[0], metrics))
+
+    step()
+    return Contender(name_of(num_experts), step, peak_bytes=0)
 
 
 def first_step_at(curve: dict[int, float], quality: float) -> float | None:
@@ -122,7 +138,7 @@ def main() -> None:
         "--output", type=pathlib.Path, required=True, help="folder for the runs"
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=9, help="turns when timing a step")
     parser.add_argument("--results", type=pathlib.Path, default=HERE / "results.json")
     arguments = parser.parse_args()

@@ -21,7 +21,8 @@ from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN
 from switchx.planner.hlo_flops import matrix_flops
 
-ROWS, LENGTH = 8, 256
+# One group of half the default size; the one-hot einsum's cost grows with its square.
+ROWS, LENGTH = 16, 256
 DENSE = ModelConfig(
     "decoder_only", vocab_size=8, d_model=256, d_ff=1024, num_heads=4, d_head=64,
     num_decoder_layers=1, activation="relu",

@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-# Below this many rows, XLA's CPU products run twice as fast with the weight on the left.
+# Up to so many rows, XLA's CPU products are 1.2 to 2.5 times as fast, weight on the left.
 FEW_ROWS = 64
 
 
@@ -53,7 +53,7 @@ def _matmul_forward(x_ERD, w_EDF):
 
 def _matmul_backward(residuals, dy_ERF):
     x_ERD, w_EDF = residuals
-    return _times_transposed(dy_ERF, w_EDF), jnp.einsum("ERD,ERF->EDF", x_ERD, dy_ERF)
+    return _times_transposed(dy_ERF, w_EDF), _weight_gradient(x_ERD, dy_ERF)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -79,7 +79,7 @@ _tapped_matmul.defvjp(_tapped_forward, _tapped_backward)
 
 def _times_transposed(dy_ERF, w_EDF):
     """`dy w^T` for each expert, `[E, R, D]`."""
-    if dy_ERF.shape[1] >= FEW_ROWS:
+    if dy_ERF.shape[1] > FEW_ROWS:
         return _product(dy_ERF, w_EDF)
     return jax.lax.platform_dependent(
         dy_ERF, w_EDF, cpu=_product_weight_first, default=_product
@@ -94,3 +94,20 @@ def _product_weight_first(dy_ERF, w_EDF):
     # The barrier keeps XLA from turning the product around again.
     dx_EDR = jax.lax.optimization_barrier(jnp.einsum("EDF,ERF->EDR", w_EDF, dy_ERF))
     return jnp.swapaxes(dx_EDR, 1, 2)
+
+
+def _weight_gradient(x_ERD, dy_ERF):
+    """`x^T dy` for each expert, `[E, D, F]`."""
+    return jax.lax.platform_dependent(
+        x_ERD, dy_ERF, cpu=_product_of_a_transpose, default=_transposed_product
+    )
+
+
+def _transposed_product(x_ERD, dy_ERF):
+    return jnp.einsum("ERD,ERF->EDF", x_ERD, dy_ERF)
+
+
+def _product_of_a_transpose(x_ERD, dy_ERF):
+    # Written out before: XLA's CPU product that transposes takes 1.1 to 2 times as long.
+    x_EDR = jax.lax.optimization_barrier(jnp.swapaxes(x_ERD, 1, 2))
+    return jnp.einsum("EDR,ERF->EDF", x_EDR, dy_ERF)
