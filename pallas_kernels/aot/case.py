@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One kernel at one shape, as it is compiled ahead of time and listed in the budgets.
+
+A case travels as JSON to the process that has the compiler for the hardware.
+Dims: R D F E G
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+OPS = ("grouped_matmul", "quantized_grouped_matmul")
+PASSES = ("forward", "input_gradient", "weight_gradient")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is compiled.
+
+    Attributes:
+        op: one of `OPS`.
+        R, D, F, E: rows, contraction, output features, experts.
+        dtype: of the rows, `bfloat16`, `float16` or `float32`.
+        bits: 8 or 4 for quantized weights; None for weights in `dtype`.
+        group_size: channels of D that share a scale; None for one scale an output feature.
+        direction: one of `PASSES`; quantized weights have the forward pass alone.
+        epilogue: with bias, ReLU and gate.
+        tiling: fields of the back end's `Tiling`; None for its default.
+    """
+
+    op: str
+    R: int
+    D: int
+    F: int
+    E: int
+    dtype: str = "bfloat16"
+    bits: int | None = None
+    group_size: int | None = None
+    direction: str = "forward"
+    epilogue: bool = False
+    tiling: dict[str, Any] | None = None
+
+    def __post_init__(self):
+        if self.op not in OPS:
+            raise ValueError(f"op={self.op!r} is not one of {', '.join(OPS)}")
+        if self.direction not in PASSES:
+            raise ValueError(f"direction={self.direction!r} is not one of {', '.join(PASSES)}")
+        is_quantized = self.op == "quantized_grouped_matmul"
+        if is_quantized != (self.bits in (4, 8)):
+            raise ValueError(
+                f"op={self.op!r} with bits={self.bits}; quantized weights have 4 or 8 bits, "
+                "others None"
+            )
+        if is_quantized and self.direction != "forward":
+            raise ValueError(
+                "quantized weights have no gradient; use direction='forward', or "
+                "op='grouped_matmul'"
+            )
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Case":
+        return cls(**json.loads(text))
+
+
+def build(case: Case, implementation: str):
+    """The function of a case on a back end, and the shapes of its arguments.
+
+    Args:
+        implementation: `tpu` or `gpu`, a module of the op's package.
+
+    Returns:
+        (function, specs): `function(*arrays like specs)` runs the kernel.
+    """
+    module = importlib.import_module(f"pallas_kernels.{case.op}.{implementation}")
+    tiling = None if case.tiling is None else module.Tiling(**case.tiling)
+    R, D, F, E = case.R, case.D, case.F, case.E
+    dtype = jnp.dtype(case.dtype)
+    spec = jax.ShapeDtypeStruct
+    counts = spec((E,), jnp.int32)
+    if case.op == "quantized_grouped_matmul":
+        return _quantized(case, module, tiling)
+    if case.direction == "weight_gradient":
+        run = functools.partial(module.weight_gradient, out_dtype=dtype, tiling=tiling)
+        return run, (spec((R, D), dtype), spec((R, F), dtype), counts)
+    if case.direction == "input_gradient":
+        run = functools.partial(module.forward, transpose_w=True, tiling=tiling)
+        return run, (spec((R, F), dtype), spec((E, D, F), dtype), counts)
+    run = functools.partial(module.forward, tiling=tiling)
+    return run, (spec((R, D), dtype), spec((E, D, F), dtype), counts)
+
+
+def _quantized(case: Case, module, tiling):
+    R, D, F, E = case.R, case.D, case.F, case.E
+    G = 1 if case.group_size is None else D // case.group_size
+    spec = jax.ShapeDtypeStruct
+    specs = (
+        spec((R, D), jnp.dtype(case.dtype)),
+        spec((E, F, D), jnp.int8 if case.bits == 8 else jnp.int4),
+        spec((E, F, G), jnp.float32),
+        spec((E,), jnp.int32),
+    )
+    if not case.epilogue:
+        return functools.partial(module.forward, tiling=tiling), specs
+
+    def run(x_RD, values_EFD, scales_EFG, group_sizes_E, bias_EF, gate_R):
+        return module.forward(
+            x_RD, values_EFD, scales_EFG, group_sizes_E, bias_EF=bias_EF,
+            activation="relu", gate_R=gate_R, tiling=tiling,
+        )  # fmt: skip
+
+    return run, (*specs, spec((E, F), jnp.float32), spec((R,), jnp.float32))

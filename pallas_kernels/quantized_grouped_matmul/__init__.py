@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows sorted by expert, each times its expert's int8 or int4 matrix."""
