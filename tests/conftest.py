@@ -17,6 +17,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
+from switchx.cli import gin_edge
+from tests.compilation import compiled_once
+
 # Broadcasting [D] against [B, D] unnoticed is how a wrong axis stays hidden.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -56,6 +59,17 @@ def shared_dir(tmp_path_factory) -> pathlib.Path:
 def session_cache(tmp_path_factory) -> pathlib.Path:
     """The cache of all child processes: a corpus is prepared once a session."""
     return tmp_path_factory.mktemp("session_cache")
+
+
+@pytest.fixture
+def in_a_folder(tmp_path, monkeypatch, session_cache):
+    """Commands called in this process work in `tmp_path`, and see no data of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(session_cache))
+    monkeypatch.delenv("SWITCHX_DATA_DIR", raising=False)
+    with compiled_once(session_cache / "compiled"):
+        yield tmp_path
+    gin_edge.gin.clear_config()
 
 
 @pytest.fixture

@@ -234,7 +234,7 @@ def unmirrored(package_paths: Iterable[str], test_paths: Iterable[str]) -> list[
     """
     tests, offences = set(test_paths), []
     for path in map(pathlib.PurePosixPath, package_paths):
-        if path.stem in ("__init__", "__main__"):
+        if path.stem == "__init__":
             continue
         top, *folders = path.parts[:-1]
         where = ["tests", *(["kernels"] if top == "pallas_kernels" else []), *folders]

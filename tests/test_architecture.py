@@ -225,6 +225,7 @@ def test_file_without_its_test_is_found():
     ]
     assert unmirrored(packages, tests) == [
         "switchx/moe/layer.py has no tests/moe/test_layer.py",
+        "switchx/__main__.py has no tests/test___main__.py",
         "pallas_kernels/quantized/gpu.py has no tests/kernels/quantized/test_gpu.py or "
         "tests/kernels/test_quantized.py",
     ]
@@ -244,5 +245,5 @@ def test_unfinished_or_local_line_is_found(line):
 
 
 def test_ordinary_lines_are_neither():
-    lines = "see docs/ and experiments/work/x, https://a.org/home/b, ../shared, ~/opt/x\n"
+    lines = "see docs/ and experiments/run/x, https://a.org/home/b, ../shared, ~/opt/x\n"
     assert unfinished_or_local([Source("docs/a.md", lines)]) == []

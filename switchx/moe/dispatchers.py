@@ -32,6 +32,8 @@ DISPATCHERS = {
 }
 # The compiler decides what these communicate; the others say it themselves.
 LEFT_TO_THE_COMPILER = ("sort", "einsum")
+# In training, these give every expert a block of as many rows; the others what it has.
+EQUAL_BLOCKS = ("sort", "einsum", "all_to_all", "hierarchical")
 
 
 def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispatcher:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from switchx import tree
 from switchx.models.config import ModelConfig
 from switchx.moe.capacity import rows_per_expert
+from switchx.moe.dispatchers import EQUAL_BLOCKS
 from switchx.moe.expert_matmul import TappedWeight
 from switchx.training.outer_product import OuterProductGradient
 
@@ -18,9 +19,10 @@ def tap_expert_weights(config: ModelConfig, params, batch: dict):
     """Parameters in which every expert weight that profits is a `TappedWeight`.
 
     It profits when the products of the factors' Gram matrices, which Adafactor then works
-    from, cost less than forming the gradient: 2 R (D + F) <= D F.
+    from, cost less than forming the gradient: 2 R (D + F) <= D F. The factors are blocks
+    of R rows, so a dispatcher that has none leaves every weight as it is.
     """
-    if config.switch is None:
+    if config.switch is None or config.switch.dispatcher not in EQUAL_BLOCKS:
         return params
 
     def tap(name, weight):

