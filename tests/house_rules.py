@@ -62,6 +62,8 @@ ONLY_IN = {
     # A program that the bench starts beside ours to compare with; nothing imports it.
     "torch": ("switchx/bench/torch_program.py",),
     "transformers": ("switchx/bench/torch_program.py",),
+    # A peer that whoever has it may measure beside ours.
+    "flaxformer": ("switchx/bench/flaxformer_layer.py",),
     "tests": (),
     "experiments": (),
 }

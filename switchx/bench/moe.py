@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.bench import flaxformer_layer
 from switchx.bench.report import Check, Report
 from switchx.bench.train import MEBIBYTE, Contender, ratio, take_turns
 from switchx.layers.ffn import DenseFFN
@@ -56,10 +57,9 @@ def compiled_contender(name: str, function, *arguments) -> Contender:
 
 
 def training_contender(name: str, config: ModelConfig) -> Contender:
-    """A layer's forward and backward pass: gradients of the input and of every parameter."""
+    """One of our layers; see `backward_contender`."""
     make = DenseFFN if config.switch is None else SwitchFFN
     module = make(config, key=jax.random.key(0))
-    x_BLD, dy_BLD = np.random.default_rng(0).normal(size=(2, ROWS, LENGTH, config.d_model))
     is_token_BL = jnp.ones((ROWS, LENGTH), bool)
 
     def forward(params, x_BLD):
@@ -69,17 +69,33 @@ def training_contender(name: str, config: ModelConfig) -> Contender:
         y_BLD, stats = layer(x_BLD, is_token_BL, is_training=True)
         return y_BLD, stats.balance_loss
 
+    return backward_contender(name, forward, params_of(module))
+
+
+def flaxformer_contender(num_experts: int) -> Contender:
+    layer = flaxformer_layer.masked_layer(num_experts, DENSE.d_ff, group_size=ROWS * LENGTH)
+    forward, params = flaxformer_layer.training_arguments(layer, batch()[0])
+    return backward_contender(f"flaxformer {num_experts}", forward, params)
+
+
+def backward_contender(name: str, forward, params) -> Contender:
+    """Forward and backward pass: gradients of the input and of every parameter.
+
+    Args:
+        forward: `forward(params, x_BLD)` -> outputs, balance loss.
+    """
+
     def loss(params, x_BLD, dy_BLD):
         y_BLD, balance_loss = forward(params, x_BLD)
         return jnp.sum(y_BLD * dy_BLD) + balance_loss
 
-    return compiled_contender(
-        name,
-        jax.grad(loss, argnums=(0, 1)),
-        params_of(module),
-        jnp.array(x_BLD, jnp.float32),
-        jnp.array(dy_BLD, jnp.float32),
-    )
+    return compiled_contender(name, jax.grad(loss, argnums=(0, 1)), params, *batch())
+
+
+def batch():
+    """Normally distributed `x_BLD` and `dy_BLD`."""
+    values = np.random.default_rng(0).normal(size=(2, ROWS, LENGTH, DENSE.d_model))
+    return tuple(jnp.array(values, jnp.float32))
 
 
 def run(rounds: int) -> Report:
@@ -90,8 +106,10 @@ def run(rounds: int) -> Report:
         for n in NUM_EXPERTS
         for dispatcher in DISPATCHERS
     }
-    take_turns([dense, *switches.values()], rounds)
-    rows = [_row(each, dense) for each in (dense, *switches.values())]
+    peers = [flaxformer_contender(n) for n in (8, 32) if flaxformer_layer.is_available()]
+    contenders = [dense, *switches.values(), *peers]
+    take_turns(contenders, rounds)
+    rows = [_row(each, dense) for each in contenders]
     decode_rows, decode_checks = decoding(rounds)
     checks = [
         Check("default8_vs_dense", ratio(switches["sort", 8], dense), ">=0.8"),
@@ -99,6 +117,9 @@ def run(rounds: int) -> Report:
             "default32_vs_einsum", ratio(switches["sort", 32], switches["einsum", 32]), ">=2"
         ),
     ]
+    if peers:
+        speed = ratio(switches["sort", 32], peers[-1])
+        checks.append(Check("default32_vs_flaxformer", speed, ">=1"))
     return Report("bench moe", rows + decode_rows, checks + decode_checks)
 
 

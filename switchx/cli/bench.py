@@ -10,7 +10,8 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench train          a training step with 8 to 64 experts against the dense model,
                                and against PyTorch where the extra `hf` is installed
   switchx bench moe            one sparse layer by dispatcher, 8 to 128 experts, against the
-                               dense layer of equal FLOPs; a step of decoding
+                               dense layer of equal FLOPs, and against Flaxformer's where
+                               it can be imported; a step of decoding
   switchx bench train --json   the same as one JSON object on the last line
 """
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from switchx.bench import flaxformer_layer
 from switchx.bench import moe as bench
 from switchx.moe.layer import SwitchFFN
 from switchx.planner.hlo_flops import matrix_flops
@@ -27,7 +28,7 @@ def test_report_has_every_layer(small):
     report = bench.run(rounds=1)
     layers = [row["layer"] for row in report.results]
     assert layers[:4] == ["dense", "sort 8", "dropless 8", "einsum 8"]
-    assert len(layers) == 1 + 2 * 3 + 2
+    assert len(layers) == 1 + 2 * 3 + 2 * flaxformer_layer.is_available() + 2
 
 
 def test_experts_do_the_dense_layers_work():
