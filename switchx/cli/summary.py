@@ -51,7 +51,8 @@ def print_summary(
 def next_commands(
     job: TrainingJob, run: RunFolder, outcome: Outcome, arguments: argparse.Namespace
 ) -> list[str]:
-    """What to try next: evaluate, go on, fine-tune. Each runs as it stands."""
+    """What to try next: evaluate, go on, fine-tune, look at the routing. Each runs as it
+    stands."""
     folder = f"--model_dir={run.path}"
     same = configuration_options(arguments, without="TRAIN_STEPS")
     steps = [f"--gin.TRAIN_STEPS={max(2 * job.train_steps, 1)}"]
@@ -63,11 +64,12 @@ def next_commands(
         # The same task with a fresh optimizer; other gin files say what to learn instead.
         files = configuration_options(arguments, without="INIT_FROM")
     finetune = [*files, f"--gin.INIT_FROM={run.path}", f"--model_dir={other}"]
-    return [
+    commands = [
         command_line("eval", folder),
         command_line("train", *same, *steps, folder),
         command_line("train", *finetune),
     ]
+    return commands if job.model.switch is None else [*commands, command_line("report", folder)]
 
 
 def _finetuning_fits(job: TrainingJob, run: RunFolder) -> bool:

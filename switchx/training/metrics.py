@@ -40,7 +40,10 @@ def token_metrics(sums: TokenSums) -> dict[str, float]:
 
 
 def routing_metrics(stats: RoutingStats | None) -> dict[str, Any]:
-    """Per Switch layer, the encoder's first: lists over layers; loads are shares of tokens."""
+    """Per Switch layer, the encoder's first: lists over layers; loads are shares of tokens.
+
+    `dropped_fraction` is of all choices, of which a token may have several.
+    """
     if stats is None:
         return {}
     means = {
@@ -48,9 +51,9 @@ def routing_metrics(stats: RoutingStats | None) -> dict[str, Any]:
         for field in dataclasses.fields(stats)
         if field.name != "choices"
     }
-    tokens_N = np.asarray(stats.tokens, np.float64)
+    num_choices = max(float(np.sum(stats.load_E)), 1.0)
     return {
-        "dropped_fraction": float(np.sum(stats.dropped) / max(np.sum(tokens_N), 1.0)),
+        "dropped_fraction": float(np.sum(stats.dropped)) / num_choices,
         "routing": {
             "load": means["load_E"].round(6).tolist(),
             "dropped": means["dropped"].tolist(),

@@ -95,7 +95,7 @@ def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
     bindings = [f"FILES=['{tmp_path}/it is']", "TRAIN_STEPS=12", "RouterConfig.jitter=0.0"]
     arguments = given(str(SMALL), "meshes/data.gin", bindings=bindings, search_paths="/,.")
     job = parse_job(arguments)
-    eval_, train, finetune = summary.next_commands(job, folder, FINISHED, arguments)
+    eval_, train, finetune, report = summary.next_commands(job, folder, FINISHED, arguments)
     words = shlex.split(eval_)
     assert words[words.index("eval") :] == ["eval", f"--model_dir={folder.path}"]
     same = [
@@ -114,6 +114,8 @@ def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
         "train", *same, "--gin.TRAIN_STEPS=12", "--gin.RouterConfig.jitter=0.0",
         f"--gin.INIT_FROM={folder.path}", f"--model_dir={folder.path}_finetuned",
     ]  # fmt: skip
+    words = shlex.split(report)
+    assert words[words.index("report") :] == ["report", f"--model_dir={folder.path}"]
 
 
 def test_model_of_the_shipped_run_goes_on_to_the_shipped_fine_tuning(folder):
@@ -131,7 +133,7 @@ def test_stopped_run_goes_on_with_the_same_command(capsys, folder):
     arguments = given(str(SMALL), bindings=bindings)
     lines = printed(capsys, folder, arguments, Outcome(12, False, {}))
     assert lines[1] == "Training stopped by a signal; the state is saved at step 12"
-    assert f"--gin.TRAIN_STEPS=100 '--model_dir={folder.path}'" in lines[-2]
+    assert f"--gin.TRAIN_STEPS=100 '--model_dir={folder.path}'" in lines[-3]
 
 
 def test_run_stopped_before_it_saved_can_only_go_on(capsys, folder):

@@ -17,7 +17,8 @@ def test_next_commands_run_as_they_stand(finished_run, session_cache, tmp_path, 
     process = run_cli("train", *words)
     assert process.returncode == 0, process.stderr
     commands = process.stdout.rpartition("\nNext\n")[2].splitlines()
-    assert len(commands) == 3
+    assert len(commands) == 4
+    said = []
     for command in commands:
         done = subprocess.run(
             command,
@@ -31,6 +32,8 @@ def test_next_commands_run_as_they_stand(finished_run, session_cache, tmp_path, 
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         assert done.stdout
+        said.append(done.stderr)
     assert switchx.load(tmp_path / "my run").step == 2
-    assert "restored all" in done.stderr
+    assert "restored all" in said[2]
+    assert (tmp_path / "my run/report.html").is_file()
     assert switchx.load(tmp_path / "my run_finetuned").step == 1

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics: the paper's perplexity, shares of routing, and lines that survive a kill."""
 
+import dataclasses
 import json
 import math
 import struct
@@ -66,6 +67,12 @@ def test_routing_is_reported_per_layer_in_shares_of_its_tokens():
         },
     }
     assert routing_metrics(None) == {}
+
+
+def test_drops_are_a_share_of_choices_where_a_token_has_several():
+    stats = two_layers()
+    stats = dataclasses.replace(stats, load_E=2 * stats.load_E, dropped=4 * stats.dropped)
+    assert routing_metrics(stats)["dropped_fraction"] == 12 / 24
 
 
 def test_nested_metrics_are_named_by_layer_and_expert():
