@@ -74,18 +74,28 @@ def candidates(R: int, D: int, F: int, E: int) -> list[Tiling]:
 def product_on_cpu(x_RD, w: QTensor, group_sizes_E, tiling: Tiling):
     """float32 `[R, F]`, one block of features of one expert at a time."""
     _, D, F = w.shape
-    K = tiling.weight_rows
+    K, C = tiling.weight_rows, D // w.scales_EFG.shape[2]
+    # Low nibbles of a block, then its high ones, are even channels, then odd ones. Ordering x
+    # like that is little work; interleaving nibbles takes as long as the product.
+    is_split = w.is_packed and C % 2 == 0
+    if is_split:
+        x_RD = jnp.concatenate([x_RD[:, ::2], x_RD[:, 1::2]], axis=1)
 
     def weight_block(e, k):
         def block_of(array_EFX):
             shape = (1, K, array_EFX.shape[2])
             return jax.lax.dynamic_slice(array_EFX, (e, k * K, 0), shape)
 
-        block = jax.tree.map(block_of, w).native()
+        block = jax.tree.map(block_of, w)
         scales_KG = block.scales_EFG[0]
-        G = scales_KG.shape[1]
-        values_KGC = block.values.reshape(K, G, D // G).astype(jnp.float32)
-        return (values_KGC * scales_KG[..., None]).reshape(K, D)
+        if not is_split:
+            values_KGC = block.native().values.reshape(K, D // C, C).astype(jnp.float32)
+            return (values_KGC * scales_KG[..., None]).reshape(K, D)
+        packed_KGC = block.values.reshape(K, D // C, C // 2).astype(jnp.int32)
+        # A shift to the left and an arithmetic one to the right extend the sign.
+        halves = [(packed_KGC << 28) >> 28, (packed_KGC << 24) >> 28]
+        scaled = [half.astype(jnp.float32) * scales_KG[..., None] for half in halves]
+        return jnp.concatenate([half.reshape(K, D // 2) for half in scaled], axis=1)
 
     return unquantized.add_up_blocks(x_RD, weight_block, (F, D), group_sizes_E, True, tiling)
 

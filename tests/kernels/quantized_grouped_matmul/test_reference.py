@@ -27,7 +27,7 @@ def weights_of(q: QTensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("is_native", [False, True])
-@pytest.mark.parametrize("group_size", [None, 6])
+@pytest.mark.parametrize("group_size", [None, 6, 3])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_both_paths_against_a_loop(groups, bits, group_size, is_native):
