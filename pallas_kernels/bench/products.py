@@ -116,13 +116,10 @@ def contenders(cell: Cell, cache: dict) -> list[Contender]:
     Args:
         cache: keeps weights from one cell to the next of the same matrices.
     """
-    rng = np.random.default_rng(0)
-    x_RD = jnp.array(rng.standard_normal((cell.R, cell.D), np.float32), activation_dtype())
-    sizes = [jnp.array(cell.group_sizes(first)) for first in range(0, cell.E, cell.active)]
     prepare = one_by_one if jax.default_backend() == "cpu" else all_in_one_program
     found = []
     for product in products(cell):
-        sets = _weight_sets(cell, product.bits, cache)
+        x_RD, sets, sizes = operands(cell, product.bits, cache)
         error = relative_error(product, x_RD, sets[0], sizes[0])
         found.append(
             Contender(
@@ -136,8 +133,15 @@ def contenders(cell: Cell, cache: dict) -> list[Contender]:
     return found
 
 
+def operands(cell: Cell, bits: int | None, cache: dict) -> tuple[Any, list, list]:
+    """Rows, more weights than a cache holds together, sizes that use all their experts."""
+    rng = np.random.default_rng(0)
+    x_RD = jnp.array(rng.standard_normal((cell.R, cell.D), np.float32), activation_dtype())
+    sizes = [jnp.array(cell.group_sizes(first)) for first in range(0, cell.E, cell.active)]
+    return x_RD, _weight_sets(cell, bits, cache), sizes
+
+
 def _weight_sets(cell: Cell, bits: int | None, cache: dict) -> list:
-    """As many weights as no cache holds together, all experts of each in turn."""
     matrices = (cell.E, cell.D, cell.F)
     if cache.get("matrices") != matrices:
         cache.clear()  # of the last matrices, before these are made

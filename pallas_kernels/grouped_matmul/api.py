@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels.implementations import choose
 from pallas_kernels.operands import check_grouped
 from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.tiling.tuned import Key, lookup
 
 
 def grouped_matmul(
@@ -40,13 +41,14 @@ def grouped_matmul(
             they are traced that is the caller's responsibility.
         implementation: `reference`, `tpu`, `gpu`, or None: see `implementations.choose`.
         tiling: the implementation's `Tiling` of the forward product; None is the tuned one,
-            where `switchx tune kernels` has written one, or its heuristic.
+            where `switchx tune kernels` has written one, or its heuristic. Gradients take
+            the heuristic's.
         interpret: runs a named kernel by interpretation, on any machine and slowly.
 
     Raises:
         ValueError: shapes that do not agree, an unsupported dtype or alignment, group sizes
-            below 0 or above R in sum, an implementation that cannot run here. Nothing has
-            been launched then.
+            below 0 or above R in sum, an implementation that cannot run here, a damaged file
+            of tuned tilings. Nothing has been launched then.
     """
     check_grouped(x_RD, w_EDF, group_sizes_E, bias_EF)
     (R, D), (E, _, F) = x_RD.shape, w_EDF.shape
@@ -56,6 +58,10 @@ def grouped_matmul(
         (x_RD.dtype, w_EDF.dtype, R, D, F, E),
         interpret=interpret,
     )
+    if tiling is None and not interpret:
+        name = module.__name__.rpartition(".")[2]
+        key = Key.of("grouped_matmul", name, x_RD.dtype, None, None, R, D, F, E)
+        tiling = lookup(key, module.Tiling)
     # Only kernels know the option.
     options = (("interpret", True),) if interpret else ()
     y_RF = _grouped(module, tiling, options, x_RD, w_EDF, group_sizes_E)

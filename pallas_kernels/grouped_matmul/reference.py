@@ -25,17 +25,17 @@ class Tiling:
     """Sizes of the loops on CPU; accelerators choose theirs themselves.
 
     Attributes:
-        rows: of a tile, at most R.
+        rows: of a tile; R where there are fewer.
         weight_rows: of a block of an expert's matrix; divides D, F for the transposed one.
     """
 
     rows: int
     weight_rows: int
 
-    def check(self, R: int, leading: int) -> None:
-        """Raises ValueError where they do not fit R rows and matrices of `leading` rows."""
-        if not 1 <= self.rows <= R:
-            raise ValueError(f"tiling has rows={self.rows}; use 1 to {R}, the rows of x")
+    def check(self, leading: int) -> None:
+        """Raises ValueError where they do not fit matrices of `leading` rows."""
+        if self.rows < 1:
+            raise ValueError(f"tiling has rows={self.rows}; use 1 or more")
         if self.weight_rows < 1 or leading % self.weight_rows:
             raise ValueError(
                 f"tiling has weight_rows={self.weight_rows}; use a divisor of {leading}"
@@ -93,7 +93,7 @@ def forward(x_RD, w, group_sizes_E, *, transpose_w=False, tiling: Tiling | None 
     if 0 in (R, E):
         return jnp.zeros((R, F), x_RD.dtype)
     tiling = tiling or default_tiling(R, *leading_columns, E, transpose_w=transpose_w)
-    tiling.check(R, leading_columns[0])
+    tiling.check(leading_columns[0])
     return jax.lax.platform_dependent(
         x_RD,
         w,
@@ -117,7 +117,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
     if 0 in (R, E):
         return jnp.zeros((E, D, F), out_dtype)
     tiling = tiling or default_tiling(R, D, F, E)
-    tiling.check(R, D)
+    tiling.check(D)
     return jax.lax.platform_dependent(
         x_RD,
         dy_RF,
@@ -185,7 +185,8 @@ def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling:
             matrix, floating point; computed once for each.
         shape: of an expert's matrix, as it is stored.
     """
-    R, b, K = x_RD.shape[0], tiling.rows, tiling.weight_rows
+    R, K = x_RD.shape[0], tiling.weight_rows
+    b = min(tiling.rows, R)
     F = shape[0] if transpose_w else shape[1]
     visits = Visits.of(group_sizes_E)
     # Like x, which varies over the devices of a `shard_map` where the sums do.
@@ -221,7 +222,7 @@ def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling:
 def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling):
     """The loops of the CPU; see the module."""
     (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
-    b, K = tiling.rows, tiling.weight_rows
+    b, K = min(tiling.rows, R), tiling.weight_rows
     visits = Visits.of(group_sizes_E)
     zeros_EDF = jax.lax.full_like(x_RD, 0, out_dtype, shape=(E, D, F))
     zeros_KF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(K, F))

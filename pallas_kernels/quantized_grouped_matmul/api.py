@@ -14,6 +14,7 @@ import jax
 from pallas_kernels.implementations import REFERENCE, choose
 from pallas_kernels.operands import check_quantized
 from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.tiling.tuned import Key, lookup
 
 
 def quantized_grouped_matmul(
@@ -56,7 +57,8 @@ def quantized_grouped_matmul(
     Raises:
         ValueError: shapes that do not agree, an unsupported dtype, alignment or activation,
             weights of another layout, group sizes below 0 or above R in sum, an
-            implementation that cannot run here. Nothing has been launched then.
+            implementation that cannot run here, a damaged file of tuned tilings. Nothing has
+            been launched then.
     """
     check_quantized(x_RD, w, group_sizes_E, bias_EF, activation, gate_R)
     R, (E, D, F) = x_RD.shape[0], w.shape
@@ -66,6 +68,10 @@ def quantized_grouped_matmul(
         (x_RD.dtype, w.bits, R, D, F, E, w.group_size),
         interpret=interpret,
     )
+    if tiling is None and not interpret:
+        name, op = module.__name__.rpartition(".")[2], "quantized_grouped_matmul"
+        key = Key.of(op, name, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
+        tiling = lookup(key, module.Tiling)
     options = (("activation", activation), ("tiling", tiling))
     options += (("interpret", True),) if interpret else ()
     return _without_gradient(module, options, x_RD, w, group_sizes_E, bias_EF, gate_R)

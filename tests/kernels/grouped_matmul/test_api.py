@@ -158,7 +158,7 @@ def test_inside_shard_map_as_on_one_device():
         ({"implementation": "cuda"}, "implementation='cuda'; use None or one of"),
         ({"implementation": "reference", "interpret": True}, "only kernels are interpreted"),
         ({"interpret": True}, "only kernels are interpreted"),
-        ({"tiling": reference.Tiling(R + 1, 1)}, "rows=24"),
+        ({"tiling": reference.Tiling(0, 1)}, "rows=0; use 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

@@ -12,7 +12,7 @@ from tests.kernels import loops
 from tests.kernels.loops import GROUPS
 
 D, F = 12, 20
-TILINGS = [Tiling(1, 4), Tiling(4, 2), Tiling(5, 4), Tiling(16, 1), Tiling(23, 4)]
+TILINGS = [Tiling(1, 4), Tiling(4, 2), Tiling(5, 4), Tiling(16, 1), Tiling(99, 4)]
 
 
 def sizes_of(groups):
@@ -142,7 +142,7 @@ def test_default_blocks_fit_the_cache_and_divide():
     for leading, columns in ((1024, 4096), (4096, 1024), (768, 3072), (4096, 14336), (7, 9)):
         for transpose_w in (False, True):
             tiling = reference.default_tiling(64, leading, columns, 8, transpose_w=transpose_w)
-            tiling.check(64, leading)
+            tiling.check(leading)
             assert 4 * columns * tiling.weight_rows <= 2**22
     # Blocks of a prime number of rows would be single rows.
     assert reference.default_tiling(64, 4099, 4096, 8).weight_rows == 4099
@@ -154,14 +154,13 @@ def test_candidates_begin_with_the_default_and_fit(transpose_w):
     assert tilings[0] == reference.default_tiling(48, 1024, 4096, 8, transpose_w=transpose_w)
     assert len(set(tilings)) == len(tilings) > 4
     for tiling in tilings:
-        tiling.check(48, 1024)
+        tiling.check(1024)
 
 
 @pytest.mark.parametrize(
     ("tiling", "message"),
     [
-        (Tiling(0, 4), "rows=0; use 1 to 23"),
-        (Tiling(24, 4), "rows=24; use 1 to 23"),
+        (Tiling(0, 4), "rows=0; use 1 or more"),
         (Tiling(4, 5), "weight_rows=5; use a divisor of 12"),
         (Tiling(4, 0), "weight_rows=0; use a divisor of 12"),
     ],

@@ -63,7 +63,7 @@ def test_what_it_says_to_do_works():
         ({"activation": "gelu"}, "use None or 'relu'"),
         ({"implementation": "triton"}, "use None or one of"),
         ({"interpret": True}, "only kernels are interpreted"),
-        ({"tiling": Tiling(99, 1)}, "rows=99"),
+        ({"tiling": Tiling(0, 1)}, "rows=0; use 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):
