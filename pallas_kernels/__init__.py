@@ -1,2 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pallas kernels of sparse models, usable without switchx: plain arrays in and out."""
+
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.quantization.quantize import dequantize, quantization_error, quantize
+from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
+from pallas_kernels.routing.expert_ffn import expert_ffn
+from pallas_kernels.routing.sort import SortedRows, permute, sort_by_expert, unpermute
+
+__all__ = [
+    "QTensor",
+    "SortedRows",
+    "dequantize",
+    "expert_ffn",
+    "grouped_matmul",
+    "permute",
+    "quantization_error",
+    "quantize",
+    "quantized_grouped_matmul",
+    "sort_by_expert",
+    "unpermute",
+]

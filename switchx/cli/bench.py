@@ -12,6 +12,8 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench moe            one sparse layer by dispatcher, 8 to 128 experts, against the
                                dense layer of equal FLOPs, and against Flaxformer's where
                                it can be imported; a step of decoding
+  switchx bench kernels        grouped products with float, int8 and int4 weights, by active
+                               experts and rows of each; on CPU some cells of the grid
   switchx bench train --json   the same as one JSON object on the last line
 """
 
@@ -20,16 +22,21 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "bench", run, "measure speed against a baseline", DESCRIPTION
     )
-    parser.add_argument("what", choices=["train", "moe"], help="what to measure")
+    parser.add_argument("what", choices=["train", "moe", "kernels"], help="what to measure")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns (default: 9)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments) -> int:
-    from switchx.bench import moe, train
+    from switchx.bench import kernels, moe, train
+    from switchx.cli.progress import TerminalReporter
 
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}; use at least 1")
-    bench = {"train": train, "moe": moe}[arguments.what]
-    bench.run(arguments.rounds).print(arguments.json)
+    if arguments.what == "kernels":
+        with TerminalReporter() as reporter:
+            report = kernels.run(arguments.rounds, note=reporter.note)
+    else:
+        report = {"train": train, "moe": moe}[arguments.what].run(arguments.rounds)
+    report.print(arguments.json)
     return 0

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from pallas_kernels.bench import kernels, products
+from pallas_kernels.bench.cells import Cell
 from switchx.bench import moe, torch_peer, train
 from switchx.cli.main import main
 
@@ -50,6 +52,20 @@ def test_moe_prints_one_json_object(monkeypatch, capsys):
         "decode_flops_vs_ideal": "<=4",
         "decode_time_vs_ideal": "<=4",
     }
+
+
+def test_kernels_prints_one_json_object(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "cells_of_a_cpu", lambda: [Cell(8, 12, 4, 4, 3)])
+    monkeypatch.setitem(products.ROTATED_BYTES, "cpu", 2**11)
+    assert main(["bench", "kernels", "--rounds=1", "--json"]) == 0
+    output = capsys.readouterr()
+    printed = json.loads(output.out.splitlines()[-1])
+    assert printed["command"] == "bench kernels"
+    assert {check["name"] for check in printed["checks"]} == {
+        "reference_vs_batched_einsum", "int8_bytes_vs_f32", "int4_bytes_vs_f32",
+        "max_error_vs_float64",
+    }  # fmt: skip
+    assert "1/1" in output.err
 
 
 def test_rounds_must_be_at_least_one(capsys):

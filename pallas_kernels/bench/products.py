@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contenders of one cell: our products by weights, and what they are compared with.
+
+Dims: R D F E G
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.bench.cells import Cell
+from pallas_kernels.bench.timing import Contender, all_in_one_program, one_by_one
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.quantization.quantize import dequantize
+from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
+
+# Read between two uses of the same weights: more than four times what caches hold.
+ROTATED_BYTES = {"cpu": 2**27, "gpu": 2**28, "tpu": 2**29}
+CHECKED_ROWS = 8
+
+
+def activation_dtype():
+    """What rows and unquantized weights are: bfloat16, on CPU float32."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A way to multiply.
+
+    Attributes:
+        run: `(x_RD, weights, group_sizes_E) -> y_RF`.
+        bits: of the weights; None is those of the rows.
+    """
+
+    name: str
+    run: Callable[[Any, Any, Any], Any]
+    bits: int | None = None
+
+
+def ragged_dot(x_RD, w_EDF, group_sizes_E):
+    return jax.lax.ragged_dot(x_RD, w_EDF, group_sizes_E)
+
+
+def dequantize_then_multiply(x_RD, w: QTensor, group_sizes_E):
+    """What the fused product spares: all weights written and read once more."""
+    return grouped_matmul(x_RD, dequantize(w).astype(x_RD.dtype), group_sizes_E)
+
+
+def batched_einsum(x_RD, w_EDF, group_sizes_E):
+    """Equal groups, which it takes for granted."""
+    x_ERD = x_RD.reshape(w_EDF.shape[0], -1, x_RD.shape[1])
+    y_ERF = jnp.einsum("ERD,EDF->ERF", x_ERD, w_EDF)
+    return y_ERF.reshape(x_RD.shape[0], -1)
+
+
+def dense(x_RD, w_EDF, group_sizes_E):
+    """As many FLOPs with one matrix: on GPU, cuBLAS."""
+    return x_RD @ w_EDF[0]
+
+
+def products(cell: Cell) -> list[Product]:
+    """Ours unquantized first, which the others are compared with."""
+    is_cpu = jax.default_backend() == "cpu"
+    name = jnp.dtype(activation_dtype()).name
+    found = [
+        Product(name, grouped_matmul),
+        Product("int8", quantized_grouped_matmul, 8),
+        Product("int4", quantized_grouped_matmul, 4),
+    ]
+    if not is_cpu or cell.E <= 8:  # on CPU seconds for more
+        found.append(Product("dequantize int8", dequantize_then_multiply, 8))
+    if cell.load == "balanced" and cell.active == cell.E and is_cpu:
+        found.append(Product("batched einsum", batched_einsum))
+    if not is_cpu:  # On CPU ragged_dot does E times the work.
+        found.append(Product("dequantize int4", dequantize_then_multiply, 4))
+        found.append(Product(f"ragged_dot {name}", ragged_dot))
+        if cell.load == "balanced" and cell.active == cell.E:
+            found.append(Product(f"dense {name}", dense))
+    return found
+
+
+def random_weights(cell: Cell, bits: int | None, seed: int):
+    """An array, or a QTensor of random integers: quantizing would take too long."""
+    rng = np.random.default_rng(seed)
+    E, D, F = cell.E, cell.D, cell.F
+    if bits is None:
+        w_EDF = rng.standard_normal((E, D, F), np.float32)
+        return jnp.array(w_EDF, activation_dtype())
+    scales_EF1 = jnp.array(rng.uniform(0.5, 1.5, (E, F, 1)) / 2**bits, jnp.float32)
+    if bits == 8:
+        values = rng.integers(-128, 128, (E, F, D), np.int8)
+        return QTensor(jnp.array(values), scales_EF1, bits)
+    q = QTensor(jnp.array(rng.integers(0, 256, (E, F, D // 2), np.uint8)), scales_EF1, bits)
+    # CPUs read packed ones, kernels native ones.
+    return q if jax.default_backend() == "cpu" else q.native()
+
+
+def weight_bytes(cell: Cell, bits: int | None, experts: int) -> int:
+    """Of the matrices of `experts` experts, with their scales."""
+    bits_of_one = bits or 8 * jnp.dtype(activation_dtype()).itemsize
+    scales = 0 if bits is None else 4 * cell.F
+    return experts * (cell.D * cell.F * bits_of_one // 8 + scales)
+
+
+def contenders(cell: Cell, cache: dict) -> list[Contender]:
+    """Compiled, checked and ready to take turns.
+
+    Args:
+        cache: keeps weights from one cell to the next of the same matrices.
+    """
+    prepare = one_by_one if jax.default_backend() == "cpu" else all_in_one_program
+    found = []
+    for product in products(cell):
+        x_RD, sets, sizes = operands(cell, product.bits, cache)
+        error = relative_error(product, x_RD, sets[0], sizes[0])
+        found.append(
+            Contender(
+                product.name,
+                prepare(product.run, x_RD, sets, sizes),
+                calls=1 if prepare is one_by_one else len(sets) * len(sizes),
+                weight_bytes=weight_bytes(cell, product.bits, cell.active),
+                error=error,
+            )
+        )
+    return found
+
+
+def operands(cell: Cell, bits: int | None, cache: dict) -> tuple[Any, list, list]:
+    """Rows, more weights than a cache holds together, sizes that use all their experts."""
+    rng = np.random.default_rng(0)
+    x_RD = jnp.array(rng.standard_normal((cell.R, cell.D), np.float32), activation_dtype())
+    sizes = [jnp.array(cell.group_sizes(first)) for first in range(0, cell.E, cell.active)]
+    return x_RD, _weight_sets(cell, bits, cache), sizes
+
+
+def _weight_sets(cell: Cell, bits: int | None, cache: dict) -> list:
+    matrices = (cell.E, cell.D, cell.F)
+    if cache.get("matrices") != matrices:
+        cache.clear()  # of the last matrices, before these are made
+        cache["matrices"] = matrices
+    if bits not in cache:
+        wanted = ROTATED_BYTES[jax.default_backend()]
+        number = math.ceil(wanted / weight_bytes(cell, bits, cell.E))
+        cache[bits] = [random_weights(cell, bits, seed) for seed in range(number)]
+    return cache[bits]
+
+
+def relative_error(product: Product, x_RD, weights, sizes_E) -> float | None:
+    """Of a sample of rows against float64, in Euclidean length; None for `dense`."""
+    if product.run is dense:
+        return None
+    row_i = np.linspace(0, x_RD.shape[0] - 1, CHECKED_ROWS).astype(int)
+    y_iF = np.asarray(jax.jit(product.run)(x_RD, weights, sizes_E)[row_i], np.float64)
+    expert_R = np.repeat(np.arange(sizes_E.shape[0]), np.asarray(sizes_E))
+    x_iD = np.asarray(x_RD[row_i], np.float64)
+    expected_iF = np.zeros_like(y_iF)
+    for i, r in enumerate(row_i):
+        e = int(expert_R[r])
+        one = jax.tree.map(lambda array, e=e: array[e : e + 1], weights)
+        w_DF = dequantize(one)[0] if isinstance(one, QTensor) else one[0]
+        expected_iF[i] = x_iD[i] @ np.asarray(w_DF, np.float64)
+    return float(np.linalg.norm(y_iF - expected_iF) / np.linalg.norm(expected_iF))
+
+
+@functools.cache
+def compiled_weight_bytes(bits: int | None) -> int:
+    """Bytes of weights that a compiled product of 8 matrices 512x1024 is given."""
+    cell = Cell(512, 1024, 8, 8, 1)
+    weights = random_weights(cell, bits, 0)
+    product = grouped_matmul if bits is None else quantized_grouped_matmul
+    x_RD, sizes_E = jnp.ones((cell.R, cell.D), activation_dtype()), jnp.ones(8, jnp.int32)
+    compiled = jax.jit(product).lower(x_RD, weights, sizes_E).compile()
+    others = x_RD.size * x_RD.dtype.itemsize + 4 * 8
+    scales = 0 if bits is None else 4 * 8 * 1024
+    return compiled.memory_analysis().argument_size_in_bytes - others - scales

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of contenders that take turns, with weights that no cache holds from call to call."""
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass
+class Contender:
+    """A compiled step of one or several calls.
+
+    Attributes:
+        step: runs, and returns when the result is there.
+        calls: how many calls of the operation a step is.
+        weight_bytes: that a call has to read.
+        error: relative, of the checked part of the result against float64.
+        times_s: of a call, one for each round.
+    """
+
+    name: str
+    step: Callable[[], Any]
+    calls: int = 1
+    weight_bytes: int = 0
+    error: float | None = None
+    times_s: list[float] = dataclasses.field(default_factory=list)
+
+    def measure(self) -> None:
+        start = time.perf_counter()
+        self.step()
+        self.times_s.append((time.perf_counter() - start) / self.calls)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.times_s)
+
+    def percentile_s(self, percent: int) -> float:
+        ordered = sorted(self.times_s)
+        return ordered[round(percent / 100 * (len(ordered) - 1))]
+
+
+def take_turns(contenders: Sequence[Contender], rounds: int) -> None:
+    """Measures all in every round, the order turned around each time."""
+    for each in contenders:
+        each.step()  # warm
+    for i in range(rounds):
+        for each in contenders if i % 2 == 0 else contenders[::-1]:
+            each.measure()
+
+
+def speedup(fast: Contender, slow: Contender) -> float:
+    """Median over rounds of `slow`'s time over `fast`'s in the same round."""
+    pairs = zip(fast.times_s, slow.times_s, strict=True)
+    return statistics.median(slow_s / fast_s for fast_s, slow_s in pairs)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def one_by_one(function, x_RD, weight_sets: Sequence, sizes: Sequence) -> Callable[[], Any]:
+    """A step of one call, each with the next weights and the next sizes.
+
+    For CPUs, where a call takes milliseconds.
+    """
+    compiled = jax.jit(function).lower(x_RD, weight_sets[0], sizes[0]).compile()
+    turns = itertools.cycle(itertools.product(weight_sets, sizes))
+    return lambda: jax.block_until_ready(compiled(x_RD, *next(turns)))
+
+
+def all_in_one_program(
+    function, x_RD, weight_sets: Sequence, sizes: Sequence
+) -> Callable[[], Any]:
+    """A step of a call with every set of weights and all sizes, one after the other.
+
+    For accelerators: starting a program takes them longer than many a product.
+    """
+    table_JE = jnp.stack(sizes)
+
+    def run(x_RD, weight_sets, table_JE):
+        def calls(j, x_RD):
+            for weights in weight_sets:
+                y_RF = function(x_RD, weights, table_JE[j])
+                # The next call waits for this result, and nobody drops it.
+                x_RD, _ = jax.lax.optimization_barrier((x_RD, y_RF))
+            return x_RD
+
+        return jax.lax.fori_loop(0, table_JE.shape[0], calls, x_RD)
+
+    compiled = jax.jit(run).lower(x_RD, tuple(weight_sets), table_JE).compile()
+    return lambda: jax.block_until_ready(compiled(x_RD, tuple(weight_sets), table_JE))
+
+
+def copy_bytes_per_s(num_bytes: int = 2**30, rounds: int = 5) -> float:
+    """Bytes that the device reads and writes in a second, copying."""
+    repeats = 10
+
+    def copies(x_N):
+        def once(_, x_N):
+            return jax.lax.optimization_barrier(-x_N)
+
+        return jax.lax.fori_loop(0, repeats, once, x_N)
+
+    x_N = jnp.ones(num_bytes // 4, jnp.float32)
+    compiled = jax.jit(copies).lower(x_N).compile()
+    copy = Contender("copy", lambda: jax.block_until_ready(compiled(x_N)), calls=repeats)
+    take_turns([copy], rounds)
+    return 2 * num_bytes / copy.median_s

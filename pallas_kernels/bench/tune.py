@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx tune kernels`: the quickest of a back end's candidate tilings, into the cache.
+
+A candidate that does not compile, for lack of memory or anything else, is dropped before
+anything is run; one whose result differs from float64 is refused. On CPU the loops of the
+reference are tuned. Dims: R D F E
+"""
+
+import dataclasses
+import functools
+import inspect
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bench import products
+from pallas_kernels.bench.cells import ACTIVE_OF_EXPERTS, MATRICES, TOKENS, Cell
+from pallas_kernels.bench.products import Product, activation_dtype
+from pallas_kernels.bench.timing import (
+    Contender,
+    all_in_one_program,
+    one_by_one,
+    speedup,
+    take_turns,
+)
+from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.implementations import choose
+from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
+from pallas_kernels.tiling.tuned import Key, user_file, write
+
+# Less than that is noise: the default stays.
+LEAST_GAIN = 1.03
+LARGEST_ERROR = 1e-2
+
+
+def cells_to_tune() -> list[Cell]:
+    """All experts active; on CPU a minute's worth."""
+    if jax.default_backend() == "cpu":
+        return [Cell(1024, 4096, 8, 8, tokens) for tokens in (1, 16, 64)]
+    full = sorted({E for active, E in ACTIVE_OF_EXPERTS if active == E})
+    return [Cell(D, F, E, E, tokens) for D, F in MATRICES for E in full for tokens in TOKENS]
+
+
+def run(
+    rounds: int,
+    cells: Sequence[Cell] | None = None,
+    note: Callable[[str], Any] = print,
+    path: pathlib.Path | None = None,
+) -> list[dict[str, Any]]:
+    """Tunes the products of float, int8 and int4 weights and writes what is quicker.
+
+    Args:
+        cells: None is the grid for this machine.
+        path: of the cache; None is the user's.
+
+    Returns:
+        One row for each product: the best tiling, its time and that of the default.
+    """
+    rows, cache, path = [], {}, path or user_file()
+    for cell in cells_to_tune() if cells is None else cells:
+        for bits in (None, 8, 4):
+            key, tiling, row = tune_one(cell, bits, rounds, cache)
+            # At once: who interrupts keeps what is done.
+            write(path, {key: tiling})
+            rows.append(row)
+            note(
+                f"{row['matrix']} {row['rows']} rows, {row['weights']}: {row['tiling']}, "
+                f"{row['speedup']:.2f} times the default's speed"
+            )
+    return rows
+
+
+def tune_one(cell: Cell, bits: int | None, rounds: int, cache: dict):
+    """The key, the best tiling and a row for people, of one product."""
+    op = "grouped_matmul" if bits is None else "quantized_grouped_matmul"
+    dtype = activation_dtype()
+    R, D, F, E = cell.R, cell.D, cell.F, cell.E
+    asked = (dtype, dtype, R, D, F, E) if bits is None else (dtype, bits, R, D, F, E, None)
+    module = choose(op, None, asked, interpret=False)
+    tilings = candidates(module, (R, D, F, E), dtype, bits)
+    x_RD, sets, sizes = products.operands(cell, bits, cache)
+    prepare = one_by_one if jax.default_backend() == "cpu" else all_in_one_program
+    contenders, dropped = {}, []
+    for tiling in tilings:
+        operation = grouped_matmul if bits is None else quantized_grouped_matmul
+        run_it = functools.partial(operation, tiling=tiling)
+        try:
+            step = prepare(run_it, x_RD, sets, sizes)
+        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+            dropped.append(f"{tiling}: {error}")
+            continue
+        error = products.relative_error(Product("", run_it), x_RD, sets[0], sizes[0])
+        if not error <= LARGEST_ERROR:
+            raise RuntimeError(f"{op} with {tiling} has a relative error of {error}: a bug")
+        calls = 1 if prepare is one_by_one else len(sets) * len(sizes)
+        contenders[tiling] = Contender(str(tiling), step, calls)
+    if tilings[0] not in contenders:
+        raise RuntimeError(f"the default tiling of {op} does not compile: {dropped[0]}")
+    take_turns(list(contenders.values()), rounds)
+    default = contenders[tilings[0]]
+    best = max(contenders, key=lambda tiling: speedup(contenders[tiling], default))
+    if speedup(contenders[best], default) < LEAST_GAIN:
+        best = tilings[0]
+    name = module.__name__.rpartition(".")[2]
+    row = {
+        "matrix": f"{D}x{F}", "experts": E, "rows": R,
+        "weights": f"int{bits}" if bits else jnp.dtype(dtype).name, "implementation": name,
+        "tiling": json.dumps(dataclasses.asdict(best)), "us": 1e6 * contenders[best].median_s,
+        "default_us": 1e6 * default.median_s, "speedup": speedup(contenders[best], default),
+        "measured": len(contenders), "did_not_compile": len(dropped),
+    }  # fmt: skip
+    return Key.of(op, name, dtype, bits, None, R, D, F, E), best, row
+
+
+def candidates(module, sizes: tuple[int, int, int, int], dtype, bits: int | None) -> list:
+    """Those of a back end, its default first; back ends take what they depend on."""
+    options = {"x_dtype": dtype, "dtype": dtype, "bits": bits}
+    known = inspect.signature(module.candidates).parameters
+    return module.candidates(*sizes, **{k: v for k, v in options.items() if k in known})

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matrix product in plain JAX: what the kernels are held to, and the path of CPUs.
+
+Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. On TPU and GPU `jax.lax.ragged_dot`,
+on CPU, where that multiplies every row by every expert's matrix, loops: over the experts that
+have rows, over blocks of the expert's matrix that stay in the cache (a dot in a loop first
+copies its operand; from memory that would be as slow as the product), over tiles of the
+expert's rows. What a tile has of other experts' rows is masked.
+Dims: R D F E; b rows of a tile; K rows of a block of the matrix as it is stored
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# Bytes of a block of a matrix. As large as caches hold where products are added up over
+# blocks, which costs a pass over the sums for each; smaller where every block has its own.
+BLOCK_BYTES, TRANSPOSED_BLOCK_BYTES = 2**22, 2**20
+MAX_ROWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Sizes of the loops on CPU; accelerators choose theirs themselves.
+
+    Attributes:
+        rows: of a tile; R where there are fewer.
+        weight_rows: of a block of an expert's matrix; divides D, F for the transposed one.
+    """
+
+    rows: int
+    weight_rows: int
+
+    def check(self, leading: int) -> None:
+        """Raises ValueError where they do not fit matrices of `leading` rows."""
+        if self.rows < 1:
+            raise ValueError(f"tiling has rows={self.rows}; use 1 or more")
+        if self.weight_rows < 1 or leading % self.weight_rows:
+            raise ValueError(
+                f"tiling has weight_rows={self.weight_rows}; use a divisor of {leading}"
+            )
+
+
+def default_tiling(
+    R: int, leading: int, columns: int, E: int, *, transpose_w: bool = False
+) -> Tiling:
+    """Tiles of as many rows as an expert has on average, blocks that stay in the cache.
+
+    Args:
+        leading, columns: of an expert's matrix as it is stored.
+    """
+    average = -(-R // E)
+    if average > 4:
+        # Equal tiles of equal loads, up to a multiple of 8.
+        average = -(-average // -(-average // MAX_ROWS))
+        average = -(-average // 8) * 8
+    block_bytes = TRANSPOSED_BLOCK_BYTES if transpose_w else BLOCK_BYTES
+    wanted = max(1, block_bytes // (4 * columns))
+    return Tiling(min(average, R), _divisor(leading, wanted))
+
+
+def candidates(
+    R: int, leading: int, columns: int, E: int, *, transpose_w: bool = False
+) -> list[Tiling]:
+    """Tilings around the default one, which comes first."""
+    default = default_tiling(R, leading, columns, E, transpose_w=transpose_w)
+    rows = {default.rows, *(min(R, max(1, default.rows * a // 2)) for a in (1, 4))}
+    sizes = {default.weight_rows}
+    sizes |= {_divisor(leading, max(1, default.weight_rows * a // 4)) for a in (1, 16)}
+    others = [Tiling(a, b) for a in sorted(rows) for b in sorted(sizes)]
+    return [default] + [tiling for tiling in others if tiling != default]
+
+
+def _divisor(number: int, at_most: int) -> int:
+    """The largest divisor up to `at_most`; the number itself where that is a mere splinter."""
+    largest = max(d for d in range(1, min(number, at_most) + 1) if number % d == 0)
+    return largest if 4 * largest >= min(number, at_most) else number
+
+
+def forward(x_RD, w, group_sizes_E, *, transpose_w=False, tiling: Tiling | None = None):
+    """`y_r = x_r w_e`, `[R, F]` in the dtype of x, added up in float32; 0 past the groups.
+
+    Args:
+        w: `[E, D, F]`, or `[E, F, D]` with `transpose_w`, of which no transpose is made.
+        tiling: of the CPU; None is `default_tiling`.
+
+    Raises:
+        ValueError: `tiling` does not fit.
+    """
+    R, (E, *leading_columns) = x_RD.shape[0], w.shape
+    F = leading_columns[0 if transpose_w else 1]
+    if 0 in (R, E):
+        return jnp.zeros((R, F), x_RD.dtype)
+    tiling = tiling or default_tiling(R, *leading_columns, E, transpose_w=transpose_w)
+    tiling.check(leading_columns[0])
+    return jax.lax.platform_dependent(
+        x_RD,
+        w,
+        group_sizes_E,
+        # Not a `functools.partial`: its arguments would be traced.
+        cpu=lambda *operands: forward_on_cpu(*operands, transpose_w, tiling),
+        default=lambda *operands: forward_by_ragged_dot(*operands, transpose_w),
+    )
+
+
+def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None):
+    """`dw_e = sum over its rows of x_r dy_r^T`, `[E, D, F]`; 0 for groups without rows.
+
+    Args:
+        tiling: of the CPU; None is `default_tiling`.
+
+    Raises:
+        ValueError: `tiling` does not fit.
+    """
+    (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
+    if 0 in (R, E):
+        return jnp.zeros((E, D, F), out_dtype)
+    tiling = tiling or default_tiling(R, D, F, E)
+    tiling.check(D)
+    return jax.lax.platform_dependent(
+        x_RD,
+        dy_RF,
+        group_sizes_E,
+        cpu=lambda *operands: weight_gradient_on_cpu(*operands, out_dtype, tiling),
+        default=lambda *operands: weight_gradient_by_ragged_dot(*operands, out_dtype),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """Which experts have rows, and which rows: what the loops of the CPU run over.
+
+    Attributes:
+        expert_E: experts with rows first.
+        start_E, end_E: first row of each expert, and the one after its last.
+    """
+
+    expert_E: jax.Array
+    num_experts: jax.Array
+    start_E: jax.Array
+    end_E: jax.Array
+
+    @classmethod
+    def of(cls, group_sizes_E) -> "Visits":
+        size_E = group_sizes_E.astype(jnp.int32)
+        end_E = jnp.cumsum(size_E, dtype=jnp.int32)
+        index_E = jax.lax.iota(jnp.int32, size_E.shape[0])
+        keys = (jnp.int32(size_E == 0), index_E)
+        expert_E = jax.lax.sort(keys, num_keys=1, is_stable=True)[1]
+        return cls(expert_E, jnp.sum(size_E > 0, dtype=jnp.int32), end_E - size_E, end_E)
+
+    def tiles(self, e, rows: int):
+        """How many tiles of `rows` rows expert e has."""
+        return (self.end_E[e] - self.start_E[e] + rows - 1) // rows
+
+    def tile(self, e, t, rows: int, R: int):
+        """Where the rows of tile t begin that are read, and which of them count.
+
+        Tiles begin at any row; one that would end behind R begins earlier, its rows before
+        the group, or of the tile before, masked.
+        """
+        wanted = self.start_E[e] + t * rows
+        first = jnp.minimum(wanted, R - rows)
+        row_b = first + jax.lax.iota(jnp.int32, rows)
+        return first, (row_b >= wanted) & (row_b < self.end_E[e])
+
+
+def forward_on_cpu(x_RD, w, group_sizes_E, transpose_w: bool, tiling: Tiling):
+    """The loops of the CPU; see the module."""
+
+    def weight_block(e, k):
+        corner, shape = (e, k * tiling.weight_rows, 0), (1, tiling.weight_rows, w.shape[2])
+        return jax.lax.dynamic_slice(w, corner, shape)[0]
+
+    y_RF = add_up_blocks(x_RD, weight_block, w.shape[1:], group_sizes_E, transpose_w, tiling)
+    return y_RF.astype(x_RD.dtype)
+
+
+def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling: Tiling):
+    """`[R, F]` float32 of the products of rows with blocks of their experts' matrices.
+
+    Args:
+        weight_block: `(e, k)` to the k-th block of `tiling.weight_rows` rows of expert e's
+            matrix, floating point; computed once for each.
+        shape: of an expert's matrix, as it is stored.
+    """
+    R, K = x_RD.shape[0], tiling.weight_rows
+    b = min(tiling.rows, R)
+    F = shape[0] if transpose_w else shape[1]
+    visits = Visits.of(group_sizes_E)
+    # Like x, which varies over the devices of a `shard_map` where the sums do.
+    zeros_RF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(R, F))
+
+    def expert(i, y_RF):
+        e = visits.expert_E[i]
+
+        def block(k, y_RF):
+            w_KX = weight_block(e, k).astype(jnp.float32)
+
+            def tile(t, y_RF):
+                first, counts_b = visits.tile(e, t, b, R)
+                if transpose_w:  # the block is of F
+                    x_bD = jax.lax.dynamic_slice_in_dim(x_RD, first, b).astype(jnp.float32)
+                    add_bX, corner = _dot(w_KX, x_bD, 1, 1).T, (first, k * K)
+                else:  # the block is of D
+                    x_bK = jax.lax.dynamic_slice(x_RD, (first, k * K), (b, K)).astype(
+                        jnp.float32
+                    )
+                    add_bX, corner = _dot(x_bK, w_KX, 1, 0), (first, 0)
+                old_bX = jax.lax.dynamic_slice(y_RF, corner, add_bX.shape)
+                new_bX = jnp.where(counts_b[:, None], old_bX + add_bX, old_bX)
+                return jax.lax.dynamic_update_slice(y_RF, new_bX, corner)
+
+            return jax.lax.fori_loop(0, visits.tiles(e, b), tile, y_RF)
+
+        return jax.lax.fori_loop(0, shape[0] // K, block, y_RF)
+
+    return jax.lax.fori_loop(0, visits.num_experts, expert, zeros_RF)
+
+
+def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling):
+    """The loops of the CPU; see the module."""
+    (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
+    b, K = min(tiling.rows, R), tiling.weight_rows
+    visits = Visits.of(group_sizes_E)
+    zeros_EDF = jax.lax.full_like(x_RD, 0, out_dtype, shape=(E, D, F))
+    zeros_KF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(K, F))
+
+    def expert(i, dw_EDF):
+        e = visits.expert_E[i]
+
+        def block(k, dw_EDF):
+            def tile(t, dw_KF):
+                first, counts_b = visits.tile(e, t, b, R)
+                # Both, as 0 times NaN is NaN.
+                x_bK = jax.lax.dynamic_slice(x_RD, (first, k * K), (b, K))
+                dy_bF = jax.lax.dynamic_slice_in_dim(dy_RF, first, b)
+                x_bK, dy_bF = (
+                    jnp.where(counts_b[:, None], rows_bX.astype(jnp.float32), 0)
+                    for rows_bX in (x_bK, dy_bF)
+                )
+                return dw_KF + _dot(x_bK, dy_bF, 0, 0)
+
+            dw_KF = jax.lax.fori_loop(0, visits.tiles(e, b), tile, zeros_KF)
+            corner = (e, k * K, 0)
+            return jax.lax.dynamic_update_slice(dw_EDF, dw_KF[None].astype(out_dtype), corner)
+
+        return jax.lax.fori_loop(0, D // K, block, dw_EDF)
+
+    return jax.lax.fori_loop(0, visits.num_experts, expert, zeros_EDF)
+
+
+def _dot(a, b, contract_a: int, contract_b: int):
+    return jax.lax.dot_general(a, b, (((contract_a,), (contract_b,)), ((), ())))
+
+
+def forward_by_ragged_dot(x_RD, w, group_sizes_E, transpose_w: bool):
+    """What TPU and GPU run; what it leaves in rows of no expert may be anything."""
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2 if transpose_w else 1,)), ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(0,),
+    )
+    x_RD = _zero_past_groups(x_RD, group_sizes_E)
+    w = w.astype(x_RD.dtype)
+    y_RF = jax.lax.ragged_dot_general(
+        x_RD, w, group_sizes_E, numbers, preferred_element_type=jnp.float32
+    )
+    return _zero_past_groups(y_RF, group_sizes_E).astype(x_RD.dtype)
+
+
+def weight_gradient_by_ragged_dot(x_RD, dy_RF, group_sizes_E, out_dtype):
+    """What TPU and GPU run."""
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(),
+    )
+    x_RD, dy_RF = (_zero_past_groups(array, group_sizes_E) for array in (x_RD, dy_RF))
+    dw_EDF = jax.lax.ragged_dot_general(
+        x_RD, dy_RF, group_sizes_E, numbers, preferred_element_type=jnp.float32
+    )
+    return dw_EDF.astype(out_dtype)
+
+
+def _zero_past_groups(x_RX, group_sizes_E):
+    is_used_R = jax.lax.iota(jnp.int32, x_RX.shape[0]) < jnp.sum(group_sizes_E)
+    return jnp.where(is_used_R[:, None], x_RX, 0)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both operations ask of their operands, before anything is launched.
+
+Dims: R D F E
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.quantization.qtensor import QTensor
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+ACTIVATIONS = (None, "relu")
+
+
+def check_grouped(x_RD, w_EDF, group_sizes_E, bias_EF) -> None:
+    """Raises ValueError where these are not the operands of `grouped_matmul`."""
+    _check_array("w_EDF", w_EDF, "[experts, inputs, outputs]", 3, DTYPES)
+    _check_rows(x_RD, w_EDF.shape, group_sizes_E, bias_EF)
+
+
+def check_quantized(x_RD, w: QTensor, group_sizes_E, bias_EF, activation, gate_R) -> None:
+    """Raises ValueError where these are not the operands of `quantized_grouped_matmul`."""
+    if not isinstance(w, QTensor):
+        raise ValueError(
+            f"w is a {type(w).__name__}; expected a QTensor: use quantize(w_EDF, bits), or "
+            "grouped_matmul for weights that are not quantized"
+        )
+    w.check()
+    _check_rows(x_RD, w.shape, group_sizes_E, bias_EF)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}; use None or 'relu'")
+    if gate_R is not None:
+        _check_array("gate_R", gate_R, "one for each row of x_RD", 1, DTYPES)
+        if gate_R.shape[0] != x_RD.shape[0]:
+            raise ValueError(
+                f"gate_R has {gate_R.shape[0]} elements; expected {x_RD.shape[0]}, one for "
+                "each row of x_RD"
+            )
+
+
+def check_group_sizes(group_sizes_E, R: int, E: int) -> None:
+    """Raises ValueError where these are no sizes of E groups among R rows.
+
+    Values that are being traced cannot be looked at: there the sizes are the caller's
+    responsibility, and what does not fit gives results that mean nothing.
+    """
+    _check_array("group_sizes_E", group_sizes_E, "the rows of each expert", 1, (jnp.int32,))
+    if group_sizes_E.shape[0] != E:
+        raise ValueError(
+            f"group_sizes_E has {group_sizes_E.shape[0]} elements; expected {E}, one for each "
+            "expert of the weights"
+        )
+    if isinstance(group_sizes_E, jax.core.Tracer):
+        return
+    size_E = np.asarray(group_sizes_E)
+    if (size_E < 0).any():
+        e = int(np.argmax(size_E < 0))
+        raise ValueError(f"group_sizes_E[{e}]={size_E[e]}; sizes are 0 or more")
+    if size_E.sum(dtype=np.int64) > R:
+        raise ValueError(
+            f"group_sizes_E sum to {size_E.sum(dtype=np.int64)}, and x_RD has {R} rows; pad "
+            "the rows, or leave out groups"
+        )
+
+
+def _check_rows(x_RD, shape_EDF, group_sizes_E, bias_EF) -> None:
+    E, D, F = shape_EDF
+    _check_array("x_RD", x_RD, "[rows, inputs]", 2, DTYPES)
+    if x_RD.shape[1] != D:
+        raise ValueError(
+            f"x_RD has {x_RD.shape[1]} columns, and the weights are E={E}, D={D}, F={F}; "
+            f"expected {D} columns"
+        )
+    if bias_EF is not None:
+        _check_array("bias_EF", bias_EF, "[experts, outputs]", 2, DTYPES)
+        if bias_EF.shape != (E, F):
+            raise ValueError(f"bias_EF has shape {bias_EF.shape}; expected {(E, F)}")
+    check_group_sizes(group_sizes_E, x_RD.shape[0], E)
+
+
+def _check_array(name: str, array, meaning: str, ndim: int, dtypes) -> None:
+    if not isinstance(array, jax.Array | np.ndarray):
+        raise ValueError(f"{name} is a {type(array).__name__}; expected an array, {meaning}")
+    if array.ndim != ndim:
+        raise ValueError(f"{name} has shape {array.shape}; expected {meaning}")
+    if array.dtype not in dtypes:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
+        raise ValueError(f"{name} has dtype {array.dtype}; use {names}")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QTensor: quantized expert matrices, and the one layout that they have in memory.
+
+Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), section 3.4: symmetric,
+range-based, one scale for each output feature of each expert; no zero points. Output-major:
+the training layout is [E, D, F], this one [E, F, D], so that what is summed over lies
+together. Dims: E D F G
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QTensor:
+    """`w_edf = scales[e, f, d // group_size] * values[e, f, d]`.
+
+    4-bit values have two forms. Packed, two in a uint8, the one of even d in the low nibble,
+    is what files and hosts keep: NumPy's int4 takes a whole byte. Native `jnp.int4` is what
+    kernels read; XLA packs it by itself on devices. Changing from one to the other costs
+    copies (on TPU some twenty bytes for each), so it is done once, when weights are loaded.
+
+    Attributes:
+        values: int8 `[E, F, D]`, packed uint8 `[E, F, D // 2]` or int4 `[E, F, D]`.
+        scales_EFG: float32; G = 1, or D / group_size.
+        bits: 8 or 4.
+        group_size: channels of D that share a scale; None where all of them do.
+        layout_version: of the layout of `values`; goes with the arrays wherever they go.
+    """
+
+    LAYOUT_VERSION: ClassVar[int] = 1
+
+    values: Any
+    scales_EFG: Any
+    bits: int = dataclasses.field(metadata={"static": True})
+    group_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    layout_version: int = dataclasses.field(default=LAYOUT_VERSION, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, D, F), as the matrices are multiplied by."""
+        E, F, last = self.values.shape
+        return E, 2 * last if self.is_packed else last, F
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two 4-bit values share a uint8."""
+        return self.values.dtype == jnp.uint8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales on a device; an int4 takes half of one there.
+
+        `jax.Array.nbytes` says a whole one for `jnp.int4`.
+        """
+        return self.values_nbytes + 4 * math.prod(self.scales_EFG.shape)
+
+    @property
+    def values_nbytes(self) -> int:
+        return math.prod(self.shape) * self.bits // 8
+
+    def native(self) -> Self:
+        """With values as kernels read them: int8, or `jnp.int4`."""
+        self.check()
+        if not self.is_packed:
+            return self
+        nibbles = jax.lax.bitcast_convert_type(self.values, jnp.int4)
+        values_EFD = nibbles.reshape(*self.values.shape[:-1], -1)
+        return dataclasses.replace(self, values=values_EFD)
+
+    def packed(self) -> Self:
+        """With values as they are stored: int8, or two 4-bit ones in a uint8."""
+        self.check()
+        if self.bits == 8 or self.is_packed:
+            return self
+        return dataclasses.replace(self, values=pack_int4(self.values))
+
+    def check(self) -> None:
+        """Raises ValueError where the fields do not describe one quantized tensor.
+
+        Not in `__post_init__`: JAX makes QTensors of whatever its transformations map over.
+        """
+        if self.layout_version != self.LAYOUT_VERSION:
+            raise ValueError(
+                f"QTensor has layout version {self.layout_version}; this code reads version "
+                f"{self.LAYOUT_VERSION}: quantize the weights again with this version"
+            )
+        dtypes = {8: (jnp.int8,), 4: (jnp.uint8, jnp.int4)}.get(self.bits)
+        if dtypes is None:
+            raise ValueError(f"QTensor has bits={self.bits}; use 8 or 4")
+        if self.values.dtype not in dtypes:
+            names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
+            raise ValueError(
+                f"QTensor with bits={self.bits} has values of {self.values.dtype}; expected "
+                f"{names}"
+            )
+        if self.values.ndim != 3 or self.scales_EFG.ndim != 3:
+            raise ValueError(
+                f"QTensor has values {self.values.shape} and scales {self.scales_EFG.shape}; "
+                "expected [E, F, D] (D // 2 where packed) and [E, F, G]"
+            )
+        E, D, F = self.shape
+        G = 1 if self.group_size is None else D // self.group_size
+        if self.scales_EFG.shape != (E, F, G) or (self.group_size or D) * G != D:
+            raise ValueError(
+                f"QTensor has values for E={E}, D={D}, F={F}, group_size={self.group_size} "
+                f"and scales {self.scales_EFG.shape}; expected scales {(E, F, G)}"
+            )
+        if self.scales_EFG.dtype != jnp.float32:
+            raise ValueError(f"QTensor has scales of {self.scales_EFG.dtype}; expected float32")
+
+
+def pack_int4(values_EFD):
+    """uint8 `[E, F, D // 2]` of integers -8..7: two in a byte, even d in the low nibble."""
+    nibbles = values_EFD.astype(jnp.int8).astype(jnp.uint8) & 0xF
+    return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)

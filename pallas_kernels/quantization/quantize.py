@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights to integers and back, by three rules for the scale, and the error that is made.
+
+Kim et al. 2022 (arXiv:2211.10017), section 3.4: symmetric, per channel, weights only, so
+that nothing has to be calibrated. Dims: E D F G; C channels of one group (D where G = 1)
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.quantization.qtensor import QTensor, pack_int4
+
+METHODS = ("absmax", "ft", "mse")
+
+# What `mse` tries: the largest weight times 32/64, 33/64, .. 64/64 is the largest integer.
+# For normal weights and D = 4096 the best lies near 0.6 with 4 bits and at 0.9 or above with 8.
+CLIP_RATIOS = np.arange(32, 65) / 64
+
+
+def quantize(w_EDF, bits: int, method: str | None = None, group_size: int | None = None):
+    """`w_EDF` as a QTensor; one expert at a time, so that little more than it is in memory.
+
+    With m the largest magnitude of a channel (of an output feature's D weights, or of
+    `group_size` of them) and q = 2^(bits-1) - 1, the scale is
+
+    - `absmax`: m / q; no weight is clipped.
+    - `ft`: m / 2^(bits-1), the positive end clipped to q: `symmetric_quantize` of
+      FasterTransformer, the library of the paper.
+    - `mse`: r m / q with the r of `CLIP_RATIOS` of least squared error; what lies outside
+      of -q - 1 .. q is clipped. With 4 bits a fifth to a third less error than `absmax`, at
+      no cost later.
+
+    Integers are rounded to nearest, ties to even. Channels of zeros have scale 1.
+
+    Args:
+        w_EDF: floating point, the layout of training.
+        bits: 8 or 4. 4-bit values come packed; `QTensor.native` is for kernels.
+        method: None is `mse` with 4 bits and `absmax` with 8.
+        group_size: None is one scale for each output feature.
+
+    Raises:
+        ValueError: an unknown `bits` or `method`, D is odd with 4 bits or no multiple of
+            `group_size`, weights that are no numbers or not finite. (Under `jax.jit` their
+            values cannot be looked at.)
+    """
+    method = method or ("mse" if bits == 4 else "absmax")
+    _check(w_EDF, bits, method, group_size)
+    return _quantize(jnp.asarray(w_EDF), bits, method, group_size)
+
+
+def dequantize(q: QTensor):
+    """float32 `[E, D, F]`: the weights that a QTensor stands for.
+
+    Raises:
+        ValueError: `q` is of another layout.
+    """
+    q = q.native()
+    E, D, F = q.shape
+    G = q.scales_EFG.shape[2]
+    values_EFGC = q.values.reshape(E, F, G, D // G).astype(jnp.float32)
+    w_EFD = (values_EFGC * q.scales_EFG[..., None]).reshape(E, F, D)
+    return jnp.swapaxes(w_EFD, 1, 2)
+
+
+def quantization_error(w_EDF, q: QTensor):
+    """Root of the mean squared error over that of the mean square, float32 `[E]`.
+
+    0 for an expert of zeros.
+
+    Raises:
+        ValueError: the shapes differ, or `q` is of another layout.
+    """
+    if w_EDF.shape != q.shape:
+        raise ValueError(f"w_EDF has shape {w_EDF.shape}, the QTensor {q.shape}; expected one")
+    q.check()
+    return _error(jnp.asarray(w_EDF), q)
+
+
+def _check(w_EDF, bits, method, group_size) -> None:
+    if bits not in (4, 8):
+        raise ValueError(f"bits={bits}; use 8 or 4")
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}; use one of {', '.join(METHODS)}")
+    if w_EDF.ndim != 3 or not jnp.issubdtype(w_EDF.dtype, jnp.floating):
+        raise ValueError(
+            f"w_EDF has shape {w_EDF.shape} and dtype {w_EDF.dtype}; expected floating point "
+            "[experts, inputs, outputs]"
+        )
+    D = w_EDF.shape[1]
+    if bits == 4 and D % 2:
+        raise ValueError(
+            f"w_EDF has D={D}; 4-bit values are stored in pairs along D: pad D to {D + 1}, or "
+            "use bits=8"
+        )
+    if group_size is not None and (group_size < 1 or D % group_size):
+        raise ValueError(
+            f"group_size={group_size} does not divide D={D}; use a divisor, or None for one "
+            "scale for each output feature"
+        )
+    if not isinstance(w_EDF, jax.core.Tracer):
+        is_finite_E = np.asarray(_is_finite(jnp.asarray(w_EDF)))
+        if not is_finite_E.all():
+            raise ValueError(
+                f"weights of expert {int(np.argmin(is_finite_E))} are NaN or infinite; they "
+                "cannot be quantized: look at the checkpoint"
+            )
+
+
+@jax.jit
+def _is_finite(w_EDF):
+    return jnp.all(jnp.isfinite(w_EDF), axis=(1, 2))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _quantize(w_EDF, bits, method, group_size):
+    E, D, F = w_EDF.shape
+    C = group_size or D
+
+    def one_expert(w_DF):
+        w_FGC = w_DF.T.reshape(F, D // C, C).astype(jnp.float32)
+        values_FGC, scales_FG = _quantize_channels(w_FGC, bits, method)
+        values_FD = values_FGC.reshape(F, D)
+        return pack_int4(values_FD) if bits == 4 else values_FD, scales_FG
+
+    values, scales_EFG = jax.lax.map(one_expert, w_EDF)
+    return QTensor(values, scales_EFG, bits, group_size)
+
+
+def _quantize_channels(w_FGC, bits, method):
+    """int8 values and float32 scales; channels are along the last dimension."""
+    largest = 2 ** (bits - 1) - 1
+    max_FG1 = jnp.max(jnp.abs(w_FGC), axis=-1, keepdims=True)
+    # Relative to their maximum: squares of weights as they are may leave float32's range,
+    # and so may the reciprocal of the maximum, which XLA divides by.
+    is_zero_FG1 = max_FG1 < jnp.finfo(jnp.float32).tiny * 2**bits  # the scale would be 0
+    near_1_FG1 = jnp.where(max_FG1 > 1, 2.0**-32, 2.0**32)
+    divisor_FG1 = jnp.where(is_zero_FG1, 1, max_FG1 * near_1_FG1)
+    relative_FGC = jnp.where(is_zero_FG1, 0, w_FGC * near_1_FG1 / divisor_FG1)
+    if method == "mse":
+        step_FG1, low = _best_clip(relative_FGC, largest) / largest, -largest - 1
+    elif method == "ft":
+        step_FG1, low = jnp.full_like(max_FG1, 1 / (largest + 1)), -largest - 1
+    else:
+        step_FG1, low = jnp.full_like(max_FG1, 1 / largest), -largest
+    values_FGC = jnp.clip(jnp.round(relative_FGC / step_FG1), low, largest).astype(jnp.int8)
+    scales_FG1 = jnp.where(is_zero_FG1, 1, max_FG1 * step_FG1)
+    return values_FGC, scales_FG1[..., 0]
+
+
+def _best_clip(relative_FGC, largest):
+    """The clip ratio of least squared error of each channel."""
+
+    def attempt(best, ratio):
+        best_error_FG1, best_ratio_FG1 = best
+        step = ratio / largest
+        rounded_FGC = step * jnp.clip(jnp.round(relative_FGC / step), -largest - 1, largest)
+        error_FG1 = jnp.sum((rounded_FGC - relative_FGC) ** 2, axis=-1, keepdims=True)
+        is_better_FG1 = error_FG1 < best_error_FG1
+        return (
+            jnp.where(is_better_FG1, error_FG1, best_error_FG1),
+            jnp.where(is_better_FG1, ratio, best_ratio_FG1),
+        ), None
+
+    shape = (*relative_FGC.shape[:-1], 1)
+    start = jnp.full(shape, jnp.inf), jnp.ones(shape)
+    (_, ratio_FG1), _ = jax.lax.scan(attempt, start, jnp.array(CLIP_RATIOS, jnp.float32))
+    return ratio_FG1
+
+
+@jax.jit
+def _error(w_EDF, q):
+    def one_expert(expert):
+        w_DF, one = expert
+        dequantized_DF = dequantize(jax.tree.map(lambda array: array[None], one))[0]
+        w_DF = w_DF.astype(jnp.float32)
+        largest = jnp.maximum(jnp.max(jnp.abs(w_DF)), jnp.finfo(jnp.float32).tiny)
+        # Relative to the largest, so that no square leaves float32's range.
+        error = jnp.sum(((w_DF - dequantized_DF) / largest) ** 2)
+        total = jnp.sum((w_DF / largest) ** 2)
+        return jnp.sqrt(error / jnp.where(total == 0, 1, total))
+
+    return jax.lax.map(one_expert, (w_EDF, q))

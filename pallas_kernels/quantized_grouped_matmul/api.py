@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quantized_grouped_matmul`: rows sorted by expert, times int8 or int4 matrices.
+
+Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), sections 3.3 to 3.5.
+Dims: R D F E G
+"""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from pallas_kernels.implementations import REFERENCE, choose
+from pallas_kernels.operands import check_quantized
+from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.tiling.tuned import Key, lookup
+
+
+def quantized_grouped_matmul(
+    x_RD,
+    w: QTensor,
+    group_sizes_E,
+    *,
+    bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
+    implementation: str | None = None,
+    tiling: Any = None,
+    interpret: bool = False,
+):
+    """`y_r = gate_r act(x_r w_e + bias_e)` with e the expert of row r, in the dtype of x.
+
+    Weights are dequantized inside of the product, a tile at a time. Products are added up in
+    float32, the scale of a whole channel multiplies the sum. Rows past the last group are not
+    read and give zeros; matrices of empty groups are not read: finished sentences whose rows
+    are sorted past the groups cost nothing (section 3.5).
+
+    It has no gradient: differentiating raises TypeError. Quantized weights are for
+    inference; `jax.lax.stop_gradient` around the call, or `grouped_matmul` with
+    `dequantize(w)`, says which of the two gradients is meant.
+
+    Args:
+        x_RD: float32, bfloat16 or float16.
+        w: of `quantize`. Kernels read native values: `w.native()` once, when weights are
+            loaded, spares a conversion in every call.
+        group_sizes_E: int32, summing to at most R. Checked where they are concrete; while
+            they are traced that is the caller's responsibility.
+        bias_EF: added before the activation.
+        activation: None or `relu`.
+        gate_R: the weight of each row's result.
+        implementation: `reference`, `tpu`, `gpu`, or None: see `implementations.choose`.
+        tiling: the implementation's `Tiling`; None is the tuned one, where `switchx tune
+            kernels` has written one, or its heuristic.
+        interpret: runs a named kernel by interpretation, on any machine and slowly.
+
+    Raises:
+        ValueError: shapes that do not agree, an unsupported dtype, alignment or activation,
+            weights of another layout, group sizes below 0 or above R in sum, an
+            implementation that cannot run here, a damaged file of tuned tilings. Nothing has
+            been launched then.
+    """
+    check_quantized(x_RD, w, group_sizes_E, bias_EF, activation, gate_R)
+    R, (E, D, F) = x_RD.shape[0], w.shape
+    module = choose(
+        "quantized_grouped_matmul",
+        implementation,
+        (x_RD.dtype, w.bits, R, D, F, E, w.group_size),
+        interpret=interpret,
+    )
+    if tiling is None and not interpret:
+        name, op = module.__name__.rpartition(".")[2], "quantized_grouped_matmul"
+        key = Key.of(op, name, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
+        tiling = lookup(key, module.Tiling)
+    options = (("activation", activation), ("tiling", tiling))
+    options += (("interpret", True),) if interpret else ()
+    return _without_gradient(module, options, x_RD, w, group_sizes_E, bias_EF, gate_R)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _without_gradient(
+    module: ModuleType, options, x_RD, w: QTensor, group_sizes_E, bias_EF, gate_R
+):
+    options = dict(options, bias_EF=bias_EF, gate_R=gate_R)
+    if module.__name__.endswith(f".{REFERENCE}"):
+        return module.forward(x_RD, w, group_sizes_E, **options)
+    w = w.native()
+    return module.forward(x_RD, w.values, w.scales_EFG, group_sizes_E, **options)
+
+
+@_without_gradient.defjvp
+def _refuse(module, options, primals, tangents):
+    raise TypeError(
+        "quantized_grouped_matmul has no gradient: put jax.lax.stop_gradient around its "
+        "arguments, or use grouped_matmul with dequantize(w)"
+    )

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized grouped matrix product in plain JAX: what the kernels are held to, and for CPUs.
+
+Kim et al. 2022 (arXiv:2211.10017), section 3.4. On CPU a block of one expert's matrix is
+dequantized at a time, in the loops of `grouped_matmul.reference`. On TPU and GPU, where the
+kernels are for use and this for comparison, `jax.lax.ragged_dot` of all matrices dequantized.
+Dims: R D F E G; K features of a block
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_matmul import reference as unquantized
+from pallas_kernels.grouped_matmul.reference import Tiling
+from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.quantization.quantize import dequantize
+from pallas_kernels.routing.groups import rows_of_groups
+
+
+def forward(
+    x_RD,
+    w: QTensor,
+    group_sizes_E,
+    *,
+    bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
+    tiling: Tiling | None = None,
+):
+    """`y_r = gate_r act(x_r w_e + bias_e)`, `[R, F]` in the dtype of x; 0 past the groups.
+
+    Everything before the last rounding is float32.
+
+    Args:
+        w: in either form; packed is the quicker one on CPU.
+        activation: None or `relu`.
+        tiling: of the CPU; None is `default_tiling`.
+
+    Raises:
+        ValueError: `tiling` does not fit.
+    """
+    R, (E, D, F) = x_RD.shape[0], w.shape
+    if 0 in (R, E):
+        return jnp.zeros((R, F), x_RD.dtype)
+    tiling = tiling or default_tiling(R, D, F, E)
+    tiling.check(F)
+    y_RF = jax.lax.platform_dependent(
+        x_RD,
+        w,
+        group_sizes_E,
+        cpu=lambda *operands: product_on_cpu(*operands, tiling),
+        default=product_of_dequantized,
+    )
+    expert_R, is_used_R = rows_of_groups(group_sizes_E, R)
+    if bias_EF is not None:
+        y_RF = y_RF + bias_EF.astype(jnp.float32)[expert_R]
+    if activation == "relu":
+        y_RF = jax.nn.relu(y_RF)
+    if gate_R is not None:
+        y_RF = gate_R.astype(jnp.float32)[:, None] * y_RF
+    return jnp.where(is_used_R[:, None], y_RF, 0).astype(x_RD.dtype)
+
+
+def default_tiling(R: int, D: int, F: int, E: int) -> Tiling:
+    """That of the transposed product: matrices are stored output-major."""
+    return unquantized.default_tiling(R, F, D, E, transpose_w=True)
+
+
+def candidates(R: int, D: int, F: int, E: int) -> list[Tiling]:
+    """Tilings around the default one, which comes first."""
+    return unquantized.candidates(R, F, D, E, transpose_w=True)
+
+
+def product_on_cpu(x_RD, w: QTensor, group_sizes_E, tiling: Tiling):
+    """float32 `[R, F]`, one block of features of one expert at a time."""
+    _, D, F = w.shape
+    K, C = tiling.weight_rows, D // w.scales_EFG.shape[2]
+    # Low nibbles of a block, then its high ones, are even channels, then odd ones. Ordering x
+    # like that is little work; interleaving nibbles takes as long as the product.
+    is_split = w.is_packed and C % 2 == 0
+    if is_split:
+        x_RD = jnp.concatenate([x_RD[:, ::2], x_RD[:, 1::2]], axis=1)
+
+    def weight_block(e, k):
+        def block_of(array_EFX):
+            shape = (1, K, array_EFX.shape[2])
+            return jax.lax.dynamic_slice(array_EFX, (e, k * K, 0), shape)
+
+        block = jax.tree.map(block_of, w)
+        scales_KG = block.scales_EFG[0]
+        if not is_split:
+            values_KGC = block.native().values.reshape(K, D // C, C).astype(jnp.float32)
+            return (values_KGC * scales_KG[..., None]).reshape(K, D)
+        packed_KGC = block.values.reshape(K, D // C, C // 2).astype(jnp.int32)
+        # A shift to the left and an arithmetic one to the right extend the sign.
+        halves = [(packed_KGC << 28) >> 28, (packed_KGC << 24) >> 28]
+        scaled = [half.astype(jnp.float32) * scales_KG[..., None] for half in halves]
+        return jnp.concatenate([half.reshape(K, D // 2) for half in scaled], axis=1)
+
+    return unquantized.add_up_blocks(x_RD, weight_block, (F, D), group_sizes_E, True, tiling)
+
+
+def product_of_dequantized(x_RD, w: QTensor, group_sizes_E):
+    """float32 `[R, F]` from all matrices dequantized."""
+    w_EDF = dequantize(w)
+    return unquantized.forward_by_ragged_dot(
+        x_RD.astype(jnp.float32), w_EDF, group_sizes_E, False
+    )

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache of tuned tilings: what `switchx tune kernels` writes and the operations look up.
+
+A JSON file of the user, `$SWITCHX_KERNEL_TILINGS` or `kernel_tilings.json` in the user's
+cache folder, and files that come with this package beside this one; the user's wins. A file
+that is not there holds nothing. One that is damaged or of another format is an error that
+names it: tuning would otherwise be lost and nobody told. Dims: R D F E
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.implementations import current_device
+
+VARIABLE = "SWITCHX_KERNEL_TILINGS"
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a tiling was tuned for; an entry is used where all of it is the same.
+
+    Attributes:
+        device: the kind of it, as `NVIDIA H200`.
+        jax: major and minor version: another compiler makes other code of the same tiling.
+        bits: of quantized weights, or None.
+        rows: R rounded up to a power of two.
+    """
+
+    device: str
+    jax: str
+    op: str
+    implementation: str
+    dtype: str
+    bits: int | None
+    group_size: int | None
+    rows: int
+    D: int
+    F: int
+    E: int
+
+    @classmethod
+    def of(cls, op: str, implementation: str, x_dtype, bits, group_size, R, D, F, E) -> "Key":
+        """That of operands of these sizes on the current device."""
+        return cls(
+            device=current_device().kind,
+            jax=".".join(jax.__version__.split(".")[:2]),
+            op=op,
+            implementation=implementation,
+            dtype=jnp.dtype(x_dtype).name,
+            bits=bits,
+            group_size=group_size,
+            rows=bucket(R),
+            D=D,
+            F=F,
+            E=E,
+        )
+
+
+def bucket(R: int) -> int:
+    return 1 << max(0, R - 1).bit_length()
+
+
+def user_file() -> pathlib.Path:
+    """Where tuned tilings of this user are."""
+    if os.environ.get(VARIABLE):
+        return pathlib.Path(os.environ[VARIABLE])
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache) / "switchx" / "kernel_tilings.json"
+
+
+@functools.cache
+def shipped_files() -> tuple[pathlib.Path, ...]:
+    """Those that come with this package."""
+    return tuple(sorted(pathlib.Path(__file__).parent.glob("*.json")))
+
+
+def lookup(key: Key, tiling_type: type) -> Any:
+    """The tuned tiling, or None where there is none.
+
+    Args:
+        tiling_type: the dataclass of the implementation.
+
+    Raises:
+        ValueError: a file is damaged or of another format, or its tiling has fields that
+            the implementation does not know.
+    """
+    for path in (user_file(), *shipped_files()):
+        fields = read(path).get(key)
+        if fields is None:
+            continue
+        known = {field.name for field in dataclasses.fields(tiling_type)}
+        if unknown := set(fields) - known:
+            raise ValueError(
+                f"{path} has a tiling with {', '.join(sorted(unknown))} for {key.op} on "
+                f"{key.device}; this version knows {', '.join(sorted(known))}: run switchx "
+                "tune kernels again, or remove the file"
+            )
+        return tiling_type(**fields)
+    return None
+
+
+def read(path: pathlib.Path) -> dict[Key, dict[str, int]]:
+    """All entries of a file, none where it is not there.
+
+    Raises:
+        ValueError: it is damaged or of another format.
+    """
+    try:
+        stamp = path.stat()
+    except FileNotFoundError:
+        return {}
+    # Looked up in every call that is not compiled: read again only where it has changed.
+    return _read(path, stamp.st_mtime_ns, stamp.st_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: pathlib.Path, mtime_ns: int, size: int) -> dict[Key, dict[str, int]]:
+    way_out = f"run switchx tune kernels again after removing it, or set {VARIABLE}"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']}, expected {FORMAT}")
+        return {Key(**entry["key"]): dict(entry["tiling"]) for entry in content["entries"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no tuned tilings ({error}); {way_out}") from error
+
+
+def write(path: pathlib.Path, entries: dict[Key, Any]) -> None:
+    """Adds tilings to a file, in place of those of the same keys.
+
+    Raises:
+        ValueError: the file is there and is damaged or of another format.
+    """
+    merged = read(path) | {key: dataclasses.asdict(tiling) for key, tiling in entries.items()}
+    content = {
+        "format": FORMAT,
+        "entries": [
+            {"key": dataclasses.asdict(key), "tiling": tiling} for key, tiling in merged.items()
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not at all: another process may be reading.
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
+    ) as file:
+        json.dump(content, file, indent=1)
+    os.replace(file.name, path)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops in NumPy float64 that products are held against, and the groups that break kernels."""
+
+import numpy as np
+
+# Sizes of groups, and rows past the last one: 23 rows of 5 experts.
+R, E = 23, 5
+GROUPS = {
+    "uneven": [7, 1, 9, 2, 4],
+    "empty_groups": [0, 12, 0, 11, 0],
+    "one_has_everything": [0, 0, 23, 0, 0],
+    "single_rows": [1, 1, 1, 1, 1],
+    "pruned_tail": [3, 0, 8, 1, 2],
+    "last_only": [0, 0, 0, 0, 1],
+    "nothing": [0, 0, 0, 0, 0],
+}
+
+
+def operands(sizes_E, D: int, F: int, seed: int = 0, tail=np.nan):
+    """x, w, dy in float32; rows past the groups hold `tail`, as matrices of empty groups do."""
+    rng = np.random.default_rng(seed)
+    x_RD, w_EDF, dy_RF = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((R, D), (E, D, F), (R, F))
+    )
+    used = sum(sizes_E)
+    x_RD[used:] = dy_RF[used:] = tail
+    w_EDF[np.asarray(sizes_E) == 0] = tail
+    return x_RD, w_EDF, dy_RF
+
+
+def expert_of_rows(sizes_E) -> np.ndarray:
+    return np.repeat(np.arange(len(sizes_E)), sizes_E)
+
+
+def product(x_RD, w_EDF, sizes_E) -> np.ndarray:
+    y_RF = np.zeros((x_RD.shape[0], w_EDF.shape[2]))
+    for r, e in enumerate(expert_of_rows(sizes_E)):
+        y_RF[r] = x_RD[r].astype(np.float64) @ w_EDF[e].astype(np.float64)
+    return y_RF
+
+
+def weight_gradient(x_RD, dy_RF, sizes_E) -> np.ndarray:
+    dw_EDF = np.zeros((len(sizes_E), x_RD.shape[1], dy_RF.shape[1]))
+    for r, e in enumerate(expert_of_rows(sizes_E)):
+        dw_EDF[e] += np.outer(x_RD[r].astype(np.float64), dy_RF[r].astype(np.float64))
+    return dw_EDF
