@@ -54,18 +54,18 @@ class Epilogue:
     """What happens to the float32 accumulator: `gate (relu(scale acc + bias))`.
 
     Attributes:
-        scale_EGNM: float32, the features cut into those of a warpgroup, whole blocks of them.
+        scale_ENMG: float32, the features cut into those of a warpgroup, whole blocks of them.
         bias_ENM: float32.
-        gate_PT: float32, for the rows of each tile.
+        gate_PT: float32, for the rows of each tile; finite for rows of no expert.
     """
 
-    scale_EGNM: jax.Array | None = None
+    scale_ENMG: jax.Array | None = None
     bias_ENM: jax.Array | None = None
     relu: bool = False
     gate_PT: jax.Array | None = None
 
     def operands(self) -> dict[str, jax.Array]:
-        named = {"scale": self.scale_EGNM, "bias": self.bias_ENM, "gate": self.gate_PT}
+        named = {"scale": self.scale_ENMG, "bias": self.bias_ENM, "gate": self.gate_PT}
         return {name: array for name, array in named.items() if array is not None}
 
 
@@ -336,8 +336,8 @@ class _Consumer:
             acc_MT = pl.run_scoped(once, self._acc)
             plgpu.barrier_arrive(self.empty.at[slot])
             group = lax.div(split * walk.depth_steps + k, per_group)
-            scale_M = self._of_feature(scale_gmem, (group,), expert, column)
-            return total_MT + acc_MT * lax.broadcast_in_dim(scale_M, acc_MT.shape, [0])
+            index = (expert, column, slice(None), group)
+            return total_MT + acc_MT * self._of_feature(scale_gmem, index)
 
         zero_MT = jnp.zeros((walk.tiling.tile_m, walk.tiling.tile_n), jnp.float32)
         if not self.interpret:
@@ -348,10 +348,27 @@ class _Consumer:
         w = self.w_smem.at[slot, self.warpgroup]
         self.weights.multiply(acc, w, self.x_smem.at[slot], self.own)
 
-    def _of_feature(self, ref, index, expert, column):
-        # Tiles of no expert have nothing to look up.
-        real = lax.min(expert, self.walk.num_experts - 1)
-        return self._load(ref.at[(real, *index, column)], axis=0)
+    def _of_feature(self, ref, index):
+        """Values of this warpgroup's features, down the rows of the accumulator."""
+        value_M = self._load(ref.at[index], axis=0)
+        return lax.broadcast_in_dim(value_M, self._acc.shape, [0])
+
+    def _of_feature_or_zero(self, name, index):
+        """As above; zero for tiles of no expert, which have nothing to look up."""
+        shape = (self.walk.tiling.tile_m,)
+
+        def zero():
+            value_M = jnp.zeros(shape, jnp.float32)
+            if self.interpret:
+                return value_M
+            return plgpu.layout_cast(value_M, plgpu.Layout.WGMMA.reduce(1))
+
+        value_M = lax.cond(
+            index[0] < self.walk.num_experts,
+            lambda: self._load(self.extra_gmem[name].at[index], axis=0),
+            zero,
+        )
+        return lax.broadcast_in_dim(value_M, self._acc.shape, [0])
 
     def _load(self, ref, axis):
         if self.interpret:
@@ -359,22 +376,17 @@ class _Consumer:
         return load_as(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
     def _epilogue(self, acc_MT, expert, column, row_tile):
-        def of_feature(name, index=()):
-            value_M = self._of_feature(self.extra_gmem[name], index, expert, column)
-            return lax.broadcast_in_dim(value_M, acc_MT.shape, [0])
-
         if "scale" in self.extra_gmem and self.weights.depth_per_scale is None:
-            acc_MT = acc_MT * of_feature("scale", (0,))
+            acc_MT = acc_MT * self._of_feature_or_zero(
+                "scale", (expert, column, slice(None), 0)
+            )
         if "bias" in self.extra_gmem:
-            acc_MT = acc_MT + of_feature("bias")
+            acc_MT = acc_MT + self._of_feature_or_zero("bias", (expert, column))
         if self.relu:
             acc_MT = jnp.maximum(acc_MT, 0.0)
         if "gate" in self.extra_gmem:
             gate_T = self._load(self.extra_gmem["gate"].at[row_tile], axis=1)
             acc_MT = acc_MT * lax.broadcast_in_dim(gate_T, acc_MT.shape, [1])
-        if "bias" in self.extra_gmem or "gate" in self.extra_gmem:
-            # Rows of no expert are zero whatever their bias and gate.
-            acc_MT = jnp.where(expert < self.walk.num_experts, acc_MT, 0.0)
         return acc_MT
 
     def _store(self, y_MT, row_tile, column, split):

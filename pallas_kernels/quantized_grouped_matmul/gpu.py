@@ -166,16 +166,15 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activa
     all_rows = -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
     tiles = row_tiles(group_sizes_E, all_rows, tiling.tile_n)
     relu = activation == "relu"
-    scale_EGNM = jnp.swapaxes(_by_warpgroup(scales_EFG.astype(jnp.float32), tiling), 1, 3)
-    scale_EGNM = jnp.swapaxes(scale_EGNM, 2, 3)
+    scale_ENMG = _by_warpgroup(scales_EFG, tiling)
     if tiling.splits > 1:  # Only whole sums have a bias and an activation.
-        epilogue = Epilogue(scale_EGNM=scale_EGNM)
+        epilogue = Epilogue(scale_ENMG=scale_ENMG)
     else:
         epilogue = Epilogue(
-            scale_EGNM=scale_EGNM,
+            scale_ENMG=scale_ENMG,
             bias_ENM=None if bias_EF is None else _by_warpgroup(bias_EF, tiling),
             relu=relu,
-            gate_PT=None if gate_R is None else _by_tile(gate_R, tiles, tiling.tile_n),
+            gate_PT=None if gate_R is None else _by_tile(gate_R, tiles, tiling.tile_n, E),
         )
     y = swap_ab(
         plain.padded_rows(x_RD, tiling, interpret), values_EFD, tiles, tiling,
@@ -197,10 +196,11 @@ def _by_warpgroup(value_EFx, tiling: Tiling):
     return value_EFx.reshape(E, F // tiling.tile_m, tiling.tile_m, *rest)
 
 
-def _by_tile(gate_R, tiles: RowTiles, block: int):
+def _by_tile(gate_R, tiles: RowTiles, block: int, num_experts: int):
     """The gates of each tile's rows, `[P, T]` float32."""
     row_PT = tiles.start_P[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
-    return gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
+    gate_PT = gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
+    return jnp.where((tiles.expert_P < num_experts)[:, None], gate_PT, 0.0)
 
 
 def _finished(y_RF, group_sizes_E, bias_EF, relu: bool, gate_R):

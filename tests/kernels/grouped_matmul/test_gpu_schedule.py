@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul.gpu_schedule import max_row_tiles, row_tiles, summed_splits
 
-
 NUM_ROWS = 360
 tiles_of = jax.jit(row_tiles, static_argnums=(1, 2))
 
