@@ -26,6 +26,8 @@ from pallas_kernels.grouped_matmul.gpu_tiling import STORED, Tiling, bits_of
 from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
 
 PRODUCER_REGISTERS = 40
+# Rows of the smallest part of a tile that has a product of its own.
+SMALLEST = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,7 @@ def transposed(ref, scratch, interpret: bool):
     """The transpose of a tile: a view, or, interpreted, a copy: 0.10.2 interprets no view."""
     if not interpret:
         return plgpu.transpose_ref(ref, (1, 0))
+    scratch = scratch.at[:, : ref.shape[0]]
     scratch[...] = ref[...].T
     # The next copy into `ref` must come after this read.
     plgpu.commit_smem()
@@ -170,9 +173,10 @@ def _body(
         registers = min(232, (512 - PRODUCER_REGISTERS) // groups // 8 * 8)
         plgpu.set_max_registers(registers, action="increase")
         consumer = _Consumer(
-            walk=walk, tiles=tiles, weights=weights, extra_gmem=extra_gmem, relu=relu,
-            y_gmem=refs[-1], x_smem=x_smem, w_smem=w_smem, y_smem=y_smem, full=full,
-            empty=empty, own={name: ref.at[warpgroup] for name, ref in own.items()},
+            rows=walk.tiling.tile_n, walk=walk, tiles=tiles, weights=weights,
+            extra_gmem=extra_gmem, relu=relu, y_gmem=refs[-1], x_smem=x_smem,
+            w_smem=w_smem, y_smem=y_smem, full=full, empty=empty,
+            own={name: ref.at[warpgroup] for name, ref in own.items()},
             warpgroup=warpgroup, interpret=interpret,
         )  # fmt: skip
         lax.fori_loop(0, walk.turns(tiles), consumer.compute_tile, jnp.int32(0))
@@ -224,6 +228,24 @@ class _Walk:
         return lax.select(expert < self.num_experts, self.depth_steps, 0)
 
 
+def for_rows(tiling: Tiling, end, run) -> None:
+    """`run(rows)` with the fewest rows of a tile that reach to `end`.
+
+    A large tile that holds few rows of its group, the last of most groups, is multiplied as
+    half or a quarter of one. With sums in parts all of it is.
+    """
+    rows = tiling.tile_n
+    if rows < 2 * SMALLEST or tiling.splits > 1:
+        run(rows)
+        return
+    options = [rows // 4, rows // 2, rows] if rows >= 4 * SMALLEST else [rows // 2, rows]
+    at_least = 0
+    for option in options:
+        fits = (end > at_least) & (end <= option)
+        pl.when(fits)(functools.partial(run, option))
+        at_least = option
+
+
 def _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
     tiling = walk.tiling
 
@@ -231,13 +253,20 @@ def _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
         row_tile, feature_tile, split = walk.tile(turn, tiles)
         expert = tiles.expert_P[row_tile]
         start = pl.multiple_of(tiles.start_P[row_tile], 8)
+        end = tiles.offset_P[row_tile] + tiles.size_P[row_tile]
 
         def copy_step(k, step):
             slot = lax.rem(step, tiling.stages)
             pl.when(step >= tiling.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
             k_slice = pl.ds((split * walk.depth_steps + k) * tiling.tile_k, tiling.tile_k)
-            plgpu.copy_gmem_to_smem(
-                x_gmem.at[pl.ds(start, tiling.tile_n), k_slice], x_smem.at[slot], full.at[slot]
+            for_rows(
+                tiling,
+                end,
+                lambda rows: plgpu.copy_gmem_to_smem(
+                    x_gmem.at[pl.ds(start, rows), k_slice],
+                    x_smem.at[slot, pl.ds(0, rows)],
+                    full.at[slot],
+                ),
             )
             for warpgroup in range(tiling.warpgroups):
                 first = (feature_tile * tiling.warpgroups + warpgroup) * tiling.tile_m
@@ -259,8 +288,9 @@ def _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
 
 @dataclasses.dataclass(frozen=True)
 class _Consumer:
-    """One warpgroup that multiplies."""
+    """One warpgroup that multiplies the first `rows` rows of tiles."""
 
+    rows: int
     walk: _Walk
     tiles: RowTiles
     weights: Weights
@@ -281,17 +311,23 @@ class _Consumer:
         expert = self.tiles.expert_P[row_tile]
         steps = self.walk.steps(expert)
         column = feature_tile * self.walk.tiling.warpgroups + self.warpgroup
-        if self.weights.depth_per_scale is None:
-            acc_MT = self._accumulate(steps, step)
-        else:
-            acc_MT = self._accumulate_scaled(steps, step, expert, column, split)
-        y_MT = self._epilogue(acc_MT, expert, column, row_tile)
-        self._store(y_MT, row_tile, column, split)
+
+        def compute(rows):
+            part = dataclasses.replace(self, rows=rows)
+            if self.weights.depth_per_scale is None:
+                acc_MT = part._accumulate(steps, step)
+            else:
+                acc_MT = part._accumulate_scaled(steps, step, expert, column, split)
+            y_MT = part._epilogue(acc_MT, expert, column, row_tile)
+            part._store(y_MT, row_tile, column, split)
+
+        end = self.tiles.offset_P[row_tile] + self.tiles.size_P[row_tile]
+        for_rows(self.walk.tiling, end, compute)
         return step + steps
 
     @property
     def _acc(self):
-        return plgpu.ACC((self.walk.tiling.tile_m, self.walk.tiling.tile_n))
+        return plgpu.ACC((self.walk.tiling.tile_m, self.rows))
 
     def _accumulate(self, steps, first_step):
         stages = self.walk.tiling.stages
@@ -339,19 +375,20 @@ class _Consumer:
             index = (expert, column, slice(None), group)
             return total_MT + acc_MT * self._of_feature(scale_gmem, index)
 
-        zero_MT = jnp.zeros((walk.tiling.tile_m, walk.tiling.tile_n), jnp.float32)
+        zero_MT = jnp.zeros((walk.tiling.tile_m, self.rows), jnp.float32)
         if not self.interpret:
             zero_MT = plgpu.layout_cast(zero_MT, plgpu.Layout.WGMMA)
         return lax.fori_loop(0, steps, multiply, zero_MT)
 
     def _multiply(self, acc, slot):
         w = self.w_smem.at[slot, self.warpgroup]
-        self.weights.multiply(acc, w, self.x_smem.at[slot], self.own)
+        x = self.x_smem.at[slot, pl.ds(0, self.rows)]
+        self.weights.multiply(acc, w, x, self.own)
 
     def _of_feature(self, ref, index):
         """Values of this warpgroup's features, down the rows of the accumulator."""
         value_M = self._load(ref.at[index], axis=0)
-        return lax.broadcast_in_dim(value_M, self._acc.shape, [0])
+        return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
 
     def _of_feature_or_zero(self, name, index):
         """As above; zero for tiles of no expert, which have nothing to look up."""
@@ -368,7 +405,7 @@ class _Consumer:
             lambda: self._load(self.extra_gmem[name].at[index], axis=0),
             zero,
         )
-        return lax.broadcast_in_dim(value_M, self._acc.shape, [0])
+        return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
 
     def _load(self, ref, axis):
         if self.interpret:
@@ -385,7 +422,9 @@ class _Consumer:
         if self.relu:
             acc_MT = jnp.maximum(acc_MT, 0.0)
         if "gate" in self.extra_gmem:
-            gate_T = self._load(self.extra_gmem["gate"].at[row_tile], axis=1)
+            gate_T = self._load(
+                self.extra_gmem["gate"].at[row_tile, pl.ds(0, self.rows)], axis=1
+            )
             acc_MT = acc_MT * lax.broadcast_in_dim(gate_T, acc_MT.shape, [1])
         return acc_MT
 
@@ -404,7 +443,7 @@ class _Consumer:
         if not self.interpret:
             y_MT = plgpu.layout_cast(y_MT, plgpu.Layout.WGMMA_TRANSPOSED)
         for chunk in range(self.y_smem.shape[1]):
-            y_smem = self.y_smem.at[self.warpgroup, chunk]
+            y_smem = self.y_smem.at[self.warpgroup, chunk, pl.ds(0, self.rows)]
             part_MT = y_MT[chunk * STORED : (chunk + 1) * STORED]
             if self.interpret:
                 y_smem[...] = part_MT.T
@@ -421,7 +460,7 @@ class _Consumer:
         """
         start, size = self.tiles.start_P[row_tile], self.tiles.size_P[row_tile]
         offset = self.tiles.offset_P[row_tile]
-        length = 1 << (self.walk.tiling.tile_n.bit_length() - 1)
+        length = self.rows
         while length:
 
             @pl.when((size & length) != 0)

@@ -228,8 +228,8 @@ def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling, interpret
             w_MK = q_MK[:, part].astype(dtype)
             x = x_TK.at[:, part]
             if interpret:
-                scratch["x_part"][...] = x_TK[:, part].T
-                x = scratch["x_part"]
+                x = scratch["x_part"].at[:, : x_TK.shape[0]]
+                x[...] = x_TK[:, part].T
             else:
                 x = plgpu.transpose_ref(x, (1, 0))
             if tiling.through_smem:

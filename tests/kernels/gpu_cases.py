@@ -18,6 +18,7 @@ GROUPS = {
     "none": (0, 0, 0, 0, 0),
     "single_rows": (1, 1, 1, 1, 1),
     "whole_tiles": (16, 0, 16, 32, 16),
+    "halves_of_tiles": (150, 0, 40, 3, 65),
 }
 # What a float32 sum, rounded once to this dtype, may be off by, relative to the largest.
 TOLERANCE = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}

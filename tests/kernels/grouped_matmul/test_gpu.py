@@ -49,6 +49,13 @@ def test_ragged_groups_and_a_tail_of_nan(transpose_w):
     check_forward(interpret, GROUPS["ragged"], jnp.bfloat16, transpose_w=transpose_w)
 
 
+def test_large_tiles_with_few_rows_are_cut():
+    tiling = gpu.Tiling(tile_m=64, tile_n=128, tile_k=64, warpgroups=1, stages=2)
+    check_forward(
+        interpret, GROUPS["halves_of_tiles"], jnp.bfloat16, tiling=tiling, depth=64, features=64
+    )
+
+
 def test_sum_in_parts():
     tiling = gpu.Tiling(tile_m=64, tile_n=16, tile_k=64, stages=2, splits=2)
     check_forward(interpret, GROUPS["ragged"], jnp.bfloat16, tiling=tiling)
@@ -65,8 +72,9 @@ def test_sum_in_parts():
         gpu.Tiling(tile_m=64, tile_n=8, tile_k=128, warpgroups=1, stages=2, panel=1),
         gpu.Tiling(tile_m=128, tile_n=32, tile_k=64, stages=3, splits=1, num_sms=3),
         gpu.Tiling(tile_m=64, tile_n=16, tile_k=64, stages=2, splits=2),
+        gpu.Tiling(tile_m=64, tile_n=256, tile_k=64, stages=2, panel=1),
     ],
-    ids=["small", "one_warpgroup", "wide", "parts"],
+    ids=["small", "one_warpgroup", "wide", "parts", "many_rows"],
 )
 def test_every_edge(tiling, groups, dtype, transpose_w):
     check_forward(interpret, GROUPS[groups], dtype, transpose_w=transpose_w, tiling=tiling)

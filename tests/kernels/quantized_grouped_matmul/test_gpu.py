@@ -91,8 +91,19 @@ def test_sum_in_parts():
         (PARTS, 2, False),
         (gpu.Tiling(tile_m=128, tile_n=32, tile_k=128, stages=3, num_sms=3), 1, True),
         (gpu.Tiling(tile_m=64, tile_n=8, tile_k=64, warpgroups=1, stages=2, panel=1), 2, True),
+        (gpu.Tiling(tile_m=64, tile_n=256, tile_k=64, stages=2), 1, True),
+        (gpu.Tiling(tile_m=64, tile_n=128, tile_k=64, stages=2), 2, True),
     ],
-    ids=["small", "scales", "parts", "parts_scales", "wide", "one_warpgroup"],
+    ids=[
+        "small",
+        "scales",
+        "parts",
+        "parts_scales",
+        "wide",
+        "one_warpgroup",
+        "many_rows",
+        "many_rows_scales",
+    ],
 )
 def test_every_edge(tiling, groups_of_d, epilogue, groups, dtype, bits):
     check(
