@@ -53,6 +53,9 @@ def budget_cases() -> list[Case]:
             for variant in variants
         ]
     found.append(Case(op="grouped_matmul", dtype="float16", **sizes))
+    # One row: sums in parts, so that every SM has a share of its expert's weights.
+    found.append(Case(op="grouped_matmul", **sizes | {"R": 1}))
+    found.append(Case(op="quantized_grouped_matmul", bits=4, **sizes | {"R": 1}))
     return found
 
 

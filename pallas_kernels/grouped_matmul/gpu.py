@@ -2,9 +2,19 @@
 """Grouped matrix product on Hopper GPUs (Mosaic GPU, wgmma), and its weights' gradient.
 
 Bfloat16 and float16 with float32 accumulation. The transposed product reads the same weights
-through transposed descriptors of shared memory: nothing is copied. Interpreted, tiles are
-neither swizzled nor viewed transposed but copied, and operands are padded to whole tiles,
-since copies out of bounds are not filled with zeros there; the arithmetic is the same.
+through transposed descriptors of shared memory: nothing is copied.
+
+What the interpreter of Mosaic GPU runs, in JAX 0.10.2, 0.11.2 and 0.12.0.1 alike, and what
+stands in for the rest, with the same arithmetic in the same order:
+
+    the schedule, the ring of stages, its barriers, the stores of a group's rows   as shipped
+    the masks of the weights' gradient, scales, bias, ReLU, gate, sums in parts    as shipped
+    transposed views of tiles (0.10.2 reads none)              copies, `gpu_swap_ab.transposed`
+    swizzled tiles (0.10.2 slices none), register layouts       plain shared memory, no layouts
+    registers as operand of wgmma                               through shared memory
+    int4 and int8 conversion by prmt and lop3                   XLA's conversion
+    zeros for copies out of bounds                              operands padded to whole tiles
+    copies that are still under way                             copies that are done at once
 Dims: R D F E; P tiles of rows
 """
 
@@ -119,9 +129,7 @@ def forward(x_RD, w, group_sizes_E, *, transpose_w: bool = False, tiling: Tiling
     x_RD = padded_rows(x_RD, tiling, interpret)
     if interpret:
         w = padded(w, 1 if transpose_w else 2, tiling.tile_m * tiling.warpgroups)
-    tiles = row_tiles(
-        group_sizes_E, -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT, tiling.tile_n
-    )
+    tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
     y = swap_ab(
         x_RD, w, tiles, tiling, _weights(transpose_w, x_RD.dtype, tiling, interpret),
         Epilogue(), interpret=interpret, name="grouped_matmul",

@@ -45,15 +45,19 @@ def max_row_tiles(num_rows: int, num_experts: int, block: int) -> int:
     A group of n > 0 rows starts up to 7 rows into its first tile: at most
     floor((n + 7 + block - 1) / block) tiles.
     """
-    groups = min(num_experts + 1, num_rows)
-    return max(1, (num_rows + groups * (ROW_ALIGNMENT - 1 + block - 1)) // block)
+    groups = min(num_experts, num_rows) + 1
+    return (aligned(num_rows) + groups * (ROW_ALIGNMENT - 1 + block - 1)) // block
+
+
+def aligned(num_rows: int) -> int:
+    return -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def row_tiles(group_sizes_E, num_rows: int, block: int) -> RowTiles:
-    """Covers `num_rows` rows, sorted by expert, with tiles of `block` rows."""
+    """Covers `num_rows` rows, sorted by expert, and those up to a multiple of 8 with tiles."""
     num_experts = group_sizes_E.shape[0]
     sizes_E = group_sizes_E.astype(jnp.int32)
-    rest = num_rows - jnp.sum(sizes_E)
+    rest = aligned(num_rows) - jnp.sum(sizes_E)
     sizes_G = jnp.concatenate([sizes_E, rest[None]])
     end_G = jnp.cumsum(sizes_G)
     begin_G = end_G - sizes_G

@@ -24,12 +24,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import gpu as plain
-from pallas_kernels.grouped_matmul.gpu_schedule import (
-    ROW_ALIGNMENT,
-    RowTiles,
-    row_tiles,
-    summed_splits,
-)
+from pallas_kernels.grouped_matmul.gpu_schedule import RowTiles, row_tiles, summed_splits
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab
 from pallas_kernels.grouped_matmul.gpu_tiling import (
     Tiling,
@@ -163,8 +158,7 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activa
     if interpret:
         block = tiling.tile_m * tiling.warpgroups
         values_EFD = plain.padded(values_EFD, 1, block)
-    all_rows = -(-num_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    tiles = row_tiles(group_sizes_E, all_rows, tiling.tile_n)
+    tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
     relu = activation == "relu"
     scale_ENMG = _by_warpgroup(scales_EFG, tiling)
     if tiling.splits > 1:  # Only whole sums have a bias and an activation.

@@ -16,7 +16,6 @@ from tests.kernels.gpu_cases import (
     in_float64,
     interpreted,
     matrices,
-    needs_gpu,
     rows,
 )
 
@@ -81,7 +80,6 @@ def test_every_edge(tiling, groups, dtype, transpose_w):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("groups", [*GROUPS.values(), (300, 0, 129, 7, 1000), (2, 9, 1, 8, 4)])

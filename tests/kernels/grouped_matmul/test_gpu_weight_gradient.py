@@ -15,7 +15,6 @@ from tests.kernels.gpu_cases import (
     assert_agrees,
     in_float64,
     interpreted,
-    needs_gpu,
     rows,
 )
 
@@ -59,7 +58,6 @@ def test_every_edge(tiling, groups, dtype, out_dtype):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("groups", [*GROUPS.values(), (300, 0, 129, 7, 1000)])
 def test_on_the_gpu(groups, dtype):

@@ -17,7 +17,6 @@ from tests.kernels.gpu_cases import (
     in_float64,
     integers,
     interpreted,
-    needs_gpu,
     rows,
 )
 
@@ -113,7 +112,6 @@ def test_every_edge(tiling, groups_of_d, epilogue, groups, dtype, bits):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("groups_of_d", [1, 3])
