@@ -63,17 +63,19 @@ def sm_count(interpret: bool) -> int:
     return H200_SMS
 
 
-def shared_bytes(tiling: Tiling, x_dtype, w_dtype) -> int:
-    """Shared memory of a product's block, without its barriers."""
+def shared_bytes(tiling: Tiling, x_dtype, w_dtype, stored_bytes: int | None = None) -> int:
+    """Shared memory of a block without its barriers; `stored_bytes` hold its results."""
     m, n, k = tiling.tile_m * tiling.warpgroups, tiling.tile_n, tiling.tile_k
     stage_bits = n * k * bits_of(x_dtype) + m * k * bits_of(w_dtype)
-    y_bytes = m * n * (4 if tiling.splits > 1 else 2)
+    y_bytes = m * n * (4 if tiling.splits > 1 else 2) if stored_bytes is None else stored_bytes
     scratch = m * 64 * 2 if tiling.through_smem else 0
     return tiling.stages * stage_bits // 8 + y_bytes + scratch
 
 
-def checked(tiling: Tiling, D: int, x_dtype, w_dtype) -> Tiling:
-    """The tiling.
+def checked(
+    tiling: Tiling, D: int, x_dtype, w_dtype, stored_bytes: int | None = None
+) -> Tiling:
+    """The tiling; `stored_bytes` as in `shared_bytes`.
 
     Raises:
         ValueError: the kernel cannot run with it.
@@ -104,7 +106,7 @@ def checked(tiling: Tiling, D: int, x_dtype, w_dtype) -> Tiling:
             f"warpgroups={tiling.warpgroups}, stages={tiling.stages}, panel={tiling.panel}; "
             "expected 1 to 3 warpgroups, 2 stages or more and a panel of at least 1"
         )
-    taken = shared_bytes(tiling, x_dtype, w_dtype) + _BARRIER_BYTES
+    taken = shared_bytes(tiling, x_dtype, w_dtype, stored_bytes) + _BARRIER_BYTES
     if taken > SHARED_BYTES:
         raise ValueError(
             f"the tiling takes {taken} bytes of shared memory, Hopper has {SHARED_BYTES}; "
@@ -113,12 +115,14 @@ def checked(tiling: Tiling, D: int, x_dtype, w_dtype) -> Tiling:
     return tiling
 
 
-def fitted(tiling: Tiling, x_dtype, w_dtype, most: int) -> Tiling:
+def fitted(
+    tiling: Tiling, x_dtype, w_dtype, most: int, stored_bytes: int | None = None
+) -> Tiling:
     """The tiling with as many stages as fit, `most` at most."""
     none = dataclasses.replace(tiling, stages=0)
     one = dataclasses.replace(tiling, stages=1)
-    fixed = shared_bytes(none, x_dtype, w_dtype)
-    stage = shared_bytes(one, x_dtype, w_dtype) - fixed
+    fixed = shared_bytes(none, x_dtype, w_dtype, stored_bytes)
+    stage = shared_bytes(one, x_dtype, w_dtype, stored_bytes) - fixed
     stages = (SHARED_BYTES - _BARRIER_BYTES - fixed) // stage
     return dataclasses.replace(tiling, stages=max(2, min(most, stages)))
 

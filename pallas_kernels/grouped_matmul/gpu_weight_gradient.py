@@ -39,8 +39,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, interpret)
         ValueError: the tiling cannot run.
     """
     (num_rows, D), F = x_RD.shape, dy_RF.shape[1]
-    tiling = tiling or fitted(default_tiling(D, F), x_RD.dtype, x_RD.dtype, most=4)
-    tiling = checked(tiling, tiling.tile_k, x_RD.dtype, x_RD.dtype)
+    tiling = _tiling(tiling, D, F, x_RD.dtype, out_dtype)
     tile_d = tiling.tile_m * tiling.warpgroups
     row_block = num_rows + (tiling.tile_k if interpret else 0)
     row_block += -row_block % ROW_ALIGNMENT
@@ -70,6 +69,16 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, interpret)
         name="grouped_matmul_weight_gradient",
     )
     return run(x_RD, dy_RF, first_E, begin_E, end_E, steps_E)[:, :D, :F]
+
+
+def _tiling(tiling: Tiling | None, D: int, F: int, dtype, out_dtype) -> Tiling:
+    """The tiling, or the default one, with two chunks of results in shared memory."""
+    first = tiling or default_tiling(D, F)
+    size = jnp.dtype(out_dtype).itemsize
+    stored_bytes = first.warpgroups * 2 * first.tile_m * CHUNK * size
+    if tiling is None:
+        return fitted(first, dtype, dtype, 4, stored_bytes)
+    return checked(tiling, tiling.tile_k, dtype, dtype, stored_bytes)
 
 
 def _scratch(tiling: Tiling, dtype, out_dtype, interpret: bool) -> dict:
