@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matrix product on Hopper GPUs (Mosaic GPU, wgmma), and its weights' gradient.
+
+Bfloat16 and float16 with float32 accumulation. The transposed product reads the same weights
+through transposed descriptors of shared memory: nothing is copied.
+
+What the interpreter of Mosaic GPU runs, in JAX 0.10.2, 0.11.2 and 0.12.0.1 alike, and what
+stands in for the rest, with the same arithmetic in the same order:
+
+    the schedule, the ring of stages, its barriers, the stores of a group's rows   as shipped
+    the masks of the weights' gradient, scales, bias, ReLU, gate, sums in parts    as shipped
+    transposed views of tiles (0.10.2 reads none)              copies, `gpu_swap_ab.transposed`
+    swizzled tiles (0.10.2 slices none), register layouts       plain shared memory, no layouts
+    registers as operand of wgmma                               through shared memory
+    int4 and int8 conversion by prmt and lop3                   XLA's conversion
+    zeros for copies out of bounds                              operands padded to whole tiles
+    copies that are still under way                             copies that are done at once
+Dims: R D F E; P tiles of rows
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import gpu_weight_gradient
+from pallas_kernels.grouped_matmul.gpu_schedule import ROW_ALIGNMENT, row_tiles, summed_splits
+from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab, transposed
+from pallas_kernels.grouped_matmul.gpu_tiling import (
+    Tiling,
+    checked,
+    default_splits,
+    fitted,
+    rows_per_expert,
+    sm_count,
+    tile_of_rows,
+)
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+ALIGNMENT = 64
+
+
+def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
+    """Why the kernels cannot run with these, and the way out; None if they can."""
+    if x_dtype not in DTYPES:
+        return (
+            f"rows are {jnp.dtype(x_dtype)}; Hopper's tensor cores take bfloat16 and float16 "
+            "here: cast them, or use implementation='reference'"
+        )
+    if w_dtype != x_dtype:
+        return (
+            f"weights are {jnp.dtype(w_dtype)} and rows {jnp.dtype(x_dtype)}; cast one to the "
+            "other's dtype"
+        )
+    return refused_shape(R, D, F, E)
+
+
+def refused_shape(R: int, D: int, F: int, E: int) -> str | None:
+    for name, size in (("D", D), ("F", F)):
+        if size % ALIGNMENT or size == 0:
+            padded = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+            return (
+                f"{name}={size} is not a multiple of {ALIGNMENT}, which the swizzled copies "
+                f"need; pad the weights once to {name}={padded}, or use "
+                "implementation='reference'"
+            )
+    if R == 0 or E == 0:
+        return f"R={R} and E={E}; nothing to multiply: use implementation='reference'"
+    return None
+
+
+def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> Tiling:
+    """By rows per expert: deep steps for few, whose time is the weights', else wide tiles."""
+    tile_n = tile_of_rows(R, E)
+    deep = 128 if D % 128 == 0 and tile_n <= 64 else 64
+    tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=deep)
+    tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
+    panel = F if tile_n <= 64 else 16
+    return fitted(dataclasses.replace(tiling, panel=panel), dtype, dtype, most=6)
+
+
+def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tiling]:
+    """Tilings worth a measurement, the default first."""
+    first = default_tiling(R, D, F, E, dtype)
+    found = [first]
+    for tile_n in sorted({max(8, first.tile_n // 2), first.tile_n, min(256, 2 * first.tile_n)}):
+        for tile_m in (64, 128):
+            for tile_k in (64, 128):
+                for splits in (1, 2, 4) if rows_per_expert(R, E) <= 16 else (1,):
+                    tiling = Tiling(
+                        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, splits=splits,
+                        panel=first.panel,
+                    )  # fmt: skip
+                    tiling = fitted(tiling, dtype, dtype, most=8)
+                    if tiling not in found and _runs(tiling, D, dtype):
+                        found.append(tiling)
+    return found
+
+
+def _runs(tiling: Tiling, D: int, dtype) -> bool:
+    try:
+        checked(tiling, D, dtype, dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def forward(x_RD, w, group_sizes_E, *, transpose_w: bool = False, tiling: Tiling | None = None,
+            interpret: bool = False):  # fmt: skip
+    """`y_r = x_r w_e` with e the expert of row r, `[R, F]` in the dtype of x.
+
+    Args:
+        x_RD: rows sorted by expert.
+        w: `[E, D, F]`; with `transpose_w` `[E, F, D]`, contracted over the last axis.
+        group_sizes_E: int32 rows of each expert; rows past their sum are not read and zero.
+        interpret: runs on the CPU, with race detection.
+
+    Raises:
+        ValueError: `refusal` has a reason, or the tiling cannot run.
+    """
+    num_rows, depth = x_RD.shape
+    features = w.shape[1] if transpose_w else w.shape[2]
+    sizes = (num_rows, depth, features, w.shape[0])
+    if reason := refusal(x_RD.dtype, w.dtype, *sizes):
+        raise ValueError(reason)
+    tiling = tiling or default_tiling(*sizes, x_RD.dtype)
+    tiling = checked(tiling, depth, x_RD.dtype, w.dtype)
+    tiling = dataclasses.replace(tiling, num_sms=tiling.num_sms or sm_count(interpret))
+    x_RD = padded_rows(x_RD, tiling, interpret)
+    if interpret:
+        w = padded(w, 1 if transpose_w else 2, tiling.tile_m * tiling.warpgroups)
+    tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
+    y = swap_ab(
+        x_RD, w, tiles, tiling, _weights(transpose_w, x_RD.dtype, tiling, interpret),
+        Epilogue(), interpret=interpret, name="grouped_matmul",
+    )  # fmt: skip
+    if tiling.splits > 1:
+        y = summed_splits(y, tiles, group_sizes_E, num_rows)
+    return y[:num_rows, :features].astype(x_RD.dtype)
+
+
+def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None,
+                    interpret: bool = False):  # fmt: skip
+    """`dw_e = x_e^T dy_e` over the rows of each expert, `[E, D, F]`; zero without rows.
+
+    Raises:
+        ValueError: `refusal` has a reason, or the tiling cannot run.
+    """
+    sizes = (*x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0])
+    if reason := refusal(x_RD.dtype, dy_RF.dtype, *sizes):
+        raise ValueError(reason)
+    return gpu_weight_gradient.weight_gradient(
+        x_RD, dy_RF, group_sizes_E, out_dtype=out_dtype, tiling=tiling, interpret=interpret
+    )
+
+
+def padded(array, axis: int, multiple: int):
+    """Zeros up to a multiple."""
+    missing = -array.shape[axis] % multiple
+    widths = [(0, missing if i == axis else 0) for i in range(array.ndim)]
+    return jnp.pad(array, widths) if missing else array
+
+
+def padded_rows(x_RD, tiling: Tiling, interpret: bool):
+    """Rows up to a multiple of 8; interpreted, also those that a tile reads past the end."""
+    x_RD = padded(x_RD, 0, ROW_ALIGNMENT)
+    return jnp.pad(x_RD, ((0, tiling.tile_n), (0, 0))) if interpret else x_RD
+
+
+def _weights(transpose_w: bool, dtype, tiling: Tiling, interpret: bool) -> Weights:
+    def multiply(acc_MT, w, x_TK, scratch):
+        w_MK = w if transpose_w else transposed(w, scratch.get("w"), interpret)
+        plgpu.wgmma(acc_MT, w_MK, transposed(x_TK, scratch.get("x"), interpret))
+
+    is_copied = interpret and not transpose_w
+    scratch = {"w": ((tiling.tile_m, tiling.tile_k), dtype)} if is_copied else {}
+    return Weights(is_depth_minor=transpose_w, multiply=multiply, scratch=scratch, waits=False)

@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernel of both products: features on the rows of wgmma, tokens on its columns.
+
+The tensor core takes 64 rows at least and 8 columns at least, so with the weights first
+(`acc_MT = w_MK x_TK^T`) one to eight tokens of an expert cost 8 columns and not 64 rows, and
+many tokens lose nothing. One warpgroup copies (TMA), the others multiply; a ring of stages
+runs through the tiles of a block without a stop, so the next tile's weights are on their way
+while the last one is stored. Blocks stay on their SM and take tiles in turn.
+Dims: R D F E; P tiles of rows, T rows of a tile, K one step of D, M features of a warpgroup,
+N tiles of M features, C warpgroups that multiply
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul.gpu_schedule import RowTiles
+from pallas_kernels.grouped_matmul.gpu_tiling import STORED, Tiling, bits_of
+from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
+
+PRODUCER_REGISTERS = 40
+# Rows of the smallest part of a tile that has a product of its own.
+SMALLEST = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """How a step of weights gets from shared memory into the tensor core.
+
+    Attributes:
+        is_depth_minor: `[E, F, D]`, else `[E, D, F]`.
+        multiply: `(acc_MT, w, x_TK, scratch)` issues the products of one step; `w` is one
+            warpgroup's `[M, K]` or, with features minor, `[K, M]`.
+        scratch: shared memory of `multiply`, name -> (shape, dtype), one a warpgroup.
+        waits: nothing reads the stage any more when `multiply` returns.
+        depth_per_scale: channels of D that share a scale, a multiple of K; None for one
+            scale, which the epilogue applies.
+    """
+
+    is_depth_minor: bool
+    multiply: Callable
+    scratch: dict[str, Any]
+    waits: bool
+    depth_per_scale: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What happens to the float32 accumulator: `gate (relu(scale acc + bias))`.
+
+    Attributes:
+        scale_ENMG: float32, the features cut into those of a warpgroup, whole blocks of them.
+        bias_ENM: float32.
+        gate_PT: float32, for the rows of each tile; finite for rows of no expert.
+    """
+
+    scale_ENMG: jax.Array | None = None
+    bias_ENM: jax.Array | None = None
+    relu: bool = False
+    gate_PT: jax.Array | None = None
+
+    def operands(self) -> dict[str, jax.Array]:
+        named = {"scale": self.scale_ENMG, "bias": self.bias_ENM, "gate": self.gate_PT}
+        return {name: array for name, array in named.items() if array is not None}
+
+
+def tiled(columns: int, dtype) -> tuple:
+    """The transforms that the tensor core asks of a matrix in shared memory."""
+    swizzle = min(128, columns * bits_of(dtype) // 8)
+    columns = swizzle * 8 // bits_of(dtype)
+    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
+
+
+def transposed(ref, scratch, interpret: bool):
+    """The transpose of a tile: a view, or, interpreted, a copy: 0.10.2 interprets no view."""
+    if not interpret:
+        return plgpu.transpose_ref(ref, (1, 0))
+    scratch = scratch.at[:, : ref.shape[0]]
+    scratch[...] = ref[...].T
+    # The next copy into `ref` must come after this read.
+    plgpu.commit_smem()
+    return scratch
+
+
+def swap_ab(x_RD, w, tiles: RowTiles, tiling: Tiling, weights: Weights, epilogue: Epilogue, *,
+            interpret: bool, name: str):  # fmt: skip
+    """The product, `[R, F]` in the dtype of x; R is a multiple of 8.
+
+    With splits, the float32 sums of each instead, `[splits, P, F, T]`: tile by tile, the rows
+    of other groups among them.
+    """
+    features = w.shape[1] if weights.is_depth_minor else w.shape[2]
+    shape = (x_RD.shape[0], features)
+    dtype = x_RD.dtype
+    if tiling.splits > 1:
+        shape = (tiling.splits, tiles.expert_P.shape[0], features, tiling.tile_n)
+        dtype = jnp.float32
+    extras = epilogue.operands()
+    walk = _Walk(
+        tiling=tiling,
+        features=features,
+        depth_steps=x_RD.shape[1] // tiling.tile_k // tiling.splits,
+        num_experts=w.shape[0],
+    )
+    body = functools.partial(
+        _body, walk=walk, weights=weights, relu=epilogue.relu, extras=tuple(extras),
+        interpret=interpret,
+    )  # fmt: skip
+    run = mosaic_gpu_kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        scratch_types=_scratch(tiling, weights, x_RD.dtype, w.dtype, dtype, interpret),
+        grid=tiling.num_sms,
+        num_threads=tiling.warpgroups + 1,
+        interpret=interpret,
+        name=name,
+    )
+    return run(x_RD, w, *tiles.arrays(), *extras.values())
+
+
+def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, interpret) -> dict:
+    stages, rows, depth, groups = tiling.stages, tiling.tile_n, tiling.tile_k, tiling.warpgroups
+    minor = (tiling.tile_m, depth) if weights.is_depth_minor else (depth, tiling.tile_m)
+
+    def smem(shape, dtype):
+        transforms = () if interpret else tiled(shape[-1], dtype)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    # Rows are stored from any one on, so that these are not in tiles of 8.
+    by_row = () if interpret else (plgpu.SwizzleTransform(128),)
+    y_smem = plgpu.SMEM(
+        (groups, tiling.tile_m // STORED, rows, STORED), y_dtype, transforms=by_row
+    )
+    if tiling.splits > 1:
+        y_smem = smem((groups, tiling.tile_m, rows), y_dtype)
+    own = dict(weights.scratch)
+    if interpret and not weights.waits:
+        own["x"] = ((depth, rows), x_dtype)
+    return dict(
+        x_smem=smem((stages, rows, depth), x_dtype),
+        w_smem=smem((stages, groups, *minor), w_dtype),
+        y_smem=y_smem,
+        full=plgpu.Barrier(num_arrivals=1 + groups, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        own={name: smem((groups, *shape), dtype) for name, (shape, dtype) in own.items()},
+    )
+
+
+def _body(
+    x_gmem, w_gmem, *refs, walk, weights, relu, extras, interpret,
+    x_smem, w_smem, y_smem, full, empty, own,
+):  # fmt: skip
+    num_fields = len(dataclasses.fields(RowTiles))
+    tiles = RowTiles(*refs[:num_fields])
+    extra_gmem = dict(zip(extras, refs[num_fields:-1], strict=True))
+    groups = walk.tiling.warpgroups
+    warpgroup = lax.axis_index("wg")
+
+    @pl.when(warpgroup == groups)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights)
+
+    @pl.when(warpgroup < groups)
+    def _():
+        registers = min(232, (512 - PRODUCER_REGISTERS) // groups // 8 * 8)
+        plgpu.set_max_registers(registers, action="increase")
+        consumer = _Consumer(
+            rows=walk.tiling.tile_n, walk=walk, tiles=tiles, weights=weights,
+            extra_gmem=extra_gmem, relu=relu, y_gmem=refs[-1], x_smem=x_smem,
+            w_smem=w_smem, y_smem=y_smem, full=full, empty=empty,
+            own={name: ref.at[warpgroup] for name, ref in own.items()},
+            warpgroup=warpgroup, interpret=interpret,
+        )  # fmt: skip
+        lax.fori_loop(0, walk.turns(tiles), consumer.compute_tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """Which tile is whose turn."""
+
+    tiling: Tiling
+    features: int
+    depth_steps: int
+    num_experts: int
+
+    @property
+    def feature_tiles(self) -> int:
+        return pl.cdiv(self.features, self.tiling.tile_m * self.tiling.warpgroups)
+
+    def turns(self, tiles: RowTiles):
+        """How many tiles this block has; the n-th is `sm + n * num_sms`."""
+        total = tiles.count_1[0] * (self.feature_tiles * self.tiling.splits)
+        last = total - lax.axis_index("sm") + (self.tiling.num_sms - 1)
+        return lax.div(last, jnp.int32(self.tiling.num_sms))
+
+    def tile(self, turn, tiles: RowTiles):
+        """(tile of rows, tile of features, split) of a turn.
+
+        Features go in panels: all rows of a panel before the next one, so that the weights
+        of a panel and the rows are in the cache together.
+        """
+        index = lax.axis_index("sm") + turn * self.tiling.num_sms
+        split = jnp.int32(0)
+        if self.tiling.splits > 1:
+            split = lax.rem(index, self.tiling.splits)
+            index = lax.div(index, self.tiling.splits)
+        if self.tiling.panel >= self.feature_tiles:
+            row_tile = lax.div(index, self.feature_tiles)
+            return row_tile, index - row_tile * self.feature_tiles, split
+        in_panel = tiles.count_1[0] * self.tiling.panel
+        which = lax.div(index, in_panel)
+        rest = index - which * in_panel
+        width = lax.min(self.tiling.panel, self.feature_tiles - which * self.tiling.panel)
+        row_tile = lax.div(rest, width)
+        return row_tile, which * self.tiling.panel + rest - row_tile * width, split
+
+    def steps(self, expert):
+        """Steps along D; none for the rows of no expert."""
+        return lax.select(expert < self.num_experts, self.depth_steps, 0)
+
+
+def for_rows(tiling: Tiling, end, run) -> None:
+    """`run(rows)` with the fewest rows of a tile that reach to `end`.
+
+    A large tile that holds few rows of its group, the last of most groups, is multiplied as
+    half or a quarter of one. With sums in parts all of it is.
+    """
+    rows = tiling.tile_n
+    if rows < 2 * SMALLEST or tiling.splits > 1:
+        run(rows)
+        return
+    options = [rows // 4, rows // 2, rows] if rows >= 4 * SMALLEST else [rows // 2, rows]
+    at_least = 0
+    for option in options:
+        fits = (end > at_least) & (end <= option)
+        pl.when(fits)(functools.partial(run, option))
+        at_least = option
+
+
+def _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
+    tiling = walk.tiling
+
+    def copy_tile(turn, step):
+        row_tile, feature_tile, split = walk.tile(turn, tiles)
+        expert = tiles.expert_P[row_tile]
+        start = pl.multiple_of(tiles.start_P[row_tile], 8)
+        end = tiles.offset_P[row_tile] + tiles.size_P[row_tile]
+
+        def copy_step(k, step):
+            slot = lax.rem(step, tiling.stages)
+            pl.when(step >= tiling.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            k_slice = pl.ds((split * walk.depth_steps + k) * tiling.tile_k, tiling.tile_k)
+            for_rows(
+                tiling,
+                end,
+                lambda rows: plgpu.copy_gmem_to_smem(
+                    x_gmem.at[pl.ds(start, rows), k_slice],
+                    x_smem.at[slot, pl.ds(0, rows)],
+                    full.at[slot],
+                ),
+            )
+            for warpgroup in range(tiling.warpgroups):
+                first = (feature_tile * tiling.warpgroups + warpgroup) * tiling.tile_m
+                f_slice = pl.ds(first, tiling.tile_m)
+                window = (f_slice, k_slice) if weights.is_depth_minor else (k_slice, f_slice)
+                plgpu.copy_gmem_to_smem(
+                    w_gmem.at[(expert, *window)], w_smem.at[slot, warpgroup], full.at[slot]
+                )
+            return step + 1
+
+        return lax.fori_loop(0, walk.steps(expert), copy_step, step)
+
+    steps = lax.fori_loop(0, walk.turns(tiles), copy_tile, jnp.int32(0))
+
+    @pl.loop(lax.max(steps - tiling.stages, 0), steps)
+    def _(step):  # No barrier is left in the middle of a phase.
+        plgpu.barrier_wait(empty.at[lax.rem(step, tiling.stages)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One warpgroup that multiplies the first `rows` rows of tiles."""
+
+    rows: int
+    walk: _Walk
+    tiles: RowTiles
+    weights: Weights
+    extra_gmem: dict
+    relu: bool
+    y_gmem: Any
+    x_smem: Any
+    w_smem: Any
+    y_smem: Any
+    full: Any
+    empty: Any
+    own: dict
+    warpgroup: Any
+    interpret: bool
+
+    def compute_tile(self, turn, step):
+        row_tile, feature_tile, split = self.walk.tile(turn, self.tiles)
+        expert = self.tiles.expert_P[row_tile]
+        steps = self.walk.steps(expert)
+        column = feature_tile * self.walk.tiling.warpgroups + self.warpgroup
+
+        def compute(rows):
+            part = dataclasses.replace(self, rows=rows)
+            if self.weights.depth_per_scale is None:
+                acc_MT = part._accumulate(steps, step)
+            else:
+                acc_MT = part._accumulate_scaled(steps, step, expert, column, split)
+            y_MT = part._epilogue(acc_MT, expert, column, row_tile)
+            part._store(y_MT, row_tile, column, split)
+
+        end = self.tiles.offset_P[row_tile] + self.tiles.size_P[row_tile]
+        for_rows(self.walk.tiling, end, compute)
+        return step + steps
+
+    @property
+    def _acc(self):
+        return plgpu.ACC((self.walk.tiling.tile_m, self.rows))
+
+    def _accumulate(self, steps, first_step):
+        stages = self.walk.tiling.stages
+
+        def release_before(step):
+            plgpu.barrier_arrive(self.empty.at[lax.rem(step + stages - 1, stages)])
+
+        def accumulate(acc):
+            def multiply(k, step):
+                slot = lax.rem(step, stages)
+                plgpu.barrier_wait(self.full.at[slot])
+                self._multiply(acc, slot)
+                if self.weights.waits:
+                    plgpu.barrier_arrive(self.empty.at[slot])
+                else:
+                    # The products of the step before are done; these still run.
+                    plgpu.wgmma_wait(1)
+                    pl.when(k > 0)(lambda: release_before(step))
+                return step + 1
+
+            end = lax.fori_loop(0, steps, multiply, first_step)
+            result = acc[...]
+            if not self.weights.waits:
+                pl.when(steps > 0)(lambda: release_before(end))
+            return result
+
+        return pl.run_scoped(accumulate, self._acc)
+
+    def _accumulate_scaled(self, steps, first_step, expert, column, split):
+        """As above with a scale for each group of D, applied to each step's own sum."""
+        walk, scale_gmem = self.walk, self.extra_gmem["scale"]
+        per_group = self.weights.depth_per_scale // walk.tiling.tile_k
+
+        def multiply(k, total_MT):
+            slot = lax.rem(first_step + k, walk.tiling.stages)
+
+            def once(acc):
+                plgpu.barrier_wait(self.full.at[slot])
+                self._multiply(acc, slot)
+                return acc[...]
+
+            acc_MT = pl.run_scoped(once, self._acc)
+            plgpu.barrier_arrive(self.empty.at[slot])
+            group = lax.div(split * walk.depth_steps + k, per_group)
+            index = (expert, column, slice(None), group)
+            return total_MT + acc_MT * self._of_feature(scale_gmem, index)
+
+        zero_MT = jnp.zeros((walk.tiling.tile_m, self.rows), jnp.float32)
+        if not self.interpret:
+            zero_MT = plgpu.layout_cast(zero_MT, plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, steps, multiply, zero_MT)
+
+    def _multiply(self, acc, slot):
+        w = self.w_smem.at[slot, self.warpgroup]
+        x = self.x_smem.at[slot, pl.ds(0, self.rows)]
+        self.weights.multiply(acc, w, x, self.own)
+
+    def _of_feature(self, ref, index):
+        """Values of this warpgroup's features, down the rows of the accumulator."""
+        value_M = self._load(ref.at[index], axis=0)
+        return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
+
+    def _of_feature_or_zero(self, name, index):
+        """As above; zero for tiles of no expert, which have nothing to look up."""
+        shape = (self.walk.tiling.tile_m,)
+
+        def zero():
+            value_M = jnp.zeros(shape, jnp.float32)
+            if self.interpret:
+                return value_M
+            return plgpu.layout_cast(value_M, plgpu.Layout.WGMMA.reduce(1))
+
+        value_M = lax.cond(
+            index[0] < self.walk.num_experts,
+            lambda: self._load(self.extra_gmem[name].at[index], axis=0),
+            zero,
+        )
+        return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
+
+    def _load(self, ref, axis):
+        if self.interpret:
+            return ref[...]
+        return load_as(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+
+    def _epilogue(self, acc_MT, expert, column, row_tile):
+        if "scale" in self.extra_gmem and self.weights.depth_per_scale is None:
+            acc_MT = acc_MT * self._of_feature_or_zero(
+                "scale", (expert, column, slice(None), 0)
+            )
+        if "bias" in self.extra_gmem:
+            acc_MT = acc_MT + self._of_feature_or_zero("bias", (expert, column))
+        if self.relu:
+            acc_MT = jnp.maximum(acc_MT, 0.0)
+        if "gate" in self.extra_gmem:
+            gate_T = self._load(
+                self.extra_gmem["gate"].at[row_tile, pl.ds(0, self.rows)], axis=1
+            )
+            acc_MT = acc_MT * lax.broadcast_in_dim(gate_T, acc_MT.shape, [1])
+        return acc_MT
+
+    def _store(self, y_MT, row_tile, column, split):
+        # The last tile has left shared memory before this one overwrites it.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self.walk.tiling.splits > 1:
+            self.y_smem[self.warpgroup] = y_MT
+            plgpu.commit_smem()
+            features = pl.ds(column * self.walk.tiling.tile_m, self.walk.tiling.tile_m)
+            plgpu.copy_smem_to_gmem(
+                self.y_smem.at[self.warpgroup], self.y_gmem.at[split, row_tile, features]
+            )
+            return
+        y_MT = y_MT.astype(self.y_smem.dtype)
+        if not self.interpret:
+            y_MT = plgpu.layout_cast(y_MT, plgpu.Layout.WGMMA_TRANSPOSED)
+        for chunk in range(self.y_smem.shape[1]):
+            y_smem = self.y_smem.at[self.warpgroup, chunk, pl.ds(0, self.rows)]
+            part_MT = y_MT[chunk * STORED : (chunk + 1) * STORED]
+            if self.interpret:
+                y_smem[...] = part_MT.T
+            else:
+                plgpu.transpose_ref(y_smem, (1, 0))[...] = part_MT
+        plgpu.commit_smem()
+        self._copy_group(row_tile, column)
+        plgpu.commit_smem_to_gmem_group()
+
+    def _copy_group(self, row_tile, column):
+        """The group's rows of a tile and no other.
+
+        A copy has a fixed number of rows: one of 2^i rows for each bit of how many there are.
+        """
+        start, size = self.tiles.start_P[row_tile], self.tiles.size_P[row_tile]
+        offset = self.tiles.offset_P[row_tile]
+        length = self.rows
+        while length:
+
+            @pl.when((size & length) != 0)
+            def _(length=length, offset=offset):
+                self._copy_rows(start + offset, offset, length, column)
+
+            offset = offset + (size & length)
+            length //= 2
+
+    def _copy_rows(self, first, offset, length, column):
+        chunks = self.y_smem.shape[1]
+        for chunk in range(chunks):
+            features = pl.ds((column * chunks + chunk) * STORED, STORED)
+            plgpu.copy_smem_to_gmem(
+                self.y_smem.at[self.warpgroup, chunk, pl.ds(offset, length)],
+                self.y_gmem.at[pl.ds(first, length), features],
+                commit_group=False,
+            )

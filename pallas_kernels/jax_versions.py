@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between JAX 0.10.2, 0.11 and 0.12 in Pallas, in one place.
+
+0.10.2 has the interpreter of Mosaic GPU on private paths, lowers by lanes unless told
+otherwise, and loads with an index that 0.12 no longer takes.
+"""
+
+import contextlib
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+try:  # JAX 0.11 and later
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams, force_gpu_interpret_mode
+except ImportError:
+    from jax._src.pallas.mosaic_gpu.interpret.params import (
+        InterpretGPUParams,
+        force_gpu_interpret_mode,
+    )
+
+# By warpgroups, 0.10.2 refuses shared memory that is swizzled and not tiled.
+_SEMANTICS = (
+    plgpu.LoweringSemantics.Warpgroup
+    if jax.__version_info__ >= (0, 11, 0)
+    else plgpu.LoweringSemantics.Lane
+)
+
+
+def mosaic_gpu_kernel(body, *, out_type, scratch_types, grid, num_threads, interpret, name):
+    """A Mosaic GPU kernel: `grid` blocks, axis `sm`, of `num_threads` warpgroups, axis `wg`.
+
+    Interpreted, it runs on the CPU and looks for races between warpgroups, copies included;
+    `gpu_races_found` tells whether the last run had one.
+    """
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=(grid,),
+        grid_names=("sm",),
+        num_threads=num_threads,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
+    )
+
+    def run(*operands):
+        with interpreted_gpu() if interpret else contextlib.nullcontext():
+            return kernel(*operands)
+
+    return run
+
+
+@contextlib.contextmanager
+def interpreted_gpu():
+    """Mosaic GPU kernels traced below it are interpreted, with race detection."""
+    with force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
+        yield
+
+
+def gpu_races_found() -> bool:
+    """Whether the last interpreted kernel had a race."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return gpu_callbacks.get_races().races_found
+
+
+def reset_gpu_interpreter() -> None:
+    """Forgets the interpreter's memory, which an exception leaves half used."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def load_as(ref, layout, *, optimized: bool = True) -> jax.Array:
+    """All of a reference in registers of a layout.
+
+    Args:
+        optimized: refuse a load that the layout makes slow; without it, vectors from global
+            memory can be loaded too.
+    """
+    if jax.__version_info__ < (0, 11, 0):
+        return plgpu.load(ref, (), layout=layout, optimized=optimized)
+    return plgpu.load(ref, layout=layout, optimized=optimized)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped product with int8 or int4 weights on Hopper GPUs, dequantized inside the kernel.
+
+Kim et al. 2022, Who Says Elephants Can't Run (arXiv:2211.10017), section 3.3: weights stay
+integers up to the registers. There they are converted (`prmt`, `lop3` and one subtraction, the
+paper's magic numbers) and go into wgmma as its register operand, which is the first one: so
+features stand on the rows of wgmma and tokens on its columns (gpu_swap_ab.py). The scale of a
+feature multiplies the float32 accumulator once, where a scale in the weights would cost one
+multiplication more for each of them. A scale for each group of D multiplies the sum of each
+step instead.
+
+bfloat16 rows have the fast conversion of both widths: 2.7 instructions of a step for each int4
+weight and 3.5 for each int8 one. float16 rows run too: int8 costs them the same, int4, which
+JAX converts for them one by one, 6.
+
+Through shared memory (`Tiling.through_smem`), the converted weights are written there and
+read by wgmma from there: the same products in the same order, and what the interpreter runs,
+which knows no register operand.
+Dims: R D F E G; M features of a warpgroup, T rows of a tile, K one step of D, P tiles of rows
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import gpu as plain
+from pallas_kernels.grouped_matmul.gpu_schedule import RowTiles, row_tiles, summed_splits
+from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab
+from pallas_kernels.grouped_matmul.gpu_tiling import (
+    Tiling,
+    checked,
+    default_splits,
+    fitted,
+    rows_per_expert,
+    sm_count,
+    tile_of_rows,
+)
+from pallas_kernels.jax_versions import load_as
+
+# Channels whose weights are converted before their product is issued; the conversion of the
+# next ones runs beside it.
+CONVERTED = 64
+_LAYOUTS = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
+ACTIVATIONS = (None, "relu")
+
+
+def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
+            group_size: int | None = None) -> str | None:  # fmt: skip
+    """Why the kernel cannot run with these, and the way out; None if it can."""
+    if x_dtype not in plain.DTYPES:
+        return (
+            f"rows are {jnp.dtype(x_dtype)}; Hopper's tensor cores take bfloat16 and float16 "
+            "here: cast them, or use implementation='reference'"
+        )
+    if bits not in _LAYOUTS:
+        return f"weights of {bits} bits; the kernel converts 8 and 4: quantize to one of these"
+    if group_size is not None and group_size != D and (group_size % 64 or D % group_size):
+        return (
+            f"group_size={group_size}; a step of the kernel has 64 channels at least and one "
+            f"scale: use a multiple of 64 that divides D={D}, or one scale for all"
+        )
+    return plain.refused_shape(R, D, F, E)
+
+
+def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
+                   group_size: int | None = None) -> Tiling:  # fmt: skip
+    """By rows per expert, as deep as the copies of one row of weights like: 128 bytes."""
+    tile_n = tile_of_rows(R, E)
+    most = group_size or D
+    if group_size is not None and group_size < D:
+        tile_n = min(tile_n, 128)  # A second accumulator stands beside the first.
+    wanted = 256 if bits == 4 and tile_n <= 64 else 128 if tile_n <= 128 else 64
+    tile_k = next(k for k in (256, 128, 64) if k <= wanted and D % k == 0 and most % k == 0)
+    tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=tile_k, panel=F if tile_n <= 64 else 16)
+    tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
+    return fitted(tiling, dtype, _w_dtype(bits), most=8)
+
+
+def candidates(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
+               group_size: int | None = None) -> list[Tiling]:  # fmt: skip
+    """Tilings worth a measurement, the default first."""
+    first = default_tiling(R, D, F, E, bits, dtype, group_size)
+    found = [first]
+    for tile_n in sorted({max(8, first.tile_n // 2), first.tile_n, min(256, 2 * first.tile_n)}):
+        for tile_m in (64, 128):
+            for tile_k in (64, 128, 256):
+                for splits in (1, 2, 4) if rows_per_expert(R, E) <= 16 else (1,):
+                    tiling = Tiling(
+                        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, splits=splits,
+                        panel=first.panel,
+                    )  # fmt: skip
+                    tiling = fitted(tiling, dtype, _w_dtype(bits), most=8)
+                    if tiling not in found and _runs(tiling, D, dtype, bits, group_size):
+                        found.append(tiling)
+    return found
+
+
+def _runs(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None) -> bool:
+    try:
+        _checked(tiling, D, dtype, bits, group_size)
+    except ValueError:
+        return False
+    return True
+
+
+def _w_dtype(bits: int):
+    return jnp.int8 if bits == 8 else jnp.int4
+
+
+def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None) -> Tiling:
+    tiling = checked(tiling, D, dtype, _w_dtype(bits))
+    if group_size is None or group_size == D:
+        return tiling
+    if group_size % tiling.tile_k:
+        raise ValueError(
+            f"tile_k={tiling.tile_k} reaches over groups of {group_size} channels; use a "
+            f"tile_k that divides {group_size}"
+        )
+    if tiling.tile_m * tiling.tile_n > 64 * 128:
+        raise ValueError(
+            f"tile_m={tiling.tile_m} by tile_n={tiling.tile_n} leaves no registers for the sum "
+            "of each group; use tile_m * tile_n <= 8192"
+        )
+    return tiling
+
+
+def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activation=None,
+            gate_R=None, tiling: Tiling | None = None, interpret: bool = False):  # fmt: skip
+    """`y_r = gate_r act(scale_e (x_r . q_e) + bias_e)`, e the expert of row r; `[R, F]`.
+
+    Args:
+        x_RD: rows sorted by expert, bfloat16 or float16, the dtype of the result.
+        values_EFD: int8 or int4.
+        scales_EFG: float32; G=1 is a scale an output feature, else D/G channels share one.
+        group_sizes_E: int32 rows of each expert; rows past their sum are not read and zero.
+        activation: None or "relu".
+        interpret: runs on the CPU, with race detection.
+
+    Raises:
+        ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot
+            run.
+    """
+    (num_rows, D), (E, F, _) = x_RD.shape, values_EFD.shape
+    G = scales_EFG.shape[2]
+    group_size = D // G if G > 1 else None
+    bits = 4 if values_EFD.dtype == jnp.int4 else jnp.dtype(values_EFD.dtype).itemsize * 8
+    if reason := refusal(x_RD.dtype, bits, num_rows, D, F, E, group_size):
+        raise ValueError(reason)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}; expected None or 'relu'")
+    tiling = tiling or default_tiling(num_rows, D, F, E, bits, x_RD.dtype, group_size)
+    tiling = _checked(tiling, D, x_RD.dtype, bits, group_size)
+    tiling = dataclasses.replace(
+        tiling,
+        num_sms=tiling.num_sms or sm_count(interpret),
+        through_smem=int(interpret) or tiling.through_smem,
+    )
+    if interpret:
+        block = tiling.tile_m * tiling.warpgroups
+        values_EFD = plain.padded(values_EFD, 1, block)
+    tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
+    relu = activation == "relu"
+    scale_ENMG = _by_warpgroup(scales_EFG, tiling)
+    if tiling.splits > 1:  # Only whole sums have a bias and an activation.
+        epilogue = Epilogue(scale_ENMG=scale_ENMG)
+    else:
+        epilogue = Epilogue(
+            scale_ENMG=scale_ENMG,
+            bias_ENM=None if bias_EF is None else _by_warpgroup(bias_EF, tiling),
+            relu=relu,
+            gate_PT=None if gate_R is None else _by_tile(gate_R, tiles, tiling.tile_n, E),
+        )
+    y = swap_ab(
+        plain.padded_rows(x_RD, tiling, interpret), values_EFD, tiles, tiling,
+        _weights(x_RD.dtype, bits, group_size, tiling, interpret), epilogue,
+        interpret=interpret, name=f"grouped_matmul_int{bits}",
+    )  # fmt: skip
+    y = y[:num_rows, :F] if tiling.splits == 1 else y
+    if tiling.splits > 1:
+        y = summed_splits(y, tiles, group_sizes_E, num_rows)[:, :F]
+        y = _finished(y, group_sizes_E, bias_EF, relu, gate_R)
+    return y.astype(x_RD.dtype)
+
+
+def _by_warpgroup(value_EFx, tiling: Tiling):
+    """Features cut into those of a warpgroup: `[E, F, ...]` to `[E, N, M, ...]`, padded."""
+    block = tiling.tile_m * tiling.warpgroups
+    value_EFx = plain.padded(value_EFx.astype(jnp.float32), 1, block)
+    E, F, *rest = value_EFx.shape
+    return value_EFx.reshape(E, F // tiling.tile_m, tiling.tile_m, *rest)
+
+
+def _by_tile(gate_R, tiles: RowTiles, block: int, num_experts: int):
+    """The gates of each tile's rows, `[P, T]` float32."""
+    row_PT = tiles.start_P[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
+    gate_PT = gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
+    return jnp.where((tiles.expert_P < num_experts)[:, None], gate_PT, 0.0)
+
+
+def _finished(y_RF, group_sizes_E, bias_EF, relu: bool, gate_R):
+    """The epilogue of sums that were in parts."""
+    row_R = jnp.arange(y_RF.shape[0], dtype=jnp.int32)
+    end_E = jnp.cumsum(group_sizes_E)
+    if bias_EF is not None:
+        expert_R = jnp.sum(row_R[:, None] >= end_E[None], axis=1)
+        y_RF = y_RF + bias_EF.astype(jnp.float32)[jnp.minimum(expert_R, end_E.shape[0] - 1)]
+    if relu:
+        y_RF = jnp.maximum(y_RF, 0.0)
+    if gate_R is not None:
+        y_RF = y_RF * gate_R.astype(jnp.float32)[:, None]
+    return jnp.where((row_R < end_E[-1])[:, None], y_RF, 0.0)
+
+
+def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling, interpret) -> Weights:
+    def multiply(acc_MT, q_smem, x_TK, scratch):
+        if interpret:
+            q_MK = q_smem[...]
+        else:
+            q_MK = plgpu.layout_cast(load_as(q_smem, _LAYOUTS[bits]), plgpu.Layout.WGMMA)
+        for first in range(0, tiling.tile_k, CONVERTED):
+            part = slice(first, first + CONVERTED)
+            w_MK = q_MK[:, part].astype(dtype)
+            x = x_TK.at[:, part]
+            if interpret:
+                x = scratch["x_part"].at[:, : x_TK.shape[0]]
+                x[...] = x_TK[:, part].T
+            else:
+                x = plgpu.transpose_ref(x, (1, 0))
+            if tiling.through_smem:
+                scratch["w"][...] = w_MK
+                plgpu.commit_smem()
+                plgpu.wgmma(acc_MT, scratch["w"], x)
+                plgpu.wgmma_wait(0)
+            else:
+                plgpu.wgmma(acc_MT, w_MK, x)
+        if not tiling.through_smem:
+            # The next copy into the weights' place must come after they were read.
+            plgpu.commit_smem()
+            plgpu.wgmma_wait(0)
+
+    scratch = {}
+    if tiling.through_smem:
+        scratch["w"] = ((tiling.tile_m, CONVERTED), dtype)
+    if interpret:
+        scratch["x_part"] = ((CONVERTED, tiling.tile_n), dtype)
+    return Weights(
+        is_depth_minor=True, multiply=multiply, scratch=scratch, waits=True,
+        depth_per_scale=group_size,
+    )  # fmt: skip

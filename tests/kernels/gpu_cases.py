@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of the GPU kernels' tests, their answer by NumPy in float64, and the comparison."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.jax_versions import gpu_races_found
+
+# Rows of 5 experts: empty ones first and in the middle, single rows, sizes of no tile.
+GROUPS = {
+    "ragged": (0, 3, 0, 17, 1),
+    "one_has_all": (0, 0, 29, 0, 0),
+    "none": (0, 0, 0, 0, 0),
+    "single_rows": (1, 1, 1, 1, 1),
+    "whole_tiles": (16, 0, 16, 32, 16),
+    "halves_of_tiles": (150, 0, 40, 3, 65),
+}
+# What a float32 sum, rounded once to this dtype, may be off by, relative to the largest.
+TOLERANCE = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}
+
+
+def rows(sizes, columns: int, dtype, *, extra: int = 5, seed: int = 0):
+    """Sorted rows, and `extra` of no expert that hold NaN."""
+    used = sum(sizes)
+    values = np.random.default_rng(seed).standard_normal((used + extra, columns))
+    values[used:] = np.nan
+    return jnp.asarray(values, dtype)
+
+
+def matrices(shape, dtype, seed: int = 1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def integers(shape, bits: int, seed: int = 2):
+    """Any value of the width, the outermost among them."""
+    most = 2 ** (bits - 1)
+    values = np.random.default_rng(seed).integers(-most, most, shape)
+    values.flat[:2] = (-most, most - 1)
+    return values, jnp.asarray(values, jnp.int8).astype(jnp.int8 if bits == 8 else jnp.int4)
+
+
+def in_float64(array) -> np.ndarray:
+    return np.asarray(jnp.asarray(array).astype(jnp.float32), np.float64)
+
+
+def by_expert(x_RD, sizes, product, columns: int) -> np.ndarray:
+    """`product(rows of e, e)` for each expert, below one another; zero for the other rows."""
+    y = np.zeros((x_RD.shape[0], columns))
+    first = 0
+    for expert, size in enumerate(sizes):
+        y[first : first + size] = product(in_float64(x_RD)[first : first + size], expert)
+        first += size
+    return y
+
+
+def assert_agrees(got, want: np.ndarray, dtype):
+    got = in_float64(got)
+    bound = TOLERANCE[jnp.dtype(dtype).name] * max(1.0, np.abs(want).max())
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= bound
+
+
+def interpreted(run, *operands):
+    """The result of an interpreted kernel, which had no race; on the CPU if JAX has it."""
+    try:
+        place = jax.default_device(jax.devices("cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS names the GPU alone.
+        place = contextlib.nullcontext()
+    with place:
+        result = jax.block_until_ready(jax.jit(run)(*operands))
+    assert not gpu_races_found()
+    return result

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place of JAX' differences: a kernel runs interpreted, and its race is found."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.jax_versions import (
+    gpu_races_found,
+    mosaic_gpu_kernel,
+    reset_gpu_interpreter,
+)
+
+
+def doubled(x, *, waits: bool):
+    """Twice x through shared memory: warpgroup 0 writes, 1 reads."""
+
+    def body(x_gmem, y_gmem, smem, done):
+        warpgroup = lax.axis_index("wg")
+
+        def write():
+            smem[...] = x_gmem[...] * 2
+            plgpu.barrier_arrive(done)
+
+        def read():
+            if waits:
+                plgpu.barrier_wait(done)
+            y_gmem[...] = smem[...]
+            if not waits:
+                plgpu.barrier_wait(done)
+
+        lax.cond(warpgroup == 0, write, read)
+
+    return mosaic_gpu_kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types=dict(smem=plgpu.SMEM(x.shape, x.dtype), done=plgpu.Barrier()),
+        grid=1,
+        num_threads=2,
+        interpret=True,
+        name="doubled",
+    )(x)
+
+
+def test_interpreted_kernel_runs_without_race():
+    x = jnp.arange(128, dtype=jnp.float32)
+    np.testing.assert_array_equal(doubled(x, waits=True), 2 * x)
+    assert not gpu_races_found()
+
+
+def test_race_is_found():
+    x = jnp.arange(128, dtype=jnp.float32)
+    try:
+        jax.block_until_ready(doubled(x, waits=False))
+    except Exception as error:  # JAX 0.12 raises, earlier ones remember.
+        assert "RACE" in str(error)
+        reset_gpu_interpreter()
+    else:
+        assert gpu_races_found()
