@@ -213,7 +213,10 @@ def _visit(plan: _Plan, begin_V, end_V, block_V, count, scratch, x_rd, w, *refs)
     begin, end = begin_V[v], end_V[v]
     is_first = (v == 0) | (block_V[jnp.maximum(v - 1, 0)] != block_V[v])
 
-    @pl.when(is_first & (d == 0))
+    # A block that is one expert's alone has every row stored below.
+    is_whole = (begin == 0) & (end == y_rf.shape[0])
+
+    @pl.when(is_first & (d == 0) & ~is_whole)
     def _():
         y_rf[...] = jnp.zeros_like(y_rf)
 

@@ -23,11 +23,11 @@ from pallas_kernels.tpu_chip import MIB, Chip, current_chip
 STEP_S = 1.5e-7
 PUSH_S = 3e-13
 PUSH_QUANTIZED_S = 4.5e-13
-# A v4 converts integers by way of 32 bits, in 7 instructions for 1024 of them: they save
-# memory there and no time.
+# A v4 converts integers by way of 32 bits, which it lays down in vector memory, in 7
+# instructions for 1024 of them: they save memory there and no time.
 PUSH_QUANTIZED_V4_S = 6.5e-12
-# A weight gradient's sum is loaded and stored once a step: two bundles per 1024 of it.
-SUM_S = 7e-13
+# A weight gradient's sum is loaded and stored once a step, half of it while the unit is busy.
+SUM_S = 4e-13
 # Larger bodies compile slowly, and spill: [4096, 1024] takes 3 times the bundles of
 # [4096, 512] on a v5e.
 MAX_MATRIX = 1 << 21
@@ -157,7 +157,8 @@ def vmem_bytes(problem: Problem, tiling: Tiling) -> int:
         buffers = 2 * r * (d + f) * problem.x_bytes + 2 * d * f * problem.w_bits // 8
         return buffers + 4 * d * f
     buffers = 2 * r * (d + f) * problem.x_bytes + 3 * d * f * problem.w_bits // 8
-    return buffers + 4 * r * f
+    is_widened = problem.w_bits < 16 and current_chip().generation == 4
+    return buffers + 4 * r * f + 4 * d * f * is_widened
 
 
 def vmem_limit_bytes(problem: Problem, tiling: Tiling) -> int:
@@ -181,14 +182,16 @@ def _seconds(problem: Problem, tiling: Tiling, chip: Chip) -> float:
     num_R, num_D, num_F = (num_blocks(*pair) for pair in ((R, r), (D, d), (F, f)))
     visits = num_R + min(E, R) - 1
     steps = visits * num_D * (-(-num_F // tiling.cores) * tiling.cores)
-    products_s = 2 * r * d * f / chip.flops_per_s
+    # A float32 product is made of six bfloat16 ones.
+    passes = 6 if problem.x_bytes == 4 else 1
+    products_s = passes * 2 * r * d * f / chip.flops_per_s
     if problem.is_weight_gradient:
-        step_s = STEP_S + max(products_s, SUM_S * d * f)
+        step_s = STEP_S + products_s + SUM_S * d * f
         traffic = R * (D * num_F + F * num_D) * problem.x_bytes
         traffic += E * D * F * problem.w_bits // 8
         first = r * (d + f) * problem.x_bytes
     else:
-        step_s = STEP_S + products_s + _push_s(problem, chip) * d * f
+        step_s = STEP_S + products_s + passes * _push_s(problem, chip) * d * f
         # An uncut matrix block stays for all its rows, and rows for all their experts.
         times_w = min(E, R) if num_D == 1 else visits
         rows_x = R if num_D == 1 else visits * r

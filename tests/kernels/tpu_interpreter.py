@@ -35,7 +35,7 @@ def without_races():
     """Fails if the kernel that ran within raced; after an exception the next one can run."""
     try:
         yield
-        assert interpret_pallas_call.races.races_found is False
+        assert not interpret_pallas_call.races.races_found, "race found; see the output"
     finally:
         pltpu.reset_tpu_interpret_mode_state()
 

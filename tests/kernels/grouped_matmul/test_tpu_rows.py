@@ -106,5 +106,6 @@ def test_race_detection_finds_a_race():
         out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
         interpret=racing_params(dma_execution_mode="eager"),
     )
-    with pytest.raises(AssertionError), without_races():
+    # JAX 0.12 raises by itself.
+    with pytest.raises((AssertionError, RuntimeError), match="[Rr]ace"), without_races():
         jax.block_until_ready(racy(np.zeros((8, 128), np.float32)))
