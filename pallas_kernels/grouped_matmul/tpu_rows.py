@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.grouped_matmul.memory_tiles import padded_shape, padded_to_tiles
 from pallas_kernels.grouped_matmul.tpu_tiling import Problem, Tiling, vmem_limit_bytes
 from pallas_kernels.grouped_matmul.visits import num_blocks, visits_of_blocks
+from pallas_kernels.shard_map_types import result_type
 from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu
 
 
@@ -126,7 +127,7 @@ def multiply_rows(
             out_specs=any_space,
             scratch_shapes=_scratch(plan),
         ),
-        out_shape=jax.ShapeDtypeStruct(out_shape, x_RD.dtype),
+        out_shape=result_type(out_shape, x_RD.dtype, *visits, *arrays),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=vmem_limit_bytes(problem, tiling),

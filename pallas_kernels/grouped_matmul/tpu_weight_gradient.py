@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.grouped_matmul.memory_tiles import padded_shape, padded_to_tiles
 from pallas_kernels.grouped_matmul.tpu_tiling import Problem, Tiling, vmem_limit_bytes
 from pallas_kernels.grouped_matmul.visits import num_blocks, visits_of_experts
+from pallas_kernels.shard_map_types import result_type
 from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu
 
 
@@ -48,7 +49,7 @@ def sum_outer_products(
             scratch_shapes=[pltpu.VMEM((tiling.block_D, tiling.block_F), jnp.float32)]
             * needs_sum,
         ),
-        out_shape=jax.ShapeDtypeStruct(out_shape, out_dtype),
+        out_shape=result_type(out_shape, out_dtype, *visits, x_RD, dy_RF),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
