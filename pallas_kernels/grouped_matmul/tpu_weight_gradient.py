@@ -9,7 +9,6 @@ Dims: R D F E; r d f blocks of them
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
