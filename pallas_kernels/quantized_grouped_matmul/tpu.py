@@ -92,6 +92,11 @@ def forward(
     if tiling is None:
         bits = 4 if values_EFD.dtype == jnp.int4 else 8
         tiling = default_tiling(R, D, F, E, x_RD.dtype, bits, D // G)
+    if tiling.block_D % (D // G) and G > 1:
+        raise ValueError(
+            f"block_D={tiling.block_D} cuts groups of {D // G} channels with one scale; use "
+            f"{D}, or a multiple of {D // G}"
+        )
     return multiply_rows(
         x_RD,
         values_EFD,

@@ -167,3 +167,10 @@ def test_pieces_of_the_contraction_hold_whole_groups():
     tilings = tpu.candidates(64, 8192, 8192, 8, "bfloat16", 8, 1024)
     assert {tiling.block_D for tiling in tilings} >= {1024, 2048}
     assert all(tiling.block_D % 1024 == 0 for tiling in tilings)
+
+
+def test_tiling_that_cuts_a_group_raises():
+    values_EFD, scales_EFG = quantized(8, (2, 128, 512), 2)
+    arguments = np.zeros((16, 512), np.float32), device_values(values_EFD, 8), scales_EFG
+    with pytest.raises(ValueError, match="block_D=128 cuts groups of 256 .* a multiple of 256"):
+        tpu.forward(*arguments, np.array([1, 2], np.int32), tiling=Tiling(16, 128, 128))
