@@ -71,10 +71,22 @@ def described_tpu(kind: str = "TPU v5 lite", cores: int = 1):
 
 
 def on_some_tpu(cores: int = 1):
-    """A context in which a kernel can be traced: nothing to do if there is a TPU."""
+    """A context in which a kernel can be traced: nothing to do if there is a TPU.
+
+    Raises:
+        ValueError: a mesh of several devices is in use and they are no TPUs. There the
+            interpreter's copies and waits would be split among them, and wait for ever.
+    """
     try:
         pltpu.get_tpu_info()
     except ValueError:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.size > 1:
+            raise ValueError(
+                f"the TPU kernels are traced on a mesh of {mesh.size} devices that are no "
+                "TPUs; interpret them outside jax.set_mesh and jax.shard_map, or use "
+                "implementation='reference'"
+            ) from None
         return described_tpu("TPU v5" if cores > 1 else "TPU v5 lite", cores)
     return contextlib.nullcontext()
 

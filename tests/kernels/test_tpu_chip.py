@@ -47,6 +47,17 @@ def test_a_description_keeps_the_mesh_that_is_in_use():
         assert current_chip().generation == 5
 
 
+@pytest.mark.skipif(jax.default_backend() == "tpu", reason="there is a TPU")
+def test_a_mesh_of_other_devices_raises():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    message = "a mesh of 2 devices that are no TPUs; interpret them outside jax.set_mesh"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        on_some_tpu()
+    one = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(one), on_some_tpu():
+        assert current_chip().generation == 5
+
+
 def test_interpreter_knows_pipelines():
     assert interpret_mode(False) is False
     assert isinstance(interpret_mode(True), pltpu.InterpretParams)
