@@ -15,12 +15,13 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: help train test test-all lint clean
+.PHONY: help train test test-all test-aot lint clean
 
 help:
 	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
 	@echo 'make test      the default tests'
 	@echo 'make test-all  every test, those against PyTorch included (installs it)'
+	@echo 'make test-aot  kernels compiled for TPUs and an H200 (installs the compilers, 1.5 GB)'
 	@echo 'make lint      ruff: errors and formatting'
 	@echo 'make clean     remove $(VENV), builds and caches; run folders stay'
 
@@ -32,6 +33,11 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev $(VENV)/.installed-hf
 	$(BIN)/python -m pytest $(ARGS)
+
+# The compilers stay off the environment's path: JAX would take the machine for their hardware.
+test-aot: $(VENV)/.installed-dev $(VENV)/aot_tpu/.installed $(VENV)/aot_gpu/.installed
+	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) SWITCHX_AOT_GPU=$(abspath $(VENV)/aot_gpu) \
+		$(BIN)/python -m pytest -m aot $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
@@ -58,4 +64,9 @@ $(VENV)/.installed: $(VENV)/.created setup.cfg pyproject.toml
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo 'Installing what the extra "$*" needs ...'
 	@$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+$(VENV)/aot_%/.installed: $(VENV)/.installed
+	@echo 'Installing the compiler of $* kernels into $(@D) ...'
+	@$(BIN)/python -m pallas_kernels.aot.install $* $(@D)
 	@touch $@

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows times the matrix of their expert, on a TPU: plain and quantized weights alike.
+
+Per visit of a block of rows (`visits.py`) a matrix block streams in while the one before is
+multiplied. Weights are what is read most when an expert has few rows, so theirs is the triple
+buffer. The order is columns, visits, contraction: a matrix block that serves consecutive
+blocks of rows is fetched once if the contraction is not cut.
+Dims: R D F E G; r d f blocks of them
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_matmul.memory_tiles import padded_shape, padded_to_tiles
+from pallas_kernels.grouped_matmul.tpu_tiling import Problem, Tiling, vmem_limit_bytes
+from pallas_kernels.grouped_matmul.visits import num_blocks, visits_of_blocks
+from pallas_kernels.shard_map_types import result_type
+from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What is applied to the float32 sums before they are rounded: all of it is optional.
+
+    Attributes:
+        scale_EGF: a factor a feature and group of D / G channels.
+        bias_EF: added after the scale.
+        gate_R: multiplied last.
+        relu: whether max(., 0) comes before the gate.
+    """
+
+    scale_EGF: jax.Array | None = None
+    bias_EF: jax.Array | None = None
+    gate_R: jax.Array | None = None
+    relu: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What the kernel's body knows when it is traced."""
+
+    tiling: Tiling
+    D: int
+    F: int
+    out_dtype: jnp.dtype
+    is_output_major: bool
+    group_size: int | None
+    is_group_scaled: bool
+    relu: bool
+    names: tuple[str, ...]
+
+    @property
+    def x_block(self) -> tuple[int, int]:
+        return self.tiling.block_R, self.tiling.block_D
+
+    @property
+    def w_block(self) -> tuple[int, int]:
+        block = self.tiling.block_D, self.tiling.block_F
+        return block[::-1] if self.is_output_major else block
+
+    @property
+    def y_block(self) -> tuple[int, int]:
+        return self.tiling.block_R, self.tiling.block_F
+
+    @property
+    def num_blocks_D(self) -> int:
+        return num_blocks(self.D, self.tiling.block_D)
+
+    @property
+    def num_blocks_F(self) -> int:
+        return num_blocks(self.F, self.tiling.block_F)
+
+
+def multiply_rows(
+    x_RD,
+    w,
+    group_sizes_E,
+    *,
+    tiling: Tiling,
+    is_output_major: bool,
+    epilogue: Epilogue | None = None,
+    interpret=False,
+):
+    """`y_r = epilogue(x_r w_e)`, `[R, F]` in the dtype of x; zero past the last expert's rows.
+
+    Args:
+        w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8 or int4.
+    """
+    R, D = x_RD.shape
+    F = w.shape[1] if is_output_major else w.shape[2]
+    tiling.check(D, F)
+    problem = Problem.of(R, D, F, w.shape[0], x_RD.dtype, w.dtype)
+    epilogue = epilogue or Epilogue()
+    operands, specs = _epilogue_operands(epilogue, tiling)
+    G = 1 if epilogue.scale_EGF is None else epilogue.scale_EGF.shape[1]
+    plan = _Plan(
+        tiling=tiling,
+        D=D,
+        F=F,
+        out_dtype=x_RD.dtype,
+        is_output_major=is_output_major,
+        group_size=D // G,
+        is_group_scaled=G > 1,
+        relu=epilogue.relu,
+        names=tuple(operands),
+    )
+    visits = visits_of_blocks(group_sizes_E, R, tiling.block_R)
+    arrays = [x_RD, w, *operands.values()]
+    blocks = [plan.x_block, plan.w_block, *(block[-2:] for block, _ in specs.values())]
+    out_shape = R, F
+    if interpret:
+        arrays = [padded_to_tiles(*pair) for pair in zip(arrays, blocks, strict=True)]
+        out_shape = padded_shape(out_shape, plan.y_block)
+    any_space = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        functools.partial(_kernel, plan, tuple(specs.values())),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits),
+            grid=(tiling.cores,),
+            in_specs=[any_space] * len(arrays),
+            out_specs=any_space,
+            scratch_shapes=_scratch(plan),
+        ),
+        out_shape=result_type(out_shape, x_RD.dtype, *visits, *arrays),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
+        ),
+        cost_estimate=_cost(plan, x_RD, w),
+        interpret=interpret_mode(interpret),
+        name="multiply_rows",
+    )
+    with on_some_tpu(tiling.cores):
+        return call(*visits, *arrays)[:R, :F]
+
+
+def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
+    """Arrays as the kernel reads them, and the blocks of each, by name."""
+    operands, specs = {}, {}
+    if epilogue.scale_EGF is not None:
+        # All groups of a feature block at once: a row of them is no whole tile of memory.
+        operands["scale"] = epilogue.scale_EGF
+        specs["scale"] = ((None, epilogue.scale_EGF.shape[1], tiling.block_F), "expert")
+    if epilogue.bias_EF is not None:
+        operands["bias"] = epilogue.bias_EF.astype(jnp.float32)[:, None]
+        specs["bias"] = ((None, 1, tiling.block_F), "expert")
+    if epilogue.gate_R is not None:
+        operands["gate"] = epilogue.gate_R.astype(jnp.float32)[:, None]
+        specs["gate"] = ((tiling.block_R, 1), "rows")
+    return operands, specs
+
+
+def _scratch(plan: _Plan):
+    if plan.num_blocks_D == 1:
+        return []
+    return [pltpu.VMEM(plan.y_block, jnp.float32)]
+
+
+def _cost(plan: _Plan, x_RD, w) -> pl.CostEstimate:
+    """For XLA's scheduler: as if every expert had rows."""
+    R = x_RD.shape[0]
+    bits = jax.dtypes.itemsize_bits(w.dtype)
+    item = x_RD.dtype.itemsize
+    return pl.CostEstimate(
+        flops=2 * R * plan.D * plan.F,
+        bytes_accessed=R * (plan.D * plan.num_blocks_F + plan.F) * item + w.size * bits // 8,
+        transcendentals=0,
+    )
+
+
+def _kernel(plan: _Plan, specs, expert_V, block_V, begin_V, end_V, count, *refs):
+    tiling, num_inputs = plan.tiling, 2 + len(specs)
+    inputs, y_RF, scratch = refs[:num_inputs], refs[num_inputs], refs[num_inputs + 1 :]
+
+    def fetched(v):
+        # A visit that only writes zeros names what is there already.
+        return jnp.minimum(v, jnp.maximum(count[1] - 1, 0))
+
+    def fetched_D(v, d):
+        return jnp.where(v < count[1], d, plan.num_blocks_D - 1)
+
+    def w_index(f, v, d):
+        d = fetched_D(v, d)
+        return (expert_V[v], f, d) if plan.is_output_major else (expert_V[v], d, f)
+
+    indices = {
+        "expert": lambda f, v, d: (expert_V[v], 0, f),
+        "rows": lambda f, v, d: (block_V[fetched(v)], 0),
+    }
+    pltpu.emit_pipeline(
+        functools.partial(_visit, plan, begin_V, end_V, block_V, count, scratch),
+        grid=(plan.num_blocks_F, count[0], plan.num_blocks_D),
+        in_specs=[
+            pl.BlockSpec(plan.x_block, lambda f, v, d: (block_V[fetched(v)], fetched_D(v, d))),
+            pl.BlockSpec((None, *plan.w_block), w_index, pipeline_mode=pl.Buffered(3)),
+            *(pl.BlockSpec(block, indices[index]) for block, index in specs),
+        ],
+        out_specs=[pl.BlockSpec(plan.y_block, lambda f, v, d: (block_V[v], f))],
+        core_axis=0 if tiling.cores > 1 else None,
+        dimension_semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
+    )(*inputs, y_RF)
+
+
+def _visit(plan: _Plan, begin_V, end_V, block_V, count, scratch, x_rd, w, *refs):
+    """One block of rows with one block of one expert's matrix."""
+    extras, y_rf = dict(zip(plan.names, refs[:-1], strict=True)), refs[-1]
+    v, d = pl.program_id(1), pl.program_id(2)
+    begin, end = begin_V[v], end_V[v]
+    is_first = (v == 0) | (block_V[jnp.maximum(v - 1, 0)] != block_V[v])
+
+    # A block that is one expert's alone has every row stored below.
+    is_whole = (begin == 0) & (end == y_rf.shape[0])
+
+    @pl.when(is_first & (d == 0) & ~is_whole)
+    def _():
+        y_rf[...] = jnp.zeros_like(y_rf)
+
+    def store(sum_rf):
+        y_new = _apply_epilogue(plan, extras, sum_rf).astype(plan.out_dtype)
+        row_r = lax.broadcasted_iota(jnp.int32, y_new.shape, 0)
+        # Rows of another expert, stored by the visit before this one, stay.
+        y_rf[...] = jnp.where((row_r >= begin) & (row_r < end), y_new, y_rf[...])
+
+    has_rows = v < count[1]
+    last = plan.num_blocks_D - 1
+    if last == 0:
+        pl.when(has_rows)(lambda: store(_product(plan, extras, x_rd, w, d)))
+        return
+    [sum_rf] = scratch
+
+    @pl.when(has_rows & (d == 0))
+    def _():
+        sum_rf[...] = jnp.zeros_like(sum_rf)
+
+    is_cut = plan.D % plan.tiling.block_D != 0
+
+    @pl.when(has_rows & (d < last) if is_cut else has_rows)
+    def _():
+        sum_rf[...] += _product(plan, extras, x_rd, w, d)
+
+    @pl.when(has_rows & (d == last))
+    def _():
+        if is_cut:
+            width = plan.D - last * plan.tiling.block_D
+            sum_rf[...] += _product(plan, extras, x_rd, w, d, width)
+        store(sum_rf[...])
+
+
+def _product(plan: _Plan, extras, x_rd, w, d, width: int | None = None):
+    """`[block_R, block_F]` in float32; of the first `width` channels if that is given."""
+    if not plan.is_group_scaled:
+        return _dot(plan, x_rd[...], w[...], width)
+    size, block_D = plan.group_size, plan.tiling.block_D
+    total = jnp.zeros((x_rd.shape[0], plan.tiling.block_F), jnp.float32)
+    for start in range(0, width or block_D, size):
+        channels = slice(start, start + size)
+        group = pl.ds(d * (block_D // size) + start // size, 1)
+        part_rf = _dot(plan, x_rd[:, channels], w[:, channels], None)
+        total += part_rf * extras["scale"][group, :]
+    return total
+
+
+def _dot(plan: _Plan, x_rd, w, width: int | None):
+    if w.dtype != x_rd.dtype:
+        w = w.astype(x_rd.dtype)
+    axis = 1 if plan.is_output_major else 0
+    if width is not None:
+        # What lies behind the last channel is whatever was there: it may be NaN.
+        x_rd, w = _first(x_rd, 1, width), _first(w, axis, width)
+    # A product of float32 is one, not one of operands rounded to bfloat16.
+    is_exact = x_rd.dtype == jnp.float32
+    return lax.dot_general(
+        x_rd,
+        w,
+        (((1,), (axis,)), ((), ())),
+        precision=lax.Precision.HIGHEST if is_exact else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _first(a, axis: int, width: int):
+    """`a` with zeros behind the first `width` along an axis."""
+    return jnp.where(lax.broadcasted_iota(jnp.int32, a.shape, axis) < width, a, 0)
+
+
+def _apply_epilogue(plan: _Plan, extras, y_rf):
+    if "scale" in extras and not plan.is_group_scaled:
+        y_rf = y_rf * extras["scale"][...]
+    if "bias" in extras:
+        y_rf = y_rf + extras["bias"][...]
+    if plan.relu:
+        y_rf = jnp.maximum(y_rf, 0)
+    if "gate" in extras:
+        y_rf = y_rf * extras["gate"][...]
+    return y_rf

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matrix product with int8 or int4 weights on a TPU, dequantized in the kernel.
+
+The weights cross memory as they are stored and become floating point on their way into the
+matrix unit, from native int4: v6e and later convert it in one instruction, and nibbles that
+are unpacked by hand take 1.2 to 1.6 times the instructions. The scale is multiplied to the
+float32 sums after the last channel, so it costs nothing per weight. (Kim et al. 2022, Who
+Says Elephants Can't Run, arXiv:2211.10017, sections 3.3 to 3.5.)
+Dims: R D F E G
+"""
+
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_matmul import tpu_tiling
+from pallas_kernels.grouped_matmul.tpu_rows import Epilogue, multiply_rows
+from pallas_kernels.grouped_matmul.tpu_tiling import LANES, Problem, Tiling
+
+DTYPES = ("bfloat16", "float32")
+
+
+def refusal(
+    x_dtype, bits: int, R: int, D: int, F: int, E: int, group_size: int | None
+) -> str | None:
+    """Why the kernel cannot multiply these, with the way out; None if it can.
+
+    Any sizes will do but for the groups of channels that share a scale.
+    """
+    name = jnp.dtype(x_dtype).name
+    if name not in DTYPES:
+        return (
+            f"rows are {name}, which the TPU kernels do not multiply; use "
+            f"{' or '.join(DTYPES)}, or implementation='reference'"
+        )
+    if bits not in (4, 8):
+        return f"weights have {bits} bits; use 4 or 8"
+    if 0 in (R, D, F, E):
+        return (
+            f"R={R}, D={D}, F={F}, E={E} has a size of 0, of which there are no blocks; use "
+            "implementation='reference'"
+        )
+    if group_size not in (None, D) and (group_size % LANES or D % group_size):
+        return (
+            f"group_size={group_size} is not a multiple of {LANES} that divides D={D}; use "
+            "one, or one scale a channel, or implementation='reference'"
+        )
+    return None
+
+
+def default_tiling(
+    R: int, D: int, F: int, E: int, x_dtype, bits: int, group_size: int | None = None
+) -> Tiling:
+    """The tiling of the least estimated time on the current chip."""
+    return candidates(R, D, F, E, x_dtype, bits, group_size)[0]
+
+
+def candidates(
+    R: int, D: int, F: int, E: int, x_dtype, bits: int, group_size: int | None = None
+) -> list[Tiling]:
+    """Tilings that fit the current chip, the best estimate first."""
+    x_bytes = jnp.dtype(x_dtype).itemsize
+    group_size = None if group_size == D else group_size
+    return tpu_tiling.candidates(Problem(R, D, F, E, x_bytes, bits, group_size))
+
+
+def forward(
+    x_RD,
+    values_EFD,
+    scales_EFG,
+    group_sizes_E,
+    *,
+    bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
+    tiling: Tiling | None = None,
+    interpret=False,
+):
+    """`y_r = gate_r * act(scale_e * (x_r . q_e) + bias_e)`: `[R, F]` in the dtype of x.
+
+    Args:
+        x_RD: rows sorted by expert; bfloat16 or float32.
+        values_EFD: int8 or int4, output-major.
+        scales_EFG: float32; G=1, or each of G is the scale of D / G channels.
+        group_sizes_E: int32, rows of each expert; their sum is at most R. The result of rows
+            past the last expert's is zero, whatever is in them.
+        activation: None or `relu`.
+        interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
+
+    Raises:
+        ValueError: a tiling that cannot be.
+    """
+    [R, D], [E, F, G] = x_RD.shape, scales_EFG.shape
+    if tiling is None:
+        bits = 4 if values_EFD.dtype == jnp.int4 else 8
+        tiling = default_tiling(R, D, F, E, x_RD.dtype, bits, D // G)
+    if tiling.block_D % (D // G) and G > 1:
+        raise ValueError(
+            f"block_D={tiling.block_D} cuts groups of {D // G} channels with one scale; use "
+            f"{D}, or a multiple of {D // G}"
+        )
+    return multiply_rows(
+        x_RD,
+        values_EFD,
+        group_sizes_E,
+        tiling=tiling,
+        is_output_major=True,
+        epilogue=Epilogue(
+            scale_EGF=jnp.swapaxes(scales_EFG, 1, 2).astype(jnp.float32),
+            bias_EF=bias_EF,
+            gate_R=gate_R,
+            relu=activation == "relu",
+        ),
+        interpret=interpret,
+    )

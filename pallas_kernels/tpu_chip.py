@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU that a kernel is traced for: its memory and cores, or one that is only described.
+
+The device is that of `jax.sharding.use_abstract_mesh` where one is given (compiling ahead of
+time), the default device otherwise.
+"""
+
+import contextlib
+import dataclasses
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device.
+
+    Attributes:
+        generation: 4 to 7.
+        vmem_bytes: vector memory of a core.
+        bytes_per_s: between a core and HBM, as the vendor states it.
+        flops_per_s: of a core in bfloat16, as the vendor states it.
+        cores: tensor cores that one device's kernel is spread over, 2 on a v4 or v5p that
+            is used as one device ("megacore").
+    """
+
+    generation: int
+    vmem_bytes: int
+    bytes_per_s: float
+    flops_per_s: float
+    cores: int = 1
+
+
+# Tilings for this one fit every TPU: a core of a v4. It stands in where there is no TPU, in
+# interpret mode and where a program is lowered for one on a machine without naming it.
+SMALLEST = Chip(generation=4, vmem_bytes=16 * MIB, bytes_per_s=6.14e11, flops_per_s=1.37e14)
+
+
+def current_chip() -> Chip:
+    try:
+        info = pltpu.get_tpu_info()
+    except ValueError:
+        return SMALLEST
+    return Chip(
+        generation=info.generation,
+        vmem_bytes=info.vmem_capacity_bytes,
+        bytes_per_s=info.mem_bw_bytes_per_second,
+        flops_per_s=info.bf16_ops_per_second,
+        cores=info.num_cores,
+    )
+
+
+@contextlib.contextmanager
+def described_tpu(kind: str = "TPU v5 lite", cores: int = 1):
+    """Within it a kernel is traced for this TPU, on a machine that has none.
+
+    Mosaic's pipeline asks the current device how memory is tiled, in interpret mode too. The
+    axes of a mesh that is in use stay.
+
+    Args:
+        kind: as `jax.devices()[0].device_kind` says it.
+        cores: tensor cores of the device.
+    """
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="tpu")
+    mesh = jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device)):
+        yield
+
+
+def on_some_tpu(cores: int = 1):
+    """A context in which a kernel can be traced: nothing to do if there is a TPU.
+
+    Raises:
+        ValueError: a mesh of several devices is in use and they are no TPUs. There the
+            interpreter's copies and waits would be split among them, and wait for ever.
+    """
+    try:
+        pltpu.get_tpu_info()
+    except ValueError:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.size > 1:
+            raise ValueError(
+                f"the TPU kernels are traced on a mesh of {mesh.size} devices that are no "
+                "TPUs; interpret them outside jax.set_mesh and jax.shard_map, or use "
+                "implementation='reference'"
+            ) from None
+        return described_tpu("TPU v5" if cores > 1 else "TPU v5 lite", cores)
+    return contextlib.nullcontext()
+
+
+def interpret_mode(interpret):
+    """`interpret` as `pl.pallas_call` wants it for a kernel with a pipeline.
+
+    `True` alone would choose the interpreter that knows no copies and no semaphores. An
+    `InterpretParams` passes, so that a test can ask for race detection.
+    """
+    return pltpu.InterpretParams() if interpret is True else interpret

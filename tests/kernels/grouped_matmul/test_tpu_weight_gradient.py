@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of the matrices, interpreted: every edge, held against a loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul.tpu_tiling import Tiling
+from pallas_kernels.grouped_matmul.tpu_weight_gradient import sum_outer_products
+from tests.kernels.tpu_interpreter import (
+    EDGES,
+    ROWS,
+    assert_close,
+    loop_weight_gradient,
+    racing_params,
+    rows_of,
+    run_without_races,
+)
+
+SIZES = {"even": (256, 256), "uneven": (200, 190)}
+DEFAULT = {("float32", "float32", "uneven"), ("bfloat16", "bfloat16", "even")}
+GRID = [
+    pytest.param(*key, marks=() if key in DEFAULT else pytest.mark.slow)
+    for key in (
+        (dtype, out_dtype, size)
+        for dtype in ("float32", "bfloat16")
+        for out_dtype in ("float32", "bfloat16")
+        for size in SIZES
+    )
+]
+
+
+@functools.cache
+def compiled(tiling: Tiling, out_dtype: str, **options):
+    return jax.jit(
+        functools.partial(
+            sum_outer_products,
+            out_dtype=out_dtype,
+            tiling=tiling,
+            interpret=racing_params(**options),
+        )
+    )
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize(("dtype", "out_dtype", "size"), GRID)
+def test_every_expert_sums_over_its_rows(dtype, out_dtype, size, edge):
+    D, F = SIZES[size]
+    group_sizes = EDGES[edge]
+    x_RD = rows_of(0, ROWS, D, group_sizes, dtype)
+    dy_RF = rows_of(1, ROWS, F, group_sizes, dtype)
+    run = compiled(Tiling(16, 128, 128), out_dtype)
+    dw_EDF = run_without_races(run, x_RD, dy_RF, np.array(group_sizes, np.int32))
+    assert dw_EDF.dtype == jnp.dtype(out_dtype)
+    assert_close(dw_EDF, loop_weight_gradient(x_RD, dy_RF, group_sizes), out_dtype)
+    assert not dw_EDF[np.array(group_sizes) == 0].any()
+
+
+def test_two_cores_share_the_blocks():
+    group_sizes = (10, 0, 17, 9)
+    x_RD = rows_of(0, 37, 128, group_sizes, "float32")
+    dy_RF = rows_of(1, 37, 384, group_sizes, "float32")
+    run = compiled(Tiling(16, 128, 128, cores=2), "float32", num_cores_or_threads=2)
+    dw_EDF = run_without_races(run, x_RD, dy_RF, np.array(group_sizes, np.int32))
+    assert_close(dw_EDF, loop_weight_gradient(x_RD, dy_RF, group_sizes), "float32")
