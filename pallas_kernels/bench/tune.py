@@ -118,6 +118,6 @@ def tune_one(cell: Cell, bits: int | None, rounds: int, cache: dict):
 
 def candidates(module, sizes: tuple[int, int, int, int], dtype, bits: int | None) -> list:
     """Those of a back end, its default first; back ends take what they depend on."""
-    options = {"x_dtype": dtype, "dtype": dtype, "bits": bits}
+    options = {"x_dtype": dtype, "w_dtype": dtype, "dtype": dtype, "bits": bits}
     known = inspect.signature(module.candidates).parameters
     return module.candidates(*sizes, **{k: v for k, v in options.items() if k in known})

@@ -27,8 +27,8 @@ class ExpertBank(Protocol):
     def __call__(self, x_ERD: jax.Array) -> jax.Array:
         """Every expert on its own block of R rows."""
 
-    def run_rows(self, x_RD: jax.Array, count_E: jax.Array, *, block: int) -> jax.Array:
-        """Rows sorted by expert, each through its expert; see `grouped_matmul`."""
+    def run_rows(self, x_RD: jax.Array, count_E: jax.Array) -> jax.Array:
+        """Rows sorted by expert, each through its expert; those past the last are not read."""
 
     def on_device(self, index: jax.Array, is_first_part: jax.Array) -> "ExpertBank":
         """The experts of one device of a mesh.

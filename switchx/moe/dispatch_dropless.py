@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
 from switchx.moe.expert_parallel import run_on_devices
-from switchx.moe.expert_rows import ExpertRows, block_size, num_rows, sort_into_rows
+from switchx.moe.expert_rows import ExpertRows, sort_into_rows
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.placement import Placement
 
@@ -24,8 +24,7 @@ def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
     del placement  # every device has all experts
     E = plan.num_experts
     expert_X = jnp.where(plan.is_kept_GTS, plan.expert_GTS, E).reshape(-1)
-    block = block_size(expert_X.size, E)
-    rows = sort_into_rows(expert_X, E, block=block, rows=num_rows(expert_X.size, E, block))
+    rows = sort_into_rows(expert_X, E, rows=expert_X.size)
     return run_choices(x_GTD, plan.gate_GTS, rows, experts)
 
 
@@ -37,6 +36,6 @@ def run_choices(x_GTD, gate_GTS, rows: ExpertRows, experts: ExpertBank):
     row_1TS = rows.row_X.reshape(1, G * T, S)
     x_1TD = x_GTD.reshape(1, G * T, -1)
     x_RD = gather_rows(x_1TD, token_1R, row_1TS)[0]
-    y_RD = experts.run_rows(x_RD, rows.count_E, block=rows.block)
+    y_RD = experts.run_rows(x_RD, rows.count_E)
     y_1TD = gated_sum(y_RD[None], token_1R, row_1TS, gate_GTS.reshape(1, G * T, S))
     return y_1TD.reshape(x_GTD.shape)

@@ -8,10 +8,10 @@ the code that accelerators run. Dims: G T S E C D R X; P devices of the exchange
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.routing.groups import rows_of_groups
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
 from switchx.moe.expert_parallel import run_on_devices
-from switchx.moe.expert_rows import block_size, num_rows, sort_into_rows
-from switchx.moe.grouped_matmul import expert_of_row
+from switchx.moe.expert_rows import sort_into_rows
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.collectives import ragged_all_to_all
 from switchx.partitioning.placement import Placement
@@ -26,7 +26,7 @@ def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
     (G, T, S), E, axes = plan.expert_GTS.shape, plan.num_experts, placement.experts
     num_parts = placement.size(axes)
     expert_X = jnp.where(plan.is_kept_GTS, plan.expert_GTS, E).reshape(-1)
-    sent = sort_into_rows(expert_X, E, block=1, rows=expert_X.size)
+    sent = sort_into_rows(expert_X, E, rows=expert_X.size)
     token_1R, row_1TS = (sent.choice_R // S)[None], sent.row_X.reshape(1, G * T, S)
     x_1RD = gather_rows(x_GTD.reshape(1, G * T, -1), token_1R, row_1TS)
 
@@ -50,12 +50,10 @@ def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
 def _run_received(x_RD, count_PE, experts: ExpertBank):
     """Received rows, by source and then by expert, each through its expert."""
     rows, E = x_RD.shape[0], count_PE.shape[1]
-    run_R = expert_of_row(count_PE.reshape(-1), rows)
-    is_row_R = jnp.arange(rows) < jnp.sum(count_PE)
+    run_R, is_row_R = rows_of_groups(count_PE.reshape(-1), rows)
     expert_R = jnp.where(is_row_R, run_R % E, E).astype(jnp.int32)
-    block = block_size(rows, E)
-    own = sort_into_rows(expert_R, E, block=block, rows=num_rows(rows, E, block))
+    own = sort_into_rows(expert_R, E, rows=rows)
     into_1R, back_1R = own.choice_R[None], own.row_X[None]
     x_1RD = gather_rows(x_RD[None], into_1R, back_1R[..., None])
-    y_RD = experts.run_rows(x_1RD[0], own.count_E, block=block)
+    y_RD = experts.run_rows(x_1RD[0], own.count_E)
     return gather_rows(y_RD[None], back_1R, into_1R[..., None])[0]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from switchx.moe.dispatch import ExpertBank
 from switchx.moe.dispatch_dropless import run_choices
 from switchx.moe.expert_parallel import run_on_devices
-from switchx.moe.expert_rows import block_size, num_rows, sort_into_rows
+from switchx.moe.expert_rows import sort_into_rows
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.placement import Placement
 
@@ -84,10 +84,9 @@ def _local(
     expert_X = jnp.where(is_here_GTS, expert_GTS, E).reshape(-1)
     num_choices = expert_X.size
     room = buffered_choices(num_choices, num_parts, buffer_factor)
-    block = block_size(num_choices, plan.num_experts)
 
     def run(room, x_GTD, gate_GTS, experts):
-        rows = sort_into_rows(expert_X, E, block=block, rows=num_rows(room, E, block))
+        rows = sort_into_rows(expert_X, E, rows=room)
         return run_choices(x_GTD, gate_GTS, rows, experts)
 
     if room == num_choices:

@@ -9,10 +9,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import QTensor
+from pallas_kernels.routing.groups import rows_of_groups
 from switchx.layers.dropout import dropout
 from switchx.layers.ffn import activate
-from switchx.moe.expert_matmul import TappedWeight, expert_matmul
-from switchx.moe.grouped_matmul import expert_of_row, grouped_matmul
+from switchx.moe.expert_matmul import TappedWeight, expert_matmul, rows_matmul
 
 
 @jax.tree_util.register_dataclass
@@ -21,15 +22,16 @@ class ExpertFFN:
     """E networks `act(x w_in + b_in) w_out + b_out`, gated where there is a `w_gate_EDF`.
 
     Attributes:
-        w_in_EDF, w_gate_EDF, w_out_EFD: arrays, or `TappedWeight`s for equal blocks.
+        w_in_EDF, w_gate_EDF, w_out_EFD: arrays; `TappedWeight`s for equal blocks; or, where
+            nothing is trained, `QTensor`s.
         b_in_EF, b_out_ED: biases, or None.
         key: for dropout; None where nothing is random.
         activation, dropout_rate: of the hidden layer.
     """
 
-    w_in_EDF: jax.Array | TappedWeight
-    w_out_EFD: jax.Array | TappedWeight
-    w_gate_EDF: jax.Array | TappedWeight | None = None
+    w_in_EDF: jax.Array | TappedWeight | QTensor
+    w_out_EFD: jax.Array | TappedWeight | QTensor
+    w_gate_EDF: jax.Array | TappedWeight | QTensor | None = None
     b_in_EF: jax.Array | None = None
     b_out_ED: jax.Array | None = None
     key: jax.Array | None = None
@@ -45,13 +47,14 @@ class ExpertFFN:
         """Every expert on its own block of R rows, `[E, R, D]`."""
         return self._run(x_ERD, expert_matmul, lambda b_EX: b_EX[:, None])
 
-    def run_rows(self, x_RD, count_E, *, block: int):
-        """Rows sorted by expert, each through its expert; see `grouped_matmul`."""
+    def run_rows(self, x_RD, count_E):
+        """Rows sorted by expert, each through its expert; see `pallas_kernels`."""
+        expert_R, _ = rows_of_groups(count_E, len(x_RD))
 
         def matmul(x_RD, w_EDF):
-            return grouped_matmul(x_RD, w_EDF, count_E, block=block)
+            return rows_matmul(x_RD, w_EDF, count_E)
 
-        return self._run(x_RD, matmul, lambda b_EX: b_EX[expert_of_row(count_E, len(x_RD))])
+        return self._run(x_RD, matmul, lambda b_EX: b_EX[expert_R])
 
     def on_device(self, index, is_first_part) -> "ExpertFFN":
         """The experts of device `index`: dropout of its own, `b_out_ED` added by one part."""

@@ -66,9 +66,7 @@ def rolled(token_of_slot):
 def one_row_late(sort_into_rows):
     def sort(*arguments, **options):
         rows = sort_into_rows(*arguments, **options)
-        return expert_rows.ExpertRows(
-            jnp.roll(rows.choice_R, 1), rows.row_X, rows.count_E, rows.block
-        )
+        return expert_rows.ExpertRows(jnp.roll(rows.choice_R, 1), rows.row_X, rows.count_E)
 
     return sort
 

@@ -27,11 +27,10 @@ def test_equal_blocks_equal_a_loop():
     )
 
 
-@pytest.mark.parametrize("block", [1, 4])
-@pytest.mark.parametrize("load", [(4, 0, 8), (0, 0, 12), (8, 4, 0)])
-def test_sorted_rows_equal_a_loop(load, block):
+@pytest.mark.parametrize("load", [(4, 0, 8), (0, 0, 12), (7, 3, 1)])
+def test_sorted_rows_equal_a_loop(load):
     x_RD = rows(16)
-    y_RD = ffn_bank(NUMBERS).run_rows(jnp.asarray(x_RD), jnp.asarray(load), block=block)
+    y_RD = ffn_bank(NUMBERS).run_rows(jnp.asarray(x_RD), jnp.asarray(load, jnp.int32))
     want = [run_expert(NUMBERS, e, x_RD[r]) for r, e in enumerate(np.repeat(range(E), load))]
     np.testing.assert_allclose(y_RD[: sum(load)], want, rtol=1e-5, atol=1e-5)
 
