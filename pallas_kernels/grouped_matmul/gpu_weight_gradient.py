@@ -275,10 +275,12 @@ class _Consumer:
             part[...] = jnp.where(is_own, values, jnp.zeros_like(values))
 
     def _store(self, dw_MN, expert, row, column):
-        for i, first in enumerate(range(0, self.walk.tiling.tile_n, CHUNK)):
-            # The chunk before the last one has left shared memory.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            smem = self.dw_smem.at[self.warpgroup, i % 2]
+        chunks = range(0, self.walk.tiling.tile_n, CHUNK)
+        places = min(2, len(chunks))
+        for i, first in enumerate(chunks):
+            # What was in this place, of this tile or the last one, has left shared memory.
+            plgpu.wait_smem_to_gmem(places - 1, wait_read_only=True)
+            smem = self.dw_smem.at[self.warpgroup, i % places]
             smem[...] = dw_MN[:, first : first + CHUNK].astype(smem.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
