@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts' matrices as int8 or int4, the rest of a model in another dtype, and what it costs.
+
+Kim et al. 2022 (arXiv:2211.10017), section 3.4: experts hold most of the weights and are what
+a step of decoding reads; everything else stays as it is. Dims: E D F
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import QTensor, quantization_error, quantize
+from switchx import tree
+from switchx.models.config import ModelConfig
+from switchx.models.unroll import unrolled
+
+EXPERTS = "/experts/w_"
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedMatrix:
+    """How well one stack of expert matrices is represented.
+
+    Attributes:
+        name: of the parameter.
+        error, worst_error: relative root mean squared error, of all experts and of the
+            worst one.
+    """
+
+    name: str
+    error: float
+    worst_error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelBytes:
+    """What the arrays of a model take on a device.
+
+    Attributes:
+        before, after: of the whole model.
+        experts: of all that belongs to experts, before.
+        quantized: of what of it is quantized now: biases are not.
+    """
+
+    before: int
+    after: int
+    experts: int
+    quantized: int
+
+
+def quantize_experts(
+    config: ModelConfig,
+    params: dict,
+    *,
+    bits: int,
+    method: str | None = None,
+    group_size: int | None = None,
+    rest: str | None = None,
+) -> tuple[ModelConfig, dict, list[QuantizedMatrix], ModelBytes]:
+    """A model whose experts' matrices are `QTensor`s, layers unrolled.
+
+    Args:
+        bits, method, group_size: see `pallas_kernels.quantize`.
+        rest: dtype of all other parameters, such as `bfloat16`; routers stay as they are.
+            None leaves all as they are.
+
+    Returns:
+        config, params, the error of each matrix, bytes.
+
+    Raises:
+        ValueError: a dense model; see `pallas_kernels.quantize`.
+    """
+    if config.switch is None or not config.switch.has_ffn:
+        raise ValueError(
+            "this model has no Switch FFN, and so no experts to quantize; quantize a sparse one"
+        )
+    config, params = unrolled(config, params)
+    before = tree.num_bytes(params)
+    errors, quantized_bytes = [], []
+    experts = sum(
+        leaf.nbytes for name, leaf in tree.named_leaves(params).items() if "/experts/" in name
+    )
+
+    def convert(name, leaf):
+        if EXPERTS not in name:
+            keep = rest is None or "router" in name
+            return leaf if keep else jnp.asarray(leaf).astype(rest)
+        quantized_bytes.append(leaf.nbytes)
+        quantized = quantize(leaf, bits, method, group_size)
+        error_E = np.asarray(quantization_error(leaf, quantized))
+        whole = float(np.sqrt(np.mean(error_E**2)))
+        errors.append(QuantizedMatrix(name, whole, float(error_E.max())))
+        return quantized
+
+    params = tree.map_named(convert, params)
+    if rest is not None:
+        precision = dataclasses.replace(config.precision, params=rest, compute=rest)
+        config = dataclasses.replace(config, precision=precision)
+    sizes = ModelBytes(before, model_bytes(params), experts, sum(quantized_bytes))
+    return config, params, errors, sizes
+
+
+def native(params: dict) -> dict:
+    """Parameters whose 4-bit matrices are as kernels read them, once and for all.
+
+    On CPU they stay packed: that is the form that its loops read.
+    """
+    if jax.default_backend() == "cpu":
+        return params
+    return jax.tree.map(
+        lambda leaf: leaf.native() if isinstance(leaf, QTensor) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QTensor),
+    )
+
+
+def model_bytes(params: dict) -> int:
+    """Bytes on a device, an int4 being half of one."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    return sum(leaf.nbytes for leaf in leaves)
