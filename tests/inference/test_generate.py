@@ -35,7 +35,11 @@ MODELS = {
     ),
     "dense": ModelConfig("encoder_decoder", V, 16, 32, 2, 8, 2, 2, init_scale=4.0),
 }  # fmt: skip
-INPUTS = [[3, 4, 5], [6, 2, 7, 8, 9, 10, 11, 3, 4], [5, 5, 2], [11], [7, 3, 9, 2, 8, 6], [2, 3]]
+# Five or six tokens, so that all lengths are rounded up to six.
+INPUTS = [
+    [3, 4, 5, 8, 2], [6, 2, 7, 8, 9, 10], [5, 5, 2, 5, 5], [11, 4, 4, 3, 9, 2], [7, 3, 9, 2, 8],
+    [2, 3, 2, 3, 2, 3],
+]  # fmt: skip
 
 
 # Every way of decoding; the other models decode greedily alone.
@@ -186,7 +190,7 @@ def test_switch_attention_is_refused():
         ("dense", [[3], []], "input 1 is empty"),
         ("dense", [[3, V]], f"input 0 has token id {V}, the vocabulary has 0 to {V - 1}"),
         ("dense", [[-1]], "input 0 has token id -1"),
-        ("gpt", [[3] * 23], "input 0 needs 33 positions, the model has 32"),
+        ("gpt", [[3] * 27], "input 0 needs 33 positions, the model has 32"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(name, inputs, message):
