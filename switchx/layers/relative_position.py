@@ -62,7 +62,7 @@ class RelativeBias(nnx.Module):
             config, key, (buckets, heads), fan_in=(buckets + heads) / 2
         )
 
-    def __call__(self, num_queries: int, num_keys: int):
+    def __call__(self, num_queries: int, num_keys: int, *, first_query: int = 0):
         """The bias of every head, query and key: `bias_HLM`, float32."""
         bias_UH = self.bias_UH[...].astype(jnp.float32)
         bucket_LM = relative_buckets(
@@ -71,6 +71,7 @@ class RelativeBias(nnx.Module):
             is_bidirectional=self.is_bidirectional,
             num_buckets=bias_UH.shape[0],
             max_distance=self.max_distance,
+            first_query=first_query,
         )
         # A matmul with constant one-hots: its gradient is a matmul too, not a scatter.
         is_bucket_LMU = np.eye(bias_UH.shape[0], dtype=np.float32)[bucket_LM]

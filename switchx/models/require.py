@@ -10,4 +10,7 @@ def require(condition: bool, message: str) -> None:
 
 def require_choice(name: str, value, choices) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
-    require(value in choices, f"{name}={value!r} is unknown; use one of {', '.join(choices)}")
+    require(
+        value in choices,
+        f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}",
+    )

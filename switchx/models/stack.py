@@ -73,11 +73,11 @@ class Stack(nnx.Module):
             self.blocks = build(key_blocks)
         self.norm = Norm(config.d_model, config.norm, config.precision.params)
 
-    def position_bias(self, num_queries: int, num_keys: int):
+    def position_bias(self, num_queries: int, num_keys: int, *, first_query: int = 0):
         """The stack's `bias_HLM`, or None where positions are learned."""
         if self.config.positions != "relative":
             return None
-        return self.relative_bias(num_queries, num_keys)
+        return self.relative_bias(num_queries, num_keys, first_query=first_query)
 
     def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):
         """The normed output `[B, L, D]` and the routing statistics `[num_sparse, ...]`."""

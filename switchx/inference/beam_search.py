@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam search with the rules of Hugging Face's `generate`: the same tokens, the same scores.
+
+Graves 2012 (arXiv:1211.3711); Wu et al. 2016 (arXiv:1609.08144), section 7, for length
+penalties. Of each sentence, 2 L continuations are looked at, so that L remain when L of them
+end. It stops by itself, whatever the others of its batch do. Dims: B L T V; J candidates
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from switchx.inference.decoding_config import DecodingConfig
+
+NEVER = -1e9
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Beams:
+    """Of each sentence, L running hypotheses and the L best finished ones.
+
+    Attributes:
+        token_BLT, log_prob_BL: running; `pad_id` after the last token.
+        ancestor_BLT: the place that held a hypothesis' ancestor at each step.
+        finished_BLT, score_BL, is_finished_BL: ended ones, the best first.
+    """
+
+    token_BLT: jax.Array
+    log_prob_BL: jax.Array
+    ancestor_BLT: jax.Array
+    finished_BLT: jax.Array
+    score_BL: jax.Array
+    is_finished_BL: jax.Array
+
+    @classmethod
+    def start(cls, batch: int, config: DecodingConfig) -> "Beams":
+        L, T = config.beam_size, config.max_new_tokens
+        pads_BLT = jnp.full((batch, L, T), config.pad_id, jnp.int32)
+        # All beams begin with the same prompt: only the first may be continued.
+        first_L = jnp.where(jnp.arange(L) == 0, 0.0, NEVER)
+        return cls(
+            pads_BLT,
+            jnp.broadcast_to(first_L, (batch, L)),
+            jnp.zeros((batch, L, T), jnp.int32),
+            pads_BLT,
+            jnp.full((batch, L), NEVER),
+            jnp.zeros((batch, L), bool),
+        )
+
+    def advance(self, logits_BLV, step, sentence_B, is_live_B, config: DecodingConfig):
+        """Chooses token number `step` of every beam.
+
+        Returns:
+            the hypotheses, token_BL, is_live_B.
+        """
+        del sentence_B
+        B, L, V = logits_BLV.shape
+        log_prob_BLV = self.log_prob_BL[..., None] + jax.nn.log_softmax(logits_BLV, axis=-1)
+        log_prob_BJ, place_BJ = jax.lax.top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
+        parent_BJ, token_BJ = place_BJ // V, place_BJ % V
+        text_BJT = _of(self.token_BLT, parent_BJ).at[:, :, step].set(token_BJ)
+        ends_BJ = (token_BJ == config.eos_id) | (step + 1 == config.max_new_tokens)
+
+        finished = self._with_finished(text_BJT, log_prob_BJ, ends_BJ, step, is_live_B, config)
+        going_BJ = jnp.where(ends_BJ, log_prob_BJ + NEVER, log_prob_BJ)
+        log_prob_BL, chosen_BL = jax.lax.top_k(going_BJ, L)
+        parent_BL = jnp.take_along_axis(parent_BJ, chosen_BL, axis=1)
+        ancestor_BLT = _of(self.ancestor_BLT, parent_BL).at[:, :, step].set(jnp.arange(L)[None])
+        beams = dataclasses.replace(
+            finished,
+            token_BLT=_of(text_BJT, chosen_BL),
+            log_prob_BL=log_prob_BL,
+            ancestor_BLT=ancestor_BLT,
+        )
+        is_live_B = is_live_B & beams._can_improve(step + 1, config)
+        return beams, jnp.take_along_axis(token_BJ, chosen_BL, axis=1), is_live_B
+
+    def _with_finished(self, text_BJT, log_prob_BJ, ends_BJ, step, is_live_B, config):
+        """With those among the first L candidates that end, where they are good enough."""
+        L = config.beam_size
+        is_new_BJ = ends_BJ & (jnp.arange(2 * L) < L)[None] & is_live_B[:, None]
+        length = (step + 1).astype(jnp.float32)
+        score_BJ = jnp.where(is_new_BJ, log_prob_BJ / length**config.length_penalty, NEVER)
+        score_BL, best_BL = jax.lax.top_k(jnp.concatenate([self.score_BL, score_BJ], 1), L)
+        all_texts = jnp.concatenate([self.finished_BLT, text_BJT], axis=1)
+        all_finished = jnp.concatenate([self.is_finished_BL, is_new_BJ], axis=1)
+        return dataclasses.replace(
+            self,
+            finished_BLT=_of(all_texts, best_BL),
+            score_BL=score_BL,
+            is_finished_BL=jnp.take_along_axis(all_finished, best_BL, axis=1),
+        )
+
+    def _can_improve(self, length, config: DecodingConfig):
+        """Whether a sentence's search goes on, after `length` new tokens."""
+        best_length = length.astype(jnp.float32)
+        if config.early_stopping == "never" and config.length_penalty > 0:
+            best_length = jnp.float32(config.max_new_tokens)
+        best_B = self.log_prob_BL[:, 0] / best_length**config.length_penalty
+        worst_BL = jnp.where(self.is_finished_BL, self.score_BL.min(1, keepdims=True), NEVER)
+        goes_on_B = jnp.any(best_B[:, None] > worst_BL, axis=1)
+        if config.early_stopping is True:
+            goes_on_B = goes_on_B & ~jnp.all(self.is_finished_BL, axis=1)
+        return goes_on_B & (length < config.max_new_tokens)
+
+    def results(self, config: DecodingConfig):
+        """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
+        del config
+        return self.finished_BLT, self.score_BL
+
+
+def _of(x_BLT, index_BJ):
+    return jnp.take_along_axis(x_BLT, index_BJ[..., None], axis=1)

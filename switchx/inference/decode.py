@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding of one batch: prefill, then a compiled loop of steps until few sentences live.
+
+A step runs all beams of a sentence as L tokens side by side, whose keys and values share the
+sentence's row of the cache. Pruning has two levels (Kim et al. 2022, arXiv:2211.10017,
+section 3.5): finished sentences take part in no Switch layer, and the loop hands back as soon
+as the living ones fit the next smaller batch. Dims: B L M P T H V
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from switchx.inference.beam_search import Beams
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.greedy import Greedy
+from switchx.inference.kv_cache import Cache, extend, new_cache
+from switchx.models.config import ModelConfig
+from switchx.models.params import bind
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A batch on its way.
+
+    Attributes:
+        step: new tokens so far.
+        token_BL: the newest ones, not yet in the cache.
+        sentence_B: which sentence a row is of.
+        is_live_B: false for finished sentences and for rows that fill the batch up.
+        hypotheses: `Greedy` or `Beams`.
+        is_prompt_BP: which places of the prompt are text: it ends at the last place.
+    """
+
+    cache: Cache
+    step: jax.Array
+    token_BL: jax.Array
+    sentence_B: jax.Array
+    is_live_B: jax.Array
+    hypotheses: Any
+    is_prompt_BP: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("config", "decoding"))
+def prefill(
+    config: ModelConfig,
+    decoding: DecodingConfig,
+    params,
+    *,
+    prompt_BP,
+    is_prompt_BP,
+    sentence_B,
+    is_live_B,
+    source_BM=None,
+    is_source_BM=None,
+) -> Decoding:
+    """Reads sources and prompts, and chooses the first token of every sentence.
+
+    Args:
+        prompt_BP, is_prompt_BP: what a decoder-only model goes on from, padded on the left;
+            for others the start token, `[B, 1]`.
+        sentence_B: numbers of the sentences, for their samples.
+        source_BM, is_source_BM: what the encoder reads, padded on the right.
+    """
+    model = bind(config, params)
+    B, P = prompt_BP.shape
+    L, T = decoding.beam_size, decoding.max_new_tokens
+    memory_BMD = None
+    if source_BM is not None:
+        position_BM = jnp.broadcast_to(jnp.arange(source_BM.shape[1]), source_BM.shape)
+        memory_BMD, _ = model.encode(source_BM, is_source_BM.astype(jnp.int32), position_BM)
+    cache = new_cache(model, B, P + T * L, memory_BMD, is_source_BM)
+    sees_PP = jnp.tril(jnp.ones((P, P), bool))
+    if decoding.is_prompt_bidirectional:
+        sees_PP = jnp.ones((P, P), bool)
+    logits_BPV, cache = extend(
+        model,
+        cache,
+        prompt_BP,
+        jnp.maximum(jnp.cumsum(is_prompt_BP, axis=1) - 1, 0),
+        0,
+        mask_BLM=sees_PP[None] & is_prompt_BP[:, None],
+        bias_HLM=model.decoder.position_bias(P, P),
+        is_live_BL=is_prompt_BP & is_live_B[:, None],
+    )
+    hypotheses = (Beams if L > 1 else Greedy).start(B, decoding)
+    logits_BLV = jnp.broadcast_to(logits_BPV[:, -1:], (B, L, logits_BPV.shape[-1]))
+    hypotheses, token_BL, is_live_B = hypotheses.advance(
+        logits_BLV, jnp.int32(0), sentence_B, is_live_B, decoding
+    )
+    return Decoding(
+        cache, jnp.int32(1), token_BL, sentence_B, is_live_B, hypotheses, is_prompt_BP
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "decoding"), donate_argnames="state")
+def run_until(
+    config: ModelConfig, decoding: DecodingConfig, params, state: Decoding, num_live
+) -> Decoding:
+    """Steps until no more than `num_live` sentences live."""
+    model = bind(config, params)
+    far_bias_HM = _bias_by_distance(model, state.is_prompt_BP.shape[1], decoding)
+
+    def goes_on(state: Decoding):
+        return jnp.sum(state.is_live_B) > num_live
+
+    def advance(state: Decoding):
+        logits_BLV, cache = step_logits(model, decoding, state, far_bias_HM)
+        hypotheses, token_BL, is_live_B = state.hypotheses.advance(
+            logits_BLV, state.step, state.sentence_B, state.is_live_B, decoding
+        )
+        return dataclasses.replace(
+            state,
+            cache=cache,
+            step=state.step + 1,
+            token_BL=token_BL,
+            is_live_B=is_live_B,
+            hypotheses=hypotheses,
+        )
+
+    return jax.lax.while_loop(goes_on, advance, state)
+
+
+def step_logits(model, decoding: DecodingConfig, state: Decoding, far_bias_HM):
+    """Logits `[B, L, V]` after the newest tokens, and the cache with them."""
+    B, P = state.is_prompt_BP.shape
+    L, T = decoding.beam_size, decoding.max_new_tokens
+    step = state.step - 1  # the newest tokens' number
+    is_past_T = jnp.arange(T) <= step
+    ancestor_BLT = state.hypotheses.ancestor_BLT
+    is_place_BLTL = ancestor_BLT[..., None] == jnp.arange(L)[None, None, None]
+    is_ancestor_BLTL = is_place_BLTL & is_past_T[None, None, :, None]
+    is_ancestor_BLM = is_ancestor_BLTL.reshape(B, L, T * L)
+    is_prompt_BLP = jnp.broadcast_to(state.is_prompt_BP[:, None], (B, L, P))
+    is_live_B1 = jnp.ones((B, 1), bool)
+    if decoding.pruning != "none":
+        is_live_B1 = state.is_live_B[:, None]
+    return extend(
+        model,
+        state.cache,
+        state.token_BL,
+        jnp.broadcast_to(jnp.sum(state.is_prompt_BP, axis=1, keepdims=True) + step, (B, L)),
+        P + step * L,
+        mask_BLM=jnp.concatenate([is_prompt_BLP, is_ancestor_BLM], axis=2),
+        bias_HLM=_bias_of_step(far_bias_HM, P, step, decoding),
+        is_live_BL=jnp.broadcast_to(is_live_B1, (B, L)),
+    )
+
+
+def _bias_by_distance(model, prompt_length: int, decoding: DecodingConfig):
+    """The bias for a key that is N - 1 - n behind the query, N places in all; or None."""
+    num_places = prompt_length + decoding.max_new_tokens
+    bias_HLM = model.decoder.position_bias(1, num_places, first_query=num_places - 1)
+    return None if bias_HLM is None else bias_HLM[:, 0]
+
+
+def _bias_of_step(far_bias_HM, P: int, step, decoding: DecodingConfig):
+    """The bias of step `step`'s queries for all places of the cache, `[H, 1, P + T * L]`."""
+    if far_bias_HM is None:
+        return None
+    N = far_bias_HM.shape[1]
+    # Shifted so that the query, at place P + step, is the last; nobody reads what comes after.
+    padded_HM = jnp.pad(far_bias_HM, ((0, 0), (0, N)))
+    bias_HM = jax.lax.dynamic_slice_in_dim(padded_HM, N - 1 - P - step, N, axis=1)
+    new_HM = jnp.repeat(bias_HM[:, P:], decoding.beam_size, axis=1)
+    return jnp.concatenate([bias_HM[:, :P], new_HM], axis=1)[:, None]
+
+
+@jax.jit
+def take_rows(state: Decoding, row_B) -> Decoding:
+    """The batch of these rows alone."""
+    # All but the step have a row a sentence.
+    rows = dataclasses.replace(state, step=state.sentence_B)
+    taken = jax.tree.map(lambda leaf: leaf[row_B], rows)
+    return dataclasses.replace(taken, step=state.step)

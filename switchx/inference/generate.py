@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From token lists to token lists: batches by length, decoded and pruned, in input order.
+
+Sizes are few, so that few programs are compiled: lengths and batches are rounded up to the
+next of a fixed list. Dims: B M P
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.inference.decode import Decoding, prefill, run_until, take_rows
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.models.config import ModelConfig
+from switchx.models.unroll import unrolled
+
+# Of texts: each at most 1.5 times the one before, so at most a third is padding.
+LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)} | {1}))
+# Of batches: a program is compiled for each that a shrinking batch passes.
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hypothesis:
+    """What a model says to one input.
+
+    Attributes:
+        tokens: new ones, without the end.
+        score: log-probability over length ** length_penalty, the end included.
+        is_finished: it came to an end; otherwise it was cut off.
+    """
+
+    tokens: list[int]
+    score: float
+    is_finished: bool
+
+
+def for_decoding(
+    config: ModelConfig, params: dict, *, is_dropless: bool = True
+) -> tuple[ModelConfig, dict]:
+    """A model as decoding runs it: unrolled, and without capacity.
+
+    Args:
+        is_dropless: no token is dropped, so that a sentence's result does not depend on the
+            others of its batch; False keeps the capacity of evaluation, and it may.
+
+    Raises:
+        ValueError: the model cannot be decoded step by step.
+    """
+    config, params = unrolled(config, params)
+    switch = config.switch
+    if switch is None:
+        return config, params
+    if switch.has_attention:
+        raise ValueError(
+            f"SwitchConfig.sublayers={switch.sublayers!r}: experts in self-attention have no "
+            "cache; decode a model with sublayers='ffn', or score whole texts"
+        )
+    if is_dropless and switch.router.kind != "expert_choice":
+        router = dataclasses.replace(
+            switch.router, overflow="dropless", balance_counts="first_choice"
+        )
+        dispatcher = (
+            "dropless" if switch.dispatcher in ("sort", "einsum") else switch.dispatcher
+        )
+        switch = dataclasses.replace(switch, router=router, dispatcher=dispatcher)
+        config = dataclasses.replace(config, switch=switch)
+    return config, params
+
+
+class Generator:
+    """`for number, hypotheses in generator(inputs): ...`, longest inputs first.
+
+    Attributes:
+        config, params: from `for_decoding`.
+        decoding: how text is generated.
+        batch_size: most sentences at once.
+    """
+
+    def __init__(
+        self, config: ModelConfig, params: dict, decoding: DecodingConfig, batch_size: int = 32
+    ):
+        if not 1 <= batch_size <= BATCHES[-1]:
+            raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
+        self.config, self.params = config, params
+        self.decoding, self.batch_size = decoding, batch_size
+
+    def __call__(
+        self, inputs: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, list[Hypothesis]]]:
+        """Yields an input's number and its hypotheses, the best first.
+
+        Args:
+            inputs: what the encoder reads, or what a decoder-only model goes on from.
+
+        Raises:
+            ValueError: an input is empty, has ids outside of the vocabulary, or is longer
+                than the model's positions; nothing has been generated.
+        """
+        for number, tokens in enumerate(inputs):
+            self._check(number, tokens)
+        order = sorted(range(len(inputs)), key=lambda number: -len(inputs[number]))
+        for first in range(0, len(order), self.batch_size):
+            numbers = order[first : first + self.batch_size]
+            yield from self._decode(numbers, [inputs[number] for number in numbers])
+
+    def _check(self, number: int, tokens: Sequence[int]) -> None:
+        if not len(tokens):
+            raise ValueError(f"input {number} is empty; give at least one token")
+        if len(tokens) > LENGTHS[-1]:
+            raise ValueError(
+                f"input {number} has {len(tokens)} tokens; shorten it to {LENGTHS[-1]} at most"
+            )
+        V, low, high = self.config.vocab_size, min(tokens), max(tokens)
+        if low < 0 or high >= V:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"input {number} has token id {wrong}, the vocabulary has 0 to {V - 1}; is it "
+                "this model's vocabulary?"
+            )
+        most = self.config.max_length
+        if self.config.positions == "learned":
+            needed = len(tokens) + self.decoding.max_new_tokens
+            if self.config.is_encoder_decoder:
+                needed = max(len(tokens), 1 + self.decoding.max_new_tokens)
+            if needed > most:
+                raise ValueError(
+                    f"input {number} needs {needed} positions, the model has {most}; shorten "
+                    "it, or lower max_new_tokens"
+                )
+
+    def _decode(self, numbers: list[int], inputs) -> Iterator[tuple[int, list[Hypothesis]]]:
+        B = _rounded_up(len(inputs), BATCHES)
+        state = self._prefill(numbers, inputs, B)
+        while True:
+            smaller = 0
+            if self.decoding.pruning == "compact" and B > 1:
+                smaller = BATCHES[BATCHES.index(B) - 1]
+            state = run_until(self.config, self.decoding, self.params, state, smaller)
+            is_live_B = np.asarray(state.is_live_B)
+            yield from self._results(state, ~is_live_B)
+            live = np.flatnonzero(is_live_B)
+            if not len(live):
+                return
+            B = _rounded_up(len(live), BATCHES)
+            # Some finished row fills up: it stays finished, and has no number any more.
+            fill = np.flatnonzero(~is_live_B)[:1].repeat(B - len(live))
+            state = take_rows(state, jnp.asarray(np.concatenate([live, fill])))
+            numbers_B = np.where(np.arange(B) < len(live), np.asarray(state.sentence_B), -1)
+            state = dataclasses.replace(state, sentence_B=jnp.asarray(numbers_B, jnp.int32))
+
+    def _prefill(self, numbers: list[int], inputs, B: int) -> Decoding:
+        length = _rounded_up(max(map(len, inputs)), LENGTHS)
+        is_decoder_only = not self.config.is_encoder_decoder
+        token_BM, is_token_BM = _padded(
+            inputs, B, length, self.decoding.pad_id, on_the_left=is_decoder_only
+        )
+        number_B = np.full(B, -1, np.int32)
+        number_B[: len(numbers)] = numbers
+        texts = {"prompt_BP": token_BM, "is_prompt_BP": is_token_BM}
+        if not is_decoder_only:
+            texts = {
+                "source_BM": token_BM,
+                "is_source_BM": is_token_BM,
+                "prompt_BP": np.full((B, 1), self.decoding.start_id, np.int32),
+                "is_prompt_BP": np.ones((B, 1), bool),
+            }
+        return prefill(
+            self.config,
+            self.decoding,
+            self.params,
+            sentence_B=jnp.asarray(number_B),
+            is_live_B=jnp.asarray(number_B >= 0),
+            **{name: jnp.array(value) for name, value in texts.items()},
+        )
+
+    def _results(self, state: Decoding, is_ended_B) -> Iterator[tuple[int, list[Hypothesis]]]:
+        token_BLT, score_BL, sentence_B = jax.device_get(
+            (*state.hypotheses.results(self.decoding), state.sentence_B)
+        )
+        for row in np.flatnonzero(is_ended_B & (sentence_B >= 0)):
+            yield (
+                int(sentence_B[row]),
+                [
+                    self._hypothesis(tokens, float(score))
+                    for tokens, score in zip(token_BLT[row], score_BL[row], strict=True)
+                ],
+            )
+
+    def _hypothesis(self, token_T, score: float) -> Hypothesis:
+        ends = np.flatnonzero(token_T == self.decoding.eos_id)
+        length = int(ends[0]) if len(ends) else len(token_T)
+        return Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
+
+
+def _rounded_up(size: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of the sizes that is enough."""
+    return sizes[bisect.bisect_left(sizes, size)]
+
+
+def _padded(inputs, B: int, length: int, pad_id: int, *, on_the_left: bool):
+    token_BM = np.full((B, length), pad_id, np.int32)
+    is_token_BM = np.zeros((B, length), bool)
+    for row, tokens in enumerate(inputs):
+        places = slice(length - len(tokens), None) if on_the_left else slice(len(tokens))
+        token_BM[row, places], is_token_BM[row, places] = tokens, True
+    # A row that fills up attends to something: softmax over nothing is an average of all.
+    is_token_BM[len(inputs) :, -1 if on_the_left else 0] = True
+    return token_BM, is_token_BM

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decoding remembers: keys and values of every decoder block, in arrays of fixed size.
+
+All beams of a sentence write into one row: the prompt's P places, then a place for every
+beam at every step. Which of them a beam may see is a mask (its ancestors), so beams are
+never moved or copied; the encoder's keys and values are there once for a sentence.
+Dims: B L M H K D
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from switchx.layers.attention import attend
+from switchx.models.block import Block
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeysValues:
+    """Of one attention: `key_BMHK`, `value_BMHK`."""
+
+    key_BMHK: jax.Array
+    value_BMHK: jax.Array
+
+    @classmethod
+    def empty(cls, shape_BMHK, dtype) -> "KeysValues":
+        return cls(jnp.zeros(shape_BMHK, dtype), jnp.zeros(shape_BMHK, dtype))
+
+    def written(self, place, key_BLHK, value_BLHK) -> "KeysValues":
+        """With L new entries from `place` on."""
+        return KeysValues(
+            jax.lax.dynamic_update_slice_in_dim(self.key_BMHK, key_BLHK, place, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(self.value_BMHK, value_BLHK, place, axis=1),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Of a whole decoder, an item a block.
+
+    Attributes:
+        past: of self-attention.
+        memory: of cross-attention; empty without an encoder.
+        is_memory_BM: which of the memory is text; None without an encoder.
+    """
+
+    past: tuple[KeysValues, ...]
+    memory: tuple[KeysValues, ...] = ()
+    is_memory_BM: jax.Array | None = None
+
+
+def blocks_of(stack) -> list[Block]:
+    """The blocks of an unrolled stack, in order."""
+    run = stack.blocks
+    return [getattr(run, f"layer_{i}") for i in range(run.length)]
+
+
+def new_cache(model, batch: int, places: int, memory_BMD=None, is_memory_BM=None) -> Cache:
+    """An empty cache of `places` entries, with the keys and values of the memory.
+
+    Args:
+        model: an unrolled `EncoderDecoder` or `DecoderOnly`.
+    """
+    blocks = blocks_of(model.decoder)
+    config = model.decoder.config
+    shape = (batch, places, config.num_heads, config.d_head)
+    past = tuple(KeysValues.empty(shape, config.precision.compute_dtype) for _ in blocks)
+    if memory_BMD is None:
+        return Cache(past)
+    memory = tuple(
+        KeysValues(*block.cross_attention.project_memory(memory_BMD)) for block in blocks
+    )
+    return Cache(past, memory, is_memory_BM)
+
+
+def extend(
+    model, cache: Cache, token_BL, position_BL, place, *, mask_BLM, bias_HLM, is_live_BL
+):
+    """Runs L tokens of every row through the decoder and remembers them.
+
+    Args:
+        position_BL: positions in the text, for models that have learned ones.
+        place: where in the cache the L entries go.
+        mask_BLM, bias_HLM: of self-attention over the first M places of the cache, these L
+            included.
+        is_live_BL: false for tokens that no expert is to see.
+
+    Returns:
+        logits_BLV, the cache.
+    """
+    x_BLD = model.embedding.embed(token_BL, position_BL)
+    past = []
+    for i, block in enumerate(blocks_of(model.decoder)):
+        attention = block.self_attention
+        normed_BLD = block.self_attention_norm(x_BLD)
+        kept = cache.past[i].written(place, *attention.project_memory(normed_BLD))
+        past.append(kept)
+        out_BLHK = attend(
+            attention.project_query(normed_BLD),
+            kept.key_BMHK[:, : mask_BLM.shape[2]],
+            kept.value_BMHK[:, : mask_BLM.shape[2]],
+            bias_HLM=bias_HLM,
+            mask_BLM=mask_BLM,
+        )
+        x_BLD = x_BLD + attention.project_out(out_BLHK)
+        if cache.memory:
+            x_BLD = x_BLD + _read_memory(block, x_BLD, cache.memory[i], cache.is_memory_BM)
+        normed_BLD = block.ffn_norm(x_BLD)
+        if block.is_ffn_sparse:
+            y_BLD, _ = block.ffn(normed_BLD, is_live_BL, token_BL, is_training=False)
+        else:
+            y_BLD = block.ffn(normed_BLD)
+        x_BLD = x_BLD + y_BLD
+    logits_BLV = model.embedding.logits(model.decoder.norm(x_BLD))
+    return logits_BLV, dataclasses.replace(cache, past=tuple(past))
+
+
+def _read_memory(block: Block, x_BLD, memory: KeysValues, is_memory_BM):
+    attention = block.cross_attention
+    out_BLHK = attend(
+        attention.project_query(block.cross_attention_norm(x_BLD)),
+        memory.key_BMHK,
+        memory.value_BMHK,
+        mask_BLM=is_memory_BM[:, None],
+    )
+    return attention.project_out(out_BLHK)

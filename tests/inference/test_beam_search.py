@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam search against a loop over Python lists, and against trying every text."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.inference.beam_search import Beams
+from switchx.inference.decoding_config import DecodingConfig
+
+EOS, V = 1, 6
+
+
+def tables(seed: int, steps: int, sharpness=1.5):
+    """Log-probabilities of the next token by step and by the last one, `[T, V, V]`."""
+    logits_TVV = np.random.default_rng(seed).normal(size=(steps, V, V)) * sharpness
+    return logits_TVV - np.log(np.exp(logits_TVV).sum(-1, keepdims=True))
+
+
+def search(log_prob_TVV, config: DecodingConfig, batch: int = 1):
+    """Our search over a model that is a table: the best hypotheses of row 0."""
+    beams, step = Beams.start(batch, config), 0
+    last_BL = jnp.zeros((batch, config.beam_size), jnp.int32)
+    is_live_B = jnp.ones(batch, bool)
+    advance = jax.jit(Beams.advance, static_argnames="config")
+    while bool(is_live_B.any()):
+        logits_BLV = jnp.array(log_prob_TVV[step], jnp.float32)[last_BL]
+        beams, last_BL, is_live_B = advance(
+            beams, logits_BLV, jnp.int32(step), jnp.arange(batch), is_live_B, config=config
+        )
+        step += 1
+    token_BLT, score_BL = beams.results(config)
+    return [
+        (text(tokens), float(score))
+        for tokens, score in zip(np.asarray(token_BLT[0]), score_BL[0], strict=True)
+    ]
+
+
+def text(tokens) -> tuple[int, ...]:
+    tokens = tuple(int(token) for token in tokens)
+    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+
+
+def search_by_lists(log_prob_TVV, config: DecodingConfig):
+    """The rules of `generate`, one sentence, one list of (score, tokens) at a time."""
+    L, T = config.beam_size, config.max_new_tokens
+    running, finished = [(0.0, ())], []
+    for step in range(T):
+        candidates = [
+            (score + log_prob_TVV[step, tokens[-1] if tokens else 0, token], (*tokens, token))
+            for score, tokens in running
+            for token in range(V)
+        ]
+        candidates = sorted(candidates, key=lambda each: -each[0])[: 2 * L]
+        length = step + 1
+
+        def ends(tokens, length=length):
+            return tokens[-1] == EOS or length == T
+
+        new = [
+            (score / length**config.length_penalty, tokens)
+            for score, tokens in candidates[:L]
+            if ends(tokens)
+        ]
+        finished = sorted(finished + new, key=lambda each: -each[0])[:L]
+        running = [each for each in candidates if not ends(each[1])][:L]
+        if not running:
+            break
+        counted = (
+            T if config.early_stopping == "never" and config.length_penalty > 0 else length
+        )
+        best = running[0][0] / counted**config.length_penalty
+        if len(finished) == L and (
+            config.early_stopping is True or best <= min(score for score, _ in finished)
+        ):
+            break
+    return [(tokens, score) for score, tokens in finished]
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0])
+def test_texts_and_scores_are_those_of_a_loop_over_lists(early_stopping, length_penalty):
+    for beam_size in (2, 3, 5):
+        config = DecodingConfig(
+            max_new_tokens=7,
+            beam_size=beam_size,
+            early_stopping=early_stopping,
+            length_penalty=length_penalty,
+        )
+        for seed in range(8):
+            log_prob_TVV = tables(seed, 7)
+            want = search_by_lists(log_prob_TVV, config)
+            got = search(log_prob_TVV, config)
+            assert [tokens for tokens, _ in got[: len(want)]] == [tokens for tokens, _ in want]
+            np.testing.assert_allclose(
+                [score for _, score in got[: len(want)]],
+                [score for _, score in want],
+                rtol=1e-5,
+            )
+
+
+def test_as_many_beams_as_there_are_texts_find_the_likeliest():
+    """All 5 + 5^2 + 5^3 texts that end, or are 3 long, of a vocabulary of 6."""
+    log_prob_TVV = tables(3, 3)
+    texts = [
+        tokens
+        for length in (1, 2, 3)
+        for tokens in itertools.product(range(V), repeat=length)
+        if EOS not in tokens[:-1] and (tokens[-1] == EOS or length == 3)
+    ]
+
+    def log_prob(tokens):
+        before = (0, *tokens)
+        return sum(log_prob_TVV[i, before[i], token] for i, token in enumerate(tokens))
+
+    best = max(texts, key=log_prob)
+    config = DecodingConfig(
+        max_new_tokens=3, beam_size=36, length_penalty=0.0, early_stopping="never"
+    )
+    tokens, score = search(log_prob_TVV, config)[0]
+    assert tokens == best
+    assert score == pytest.approx(log_prob(best), rel=1e-5)
+
+
+def test_a_sentence_that_is_done_stays_as_it_is():
+    """Its beams are stepped on beside a living one's."""
+    config = DecodingConfig(max_new_tokens=4, beam_size=2)
+    log_prob_TVV = tables(0, 4)
+    beams = Beams.start(2, config)
+    is_live_B = jnp.array([False, True])
+    logits_BLV = jnp.array(log_prob_TVV[0], jnp.float32)[jnp.zeros((2, 2), jnp.int32)]
+    logits_BLV = logits_BLV.at[:, :, EOS].set(9.0)  # everything ends
+    after, _, still_B = beams.advance(
+        logits_BLV, jnp.int32(0), jnp.arange(2), is_live_B, config
+    )
+    np.testing.assert_array_equal(after.is_finished_BL[0], False)
+    assert bool(after.is_finished_BL[1, 0])
+    assert not bool(still_B[0])
+
+
+def test_ancestors_are_the_places_of_a_texts_tokens():
+    """Reading the token in each ancestor's place gives back the running text."""
+    config = DecodingConfig(max_new_tokens=5, beam_size=3, eos_id=V)  # nothing ends
+    log_prob_TVV = tables(1, 5)
+    beams, placed = Beams.start(1, config), []
+    last_BL = jnp.zeros((1, 3), jnp.int32)
+    for step in range(4):
+        logits_BLV = jnp.array(log_prob_TVV[step], jnp.float32)[last_BL]
+        beams, last_BL, _ = beams.advance(
+            logits_BLV, jnp.int32(step), jnp.arange(1), jnp.array([True]), config
+        )
+        placed.append(np.asarray(last_BL[0]))
+        for beam in range(3):
+            got = [placed[t][int(beams.ancestor_BLT[0, beam, t])] for t in range(step + 1)]
+            assert got == beams.token_BLT[0, beam, : step + 1].tolist()

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated tokens are those of the whole forward pass, whatever is pruned and batched."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.generate import BATCHES, LENGTHS, Generator, for_decoding
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import forward, init_params
+from switchx.models.router_config import RouterConfig
+
+V, T, EOS = 12, 6, 1
+MODELS = {
+    "encoder-decoder": ModelConfig(
+        "encoder_decoder", V, 16, 32, 2, 8, 2, 2, switch=SwitchConfig(4), init_scale=4.0
+    ),
+    "scanned": ModelConfig(
+        "encoder_decoder", V, 16, 32, 2, 8, 4, 2, switch=SwitchConfig(4), init_scale=4.0,
+        scan_layers=True,
+    ),
+    "decoder-only": ModelConfig(
+        "decoder_only", V, 16, 32, 2, 8, 2, init_scale=4.0,
+        switch=SwitchConfig(4, router=RouterConfig(num_selected=2)),
+    ),
+    "gpt": ModelConfig(
+        "decoder_only", V, 16, 32, 2, 8, 2, activation="gelu", norm="layer",
+        positions="learned", max_length=32, use_bias=True, scale_attention=True,
+        scale_tied_logits=False, init_scale=4.0, switch=SwitchConfig(4, expert_bias=True),
+    ),
+    "dense": ModelConfig("encoder_decoder", V, 16, 32, 2, 8, 2, 2, init_scale=4.0),
+}  # fmt: skip
+# Five or six tokens, so that all lengths are rounded up to six.
+INPUTS = [
+    [3, 4, 5, 8, 2], [6, 2, 7, 8, 9, 10], [5, 5, 2, 5, 5], [11, 4, 4, 3, 9, 2], [7, 3, 9, 2, 8],
+    [2, 3, 2, 3, 2, 3],
+]  # fmt: skip
+
+
+# Every way of decoding; the other models decode greedily alone.
+IN_ALL_WAYS = ("encoder-decoder", "gpt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_dropped():
+    """There are many, and a process has only so many memory maps."""
+    yield
+    jax.clear_caches()
+
+
+@functools.cache
+def prepared(name: str):
+    """(config, params) as decoding runs them."""
+    config = MODELS[name]
+    return for_decoding(config, init_params(config, jax.random.key(33)))
+
+
+@pytest.fixture(params=MODELS)
+def any_model(request):
+    return prepared(request.param)
+
+
+@pytest.fixture(params=IN_ALL_WAYS)
+def model(request):
+    return prepared(request.param)
+
+
+def log_probs(config, params, source, tokens, *, is_prompt_bidirectional=False):
+    """Of every next token, by one forward pass over the whole text, `[n + 1, V]`."""
+    text = [0, *tokens] if config.is_encoder_decoder else [*source, *tokens]
+
+    def features(stack, tokens):
+        ones = jnp.ones((1, len(tokens)), jnp.int32)
+        return {
+            f"{stack}_input_tokens": jnp.array([tokens], jnp.int32),
+            f"{stack}_segment_ids": ones,
+            f"{stack}_positions": jnp.arange(len(tokens))[None],
+        }
+
+    batch = features("decoder", text)
+    is_prefix = np.arange(len(text))[None] < len(source) * is_prompt_bidirectional
+    batch["decoder_prefix_mask"] = jnp.array(is_prefix, jnp.int32)
+    if config.is_encoder_decoder:
+        batch |= features("encoder", source)
+    logits_BLV, _ = forward(config, params, batch, is_training=False)
+    return np.asarray(jax.nn.log_softmax(logits_BLV[0], axis=-1))[-len(tokens) - 1 :]
+
+
+def generate(model, inputs=INPUTS, *, batch_size=4, **settings):
+    decoding = DecodingConfig(**{"max_new_tokens": T, **settings})
+    return dict(Generator(*model, decoding, batch_size)(inputs))
+
+
+def with_end(hypothesis):
+    return hypothesis.tokens + [EOS] * hypothesis.is_finished
+
+
+def test_greedy_tokens_are_the_likeliest_of_the_whole_forward_pass(any_model):
+    got = generate(any_model)
+    assert sorted(got) == list(range(len(INPUTS)))
+    for number, (hypothesis,) in got.items():
+        tokens = with_end(hypothesis)
+        log_prob_TV = log_probs(*any_model, INPUTS[number], tokens[:-1])
+        assert np.argmax(log_prob_TV, axis=1).tolist() == tokens
+        mean = np.mean(log_prob_TV[np.arange(len(tokens)), tokens])
+        assert hypothesis.score == pytest.approx(mean, rel=1e-4)
+        assert hypothesis.is_finished or len(tokens) == T
+
+
+def test_sentences_end_at_different_steps_so_pruning_has_something_to_do():
+    got = generate(prepared("encoder-decoder"))
+    lengths = {len(hypotheses[0].tokens) for hypotheses in got.values()}
+    assert len(lengths) >= 3
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"beam_size": 3}, {"temperature": 1.0, "seed": 7}], ids=str
+)
+def test_results_depend_on_neither_pruning_nor_the_batch(model, settings):
+    want = generate(model, pruning="none", **settings)
+    ways = [{}, {"pruning": "experts"}, {"batch_size": 1}]
+    for got in [generate(model, **settings, **way) for way in ways]:
+        for number, hypotheses in got.items():
+            assert [each.tokens for each in hypotheses] == [
+                each.tokens for each in want[number]
+            ]
+            np.testing.assert_allclose(
+                [each.score for each in hypotheses],
+                [each.score for each in want[number]],
+                rtol=2e-5,
+            )
+
+
+def test_beams_score_what_the_forward_pass_says(model):
+    got = generate(model, beam_size=3, length_penalty=0.7)
+    greedy = generate(model, length_penalty=0.7)
+    for number, hypotheses in got.items():
+        scores = [each.score for each in hypotheses]
+        assert scores == sorted(scores, reverse=True) and len(scores) == 3
+        for hypothesis in hypotheses:
+            tokens = with_end(hypothesis)
+            log_prob_TV = log_probs(*model, INPUTS[number], tokens[:-1])
+            total = np.sum(log_prob_TV[np.arange(len(tokens)), tokens])
+            assert hypothesis.score == pytest.approx(total / len(tokens) ** 0.7, rel=1e-4)
+    better = sum(got[n][0].score >= greedy[n][0].score - 1e-5 for n in got)
+    assert better >= len(INPUTS) - 1  # beam search may lose what greedy finds
+
+
+def test_a_prompt_may_see_itself_whole():
+    model = prepared("decoder-only")
+    for number, (hypothesis,) in generate(model, is_prompt_bidirectional=True).items():
+        tokens = with_end(hypothesis)
+        log_prob_TV = log_probs(
+            *model, INPUTS[number], tokens[:-1], is_prompt_bidirectional=True
+        )
+        assert np.argmax(log_prob_TV, axis=1).tolist() == tokens
+
+
+def test_seeds_give_other_samples(model):
+    by_seed = [
+        [generate(model, temperature=1.0, seed=seed)[n][0].tokens for n in range(len(INPUTS))]
+        for seed in (0, 0, 1)
+    ]
+    assert by_seed[0] == by_seed[1] != by_seed[2]
+
+
+def test_capacity_is_kept_where_it_is_asked_for():
+    config = MODELS["encoder-decoder"]
+    dropping, _ = for_decoding(config, {}, is_dropless=False)
+    assert dropping == config
+    dropless, _ = for_decoding(config, {})
+    assert dropless.switch.router.overflow == "dropless"
+
+
+def test_switch_attention_is_refused():
+    config = MODELS["encoder-decoder"]
+    switch = dataclasses.replace(config.switch, sublayers="both")
+    with pytest.raises(ValueError, match="have no cache; decode a model with"):
+        for_decoding(dataclasses.replace(config, switch=switch), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "message"),
+    [
+        ("dense", [[3], []], "input 1 is empty"),
+        ("dense", [[3, V]], f"input 0 has token id {V}, the vocabulary has 0 to {V - 1}"),
+        ("dense", [[-1]], "input 0 has token id -1"),
+        ("gpt", [[3] * 27], "input 0 needs 33 positions, the model has 32"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(name, inputs, message):
+    generator = Generator(MODELS[name], {}, DecodingConfig(max_new_tokens=T))
+    with pytest.raises(ValueError, match=message):
+        list(generator(inputs))
+
+
+@pytest.mark.parametrize("batch_size", [0, BATCHES[-1] + 1])
+def test_batches_of_nothing_or_too_much_are_refused(batch_size):
+    with pytest.raises(ValueError, match=f"batch_size={batch_size}; use 1 to"):
+        Generator(MODELS["dense"], {}, DecodingConfig(), batch_size=batch_size)
+
+
+def test_lengths_waste_no_more_than_a_third():
+    assert LENGTHS[:8] == (1, 2, 3, 4, 6, 8, 12, 16)
+    steps = zip(LENGTHS, LENGTHS[1:], strict=False)
+    assert all(after - before - 1 <= after / 3 for before, after in steps)
