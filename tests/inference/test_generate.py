@@ -42,7 +42,7 @@ INPUTS = [
 ]  # fmt: skip
 
 
-# Every way of decoding; the other models decode greedily alone.
+# Every way of decoding, the second in the slow tests; other models decode greedily alone.
 IN_ALL_WAYS = ("encoder-decoder", "gpt")
 
 
@@ -60,35 +60,41 @@ def prepared(name: str):
     return for_decoding(config, init_params(config, jax.random.key(33)))
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=list(MODELS))
 def any_model(request):
     return prepared(request.param)
 
 
-@pytest.fixture(params=IN_ALL_WAYS)
+@pytest.fixture(params=[IN_ALL_WAYS[0], pytest.param(IN_ALL_WAYS[1], marks=pytest.mark.slow)])
 def model(request):
     return prepared(request.param)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def whole_forward_pass(config, params, batch):
+    return jax.nn.log_softmax(forward(config, params, batch, is_training=False)[0][0], axis=-1)
 
 
 def log_probs(config, params, source, tokens, *, is_prompt_bidirectional=False):
     """Of every next token, by one forward pass over the whole text, `[n + 1, V]`."""
     text = [0, *tokens] if config.is_encoder_decoder else [*source, *tokens]
 
-    def features(stack, tokens):
-        ones = jnp.ones((1, len(tokens)), jnp.int32)
+    def features(stack, tokens, length):
+        row = np.zeros((2, 1, length), np.int32)
+        row[:, 0, : len(tokens)] = tokens, np.ones(len(tokens))
         return {
-            f"{stack}_input_tokens": jnp.array([tokens], jnp.int32),
-            f"{stack}_segment_ids": ones,
-            f"{stack}_positions": jnp.arange(len(tokens))[None],
+            f"{stack}_input_tokens": jnp.array(row[0]),
+            f"{stack}_segment_ids": jnp.array(row[1]),
+            f"{stack}_positions": jnp.arange(length)[None],
         }
 
-    batch = features("decoder", text)
-    is_prefix = np.arange(len(text))[None] < len(source) * is_prompt_bidirectional
+    batch = features("decoder", text, 12 + T)
+    is_prefix = np.arange(12 + T)[None] < len(source) * is_prompt_bidirectional
     batch["decoder_prefix_mask"] = jnp.array(is_prefix, jnp.int32)
     if config.is_encoder_decoder:
-        batch |= features("encoder", source)
-    logits_BLV, _ = forward(config, params, batch, is_training=False)
-    return np.asarray(jax.nn.log_softmax(logits_BLV[0], axis=-1))[-len(tokens) - 1 :]
+        batch |= features("encoder", source, 8)
+    log_prob_LV = np.asarray(whole_forward_pass(config, params, batch))
+    return log_prob_LV[len(text) - len(tokens) - 1 : len(text)]
 
 
 def generate(model, inputs=INPUTS, *, batch_size=4, **settings):

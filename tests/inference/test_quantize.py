@@ -53,7 +53,9 @@ def test_errors_are_those_of_the_weights(key):
     _, quantized, errors, _ = quantize_experts(CONFIG, params, bits=4)
     after = tree.named_leaves(dequantized(quantized))
     for each in errors:
-        w_EDF, got_EDF = (np.asarray(leaves[each.name], np.float64) for leaves in (before, after))
+        w_EDF, got_EDF = (
+            np.asarray(leaves[each.name], np.float64) for leaves in (before, after)
+        )
         error_E = np.sqrt(
             np.sum((w_EDF - got_EDF) ** 2, axis=(1, 2)) / np.sum(w_EDF**2, axis=(1, 2))
         )
@@ -65,7 +67,15 @@ def test_errors_are_those_of_the_weights(key):
 def test_bytes_at_int4_with_the_rest_in_bfloat16(key):
     """Experts are 95% of this model: at most 1/6.5 of its float32 bytes are left."""
     config = ModelConfig(
-        "decoder_only", 512, 64, 256, 2, 32, 2, activation="relu", switch=SwitchConfig(64, every=1)
+        "decoder_only",
+        512,
+        64,
+        256,
+        2,
+        32,
+        2,
+        activation="relu",
+        switch=SwitchConfig(64, every=1),
     )
     config, params, _, sizes = quantize_experts(
         config, init_params(config, key), bits=4, rest="bfloat16"
