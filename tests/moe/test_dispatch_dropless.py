@@ -2,14 +2,20 @@
 """Dropless dispatch against a loop over choices and the einsum form's gradients."""
 
 import dataclasses
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
+from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.params import params_of, with_params
 from switchx.moe.dispatch_dropless import dropless_dispatch
 from switchx.moe.dispatch_einsum import einsum_dispatch
+from switchx.moe.layer import SwitchFFN
 from tests.moe.banks import dispatch_loop, ffn_bank, ffn_numbers
 from tests.moe.plans import D, E, T, fixed_plan, numbers
 
@@ -49,3 +55,40 @@ def test_tokens_without_an_expert_get_zero():
     plan, x_GTD = fixed_plan(1), numbers()[0]
     y_GTD = dropless_dispatch(jnp.asarray(x_GTD), plan, ffn_bank(NUMBERS))
     np.testing.assert_array_equal(np.any(y_GTD, axis=-1), plan.is_kept_GTS[..., 0])
+
+
+def device_of(kind: str, platform: str):
+    """A mesh of one device that is not there, to trace for."""
+    described = {"device_kind": kind, "num_cores": 1 if platform == "tpu" else None}
+    if "platform" in inspect.signature(AbstractDevice).parameters:  # JAX 0.12
+        described["platform"] = platform
+    return AbstractMesh((), (), abstract_device=AbstractDevice(**described))
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "kernel"),
+    [("TPU v5 lite", "tpu", "tpu_custom_call"), ("NVIDIA H200", "cuda", "mosaic_gpu_v2")],
+)
+def test_on_accelerators_all_products_are_our_kernels(kind, platform, kernel):
+    """Two forward; backward the hidden layer's gradient and those of both weights."""
+    config = ModelConfig(
+        "decoder_only", 8, 128, 256, 2, 64, 1, activation="relu",
+        switch=SwitchConfig(4, every=1, dispatcher="dropless"),
+        precision=Precision(compute="bfloat16"),
+    )  # fmt: skip
+    layer = SwitchFFN(config, key=jax.random.key(0))
+    is_token_BL = jnp.ones((2, 64), bool)
+
+    def loss(params, x_BLD):
+        y_BLD, _ = with_params(layer, params)(x_BLD, is_token_BL, is_training=True)
+        return jnp.sum(y_BLD.astype(jnp.float32) ** 2)
+
+    x_BLD = jax.ShapeDtypeStruct((2, 64, 128), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(device_of(kind, platform)):
+        exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=(platform,))(
+            params_of(layer), x_BLD
+        )
+    text = exported.mlir_module()
+    called = re.findall(r"custom_call @([\w.]+)", text)
+    assert called.count(kernel) == 5
+    assert "ragged_dot" not in text

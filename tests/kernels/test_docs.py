@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/kernels.md: its Python runs, its commands exist, its table names what is exported."""
+
+import re
+import shlex
+
+import pallas_kernels
+from pallas_kernels.implementations import NAMES
+from switchx.cli.main import _parse, _parser
+from tests.processes import ROOT
+
+PAGE = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_blocks_are_right(capsys):
+    blocks = dict(BLOCK.findall(PAGE))
+    exec(blocks["python"], {})
+    assert capsys.readouterr().out.startswith("0.1")  # 4 of 32 bits, and the scales
+    for command in blocks["bash"].splitlines():
+        program, *words = shlex.split(command)
+        assert program == "switchx" and _parse(_parser(), words).what == "kernels"
+
+
+def test_everything_that_is_exported_is_named():
+    missing = [name for name in pallas_kernels.__all__ if f"`{name}" not in PAGE]
+    assert set(missing) <= {"SortedRows", "dequantize", "quantization_error"}
+    assert all(f"| `{name}` (" in PAGE for name in NAMES)
