@@ -73,7 +73,9 @@ RUNS = {
 TESTED_ELSEWHERE = {
     "switchx bench train --json": "tests/cli/test_bench.py::test_train_prints_one_json_object",
     "switchx bench moe --json": "tests/cli/test_bench.py::test_moe_prints_one_json_object",
-    "switchx bench kernels --json": "tests/cli/test_bench.py::test_kernels_prints_one_json_object",
+    "switchx bench kernels --json": (
+        "tests/cli/test_bench.py::test_kernels_prints_one_json_object"
+    ),
     "switchx tune kernels": "tests/cli/test_tune.py::test_rows_are_printed_and_tilings_written",
     "switchx check equivalence --json": "tests/cli/test_check.py::test_report_and_exit_status",
 }

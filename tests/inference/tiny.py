@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small sparse model that tests of decoding's parts share, and what it reads."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from switchx.inference.decode import prefill
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.generate import for_decoding
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import init_params
+
+V = 12
+CONFIG = ModelConfig(
+    "encoder_decoder", V, 16, 32, 2, 8, 2, 2, switch=SwitchConfig(4), init_scale=4.0
+)
+SOURCE_BM = jnp.array([[3, 4, 5, 8], [6, 2, 7, 0], [5, 5, 2, 0], [11, 4, 4, 3]])
+
+
+@functools.cache
+def model():
+    """(config, params) as decoding runs them."""
+    return for_decoding(CONFIG, init_params(CONFIG, jax.random.key(33)))
+
+
+def start(decoding: DecodingConfig):
+    """Four sentences after their first token."""
+    return prefill(
+        model()[0],
+        decoding,
+        model()[1],
+        prompt_BP=jnp.zeros((4, 1), jnp.int32),
+        is_prompt_BP=jnp.ones((4, 1), bool),
+        sentence_B=jnp.arange(4),
+        is_live_B=jnp.ones(4, bool),
+        source_BM=SOURCE_BM,
+        is_source_BM=SOURCE_BM > 0,
+    )
