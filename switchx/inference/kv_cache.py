@@ -10,30 +10,9 @@ Dims: B L M H K D
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
-from switchx.layers.attention import attend
+from switchx.inference.cached_attention import KeysValues, read
 from switchx.models.block import Block
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KeysValues:
-    """Of one attention: `key_BMHK`, `value_BMHK`."""
-
-    key_BMHK: jax.Array
-    value_BMHK: jax.Array
-
-    @classmethod
-    def empty(cls, shape_BMHK, dtype) -> "KeysValues":
-        return cls(jnp.zeros(shape_BMHK, dtype), jnp.zeros(shape_BMHK, dtype))
-
-    def written(self, place, key_BLHK, value_BLHK) -> "KeysValues":
-        """With L new entries from `place` on."""
-        return KeysValues(
-            jax.lax.dynamic_update_slice_in_dim(self.key_BMHK, key_BLHK, place, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(self.value_BMHK, value_BLHK, place, axis=1),
-        )
 
 
 @jax.tree_util.register_dataclass
@@ -66,12 +45,12 @@ def new_cache(model, batch: int, places: int, memory_BMD=None, is_memory_BM=None
     """
     blocks = blocks_of(model.decoder)
     config = model.decoder.config
-    shape = (batch, places, config.num_heads, config.d_head)
+    shape = (batch, config.num_heads, places, config.d_head)
     past = tuple(KeysValues.empty(shape, config.precision.compute_dtype) for _ in blocks)
     if memory_BMD is None:
         return Cache(past)
     memory = tuple(
-        KeysValues(*block.cross_attention.project_memory(memory_BMD)) for block in blocks
+        KeysValues.of(*block.cross_attention.project_memory(memory_BMD)) for block in blocks
     )
     return Cache(past, memory, is_memory_BM)
 
@@ -98,12 +77,11 @@ def extend(
         normed_BLD = block.self_attention_norm(x_BLD)
         kept = cache.past[i].written(place, *attention.project_memory(normed_BLD))
         past.append(kept)
-        out_BLHK = attend(
+        out_BLHK = read(
             attention.project_query(normed_BLD),
-            kept.key_BMHK[:, : mask_BLM.shape[2]],
-            kept.value_BMHK[:, : mask_BLM.shape[2]],
-            bias_HLM=bias_HLM,
+            kept.first(mask_BLM.shape[2]),
             mask_BLM=mask_BLM,
+            bias_HLM=bias_HLM,
         )
         x_BLD = x_BLD + attention.project_out(out_BLHK)
         if cache.memory:
@@ -120,10 +98,9 @@ def extend(
 
 def _read_memory(block: Block, x_BLD, memory: KeysValues, is_memory_BM):
     attention = block.cross_attention
-    out_BLHK = attend(
+    out_BLHK = read(
         attention.project_query(block.cross_attention_norm(x_BLD)),
-        memory.key_BMHK,
-        memory.value_BMHK,
+        memory,
         mask_BLM=is_memory_BM[:, None],
     )
     return attention.project_out(out_BLHK)

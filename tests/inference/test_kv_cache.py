@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.inference.kv_cache import KeysValues, blocks_of, extend, new_cache
+from switchx.inference.cached_attention import KeysValues
+from switchx.inference.kv_cache import blocks_of, extend, new_cache
 from switchx.models.params import bind
 from tests.inference.tiny import SOURCE_BM, V, model
 
@@ -54,22 +55,14 @@ def test_in_pieces_or_at_once_the_logits_are_the_same():
     got_BTV, cache = jax.jit(lambda params: run(params, [2, 1, 1, 1], places=T + 3))(params)
     np.testing.assert_allclose(got_BTV, want_BTV, rtol=1e-4, atol=1e-4)
     for each in cache.past:
-        assert np.any(each.key_BMHK[:, :T]) and not np.any(each.key_BMHK[:, T:])
+        assert np.any(each.key_BHMK[:, :, :T]) and not np.any(each.key_BHMK[:, :, T:])
 
 
 def test_the_memory_is_projected_once_for_each_block():
     decoder_model = bound(model()[1])
     cache = empty_cache(decoder_model, 1)
     assert len(cache.memory) == len(cache.past) == len(blocks_of(decoder_model.decoder)) == 2
-    assert cache.memory[0].key_BMHK.shape == (4, 4, 2, 8)
-
-
-def test_entries_go_where_they_are_put():
-    kept = KeysValues.empty((1, 4, 1, 2), jnp.float32)
-    ones = jnp.ones((1, 2, 1, 2))
-    kept = kept.written(jnp.int32(1), ones, 2 * ones)
-    assert kept.key_BMHK[0, :, 0, 0].tolist() == [0, 1, 1, 0]
-    assert kept.value_BMHK[0, :, 0, 0].tolist() == [0, 2, 2, 0]
+    assert cache.memory[0].key_BHMK.shape == (4, 2, 4, 8)
 
 
 @pytest.mark.parametrize("poisoned", [3, 4])
@@ -82,8 +75,8 @@ def test_what_is_masked_is_not_seen(poisoned):
         cache = empty_cache(decoder_model, 5)
         past = [
             KeysValues(
-                each.key_BMHK.at[:, poisoned].set(value),
-                each.value_BMHK.at[:, poisoned].set(value),
+                each.key_BHMK.at[:, :, poisoned].set(value),
+                each.value_BHMK.at[:, :, poisoned].set(value),
             )
             for each in cache.past
         ]
