@@ -23,14 +23,15 @@ def next_token(logits_BV, key_B, config: DecodingConfig):
     Returns:
         token_B (int32), log_prob_B (of the softmax without temperature or exclusions).
     """
-    log_prob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
     if config.is_sampling:
         likely_BV = likely_logits(logits_BV / config.temperature, config.top_k, config.top_p)
         token_B = jax.vmap(jax.random.categorical)(key_B, likely_BV)
     else:
         token_B = jnp.argmax(logits_BV, axis=-1)
     token_B = token_B.astype(jnp.int32)
-    return token_B, jnp.take_along_axis(log_prob_BV, token_B[:, None], axis=-1)[:, 0]
+    # Of one token alone: nothing of the size of the vocabulary is written.
+    chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
+    return token_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
 def likely_logits(logits_BV, top_k: int | None, top_p: float | None):
