@@ -54,3 +54,16 @@ def test_a_loop_that_the_data_ends():
         flops(loop, A, B)
     hlo = jax.jit(loop).lower(A, B).compile().as_text()
     assert matrix_flops(hlo, turns=9) == 9 * 2 * 2 * 6 * 5 * 7
+
+
+def test_of_nested_loops_that_the_data_ends_the_innermost_turns_count():
+    """Rows of experts: a product for each row, and one for each expert, at most one a row."""
+
+    def rows(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ B @ B.T, x)
+
+    def experts(x):
+        return jax.lax.while_loop(lambda x: x[0, 1] < 9, lambda x: rows(x) @ B @ B.T, x)
+
+    hlo = jax.jit(experts).lower(A).compile().as_text()
+    assert matrix_flops(hlo, turns=9) == (9 + 9) * 2 * 2 * 6 * 5 * 7
