@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.rows import Rows
 
 NEVER = -1e9
 
@@ -49,21 +50,22 @@ class Beams:
             jnp.zeros((batch, L), bool),
         )
 
-    def advance(self, logits_BLV, step, sentence_B, is_live_B, config: DecodingConfig):
+    def advance(self, logits_BLV, step, rows: Rows, config: DecodingConfig):
         """Chooses token number `step` of every beam.
 
         Returns:
             the hypotheses, token_BL, is_live_B.
         """
-        del sentence_B
         B, L, V = logits_BLV.shape
         log_prob_BLV = self.log_prob_BL[..., None] + jax.nn.log_softmax(logits_BLV, axis=-1)
         log_prob_BJ, place_BJ = jax.lax.top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
         parent_BJ, token_BJ = place_BJ // V, place_BJ % V
         text_BJT = _of(self.token_BLT, parent_BJ).at[:, :, step].set(token_BJ)
-        ends_BJ = (token_BJ == config.eos_id) | (step + 1 == config.max_new_tokens)
+        ends_BJ = (token_BJ == config.eos_id) | (step + 1 >= rows.room_B[:, None])
 
-        finished = self._with_finished(text_BJT, log_prob_BJ, ends_BJ, step, is_live_B, config)
+        finished = self._with_finished(
+            text_BJT, log_prob_BJ, ends_BJ, step, rows.is_live_B, config
+        )
         going_BJ = jnp.where(ends_BJ, log_prob_BJ + NEVER, log_prob_BJ)
         log_prob_BL, chosen_BL = jax.lax.top_k(going_BJ, L)
         parent_BL = jnp.take_along_axis(parent_BJ, chosen_BL, axis=1)
@@ -74,7 +76,7 @@ class Beams:
             log_prob_BL=log_prob_BL,
             ancestor_BLT=ancestor_BLT,
         )
-        is_live_B = is_live_B & beams._can_improve(step + 1, config)
+        is_live_B = rows.is_live_B & beams._can_improve(step + 1, rows.room_B, config)
         return beams, jnp.take_along_axis(token_BJ, chosen_BL, axis=1), is_live_B
 
     def _with_finished(self, text_BJT, log_prob_BJ, ends_BJ, step, is_live_B, config):
@@ -93,17 +95,18 @@ class Beams:
             is_finished_BL=jnp.take_along_axis(all_finished, best_BL, axis=1),
         )
 
-    def _can_improve(self, length, config: DecodingConfig):
+    def _can_improve(self, length, room_B, config: DecodingConfig):
         """Whether a sentence's search goes on, after `length` new tokens."""
-        best_length = length.astype(jnp.float32)
+        best_length_B = jnp.full_like(room_B, length)
         if config.early_stopping == "never" and config.length_penalty > 0:
-            best_length = jnp.float32(config.max_new_tokens)
-        best_B = self.log_prob_BL[:, 0] / best_length**config.length_penalty
+            best_length_B = room_B
+        penalty_B = best_length_B.astype(jnp.float32) ** config.length_penalty
+        best_B = self.log_prob_BL[:, 0] / penalty_B
         worst_BL = jnp.where(self.is_finished_BL, self.score_BL.min(1, keepdims=True), NEVER)
         goes_on_B = jnp.any(best_B[:, None] > worst_BL, axis=1)
         if config.early_stopping is True:
             goes_on_B = goes_on_B & ~jnp.all(self.is_finished_BL, axis=1)
-        return goes_on_B & (length < config.max_new_tokens)
+        return goes_on_B & (length < room_B)
 
     def results(self, config: DecodingConfig):
         """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""

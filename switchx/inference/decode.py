@@ -18,6 +18,7 @@ from switchx.inference.beam_search import Beams
 from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.greedy import Greedy
 from switchx.inference.kv_cache import Cache, extend, new_cache
+from switchx.inference.rows import Rows
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
 
@@ -30,8 +31,6 @@ class Decoding:
     Attributes:
         step: new tokens so far.
         token_BL: the newest ones, not yet in the cache.
-        sentence_B: which sentence a row is of.
-        is_live_B: false for finished sentences and for rows that fill the batch up.
         hypotheses: `Greedy` or `Beams`.
         is_prompt_BP: which places of the prompt are text: it ends at the last place.
     """
@@ -39,8 +38,7 @@ class Decoding:
     cache: Cache
     step: jax.Array
     token_BL: jax.Array
-    sentence_B: jax.Array
-    is_live_B: jax.Array
+    rows: Rows
     hypotheses: Any
     is_prompt_BP: jax.Array
 
@@ -53,8 +51,7 @@ def prefill(
     *,
     prompt_BP,
     is_prompt_BP,
-    sentence_B,
-    is_live_B,
+    rows: Rows,
     source_BM=None,
     is_source_BM=None,
 ) -> Decoding:
@@ -63,7 +60,6 @@ def prefill(
     Args:
         prompt_BP, is_prompt_BP: what a decoder-only model goes on from, padded on the left;
             for others the start token, `[B, 1]`.
-        sentence_B: numbers of the sentences, for their samples.
         source_BM, is_source_BM: what the encoder reads, padded on the right.
     """
     model = bind(config, params)
@@ -85,16 +81,15 @@ def prefill(
         0,
         mask_BLM=sees_PP[None] & is_prompt_BP[:, None],
         bias_HLM=model.decoder.position_bias(P, P),
-        is_live_BL=is_prompt_BP & is_live_B[:, None],
+        is_live_BL=is_prompt_BP & rows.is_live_B[:, None],
     )
     hypotheses = (Beams if L > 1 else Greedy).start(B, decoding)
     logits_BLV = jnp.broadcast_to(logits_BPV[:, -1:], (B, L, logits_BPV.shape[-1]))
     hypotheses, token_BL, is_live_B = hypotheses.advance(
-        logits_BLV, jnp.int32(0), sentence_B, is_live_B, decoding
+        logits_BLV, jnp.int32(0), rows, decoding
     )
-    return Decoding(
-        cache, jnp.int32(1), token_BL, sentence_B, is_live_B, hypotheses, is_prompt_BP
-    )
+    rows = dataclasses.replace(rows, is_live_B=is_live_B)
+    return Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"), donate_argnames="state")
@@ -106,19 +101,19 @@ def run_until(
     far_bias_HM = _bias_by_distance(model, state.is_prompt_BP.shape[1], decoding)
 
     def goes_on(state: Decoding):
-        return jnp.sum(state.is_live_B) > num_live
+        return jnp.sum(state.rows.is_live_B) > num_live
 
     def advance(state: Decoding):
         logits_BLV, cache = step_logits(model, decoding, state, far_bias_HM)
         hypotheses, token_BL, is_live_B = state.hypotheses.advance(
-            logits_BLV, state.step, state.sentence_B, state.is_live_B, decoding
+            logits_BLV, state.step, state.rows, decoding
         )
         return dataclasses.replace(
             state,
             cache=cache,
             step=state.step + 1,
             token_BL=token_BL,
-            is_live_B=is_live_B,
+            rows=dataclasses.replace(state.rows, is_live_B=is_live_B),
             hypotheses=hypotheses,
         )
 
@@ -138,7 +133,7 @@ def step_logits(model, decoding: DecodingConfig, state: Decoding, far_bias_HM):
     is_prompt_BLP = jnp.broadcast_to(state.is_prompt_BP[:, None], (B, L, P))
     is_live_B1 = jnp.ones((B, 1), bool)
     if decoding.pruning != "none":
-        is_live_B1 = state.is_live_B[:, None]
+        is_live_B1 = state.rows.is_live_B[:, None]
     return extend(
         model,
         state.cache,
@@ -174,6 +169,6 @@ def _bias_of_step(far_bias_HM, P: int, step, decoding: DecodingConfig):
 def take_rows(state: Decoding, row_B) -> Decoding:
     """The batch of these rows alone."""
     # All but the step have a row a sentence.
-    rows = dataclasses.replace(state, step=state.sentence_B)
-    taken = jax.tree.map(lambda leaf: leaf[row_B], rows)
+    whole = dataclasses.replace(state, step=state.rows.sentence_B)
+    taken = jax.tree.map(lambda leaf: leaf[row_B], whole)
     return dataclasses.replace(taken, step=state.step)

@@ -15,6 +15,7 @@ import numpy as np
 
 from switchx.inference.decode import Decoding, prefill, run_until, take_rows
 from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.rows import Rows
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
 
@@ -90,23 +91,32 @@ class Generator:
         self.decoding, self.batch_size = decoding, batch_size
 
     def __call__(
-        self, inputs: Sequence[Sequence[int]]
+        self, inputs: Sequence[Sequence[int]], rooms: Sequence[int] | None = None
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
         """Yields an input's number and its hypotheses, the best first.
 
         Args:
             inputs: what the encoder reads, or what a decoder-only model goes on from.
+            rooms: most new tokens of each, up to `max_new_tokens`; None is that for all.
 
         Raises:
             ValueError: an input is empty, has ids outside of the vocabulary, or is longer
-                than the model's positions; nothing has been generated.
+                than the model's positions; a room is not 1 to `max_new_tokens`. Nothing
+                has been generated.
         """
-        for number, tokens in enumerate(inputs):
+        most = self.decoding.max_new_tokens
+        rooms = [most] * len(inputs) if rooms is None else rooms
+        for number, (tokens, room) in enumerate(zip(inputs, rooms, strict=True)):
             self._check(number, tokens)
+            if not 1 <= room <= most:
+                raise ValueError(
+                    f"input {number} has room for {room} new tokens; use 1 to {most}, or a "
+                    "larger max_new_tokens"
+                )
         order = sorted(range(len(inputs)), key=lambda number: -len(inputs[number]))
         for first in range(0, len(order), self.batch_size):
             numbers = order[first : first + self.batch_size]
-            yield from self._decode(numbers, [inputs[number] for number in numbers])
+            yield from self._decode(numbers, inputs, rooms)
 
     def _check(self, number: int, tokens: Sequence[int]) -> None:
         if not len(tokens):
@@ -133,15 +143,19 @@ class Generator:
                     "it, or lower max_new_tokens"
                 )
 
-    def _decode(self, numbers: list[int], inputs) -> Iterator[tuple[int, list[Hypothesis]]]:
-        B = _rounded_up(len(inputs), BATCHES)
-        state = self._prefill(numbers, inputs, B)
+    def _decode(
+        self, numbers: list[int], inputs, rooms
+    ) -> Iterator[tuple[int, list[Hypothesis]]]:
+        B = _rounded_up(len(numbers), BATCHES)
+        room_B = np.ones(B, np.int32)
+        room_B[: len(numbers)] = [rooms[number] for number in numbers]
+        state = self._prefill(numbers, [inputs[number] for number in numbers], room_B)
         while True:
             smaller = 0
             if self.decoding.pruning == "compact" and B > 1:
                 smaller = BATCHES[BATCHES.index(B) - 1]
             state = run_until(self.config, self.decoding, self.params, state, smaller)
-            is_live_B = np.asarray(state.is_live_B)
+            is_live_B = np.asarray(state.rows.is_live_B)
             yield from self._results(state, ~is_live_B)
             live = np.flatnonzero(is_live_B)
             if not len(live):
@@ -150,10 +164,12 @@ class Generator:
             # Some finished row fills up: it stays finished, and has no number any more.
             fill = np.flatnonzero(~is_live_B)[:1].repeat(B - len(live))
             state = take_rows(state, jnp.asarray(np.concatenate([live, fill])))
-            numbers_B = np.where(np.arange(B) < len(live), np.asarray(state.sentence_B), -1)
-            state = dataclasses.replace(state, sentence_B=jnp.asarray(numbers_B, jnp.int32))
+            number_B = jnp.where(jnp.arange(B) < len(live), state.rows.sentence_B, -1)
+            rows = dataclasses.replace(state.rows, sentence_B=number_B)
+            state = dataclasses.replace(state, rows=rows)
 
-    def _prefill(self, numbers: list[int], inputs, B: int) -> Decoding:
+    def _prefill(self, numbers: list[int], inputs, room_B) -> Decoding:
+        B = len(room_B)
         length = _rounded_up(max(map(len, inputs)), LENGTHS)
         is_decoder_only = not self.config.is_encoder_decoder
         token_BM, is_token_BM = _padded(
@@ -173,20 +189,19 @@ class Generator:
             self.config,
             self.decoding,
             self.params,
-            sentence_B=jnp.asarray(number_B),
-            is_live_B=jnp.asarray(number_B >= 0),
+            rows=Rows(jnp.array(number_B), jnp.array(number_B >= 0), jnp.array(room_B)),
             **{name: jnp.array(value) for name, value in texts.items()},
         )
 
     def _results(self, state: Decoding, is_ended_B) -> Iterator[tuple[int, list[Hypothesis]]]:
-        token_BLT, score_BL, sentence_B = jax.device_get(
-            (*state.hypotheses.results(self.decoding), state.sentence_B)
+        token_BLT, score_BL, sentence_B, room_B = jax.device_get(
+            (*state.hypotheses.results(self.decoding), state.rows.sentence_B, state.rows.room_B)
         )
         for row in np.flatnonzero(is_ended_B & (sentence_B >= 0)):
             yield (
                 int(sentence_B[row]),
                 [
-                    self._hypothesis(tokens, float(score))
+                    self._hypothesis(tokens[: room_B[row]], float(score))
                     for tokens, score in zip(token_BLT[row], score_BL[row], strict=True)
                 ],
             )

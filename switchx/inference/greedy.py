@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.rows import Rows
 from switchx.inference.sampling import next_token
 
 
@@ -42,7 +43,7 @@ class Greedy:
         """The place of a row's ancestor at each step: there is one place alone."""
         return jnp.zeros_like(self.token_BT)[:, None]
 
-    def advance(self, logits_BLV, step, sentence_B, is_live_B, config: DecodingConfig):
+    def advance(self, logits_BLV, step, rows: Rows, config: DecodingConfig):
         """Chooses token number `step` of every live sentence.
 
         Returns:
@@ -51,15 +52,17 @@ class Greedy:
         key_B = None
         if config.is_sampling:
             key = jax.random.fold_in(jax.random.key(config.seed), step)
-            key_B = jax.vmap(lambda sentence: jax.random.fold_in(key, sentence))(sentence_B)
+            key_B = jax.vmap(lambda sentence: jax.random.fold_in(key, sentence))(
+                rows.sentence_B
+            )
         token_B, log_prob_B = next_token(logits_BLV[:, 0], key_B, config)
-        token_B = jnp.where(is_live_B, token_B, config.pad_id)
+        token_B = jnp.where(rows.is_live_B, token_B, config.pad_id)
         chosen = Greedy(
             jax.lax.dynamic_update_slice_in_dim(self.token_BT, token_B[:, None], step, axis=1),
-            self.log_prob_B + jnp.where(is_live_B, log_prob_B, 0),
-            self.length_B + is_live_B,
+            self.log_prob_B + jnp.where(rows.is_live_B, log_prob_B, 0),
+            self.length_B + rows.is_live_B,
         )
-        is_live_B = is_live_B & (token_B != config.eos_id) & (step + 1 < config.max_new_tokens)
+        is_live_B = rows.is_live_B & (token_B != config.eos_id) & (step + 1 < rows.room_B)
         return chosen, token_B[:, None], is_live_B
 
     def results(self, config: DecodingConfig):

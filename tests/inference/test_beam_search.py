@@ -10,6 +10,7 @@ import pytest
 
 from switchx.inference.beam_search import Beams
 from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.rows import Rows
 
 EOS, V = 1, 6
 
@@ -29,7 +30,7 @@ def search(log_prob_TVV, config: DecodingConfig, batch: int = 1):
     while bool(is_live_B.any()):
         logits_BLV = jnp.array(log_prob_TVV[step], jnp.float32)[last_BL]
         beams, last_BL, is_live_B = advance(
-            beams, logits_BLV, jnp.int32(step), jnp.arange(batch), is_live_B, config=config
+            beams, logits_BLV, jnp.int32(step), rows_of(is_live_B, config), config=config
         )
         step += 1
     token_BLT, score_BL = beams.results(config)
@@ -37,6 +38,11 @@ def search(log_prob_TVV, config: DecodingConfig, batch: int = 1):
         (text(tokens), float(score))
         for tokens, score in zip(np.asarray(token_BLT[0]), score_BL[0], strict=True)
     ]
+
+
+def rows_of(is_live_B, config) -> Rows:
+    B = len(is_live_B)
+    return Rows(jnp.arange(B), is_live_B, jnp.full(B, config.max_new_tokens))
 
 
 def text(tokens) -> tuple[int, ...]:
@@ -134,7 +140,7 @@ def test_a_sentence_that_is_done_stays_as_it_is():
     logits_BLV = jnp.array(log_prob_TVV[0], jnp.float32)[jnp.zeros((2, 2), jnp.int32)]
     logits_BLV = logits_BLV.at[:, :, EOS].set(9.0)  # everything ends
     after, _, still_B = beams.advance(
-        logits_BLV, jnp.int32(0), jnp.arange(2), is_live_B, config
+        logits_BLV, jnp.int32(0), rows_of(is_live_B, config), config
     )
     np.testing.assert_array_equal(after.is_finished_BL[0], False)
     assert bool(after.is_finished_BL[1, 0])
@@ -150,7 +156,7 @@ def test_ancestors_are_the_places_of_a_texts_tokens():
     for step in range(4):
         logits_BLV = jnp.array(log_prob_TVV[step], jnp.float32)[last_BL]
         beams, last_BL, _ = beams.advance(
-            logits_BLV, jnp.int32(step), jnp.arange(1), jnp.array([True]), config
+            logits_BLV, jnp.int32(step), rows_of(jnp.array([True]), config), config
         )
         placed.append(np.asarray(last_BL[0]))
         for beam in range(3):

@@ -19,7 +19,7 @@ def test_it_hands_back_as_soon_as_few_live():
     lengths = []
     for num_live in (3, 1, 0):
         state = run_until(model()[0], DECODING, model()[1], start(DECODING), num_live)
-        assert int(jnp.sum(state.is_live_B)) <= num_live
+        assert int(jnp.sum(state.rows.is_live_B)) <= num_live
         lengths.append(int(state.step))
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1] <= 6
 
@@ -28,7 +28,8 @@ def test_finished_sentences_are_seen_by_no_expert():
     """The others' logits stay as they are; those of the finished one lose their experts."""
     config, params = model()
     state = start(DECODING)
-    state = dataclasses.replace(state, is_live_B=jnp.array([True, False, True, True]))
+    rows = dataclasses.replace(state.rows, is_live_B=jnp.array([True, False, True, True]))
+    state = dataclasses.replace(state, rows=rows)
 
     def logits(pruning):
         decoding = dataclasses.replace(DECODING, pruning=pruning)
@@ -46,7 +47,7 @@ def test_rows_of_a_batch_go_on_as_in_it():
     state = start(DECODING)
     rows = jnp.array([2, 0])
     few = take_rows(state, rows)
-    assert few.sentence_B.tolist() == [2, 0] and int(few.step) == int(state.step)
+    assert few.rows.sentence_B.tolist() == [2, 0] and int(few.step) == int(state.step)
     got = run_until(model()[0], DECODING, model()[1], few, 0).hypotheses.token_BT
     want = run_until(model()[0], DECODING, model()[1], state, 0).hypotheses.token_BT
     np.testing.assert_array_equal(got, want[np.array([2, 0])])

@@ -157,6 +157,25 @@ def test_beams_score_what_the_forward_pass_says(model):
     assert better >= len(INPUTS) - 1  # beam search may lose what greedy finds
 
 
+@pytest.mark.parametrize("settings", [{}, {"beam_size": 3}], ids=str)
+def test_a_sentence_with_less_room_is_what_it_would_be_if_all_had_as_little(settings):
+    model, rooms = prepared("encoder-decoder"), [1, 6, 3, 2, 6, 4]
+    decoding = DecodingConfig(max_new_tokens=T, **settings)
+    got = dict(Generator(*model, decoding, 4)(INPUTS, rooms))
+    for number, room in ((2, 3), (5, 4)):
+        want = generate(model, [INPUTS[number]], max_new_tokens=room, **settings)[0]
+        assert [each.tokens for each in got[number]] == [each.tokens for each in want]
+        assert got[number][0].score == pytest.approx(want[0].score, rel=1e-4)
+    assert all(len(got[n][0].tokens) <= room for n, room in enumerate(rooms))
+
+
+@pytest.mark.parametrize("room", [0, T + 1])
+def test_a_room_that_is_none_is_refused(room):
+    generator = Generator(MODELS["dense"], {}, DecodingConfig(max_new_tokens=T))
+    with pytest.raises(ValueError, match=f"input 0 has room for {room} new tokens; use 1 to 6"):
+        list(generator([[3]], [room]))
+
+
 def test_a_prompt_may_see_itself_whole():
     model = prepared("decoder-only")
     for number, (hypothesis,) in generate(model, is_prompt_bidirectional=True).items():

@@ -7,6 +7,7 @@ import pytest
 
 from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.greedy import Greedy
+from switchx.inference.rows import Rows
 
 CONFIG = DecodingConfig(max_new_tokens=3, eos_id=1, pad_id=0, length_penalty=0.5)
 
@@ -20,10 +21,10 @@ def logits(tokens, V=4):
 
 def advance_all(steps, config=CONFIG):
     hypotheses, live = Greedy.start(2, config), []
-    is_live_B = jnp.ones(2, bool)
+    is_live_B, room_B = jnp.ones(2, bool), jnp.array([3, 3])
     for step, tokens in enumerate(steps):
         hypotheses, token_BL, is_live_B = hypotheses.advance(
-            logits(tokens), jnp.int32(step), jnp.arange(2), is_live_B, config
+            logits(tokens), jnp.int32(step), Rows(jnp.arange(2), is_live_B, room_B), config
         )
         live.append(is_live_B.tolist())
     return hypotheses, token_BL, live
@@ -52,9 +53,10 @@ def test_a_sample_is_its_sentences_own(seed):
 
     def sampled(sentence_B):
         hypotheses, live = Greedy.start(2, config), jnp.ones(2, bool)
+        room_B = jnp.array([8, 8])
         for step in range(8):
             hypotheses, _, _ = hypotheses.advance(
-                jnp.zeros((2, 1, 4)), jnp.int32(step), sentence_B, live, config
+                jnp.zeros((2, 1, 4)), jnp.int32(step), Rows(sentence_B, live, room_B), config
             )
         return hypotheses.token_BT
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from switchx.inference.decode import prefill
 from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.generate import for_decoding
+from switchx.inference.rows import Rows
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 
@@ -33,8 +34,7 @@ def start(decoding: DecodingConfig):
         model()[1],
         prompt_BP=jnp.zeros((4, 1), jnp.int32),
         is_prompt_BP=jnp.ones((4, 1), bool),
-        sentence_B=jnp.arange(4),
-        is_live_B=jnp.ones(4, bool),
+        rows=Rows(jnp.arange(4), jnp.ones(4, bool), jnp.full(4, decoding.max_new_tokens)),
         source_BM=SOURCE_BM,
         is_source_BM=SOURCE_BM > 0,
     )
