@@ -96,8 +96,8 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
         different = []
     require(
         not different,
-        f"{folder}: {' and '.join(different)} differ from {tables[0]}, which config.json says "
-        "they are tied to; switchx has one embedding table for both stacks, and divides tied "
+        f"{folder}: {tables[0]} is not equal to {', '.join(different)}, which config.json says "
+        "it is tied to; switchx has one embedding table for both stacks, and divides tied "
         "logits alone: set tie_word_embeddings to false for an lm_head of its own",
     )
     if not config.tie_embeddings:
