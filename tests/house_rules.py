@@ -46,7 +46,7 @@ ARROWS = {
 # Modules of others that only these may import; `switchx/x/` is a package, `.py` one file.
 # PyTorch is what we measure ourselves against, in a process of its own.
 ONLY_IN = {
-    # Modules that own parameters; everything else is pure functions.
+    # Modules that own parameters; everything else is pure functions. T5X's index is Flax's.
     "flax": (
         "switchx/layers/",
         "switchx/moe/layer.py",
@@ -54,6 +54,7 @@ ONLY_IN = {
         "switchx/moe/routed_layer.py",
         "switchx/moe/attention.py",
         "switchx/models/",
+        "switchx/interop/t5x_folder.py",
     ),
     "gin": ("switchx/cli/",),
     "matplotlib": ("switchx/analysis/plots.py",),

@@ -138,6 +138,15 @@ def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
     return job
 
 
+def step(text: str) -> int | str:
+    """A checkpoint's step: a number, or `best`."""
+    if text == "best":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no step; give its number, or best")
+    return int(text)
+
+
 def _not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("it is empty; is a shell variable not set?")

@@ -29,7 +29,7 @@ def add_command(commands) -> None:
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
     parser.add_argument(
         "--step",
-        type=_step,
+        type=shared.step,
         metavar="N|best",
         help="checkpoint to evaluate: after N steps, or the best of those that were evaluated "
         "in training; default: the newest",
@@ -96,11 +96,3 @@ def _print(job, metrics: dict[str, Any]) -> None:
     console.print(table)
     if "routing" in metrics:
         console.print(load_table(job.model, metrics["routing"]["load"]))
-
-
-def _step(text: str) -> int | str:
-    if text == "best":
-        return text
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no step; give its number, or best")
-    return int(text)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from switchx.data.corpus_vocabulary import CorpusVocabulary
 from switchx.data.data_dir import write_atomically
+from switchx.data.token_ids import TokenIdVocabulary
 from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary, Vocabulary
 from switchx.data.vocabulary_training import MODEL_FILE
 
@@ -18,18 +19,19 @@ DESCRIPTION_FILE = "vocabulary.json"
 _NUMBERS = {
     "sentencepiece": ("num_sentinels", "pad_to_multiple_of"),
     "bytes": ("num_sentinels",),
+    "token_ids": ("size",),
 }
 
 
 def save_vocabulary(
-    vocabulary: SentencePieceVocabulary | ByteVocabulary | CorpusVocabulary,
+    vocabulary: SentencePieceVocabulary | ByteVocabulary | TokenIdVocabulary | CorpusVocabulary,
     directory: str | Path,
 ) -> None:
     """Writes what `load_vocabulary` needs, the description last, each file whole or not."""
     directory = Path(directory)
     if isinstance(vocabulary, CorpusVocabulary):
         vocabulary = vocabulary.resolved
-    kind = "bytes"
+    kind = "token_ids" if isinstance(vocabulary, TokenIdVocabulary) else "bytes"
     if isinstance(vocabulary, SentencePieceVocabulary):
         kind = "sentencepiece"
         model = Path(vocabulary.path).expanduser().read_bytes()
@@ -60,12 +62,13 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     is_known = names and set(description) == {"kind", "fingerprint", *names}
     if not is_known or any(type(number) is not int for number in numbers.values()):
         raise ValueError(
-            f"{file} does not describe a vocabulary: expected kind sentencepiece or bytes, "
-            f"fingerprint and whole numbers, got {description!r}; restore the file"
+            f"{file} does not describe a vocabulary: expected kind sentencepiece, bytes or "
+            f"token_ids, fingerprint and whole numbers, got {description!r}; restore the file"
         )
-    vocabulary = (
-        ByteVocabulary(**numbers) if kind == "bytes" else _load_model(Path(directory), numbers)
-    )
+    if kind == "sentencepiece":
+        vocabulary = _load_model(Path(directory), numbers)
+    else:
+        vocabulary = {"bytes": ByteVocabulary, "token_ids": TokenIdVocabulary}[kind](**numbers)
     if vocabulary.fingerprint() != description["fingerprint"]:
         raise ValueError(
             f"the vocabulary in {directory} has the fingerprint {vocabulary.fingerprint()}, "

@@ -9,19 +9,11 @@ import jax.numpy as jnp
 
 from switchx.models.require import require, require_choice
 from switchx.models.router_config import RouterConfig
+from switchx.models.switch_config import DISPATCHERS, SwitchConfig
+
+__all__ = ["DISPATCHERS", "ModelConfig", "Precision", "RouterConfig", "SwitchConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-DISPATCHERS = (
-    "sort",
-    "einsum",
-    "dropless",
-    "all_to_all",
-    "hierarchical",
-    "ragged_all_to_all",
-    "sliced",
-    "sliced_scatter",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,131 +37,6 @@ class Precision:
     @property
     def compute_dtype(self):
         return jnp.dtype(self.compute)
-
-
-@dataclasses.dataclass(frozen=True)
-class SwitchConfig:
-    """Switch layers: how many experts, in which blocks, and how tokens reach them.
-
-    Attributes:
-        num_experts: E, in every sparse block.
-        every: the last block of each run of `every` blocks is sparse; 1 makes all sparse.
-        stacks: whose blocks: `all`, or those of the `encoder` alone.
-        sublayers: what is sparse in a sparse block: its `ffn`, its self-`attention` (Switch,
-            appendix A) or `both`.
-        attention_experts: experts of a Switch attention are `linear` maps, or each an `ffn`.
-        capacity_factor: slots of an expert over its even share of tokens, in training
-            (section 2.2, eq. 3); `eval_capacity_factor` where nothing is trained.
-        min_capacity: fewest slots an expert has.
-        capacity_rounding: `up` (a factor of 1 has a slot for each of perfectly balanced
-            tokens), `down` (Mesh-TensorFlow) or `nearest`, halves to the even number
-            (flaxformer).
-        group_size: tokens routed together, at most; groups never depend on the devices.
-        d_ff: F of an expert; None takes the model's.
-        shared_d_ff: F of a dense FFN that every token passes beside its expert (a residual
-            or shared expert: Rajbhandari et al. 2022, arXiv:2201.05596; Dai et al. 2024,
-            arXiv:2401.06066); None has none.
-        expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
-            the model's `dropout_rate`.
-        expert_bias: biases in the experts.
-        dispatcher: how tokens reach their experts, the same numbers from each: `sort`
-            (gathers, the default), `einsum` (one-hot, the readable oracle), or another of
-            `DISPATCHERS`; docs/dispatchers.md says which is for what.
-        buffer_factor: in the sliced dispatchers, tokens that a device keeps room for over
-            its even share; a device with more of them computes the layer again with room
-            for all. None always has room for all.
-        router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
-            else, flaxformer took normal(0.02) and published checkpoints that way.
-        router: which experts a token goes to, and what happens where one is full.
-    """
-
-    num_experts: int
-    every: int = 2
-    stacks: Literal["all", "encoder"] = "all"
-    sublayers: Literal["ffn", "attention", "both"] = "ffn"
-    attention_experts: Literal["linear", "ffn"] = "linear"
-    capacity_factor: float = 1.25
-    eval_capacity_factor: float = 2.0
-    min_capacity: int = 4
-    capacity_rounding: Literal["up", "down", "nearest"] = "up"
-    group_size: int = 8192
-    d_ff: int | None = None
-    shared_d_ff: int | None = None
-    expert_dropout_rate: float | None = None
-    expert_bias: bool = False
-    dispatcher: Literal[DISPATCHERS] = "sort"
-    buffer_factor: float | None = None
-    router_init_scale: float = 0.1
-    router: RouterConfig = RouterConfig()
-
-    def __post_init__(self):
-        require_choice("SwitchConfig.dispatcher", self.dispatcher, DISPATCHERS)
-        for name, choices in (
-            ("capacity_rounding", ("up", "down", "nearest")),
-            ("stacks", ("all", "encoder")),
-            ("sublayers", ("ffn", "attention", "both")),
-            ("attention_experts", ("linear", "ffn")),
-        ):
-            require_choice(f"SwitchConfig.{name}", getattr(self, name), choices)
-        for name in ("num_experts", "every", "min_capacity", "group_size"):
-            require(
-                getattr(self, name) >= 1,
-                f"SwitchConfig.{name}={getattr(self, name)}; use a whole number of at least 1",
-            )
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            require(
-                getattr(self, name) > 0,
-                f"SwitchConfig.{name}={getattr(self, name)}; "
-                "use a factor above 0, usually 1.0 to 2.0",
-            )
-        require(
-            self.d_ff is None or self.d_ff >= 1,
-            f"SwitchConfig.d_ff={self.d_ff}; use a whole number of at least 1, or None for the "
-            "model's",
-        )
-        require(
-            self.shared_d_ff is None or (self.shared_d_ff >= 1 and self.has_ffn),
-            f"SwitchConfig.shared_d_ff={self.shared_d_ff} with sublayers={self.sublayers!r}; "
-            "use a whole number of at least 1 where FFNs are sparse, or None",
-        )
-        rate = self.expert_dropout_rate
-        require(
-            rate is None or 0 <= rate < 1,
-            f"SwitchConfig.expert_dropout_rate={rate}; use 0 <= rate < 1, or None for the "
-            "model's",
-        )
-        require(
-            self.buffer_factor is None or self.buffer_factor > 0,
-            f"SwitchConfig.buffer_factor={self.buffer_factor}; use a factor above 0, usually "
-            "1.5 to 4, or None for room for all",
-        )
-        require(
-            self.router_init_scale > 0,
-            f"SwitchConfig.router_init_scale={self.router_init_scale}; use a scale above 0",
-        )
-        require(
-            not self.has_attention or self.dispatcher in ("sort", "einsum"),
-            f"SwitchConfig.dispatcher={self.dispatcher!r} with sublayers={self.sublayers!r}: "
-            "experts in attention are dispatched by sort or einsum; use one of them, or "
-            "sublayers='ffn'",
-        )
-        tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
-        for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
-            require(
-                count <= self.num_experts,
-                f"RouterConfig.{name}={count} with num_experts={self.num_experts}: a token "
-                f"meets an expert once; use {name}={self.num_experts} at most",
-            )
-
-    @property
-    def has_ffn(self) -> bool:
-        """Whether the FFN of a sparse block is a Switch layer."""
-        return self.sublayers in ("ffn", "both")
-
-    @property
-    def has_attention(self) -> bool:
-        """Whether the self-attention of a sparse block is a Switch layer."""
-        return self.sublayers in ("attention", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +129,20 @@ class ModelConfig:
         )
         if self.switch is not None:
             self._check_stacks()
-        for name in ("num_encoder_layers", "num_decoder_layers"):
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        for stack in ("encoder", "decoder"):
+            name = f"num_{stack}_layers"
             count = getattr(self, name)
+            if self.switch is not None and self.switch.has_named_layers:
+                layers = getattr(self.switch, f"{stack}_layers")
+                require(
+                    not layers or layers[-1] < count,
+                    f"SwitchConfig.{stack}_layers={layers} with {name}={count}; use numbers "
+                    f"below {count}",
+                )
+                continue
             below = count // self.period * self.period
             fitting = [str(n) for n in (below, below + self.period) if n]
             require(
@@ -274,8 +153,16 @@ class ModelConfig:
 
     def _check_stacks(self) -> None:
         is_in_decoder = self.switch.stacks == "all"
+        if self.switch.has_named_layers:
+            is_in_decoder = bool(self.switch.decoder_layers)
+            require(
+                not self.scan_layers,
+                f"scan_layers=True with SwitchConfig.encoder_layers="
+                f"{self.switch.encoder_layers}: what is scanned repeats one pattern; use "
+                "scan_layers=False, or every",
+            )
         require(
-            is_in_decoder or self.is_encoder_decoder,
+            self.switch.stacks == "all" or self.is_encoder_decoder,
             "SwitchConfig.stacks='encoder' in a decoder_only model, which has no encoder; use "
             "stacks='all'",
         )
@@ -299,15 +186,14 @@ class ModelConfig:
     @property
     def period(self) -> int:
         """Blocks after which the pattern of dense and sparse repeats."""
-        return self.switch.every if self.switch else 1
+        if self.switch is None or self.switch.has_named_layers:
+            return 1
+        return self.switch.every
 
     @property
     def num_sparse_layers(self) -> int:
         """Blocks that are sparse, in all stacks together."""
-        layers = self.num_encoder_layers
-        if self.switch is None or self.switch.stacks == "all":
-            layers += self.num_decoder_layers
-        return layers // self.switch.every if self.switch else 0
+        return sum(self.num_sparse_layers_of(stack) for stack in ("encoder", "decoder"))
 
     @property
     def sparse_layer_names(self) -> list[str]:
@@ -325,8 +211,22 @@ class ModelConfig:
             for part in parts[self.switch.sublayers]
         ]
 
+    def num_sparse_layers_of(self, stack: Literal["encoder", "decoder"]) -> int:
+        """Blocks of one stack that are sparse."""
+        if self.switch is None:
+            return 0
+        if self.switch.has_named_layers:
+            return len(getattr(self.switch, f"{stack}_layers"))
+        if stack == "decoder" and self.switch.stacks == "encoder":
+            return 0
+        return getattr(self, f"num_{stack}_layers") // self.switch.every
+
     def is_sparse(self, layer: int, stack: Literal["encoder", "decoder"] = "encoder") -> bool:
         """Whether block `layer`, from 0, of a stack has Switch layers."""
-        if self.switch is None or (stack == "decoder" and self.switch.stacks == "encoder"):
+        if self.switch is None:
+            return False
+        if self.switch.has_named_layers:
+            return layer in getattr(self.switch, f"{stack}_layers")
+        if stack == "decoder" and self.switch.stacks == "encoder":
             return False
         return layer % self.period == self.period - 1

@@ -46,19 +46,29 @@ def group_shape(num_tokens: int, group_size: int) -> tuple[int, int]:
     return num_groups, math.ceil(num_tokens / num_groups)
 
 
-def rows_per_expert(switch, num_tokens: int, *, is_training: bool) -> int:
-    """Slots of one expert for all groups of `num_tokens` together: G * C."""
-    num_groups, tokens_per_group = group_shape(num_tokens, switch.group_size)
+def layer_groups(switch, batch: int, length: int) -> tuple[int, int]:
+    """(G, T) of `batch` rows of `length` tokens: each row a group where capacity is a row's."""
+    if switch.expert_capacity is not None:
+        return batch, length
+    return group_shape(batch * length, switch.group_size)
+
+
+def rows_per_expert(switch, batch: int, length: int, *, is_training: bool) -> int:
+    """Slots of one expert for all groups of `batch` rows together: G * C."""
+    num_groups, tokens_per_group = layer_groups(switch, batch, length)
     return num_groups * layer_capacity(switch, tokens_per_group, is_training=is_training)
 
 
 def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
     """`expert_capacity` with the factor that a `SwitchConfig` has for training or not.
 
-    All tokens of the group where the router is dropless.
+    All tokens of the group where the router is dropless; `SwitchConfig.expert_capacity`
+    where that is given.
     """
     if switch.router.overflow == "dropless":
         return tokens_per_group
+    if switch.expert_capacity is not None:
+        return min(tokens_per_group, switch.expert_capacity)
     factor = switch.capacity_factor if is_training else switch.eval_capacity_factor
     return expert_capacity(
         tokens_per_group,

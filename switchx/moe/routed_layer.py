@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers import initializers
-from switchx.moe.capacity import group_shape, layer_capacity
+from switchx.moe.capacity import layer_capacity, layer_groups
 from switchx.moe.exploration import explored_inputs
 from switchx.moe.groups import into_groups, out_of_groups
 from switchx.moe.hash_router import hash_logits
@@ -66,7 +66,7 @@ class RoutedLayer(nnx.Module):
         """
         switch, router = self.config.switch, self.config.switch.router
         B, L = is_token_BL.shape
-        G, T = group_shape(B * L, switch.group_size)
+        G, T = layer_groups(switch, B, L)
         if router.padding == "counted":
             is_token_BL = jnp.ones_like(is_token_BL)
         x_GTD = constrain(into_groups(x_BLD, G, T), "GTD")

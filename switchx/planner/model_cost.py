@@ -176,10 +176,8 @@ def flops_per_sequence(
     one_expert = router = num_selected = 0
     slots = 1.0
     if switch := config.switch:
-        # `num_*_layers` are divisible by `every`, so each stack has the same share.
-        sparse_tokens = encoder_tokens // switch.every
-        if switch.stacks == "all":
-            sparse_tokens = ffn_tokens // switch.every
+        sparse_tokens = config.num_sparse_layers_of("encoder") * encoder_length
+        sparse_tokens += config.num_sparse_layers_of("decoder") * decoder_length
         in_ffns, in_attentions = (
             sparse_tokens * has for has in (switch.has_ffn, switch.has_attention)
         )
@@ -192,6 +190,18 @@ def flops_per_sequence(
         attention -= 2 * 3 * D * HK * in_attentions
         num_selected = experts_per_token(switch)
         slots = slots_per_token(switch, switch.capacity_factor)
+        if switch.expert_capacity is not None and switch.router.overflow != "dropless":
+            slots = (
+                switch.num_experts
+                / sparse_tokens
+                * sum(
+                    config.num_sparse_layers_of(stack) * min(length, switch.expert_capacity)
+                    for stack, length in (
+                        ("encoder", encoder_length),
+                        ("decoder", decoder_length),
+                    )
+                )
+            )
 
     return SequenceFlops(
         attention=attention,

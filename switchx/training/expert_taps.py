@@ -29,8 +29,9 @@ def tap_expert_weights(config: ModelConfig, params, batch: dict):
         if "/experts/w_" not in name:
             return weight
         stack = "encoder" if name.startswith("encoder/") else "decoder"
-        tokens = batch[f"{stack}_input_tokens"].size
-        rows = rows_per_expert(config.switch, tokens, is_training=True)
+        rows = rows_per_expert(
+            config.switch, *batch[f"{stack}_input_tokens"].shape, is_training=True
+        )
         *stacked, fan_in, fan_out = weight.shape
         if 2 * rows * (fan_in + fan_out) > fan_in * fan_out:
             return weight

@@ -23,6 +23,7 @@ MODEL_MAY_CHANGE = (
     "model.remat", "model.switch.buffer_factor", "model.switch.capacity_factor",
     "model.switch.capacity_rounding",
     "model.switch.dispatcher", "model.switch.eval_capacity_factor",
+    "model.switch.expert_capacity",
     "model.switch.expert_dropout_rate", "model.switch.group_size",
     "model.switch.min_capacity", "model.switch.router.balance_counts",
     "model.switch.router.balance_scope", "model.switch.router.exploration",

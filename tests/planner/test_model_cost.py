@@ -296,3 +296,11 @@ def _short(number: int, billions: str) -> str:
     else:
         number, unit = number / 1e6, "M"
     return f"{number:.{4 - len(str(int(number)))}f}{unit}"
+
+
+def test_slots_by_row_are_counted_by_length():
+    """12 of 24 tokens' slots in the encoder, all 6 in the decoder, of each of 4 experts."""
+    switch = SwitchConfig(4, expert_capacity=12)
+    model = ModelConfig("encoder_decoder", 9, 8, 16, 1, 8, 2, 2, activation="relu")
+    flops = flops_per_sequence(dataclasses.replace(model, switch=switch), 24, 6)
+    assert flops.expert_slots == 2 * (2 * 8 * 16) * 4 * (12 + 6)

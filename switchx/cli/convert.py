@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx convert`: models of Hugging Face and T5X into run folders, and back."""
+
+import argparse
+import pathlib
+import tempfile
+
+from switchx.cli import arguments as shared
+
+_IMPORTS = """\
+from __gin__ import dynamic_registration
+from switchx.models import config
+"""
+DESCRIPTION = """\
+Converts a model of T5, T5 1.1, mT5 or Switch Transformers from or to a folder of Hugging
+Face's transformers, or from a T5X checkpoint. Nothing is fetched and nothing in a checkpoint
+is run; pickles are refused.
+
+  switchx convert --from=huggingface SRC DST   SRC has config.json and safetensors
+  switchx convert --to=huggingface SRC DST     SRC is a run folder or a converted model
+  switchx convert --from=t5x SRC DST --gin_file=configs/models/switch_base_released.gin \\
+    --vocabulary=spiece.model                  SRC is .../checkpoint_<step>
+
+DST is a new folder. A converted model reads as a run folder does: `switchx.load(DST)`, and to
+fine-tune it
+
+  switchx train --gin_file=configs/runs/finetune.gin --gin_file=DST/model.gin \\
+    --gin.INIT_FROM=DST --model_dir=DIR
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "convert", run, "convert models of transformers and T5X", DESCRIPTION
+    )
+    shared.add_gin_arguments(parser, default="none; --from=t5x needs the model's")
+    direction = parser.add_mutually_exclusive_group(required=True)
+    direction.add_argument(
+        "--from", dest="source", choices=["huggingface", "t5x"], help="what SRC is"
+    )
+    direction.add_argument(
+        "--to", dest="target", choices=["huggingface"], help="what DST is to be"
+    )
+    parser.add_argument("src", metavar="SRC", help="folder to read")
+    parser.add_argument("dst", metavar="DST", help="folder to make")
+    parser.add_argument(
+        "--overflow",
+        choices=["drop", "dropless"],
+        help="with --from=huggingface: what becomes of a token whose expert is full. drop: "
+        "transformers 4.52 to 4.57, and from 5.19 on (default); dropless: 5.0 to 5.17",
+    )
+    parser.add_argument(
+        "--vocabulary",
+        metavar="FILE",
+        help="with --from: the SentencePiece model that belongs to SRC; default: its "
+        "spiece.model",
+    )
+    parser.add_argument(
+        "--step",
+        metavar="N|best",
+        type=shared.step,
+        help="with --to: checkpoint to convert; default: the newest",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from switchx.cli.progress import TerminalReporter
+
+    _check(arguments)
+    with TerminalReporter() as reporter:
+        if arguments.target:
+            _to_huggingface(arguments, reporter)
+        elif arguments.source == "huggingface":
+            _from_huggingface(arguments, reporter)
+        else:
+            _from_t5x(arguments, reporter)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses options that would have no effect."""
+    is_t5x = arguments.source == "t5x"
+    if is_t5x != bool(arguments.gin_file):
+        arguments.parser.error(
+            "--from=t5x needs the model's configuration, such as "
+            "--gin_file=configs/models/switch_base_released.gin"
+            if is_t5x
+            else "--gin_file is for --from=t5x; a folder of transformers describes its model"
+        )
+    if arguments.overflow and arguments.source != "huggingface":
+        arguments.parser.error("--overflow is for --from=huggingface; leave it out")
+    if arguments.vocabulary and arguments.target:
+        arguments.parser.error("--vocabulary is for --from; a run folder has its own")
+    if arguments.step is not None and not arguments.target:
+        arguments.parser.error("--step is for --to; leave it out")
+
+
+def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
+    from switchx.interop.huggingface import read_checkpoint
+
+    reporter.note(f"reading {arguments.src}")
+    checkpoint = read_checkpoint(arguments.src, overflow=arguments.overflow or "drop")
+    file = arguments.vocabulary or checkpoint.vocabulary
+    _write(arguments, reporter, checkpoint.config, checkpoint.params, file)
+
+
+def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
+    from switchx.cli import gin_edge
+    from switchx.interop.t5x import read_checkpoint
+    from switchx.models.config import ModelConfig
+
+    search_paths = [path for path in arguments.gin_search_paths.split(",") if path]
+    files, bindings = arguments.gin_file, arguments.gin_bindings
+    gin_edge.parse_files(files, bindings, search_paths)
+    with tempfile.TemporaryDirectory() as folder:
+        if "MODEL" not in gin_edge.macro_names():  # a file of configs/models has parts alone
+            file = pathlib.Path(folder, "model.gin")
+            includes = "".join(f"include {str(each)!r}\n" for each in files)
+            file.write_text(f"{_IMPORTS}{includes}MODEL = @config.ModelConfig()\n")
+            gin_edge.parse_files([str(file)], bindings, search_paths)
+    config = gin_edge.build("MODEL", ModelConfig)
+    gin_edge.require_effect("MODEL", bindings)
+    reporter.note(f"reading {arguments.src}")
+    config, params = read_checkpoint(arguments.src, config)
+    _write(arguments, reporter, config, params, arguments.vocabulary)
+
+
+def _write(arguments, reporter, config, params, vocabulary_file) -> None:
+    from switchx.cli.model_gin import FILE, model_gin
+    from switchx.data.token_ids import TokenIdVocabulary
+    from switchx.interop.new_folder import new_folder
+    from switchx.training.converted_folder import write_converted
+    from switchx.training.run_folder import RunFolder
+    from switchx.tree import num_elements
+
+    if vocabulary_file is None:
+        reporter.note(
+            "no vocabulary: texts of this model are token ids such as '12 5 7'; "
+            "--vocabulary=FILE gives it a SentencePiece model"
+        )
+        vocabulary = TokenIdVocabulary(config.vocab_size)
+    else:
+        vocabulary = _sentencepiece(vocabulary_file, config.vocab_size)
+    with new_folder(arguments.dst) as folder:
+        origin = f"{arguments.source}: {pathlib.Path(arguments.src).name}"
+        write_converted(RunFolder(folder), config, params, vocabulary, origin)
+        (folder / FILE).write_text(model_gin(config), encoding="utf-8")
+    print(f"{arguments.dst}: {num_elements(params):,} parameters; open it with switchx.load")
+
+
+def _sentencepiece(file, vocab_size: int):
+    """The vocabulary with as many ids as the model has rows, sentinels where they fit."""
+    from switchx.data.tokenizers import SentencePieceVocabulary
+
+    pieces = SentencePieceVocabulary(str(file), num_sentinels=0).num_pieces
+    num_sentinels = 100
+    if pieces > vocab_size:
+        raise ValueError(
+            f"vocabulary {file} has {pieces} pieces, the model's embedding {vocab_size} rows; "
+            "give the vocabulary that the model was trained with"
+        )
+    vocabulary = SentencePieceVocabulary(str(file), num_sentinels, vocab_size)
+    if vocabulary.size > vocab_size:  # mT5's sentinels are pieces that have other names
+        return SentencePieceVocabulary(str(file), 0, vocab_size)
+    return vocabulary
+
+
+def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
+    from switchx.data.saved_vocabulary import load_vocabulary
+    from switchx.data.tokenizers import SentencePieceVocabulary
+    from switchx.interop.huggingface import write_checkpoint
+    from switchx.interop.new_folder import new_folder
+    from switchx.models.params import abstract_params
+    from switchx.training.checkpoint_items import require_same_leaves
+    from switchx.training.restore import choose_step, restore_params
+    from switchx.training.run_config import read_model_config
+    from switchx.training.run_folder import RunFolder
+    from switchx.tree import named_leaves
+
+    source = RunFolder(arguments.src)
+    config = read_model_config(source)
+    step = choose_step(source, arguments.step)
+    vocabulary = load_vocabulary(source.root)
+    reporter.note(f"reading {source.checkpoints / str(step)}")
+    params = restore_params(source.root, step)
+    require_same_leaves(
+        named_leaves(abstract_params(config)), named_leaves(params), str(source.root)
+    )
+    file, num_sentinels = None, vocabulary.num_sentinels
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        file = pathlib.Path(vocabulary.path)
+    else:
+        reporter.note(
+            f"{source.root} has no SentencePiece model: {arguments.dst} has no tokenizer"
+        )
+    with new_folder(arguments.dst) as folder:
+        notes = write_checkpoint(folder, config, params, file, num_sentinels=num_sentinels)
+    for note in notes:
+        reporter.note(note)
+    print(f"{arguments.dst}: written for transformers, from step {step}")

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of Hugging Face's transformers: T5, T5 1.1, mT5 and Switch Transformers.
+
+A local folder with `config.json`, safetensors (one file or shards) and, where it has one, the
+vocabulary `spiece.model`.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+
+import numpy as np
+
+from switchx.interop.huggingface_config import read_config
+from switchx.interop.huggingface_export import describe
+from switchx.interop.names import EMBEDDINGS, LM_HEAD, SHARED, SWITCH, UNREAD, tensor_names
+from switchx.interop.safetensors_folder import (
+    SafetensorsFolder,
+    read_json,
+    write_safetensors,
+)
+from switchx.interop.tensors import fill, require_same_tensors, to_torch, torch_shape
+from switchx.models.config import ModelConfig
+from switchx.models.require import require, require_choice
+from switchx.models.unroll import unrolled
+from switchx.tree import named_leaves
+
+VOCABULARY = "spiece.model"
+MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
+_WAY_OUT = (
+    "use the config.json that belongs to these files, and all of the files; what other "
+    "classes of transformers add (classifiers, adapters) cannot be converted"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model from elsewhere.
+
+    Attributes:
+        params: NumPy arrays in float32.
+        vocabulary: SentencePiece model, or None where the checkpoint has none.
+    """
+
+    config: ModelConfig
+    params: dict
+    vocabulary: pathlib.Path | None
+
+
+def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Checkpoint:
+    """Reads a folder that `save_pretrained` wrote; never runs anything in it.
+
+    Args:
+        overflow: of Switch layers, what becomes of a token whose expert is full. `drop`: the
+            residual connection alone, as in transformers 4.52 to 4.57 and from 5.19 on;
+            `dropless`: nothing is ever full, as in 5.0 to 5.17.
+
+    Raises:
+        ValueError: a file is missing, damaged or a pickle; the configuration is none that we
+            have; tensors are missing, unexpected or of another shape (all are named).
+    """
+    require_choice("overflow", overflow, ("drop", "dropless"))
+    folder = pathlib.Path(folder).expanduser()
+    require(
+        folder.is_dir(),
+        f"{folder} is no folder; download the checkpoint first, such as with `hf download "
+        "google/switch-base-8 --local-dir DIR`, and give that folder",
+    )
+    file = folder / "config.json"
+    config, family = read_config(read_json(file), str(file), overflow=overflow)
+    tensors = SafetensorsFolder(folder)
+    found = {name: shape for name, shape in tensors.shapes.items() if name not in UNREAD}
+    tables = [name for name in (SHARED, *EMBEDDINGS) if name in found] or [SHARED]
+    head_is_copy = LM_HEAD in found and config.tie_embeddings
+    if family != SWITCH and LM_HEAD not in found:
+        config = dataclasses.replace(config, tie_embeddings=True)  # as transformers 5 does
+
+    names = tensor_names(config, family) | {"embedding/embedding_VD": (tables[0],)}
+    expected = {
+        name: torch_shape(parameter, config)
+        for parameter, theirs in names.items()
+        for name in theirs
+    }
+    table_shape = torch_shape("embedding/embedding_VD", config)
+    copies = [*tables[1:], *([LM_HEAD] if head_is_copy else [])]
+    require_same_tensors(
+        expected | dict.fromkeys(copies, table_shape), found, str(folder), _WAY_OUT
+    )
+    different = _different_copies(tensors, tables[0], copies)
+    if different == [LM_HEAD] and not config.scale_tied_logits:
+        # T5 1.1 and mT5, saved by transformers 5: not tied, whatever the file says.
+        config = dataclasses.replace(config, tie_embeddings=False)
+        names["embedding/w_logits_DV"] = (LM_HEAD,)
+        different = []
+    require(
+        not different,
+        f"{folder}: {tables[0]} is not equal to {', '.join(different)}, which config.json says "
+        "it is tied to; switchx has one embedding table for both stacks, and divides tied "
+        "logits alone: set tie_word_embeddings to false for an lm_head of its own",
+    )
+    if not config.tie_embeddings:
+        config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
+    vocabulary = folder / VOCABULARY
+    return Checkpoint(
+        config,
+        fill(config, names, tensors.read),
+        vocabulary if vocabulary.is_file() else None,
+    )
+
+
+def _different_copies(tensors: SafetensorsFolder, table: str, copies: list[str]) -> list[str]:
+    if not copies:
+        return []
+    table_VD = tensors.read(table)
+    return [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
+
+
+def write_checkpoint(
+    folder: pathlib.Path,
+    config: ModelConfig,
+    params: dict,
+    vocabulary: pathlib.Path | None = None,
+    *,
+    num_sentinels: int = 100,
+    most_shard_bytes: int = MOST_SHARD_BYTES,
+) -> list[str]:
+    """Writes what `from_pretrained` reads into an existing folder.
+
+    Args:
+        params: arrays on the host or on a device.
+        vocabulary: a SentencePiece model, copied to `spiece.model`.
+        num_sentinels: sentinels that come on top of its pieces.
+
+    Returns:
+        What a reader should know, a sentence each: where the export is not the same thing.
+
+    Raises:
+        ValueError: transformers has no such model (all reasons are given).
+    """
+    config, params = unrolled(config, params)
+    description, notes = describe(config)
+    family = description["model_type"]
+    leaves = named_leaves(params)
+    tensors = {}
+    for parameter, theirs in tensor_names(config, family).items():
+        parts = to_torch(parameter, np.asarray(leaves[parameter]))
+        tensors |= dict(zip(theirs, parts, strict=True))
+    if not description["tie_word_embeddings"]:
+        # What is not tied is looked up by every one of its names.
+        tensors.setdefault(LM_HEAD, tensors[SHARED].copy())
+        if family == SWITCH:
+            tensors |= {name: tensors[SHARED].copy() for name in EMBEDDINGS}
+    write_safetensors(folder, tensors, most_shard_bytes)
+    _write_json(folder / "config.json", description)
+    ids = ("decoder_start_token_id", "eos_token_id", "pad_token_id")
+    _write_json(folder / "generation_config.json", {name: description[name] for name in ids})
+    if vocabulary is not None:
+        shutil.copyfile(vocabulary, folder / VOCABULARY)
+        tokenizer = {
+            "tokenizer_class": "T5Tokenizer",
+            "extra_ids": num_sentinels,
+            "pad_token": "<pad>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+        }
+        _write_json(folder / "tokenizer_config.json", tokenizer)
+    return notes
+
+
+def _write_json(path: pathlib.Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

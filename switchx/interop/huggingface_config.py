@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's `config.json` of T5, mT5 and Switch Transformers as a ModelConfig, and back.
+
+A file from elsewhere: every value is checked before anything is made from it. What the other
+side cannot express is refused with the reason, never approximated.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from switchx.interop.names import SWITCH
+from switchx.interop.sparse_steps import sparse_blocks, switch_layers
+from switchx.layers.norm import EPSILON
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.require import require
+
+FAMILIES = ("t5", "mt5", SWITCH)
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gated-gelu": "geglu",
+    "gated-gelu_new": "geglu",
+    "gated-gelu_pytorch_tanh": "geglu",
+    "gated-silu": "swiglu",
+}
+# What a hostile file may not exceed; the largest model there is has 30 blocks of 2048 experts.
+_MOST_BLOCKS, _MOST_EXPERTS, _MOST_SIZE = 1000, 1 << 16, 1 << 31
+_MOST_EXPERTS_IN_ALL = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """A JSON object whose values are taken one by one, each of the type it has to have.
+
+    Attributes:
+        where: the file, for messages.
+    """
+
+    values: dict[str, Any]
+    where: str
+
+    def whole(self, name: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
+        """A whole number from 1 to `most`."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        require(
+            type(value) is int and 1 <= value <= most,
+            f"{self.where}: {name}={_shown(value)}; expected a whole number from 1 to {most}",
+        )
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.values.get(name, default)
+        require(
+            type(value) in (int, float) and abs(value) < math.inf,
+            f"{self.where}: {name}={_shown(value)}; expected a number",
+        )
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        value = default if value is None else value
+        require(
+            type(value) is bool, f"{self.where}: {name}={_shown(value)}; expected true or false"
+        )
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.values.get(name)
+        value = default if value is None else value
+        require(
+            isinstance(value, str), f"{self.where}: {name}={_shown(value)}; expected a text"
+        )
+        return value
+
+    def only(self, name: str, expected, reason: str) -> None:
+        """Requires that a value, where there is one, is `expected`."""
+        value = self.values.get(name)
+        require(
+            value is None or (value == expected and type(value) is type(expected)),
+            f"{self.where}: {name}={_shown(value)} cannot be converted: {reason}; expected "
+            f"{_shown(expected)}",
+        )
+
+
+def _shown(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def read_config(
+    values: dict[str, Any], where: str, *, overflow: str = "drop"
+) -> tuple[ModelConfig, str]:
+    """The model that a `config.json` describes, and its family.
+
+    Whether embeddings are tied is what the file says; the tensors have the last word.
+
+    Args:
+        overflow: of Switch layers, what becomes of a token whose expert is full: `drop` or
+            `dropless`, see docs/checkpoints_of_others.md.
+
+    Raises:
+        ValueError: a value is wrong, or nothing of ours can do what it asks for.
+    """
+    fields = Fields(values, where)
+    family = fields.text("model_type", "")
+    require(
+        family in FAMILIES,
+        f"{where}: model_type={_shown(family)} cannot be converted; expected one of "
+        f"{', '.join(FAMILIES)}",
+    )
+    fields.only("is_encoder_decoder", True, "T5 has an encoder and a decoder")
+    fields.only("pad_token_id", 0, "padding is 0 in every vocabulary of switchx")
+    fields.only("eos_token_id", 1, "a text's end is 1 in every vocabulary of switchx")
+    fields.only("decoder_start_token_id", 0, "decoding starts with 0 in switchx")
+    epsilon = fields.number("layer_norm_epsilon", EPSILON)
+    require(
+        epsilon == EPSILON,
+        f"{where}: layer_norm_epsilon={epsilon} cannot be converted: the norms of switchx have "
+        f"{EPSILON}",
+    )
+    num_layers = fields.whole("num_layers", most=_MOST_BLOCKS)
+    config = ModelConfig(
+        architecture="encoder_decoder",
+        vocab_size=fields.whole("vocab_size"),
+        d_model=fields.whole("d_model"),
+        d_ff=fields.whole("d_ff"),
+        num_heads=fields.whole("num_heads"),
+        d_head=fields.whole("d_kv"),
+        num_encoder_layers=num_layers,
+        num_decoder_layers=fields.whole("num_decoder_layers", num_layers, _MOST_BLOCKS),
+        activation=_activation(fields, family),
+        relative_buckets=fields.whole("relative_attention_num_buckets", 32),
+        relative_max_distance=fields.whole("relative_attention_max_distance", 128),
+        tie_embeddings=fields.flag("tie_word_embeddings", True),
+        scale_tied_logits=_scales_tied_logits(fields, family),
+        dropout_rate=fields.number("dropout_rate", 0.1),
+    )
+    if family == SWITCH:
+        config = dataclasses.replace(config, switch=_read_switch(fields, config, overflow))
+    return config, family
+
+
+def _activation(fields: Fields, family: str) -> str:
+    """The FFN's activation; each of the names that a file has for it has to agree."""
+    name = fields.text("feed_forward_proj", "gated-gelu" if family == "mt5" else "relu")
+    if family == SWITCH:
+        plain = fields.text("dense_act_fn", "relu")
+        is_gated = "gated" in plain + name or fields.flag("is_gated_act", False)
+        require(
+            not is_gated,
+            f"{fields.where}: a gated Switch Transformer (dense_act_fn={plain!r}, "
+            f"feed_forward_proj={name!r}) cannot be converted: transformers has no code for "
+            "its second matrix and ignores it; convert the T5X checkpoint with --from=t5x",
+        )
+        name = plain
+    require(
+        name in _ACTIVATIONS,
+        f"{fields.where}: the activation {_shown(name)} cannot be converted; expected one of "
+        f"{', '.join(_ACTIVATIONS)}",
+    )
+    if family != SWITCH:
+        is_gated = name.startswith("gated-")
+        plain = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+        fields.only("is_gated_act", is_gated, f"feed_forward_proj={name!r} says otherwise")
+        fields.only("dense_act_fn", plain, f"feed_forward_proj={name!r} says otherwise")
+    return _ACTIVATIONS[name]
+
+
+def _scales_tied_logits(fields: Fields, family: str) -> bool:
+    """Whether logits out of the embedding table are divided by sqrt(D)."""
+    is_tied = fields.flag("tie_word_embeddings", True)
+    if family == "mt5":  # transformers 5 took the division out of mT5
+        version = fields.text("transformers_version", "4").partition(".")[0]
+        return is_tied and not (version.isdecimal() and int(version) >= 5)
+    # transformers 5 says that T5's embeddings are tied whatever they are.
+    return fields.flag("scale_decoder_outputs", is_tied) if family == "t5" else is_tied
+
+
+def _read_switch(fields: Fields, config: ModelConfig, overflow: str) -> SwitchConfig | None:
+    require(
+        not fields.flag("router_bias", False),
+        f"{fields.where}: router_bias=true cannot be converted: the routers of switchx have no "
+        "bias of their own",
+    )
+    fields.only("router_dtype", "float32", "routers run in float32 (selective precision)")
+    blocks = {
+        stack: sparse_blocks(
+            getattr(config, f"num_{stack}_layers"),
+            fields.whole(f"num_sparse_{stack}_layers", 3, most=_MOST_BLOCKS)
+            if fields.values.get(f"num_sparse_{stack}_layers") != 0
+            else 0,
+        )
+        for stack in ("encoder", "decoder")
+    }
+    if not any(blocks.values()):
+        return None
+    num_experts = fields.whole("num_experts", 8, _MOST_EXPERTS)
+    num_blocks = sum(map(len, blocks.values()))
+    require(
+        num_experts * num_blocks <= _MOST_EXPERTS_IN_ALL,
+        f"{fields.where}: num_experts={num_experts} in each of {num_blocks} blocks; expected "
+        f"{_MOST_EXPERTS_IN_ALL} in all at most",
+    )
+    return SwitchConfig(
+        num_experts=num_experts,
+        expert_capacity=fields.whole("expert_capacity", 64),
+        router=RouterConfig(
+            jitter=fields.number("router_jitter_noise", 0.01),
+            overflow=overflow,
+            padding="counted",
+        ),
+        **switch_layers(config, blocks["encoder"], blocks["decoder"]),
+    )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files of a folder, one or sharded: names and shapes at once, tensors one by one.
+
+Nothing in a checkpoint is executed: pickles are never opened, and an index names files of its
+own folder alone.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+MODEL = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# More than any description of a model, and of the tensors of one, needs.
+MOST_CONFIG_BYTES = 1 << 20
+_MOST_INDEX_BYTES = 1 << 28
+
+
+class SafetensorsFolder:
+    """The tensors of `model.safetensors`, or of all files that its index names.
+
+    Attributes:
+        shapes: of every tensor, by name.
+
+    Raises:
+        ValueError: there are none, pickles alone, or a file is damaged or of another kind.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Any] = {}  # open: a header has thousands of experts
+        for path in self._paths():
+            self._add(path)
+
+    def _paths(self) -> list[pathlib.Path]:
+        if (self.folder / INDEX).is_file():
+            return self._indexed()
+        if (self.folder / MODEL).is_file():
+            return [self.folder / MODEL]
+        pickles = sorted(
+            path.name for pattern in _PICKLES for path in self.folder.glob(pattern)
+        )
+        if pickles:
+            raise ValueError(
+                f"{self.folder} has {', '.join(pickles)} and no {MODEL}; such a file may run "
+                "any program when it is opened and is never read here: load the model in "
+                "transformers and save it with `model.save_pretrained(DIR)`, which writes "
+                f"{MODEL}, or take the repository's safetensors"
+            )
+        raise ValueError(
+            f"{self.folder} has no {MODEL} and no {INDEX}; give a folder that "
+            "`save_pretrained` wrote"
+        )
+
+    def _indexed(self) -> list[pathlib.Path]:
+        path = self.folder / INDEX
+        index = read_json(path, _MOST_INDEX_BYTES)
+        places = index.get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
+            raise ValueError(f"{path} has no weight_map of names; restore the file")
+        names = sorted(set(places.values()))
+        for name in names:
+            is_plain = name == pathlib.PurePath(name).name and "\\" not in name
+            if not (is_plain and name.endswith(".safetensors")):
+                raise ValueError(
+                    f"{path} names the file {name!r}; expected .safetensors files in its own "
+                    "folder: do not use this checkpoint, or correct its index"
+                )
+            if not (self.folder / name).is_file():
+                raise ValueError(f"{path} names {name}, which is not there; fetch that file")
+        return [self.folder / name for name in names]
+
+    def _add(self, path: pathlib.Path) -> None:
+        try:
+            file = safe_open(path, framework="np")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path} cannot be read as safetensors ({error}); it is damaged or cut short: "
+                "fetch or write it again"
+            ) from error
+        for name in file.keys():  # noqa: SIM118 - it is no dictionary
+            part = file.get_slice(name)
+            if part.get_dtype() not in _FLOATS:
+                raise ValueError(
+                    f"{path}: tensor {name} has the type {part.get_dtype()}; expected one of "
+                    f"{', '.join(_FLOATS)}: export the model without quantization"
+                )
+            if name in self.shapes:
+                raise ValueError(
+                    f"tensor {name} is in two files, {path.name} the second; remove the file "
+                    "that does not belong to this checkpoint"
+                )
+            self.shapes[name], self._files[name] = tuple(part.get_shape()), file
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in float32: exact but for one of float64, which is rounded."""
+        return self._files[name].get_tensor(name).astype(np.float32)
+
+
+def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object from a file of at most `most_bytes`.
+
+    Raises:
+        ValueError: it is missing, larger, or something else.
+    """
+    try:
+        size = path.stat().st_size
+        if size > most_bytes:
+            raise ValueError(f"it has {size} bytes, expected {most_bytes} at most")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object, got a {type(content).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); restore the file") from error
+    return content
+
+
+def write_safetensors(
+    folder: pathlib.Path, tensors: dict[str, np.ndarray], most_bytes: int
+) -> None:
+    """Writes `model.safetensors`, or shards of at most `most_bytes` and their index.
+
+    A tensor that is larger has a shard of its own.
+    """
+    shards: list[dict[str, np.ndarray]] = [{}]
+    for name, tensor in tensors.items():
+        used = sum(each.nbytes for each in shards[-1].values())
+        if shards[-1] and used + tensor.nbytes > most_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    metadata = {"format": "pt"}  # transformers asks for it; the layout is PyTorch's
+    if len(shards) == 1:
+        save_file(tensors, folder / MODEL, metadata)
+        return
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file, metadata)
+        places |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

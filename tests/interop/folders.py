@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small checkpoints for the tests of conversion: ours, and folders in the form of others."""
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from switchx.interop.huggingface import write_checkpoint
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from tests.training.jobs import make_params
+
+V, D, F, H, K = 50, 12, 20, 3, 4
+T5 = ModelConfig("encoder_decoder", V, D, F, H, K, 2, 2, activation="relu", dropout_rate=0.1)
+T5_1_1 = dataclasses.replace(T5, activation="geglu", tie_embeddings=False)
+# Blocks 1, 3 of the encoder and 1 of the decoder; 3 slots for each row and expert.
+SWITCH = dataclasses.replace(
+    T5,
+    num_encoder_layers=4,
+    num_decoder_layers=4,
+    switch=SwitchConfig(
+        4,
+        encoder_layers=(1, 3),
+        decoder_layers=(1,),
+        expert_capacity=3,
+        router=RouterConfig(padding="counted"),
+    ),
+)
+
+
+def huggingface_folder(
+    folder: pathlib.Path, config: ModelConfig = T5, **options
+) -> tuple[pathlib.Path, dict]:
+    """A folder in transformers' form with random weights, and the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    params = make_params(config)
+    write_checkpoint(folder, config, params, **options)
+    return folder, params
+
+
+def change_config(folder: pathlib.Path, **changes) -> None:
+    """Sets fields of a `config.json`; None takes one out."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def change_tensors(folder: pathlib.Path, change) -> None:
+    """`change(tensors)` on the dictionary of all tensors of a `model.safetensors`."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def assert_same_params(got: dict, want: dict) -> None:
+    from switchx.tree import named_leaves
+
+    got, want = named_leaves(got), named_leaves(want)
+    assert got.keys() == want.keys()
+    for name, leaf in want.items():
+        assert np.asarray(got[name]).dtype == leaf.dtype, name
+        np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(leaf), err_msg=name)

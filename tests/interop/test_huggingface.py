@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders in transformers' form: there and back, tied or not, damaged and hostile ones.
+
+Against transformers itself: test_huggingface_parity.py.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from switchx.interop.huggingface import read_checkpoint, write_checkpoint
+from switchx.models.unroll import unrolled
+from tests.data.refusals import refused
+from tests.interop.folders import (
+    SWITCH,
+    T5,
+    T5_1_1,
+    assert_same_params,
+    change_config,
+    change_tensors,
+    huggingface_folder,
+)
+from tests.training.jobs import make_params
+
+UNSCALED = dataclasses.replace(T5, scale_tied_logits=False)
+
+
+@pytest.mark.parametrize("config", [T5, T5_1_1, SWITCH], ids=["t5", "t5_1_1", "switch"])
+@pytest.mark.parametrize("most_shard_bytes", [10**9, 3000])
+def test_there_and_back(tmp_path, config, most_shard_bytes):
+    folder, params = huggingface_folder(tmp_path, config, most_shard_bytes=most_shard_bytes)
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.config == config
+    assert checkpoint.vocabulary is None
+    assert_same_params(checkpoint.params, params)
+
+
+def test_scanned_layers_are_written_one_by_one(tmp_path):
+    config = dataclasses.replace(T5, scan_layers=True)
+    params = make_params(config)
+    write_checkpoint(tmp_path, config, params)
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint.config == T5
+    assert_same_params(checkpoint.params, unrolled(config, params)[1])
+
+
+def test_logits_of_the_table_without_the_division_are_a_matrix_that_equals_it(tmp_path):
+    folder, params = huggingface_folder(tmp_path, UNSCALED)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+    checkpoint = read_checkpoint(folder)
+    assert not checkpoint.config.tie_embeddings
+    embedding = checkpoint.params["embedding"]
+    np.testing.assert_array_equal(embedding["w_logits_DV"], embedding["embedding_VD"].T)
+    np.testing.assert_array_equal(
+        embedding["embedding_VD"], params["embedding"]["embedding_VD"]
+    )
+
+
+def test_a_dropless_reading(tmp_path):
+    folder, _ = huggingface_folder(tmp_path, SWITCH)
+    config = read_checkpoint(folder, overflow="dropless").config
+    assert config.switch.router.overflow == "dropless"
+    with refused("overflow='keep' is unknown; use one of drop, dropless"):
+        read_checkpoint(folder, overflow="keep")
+
+
+def test_the_vocabulary_comes_along(tmp_path):
+    (tmp_path / "mine.model").write_bytes(b"pieces")
+    folder, _ = huggingface_folder(tmp_path / "a", vocabulary=tmp_path / "mine.model")
+    assert read_checkpoint(folder).vocabulary == folder / "spiece.model"
+    assert (folder / "spiece.model").read_bytes() == b"pieces"
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    assert (tokenizer["tokenizer_class"], tokenizer["extra_ids"]) == ("T5Tokenizer", 100)
+
+
+# Tensors that are there under further names, or under another one.
+
+
+def table_under(*names):
+    def change(tensors):
+        table = tensors.pop("shared.weight")
+        tensors |= {name: table.copy() for name in names}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        ("encoder.embed_tokens.weight",),
+        ("shared.weight", "lm_head.weight"),
+    ],
+)
+def test_a_tied_table_may_have_other_names(tmp_path, names):
+    folder, params = huggingface_folder(tmp_path)
+    change_tensors(folder, table_under(*names))
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.config == T5
+    assert_same_params(checkpoint.params, params)
+
+
+def test_a_tensor_that_no_t5_reads_is_passed_over(tmp_path):
+    folder, params = huggingface_folder(tmp_path)
+    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: np.ones((32, 3), "f4")}))
+    assert_same_params(read_checkpoint(folder).params, params)
+
+
+def test_transformers_5_says_that_t5_1_1_is_tied(tmp_path):
+    folder, params = huggingface_folder(tmp_path, T5_1_1)
+    change_config(folder, tie_word_embeddings=True, scale_decoder_outputs=False)
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.config == T5_1_1
+    assert_same_params(checkpoint.params, params)
+
+
+def test_a_head_of_its_own_that_is_said_to_be_tied(tmp_path):
+    folder, _ = huggingface_folder(tmp_path, T5_1_1)
+    change_config(folder, tie_word_embeddings=True)
+    with refused(
+        f"{folder}: shared.weight is not equal to lm_head.weight, which config.json says it is "
+        "tied to; switchx has one embedding table for both stacks, and divides tied logits "
+        "alone: set tie_word_embeddings to false for an lm_head of its own"
+    ):
+        read_checkpoint(folder)
+
+
+def test_two_tables(tmp_path):
+    folder, _ = huggingface_folder(tmp_path)
+
+    def change(tensors):
+        tensors["decoder.embed_tokens.weight"] = tensors["shared.weight"] + 1
+
+    change_tensors(folder, change)
+    with pytest.raises(
+        ValueError, match="shared.weight is not equal to decoder.embed_tokens.w"
+    ):
+        read_checkpoint(folder)
+
+
+# What is no good.
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_all_named(tmp_path):
+    folder, _ = huggingface_folder(tmp_path, SWITCH)
+    experts = "encoder.block.1.layer.1.mlp.experts.expert"
+
+    def change(tensors):
+        del tensors[f"{experts}_2.wi.weight"]
+        tensors[f"{experts}_4.wi.weight"] = tensors[f"{experts}_3.wi.weight"].copy()
+        tensors["shared.weight"] = tensors["shared.weight"][:-1].copy()
+
+    change_tensors(folder, change)
+    with refused(
+        f"{folder} does not hold the model that is described; 3 of <any> tensors differ:\n"
+        f"  {experts}_2.wi.weight: expected shape [20, 12], got nothing\n"
+        f"  {experts}_4.wi.weight: expected nothing, got shape [20, 12]\n"
+        "  shared.weight: expected shape [50, 12], got shape [49, 12]\n"
+        "use the config.json that belongs to these files, and all of the files; what other "
+        "classes of transformers add (classifiers, adapters) cannot be converted"
+    ):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"d_model": 2**31},
+        {"d_ff": 2**30, "d_kv": 2**30},
+        {"vocab_size": 2**31},
+        {"num_experts": 60000},
+        {"num_layers": 1000, "num_decoder_layers": 1000},
+    ],
+)
+def test_sizes_that_the_tensors_have_not_allocate_nothing(tmp_path, changes):
+    folder, _ = huggingface_folder(tmp_path, SWITCH)
+    change_config(folder, **changes)
+    with pytest.raises(ValueError, match="does not hold the model that is described"):
+        read_checkpoint(folder)
+
+
+def test_a_folder_that_is_none_or_has_no_description(tmp_path):
+    with refused(
+        f"{tmp_path / 'no'} is no folder; download the checkpoint first, such as with `hf "
+        "download google/switch-base-8 --local-dir DIR`, and give that folder"
+    ):
+        read_checkpoint(tmp_path / "no")
+    with refused(f"{tmp_path / 'config.json'} cannot be read (<any>); restore the file"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_pickle_beside_safetensors_stays_closed(tmp_path):
+    folder, params = huggingface_folder(tmp_path)
+    opened = tmp_path / "opened"
+    (folder / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {opened}'\ntR.".encode())
+    assert_same_params(read_checkpoint(folder).params, params)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="pytorch_model.bin and no model.safetensors"):
+        read_checkpoint(folder)
+    assert not pathlib.Path(opened).exists()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of transformers' own models with random weights, read here and written back.
+
+Bounds are those of issue 5: 1e-5 of the largest logit, in float32.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from switchx.interop.huggingface import read_checkpoint, write_checkpoint
+from switchx.models.params import forward
+
+pytestmark = pytest.mark.hf
+
+SIZES = dict(
+    vocab_size=50,
+    d_model=24,
+    d_kv=8,
+    d_ff=40,
+    num_heads=3,
+    num_layers=4,
+    num_decoder_layers=4,
+    decoder_start_token_id=0,
+)
+# Rows of 24, 5 and 13 tokens, padded on the right: long enough to share relative buckets.
+LENGTHS, L, M = np.array([24, 5, 13]), 12, 24
+
+
+def switch(**changes):
+    sparse = dict(num_experts=4, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2)
+    return "SwitchTransformers", SIZES | sparse | changes
+
+
+MODELS = {
+    "t5": ("T5", SIZES),
+    "t5_deep_encoder_silu": (
+        "T5",
+        SIZES | {"num_decoder_layers": 1, "feed_forward_proj": "gated-silu"},
+    ),
+    "t5_1_1": ("T5", SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5", SIZES),
+    "mt5_untied": ("MT5", SIZES | {"tie_word_embeddings": False}),
+    # Two slots: in rows of 24 tokens at least 16 are dropped in every encoder layer.
+    "switch_drops": switch(expert_capacity=2),
+    "switch_steps": switch(num_sparse_decoder_layers=1, expert_capacity=64),
+    "switch_all_sparse": switch(
+        num_sparse_encoder_layers=4, num_sparse_decoder_layers=0, expert_capacity=3
+    ),
+    "switch_untied": switch(tie_word_embeddings=False, expert_capacity=5),
+}
+
+
+def drops() -> bool:
+    """Whether this release of transformers drops tokens: 5.0 to 5.18 did not."""
+    import transformers
+
+    major, minor = map(int, transformers.__version__.split(".")[:2])
+    return not (major == 5 and minor < 19)
+
+
+def build(family: str, sizes: dict):
+    """A model whose every part matters: weights of spread 1/sqrt(fan in), scales near 1."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    if not sizes.get("tie_word_embeddings", True):
+        # transformers 5 ties what was not loaded; the released ones have a matrix of their own.
+        shape = model.lm_head.weight.shape
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(shape))
+        for stack in (model.encoder, model.decoder):  # one table, as they all have
+            stack.embed_tokens = model.shared
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.5
+            noise = torch.randn(weight.shape, generator=generator) * scale
+            weight.copy_(noise + (weight.ndim == 1))
+    return model.eval()
+
+
+@functools.cache
+def texts():
+    rng = np.random.default_rng(1)
+    is_token_BM = np.arange(M)[None] < LENGTHS[:, None]
+    source_BM = rng.integers(3, SIZES["vocab_size"], (3, M)) * is_token_BM
+    target_BL = rng.integers(3, SIZES["vocab_size"], (3, L))
+    target_BL[:, 0] = 0
+    return source_BM, is_token_BM, target_BL
+
+
+def their_logits(model):
+    import torch
+
+    source_BM, is_token_BM, target_BL = texts()
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.tensor(source_BM),
+            attention_mask=torch.tensor(is_token_BM.astype(int)),
+            decoder_input_ids=torch.tensor(target_BL),
+        )
+    return output.logits.numpy()
+
+
+def our_logits(checkpoint):
+    source_BM, is_token_BM, target_BL = texts()
+    batch = {
+        "encoder_input_tokens": source_BM,
+        "encoder_segment_ids": is_token_BM.astype(np.int32),
+        "encoder_positions": np.broadcast_to(np.arange(M), source_BM.shape),
+        "decoder_input_tokens": target_BL,
+        "decoder_segment_ids": np.ones_like(target_BL),
+        "decoder_positions": np.broadcast_to(np.arange(L), target_BL.shape),
+    }
+
+    @jax.jit
+    def run(params):
+        return forward(checkpoint.config, params, batch, is_training=False)
+
+    return run(checkpoint.params)
+
+
+def assert_close(got, want):
+    assert np.max(np.abs(np.asarray(got) - want)) <= 1e-5 * np.max(np.abs(want))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_logits_there_and_back(tmp_path, name):
+    family, sizes = MODELS[name]
+    model = build(family, sizes)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")  # in shards
+    want_BLV = their_logits(model)
+
+    overflow = "drop" if drops() else "dropless"
+    checkpoint = read_checkpoint(tmp_path / "theirs", overflow=overflow)
+    logits_BLV, stats = our_logits(checkpoint)
+    assert_close(logits_BLV, want_BLV)
+    if name == "switch_drops" and drops():
+        assert np.all(np.asarray(stats.dropped) > 0)
+
+    (tmp_path / "ours").mkdir()
+    assert write_checkpoint(tmp_path / "ours", checkpoint.config, checkpoint.params) == []
+    import transformers
+
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "ours")
+    assert type(loaded).__name__ == f"{family}ForConditionalGeneration".removeprefix("M")
+    assert_close(their_logits(loaded.eval()), want_BLV)
+
+
+def test_weights_of_16_bits_are_read_exactly(tmp_path):
+    import torch
+
+    model = build("T5", SIZES).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    logits_BLV, _ = our_logits(read_checkpoint(tmp_path))
+    assert_close(logits_BLV, their_logits(model.to(torch.float32)))
