@@ -61,8 +61,11 @@ ONLY_IN = {
     "tensorflow_datasets": ("switchx/data/",),
     "tensorflow": (),
     # A program that the bench starts beside ours to compare with; nothing imports it.
-    "torch": ("switchx/bench/torch_program.py",),
-    "transformers": ("switchx/bench/torch_program.py",),
+    "torch": ("switchx/bench/torch_program.py", "switchx/bench/torch_generate_program.py"),
+    "transformers": (
+        "switchx/bench/torch_program.py",
+        "switchx/bench/torch_generate_program.py",
+    ),
     # A peer that whoever has it may measure beside ours.
     "flaxformer": ("switchx/bench/flaxformer_layer.py",),
     "tests": (),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's Switch Transformer on the same cores, in a process of its own.
 
-Nothing in the package imports PyTorch: this file starts a program that does
-(`torch_program.py`), and asks first whether it could.
+Nothing in the package imports PyTorch: this file starts a program that does, and asks first
+whether it could.
 """
 
 import contextlib
@@ -11,8 +11,10 @@ import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
-PROGRAM = pathlib.Path(__file__).with_name("torch_program.py")
+TRAINING = pathlib.Path(__file__).with_name("torch_program.py")
+GENERATION = pathlib.Path(__file__).with_name("torch_generate_program.py")
 
 
 def is_available() -> bool:
@@ -21,27 +23,19 @@ def is_available() -> bool:
 
 
 class TorchPeer:
-    """The other process; `step()` takes one training step there and waits for it."""
+    """The other process; `ask(line)` has it do what the line says, and waits for it."""
 
-    def __init__(self, num_experts: int, batch: int, inputs: int, targets: int):
-        settings = {
-            "num_experts": num_experts,
-            "batch": batch,
-            "inputs": inputs,
-            "targets": targets,
-        }
+    def __init__(self, program: pathlib.Path, settings: dict[str, Any]):
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps(settings)],
+            [sys.executable, str(program), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for _ in range(2):  # the first steps allocate
-            self.step()
 
-    def step(self) -> None:
+    def ask(self, line: str) -> None:
         try:
-            self._process.stdin.write("step\n")
+            self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except BrokenPipeError:  # it had ended before it was asked

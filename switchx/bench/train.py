@@ -6,6 +6,7 @@ turns, so that a machine whose speed drifts is the same machine for all of them.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -151,8 +152,14 @@ def against_torch(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     rows, checks = [], []
     for num_experts in (8, 64):
         ours = contender(f"switch {num_experts}, AdamW", switch_model(num_experts), AdamW())
-        with torch_peer.TorchPeer(num_experts, BATCH, INPUTS, TARGETS) as peer:
-            theirs = Contender(f"transformers {num_experts}, AdamW", peer.step, 0)
+        settings = {
+            "num_experts": num_experts, "batch": BATCH, "inputs": INPUTS, "targets": TARGETS
+        }  # fmt: skip
+        with torch_peer.TorchPeer(torch_peer.TRAINING, settings) as peer:
+            step = functools.partial(peer.ask, "step")
+            theirs = Contender(f"transformers {num_experts}, AdamW", step, 0)
+            for _ in range(2):  # the first steps allocate
+                step()
             take_turns([ours, theirs], rounds)
         rows += [_row(theirs, theirs), _row(ours, theirs)]
         checks.append(Check(f"switch{num_experts}_vs_torch", ratio(ours, theirs), ">=1.6"))

@@ -14,6 +14,8 @@ measured in the same run. Medians; the machine should have nothing else to do.
                                it can be imported; a step of decoding
   switchx bench kernels        grouped products with float, int8 and int4 weights, by active
                                experts and rows of each; on CPU some cells of the grid
+  switchx bench decode         tokens a second of decoding, against transformers where the
+                               extra `hf` is installed; pruning; bytes of int4 experts
   switchx bench train --json   the same as one JSON object on the last line
 """
 
@@ -22,13 +24,15 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "bench", run, "measure speed against a baseline", DESCRIPTION
     )
-    parser.add_argument("what", choices=["train", "moe", "kernels"], help="what to measure")
+    parser.add_argument(
+        "what", choices=["train", "moe", "kernels", "decode"], help="what to measure"
+    )
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns (default: 9)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments) -> int:
-    from switchx.bench import kernels, moe, train
+    from switchx.bench import decode, kernels, moe, train
     from switchx.cli.progress import TerminalReporter
 
     if arguments.rounds < 1:
@@ -37,6 +41,7 @@ def run(arguments) -> int:
         with TerminalReporter() as reporter:
             report = kernels.run(arguments.rounds, note=reporter.note)
     else:
-        report = {"train": train, "moe": moe}[arguments.what].run(arguments.rounds)
+        bench = {"train": train, "moe": moe, "decode": decode}[arguments.what]
+        report = bench.run(arguments.rounds)
     report.print(arguments.json)
     return 0

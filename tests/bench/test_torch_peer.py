@@ -13,9 +13,10 @@ def test_is_available_asks_without_importing(monkeypatch):
     assert torch_peer.is_available()
 
 
-def test_a_peer_that_ends_is_an_error(monkeypatch, tmp_path):
+def test_a_peer_that_ends_is_an_error(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import sys; sys.stdin.readline(); print('done')")
-    monkeypatch.setattr(torch_peer, "PROGRAM", program)
+    peer = torch_peer.TorchPeer(program, {})
+    peer.ask("step")
     with pytest.raises(RuntimeError, match="the PyTorch peer ended"):
-        torch_peer.TorchPeer(8, 2, 8, 8)
+        peer.ask("step")

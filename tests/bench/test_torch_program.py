@@ -3,10 +3,11 @@
 
 import pytest
 
-from switchx.bench.torch_peer import TorchPeer
+from switchx.bench.torch_peer import TRAINING, TorchPeer
 
 
 @pytest.mark.hf
 def test_it_takes_a_step_for_each_line():
-    with TorchPeer(2, batch=2, inputs=8, targets=4) as peer:
-        peer.step()
+    settings = {"num_experts": 2, "batch": 2, "inputs": 8, "targets": 4}
+    with TorchPeer(TRAINING, settings) as peer:
+        peer.ask("step")

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx bench decode`: output tokens a second, against transformers with the same weights.
+
+Also what pruning of finished sentences brings, and what int4 experts save. Dims: B M
+"""
+
+import dataclasses
+import functools
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.bench import torch_peer
+from switchx.bench.report import Check, Report
+from switchx.bench.train import DENSE, MEBIBYTE, Contender, ratio, switch_model, take_turns
+from switchx.inference.decode import prefill, run_until
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.generate import Generator, Hypothesis, for_decoding
+from switchx.inference.quantize import quantize_experts
+from switchx.inference.rows import Rows
+from switchx.interop import huggingface
+from switchx.models.params import init_params
+
+BATCH, INPUTS, NEW_TOKENS = 16, 32, 32
+NUM_EXPERTS = (8, 64)
+# (batch, beams), name of the check, at least so many times the tokens of transformers.
+CASES = (
+    ((16, 1), "greedy_b16_vs_torch", 2.5),
+    ((1, 1), "greedy_b1_vs_torch", 4.5),
+    ((16, 4), "beam4_vs_torch", 2.2),
+    ((1, 4), "beam4_b1_vs_torch", 4.0),
+)
+PRUNED_BATCH = 32
+NO_END = -1
+
+
+def inputs(number: int) -> list[list[int]]:
+    """Random tokens, as speed does not depend on them."""
+    tokens = np.random.default_rng(0).integers(3, DENSE.vocab_size, (number, INPUTS))
+    return tokens.tolist()
+
+
+@dataclasses.dataclass
+class Decoder:
+    """Decodes the same inputs again and again; keeps what it said last."""
+
+    generator: Generator
+    sentences: list[list[int]]
+    rooms: list[int] | None = None
+    said: dict[int, list[Hypothesis]] = dataclasses.field(default_factory=dict)
+
+    def __call__(self) -> None:
+        self.said = dict(self.generator(self.sentences, self.rooms))
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [self.said[number][0].tokens for number in range(len(self.sentences))]
+
+
+def decoder(config, params, batch: int, beams: int) -> Decoder:
+    # No token ends a sentence: all are as long, on both sides.
+    decoding = DecodingConfig(NEW_TOKENS, beam_size=beams, eos_id=NO_END, pruning="none")
+    return Decoder(Generator(config, params, decoding, batch), inputs(batch))
+
+
+def run(rounds: int) -> Report:
+    rows, checks = [], []
+    ratios: dict[str, list[float]] = {}
+    for num_experts in NUM_EXPERTS:
+        found, speedups = against_torch(num_experts, rounds)
+        rows += found
+        for name, value in speedups.items():
+            ratios.setdefault(name, []).append(value)
+    # The one that is worse holds for both numbers of experts.
+    checks += [
+        Check(name, min(ratios[name]), f">={least}")
+        for _, name, least in CASES
+        if name in ratios
+    ]
+    for measure in (pruning, quantized_bytes):
+        found, more = measure(rounds)
+        rows, checks = rows + found, checks + more
+    return Report("bench decode", rows, checks)
+
+
+def against_torch(
+    num_experts: int, rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows, and by check the times of transformers over ours, where it is installed."""
+    if not torch_peer.is_available():
+        config = switch_model(num_experts)
+        config, params = for_decoding(config, init_params(config, jax.random.key(0)))
+        return _measured(config, params, num_experts, rounds, None, None)
+    with tempfile.TemporaryDirectory() as name:
+        settings = {
+            "folder": name, "num_experts": num_experts, "inputs": inputs(BATCH),
+            "new_tokens": NEW_TOKENS, "vocab_size": DENSE.vocab_size,
+        }  # fmt: skip
+        with torch_peer.TorchPeer(torch_peer.GENERATION, settings) as peer:
+            peer.ask("1 1")  # the weights are written by then
+            checkpoint = huggingface.read_checkpoint(name, overflow="dropless")
+            params = jax.tree.map(jnp.array, checkpoint.params)
+            config, params = for_decoding(checkpoint.config, params)
+            folder = pathlib.Path(name)
+            return _measured(config, params, num_experts, rounds, peer, folder)
+
+
+def _measured(config, params, num_experts, rounds, peer, folder):
+    rows, speedups = [], {}
+    for (batch, beams), check, _ in CASES:
+        name = f"{num_experts} experts, batch {batch}, {beams} beams"
+        decode = decoder(config, params, batch, beams)
+        ours = [Contender(f"ours, {name}", decode, 0)]
+        if peer is not None:
+            ask = functools.partial(peer.ask, f"{batch} {beams}")
+            ours.append(Contender(f"transformers, {name}", ask, 0))
+        for each in ours:  # compiles, allocates
+            each.step()
+        take_turns(ours, rounds, num_steps=1)
+        rows += [_row(each, ours[-1], batch * NEW_TOKENS) for each in ours]
+        if peer is not None:
+            speedups[check] = ratio(*ours)
+            theirs = np.load(folder / f"tokens_{batch}_{beams}.npy").tolist()
+            same = sum(a == b for a, b in zip(decode.tokens, theirs, strict=True))
+            rows[-2]["same_texts"] = same / batch
+    return rows, speedups
+
+
+def sentence_lengths(number: int) -> list[int]:
+    """Of a length distribution like that of captions: 13 tokens on average, 5 around it."""
+    lengths = np.random.default_rng(0).lognormal(np.log(12), 0.4, number)
+    return np.clip(np.rint(lengths), 1, NEW_TOKENS).astype(int).tolist()
+
+
+def pruning(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Sentences of different lengths in one batch, with and without pruning."""
+    config = switch_model(NUM_EXPERTS[0])
+    config, params = for_decoding(config, init_params(config, jax.random.key(0)))
+    rooms = sentence_lengths(PRUNED_BATCH)
+    decoders = {}
+    for name in ("none", "experts", "compact"):
+        decoding = DecodingConfig(NEW_TOKENS, eos_id=NO_END, pruning=name)
+        generator = Generator(config, params, decoding, PRUNED_BATCH)
+        decoders[name] = Decoder(generator, inputs(PRUNED_BATCH), rooms)
+    contenders = {
+        name: Contender(f"pruning {name}, batch {PRUNED_BATCH}", decode, 0)
+        for name, decode in decoders.items()
+    }
+    for each in contenders.values():
+        each.step()
+    take_turns(list(contenders.values()), rounds, num_steps=1)
+    rows = [_row(each, contenders["none"], sum(rooms)) for each in contenders.values()]
+    texts = [decode.tokens for decode in decoders.values()]
+    checks = [
+        Check("pruning_gain", ratio(contenders["compact"], contenders["none"]), ">=1.15"),
+        Check(
+            "pruning_tokens_identical", float(all(text == texts[0] for text in texts)), "==1"
+        ),
+    ]
+    return rows, checks
+
+
+def quantized_bytes(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Arguments and temporaries of the compiled loop, float32 against int4 experts."""
+    del rounds
+    config = switch_model(NUM_EXPERTS[-1])
+    config, params = for_decoding(config, init_params(config, jax.random.key(0)))
+    _, quantized, _, _ = quantize_experts(config, params, bits=4)
+    found = {"float32": loop_bytes(config, params), "int4": loop_bytes(config, quantized)}
+    rows = [
+        {"decoding": f"{name} experts, {NUM_EXPERTS[-1]} of them", "mib": size / MEBIBYTE}
+        for name, size in found.items()
+    ]
+    return rows, [Check("int4_bytes_vs_f32", found["int4"] / found["float32"], "<=0.25")]
+
+
+def loop_bytes(config, params) -> int:
+    """Of decoding one sentence."""
+    decoding = DecodingConfig(NEW_TOKENS, eos_id=NO_END)
+    source_BM = jnp.array(inputs(1))
+    state = jax.eval_shape(
+        functools.partial(prefill, config, decoding),
+        params,
+        prompt_BP=jnp.zeros((1, 1), jnp.int32),
+        is_prompt_BP=jnp.ones((1, 1), bool),
+        rows=Rows(jnp.zeros(1, jnp.int32), jnp.ones(1, bool), jnp.full(1, NEW_TOKENS)),
+        source_BM=source_BM,
+        is_source_BM=source_BM > 0,
+    )
+    memory = run_until.lower(config, decoding, params, state, 0).compile().memory_analysis()
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+
+def _row(each: Contender, baseline: Contender, tokens: int) -> dict[str, Any]:
+    summary = each.summary()
+    return {
+        "decoding": each.name,
+        **summary,
+        "tokens_per_s": 1e3 * tokens / summary["step_ms"],
+        "vs_baseline": ratio(each, baseline),
+    }

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx bench decode` measures what it says, on models small enough to wait for."""
+
+import dataclasses
+
+import pytest
+
+from switchx.bench import decode as bench
+from switchx.bench import torch_peer, train
+from switchx.models.config import SwitchConfig
+
+SMALL = dataclasses.replace(
+    train.DENSE, vocab_size=32, d_model=16, d_ff=32, num_heads=2, d_head=8,
+    num_encoder_layers=2, num_decoder_layers=2,
+)  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(bench, "DENSE", SMALL)
+    for name, value in (("BATCH", 2), ("INPUTS", 4), ("NEW_TOKENS", 4), ("PRUNED_BATCH", 4)):
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "NUM_EXPERTS", (2,))
+    monkeypatch.setattr(
+        bench, "switch_model", lambda n: dataclasses.replace(SMALL, switch=SwitchConfig(n))
+    )
+    monkeypatch.setattr(bench, "CASES", (((2, 1), "greedy_b16_vs_torch", 2.5),))
+
+
+def test_without_pytorch_ours_is_measured_alone(small, monkeypatch):
+    monkeypatch.setattr(torch_peer, "is_available", lambda: False)
+    report = bench.run(rounds=1)
+    names = [row["decoding"] for row in report.results]
+    assert names[0] == "ours, 2 experts, batch 2, 1 beams"
+    assert sum(name.startswith("pruning") for name in names) == 3
+    checks = {check.name: check for check in report.checks}
+    assert checks["pruning_tokens_identical"].holds
+    assert set(checks) == {"pruning_gain", "pruning_tokens_identical", "int4_bytes_vs_f32"}
+
+
+def test_int4_experts_take_an_eighth_where_there_is_little_else():
+    switch = SwitchConfig(64, every=1)
+    config = dataclasses.replace(SMALL, d_ff=256, switch=switch, activation="relu")
+    _, (check,) = _bytes_of(config)
+    assert check.value < 0.25
+
+
+def _bytes_of(config):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "switch_model", lambda n: config)
+        return bench.quantized_bytes(1)
+
+
+def test_lengths_are_spread_and_within_the_room():
+    lengths = bench.sentence_lengths(1000)
+    assert min(lengths) >= 1 and max(lengths) <= bench.NEW_TOKENS
+    assert 11 < sum(lengths) / 1000 < 15 and len(set(lengths)) > 20
