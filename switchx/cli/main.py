@@ -7,7 +7,19 @@ import sys
 import traceback
 
 # These are quick to import; each imports JAX and what else it needs when it is run.
-from switchx.cli import bench, check, evaluate, log_lines, quantize, report, train, tune, vocab
+from switchx.cli import (
+    bench,
+    check,
+    evaluate,
+    generate,
+    log_lines,
+    quantize,
+    report,
+    score,
+    train,
+    tune,
+    vocab,
+)
 from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
 
 DESCRIPTION = """\
@@ -80,7 +92,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser("switchx", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (train, evaluate, report, vocab, quantize, bench, tune, check):
+    for module in (
+        train, evaluate, report, generate, score, quantize, vocab, bench, tune, check,
+    ):  # fmt: skip
         module.add_command(commands)
     return parser
 
