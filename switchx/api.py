@@ -1,18 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx.load`: a trained model in a notebook."""
+"""`switchx.load`: a trained or quantized model in a notebook, its logits, texts and scores.
+
+Token id 0 is padding, and the start token where it stands first in a decoder's input.
+Dims: B L M V
+"""
 
 import dataclasses
+import functools
+import hashlib
+import json
+import operator
 import os
-from typing import Literal
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from switchx.data.saved_vocabulary import load_vocabulary
-from switchx.data.tokenizers import Vocabulary
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.data.saved_vocabulary import DESCRIPTION_FILE, load_vocabulary
+from switchx.data.text_format import TextFormat
+from switchx.data.tokenizers import PAD_ID, Vocabulary
+from switchx.inference.artifact import is_artifact, read_artifact
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.generate import Generator, for_decoding, without_capacity
+from switchx.inference.quantize import native
+from switchx.inference.score import Score, Scorer
 from switchx.models.config import ModelConfig
-from switchx.models.params import abstract_params
+from switchx.models.params import abstract_params, forward
+from switchx.models.unroll import unrolled
+from switchx.training.manifest import NAME as CHECKPOINT_MANIFEST
 from switchx.training.restore import choose_step, restore_params
-from switchx.training.run_config import read_model_config
+from switchx.training.run_config import read_config, read_model_config
 from switchx.training.run_folder import RunFolder
 from switchx.tree import num_elements
+
+Texts = Sequence[str] | Sequence[Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """What a model wrote.
+
+    Attributes:
+        output: a text where texts were read, otherwise token ids without the end.
+        score: log-probability over length ** length_penalty, the end included.
+        is_finished: it came to an end; otherwise it was cut off.
+    """
+
+    output: str | list[int]
+    score: float
+    is_finished: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,34 +60,280 @@ class Model:
 
     Attributes:
         config: what it is.
-        params: its parameters, a nested dictionary of arrays named by their dimensions.
-        vocabulary: what its token ids mean.
+        params: its parameters, a nested dictionary of arrays named by their dimensions;
+            experts of a quantized model are `pallas_kernels.QTensor`s.
+        vocabulary: what its token ids mean; None of a model from elsewhere that came without.
         step: training step of the checkpoint it was read from.
+        text_format: how texts become its inputs: what its training did to them.
+        fingerprint: hex; another one for other parameters, of another configuration or
+            another vocabulary.
     """
 
     config: ModelConfig
     params: dict = dataclasses.field(repr=False)
-    vocabulary: Vocabulary = dataclasses.field(repr=False)
+    vocabulary: Vocabulary | None = dataclasses.field(repr=False)
     step: int
+    text_format: TextFormat = dataclasses.field(repr=False)
+    fingerprint: str = dataclasses.field(repr=False)
 
     @property
     def num_params(self) -> int:
         return num_elements(self.params)
 
+    def logits(self, encoder_tokens=None, decoder_tokens=None, *, dropless: bool = False):
+        """Logits `[B, L, V]` of every decoder position, as `switchx eval` computes them.
+
+        A decoder-only model takes one array, `model.logits(decoder_tokens)`.
+
+        Args:
+            encoder_tokens: whole numbers `[B, M]`; 0 is padding, which nothing attends to.
+            decoder_tokens: `[B, L]`: the decoder's inputs, the start token 0 (or what else
+                stands first) included. Behind it, 0 is padding. A position sees itself and
+                those before it, also where training showed a prefix whole.
+            dropless: no token is dropped. With False experts have the capacity of
+                evaluation, and where one is full, a row depends on the other rows of its
+                routing group.
+
+        Raises:
+            ValueError: the arrays are not of whole numbers, of two dimensions, of equally
+                many rows, of ids of the vocabulary, or too long for learned positions.
+        """
+        given = {"encoder_tokens": encoder_tokens, "decoder_tokens": decoder_tokens}
+        if not self.config.is_encoder_decoder and decoder_tokens is None:
+            given = {"encoder_tokens": None, "decoder_tokens": encoder_tokens}
+        self._require_stacks(given)
+        arrays = {
+            name: self._checked(name, tokens)
+            for name, tokens in given.items()
+            if tokens is not None
+        }
+        if len({len(token_BL) for token_BL in arrays.values()}) > 1:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+            raise ValueError(f"got {shapes}; expected equally many rows")
+        config = without_capacity(self.config) if dropless else self.config
+        return _logits(config, self.params, _batch(**arrays))
+
+    def generate(
+        self,
+        inputs: Texts,
+        *,
+        max_length: int | None = None,
+        batch_size: int = 32,
+        dropless: bool = True,
+        with_scores: bool = False,
+        **decoding,
+    ) -> list:
+        """What the model writes to each input, in their order.
+
+        Texts become what training made of them: eos ends an encoder's input where the tasks
+        of training ended it so, and `<extra_id_0>` is sentinel 0 where they had sentinels. A
+        prefix such as `translate English to German: ` stands in the text. Token ids are read
+        as they are, trailing padding apart; a decoder-only model reads the start token first.
+
+        Args:
+            inputs: texts, or lists (or rows of an array) of token ids.
+            max_length: most tokens of an output, the end included: `max_new_tokens`.
+            batch_size: most inputs at once; they are batched by length.
+            dropless: no token is dropped, and an output depends on its input alone. With
+                False experts have the capacity of evaluation, and where one is full, an
+                output depends on the inputs that it is batched with.
+            with_scores: give `Generated`s instead of texts or lists of token ids.
+            decoding: fields of `DecodingConfig`, such as `beam_size=4`; greedy by default.
+
+        Raises:
+            ValueError: an input is empty, too long or has ids that are not the vocabulary's,
+                or the settings contradict each other; nothing has been generated.
+        """
+        if max_length is not None:
+            if "max_new_tokens" in decoding:
+                raise ValueError("max_length and max_new_tokens are the same; give one")
+            decoding["max_new_tokens"] = max_length
+        tokens, is_text = self._read(inputs, "inputs")
+        generator = self.generator(batch_size=batch_size, dropless=dropless, **decoding)
+        results = [None] * len(tokens)
+        for number, (best, *_) in generator([self.prompt(each) for each in tokens]):
+            output = self.vocabulary.decode(best.tokens) if is_text else best.tokens
+            results[number] = Generated(output, best.score, best.is_finished)
+        return results if with_scores else [each.output for each in results]
+
+    def score(
+        self, inputs: Texts | None, targets: Texts, *, batch_size: int = 32, dropless=True
+    ) -> list[Score]:
+        """Log-likelihoods of targets given inputs, in their order.
+
+        Args:
+            inputs: as in `generate`. A decoder-only model may have empty ones, or None for
+                none: targets are then scored from their first token on.
+            targets: texts, each with its end, or token ids, scored as they are.
+            batch_size, dropless: as in `generate`.
+
+        Returns:
+            Natural logarithms, summed over a target's tokens, and how many there are.
+
+        Raises:
+            ValueError: as in `generate`, or there are not equally many of both.
+        """
+        if inputs is None:
+            inputs = [[]] * len(targets)
+        read, _ = self._read(inputs, "inputs")
+        wanted, _ = self._read(targets, "targets")
+        if len(read) != len(wanted):
+            raise ValueError(f"{len(read)} inputs for {len(wanted)} targets; give a pair each")
+        scorer = self.scorer(batch_size=batch_size, dropless=dropless)
+        return [score for _, score in sorted(scorer(list(zip(read, wanted, strict=True))))]
+
+    def generator(self, *, batch_size: int = 32, dropless: bool = True, **decoding):
+        """The `Generator` of prompts; `decoding` are fields of `DecodingConfig`."""
+        bidirectional = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
+        settings = DecodingConfig(**(bidirectional | decoding))
+        model = for_decoding(*self._unrolled, is_dropless=dropless)
+        return Generator(*model, settings, batch_size)
+
+    def scorer(self, *, batch_size: int = 32, dropless: bool = True) -> Scorer:
+        """The `Scorer` of pairs of token lists."""
+        config = without_capacity(self.config) if dropless else self.config
+        return Scorer(
+            config,
+            self.params,
+            is_prompt_bidirectional=self.text_format.is_prompt_bidirectional,
+            batch_size=batch_size,
+        )
+
+    def prompt(self, tokens: list[int]) -> list[int]:
+        """What a generator reads of an input: without an encoder, after the start token."""
+        return tokens if self.config.is_encoder_decoder else [PAD_ID, *tokens]
+
+    @functools.cached_property
+    def _unrolled(self):
+        return unrolled(self.config, self.params)
+
+    def _read(self, texts: Texts, role: Literal["inputs", "targets"]):
+        """Token lists, and whether they were texts."""
+        if isinstance(texts, str):
+            raise ValueError(f"{role} is one text, {texts!r:.40}; give a list, [text]")
+        texts = list(texts)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            may_start = role == "inputs" and not self.config.is_encoder_decoder
+            lists = [_token_list(each, f"{role}[{i}]") for i, each in enumerate(texts)]
+            for i, tokens in enumerate(lists):
+                if may_start and tokens[:1] == [PAD_ID]:
+                    del tokens[0]  # the start token, which `prompt` puts there
+                if PAD_ID in tokens:
+                    raise ValueError(f"{role}[{i}] has padding, id {PAD_ID}, before its end")
+            return lists, False
+        if self.vocabulary is None:
+            raise ValueError(
+                "this model came without a vocabulary, so it cannot read texts; give lists of "
+                "token ids"
+            )
+        encode = getattr(self.text_format, role)
+        return [encode(self.vocabulary, text) for text in texts], True
+
+    def _require_stacks(self, given: dict[str, Any]) -> None:
+        for name, tokens in given.items():
+            is_needed = name == "decoder_tokens" or self.config.is_encoder_decoder
+            if is_needed != (tokens is not None):
+                needs = "encoder_tokens and decoder_tokens; give both"
+                if not self.config.is_encoder_decoder:
+                    needs = "decoder_tokens alone; give one array"
+                raise ValueError(f"architecture={self.config.architecture!r} reads {needs}")
+
+    def _checked(self, name: str, tokens) -> jax.Array:
+        array = np.asarray(tokens)
+        if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"{name} is {array.dtype}{list(array.shape)}; expected whole numbers [B, L]"
+            )
+        V, low, high = self.config.vocab_size, array.min(), array.max()
+        if low < 0 or high >= V:
+            raise ValueError(
+                f"{name} has ids from {low} to {high}, the vocabulary has 0 to {V - 1}"
+            )
+        most = self.config.max_length
+        if self.config.positions == "learned" and array.shape[1] > most:
+            raise ValueError(f"{name} has {array.shape[1]} positions, the model has {most}")
+        return jnp.array(array, jnp.int32)
+
 
 def load(model_dir: str | os.PathLike, step: int | Literal["best"] | None = None) -> Model:
-    """The model in a run folder, on the default device.
+    """The model in a run folder, or the one that `switchx quantize` wrote, on the default
+    device.
 
     Args:
-        step: of the checkpoint; None is the newest complete one, "best" the one with the
+        step: of a run's checkpoint; None is the newest complete one, "best" the one with the
             best validation.
 
     Raises:
-        ValueError: the folder is not a run's, has no complete checkpoint, or its parameters
-            are not those of its configuration (all that differ are named).
+        ValueError: the folder is neither, has no complete checkpoint, or its parameters are
+            not those of its configuration (all that differ are named); a quantized model's
+            files are damaged, missing or of another version (the file is named).
     """
+    if is_artifact(model_dir):
+        return _load_artifact(pathlib.Path(model_dir).expanduser(), step)
     run = RunFolder(model_dir)
     config = read_model_config(run)
+    source = read_config(run).get("source")
     step = choose_step(run, step)
     params = restore_params(run.root, step, target=abstract_params(config))
-    return Model(config, params, load_vocabulary(run.root), step)
+    # Every run that was trained here has a vocabulary; a model from elsewhere may have none.
+    has_vocabulary = source is not None or (run.root / DESCRIPTION_FILE).exists()
+    vocabulary = load_vocabulary(run.root) if has_vocabulary else None
+    text_format = TextFormat.of_training(source, is_encoder_decoder=config.is_encoder_decoder)
+    parts = [
+        (run.checkpoints / str(step) / CHECKPOINT_MANIFEST).read_bytes(),
+        json.dumps(read_config(run)["model"], sort_keys=True).encode(),
+        vocabulary.fingerprint().encode() if vocabulary else b"",
+    ]
+    fingerprint = hashlib.sha256(b"\n".join(parts)).hexdigest()
+    return Model(config, params, vocabulary, step, text_format, fingerprint)
+
+
+def _load_artifact(folder: pathlib.Path, step) -> Model:
+    if step is not None:
+        raise ValueError(f"step={step!r} of {folder}, which is a quantized model and has one")
+    artifact = read_artifact(folder)
+    about = artifact.about
+    return Model(
+        artifact.config,
+        native(artifact.params),
+        load_vocabulary(folder) if (folder / DESCRIPTION_FILE).exists() else None,
+        about["step"],
+        TextFormat(**about["text_format"]),
+        artifact.fingerprint,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _logits(config: ModelConfig, params, batch):
+    return forward(config, params, batch, is_training=False)[0]
+
+
+def _batch(decoder_tokens, encoder_tokens=None) -> dict:
+    """T5X's features of one example a row; id 0 is padding but for the decoder's first."""
+    is_first_L = jnp.arange(decoder_tokens.shape[1]) == 0
+    batch = _features("decoder", decoder_tokens, (decoder_tokens != PAD_ID) | is_first_L[None])
+    batch["decoder_prefix_mask"] = jnp.zeros_like(decoder_tokens)
+    if encoder_tokens is not None:
+        batch |= _features("encoder", encoder_tokens, encoder_tokens != PAD_ID)
+    return batch
+
+
+def _features(stack: str, token_BL, is_token_BL) -> dict:
+    return {
+        f"{stack}_input_tokens": token_BL,
+        f"{stack}_segment_ids": is_token_BL.astype(jnp.int32),
+        f"{stack}_positions": jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape),
+    }
+
+
+def _token_list(tokens, name: str) -> list[int]:
+    """Whole numbers without trailing padding."""
+    try:
+        ids = list(map(operator.index, tokens))
+    except TypeError:
+        raise ValueError(
+            f"{name} is {tokens!r:.40}; expected a list of token ids, or texts alone"
+        ) from None
+    while ids and ids[-1] == PAD_ID:
+        ids.pop()
+    return ids

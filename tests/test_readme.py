@@ -64,6 +64,11 @@ RUNS = {
     f"{TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
     f"{TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" --model_dir=runs/dropless": T5,
     "switchx report --model_dir=runs/pretrain_tiny": (),
+    "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt "
+    "--output=answers.txt --beam_size=4": ("--max_new_tokens=4",),
+    "switchx score --model_dir=runs/pretrain_tiny --input=pairs.tsv": (),
+    "switchx quantize --model_dir=runs/pretrain_tiny --output=runs/tiny_int4 --bits=4 "
+    "--rest=bfloat16": (),
     "switchx vocab --input=my_text --size=8000 --output=vocabularies/mine": ("--size=500",),
     "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
     f"{TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,
@@ -146,6 +151,8 @@ def test_commands_and_snippets_run_in_one_folder(run_cli, session_cache, tmp_pat
     (tmp_path / "my_text").mkdir()
     for page in ROOT.glob("*.md"):
         (tmp_path / "my_text" / f"{page.stem}.txt").write_text(page.read_text(encoding="utf-8"))
+    (tmp_path / "questions.txt").write_text("def <extra_id_0>(self):\n")
+    (tmp_path / "pairs.tsv").write_text("def <extra_id_0>(self):\t<extra_id_0> close\n")
     for command, added in RUNS.items():
         environment, arguments = switchx_of(command)
         result = run_cli(*arguments, *added, env=environment)

@@ -100,6 +100,16 @@ def add_model_dir(parser: CommandParser, help_text: str) -> None:
     )
 
 
+def add_step(parser: CommandParser, help_text: str) -> None:
+    parser.add_argument(
+        "--step",
+        type=_step,
+        metavar="N|best",
+        help=f"{help_text}: after N steps, or the best of those that were evaluated in "
+        "training; default: the newest",
+    )
+
+
 def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Sets `arguments.gin_bindings` from what the parser left over.
 
@@ -138,8 +148,7 @@ def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
     return job
 
 
-def step(text: str) -> int | str:
-    """A checkpoint's step: a number, or `best`."""
+def _step(text: str) -> int | str:
     if text == "best":
         return text
     if not text.isdecimal():

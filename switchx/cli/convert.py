@@ -55,12 +55,7 @@ def add_command(commands) -> None:
         help="with --from: the SentencePiece model that belongs to SRC; default: its "
         "spiece.model",
     )
-    parser.add_argument(
-        "--step",
-        metavar="N|best",
-        type=shared.step,
-        help="with --to: checkpoint to convert; default: the newest",
-    )
+    shared.add_step(parser, "with --to: checkpoint to convert")
 
 
 def run(arguments: argparse.Namespace) -> int:

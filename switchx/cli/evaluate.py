@@ -27,13 +27,7 @@ def add_command(commands) -> None:
     parser = shared.add_command(commands, "eval", run, "evaluate a trained model", DESCRIPTION)
     shared.add_gin_arguments(parser, default="operative_config.gin of the run folder")
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
-    parser.add_argument(
-        "--step",
-        type=shared.step,
-        metavar="N|best",
-        help="checkpoint to evaluate: after N steps, or the best of those that were evaluated "
-        "in training; default: the newest",
-    )
+    shared.add_step(parser, "checkpoint to evaluate")
     parser.add_argument(
         "--json",
         action="store_true",

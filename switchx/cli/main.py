@@ -7,7 +7,20 @@ import sys
 import traceback
 
 # These are quick to import; each imports JAX and what else it needs when it is run.
-from switchx.cli import bench, check, convert, evaluate, log_lines, report, train, tune, vocab
+from switchx.cli import (
+    bench,
+    check,
+    convert,
+    evaluate,
+    generate,
+    log_lines,
+    quantize,
+    report,
+    score,
+    train,
+    tune,
+    vocab,
+)
 from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
 
 DESCRIPTION = """\
@@ -80,7 +93,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser("switchx", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (train, evaluate, report, convert, vocab, bench, tune, check):
+    for module in (
+        train, evaluate, report, generate, score, quantize, convert, vocab, bench, tune, check,
+    ):  # fmt: skip
         module.add_command(commands)
     return parser
 

@@ -16,18 +16,22 @@ ONE_LINE = Column(no_wrap=True)
 
 
 class TerminalReporter:
-    """Shows a training loop to a person: `switchx.training.loop.Reporter`.
+    """Shows work to a person: a training loop (`switchx.training.loop.Reporter`), or lines.
 
     Lines of metrics fit 80 columns. Log records become lines too while it is entered.
     """
 
-    def __init__(self, console: Console | None = None, clock=time.perf_counter):
+    def __init__(
+        self, console: Console | None = None, clock=time.perf_counter, unit: str = "step"
+    ):
         """Shows nothing before it is entered.
 
         Args:
             console: None is standard error.
             clock: seconds, of which only differences matter.
+            unit: of the work, for the bar.
         """
+        self._unit = unit
         self.console = console or Console(stderr=True, highlight=False)
         self._clock = clock
         self._start_s = clock()
@@ -70,9 +74,13 @@ class TerminalReporter:
         self._progress.update(
             self._task,
             completed=step,
-            description=f"step {step}/{self._last_step}",
-            time_left=self._pace.time_left(step, self._last_step),
+            description=f"{self._unit} {step}/{self._last_step}",
+            time_left=self.time_left(step),
         )
+
+    def time_left(self, step: int) -> str:
+        """`0:01:05 left`; nothing while the pace is not known."""
+        return self._pace.time_left(step, self._last_step)
 
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
         loss, rate = metrics["loss"], metrics["tokens_per_s"]

@@ -39,6 +39,7 @@ class SpanCorruption:
 
     reads: ClassVar = ("text",)
     joins_with_eos: ClassVar = False
+    ends_inputs_with_eos: ClassVar = True
     min_tokens: ClassVar = 2
 
     def __post_init__(self):
@@ -90,6 +91,7 @@ class PrefixLM:
 
     reads: ClassVar = ("text",)
     joins_with_eos: ClassVar = True
+    ends_inputs_with_eos: ClassVar = False
     min_tokens: ClassVar = 2
 
     def chunk_length(self, features: Features) -> int:
@@ -124,6 +126,7 @@ class CausalLM:
 
     reads: ClassVar = ("text",)
     joins_with_eos: ClassVar = True
+    ends_inputs_with_eos: ClassVar = False
     min_tokens: ClassVar = 1
 
     def chunk_length(self, features: Features) -> int:
@@ -163,6 +166,7 @@ class InputsToTargets:
     prefix: str = ""
 
     reads: ClassVar = ("inputs", "targets")
+    ends_inputs_with_eos: ClassVar = True
 
     def example(self, record: dict[str, str], vocabulary: Vocabulary) -> Example:
         """Tokenizes a record."""

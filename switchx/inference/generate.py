@@ -54,23 +54,31 @@ def for_decoding(
     """
     config, params = unrolled(config, params)
     switch = config.switch
-    if switch is None:
-        return config, params
-    if switch.has_attention:
+    if switch is not None and switch.has_attention:
         raise ValueError(
             f"SwitchConfig.sublayers={switch.sublayers!r}: experts in self-attention have no "
             "cache; decode a model with sublayers='ffn', or score whole texts"
         )
-    if is_dropless and switch.router.kind != "expert_choice":
-        router = dataclasses.replace(
-            switch.router, overflow="dropless", balance_counts="first_choice"
-        )
-        dispatcher = (
-            "dropless" if switch.dispatcher in ("sort", "einsum") else switch.dispatcher
-        )
-        switch = dataclasses.replace(switch, router=router, dispatcher=dispatcher)
-        config = dataclasses.replace(config, switch=switch)
-    return config, params
+    return without_capacity(config) if is_dropless else config, params
+
+
+def without_capacity(config: ModelConfig) -> ModelConfig:
+    """The same model, where no expert is ever full.
+
+    Experts that choose their tokens (`expert_choice`) have no capacity to do without: there
+    a text's result depends on the others of its group.
+    """
+    switch = config.switch
+    if switch is None or switch.router.kind == "expert_choice":
+        return config
+    router = dataclasses.replace(
+        switch.router, overflow="dropless", balance_counts="first_choice"
+    )
+    dispatcher = switch.dispatcher
+    if dispatcher in ("sort", "einsum") and not switch.has_attention:
+        dispatcher = "dropless"
+    switch = dataclasses.replace(switch, router=router, dispatcher=dispatcher)
+    return dataclasses.replace(config, switch=switch)
 
 
 class Generator:
@@ -91,13 +99,19 @@ class Generator:
         self.decoding, self.batch_size = decoding, batch_size
 
     def __call__(
-        self, inputs: Sequence[Sequence[int]], rooms: Sequence[int] | None = None
+        self,
+        inputs: Sequence[Sequence[int]],
+        rooms: Sequence[int] | None = None,
+        *,
+        first_number: int = 0,
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
         """Yields an input's number and its hypotheses, the best first.
 
         Args:
             inputs: what the encoder reads, or what a decoder-only model goes on from.
             rooms: most new tokens of each, up to `max_new_tokens`; None is that for all.
+            first_number: of the first input, where they are part of more; samples depend on
+                the number.
 
         Raises:
             ValueError: an input is empty, has ids outside of the vocabulary, or is longer
@@ -106,50 +120,47 @@ class Generator:
         """
         most = self.decoding.max_new_tokens
         rooms = [most] * len(inputs) if rooms is None else rooms
-        for number, (tokens, room) in enumerate(zip(inputs, rooms, strict=True)):
-            self._check(number, tokens)
+        for index, (tokens, room) in enumerate(zip(inputs, rooms, strict=True)):
+            if fault := self.fault(tokens):
+                raise ValueError(f"input {first_number + index} {fault}")
             if not 1 <= room <= most:
                 raise ValueError(
-                    f"input {number} has room for {room} new tokens; use 1 to {most}, or a "
-                    "larger max_new_tokens"
+                    f"input {first_number + index} has room for {room} new tokens; use 1 to "
+                    f"{most}, or a larger max_new_tokens"
                 )
-        order = sorted(range(len(inputs)), key=lambda number: -len(inputs[number]))
+        order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
         for first in range(0, len(order), self.batch_size):
-            numbers = order[first : first + self.batch_size]
-            yield from self._decode(numbers, inputs, rooms)
+            indices = order[first : first + self.batch_size]
+            yield from self._decode(
+                [first_number + index for index in indices],
+                [inputs[index] for index in indices],
+                [rooms[index] for index in indices],
+            )
 
-    def _check(self, number: int, tokens: Sequence[int]) -> None:
+    def fault(self, tokens: Sequence[int]) -> str | None:
+        """Why an input cannot be read, to be said after its name; or None."""
         if not len(tokens):
-            raise ValueError(f"input {number} is empty; give at least one token")
-        if len(tokens) > LENGTHS[-1]:
-            raise ValueError(
-                f"input {number} has {len(tokens)} tokens; shorten it to {LENGTHS[-1]} at most"
-            )
-        V, low, high = self.config.vocab_size, min(tokens), max(tokens)
-        if low < 0 or high >= V:
-            wrong = low if low < 0 else high
-            raise ValueError(
-                f"input {number} has token id {wrong}, the vocabulary has 0 to {V - 1}; is it "
-                "this model's vocabulary?"
-            )
-        most = self.config.max_length
+            return "is empty; give at least one token"
+        if wrong := token_fault(self.config, tokens):
+            return wrong
         if self.config.positions == "learned":
             needed = len(tokens) + self.decoding.max_new_tokens
             if self.config.is_encoder_decoder:
                 needed = max(len(tokens), 1 + self.decoding.max_new_tokens)
-            if needed > most:
-                raise ValueError(
-                    f"input {number} needs {needed} positions, the model has {most}; shorten "
-                    "it, or lower max_new_tokens"
+            if needed > self.config.max_length:
+                return (
+                    f"needs {needed} positions, the model has {self.config.max_length}; "
+                    "shorten it, or lower max_new_tokens"
                 )
+        return None
 
     def _decode(
-        self, numbers: list[int], inputs, rooms
+        self, numbers: list[int], inputs, rooms: list[int]
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        B = _rounded_up(len(numbers), BATCHES)
+        B = rounded_up(len(inputs), BATCHES)
         room_B = np.ones(B, np.int32)
-        room_B[: len(numbers)] = [rooms[number] for number in numbers]
-        state = self._prefill(numbers, [inputs[number] for number in numbers], room_B)
+        room_B[: len(rooms)] = rooms
+        state = self._prefill(numbers, inputs, room_B)
         while True:
             smaller = 0
             if self.decoding.pruning == "compact" and B > 1:
@@ -160,7 +171,7 @@ class Generator:
             live = np.flatnonzero(is_live_B)
             if not len(live):
                 return
-            B = _rounded_up(len(live), BATCHES)
+            B = rounded_up(len(live), BATCHES)
             # Some finished row fills up: it stays finished, and has no number any more.
             fill = np.flatnonzero(~is_live_B)[:1].repeat(B - len(live))
             state = take_rows(state, jnp.asarray(np.concatenate([live, fill])))
@@ -169,8 +180,7 @@ class Generator:
             state = dataclasses.replace(state, rows=rows)
 
     def _prefill(self, numbers: list[int], inputs, room_B) -> Decoding:
-        B = len(room_B)
-        length = _rounded_up(max(map(len, inputs)), LENGTHS)
+        B, length = len(room_B), rounded_up(max(map(len, inputs)), LENGTHS)
         is_decoder_only = not self.config.is_encoder_decoder
         token_BM, is_token_BM = _padded(
             inputs, B, length, self.decoding.pad_id, on_the_left=is_decoder_only
@@ -212,7 +222,21 @@ class Generator:
         return Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
 
 
-def _rounded_up(size: int, sizes: tuple[int, ...]) -> int:
+def token_fault(config: ModelConfig, tokens: Sequence[int]) -> str | None:
+    """What is wrong with token ids for any use, to be said after their name; or None."""
+    if len(tokens) > LENGTHS[-1]:
+        return f"has {len(tokens)} tokens; shorten it to {LENGTHS[-1]} at most"
+    V, low, high = config.vocab_size, min(tokens, default=0), max(tokens, default=0)
+    if low < 0 or high >= V:
+        wrong = low if low < 0 else high
+        return (
+            f"has token id {wrong}, the vocabulary has 0 to {V - 1}; is it this model's "
+            "vocabulary?"
+        )
+    return None
+
+
+def rounded_up(size: int, sizes: tuple[int, ...]) -> int:
     """The smallest of the sizes that is enough."""
     return sizes[bisect.bisect_left(sizes, size)]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from switchx.data.data_dir import write_atomically
 from switchx.data.saved_vocabulary import load_vocabulary, save_vocabulary
-from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from switchx.models.config import ModelConfig
+from switchx.models.description import model_from_description
 from switchx.training.job import TrainingJob
 from switchx.training.run_folder import RunFolder
 
@@ -143,32 +144,7 @@ def read_model_config(run: RunFolder) -> ModelConfig:
     Raises:
         ValueError: it is missing, or its fields are not those of a ModelConfig.
     """
-    where, model = str(run.config), read_config(run)["model"]
-    return _from_description(ModelConfig, model, where)
-
-
-# Fields of a model's configuration that are descriptions of their own.
-_NESTED = {"switch": SwitchConfig, "precision": Precision, "router": RouterConfig}
-
-
-def _from_description(cls: type, description: dict[str, Any], where: str):
-    """The `cls` that `describe` gave this description."""
-    values = {name: value for name, value in description.items() if name != "type"}
-    for name, value in values.items():
-        if name in _NESTED and isinstance(value, dict):
-            values[name] = _from_description(_NESTED[name], value, where)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
-    for fault, names in (
-        ("has no", values.keys() - fields.keys()),
-        ("needs", required - values.keys()),
-    ):
-        if names:
-            raise ValueError(
-                f"{where}: {cls.__name__} {fault} {', '.join(sorted(names))}; it was written "
-                "by another version of switchx: read it with that one, or correct the file"
-            )
-    return cls(**values)
+    return model_from_description(read_config(run)["model"], str(run.config))
 
 
 def _flat(value, prefix: str = "") -> dict[str, Any]:

@@ -32,10 +32,12 @@ def my_text(in_a_folder):
     folder.mkdir()
     for path in ROOT.glob("*.md"):
         (folder / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8"))
+    (in_a_folder / "questions.txt").write_text("import <extra_id_0>\n")
+    (in_a_folder / "pairs.tsv").write_text("import <extra_id_0>\t<extra_id_0> jax\n")
 
 
 def test_commands_run(my_text, capsys):
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 13
     steps = 0
     for command in COMMANDS:
         program, name, *options = shlex.split(command)

@@ -12,7 +12,10 @@ from switchx.cli import train
 from switchx.cli.main import main
 from tests.processes import ROOT
 
-COMMANDS = ("train", "eval", "report", "vocab", "bench", "check")
+COMMANDS = (
+    "train", "eval", "report", "generate", "score", "quantize", "vocab", "bench", "tune",
+    "check",
+)  # fmt: skip
 SLOW_IMPORTS = ("jax", "numpy", "flax", "gin", "rich", "tensorflow_datasets")
 
 
@@ -47,7 +50,8 @@ def test_no_command_shows_the_help(capsys):
         (
             ["trian"],
             "switchx: error: there is no 'trian' (did you mean train?); use train, eval, "
-            "report, vocab, bench, tune, check (`switchx --help` explains)\n",
+            "report, generate, score, quantize, vocab, bench, tune, check (`switchx --help` "
+            "explains)\n",
         ),
         (
             ["--verbose"],

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx generate`: what a model writes to each line of a text."""
+
+import argparse
+import dataclasses
+import functools
+import json
+import re
+
+from switchx.cli import arguments as shared
+from switchx.cli import line_commands
+
+DESCRIPTION = """\
+Writes what a model answers to each line of a file or of standard input, in their order:
+
+  switchx generate --model_dir=DIR --input=questions.txt --output=answers.txt --beam_size=4
+  echo "a red house" | switchx generate --model_dir=DIR
+
+A line becomes what training made of a text: eos ends it where the tasks of training did so,
+and <extra_id_0> is sentinel 0 where they had sentinels. A task's prefix, such as "translate
+English to German: ", stands in the line. Line breaks in an output become spaces; --json
+keeps them.
+
+With --output, the same command goes on where a killed one left off, and also when lines were
+added to the input: FILE.progress.json says of which inputs and settings the lines are.
+All lines are read and checked before anything is generated: empty ones, those that are not
+UTF-8, and those that are too long are errors.
+"""
+# Options that are fields of a DecodingConfig.
+DECODING = (
+    "beam_size", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "length_penalty",
+    "pruning",
+)  # fmt: skip
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "generate", run, "let a model write to each line of a text", DESCRIPTION
+    )
+    line_commands.add_arguments(parser, "text file, an input a line")
+    number = functools.partial(parser.add_argument, metavar="N")
+    number("--beam_size", type=int, default=1, help="1 takes the likeliest token, or samples")
+    number("--max_new_tokens", type=int, default=64, help="of an output (default: %(default)s)")
+    number("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    number("--top_k", type=int, help="sample among the N likeliest tokens")
+    number("--top_p", type=float, help="sample among the fewest tokens of probability N")
+    number("--seed", type=int, default=0, help="of samples (default: %(default)s)")
+    number(
+        "--length_penalty",
+        type=float,
+        default=1.0,
+        help="an output of n tokens scores log p / n ** N (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pruning",
+        choices=("none", "experts", "compact"),
+        default="compact",
+        help="of finished outputs: experts leaves them out of the Switch layers, compact also "
+        "makes the batch smaller (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="write a JSON object a line: output, tokens, score, is_finished",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Imported here: help, and options that are not understood, do not wait for it.
+    from switchx.cli.progress import TerminalReporter
+
+    with TerminalReporter(unit="line") as reporter:
+        lines = line_commands.read(arguments, reporter)
+        reporter.note("loading JAX and the model")
+        _generate(arguments, lines, reporter)
+    return 0
+
+
+def _generate(arguments: argparse.Namespace, lines: list[str], reporter) -> None:
+    model = line_commands.load_model(arguments, reporter)
+    generator = model.generator(
+        batch_size=arguments.batch_size,
+        dropless=arguments.capacity == "dropless",
+        **{name: getattr(arguments, name) for name in DECODING},
+    )
+    encode = functools.partial(model.text_format.inputs, model.vocabulary)
+
+    def prompt(line):
+        tokens = model.prompt(line_commands.encoded(arguments, encode, line))
+        if fault := generator.fault(tokens):
+            raise ValueError(fault)
+        return tokens
+
+    def compute(shard, first):
+        for number, (best, *_) in generator(list(map(prompt, shard)), first):
+            yield number, _line(model.vocabulary.decode(best.tokens), best, arguments.json)
+
+    line_commands.check(arguments, lines, prompt)
+    settings = {"command": "generate", "model": model.fingerprint, "json": arguments.json}
+    settings |= dataclasses.asdict(generator.decoding)
+    if arguments.capacity == "dropless":
+        del settings["pruning"]  # the same outputs with it and without
+    line_commands.write(arguments, lines, settings, compute, reporter)
+
+
+def _line(text: str, hypothesis, is_json: bool) -> str:
+    if not is_json:
+        return re.sub(r"[\r\n]+", " ", text)
+    values = {"output": text} | dataclasses.asdict(hypothesis)
+    return json.dumps(values, ensure_ascii=False)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx score`: how likely a model finds each target, given its input."""
+
+import argparse
+import functools
+import json
+
+from switchx.cli import arguments as shared
+from switchx.cli import line_commands
+
+DESCRIPTION = """\
+Scores each line `input<TAB>target` of a file or of standard input: the natural logarithm of
+the target's probability given the input, and the target's tokens, its end included.
+
+  switchx score --model_dir=DIR --input=pairs.tsv
+  switchx score --model_dir=DIR --input=pairs.tsv --output=scores.tsv
+
+It writes `log likelihood<TAB>tokens` a line, in the order of the input, and at the end what
+all of them together have, on standard error. A decoder-only model also scores a line without
+a tab, a text from its beginning. As with `switchx generate`, texts become what training made
+of them, --output goes on where a killed command left it, and wrong lines are errors before
+anything is scored.
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "score", run, "log-likelihoods of texts given others", DESCRIPTION
+    )
+    line_commands.add_arguments(parser, "file of lines `input<TAB>target`")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="write a JSON object a line: log_likelihood, num_tokens",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Imported here: help, and options that are not understood, do not wait for it.
+    from switchx.cli.progress import TerminalReporter
+
+    with TerminalReporter(unit="line") as reporter:
+        lines = line_commands.read(arguments, reporter)
+        reporter.note("loading JAX and the model")
+        _score(arguments, lines, reporter)
+    return 0
+
+
+def _score(arguments: argparse.Namespace, lines: list[str], reporter) -> None:
+    model = line_commands.load_model(arguments, reporter)
+    scorer = model.scorer(
+        batch_size=arguments.batch_size, dropless=arguments.capacity == "dropless"
+    )
+    read_input, read_target = (
+        functools.partial(encode, model.vocabulary)
+        for encode in (model.text_format.inputs, model.text_format.targets)
+    )
+
+    def pair(line):
+        *inputs, target = line.split("\t")
+        if len(inputs) != 1 and (inputs or model.config.is_encoder_decoder):
+            raise ValueError(f"has {len(inputs)} tabs, expected input<TAB>target")
+        try:
+            tokens = [line_commands.encoded(arguments, read_input, text) for text in inputs]
+        except ValueError as error:
+            raise ValueError(f"has an input that {error}") from None
+        try:
+            targets = line_commands.encoded(arguments, read_target, target)
+        except ValueError as error:
+            raise ValueError(f"has a target that {error}") from None
+        both = (tokens[0] if tokens else [], targets)
+        if fault := scorer.fault(both):
+            raise ValueError(fault)
+        return both
+
+    def compute(shard, first):
+        for number, score in scorer(list(map(pair, shard)), first):
+            yield number, _line(score, arguments.json)
+
+    line_commands.check(arguments, lines, pair)
+    settings = {"command": "score", "model": model.fingerprint, "json": arguments.json}
+    written = line_commands.write(arguments, lines, settings, compute, reporter)
+    log_likelihoods, counts = zip(*(_score_of(line) for line in written), strict=True)
+    log_likelihood, num_tokens = sum(log_likelihoods), sum(counts)
+    reporter.note(
+        f"{len(counts):,} lines, {num_tokens:,} target tokens: log-likelihood "
+        f"{log_likelihood:,.4f}, {log_likelihood / num_tokens:.4f} a token"
+    )
+
+
+def _line(score, is_json: bool) -> str:
+    if is_json:
+        values = {"log_likelihood": score.log_likelihood, "num_tokens": score.num_tokens}
+        return json.dumps(values)
+    return f"{score.log_likelihood:.6f}\t{score.num_tokens}"
+
+
+def _score_of(line: str) -> tuple[float, int]:
+    """What `_line` wrote."""
+    if line.startswith("{"):
+        values = json.loads(line)
+        return values["log_likelihood"], values["num_tokens"]
+    log_likelihood, num_tokens = line.split("\t")
+    return float(log_likelihood), int(num_tokens)

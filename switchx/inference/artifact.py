@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized model as a folder: what it is, and that every byte of it is as it was written.
+
+    artifact.json         what the model is, layout versions, size and SHA-256 of every file
+    weights.safetensors   parameters by name; of a QTensor `<name>/values`, `<name>/scales_EFG`
+
+and what the writer adds, such as the vocabulary. Values of 4 bits are packed two in a byte.
+`artifact.json` has a checksum of itself. It is written last into a folder that is then
+renamed, so an artifact is there whole or not at all. The format holds nothing that is run.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from safetensors import SafetensorError
+from safetensors.flax import load_file, save_file
+
+from pallas_kernels import QTensor
+from switchx.inference.quantize import EXPERTS
+from switchx.models.config import ModelConfig
+from switchx.models.description import model_from_description
+from switchx.models.params import abstract_params
+from switchx.tree import map_named, named_leaves, path_name
+
+MANIFEST = "artifact.json"
+WEIGHTS = "weights.safetensors"
+FORMAT = "switchx quantized model"
+FORMAT_VERSION = 1
+
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """What a folder holds.
+
+    Attributes:
+        config: layers unrolled.
+        params: with `QTensor`s, 4-bit values packed.
+        about: what its writer said of it: where it comes from, how it was made.
+        fingerprint: hex; of all that is in it.
+    """
+
+    config: ModelConfig
+    params: dict
+    about: dict[str, Any]
+    fingerprint: str
+
+
+def is_artifact(folder: str | os.PathLike) -> bool:
+    """Whether a folder holds an artifact, or what is left of one."""
+    path = pathlib.Path(folder).expanduser()
+    return (path / MANIFEST).exists() or (path / WEIGHTS).exists()
+
+
+def require_free(folder: str | os.PathLike) -> pathlib.Path:
+    """Where an artifact is to be written: nothing, or an empty folder.
+
+    Raises:
+        ValueError: something is there, or no folder can be made there.
+    """
+    path = pathlib.Path(folder).expanduser().absolute()
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{path} is not empty; give a folder that is not there yet")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; give a folder that is not there yet")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be made: {error}; give another folder") from error
+    return path
+
+
+def write_artifact(
+    folder: str | os.PathLike,
+    config: ModelConfig,
+    params: dict,
+    about: dict[str, Any],
+    add_files: Callable[[pathlib.Path], None] = lambda folder: None,
+) -> int:
+    """Writes a quantized model, whole or not at all.
+
+    Args:
+        config, params: of `quantize_experts`.
+        about: JSON.
+        add_files: called with the folder before it gets its name; writes further files.
+
+    Returns:
+        Bytes of all files.
+
+    Raises:
+        ValueError: see `require_free`.
+    """
+    path = require_free(folder)
+    with _renamed_to(path) as partial:
+        packed = jax.tree.map(_packed, params, is_leaf=_is_quantized)
+        save_file(named_leaves(packed), partial / WEIGHTS)
+        add_files(partial)
+        files = {
+            file.name: [file.stat().st_size, _sha256(file, flush=True)]
+            for file in sorted(partial.iterdir())
+        }
+        content = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "layout_version": QTensor.LAYOUT_VERSION,
+            "model": dataclasses.asdict(config),
+            "quantized": {
+                name: {"bits": leaf.bits, "group_size": leaf.group_size}
+                for name, leaf in _quantized(params).items()
+            },
+            "about": about,
+            "files": files,
+        }
+        text = json.dumps(content | {"sha256": _content_sha256(content)}, indent=1)
+        with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return len(text) + 1 + sum(size for size, _ in files.values())
+
+
+def read_artifact(folder: str | os.PathLike) -> Artifact:
+    """The model in a folder, after every byte of it was compared with its checksums.
+
+    Raises:
+        ValueError: a file is missing, cut short or changed, or the artifact is of another
+            version; names the file.
+    """
+    path = pathlib.Path(folder).expanduser().absolute()
+    content = _read_manifest(path)
+    for name, (size, sha256) in content["files"].items():
+        _check_file(path, name, size, sha256)
+    where = str(path / MANIFEST)
+    try:
+        config = model_from_description(content["model"], where)
+    except TypeError as error:
+        raise ValueError(f"{where} describes no model ({error}); write it again") from error
+    try:
+        arrays = load_file(path / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{path / WEIGHTS} cannot be read ({error})") from error
+    params = _params(path, config, content["quantized"], arrays)
+    return Artifact(config, params, content["about"], content["sha256"])
+
+
+def _read_manifest(path: pathlib.Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    again = "copy the whole folder again, or make it with `switchx quantize`"
+    try:
+        content = json.loads(file.read_bytes())
+        claimed = content.pop("sha256")
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
+        versions = {"format_version": FORMAT_VERSION, "layout_version": QTensor.LAYOUT_VERSION}
+        for name, ours in versions.items():
+            if content[name] != ours:
+                raise ValueError(
+                    f"its {name} is {content[name]!r}, this switchx reads {ours}: quantize "
+                    "the checkpoint again with this version, or read it with the one that "
+                    f"wrote it ({content.get('about', {}).get('versions')})"
+                )
+        if claimed != _content_sha256(content):
+            raise ValueError("it has changed since it was written")
+        if WEIGHTS not in content["files"]:
+            raise ValueError(f"it names no {WEIGHTS}")
+    except FileNotFoundError:
+        raise ValueError(
+            f"{file} is missing: {path} is no artifact, or only a part of one; {again}"
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); {again}") from error
+    return content | {"sha256": claimed}
+
+
+def _check_file(path: pathlib.Path, name: str, size: int, sha256: str) -> None:
+    file = path / name
+    again = "copy it again, or make the artifact with `switchx quantize`"
+    if file.parent != path or name in ("", ".", ".."):
+        raise ValueError(f"{path / MANIFEST} names the file {name!r}, which is not in {path}")
+    if not file.is_file():
+        raise ValueError(f"{file} is missing; {again}")
+    if file.stat().st_size != size:
+        raise ValueError(f"{file} has {file.stat().st_size} bytes, not {size}; {again}")
+    if _sha256(file) != sha256:
+        raise ValueError(f"{file} has changed since it was written; {again}")
+
+
+def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: dict) -> dict:
+    """The parameters of a configuration; all that is missing or does not fit is named."""
+    expected, problems = set(), []
+
+    def read(name, shape=None):
+        expected.add(name)
+        if name not in arrays:
+            problems.append(f"{name} is missing")
+        elif shape is not None and arrays[name].shape != shape:
+            problems.append(f"{name} is {list(arrays[name].shape)}, expected {list(shape)}")
+        return arrays.get(name)
+
+    def leaf_of(name, leaf):
+        if name not in quantized:
+            return read(name, leaf.shape)
+        values, scales = read(f"{name}/values"), read(f"{name}/scales_EFG")
+        if values is None or scales is None:
+            return None
+        q = QTensor(values, scales, **quantized[name])
+        q.check()
+        if EXPERTS not in name or q.shape != leaf.shape:
+            problems.append(f"{name} is {list(q.shape)}, expected {list(leaf.shape)}")
+        return q
+
+    params = map_named(leaf_of, abstract_params(config))
+    problems += [f"{name} is not of this model" for name in arrays.keys() - expected]
+    if problems:
+        raise ValueError(
+            f"{path / WEIGHTS} does not hold the model that {MANIFEST} describes: "
+            + "; ".join(sorted(problems))
+        )
+    return params
+
+
+def _is_quantized(leaf) -> bool:
+    return isinstance(leaf, QTensor)
+
+
+def _quantized(params: dict) -> dict[str, QTensor]:
+    """Those by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_quantized)
+    return {path_name(path): leaf for path, leaf in leaves if _is_quantized(leaf)}
+
+
+def _packed(leaf):
+    return leaf.packed() if _is_quantized(leaf) else leaf
+
+
+@contextlib.contextmanager
+def _renamed_to(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder beside `path` that gets its name at the end, and is removed on an error."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sha256(path: pathlib.Path, *, flush: bool = False) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+        if flush:
+            os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _content_sha256(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How likely texts are: log-likelihoods of targets given inputs, by whole forward passes.
+
+log p(y | x) is the sum over the target's tokens of log p(y_l | x, y_1 .. y_{l-1}), natural
+logarithms. Dims: B L V
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.inference.generate import BATCHES, LENGTHS, rounded_up, token_fault
+from switchx.models.config import ModelConfig
+from switchx.models.params import forward
+
+Pair = tuple[Sequence[int], Sequence[int]]
+START_ID = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Of one target.
+
+    Attributes:
+        log_likelihood: natural logarithm, summed over its tokens.
+        num_tokens: how many, an end that was given included.
+    """
+
+    log_likelihood: float
+    num_tokens: int
+
+
+class Scorer:
+    """`for number, score in scorer(pairs): ...`, the longest first.
+
+    Attributes:
+        config, params: as trained, or unrolled. A target's score depends on the others of its
+            batch exactly where the configuration has a capacity.
+        is_prompt_bidirectional: a decoder-only model's inputs see themselves whole.
+        batch_size: most pairs at once.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: dict,
+        *,
+        is_prompt_bidirectional: bool = False,
+        batch_size: int = 32,
+    ):
+        if not 1 <= batch_size <= BATCHES[-1]:
+            raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
+        self.config, self.params = config, params
+        self.is_prompt_bidirectional = is_prompt_bidirectional
+        self.batch_size = batch_size
+
+    def __call__(self, pairs: Sequence[Pair], first_number: int = 0) -> Iterator:
+        """Yields a pair's number and its `Score`.
+
+        Args:
+            pairs: inputs and targets. A decoder-only model reads the start token, the inputs,
+                which may be empty, and the targets.
+            first_number: of the first pair, where they are part of more.
+
+        Raises:
+            ValueError: what `fault` says of a pair; nothing has been scored.
+        """
+        for index, pair in enumerate(pairs):
+            if fault := self.fault(pair):
+                raise ValueError(f"pair {first_number + index} {fault}")
+        order = sorted(range(len(pairs)), key=lambda index: self._size(pairs[index]))
+        for first in range(0, len(order), self.batch_size):
+            indices = order[first : first + self.batch_size]
+            batch = self._batch([pairs[index] for index in indices])
+            log_likelihood_B = np.asarray(_log_likelihoods(self.config, self.params, batch))
+            for index, value in zip(indices, log_likelihood_B, strict=False):
+                score = Score(float(value), len(pairs[index][1]))
+                yield first_number + index, score
+
+    def fault(self, pair: Pair) -> str | None:
+        """Why a pair cannot be read, to be said after its name; or None."""
+        inputs, targets = pair
+        if self.config.is_encoder_decoder and not len(inputs):
+            return "has no inputs; give at least one token"
+        if not len(targets):
+            return "has no targets; give at least one token"
+        for tokens in pair:
+            if wrong := token_fault(self.config, tokens):
+                return wrong
+        needed, most = -self._size(pair)[0], self.config.max_length
+        if self.config.positions == "learned" and needed > most:
+            return f"needs {needed} positions, the model has {most}; shorten it"
+        return None
+
+    def _size(self, pair: Pair) -> tuple[int, int]:
+        """Negative lengths, so that the longest is the first to be sorted."""
+        lengths = list(map(len, pair))
+        if not self.config.is_encoder_decoder:
+            return -sum(lengths), 0
+        return -max(lengths), -min(lengths)
+
+    def _batch(self, pairs: Sequence[Pair]) -> dict:
+        B = rounded_up(len(pairs), BATCHES)
+        batch, texts = {}, [list(targets) for _, targets in pairs]
+        if self.config.is_encoder_decoder:
+            token_BL, segment_BL, _ = _padded([inputs for inputs, _ in pairs], B)
+            batch = _features("encoder", token_BL, segment_BL)
+        else:
+            texts = [[*inputs, *targets] for inputs, targets in pairs]
+        target_BL, segment_BL, place_BL = _padded(texts, B)
+        read_BL = np.full_like(target_BL, START_ID)
+        read_BL[:, 1:] = target_BL[:, :-1]
+        num_inputs_B1 = np.zeros((B, 1), np.int32)
+        if not self.config.is_encoder_decoder:
+            num_inputs_B1[: len(pairs), 0] = [len(inputs) for inputs, _ in pairs]
+        batch |= _features("decoder", read_BL * segment_BL, segment_BL)
+        # Of the tokens read, shifted by the start token, the last input stands at this place.
+        is_prefix_BL = (place_BL <= num_inputs_B1) & (num_inputs_B1 > 0)
+        batch["decoder_prefix_mask"] = is_prefix_BL * self.is_prompt_bidirectional
+        batch["decoder_target_tokens"] = target_BL
+        batch["decoder_loss_weights"] = segment_BL * (place_BL >= num_inputs_B1)
+        return {name: jnp.array(value, jnp.int32) for name, value in batch.items()}
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _log_likelihoods(config: ModelConfig, params, batch):
+    logits_BLV, _ = forward(config, params, batch, is_training=False)
+    log_prob_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32), axis=-1)
+    target_BL1 = batch["decoder_target_tokens"][..., None]
+    log_prob_BL = jnp.take_along_axis(log_prob_BLV, target_BL1, axis=-1)[..., 0]
+    return jnp.sum(jnp.where(batch["decoder_loss_weights"] > 0, log_prob_BL, 0), axis=1)
+
+
+def _features(stack: str, token_BL, segment_BL) -> dict:
+    position_BL = np.broadcast_to(np.arange(token_BL.shape[1]), token_BL.shape)
+    return {
+        f"{stack}_input_tokens": token_BL,
+        f"{stack}_segment_ids": segment_BL,
+        f"{stack}_positions": position_BL,
+    }
+
+
+def _padded(texts: Sequence[Sequence[int]], B: int):
+    """Tokens, segment ids (1, or 0 for padding) and places, each `[B, L]`."""
+    length = rounded_up(max(map(len, texts)), LENGTHS)
+    token_BL, segment_BL = np.zeros((2, B, length), np.int32)
+    for row, tokens in enumerate(texts):
+        token_BL[row, : len(tokens)], segment_BL[row, : len(tokens)] = tokens, 1
+    return token_BL, segment_BL, np.broadcast_to(np.arange(length), token_BL.shape)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An artifact gives back what was written, or says which file of it is not whole."""
+
+import hashlib
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from pallas_kernels import QTensor
+from switchx import tree
+from switchx.inference import artifact
+from switchx.inference.quantize import quantize_experts
+from tests.data.refusals import refused
+from tests.training.jobs import ENCODER_DECODER, make_params
+
+ABOUT = {"step": 7, "versions": {"jax": "0.0"}}
+
+
+@pytest.fixture(scope="module")
+def quantized():
+    """config, params: int4, the rest bfloat16."""
+    return quantize_experts(
+        ENCODER_DECODER, make_params(ENCODER_DECODER), bits=4, rest="bfloat16"
+    )[:2]
+
+
+@pytest.fixture(scope="module")
+def written(quantized, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("artifact") / "int4"
+    artifact.write_artifact(
+        folder, *quantized, ABOUT, lambda path: (path / "words.txt").write_text("a b")
+    )
+    return folder
+
+
+@pytest.fixture
+def copy(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "copy")
+
+
+def test_everything_comes_back(quantized, written):
+    config, params = quantized
+    got = artifact.read_artifact(written)
+    assert (got.config, got.about) == (config, ABOUT)
+    assert jax.tree.structure(got.params) == jax.tree.structure(params)
+    leaves = tree.named_leaves(params)
+    for name, leaf in tree.named_leaves(got.params).items():
+        assert leaf.dtype == leaves[name].dtype
+        np.testing.assert_array_equal(leaf, leaves[name], err_msg=name)
+    dtypes = {str(leaf.dtype) for leaf in leaves.values()}
+    assert dtypes == {"uint8", "bfloat16", "float32"}
+
+
+def test_any_reader_of_safetensors_and_sha256_can_check_it(quantized, written):
+    names = {path.name for path in written.iterdir()}
+    assert names == {"artifact.json", "weights.safetensors", "words.txt"}
+    arrays = safetensors.numpy.load_file(written / "weights.safetensors")
+    matrix = "encoder/blocks/layer_1/ffn/experts/w_in_EDF"
+    D, F = ENCODER_DECODER.d_model, ENCODER_DECODER.d_ff
+    assert arrays[f"{matrix}/values"].shape == (8, F, D // 2)
+    assert arrays[f"{matrix}/scales_EFG"].shape == (8, F, 1)
+    content = json.loads((written / "artifact.json").read_text())
+    assert content["quantized"][matrix] == {"bits": 4, "group_size": None}
+    assert content["layout_version"] == QTensor.LAYOUT_VERSION
+    for name, (size, sha256) in content["files"].items():
+        data = (written / name).read_bytes()
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (size, sha256)
+
+
+def test_it_may_be_moved_and_is_another_one_by_its_fingerprint(quantized, copy, tmp_path):
+    moved = artifact.read_artifact(copy)
+    artifact.write_artifact(tmp_path / "other", *quantized, ABOUT | {"step": 8})
+    other = artifact.read_artifact(tmp_path / "other")
+    assert moved.fingerprint != other.fingerprint
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def cut(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "words.txt"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (flip, "has changed since it was written; copy it again, or make"),
+        (cut, "has <any> bytes, not <any>; copy it again, or make"),
+        (lambda path: path.unlink(), "is missing; copy it again, or make"),
+    ],
+)
+def test_a_damaged_file_is_named(copy, name, damage, said):
+    damage(copy / name)
+    assert artifact.is_artifact(copy)
+    with refused(f"{copy / name} {said}<any>"):
+        artifact.read_artifact(copy)
+
+
+def rewrite(folder, **changes):
+    """A manifest with other values and the right checksum."""
+    file = folder / artifact.MANIFEST
+    content = json.loads(file.read_text()) | changes
+    content.pop("sha256")
+    file.write_text(json.dumps(content | {"sha256": artifact._content_sha256(content)}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, "cannot be read (<any>); copy the whole folder again<any>"),
+        (lambda path: path.unlink(), "is missing: <any> is no artifact, or only a part<any>"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"step": 7', '"step": 9')),
+            "cannot be read (it has changed since it was written); copy the whole<any>",
+        ),
+        (lambda path: path.write_text("[1]"), "cannot be read (<any>); copy the whole<any>"),
+        (
+            lambda path: rewrite(path.parent, layout_version=2),
+            "cannot be read (its layout_version is 2, this switchx reads 1: quantize the "
+            "checkpoint again with this version, or read it with the one that wrote it "
+            "({'jax': '0.0'})); <any>",
+        ),
+        (
+            lambda path: rewrite(path.parent, format_version="x"),
+            "cannot be read (its format_version is 'x', this switchx reads 1<any>",
+        ),
+    ],
+)
+def test_a_damaged_or_newer_manifest_is_named(copy, damage, said):
+    damage(copy / artifact.MANIFEST)
+    with refused(f"{copy / artifact.MANIFEST} {said}"):
+        artifact.read_artifact(copy)
+
+
+@pytest.mark.parametrize("name", ["../words.txt", "/etc/hostname", "a/../../b"])
+def test_files_outside_of_the_folder_are_not_read(copy, name):
+    files = json.loads((copy / artifact.MANIFEST).read_text())["files"]
+    rewrite(copy, files=files | {name: [1, "0"]})
+    with refused(f"<any>names the file '{name}', which is not in {copy}"):
+        artifact.read_artifact(copy)
+
+
+def test_weights_of_another_model_are_all_named(copy):
+    model = json.loads((copy / artifact.MANIFEST).read_text())["model"]
+    rewrite(copy, model=model | {"d_ff": 32, "tie_embeddings": False})
+    with refused(
+        f"{copy / 'weights.safetensors'} does not hold the model that artifact.json describes: "
+        "<any>decoder/blocks/layer_0/ffn/w_in_DF is [16, 24], expected [16, 32]<any>"
+        "experts/w_out_EFD is [8, 24, 16], expected [8, 32, 16]<any>"
+        "embedding/w_logits_DV is missing<any>"
+    ):
+        artifact.read_artifact(copy)
+
+
+def test_nothing_is_left_of_an_artifact_that_could_not_be_written(quantized, tmp_path):
+    def fail(folder):
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        artifact.write_artifact(tmp_path / "a", *quantized, ABOUT, fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(quantized, copy, tmp_path):
+    with refused(f"{copy} is not empty; give a folder that is not there yet"):
+        artifact.write_artifact(copy, *quantized, ABOUT)
+    with refused(f"{copy / 'words.txt'} is a file; give a folder that is not there yet"):
+        artifact.require_free(copy / "words.txt")
+    with refused("<any>words.txt/a cannot be made: <any>; give another folder"):
+        artifact.require_free(copy / "words.txt" / "a")
+    (tmp_path / "empty").mkdir()
+    artifact.write_artifact(tmp_path / "empty", *quantized, ABOUT)
+    assert artifact.read_artifact(tmp_path / "empty").about == ABOUT
+
+
+def test_a_folder_without_either_file_is_no_artifact(tmp_path):
+    assert not artifact.is_artifact(tmp_path)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of docs/inference.md run, in their order, in one folder."""
+
+import dataclasses
+import re
+import shlex
+
+from switchx.cli.main import main
+from switchx.data.objectives import SpanCorruption
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.models.config import ModelConfig, SwitchConfig
+from tests.processes import ROOT
+from tests.training.jobs import TASK
+from tests.training.saved_runs import save_run
+
+PAGE = (ROOT / "docs/inference.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1))
+
+
+def test_blocks_run(in_a_folder, capsys):
+    task = dataclasses.replace(TASK, objective=SpanCorruption())
+    save_run(in_a_folder / "runs/tiny", MODEL, source=task)
+    (in_a_folder / "questions.txt").write_text("import <extra_id_0>\ndef f():\n")
+    (in_a_folder / "pairs.tsv").write_text("import <extra_id_0>\t<extra_id_0> jax\n")
+    names = {}
+    for language, block in BLOCKS:
+        if language == "python":
+            exec(compile(block, "inference.md", "exec"), names)
+            assert capsys.readouterr().out
+            continue
+        for command in block.splitlines():
+            program, *words = shlex.split(command)
+            assert program == "switchx"
+            assert main(words) == 0, capsys.readouterr().err
+    files = {path.name for path in in_a_folder.iterdir()}
+    assert {"answers.txt", "answers.txt.progress.json", "samples.jsonl"} <= files
+    assert len((in_a_folder / "answers.txt").read_text().splitlines()) == 2
+    artifact = {path.name for path in (in_a_folder / "runs/tiny_int4").iterdir()}
+    assert artifact == {"artifact.json", "weights.safetensors", "vocabulary.json"}
+
+
+def test_settings_of_decoding_are_named():
+    ids = {"eos_id", "pad_id", "start_id", "is_prompt_bidirectional"}
+    names = {field.name for field in dataclasses.fields(DecodingConfig)} - ids
+    assert [name for name in names if f"`{name}`" not in PAGE] == []
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-likelihoods are those of one forward pass a pair, whatever it is batched with."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
+from switchx.inference.generate import without_capacity
+from switchx.inference.score import Scorer
+from switchx.models.params import forward
+from tests.training.jobs import ENCODER_DECODER, SPARSE, make_params
+
+PAIRS = [([5, 6, 7], [8, 9, 1]), ([300], [4]), ([9, 8], [7, 6, 5, 4, 1]), ([3, 3], [3])]
+
+
+def scores_of(config, pairs=PAIRS, **settings):
+    scorer = Scorer(without_capacity(config), make_params(config), **settings)
+    return [score for _, score in sorted(scorer(pairs))]
+
+
+def log_likelihood(config, pair) -> float:
+    """As training lays the pair out: `data/features.py` in rows of 8."""
+    features = EncoderDecoderFeatures(8, 8) if config.is_encoder_decoder else None
+    features = features or DecoderOnlyFeatures(8)
+    batch = features.batch([[Example(*map(np.array, pair))]])
+    logits_BLV, _ = forward(
+        without_capacity(config), make_params(config), batch, is_training=False
+    )
+    log_prob_LV = np.asarray(jax.nn.log_softmax(logits_BLV[0]))
+    target_L = batch["decoder_target_tokens"][0]
+    log_prob_L = log_prob_LV[np.arange(8), target_L]
+    return float(np.sum(log_prob_L * batch["decoder_loss_weights"][0]))
+
+
+@pytest.mark.parametrize("config", [ENCODER_DECODER, SPARSE], ids=["t5", "decoder"])
+def test_scores_are_those_of_training_whatever_the_batch(config):
+    want = [log_likelihood(config, pair) for pair in PAIRS]
+    # Features of a decoder-only model show the inputs whole.
+    for settings in ({}, {"batch_size": 1}):
+        got = scores_of(config, is_prompt_bidirectional=True, **settings)
+        np.testing.assert_allclose([each.log_likelihood for each in got], want, rtol=1e-5)
+        assert [each.num_tokens for each in got] == [3, 1, 5, 1]
+
+
+def test_a_causal_prompt_gives_other_scores():
+    causal = scores_of(SPARSE)
+    whole = scores_of(SPARSE, is_prompt_bidirectional=True)
+    assert abs(causal[0].log_likelihood - whole[0].log_likelihood) > 1e-3
+
+
+def test_numbers_go_on():
+    scorer = Scorer(without_capacity(ENCODER_DECODER), make_params(ENCODER_DECODER))
+    assert sorted(number for number, _ in scorer(PAIRS, first_number=10)) == [10, 11, 12, 13]
+
+
+LEARNED = dataclasses.replace(SPARSE, positions="learned", max_length=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "pair", "said"),
+    [
+        (ENCODER_DECODER, ([], [3]), "pair 1 has no inputs"),
+        (SPARSE, ([3], []), "pair 1 has no targets"),
+        (SPARSE, ([384], [3]), "pair 1 has token id 384, the vocabulary has 0 to 383"),
+        (LEARNED, ([3, 3], [3, 3, 3]), "pair 1 needs 5 positions, the model has 4"),
+    ],
+)
+def test_bad_pairs_are_refused_before_anything_runs(config, pair, said):
+    with pytest.raises(ValueError, match=said):
+        list(Scorer(config, {})([([3], [3]), pair]))
+
+
+def test_batches_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="batch_size=0; use 1 to"):
+        Scorer(SPARSE, {}, batch_size=0)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run folders of random models, for what reads one."""
+
+import pathlib
+
+from switchx.models.config import ModelConfig
+from switchx.training.checkpoints import Checkpointer
+from switchx.training.retention import Retention
+from switchx.training.run_config import write_run_config
+from switchx.training.run_folder import RunFolder
+from switchx.training.state import init_state
+from tests.training.jobs import make_job, make_params
+
+
+def save_run(path, model: ModelConfig, **changes) -> pathlib.Path:
+    """A run with checkpoints 5, the best, and 9, whose parameters are of these seeds.
+
+    Args:
+        changes: to the job.
+    """
+    folder, job = RunFolder(path).create(), make_job(model, **changes)
+    write_run_config(folder, job)
+    optimizer = job.optimizer.build(job.schedule)
+    with Checkpointer(folder, Retention()) as checkpointer:
+        for step, score in ((5, -1.0), (9, -2.0)):
+            params = make_params(model, seed=step)
+            state = init_state(model, optimizer, seed=0, params=params)
+            checkpointer.save(step, state, metrics={"neg_log_perplexity": score})
+    return folder.root
