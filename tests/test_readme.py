@@ -73,6 +73,9 @@ RUNS = {
 TESTED_ELSEWHERE = {
     "switchx bench train --json": "tests/cli/test_bench.py::test_train_prints_one_json_object",
     "switchx bench moe --json": "tests/cli/test_bench.py::test_moe_prints_one_json_object",
+    "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (
+        "tests/interop/test_docs.py::test_every_block_runs"
+    ),
     "switchx check equivalence --json": "tests/cli/test_check.py::test_report_and_exit_status",
 }
 
