@@ -47,7 +47,7 @@ def test_no_command_shows_the_help(capsys):
         (
             ["trian"],
             "switchx: error: there is no 'trian' (did you mean train?); use train, eval, "
-            "report, vocab, bench, tune, check (`switchx --help` explains)\n",
+            "report, convert, vocab, bench, tune, check (`switchx --help` explains)\n",
         ),
         (
             ["--verbose"],
