@@ -45,9 +45,10 @@ def add_command(commands) -> None:
     parser.add_argument("dst", metavar="DST", help="folder to make")
     parser.add_argument(
         "--overflow",
-        choices=["drop", "dropless"],
+        choices=["drop", "dropless", "identity"],
         help="with --from=huggingface: what becomes of a token whose expert is full. drop: "
-        "transformers 4.52 to 4.57, and from 5.19 on (default); dropless: 5.0 to 5.17",
+        "transformers 4.52 to 4.57, and from 5.19 on (default); dropless: 5.0 to 5.17; "
+        "identity: to 4.51",
     )
     parser.add_argument(
         "--vocabulary",
@@ -160,6 +161,16 @@ def _sentencepiece(file, vocab_size: int):
     return vocabulary
 
 
+def _reads_as_t5(vocabulary) -> bool:
+    """Whether T5's tokenizer can do what this SentencePiece model does.
+
+    It takes a space before the first word for granted, and has no pieces for single bytes.
+    """
+    pieces = map(vocabulary.piece, range(vocabulary.num_pieces))
+    has_space = vocabulary.encode("a") == vocabulary.encode(" a")
+    return has_space and not any(piece.kind == "byte" for piece in pieces)
+
+
 def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.data.saved_vocabulary import load_vocabulary
     from switchx.data.tokenizers import SentencePieceVocabulary
@@ -184,6 +195,11 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     file, num_sentinels = None, vocabulary.num_sentinels
     if isinstance(vocabulary, SentencePieceVocabulary):
         file = pathlib.Path(vocabulary.path)
+        if not _reads_as_t5(vocabulary):
+            reporter.note(
+                "transformers' T5Tokenizer gives other ids for this vocabulary: it puts a "
+                "space before a text and knows no bytes; tokenize with SentencePiece or switchx"
+            )
     else:
         reporter.note(
             f"{source.root} has no SentencePiece model: {arguments.dst} has no tokenizer"

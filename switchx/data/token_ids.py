@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from switchx.data.tokenizers import EOS_ID, PAD_ID, UNK_ID, Piece, require_sentinel
 
-_NUMBER = re.compile(r"\d{1,10}")
+_NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,13 +55,14 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
     Args:
         overflow: of Switch layers, what becomes of a token whose expert is full. `drop`: the
             residual connection alone, as in transformers 4.52 to 4.57 and from 5.19 on;
-            `dropless`: nothing is ever full, as in 5.0 to 5.17.
+            `dropless`: nothing is ever full, as in 5.0 to 5.17; `identity`: its normed input
+            times its probability, as up to 4.51.
 
     Raises:
         ValueError: a file is missing, damaged or a pickle; the configuration is none that we
             have; tensors are missing, unexpected or of another shape (all are named).
     """
-    require_choice("overflow", overflow, ("drop", "dropless"))
+    require_choice("overflow", overflow, ("drop", "dropless", "identity"))
     folder = pathlib.Path(folder).expanduser()
     require(
         folder.is_dir(),

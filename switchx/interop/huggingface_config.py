@@ -99,7 +99,7 @@ def read_config(
 
     Args:
         overflow: of Switch layers, what becomes of a token whose expert is full: `drop` or
-            `dropless`, see docs/checkpoints_of_others.md.
+            another of `RouterConfig.overflow`, see docs/checkpoints_of_others.md.
 
     Raises:
         ValueError: a value is wrong, or nothing of ours can do what it asks for.

@@ -71,6 +71,11 @@ def _describe_switch(
             f"{switch.group_size} tokens: the export drops nothing. Set expert_capacity in its "
             "config.json for a limit"
         )
+    if switch.router.overflow == "identity":
+        notes.append(
+            "a token whose expert is full keeps its input here, as in transformers up to 4.51; "
+            "later releases drop it"
+        )
     blocks = _sparse_blocks(config)
     return {
         "architectures": ["SwitchTransformersForConditionalGeneration"],

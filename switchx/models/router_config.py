@@ -10,7 +10,7 @@ KINDS = ("top_k", "expert_choice", "hash")
 GATES = ("softmax", "normalized")
 PRIORITIES = ("position", "gate")
 EXPLORATIONS = ("none", "jitter", "sample", "dropout")
-OVERFLOWS = ("drop", "reroute", "dropless")
+OVERFLOWS = ("drop", "reroute", "dropless", "identity")
 BALANCE_COUNTS = ("first_choice", "all_rounds")
 SCOPES = ("group", "batch")
 PADDING = ("ignored", "counted")
@@ -51,7 +51,8 @@ class RouterConfig:
         overflow: where an expert is full. `drop` leaves the token to the residual
             connection; `reroute` sends it to its next expert that has a slot
             (No-Token-Left-Behind, Switch, appendix B); `dropless` gives every expert as many
-            slots as the group has tokens.
+            slots as the group has tokens; `identity` adds the layer's input times the gate,
+            as transformers did up to 4.51.
         max_rounds: of `reroute`: experts that a token tries, the first one included.
         balance_counts: of `reroute`: choices that the balance loss counts: each token's
             `first_choice`, as without rerouting, or `all_rounds`, each token's `max_rounds`
@@ -73,7 +74,7 @@ class RouterConfig:
     jitter: float = 0.01
     temperature: float = 1.0
     input_dropout_rate: float = 0.1
-    overflow: Literal["drop", "reroute", "dropless"] = "drop"
+    overflow: Literal["drop", "reroute", "dropless", "identity"] = "drop"
     max_rounds: int = 4
     balance_counts: Literal["first_choice", "all_rounds"] = "first_choice"
     balance_scope: Literal["group", "batch"] = "group"

@@ -141,6 +141,12 @@ class SwitchConfig:
             "experts in attention are dispatched by sort or einsum; use one of them, or "
             "sublayers='ffn'",
         )
+        require(
+            self.router.overflow != "identity" or self.sublayers == "ffn",
+            f"RouterConfig.overflow='identity' with sublayers={self.sublayers!r}: only a "
+            "feed-forward expert has an output like its input; use sublayers='ffn', or "
+            "overflow='drop'",
+        )
         tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
         for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
             require(

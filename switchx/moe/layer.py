@@ -7,12 +7,14 @@ Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. Dims: B L D G T E
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from switchx.layers.dropout import split_key
 from switchx.layers.ffn import DenseFFN
 from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
 from switchx.moe.groups import out_of_groups
+from switchx.moe.plan import RoutingPlan
 from switchx.moe.routed_layer import RoutedLayer
 from switchx.partitioning.constrain import constrain
 
@@ -49,8 +51,18 @@ class SwitchFFN(RoutedLayer):
 
         dispatch = choose_dispatcher(switch, routed.plan, is_training=is_training)
         y_GTD = dispatch(routed.x_GTD, routed.plan, self.experts.weights(key=key_dropout))
+        if switch.router.overflow == "identity":
+            y_GTD = y_GTD + dropped_gates(routed.plan)[..., None].astype(y_GTD.dtype) * (
+                routed.x_GTD
+            )
         y_GTD = constrain(y_GTD, "GTD")
         y_BLD = out_of_groups(y_GTD, B, L)
         if switch.shared_d_ff is not None:
             y_BLD = y_BLD + self.shared_expert(x_BLD, key=key_shared)
         return y_BLD, self.measure(routed, B, L)
+
+
+def dropped_gates(plan: RoutingPlan):
+    """Sum of the gates of each token's choices that got no slot, `[G, T]`."""
+    is_dropped_GTS = plan.is_routed_GTS & ~plan.is_kept_GTS
+    return jnp.sum(jnp.where(is_dropped_GTS, plan.gate_GTS, 0.0), axis=-1)

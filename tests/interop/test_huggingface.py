@@ -59,11 +59,12 @@ def test_logits_of_the_table_without_the_division_are_a_matrix_that_equals_it(tm
     )
 
 
-def test_a_dropless_reading(tmp_path):
+def test_what_becomes_of_tokens_without_a_slot(tmp_path):
     folder, _ = huggingface_folder(tmp_path, SWITCH)
-    config = read_checkpoint(folder, overflow="dropless").config
-    assert config.switch.router.overflow == "dropless"
-    with refused("overflow='keep' is unknown; use one of drop, dropless"):
+    for overflow in ("dropless", "identity"):
+        config = read_checkpoint(folder, overflow=overflow).config
+        assert config.switch.router.overflow == overflow
+    with refused("overflow='keep' is unknown; use one of drop, dropless, identity"):
         read_checkpoint(folder, overflow="keep")
 
 

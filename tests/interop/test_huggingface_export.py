@@ -44,6 +44,13 @@ def test_a_capacity_by_factor_is_none_there_and_said_so():
     )
     assert describe(dropless)[0]["expert_capacity"] == 2**31 - 1
     assert describe(dropless)[1] == []
+    kept = dataclasses.replace(SWITCH.switch, router=RouterConfig(overflow="identity"))
+    values, (note,) = describe(dataclasses.replace(SWITCH, switch=kept))
+    assert values["expert_capacity"] == 3
+    assert note == (
+        "a token whose expert is full keeps its input here, as in transformers up to 4.51; "
+        "later releases drop it"
+    )
 
 
 def test_a_model_that_transformers_has_not_with_all_reasons():

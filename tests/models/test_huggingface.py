@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """T5 and GPT-2 of Hugging Face's transformers with the same weights: logits and gradients.
 
-Weights are random, the mapping of their names is written out here: `ours -> theirs`.
+Weights are random. Names of T5 are those of `switchx convert`; GPT-2's are written out here:
+`ours -> theirs`.
 """
 
 import dataclasses
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.interop.names import tensor_names
+from switchx.interop.tensors import from_torch
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from tests.models.batches import segments
@@ -78,36 +81,10 @@ def build_t5(config):
 
 def t5_names(config) -> dict:
     """Our parameter -> (their tensor, how to turn it into ours)."""
-    to_heads = lambda w: w.T.reshape(D, H, K)  # noqa: E731 - theirs is [H K, D]
-    from_heads = lambda w: w.T.reshape(H, K, D)  # noqa: E731
-    same, turned = (lambda w: w), (lambda w: w.T)
-    names = {"embedding/embedding_VD": ("shared.weight", same)}
-    if not config.tie_embeddings:
-        names["embedding/w_logits_DV"] = ("lm_head.weight", turned)
-    for stack in ("encoder", "decoder"):
-        table = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        names[f"{stack}/relative_bias/bias_UH"] = (f"{stack}.{table}", same)
-        names[f"{stack}/norm/scale_D"] = (f"{stack}.final_layer_norm.weight", same)
-        attentions = [("self_attention", "SelfAttention")]
-        attentions += [("cross_attention", "EncDecAttention")] * (stack == "decoder")
-        for i in range(N):
-            ours, theirs = f"{stack}/blocks/layer_{i}", f"{stack}.block.{i}.layer"
-            for j, (our, their) in enumerate(attentions):
-                norm = f"{theirs}.{j}.layer_norm.weight"
-                names[f"{ours}/{our}_norm/scale_D"] = (norm, same)
-                for part, letter in [("query", "q"), ("key", "k"), ("value", "v")]:
-                    weight = f"{theirs}.{j}.{their}.{letter}.weight"
-                    names[f"{ours}/{our}/w_{part}_DHK"] = (weight, to_heads)
-                weight = f"{theirs}.{j}.{their}.o.weight"
-                names[f"{ours}/{our}/w_out_HKD"] = (weight, from_heads)
-            ffn = f"{theirs}.{len(attentions)}"
-            names[f"{ours}/ffn_norm/scale_D"] = (f"{ffn}.layer_norm.weight", same)
-            first = "wi_0" if config.is_gated else "wi"
-            names[f"{ours}/ffn/w_in_DF"] = (f"{ffn}.DenseReluDense.{first}.weight", turned)
-            if config.is_gated:
-                names[f"{ours}/ffn/w_gate_DF"] = (f"{ffn}.DenseReluDense.wi_1.weight", turned)
-            names[f"{ours}/ffn/w_out_FD"] = (f"{ffn}.DenseReluDense.wo.weight", turned)
-    return names
+    return {
+        ours: (theirs, lambda w, ours=ours: from_torch(ours, config, [w]))
+        for ours, (theirs,) in tensor_names(config, "t5").items()
+    }
 
 
 def gpt2_names() -> dict:

@@ -32,7 +32,10 @@ def test_what_a_router_owns():
             {"exploration": "x"},
             "exploration='x' is unknown; use one of none, jitter, sample, dropout",
         ),
-        ({"overflow": "x"}, "overflow='x' is unknown; use one of drop, reroute, dropless"),
+        (
+            {"overflow": "x"},
+            "overflow='x' is unknown; use one of drop, reroute, dropless, identity",
+        ),
         (
             {"balance_counts": "x"},
             "balance_counts='x' is unknown; use one of first_choice, all_rounds",

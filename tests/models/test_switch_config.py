@@ -83,6 +83,14 @@ def test_layers_that_cannot_be_are_refused(changes, message):
         dataclasses.replace(NAMED, **changes)
 
 
+def test_an_identity_is_for_experts_that_are_ffns():
+    with refused(
+        "RouterConfig.overflow='identity' with sublayers='both': only a feed-forward expert "
+        "has an output like its input; use sublayers='ffn', or overflow='drop'"
+    ):
+        SwitchConfig(2, sublayers="both", router=RouterConfig(overflow="identity"))
+
+
 def test_blocks_that_the_model_has_not():
     with refused(
         "SwitchConfig.encoder_layers=(1, 5) with num_encoder_layers=4; use numbers below 4"

@@ -223,3 +223,29 @@ def test_a_shared_expert_changes_no_other_weight():
     alone, layer = make(), make(shared_d_ff=7)
     np.testing.assert_array_equal(alone.w_router_DE[...], layer.w_router_DE[...])
     np.testing.assert_array_equal(alone.experts.w_in_EDF[...], layer.experts.w_in_EDF[...])
+
+
+@pytest.mark.parametrize("dispatcher", ["sort", "dropless"])
+def test_a_token_without_a_slot_may_keep_its_input(dispatcher):
+    """As transformers 4.30 has it: hidden states are cloned, those with a slot replaced by
+    their expert's output, and all multiplied by the router's probability."""
+    router = RouterConfig(overflow="identity", padding="counted")
+    w, capacity = weights(), 3
+    layer = with_weights(make(dispatcher, expert_capacity=capacity, router=router), w)
+    x_BLD, is_token_BL = inputs()
+    y_BLD, stats = layer(x_BLD, is_token_BL, is_training=False)
+    prob_BLE = softmax(x_BLD @ w["w_router_DE"])
+    want_BLD, num_dropped = x_BLD.copy(), 0
+    for b in range(B):
+        used = [0] * E
+        for t in range(L):
+            e = prob_BLE[b, t].argmax()
+            used[e] += 1
+            if used[e] <= capacity:
+                hidden = np.maximum(x_BLD[b, t] @ w["w_in_EDF"][e], 0)
+                want_BLD[b, t] = hidden @ w["w_out_EFD"][e]
+            else:
+                num_dropped += 1
+    want_BLD *= prob_BLE.max(axis=-1, keepdims=True)
+    assert num_dropped > 10 and stats.dropped == num_dropped
+    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)

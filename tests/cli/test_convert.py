@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx convert`: from transformers and T5X, back, and on to fine-tuning."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+import switchx
+from switchx.cli.main import main
+from switchx.data.token_ids import TokenIdVocabulary
+from switchx.data.vocabulary_training import train_sentencepiece
+from tests.data.words import sentences
+from tests.interop.folders import SWITCH, T5, assert_same_params, huggingface_folder
+from tests.interop.t5x_files import by_layers, write_t5x
+from tests.training.jobs import make_params
+
+ROWS = 512
+
+
+@pytest.fixture(scope="module")
+def spiece(tmp_path_factory):
+    """A SentencePiece model of 400 pieces."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    (folder / "text.txt").write_text("".join(sentences(400)))
+    train_sentencepiece([str(folder / "text.txt")], 400, str(folder))
+    return folder / "vocabulary.model"
+
+
+def convert(*options):
+    return main(["convert", *map(str, options)])
+
+
+def error_of(capsys, *options) -> str:
+    assert convert(*options) == 2
+    return capsys.readouterr().err
+
+
+def test_from_huggingface_and_back(in_a_folder, capsys):
+    _, params = huggingface_folder(in_a_folder / "theirs", SWITCH)
+    assert convert("--from=huggingface", "theirs", "ours") == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("ours: 1") and "open it with switchx.load" in output.out
+    assert "no vocabulary: texts of this model are token ids such as '12 5 7'" in output.err
+    model = switchx.load("ours")
+    assert model.config == SWITCH
+    assert model.vocabulary == TokenIdVocabulary(SWITCH.vocab_size)
+    assert_same_params(model.params, params)
+    assert json.loads((in_a_folder / "ours/config.json").read_text())["origin"] == (
+        "huggingface: theirs"
+    )
+
+    assert convert("--to=huggingface", "ours", "back") == 0
+    assert "ours has no SentencePiece model: back has no tokenizer" in capsys.readouterr().err
+    for name in ("model.safetensors", "config.json"):
+        assert (in_a_folder / "back" / name).read_bytes() == (
+            in_a_folder / "theirs" / name
+        ).read_bytes()
+
+
+def test_fine_tuning_starts_from_a_converted_model(in_a_folder, capsys, spiece):
+    config = dataclasses.replace(SWITCH, vocab_size=ROWS)
+    folder, params = huggingface_folder(in_a_folder / "theirs", config)
+    shutil.copy(spiece, folder / "spiece.model")
+    assert convert("--from=huggingface", "theirs", "ours") == 0
+    vocabulary = switchx.load("ours").vocabulary
+    assert (vocabulary.size, vocabulary.num_sentinels) == (ROWS, 100)
+    pairs = [{"inputs": text, "targets": text} for text in sentences(20)]
+    (in_a_folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    options = [
+        "--gin_file=configs/runs/finetune.gin",
+        "--gin_file=configs/tasks/pairs.gin",
+        "--gin_file=ours/model.gin",
+        "--gin.FILES=pairs.jsonl",
+        "--gin.INIT_FROM=ours",
+    ]
+    brief = ["INPUTS_LENGTH=16", "TARGETS_LENGTH=16", "BATCH_SIZE=8", "EVAL_EVERY=1"]
+    brief += ["TrainingJob.eval_batches=1"]
+    options += [f"--gin.{each}" for each in brief]
+    assert main(["train", *options, "--gin.TRAIN_STEPS=1", "--model_dir=tuned"]) == 0
+    tuned = switchx.load("tuned")
+    assert (tuned.step, tuned.vocabulary.fingerprint()) == (1, vocabulary.fingerprint())
+    assert tuned.config.switch.encoder_layers == (1, 3)
+    before = params["encoder"]["norm"]["scale_D"]
+    after = tuned.params["encoder"]["norm"]["scale_D"]
+    assert 0 < abs(after - before).max() < 0.1
+    assert main(["eval", *options, "--model_dir=ours", "--json"]) == 0
+
+    capsys.readouterr()
+    assert convert("--to=huggingface", "tuned", "back") == 0
+    assert "T5Tokenizer gives other ids for this vocabulary" in capsys.readouterr().err
+    assert (in_a_folder / "back/spiece.model").read_bytes() == spiece.read_bytes()
+
+
+def test_from_t5x(in_a_folder, spiece):
+    config = dataclasses.replace(T5, vocab_size=ROWS)
+    params = make_params(config)
+    write_t5x(in_a_folder / "checkpoint_7", by_layers(config, params))
+    sizes = dict(
+        vocab_size=ROWS, d_model=12, d_ff=20, num_heads=3, d_head=4, num_encoder_layers=2,
+        num_decoder_layers=2,
+    )  # fmt: skip
+    options = [f"--gin.ModelConfig.{name}={size}" for name, size in sizes.items()]
+    assert convert(
+        "--from=t5x", "checkpoint_7", "ours", "--gin_file=configs/models/t5_1_0_base.gin",
+        f"--vocabulary={spiece}", *options,
+    ) == 0  # fmt: skip
+    model = switchx.load("ours")
+    assert model.config.d_model == 12 and not model.config.scan_layers
+    assert model.vocabulary.size == ROWS
+    assert_same_params(model.params, params)
+
+
+def test_nothing_is_left_where_nothing_could_be_converted(in_a_folder, capsys, spiece):
+    huggingface_folder(in_a_folder / "theirs")
+    text = error_of(capsys, "--from=huggingface", "theirs", "ours", f"--vocabulary={spiece}")
+    assert "has 400 pieces, the model's embedding 50 rows; give the vocabulary" in text
+    text = error_of(capsys, "--from=huggingface", "theirs", "theirs")
+    assert "theirs exists; give a folder that is not there yet" in text
+    text = error_of(capsys, "--to=huggingface", "theirs", "ours")
+    assert "is not a run folder" in text
+    text = error_of(
+        capsys, "--from=t5x", "theirs", "ours", "--gin_file=models/switch_base_released.gin"
+    )
+    assert "theirs has no file 'checkpoint'" in text
+    assert [path.name for path in in_a_folder.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["a", "b"], "one of the arguments --from --to is required"),
+        (["--from=torch", "a", "b"], "there is no 'torch'; use huggingface, t5x"),
+        (["--from=huggingface", "a"], "give: DST"),
+        (["--from=t5x", "a", "b"], "--from=t5x needs the model's configuration, such as"),
+        (["--to=huggingface", "--overflow=drop", "a", "b"], "--overflow is for --from=hug"),
+        (["--to=huggingface", "--vocabulary=x", "a", "b"], "--vocabulary is for --from"),
+        (["--from=huggingface", "--step=best", "a", "b"], "--step is for --to; leave it out"),
+        (["--from=huggingface", "--gin_file=x.gin", "a", "b"], "--gin_file is for --from=t5x"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together(capsys, options, message):
+    assert message in error_of(capsys, *options)
