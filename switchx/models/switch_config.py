@@ -171,6 +171,11 @@ class SwitchConfig:
                 f"SwitchConfig.{name}={layers}; use numbers of blocks from 0, ascending",
             )
         require(
+            bool(self.encoder_layers or self.decoder_layers),
+            "SwitchConfig.encoder_layers=() with decoder_layers=(); use "
+            "ModelConfig.switch=None for a dense model",
+        )
+        require(
             self.stacks == "all",
             f"SwitchConfig.stacks={self.stacks!r} with encoder_layers={self.encoder_layers}; "
             "use stacks='all', and decoder_layers=() for none in the decoder",

@@ -67,6 +67,11 @@ def test_a_stack_without_sparse_blocks():
             "SwitchConfig.encoder_layers=(-1, 1); use numbers of blocks from 0, ascending",
         ),
         (
+            {"encoder_layers": (), "decoder_layers": ()},
+            "SwitchConfig.encoder_layers=() with decoder_layers=(); use "
+            "ModelConfig.switch=None for a dense model",
+        ),
+        (
             {"stacks": "encoder"},
             "SwitchConfig.stacks='encoder' with encoder_layers=(1, 5); use stacks='all', and "
             "decoder_layers=() for none in the decoder",
