@@ -71,8 +71,9 @@ def without_capacity(config: ModelConfig) -> ModelConfig:
     switch = config.switch
     if switch is None or switch.router.kind == "expert_choice":
         return config
+    # Without capacity, padding takes no token's place: nothing needs to count it.
     router = dataclasses.replace(
-        switch.router, overflow="dropless", balance_counts="first_choice"
+        switch.router, overflow="dropless", balance_counts="first_choice", padding="ignored"
     )
     dispatcher = switch.dispatcher
     if dispatcher in ("sort", "einsum") and not switch.has_attention:

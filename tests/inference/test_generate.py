@@ -198,8 +198,13 @@ def test_capacity_is_kept_where_it_is_asked_for():
     config = MODELS["encoder-decoder"]
     dropping, _ = for_decoding(config, {}, is_dropless=False)
     assert dropping == config
+    router = dataclasses.replace(config.switch.router, padding="counted")
+    config = dataclasses.replace(
+        config, switch=dataclasses.replace(config.switch, expert_capacity=2, router=router)
+    )
     dropless, _ = for_decoding(config, {})
     assert dropless.switch.router.overflow == "dropless"
+    assert dropless.switch.router.padding == "ignored"  # so that what is finished is pruned
 
 
 def test_switch_attention_is_refused():
