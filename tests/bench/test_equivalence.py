@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of all routers, dispatchers and meshes: its cells, its oracle, its eyes."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -106,3 +108,16 @@ def test_docs_say_what_is_checked():
     assert "switchx check equivalence --sample\nswitchx check equivalence --json" in page
     assert f"{equivalence.ALL_CELLS:,} cells" in page
     assert f"{equivalence.TOLERANCE:.0e}".replace("e-0", "e-") in page
+
+
+def test_docs_list_every_refused_pair_with_its_reason():
+    page = (ROOT / "docs/equivalence.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (dispatcher=.*) \|$", page, re.MULTILINE)
+    listed = {
+        (dispatcher, mesh): reason
+        for dispatcher, meshes, reason in rows
+        for mesh in meshes.split("; ")
+    }
+    _, refused = equivalence.all_cells()
+    assert listed == refused
+    assert f"{len(refused)} pairs of dispatcher and mesh" in page
