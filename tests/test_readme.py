@@ -81,6 +81,9 @@ TESTED_ELSEWHERE = {
     "switchx bench kernels --json": (
         "tests/cli/test_bench.py::test_kernels_prints_one_json_object"
     ),
+    "switchx bench decode --json": (
+        "tests/bench/test_decode.py::test_without_pytorch_ours_is_measured_alone"
+    ),
     "switchx tune kernels": "tests/cli/test_tune.py::test_rows_are_printed_and_tilings_written",
     "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (
         "tests/interop/test_docs.py::test_every_block_runs"

@@ -2,11 +2,13 @@
 """`switchx bench decode` measures what it says, on models small enough to wait for."""
 
 import dataclasses
+import json
 
 import pytest
 
 from switchx.bench import decode as bench
 from switchx.bench import torch_peer, train
+from switchx.cli.main import main
 from switchx.models.config import SwitchConfig
 
 SMALL = dataclasses.replace(
@@ -27,14 +29,16 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "CASES", (((2, 1), "greedy_b16_vs_torch", 2.5),))
 
 
-def test_without_pytorch_ours_is_measured_alone(small, monkeypatch):
+def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
     monkeypatch.setattr(torch_peer, "is_available", lambda: False)
-    report = bench.run(rounds=1)
-    names = [row["decoding"] for row in report.results]
+    assert main(["bench", "decode", "--rounds=1", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["command"] == "bench decode"
+    names = [row["decoding"] for row in printed["results"]]
     assert names[0] == "ours, 2 experts, batch 2, 1 beams"
     assert sum(name.startswith("pruning") for name in names) == 3
-    checks = {check.name: check for check in report.checks}
-    assert checks["pruning_tokens_identical"].holds
+    checks = {check["name"]: check for check in printed["checks"]}
+    assert checks["pruning_tokens_identical"]["holds"]
     assert set(checks) == {"pruning_gain", "pruning_tokens_identical", "int4_bytes_vs_f32"}
 
 
