@@ -92,7 +92,7 @@ def _generate(arguments: argparse.Namespace, lines: list[str], reporter) -> None
         return tokens
 
     def compute(shard, first):
-        for number, (best, *_) in generator(list(map(prompt, shard)), first):
+        for number, (best, *_) in generator(list(map(prompt, shard)), first_number=first):
             yield number, _line(model.vocabulary.decode(best.tokens), best, arguments.json)
 
     line_commands.check(arguments, lines, prompt)

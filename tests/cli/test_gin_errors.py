@@ -13,8 +13,9 @@ from tests.integration.runs import SMALL
 
 HEAD = "from __gin__ import dynamic_registration\nfrom switchx.models import config\n"
 SWITCH_FIELDS = (
-    "num_experts, every, stacks, sublayers, attention_experts, capacity_factor, "
-    "eval_capacity_factor, min_capacity, capacity_rounding, group_size, d_ff, shared_d_ff, "
+    "num_experts, every, stacks, encoder_layers, decoder_layers, sublayers, "
+    "attention_experts, capacity_factor, eval_capacity_factor, min_capacity, "
+    "expert_capacity, capacity_rounding, group_size, d_ff, shared_d_ff, "
     "expert_dropout_rate, expert_bias, dispatcher, buffer_factor, router_init_scale, router"
 )
 
