@@ -125,7 +125,13 @@ def test_sentences_end_at_different_steps_so_pruning_has_something_to_do():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"beam_size": 3}, {"temperature": 1.0, "seed": 7}], ids=str
+    "settings",
+    [
+        {},
+        {"beam_size": 3},
+        pytest.param({"temperature": 1.0, "seed": 7}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_results_depend_on_neither_pruning_nor_the_batch(model, settings):
     want = generate(model, pruning="none", **settings)

@@ -47,7 +47,15 @@ def raw_gradients(config, params, key, *, factored):
         (dataclasses.replace(CONFIG, scan_layers=True), 6),
         (switched(sublayers="both", attention_experts="linear"), 6),
         (switched(sublayers="attention", attention_experts="ffn"), 0),
-        *((switched(dispatcher=name), 6 * (name in EQUAL_BLOCKS)) for name in DISPATCHERS),
+        *(
+            pytest.param(
+                switched(dispatcher=name),
+                6 * (name in EQUAL_BLOCKS),
+                # One of each kind is enough for every day.
+                marks=[] if name in ("dropless", "all_to_all") else pytest.mark.slow,
+            )
+            for name in DISPATCHERS
+        ),
     ],
     ids=["layers", "scanned layers", "linear attention", "ffn attention", *DISPATCHERS],
 )
