@@ -14,6 +14,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.routing.stable_sort import stable_argsort
+
 # Bytes of a block of a matrix. As large as caches hold where products are added up over
 # blocks, which costs a pass over the sums for each; smaller where every block has its own.
 BLOCK_BYTES, TRANSPOSED_BLOCK_BYTES = 2**22, 2**20
@@ -145,9 +147,7 @@ class Visits:
     def of(cls, group_sizes_E) -> "Visits":
         size_E = group_sizes_E.astype(jnp.int32)
         end_E = jnp.cumsum(size_E, dtype=jnp.int32)
-        index_E = jax.lax.iota(jnp.int32, size_E.shape[0])
-        keys = (jnp.int32(size_E == 0), index_E)
-        expert_E = jax.lax.sort(keys, num_keys=1, is_stable=True)[1]
+        expert_E = stable_argsort(jnp.int32(size_E == 0))
         return cls(expert_E, jnp.sum(size_E > 0, dtype=jnp.int32), end_E - size_E, end_E)
 
     def tiles(self, e, rows: int):

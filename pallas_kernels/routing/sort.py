@@ -11,6 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.routing.stable_sort import stable_argsort
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +48,11 @@ def sort_by_expert(expert_TS, num_experts: int, *, is_finished_T=None) -> Sorted
         )
     if is_finished_T is not None:
         expert_TS = jnp.where(is_finished_T[:, None], num_experts, expert_TS)
-    expert_R = expert_TS.reshape(-1)
-    # Not argsort, nor sort_key_val: inside of shard_map they type the indices as the same on
-    # every device, and gradients through a gather by them are wrong.
-    index_R = jax.lax.broadcasted_iota(jnp.int32, expert_R.shape, 0)
-    sorted_R, source_R = jax.lax.sort((expert_R, index_R), num_keys=1, is_stable=True)
-    _, row_R = jax.lax.sort((source_R, index_R), num_keys=1, is_stable=True)
-    end_E = jnp.searchsorted(
-        sorted_R, jnp.arange(num_experts, dtype=jnp.int32), side="right"
-    ).astype(jnp.int32)
+    expert_R = jnp.asarray(expert_TS).reshape(-1)
+    source_R = stable_argsort(expert_R)
+    row_R = stable_argsort(source_R)
+    expert_E = jnp.arange(num_experts, dtype=jnp.int32)
+    end_E = jnp.searchsorted(expert_R[source_R], expert_E, side="right").astype(jnp.int32)
     group_sizes_E = jnp.diff(end_E, prepend=jnp.zeros(1, jnp.int32))
     return SortedRows(source_R, row_R.reshape(expert_TS.shape), group_sizes_E)
 

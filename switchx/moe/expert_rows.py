@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from switchx.moe.stable_sort import stable_argsort
+from pallas_kernels.routing.stable_sort import stable_argsort
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sort against Python's, and its gradients under `jax.shard_map` against one device."""
 
-import pathlib
 import re
 
 import jax
@@ -9,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-import switchx.moe
-from switchx.moe.stable_sort import stable_argsort
+from pallas_kernels.routing.stable_sort import stable_argsort
+from tests.processes import ROOT
 
 E, T, D = 8, 32, 5
 
@@ -61,9 +60,11 @@ def test_gradients_inside_shard_map_are_those_of_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
-def test_nothing_else_in_the_package_sorts():
+def test_nothing_else_sorts():
     """`argsort` on a mesh loses gradients without a word (JAX 0.7 to 0.11)."""
-    for path in pathlib.Path(switchx.moe.__file__).parent.glob("*.py"):
+    paths = [*ROOT.glob("pallas_kernels/**/*.py"), *ROOT.glob("switchx/moe/*.py")]
+    for path in paths:
         if path.name != "stable_sort.py":
             found = re.findall(r"\b(?:argsort|sort_key_val|lax\.sort)\(", path.read_text())
-            assert not found, f"{path.name} uses {found}; use moe/stable_sort.py"
+            assert not found, f"{path} uses {found}; use pallas_kernels/routing/stable_sort.py"
+    assert len(paths) > 50
