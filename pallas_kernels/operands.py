@@ -20,6 +20,12 @@ def check_grouped(x_RD, w_EDF, group_sizes_E, bias_EF) -> None:
     _check_rows(x_RD, w_EDF.shape, group_sizes_E, bias_EF)
 
 
+def check_activation(activation: str | None) -> None:
+    """Raises ValueError where it is none that a kernel has."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}; use None or 'relu'")
+
+
 def check_quantized(x_RD, w: QTensor, group_sizes_E, bias_EF, activation, gate_R) -> None:
     """Raises ValueError where these are not the operands of `quantized_grouped_matmul`."""
     if not isinstance(w, QTensor):
@@ -29,8 +35,7 @@ def check_quantized(x_RD, w: QTensor, group_sizes_E, bias_EF, activation, gate_R
         )
     w.check()
     _check_rows(x_RD, w.shape, group_sizes_E, bias_EF)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}; use None or 'relu'")
+    check_activation(activation)
     if gate_R is not None:
         _check_array("gate_R", gate_R, "one for each row of x_RD", 1, DTYPES)
         if gate_R.shape[0] != x_RD.shape[0]:

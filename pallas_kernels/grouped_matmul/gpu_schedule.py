@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows each tile of a grouped product covers, computed by XLA before the kernel.
+"""Who does what in the Hopper kernels: the rows of each tile, the warpgroups of a block.
+
+Which rows each tile of a grouped product covers is computed by XLA before the kernel.
 
 A tile belongs to one expert. It starts at a multiple of 8 rows, as the copy engine's tiled
 view of the rows asks, so that it may cover rows of a neighbour: they are multiplied and not
@@ -9,11 +11,16 @@ Dims: R E; P tiles of rows
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROW_ALIGNMENT = 8
+PRODUCER_REGISTERS = 40
 
 
 @jax.tree_util.register_dataclass
@@ -98,3 +105,33 @@ def summed_splits(parts_SPFT, tiles: RowTiles, group_sizes_E, num_rows: int):
     y_RF = jnp.sum(parts_SPFT[:, tile_R, :, within_R], axis=1)
     is_real_R = row_R < jnp.sum(group_sizes_E)
     return jnp.where(is_real_R[:, None], y_RF, 0.0)
+
+
+def copy_and_multiply(
+    groups: int, copy: Callable[[], None], tile_loop: Callable, turns: Callable
+) -> None:
+    """Splits the work of a block whose kernel was started with `groups + 1` warpgroups.
+
+    A thread that only starts copies needs few registers; what it gives back, the accumulators
+    of the others get.
+
+    Args:
+        groups: warpgroups that multiply; the one after them copies.
+        copy: issues all copies of the block.
+        tile_loop: of the number of a multiplying warpgroup, the body of a loop over its tiles
+            that counts the steps of the ring, `(turn, step) -> step`.
+        turns: says how many tiles this block has.
+    """
+    warpgroup = lax.axis_index("wg")
+
+    @pl.when(warpgroup == groups)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        copy()
+
+    @pl.when(warpgroup < groups)
+    def _():
+        registers = min(232, (512 - PRODUCER_REGISTERS) // groups // 8 * 8)
+        plgpu.set_max_registers(registers, action="increase")
+        lax.fori_loop(0, turns(), tile_loop(warpgroup), jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)

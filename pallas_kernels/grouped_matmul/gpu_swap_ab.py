@@ -21,11 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.gpu_schedule import RowTiles
+from pallas_kernels.grouped_matmul.gpu_schedule import RowTiles, copy_and_multiply
 from pallas_kernels.grouped_matmul.gpu_tiling import STORED, Tiling, bits_of
 from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
 
-PRODUCER_REGISTERS = 40
 # Rows of the smallest part of a tile that has a product of its own.
 SMALLEST = 64
 
@@ -160,27 +159,22 @@ def _body(
     num_fields = len(dataclasses.fields(RowTiles))
     tiles = RowTiles(*refs[:num_fields])
     extra_gmem = dict(zip(extras, refs[num_fields:-1], strict=True))
-    groups = walk.tiling.warpgroups
-    warpgroup = lax.axis_index("wg")
 
-    @pl.when(warpgroup == groups)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights)
-
-    @pl.when(warpgroup < groups)
-    def _():
-        registers = min(232, (512 - PRODUCER_REGISTERS) // groups // 8 * 8)
-        plgpu.set_max_registers(registers, action="increase")
-        consumer = _Consumer(
+    def tile_loop(warpgroup):
+        return _Consumer(
             rows=walk.tiling.tile_n, walk=walk, tiles=tiles, weights=weights,
             extra_gmem=extra_gmem, relu=relu, y_gmem=refs[-1], x_smem=x_smem,
             w_smem=w_smem, y_smem=y_smem, full=full, empty=empty,
             own={name: ref.at[warpgroup] for name, ref in own.items()},
             warpgroup=warpgroup, interpret=interpret,
-        )  # fmt: skip
-        lax.fori_loop(0, walk.turns(tiles), consumer.compute_tile, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+        ).compute_tile  # fmt: skip
+
+    copy_and_multiply(
+        walk.tiling.warpgroups,
+        lambda: _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights),
+        tile_loop,
+        lambda: walk.turns(tiles),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.gpu_schedule import ROW_ALIGNMENT
-from pallas_kernels.grouped_matmul.gpu_swap_ab import PRODUCER_REGISTERS, tiled, transposed
+from pallas_kernels.grouped_matmul.gpu_schedule import ROW_ALIGNMENT, copy_and_multiply
+from pallas_kernels.grouped_matmul.gpu_swap_ab import tiled, transposed
 from pallas_kernels.grouped_matmul.gpu_tiling import Tiling, checked, fitted, sm_count
 from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
 
@@ -138,27 +138,23 @@ def _body(
     x_gmem, dy_gmem, first_gmem, begin_gmem, end_gmem, steps_gmem, dw_gmem, *, walk, interpret,
     x_smem, dy_smem, dw_smem, full, empty, masked, own,
 ):  # fmt: skip
-    groups = walk.tiling.warpgroups
-    warpgroup = lax.axis_index("wg")
-
-    @pl.when(warpgroup == groups)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _copy(x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty, walk)
-
-    @pl.when(warpgroup < groups)
-    def _():
-        registers = min(232, (512 - PRODUCER_REGISTERS) // groups // 8 * 8)
-        plgpu.set_max_registers(registers, action="increase")
-        consumer = _Consumer(
+    def tile_loop(warpgroup):
+        return _Consumer(
             walk=walk, first_gmem=first_gmem, begin_gmem=begin_gmem, end_gmem=end_gmem,
             steps_gmem=steps_gmem, dw_gmem=dw_gmem, x_smem=x_smem, dy_smem=dy_smem,
             dw_smem=dw_smem, full=full, empty=empty, masked=masked,
             own=own[0].at[warpgroup] if own else None, warpgroup=warpgroup,
             interpret=interpret,
-        )  # fmt: skip
-        lax.fori_loop(0, walk.turns(), consumer.compute_tile, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+        ).compute_tile  # fmt: skip
+
+    copy_and_multiply(
+        walk.tiling.warpgroups,
+        lambda: _copy(
+            x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty, walk
+        ),
+        tile_loop,
+        walk.turns,
+    )
 
 
 def _copy(x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty, walk):

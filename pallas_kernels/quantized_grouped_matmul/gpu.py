@@ -37,12 +37,12 @@ from pallas_kernels.grouped_matmul.gpu_tiling import (
     tile_of_rows,
 )
 from pallas_kernels.jax_versions import load_as
+from pallas_kernels.operands import check_activation
 
 # Channels whose weights are converted before their product is issued; the conversion of the
 # next ones runs beside it.
 CONVERTED = 64
 _LAYOUTS = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
-ACTIVATIONS = (None, "relu")
 
 
 def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
@@ -147,8 +147,7 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activa
     bits = 4 if values_EFD.dtype == jnp.int4 else jnp.dtype(values_EFD.dtype).itemsize * 8
     if reason := refusal(x_RD.dtype, bits, num_rows, D, F, E, group_size):
         raise ValueError(reason)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}; expected None or 'relu'")
+    check_activation(activation)
     tiling = tiling or default_tiling(num_rows, D, F, E, bits, x_RD.dtype, group_size)
     tiling = _checked(tiling, D, x_RD.dtype, bits, group_size)
     tiling = dataclasses.replace(
