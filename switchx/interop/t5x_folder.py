@@ -136,10 +136,10 @@ class T5XFolder:
         try:
             store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
             array = np.asarray(store.read().result())
-        except (ValueError, OSError, NotImplementedError) as error:
+        except (ValueError, OSError) as error:
             raise ValueError(
-                f"{folder} cannot be read ({str(error)[:300]}); it is damaged or cut short: "
-                "fetch it again"
+                f"{folder} cannot be read ({str(error)[:300]}); it is damaged, cut short or in "
+                "a form that TensorStore does not read: fetch it again"
             ) from error
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(f"{folder} holds another array than its .zarray; fetch it again")
