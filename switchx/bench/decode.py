@@ -97,8 +97,8 @@ def against_torch(
         return _measured(config, params, num_experts, rounds, None, None)
     with tempfile.TemporaryDirectory() as name:
         settings = {
-            "folder": name, "num_experts": num_experts, "inputs": inputs(BATCH),
-            "new_tokens": NEW_TOKENS, "vocab_size": DENSE.vocab_size,
+            "folder": name, "config": torch_peer.config_of(switch_model(num_experts)),
+            "inputs": inputs(BATCH), "new_tokens": NEW_TOKENS,
         }  # fmt: skip
         with torch_peer.TorchPeer(torch_peer.GENERATION, settings) as peer:
             peer.ask("1 1")  # the weights are written by then

@@ -19,22 +19,7 @@ def main(settings: dict) -> None:
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     folder, new_tokens = pathlib.Path(settings["folder"]), settings["new_tokens"]
-    config = transformers.SwitchTransformersConfig(
-        vocab_size=settings["vocab_size"],
-        d_model=256,
-        d_kv=64,
-        d_ff=1024,
-        num_heads=4,
-        num_layers=4,
-        num_decoder_layers=4,
-        num_sparse_encoder_layers=2,
-        num_sparse_decoder_layers=2,
-        num_experts=settings["num_experts"],
-        # More than a sentence has tokens: nothing is dropped.
-        expert_capacity=settings["new_tokens"] + len(settings["inputs"][0]),
-        decoder_start_token_id=0,
-        eos_token_id=1,
-    )
+    config = transformers.SwitchTransformersConfig(**settings["config"])
     model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
     model.save_pretrained(folder)
     input_BM = torch.tensor(settings["inputs"])

@@ -13,6 +13,9 @@ import subprocess
 import sys
 from typing import Any
 
+from switchx.interop.huggingface_export import describe
+from switchx.models.config import ModelConfig
+
 TRAINING = pathlib.Path(__file__).with_name("torch_program.py")
 GENERATION = pathlib.Path(__file__).with_name("torch_generate_program.py")
 
@@ -20,6 +23,13 @@ GENERATION = pathlib.Path(__file__).with_name("torch_generate_program.py")
 def is_available() -> bool:
     """Whether the extra `hf` is installed."""
     return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+
+def config_of(model: ModelConfig) -> dict[str, Any]:
+    """Arguments of transformers' configuration of the same model; its experts have room for
+    all tokens.
+    """
+    return describe(model)[0]
 
 
 class TorchPeer:
