@@ -66,18 +66,10 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
-    from switchx.cli.progress import TerminalReporter
-
-    with TerminalReporter(unit="line") as reporter:
-        lines = line_commands.read(arguments, reporter)
-        reporter.note("loading JAX and the model")
-        _generate(arguments, lines, reporter)
-    return 0
+    return line_commands.run(arguments, _generate)
 
 
-def _generate(arguments: argparse.Namespace, lines: list[str], reporter) -> None:
-    model = line_commands.load_model(arguments, reporter)
+def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
     generator = model.generator(
         batch_size=arguments.batch_size,
         dropless=arguments.capacity == "dropless",

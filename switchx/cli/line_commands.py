@@ -50,6 +50,20 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     )
 
 
+def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
+    """Reads the lines, loads the model and has `answer(arguments, lines, model, reporter)` do
+    the rest; returns the exit status.
+    """
+    # Imported here: help, and options that are not understood, do not wait for it.
+    from switchx.cli.progress import TerminalReporter
+
+    with TerminalReporter(unit="line") as reporter:
+        lines = read(arguments, reporter)
+        reporter.note("loading JAX and the model")
+        answer(arguments, lines, load_model(arguments, reporter), reporter)
+    return 0
+
+
 def read(arguments: argparse.Namespace, reporter) -> list[str]:
     """The lines of the input; see `read_lines`.
 
