@@ -12,6 +12,7 @@ import pytest
 
 from switchx.interop.huggingface import read_checkpoint, write_checkpoint
 from switchx.models.params import forward
+from tests.torch_weights import randomize
 
 pytestmark = pytest.mark.hf
 
@@ -62,7 +63,7 @@ def drops() -> bool:
 
 
 def build(family: str, sizes: dict):
-    """A model whose every part matters: weights of spread 1/sqrt(fan in), scales near 1."""
+    """A model of transformers, by the name of its family."""
     import torch
     import transformers
 
@@ -74,13 +75,7 @@ def build(family: str, sizes: dict):
         model.lm_head.weight = torch.nn.Parameter(torch.empty(shape))
         for stack in (model.encoder, model.decoder):  # one table, as they all have
             stack.embed_tokens = model.shared
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.5
-            noise = torch.randn(weight.shape, generator=generator) * scale
-            weight.copy_(noise + (weight.ndim == 1))
-    return model.eval()
+    return randomize(model)
 
 
 @functools.cache

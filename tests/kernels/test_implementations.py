@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of a back end, for devices that this machine has and for others."""
 
-import inspect
 import types
 
 import jax
@@ -9,6 +8,7 @@ import pytest
 
 from pallas_kernels import implementations
 from pallas_kernels.implementations import choose, current_device, unable
+from tests.absent_devices import mesh_of
 
 OPERANDS = ("bfloat16", "bfloat16", 1, 2, 3, 4)
 Device = implementations._Device
@@ -79,12 +79,7 @@ def test_a_named_one_is_taken_or_refused(kernels, monkeypatch):
 
 def test_this_machine_is_seen_and_others_can_be_described():
     assert current_device().platform == jax.devices()[0].platform
-    options = {"num_cores": 1}
-    if "platform" in inspect.signature(jax.sharding.AbstractDevice).parameters:
-        options["platform"] = "tpu"
-    abstract = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", **options)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh_of("TPU v5 lite", "tpu")):
         assert (current_device().platform, unable("tpu", current_device())) == ("tpu", None)
     with jax.default_device(jax.devices("cpu")[0]):
         assert current_device().platform == "cpu"

@@ -5,6 +5,7 @@ Dims: R D F E G
 """
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,13 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3}
 
 def racing_params(**options) -> pltpu.InterpretParams:
     return pltpu.InterpretParams(detect_races=True, **options)
+
+
+@functools.cache
+def compiled(kernel, num_cores: int = 1, **settings):
+    """A kernel, interpreted, compiled once for all that ask for the same settings."""
+    interpret = racing_params(num_cores_or_threads=num_cores)
+    return jax.jit(functools.partial(kernel, interpret=interpret, **settings))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from switchx.interop.tensors import from_torch
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from tests.models.batches import segments
+from tests.torch_weights import randomize
 
 pytestmark = pytest.mark.hf
 
@@ -40,19 +41,6 @@ GPT2 = ModelConfig(
     scale_attention=True,
     scale_tied_logits=False,
 )
-
-
-def randomize(model, seed=0):
-    """Weights large enough that every part matters; the norms' scales are not all ones."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.5
-            noise = torch.randn(weight.shape, generator=generator) * scale
-            weight.copy_(noise + (weight.ndim == 1))
-    return model.eval()
 
 
 def build_t5(config):

@@ -2,20 +2,19 @@
 """Dropless dispatch against a loop over choices and the einsum form's gradients."""
 
 import dataclasses
-import inspect
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.dispatch_dropless import dropless_dispatch
 from switchx.moe.dispatch_einsum import einsum_dispatch
 from switchx.moe.layer import SwitchFFN
+from tests.absent_devices import mesh_of
 from tests.moe.banks import dispatch_loop, ffn_bank, ffn_numbers
 from tests.moe.plans import D, E, T, fixed_plan, numbers
 
@@ -57,14 +56,6 @@ def test_tokens_without_an_expert_get_zero():
     np.testing.assert_array_equal(np.any(y_GTD, axis=-1), plan.is_kept_GTS[..., 0])
 
 
-def device_of(kind: str, platform: str):
-    """A mesh of one device that is not there, to trace for."""
-    described = {"device_kind": kind, "num_cores": 1 if platform == "tpu" else None}
-    if "platform" in inspect.signature(AbstractDevice).parameters:  # JAX 0.12
-        described["platform"] = platform
-    return AbstractMesh((), (), abstract_device=AbstractDevice(**described))
-
-
 @pytest.mark.parametrize(
     ("kind", "platform", "kernel"),
     [("TPU v5 lite", "tpu", "tpu_custom_call"), ("NVIDIA H200", "cuda", "mosaic_gpu_v2")],
@@ -84,7 +75,7 @@ def test_on_accelerators_all_products_are_our_kernels(kind, platform, kernel):
         return jnp.sum(y_BLD.astype(jnp.float32) ** 2)
 
     x_BLD = jax.ShapeDtypeStruct((2, 64, 128), jnp.bfloat16)
-    with jax.sharding.use_abstract_mesh(device_of(kind, platform)):
+    with jax.sharding.use_abstract_mesh(mesh_of(kind, platform)):
         exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=(platform,))(
             params_of(layer), x_BLD
         )

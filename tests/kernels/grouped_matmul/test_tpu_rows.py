@@ -4,8 +4,6 @@
 40 rows in blocks of 16 and two blocks of each other axis; `uneven` sizes divide by none.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +17,7 @@ from tests.kernels.tpu_interpreter import (
     EDGES,
     ROWS,
     assert_close,
+    compiled,
     loop_forward,
     matrices_of,
     racing_params,
@@ -45,18 +44,6 @@ GRID = [
 ]
 
 
-@functools.cache
-def compiled(tiling: Tiling, is_output_major: bool, **options):
-    return jax.jit(
-        functools.partial(
-            multiply_rows,
-            tiling=tiling,
-            is_output_major=is_output_major,
-            interpret=racing_params(**options),
-        )
-    )
-
-
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize(("dtype", "size", "depth", "is_output_major"), GRID)
 def test_rows_meet_the_matrix_of_their_expert(dtype, size, depth, is_output_major, edge):
@@ -65,7 +52,8 @@ def test_rows_meet_the_matrix_of_their_expert(dtype, size, depth, is_output_majo
     x_RD = rows_of(0, ROWS, D, group_sizes, dtype)
     w_EDF = matrices_of(1, (4, D, F), group_sizes, dtype)
     w = np.ascontiguousarray(w_EDF.swapaxes(1, 2)) if is_output_major else w_EDF
-    run = compiled(Tiling(16, D if depth == "whole" else 128, 128), is_output_major)
+    tiling = Tiling(16, D if depth == "whole" else 128, 128)
+    run = compiled(multiply_rows, tiling=tiling, is_output_major=is_output_major)
     y_RF = run_without_races(run, x_RD, w, np.array(group_sizes, np.int32))
     assert y_RF.dtype == jnp.dtype(dtype)
     assert_close(y_RF, loop_forward(x_RD, w_EDF, group_sizes), dtype)
@@ -77,7 +65,7 @@ def test_rows_that_fill_no_block(R):
     group_sizes = (0, R - R // 3, 0, R // 3)
     x_RD = rows_of(0, R, 128, group_sizes, "float32")
     w_EDF = matrices_of(1, (4, 128, 128), group_sizes, "float32")
-    run = compiled(Tiling(16, 128, 128), False)
+    run = compiled(multiply_rows, tiling=Tiling(16, 128, 128), is_output_major=False)
     y_RF = run_without_races(run, x_RD, w_EDF, np.array(group_sizes, np.int32))
     assert_close(y_RF, loop_forward(x_RD, w_EDF, group_sizes), "float32")
 
@@ -87,7 +75,8 @@ def test_two_cores_share_the_columns():
     x_RD = rows_of(0, ROWS, 128, group_sizes, "float32")
     # Three blocks: one core has two of them.
     w_EDF = matrices_of(1, (4, 128, 384), group_sizes, "float32")
-    run = compiled(Tiling(16, 128, 128, cores=2), False, num_cores_or_threads=2)
+    tiling = Tiling(16, 128, 128, cores=2)
+    run = compiled(multiply_rows, num_cores=2, tiling=tiling, is_output_major=False)
     y_RF = run_without_races(run, x_RD, w_EDF, np.array(group_sizes, np.int32))
     assert_close(y_RF, loop_forward(x_RD, w_EDF, group_sizes), "float32")
 

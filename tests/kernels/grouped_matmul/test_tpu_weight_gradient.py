@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of the matrices, interpreted: every edge, held against a loop."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +11,8 @@ from tests.kernels.tpu_interpreter import (
     EDGES,
     ROWS,
     assert_close,
+    compiled,
     loop_weight_gradient,
-    racing_params,
     rows_of,
     run_without_races,
 )
@@ -33,18 +30,6 @@ GRID = [
 ]
 
 
-@functools.cache
-def compiled(tiling: Tiling, out_dtype: str, **options):
-    return jax.jit(
-        functools.partial(
-            sum_outer_products,
-            out_dtype=out_dtype,
-            tiling=tiling,
-            interpret=racing_params(**options),
-        )
-    )
-
-
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize(("dtype", "out_dtype", "size"), GRID)
 def test_every_expert_sums_over_its_rows(dtype, out_dtype, size, edge):
@@ -52,7 +37,7 @@ def test_every_expert_sums_over_its_rows(dtype, out_dtype, size, edge):
     group_sizes = EDGES[edge]
     x_RD = rows_of(0, ROWS, D, group_sizes, dtype)
     dy_RF = rows_of(1, ROWS, F, group_sizes, dtype)
-    run = compiled(Tiling(16, 128, 128), out_dtype)
+    run = compiled(sum_outer_products, tiling=Tiling(16, 128, 128), out_dtype=out_dtype)
     dw_EDF = run_without_races(run, x_RD, dy_RF, np.array(group_sizes, np.int32))
     assert dw_EDF.dtype == jnp.dtype(out_dtype)
     assert_close(dw_EDF, loop_weight_gradient(x_RD, dy_RF, group_sizes), out_dtype)
@@ -63,6 +48,7 @@ def test_two_cores_share_the_blocks():
     group_sizes = (10, 0, 17, 9)
     x_RD = rows_of(0, 37, 128, group_sizes, "float32")
     dy_RF = rows_of(1, 37, 384, group_sizes, "float32")
-    run = compiled(Tiling(16, 128, 128, cores=2), "float32", num_cores_or_threads=2)
+    tiling = Tiling(16, 128, 128, cores=2)
+    run = compiled(sum_outer_products, num_cores=2, tiling=tiling, out_dtype="float32")
     dw_EDF = run_without_races(run, x_RD, dy_RF, np.array(group_sizes, np.int32))
     assert_close(dw_EDF, loop_weight_gradient(x_RD, dy_RF, group_sizes), "float32")
