@@ -89,3 +89,17 @@ def test_size_is_checked(corpus, tmp_path):
         "(sentinels come on top), or more text"
     ):
         CorpusVocabulary(corpus, 32000, data_dir=str(tmp_path / "data")).encode("text")
+
+
+def test_of_several_corpora(tmp_path):
+    """Words of either are pieces; which corpora they are is in the name."""
+    corpora = []
+    for language, word in (("one", "Schmetterling"), ("two", "papillon")):
+        (tmp_path / f"{language}.txt").write_text(f"the {word} of a {word}\n" * 50 + TEXT)
+        corpora.append(TextFiles(str(tmp_path / f"{language}.txt"), max_characters=200))
+    data_dir = str(tmp_path / "data")
+    both = CorpusVocabulary(tuple(corpora), 500, data_dir=data_dir)
+    one = CorpusVocabulary(corpora[0], 500, data_dir=data_dir)
+    assert len(both.encode(" papillon")) < len(one.encode(" papillon"))
+    assert len(both.encode(" Schmetterling")) <= 2
+    assert both.fingerprint() != one.fingerprint()
