@@ -84,6 +84,9 @@ TESTED_ELSEWHERE = {
     "switchx bench decode --json": (
         "tests/bench/test_decode.py::test_without_pytorch_ours_is_measured_alone"
     ),
+    "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
+        "tests/cli/test_text_metrics.py::test_commands_of_the_page_run"
+    ),
     "switchx tune kernels": "tests/cli/test_tune.py::test_rows_are_printed_and_tilings_written",
     "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (
         "tests/interop/test_docs.py::test_every_block_runs"
