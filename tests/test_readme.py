@@ -61,6 +61,7 @@ RUNS = {
     ),
     f"{TINY} --gin_file=configs/tasks/text_span_corruption.gin --gin.FILES=my_text "
     "--model_dir=runs/my_text": (*T5, "--gin.VOCAB_SIZE=500"),
+    f"{TINY} --gin_file=configs/models/elephants_tiny.gin --model_dir=runs/elephants": T5,
     f"{TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
     f"{TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" --model_dir=runs/dropless": T5,
     "switchx report --model_dir=runs/pretrain_tiny": (),

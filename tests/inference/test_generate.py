@@ -171,6 +171,17 @@ def test_beams_score_what_the_forward_pass_says(model):
     assert better >= len(INPUTS) - 1  # beam search may lose what greedy finds
 
 
+def test_beams_have_the_positions_of_their_text():
+    """Prompts of two lengths, so that the shorter is padded; a relative bias beside TUPE."""
+    model = prepared("tupe decoder")
+    for number, hypotheses in generate(model, INPUTS[:2], beam_size=2).items():
+        for hypothesis in hypotheses:
+            tokens = with_end(hypothesis)
+            log_prob_TV = log_probs(*model, INPUTS[number], tokens[:-1])
+            mean = np.mean(log_prob_TV[np.arange(len(tokens)), tokens])
+            assert hypothesis.score == pytest.approx(mean, rel=1e-4)
+
+
 @pytest.mark.parametrize("settings", [{}, {"beam_size": 3}], ids=str)
 def test_a_sentence_with_less_room_is_what_it_would_be_if_all_had_as_little(settings):
     model, rooms = prepared("encoder-decoder"), [1, 6, 3, 2, 6, 4]

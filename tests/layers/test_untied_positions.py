@@ -9,6 +9,9 @@ from flax import nnx
 from switchx.layers.attention import Attention, attend
 from switchx.layers.untied_positions import UntiedPositions
 from switchx.models.config import ModelConfig
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules, param_shardings
 from tests.layers.weights import numbers_for, with_params
 
 D, H, K, MAX_LENGTH = 6, 2, 4, 9
@@ -82,3 +85,17 @@ def test_first_scores_have_the_variance_of_those_of_words():
     position_BL = np.arange(64)[None]
     bias_BHLM = UntiedPositions(config, key=jax.random.key(0))(position_BL, position_BL)
     assert abs(np.var(bias_BHLM) - 0.5) < 0.05
+
+
+def test_rows_and_heads_are_split_over_a_mesh():
+    module = nnx.eval_shape(lambda: UntiedPositions(CONFIG, key=jax.random.key(0)))
+    params = numbers_for(module, scale=0.7)
+    want_BHLM = with_params(module, params)(POSITION_BL, POSITION_BL)
+    mesh = MeshSpec(data=2, model=2).build(jax.devices()[:4])
+    shardings = param_shardings(Rules(), mesh, params)
+    assert shardings["w_key_DHK"].spec[1] == "model"
+    with use_mesh(mesh, Rules()):
+        run = jax.jit(lambda params: with_params(module, params)(POSITION_BL, POSITION_BL))
+        got_BHLM = run(jax.device_put(params, shardings))
+    np.testing.assert_allclose(got_BHLM, want_BHLM, rtol=1e-5, atol=1e-5)
+    assert {shard.data.shape for shard in got_BHLM.addressable_shards} == {(1, 1, L, L)}
