@@ -96,7 +96,7 @@ class Model:
 
         Raises:
             ValueError: the arrays are not of whole numbers, of two dimensions, of equally
-                many rows, of ids of the vocabulary, or too long for learned positions.
+                many rows, of ids of the vocabulary, or too long for the positions.
         """
         given = {"encoder_tokens": encoder_tokens, "decoder_tokens": decoder_tokens}
         if not self.config.is_encoder_decoder and decoder_tokens is None:
@@ -250,7 +250,7 @@ class Model:
                 f"{name} has ids from {low} to {high}, the vocabulary has 0 to {V - 1}"
             )
         most = self.config.max_length
-        if self.config.positions == "learned" and array.shape[1] > most:
+        if self.config.has_position_table and array.shape[1] > most:
             raise ValueError(f"{name} has {array.shape[1]} positions, the model has {most}")
         return jnp.array(array, jnp.int32)
 

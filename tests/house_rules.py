@@ -37,6 +37,7 @@ ARROWS = {
     "training": ("models", "moe", "data", "storage", "planner", "tree"),
     "inference": ("models", "moe", "layers", "storage", "planner", "tree"),
     "api": ("training", "inference", "interop", "analysis"),
+    "text_evaluation": ("api",),
     "bench": ("training", "inference", "interop", "analysis"),
     "cli": (ALL,),
     "__init__": ("api",),

@@ -61,6 +61,7 @@ RUNS = {
     ),
     f"{TINY} --gin_file=configs/tasks/text_span_corruption.gin --gin.FILES=my_text "
     "--model_dir=runs/my_text": (*T5, "--gin.VOCAB_SIZE=500"),
+    f"{TINY} --gin_file=configs/models/elephants_tiny.gin --model_dir=runs/elephants": T5,
     f"{TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
     f"{TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" --model_dir=runs/dropless": T5,
     "switchx report --model_dir=runs/pretrain_tiny": (),
@@ -83,6 +84,9 @@ TESTED_ELSEWHERE = {
     ),
     "switchx bench decode --json": (
         "tests/bench/test_decode.py::test_without_pytorch_ours_is_measured_alone"
+    ),
+    "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
+        "tests/cli/test_text_metrics.py::test_commands_of_the_page_run"
     ),
     "switchx tune kernels": "tests/cli/test_tune.py::test_rows_are_printed_and_tilings_written",
     "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx eval`: the validation metrics of a trained model."""
+"""`switchx eval`: the validation metrics of a trained model and of what it writes."""
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.cli import text_metrics
 
 DESCRIPTION = """\
 Evaluates a checkpoint of a run folder on the validation split of its task: negative log
@@ -20,14 +22,29 @@ parameters mean may not. For further gin files, name that one too:
 
   switchx eval --gin_file=DIR/operative_config.gin --gin_file=configs/meshes/one_device.gin \\
     --gin.TrainingJob.eval_batches=None --model_dir=DIR
+
+Where tasks of inputs and targets have metrics (Task.metrics), or --metrics names some, the
+model also writes to the split's inputs, without dropping tokens, and the metrics of what it
+wrote are printed with their libraries' signatures, by task and the mean of all:
+
+  switchx eval --model_dir=DIR --metrics=bleu,chrf --split=test --beam_size=4 \\
+    --bootstrap=1000 --predictions=FILE
+
+A folder of `switchx quantize` is evaluated by its texts alone, on the tasks of gin files:
+
+  switchx eval --gin_file=DIR/operative_config.gin --model_dir=DIR_INT4 --metrics=bleu
 """
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(commands, "eval", run, "evaluate a trained model", DESCRIPTION)
     shared.add_gin_arguments(parser, default="operative_config.gin of the run folder")
-    shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
+    shared.add_model_dir(
+        parser, "run folder of `switchx train`, or of `switchx quantize`; nothing is written "
+        "there",
+    )  # fmt: skip
     shared.add_step(parser, "checkpoint to evaluate")
+    text_metrics.add_arguments(parser)
     parser.add_argument(
         "--json",
         action="store_true",
@@ -38,7 +55,8 @@ def add_command(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from switchx.cli.progress import TerminalReporter
 
-    with TerminalReporter() as reporter:
+    text_metrics.require_options(arguments)
+    with TerminalReporter(unit="example") as reporter:
         reporter.note("loading JAX and the data libraries")
         job, metrics = _evaluate(arguments, reporter)
     if arguments.json:
@@ -50,26 +68,57 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, Any]]:
     # Imported here: help, and options that are not understood, do not wait for it.
-    from switchx.training.loop import evaluate_job
-    from switchx.training.program import TrainingProgram
-    from switchx.training.restore import choose_step, restore_params
+    from switchx import api
+    from switchx.inference.artifact import is_artifact
+    from switchx.training.restore import choose_step
     from switchx.training.run_config import check_same_model
     from switchx.training.run_folder import RunFolder
 
+    is_quantized = is_artifact(arguments.model_dir)
     folder = RunFolder(arguments.model_dir)
     if arguments.gin_file is None and not folder.operative_config.is_file():
+        if is_quantized:
+            raise ValueError(
+                f"{folder.root} is quantized, and does not know its tasks; give the gin files "
+                "that do, such as --gin_file=DIR/operative_config.gin of the run it was made "
+                "from"
+            )
         raise ValueError(
             f"{folder.root} is not a run folder, it has no {folder.operative_config.name}: "
             f"{folder.found()}; give the model_dir of a run, or --gin_file"
         )
     job = shared.parse_job(arguments, default_file=str(folder.operative_config))
-    check_same_model(folder, job)
-    step = choose_step(folder, arguments.step)
+    source = text_metrics.with_split(job.source, arguments.split)
+    job = dataclasses.replace(job, source=source)
+    wanted = text_metrics.metrics_of(source, arguments.metrics)
+    step, metrics = arguments.step, {}
+    if not is_quantized:
+        check_same_model(folder, job)
+        step = choose_step(folder, arguments.step)
+        metrics = {"step": step} | _likelihood(folder, job, step, reporter)
+    elif not wanted:
+        raise ValueError(
+            f"{folder.root} is quantized: it is evaluated by the texts that it writes; give "
+            "--metrics, or gin files of tasks that have metrics"
+        )
+    if wanted:
+        model = api.load(arguments.model_dir, step)
+        metrics = {"step": model.step} | metrics
+        texts = text_metrics.evaluate_texts(arguments, job, wanted, model, reporter)
+        metrics["texts"] = texts
+    return job, metrics
+
+
+def _likelihood(folder, job, step: int, reporter) -> dict[str, Any]:
+    from switchx.training.loop import evaluate_job
+    from switchx.training.program import TrainingProgram
+    from switchx.training.restore import restore_params
+
     program = TrainingProgram(job)
     reporter.note(f"evaluating {folder.checkpoints / str(step)}")
     with program.scope():
         params = restore_params(folder.root, step, target=program.restore_target().params)
-        return job, {"step": step} | evaluate_job(job, program, params)
+        return evaluate_job(job, program, params)
 
 
 def _print(job, metrics: dict[str, Any]) -> None:
@@ -87,6 +136,11 @@ def _print(job, metrics: dict[str, Any]) -> None:
         is_count = name in ("step", "target_tokens")
         table.add_row(name, f"{value:,.0f}" if is_count else f"{value:.4f}")
     console = Console(highlight=False, soft_wrap=True)
+    texts = metrics.get("texts", {})
+    for row in text_metrics.table_rows(texts) if texts else ():
+        table.add_row(*row)
     console.print(table)
+    for signature in text_metrics.signatures(texts) if texts else ():
+        console.print(signature)
     if "routing" in metrics:
         console.print(load_table(job.model, metrics["routing"]["load"]))

@@ -7,6 +7,7 @@ from typing import Literal
 from switchx.data.corpora.corpus import Corpus, CorpusSource
 from switchx.data.features import Features
 from switchx.data.objectives import InputsToTargets, Objective
+from switchx.data.text_metrics import TextMetric
 from switchx.data.tokenizers import Vocabulary
 
 TOO_LONG = ("drop", "truncate", "error")
@@ -23,6 +24,7 @@ class Task:
             truncates and does not say so.) Text is cut into chunks that fit.
         train_split, evaluation_split: the corpus' names for what is trained and evaluated
             on.
+        metrics: of the texts that a model writes to the inputs, against the targets.
     """
 
     name: str
@@ -32,12 +34,19 @@ class Task:
     too_long: Literal["drop", "truncate", "error"] = "drop"
     train_split: str = "train"
     evaluation_split: str = "validation"
+    metrics: tuple[TextMetric, ...] = ()
 
     def __post_init__(self):
         if self.too_long not in TOO_LONG:
             raise ValueError(
                 f"task {self.name!r}: too_long={self.too_long!r} is unknown; use one of "
                 f"{', '.join(TOO_LONG)}"
+            )
+        if self.metrics and not isinstance(self.objective, InputsToTargets):
+            raise ValueError(
+                f"task {self.name!r}: metrics compare texts with targets, and the objective "
+                f"{type(self.objective).__name__} has no texts for targets; use "
+                "InputsToTargets, or no metrics"
             )
 
 

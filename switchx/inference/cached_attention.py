@@ -46,28 +46,32 @@ class KeysValues:
         return jax.tree.map(lambda leaf: leaf[:, :, :places], self)
 
 
-def read(query_BLHK, kept: KeysValues, *, mask_BLM, bias_HLM=None):
-    """softmax(q k^T + bias) v, the softmax in float32; `out_BLHK` in the queries' dtype.
+def read(query_BLHK, kept: KeysValues, *, mask_BLM, bias_HLM=None, row_bias_BHLM=None):
+    """softmax(q k^T + biases) v, the softmax in float32; `out_BLHK` in the queries' dtype.
 
     Args:
+        bias_HLM, row_bias_BHLM: for all rows, and each row's own; L may be 1.
         mask_BLM: true where a query may look; L or M may be 1 where all are alike.
     """
     if query_BLHK.shape[1] > FEW_QUERIES:
-        return _read(query_BLHK, kept, mask_BLM, bias_HLM, _scores, _weighted)
+        return _read(query_BLHK, kept, mask_BLM, bias_HLM, row_bias_BHLM, _scores, _weighted)
     return jax.lax.platform_dependent(
         query_BLHK,
         kept,
         mask_BLM,
         bias_HLM,
+        row_bias_BHLM,
         cpu=lambda *operands: _read(*operands, _scores_one_by_one, _weighted_one_by_one),
         default=lambda *operands: _read(*operands, _scores, _weighted),
     )
 
 
-def _read(query_BLHK, kept, mask_BLM, bias_HLM, scores, weighted):
+def _read(query_BLHK, kept, mask_BLM, bias_HLM, row_bias_BHLM, scores, weighted):
     scores_BHLM = scores(query_BLHK, kept.key_BHMK)
     if bias_HLM is not None:
         scores_BHLM = scores_BHLM + bias_HLM[None].astype(scores_BHLM.dtype)
+    if row_bias_BHLM is not None:
+        scores_BHLM = scores_BHLM + row_bias_BHLM.astype(scores_BHLM.dtype)
     scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
     weights_BHLM = jax.nn.softmax(scores_BHLM, axis=-1).astype(query_BLHK.dtype)
     return weighted(weights_BHLM, kept.value_BHMK)

@@ -19,6 +19,7 @@ from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.greedy import Greedy
 from switchx.inference.kv_cache import Cache, extend, new_cache
 from switchx.inference.rows import Rows
+from switchx.inference.untied_step import row_bias_of_step, untied_projections
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
 
@@ -73,14 +74,16 @@ def prefill(
     sees_PP = jnp.tril(jnp.ones((P, P), bool))
     if decoding.is_prompt_bidirectional:
         sees_PP = jnp.ones((P, P), bool)
+    position_BP = jnp.maximum(jnp.cumsum(is_prompt_BP, axis=1) - 1, 0)
     logits_BPV, cache = extend(
         model,
         cache,
         prompt_BP,
-        jnp.maximum(jnp.cumsum(is_prompt_BP, axis=1) - 1, 0),
+        position_BP,
         0,
         mask_BLM=sees_PP[None] & is_prompt_BP[:, None],
         bias_HLM=model.decoder.position_bias(P, P),
+        row_bias_BHLM=model.decoder.row_bias(position_BP, position_BP),
         is_live_BL=is_prompt_BP & rows.is_live_B[:, None],
     )
     hypotheses = (Beams if L > 1 else Greedy).start(B, decoding)
@@ -99,12 +102,13 @@ def run_until(
     """Steps until no more than `num_live` sentences live."""
     model = bind(config, params)
     far_bias_HM = _bias_by_distance(model, state.is_prompt_BP.shape[1], decoding)
+    untied = untied_projections(model, state.is_prompt_BP.shape[1], decoding)
 
     def goes_on(state: Decoding):
         return jnp.sum(state.rows.is_live_B) > num_live
 
     def advance(state: Decoding):
-        logits_BLV, cache = step_logits(model, decoding, state, far_bias_HM)
+        logits_BLV, cache = step_logits(model, decoding, state, far_bias_HM, untied)
         hypotheses, token_BL, is_live_B = state.hypotheses.advance(
             logits_BLV, state.step, state.rows, decoding
         )
@@ -120,8 +124,12 @@ def run_until(
     return jax.lax.while_loop(goes_on, advance, state)
 
 
-def step_logits(model, decoding: DecodingConfig, state: Decoding, far_bias_HM):
-    """Logits `[B, L, V]` after the newest tokens, and the cache with them."""
+def step_logits(model, decoding: DecodingConfig, state: Decoding, far_bias_HM, untied=None):
+    """Logits `[B, L, V]` after the newest tokens, and the cache with them.
+
+    Args:
+        far_bias_HM, untied: of the model's positions, where it has these, computed once.
+    """
     B, P = state.is_prompt_BP.shape
     L, T = decoding.beam_size, decoding.max_new_tokens
     step = state.step - 1  # the newest tokens' number
@@ -142,6 +150,7 @@ def step_logits(model, decoding: DecodingConfig, state: Decoding, far_bias_HM):
         P + step * L,
         mask_BLM=jnp.concatenate([is_prompt_BLP, is_ancestor_BLM], axis=2),
         bias_HLM=_bias_of_step(far_bias_HM, P, step, decoding),
+        row_bias_BHLM=row_bias_of_step(untied, state.is_prompt_BP, step, decoding),
         is_live_BL=jnp.broadcast_to(is_live_B1, (B, L)),
     )
 

@@ -144,7 +144,7 @@ class Generator:
             return "is empty; give at least one token"
         if wrong := token_fault(self.config, tokens):
             return wrong
-        if self.config.positions == "learned":
+        if self.config.has_position_table:
             needed = len(tokens) + self.decoding.max_new_tokens
             if self.config.is_encoder_decoder:
                 needed = max(len(tokens), 1 + self.decoding.max_new_tokens)

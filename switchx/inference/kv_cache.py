@@ -56,15 +56,24 @@ def new_cache(model, batch: int, places: int, memory_BMD=None, is_memory_BM=None
 
 
 def extend(
-    model, cache: Cache, token_BL, position_BL, place, *, mask_BLM, bias_HLM, is_live_BL
+    model,
+    cache: Cache,
+    token_BL,
+    position_BL,
+    place,
+    *,
+    mask_BLM,
+    bias_HLM,
+    row_bias_BHLM=None,
+    is_live_BL,
 ):
     """Runs L tokens of every row through the decoder and remembers them.
 
     Args:
         position_BL: positions in the text, for models that have learned ones.
         place: where in the cache the L entries go.
-        mask_BLM, bias_HLM: of self-attention over the first M places of the cache, these L
-            included.
+        mask_BLM, bias_HLM, row_bias_BHLM: of self-attention over the first M places of the
+            cache, these L included.
         is_live_BL: false for tokens that no expert is to see.
 
     Returns:
@@ -82,6 +91,7 @@ def extend(
             kept.first(mask_BLM.shape[2]),
             mask_BLM=mask_BLM,
             bias_HLM=bias_HLM,
+            row_bias_BHLM=row_bias_BHLM,
         )
         x_BLD = x_BLD + attention.project_out(out_BLHK)
         if cache.memory:

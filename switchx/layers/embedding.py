@@ -34,7 +34,8 @@ class Embedding(nnx.Module):
         """Rows of the table `[B, L, D]` in the compute dtype, plus learned positions."""
         x_BLD = jnp.take(self.embedding_VD[...], tokens_BL, axis=0)
         if self.config.positions == "learned":
-            x_BLD = x_BLD + jnp.take(self.positions_LD[...], positions_BL, axis=0)
+            # Padding may lie beyond the table; by default it would become NaN there.
+            x_BLD = x_BLD + jnp.take(self.positions_LD[...], positions_BL, axis=0, mode="clip")
         return x_BLD.astype(self.config.precision.compute_dtype)
 
     def logits(self, x_BLD):

@@ -29,6 +29,8 @@ class BlockInputs:
         memory_BMD, memory_mask_BLM: the encoder's output and which of it a position may
             look at; None in a stack without cross-attention.
         token_BL: ids of the tokens, for routers that hash them.
+        row_bias_BHLM: what positions add to the scores of self-attention, each row's own, or
+            None.
     """
 
     is_token_BL: jax.Array
@@ -37,6 +39,7 @@ class BlockInputs:
     memory_BMD: jax.Array | None = None
     memory_mask_BLM: jax.Array | None = None
     token_BL: jax.Array | None = None
+    row_bias_BHLM: jax.Array | None = None
 
 
 class Block(nnx.Module):
@@ -53,8 +56,12 @@ class Block(nnx.Module):
         switch = config.switch if is_sparse else None
         self.is_attention_sparse = switch is not None and switch.has_attention
         self.is_ffn_sparse = switch is not None and switch.has_ffn
-        attention = SwitchAttention if self.is_attention_sparse else Attention
-        self.self_attention = attention(config, key=keys[0])
+        if self.is_attention_sparse:
+            self.self_attention = SwitchAttention(config, key=keys[0])
+        else:
+            self.self_attention = Attention(
+                config, num_correlations=config.num_correlations, key=keys[0]
+            )
         if has_memory:
             self.cross_attention_norm = norm()
             self.cross_attention = Attention(config, key=keys[1])
@@ -70,7 +77,12 @@ class Block(nnx.Module):
             return x_BLD + dropout(y_BLD, self.dropout_rate, key=key, shared_dims=(1,))
 
         normed_BLD = self.self_attention_norm(x_BLD)
-        reads = dict(bias_HLM=inputs.bias_HLM, mask_BLM=inputs.mask_BLM, key=keys[0])
+        reads = dict(
+            bias_HLM=inputs.bias_HLM,
+            row_bias_BHLM=inputs.row_bias_BHLM,
+            mask_BLM=inputs.mask_BLM,
+            key=keys[0],
+        )
         if self.is_attention_sparse:
             tokens = inputs.is_token_BL, inputs.token_BL
             y_BLD, stats = self.self_attention(

@@ -13,6 +13,7 @@ from switchx.models.switch_config import DISPATCHERS, SwitchConfig
 
 __all__ = ["DISPATCHERS", "ModelConfig", "Precision", "RouterConfig", "SwitchConfig"]
 
+POSITIONS = ("relative", "learned", "tupe", "tupe_relative")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -47,11 +48,15 @@ class ModelConfig:
     attention; the GPT family of Pipeline MoE and SE-MoE is `norm="layer"`,
     `positions="learned"`, `use_bias=True`, `scale_attention=True`.
 
+    Positions are T5's `relative` bias, a table of `learned` ones added to the words, or TUPE's
+    correlations of positions apart from those of words (Ke et al. 2020, arXiv:2006.15595):
+    `tupe` absolute, `tupe_relative` with T5's bias too.
+
     Attributes:
         d_model, d_ff, num_heads, d_head: D, F, H and K.
         num_encoder_layers: 0 in a decoder-only model.
         switch: the Switch layers, or None for a dense model.
-        max_length: rows of the learned position table.
+        max_length: rows of the position table, where there is one: all but `relative`.
         relative_buckets, relative_max_distance: T5's shared relative position buckets.
         tie_embeddings: logits from the embedding table.
         scale_tied_logits: divide tied logits by sqrt(D), as T5 does.
@@ -74,7 +79,7 @@ class ModelConfig:
     num_encoder_layers: int = 0
     activation: Literal["relu", "gelu", "geglu", "swiglu"] = "geglu"
     norm: Literal["rms", "layer"] = "rms"
-    positions: Literal["relative", "learned"] = "relative"
+    positions: Literal["relative", "learned", "tupe", "tupe_relative"] = "relative"
     max_length: int | None = None
     relative_buckets: int = 32
     relative_max_distance: int = 128
@@ -93,7 +98,7 @@ class ModelConfig:
         require_choice("architecture", self.architecture, ("encoder_decoder", "decoder_only"))
         require_choice("activation", self.activation, ("relu", "gelu", "geglu", "swiglu"))
         require_choice("norm", self.norm, ("rms", "layer"))
-        require_choice("positions", self.positions, ("relative", "learned"))
+        require_choice("positions", self.positions, POSITIONS)
         require_choice("remat", self.remat, ("none", "minimal", "full"))
         sizes = ("vocab_size", "d_model", "d_ff", "num_heads", "d_head", "num_decoder_layers")
         for name in sizes:
@@ -108,8 +113,13 @@ class ModelConfig:
             f"{self.architecture!r}; use 0 for decoder_only, at least 1 otherwise",
         )
         require(
-            self.positions == "relative" or self.max_length is not None,
-            "positions='learned' needs max_length, the rows of the position table",
+            not self.has_position_table or self.max_length is not None,
+            f"positions={self.positions!r} needs max_length, the rows of the position table",
+        )
+        require(
+            not self.has_untied_positions or self.scale_attention,
+            f"positions={self.positions!r} with scale_attention=False: TUPE divides its scores "
+            "by sqrt(2 d_head); use scale_attention=True",
         )
         require(
             self.max_length is None or self.max_length >= 1,
@@ -182,6 +192,25 @@ class ModelConfig:
     def is_gated(self) -> bool:
         """Whether an FFN has a second input matrix."""
         return self.activation in ("geglu", "swiglu")
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether a text can have no more than `max_length` positions."""
+        return self.positions != "relative"
+
+    @property
+    def has_relative_bias(self) -> bool:
+        return self.positions in ("relative", "tupe_relative")
+
+    @property
+    def has_untied_positions(self) -> bool:
+        """Whether positions have correlations of their own (TUPE)."""
+        return self.positions in ("tupe", "tupe_relative")
+
+    @property
+    def num_correlations(self) -> int:
+        """Products that a score of self-attention adds up: of words, with TUPE of positions."""
+        return 2 if self.has_untied_positions else 1
 
     @property
     def period(self) -> int:

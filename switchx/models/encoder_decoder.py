@@ -44,6 +44,7 @@ class EncoderDecoder(nnx.Module):
             is_token_BL=segment_BL > 0,
             mask_BLM=segment_mask(segment_BL, segment_BL),
             bias_HLM=self.encoder.position_bias(length, length),
+            row_bias_BHLM=self.encoder.row_bias(positions_BL, positions_BL),
             token_BL=tokens_BL,
         )
         x_BLD = self.embedding.embed(tokens_BL, positions_BL)
@@ -66,6 +67,7 @@ class EncoderDecoder(nnx.Module):
             is_token_BL=segment_BL > 0,
             mask_BLM=causal_mask(segment_BL),
             bias_HLM=self.decoder.position_bias(length, length),
+            row_bias_BHLM=self.decoder.row_bias(positions_BL, positions_BL),
             memory_BMD=memory_BMD,
             memory_mask_BLM=segment_mask(segment_BL, memory_segment_BM),
             token_BL=tokens_BL,

@@ -13,6 +13,7 @@ from flax import nnx
 from switchx.layers.dropout import dropout, split_key
 from switchx.layers.norm import Norm
 from switchx.layers.relative_position import RelativeBias
+from switchx.layers.untied_positions import UntiedPositions
 from switchx.models.block import Block, BlockInputs
 from switchx.partitioning.constrain import constrain
 
@@ -50,7 +51,7 @@ class BlockRun(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """An encoder or a decoder: its relative bias, its blocks, its final norm."""
+    """An encoder or a decoder: its biases of positions, its blocks, its final norm."""
 
     def __init__(self, config, *, num_layers: int, is_decoder: bool, has_memory: bool, key):
         self.config = config
@@ -63,10 +64,13 @@ class Stack(nnx.Module):
         def build(key):
             return BlockRun(config, length=length, stack=stack, has_memory=has_memory, key=key)
 
-        if config.positions == "relative":
+        if config.has_relative_bias:
             self.relative_bias = RelativeBias(
                 config, is_bidirectional=not is_decoder, key=key_bias
             )
+        if config.has_untied_positions:
+            key_untied = jax.random.fold_in(key_bias, 1)
+            self.untied_positions = UntiedPositions(config, key=key_untied)
         if config.scan_layers:
             self.blocks = jax.vmap(build)(jax.random.split(key_blocks, self.repeats))
         else:
@@ -74,10 +78,16 @@ class Stack(nnx.Module):
         self.norm = Norm(config.d_model, config.norm, config.precision.params)
 
     def position_bias(self, num_queries: int, num_keys: int, *, first_query: int = 0):
-        """The stack's `bias_HLM`, or None where positions are learned."""
-        if self.config.positions != "relative":
+        """The stack's relative `bias_HLM`, or None where it has none."""
+        if not self.config.has_relative_bias:
             return None
         return self.relative_bias(num_queries, num_keys, first_query=first_query)
+
+    def row_bias(self, position_BL, position_BM):
+        """The stack's `row_bias_BHLM` of absolute positions (TUPE), or None."""
+        if not self.config.has_untied_positions:
+            return None
+        return self.untied_positions(position_BL, position_BM)
 
     def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):
         """The normed output `[B, L, D]` and the routing statistics `[num_sparse, ...]`."""

@@ -112,6 +112,7 @@ class SwitchAttention(RoutedLayer):
         *,
         is_training: bool,
         bias_HLM=None,
+        row_bias_BHLM=None,
         mask_BLM=None,
         key=None,
     ):
@@ -136,7 +137,8 @@ class SwitchAttention(RoutedLayer):
         heads = out_of_groups(y_GTF, B, L).reshape(B, L, 2, config.num_heads, config.d_head)
         query_BLHK, memory_BMHK = heads[:, :, 0], heads[:, :, 1]
         if config.scale_attention:
-            query_BLHK = query_BLHK * jnp.asarray(config.d_head**-0.5, query_BLHK.dtype)
+            scale = (config.num_correlations * config.d_head) ** -0.5
+            query_BLHK = query_BLHK * jnp.asarray(scale, query_BLHK.dtype)
         drop = None
         if key is not None and config.dropout_rate > 0:
             drop = functools.partial(dropout, rate=config.dropout_rate, key=key_weights)
@@ -145,6 +147,7 @@ class SwitchAttention(RoutedLayer):
             memory_BMHK,
             memory_BMHK,
             bias_HLM=bias_HLM,
+            row_bias_BHLM=row_bias_BHLM,
             mask_BLM=mask_BLM,
             drop=drop,
         )

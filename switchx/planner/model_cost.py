@@ -16,7 +16,8 @@ class ParameterCount:
 
     Attributes:
         embedding: the token table, which is also the logits' matrix where they are tied.
-        positions: the learned position table, or the relative bias of every stack.
+        positions: the learned position table; of every stack the relative bias, and TUPE's
+            table and projections.
         logits: the untied logits' matrix.
         attention: self- and cross-attention; of Switch attention the output matrix.
         dense_ffn: the FFNs of dense blocks, and shared experts.
@@ -65,7 +66,8 @@ class SequenceFlops:
     Attributes:
         attention: query, key, value and output matrices, cross-attention's all four at
             decoder tokens (Kaplan counts every weight of a stack at each of its tokens).
-        scores: query times key, 2 H K a pair; masked and causal pairs count as others do.
+        scores: query times key, 2 H K a pair, and TUPE's of positions once a stack; masked
+            and causal pairs count as others do.
         dense_ffn: the FFNs of the dense blocks, and shared experts.
         experts: those that a token meets, nothing dropped, no slot empty.
         logits: the whole vocabulary at every decoder token.
@@ -125,11 +127,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
     return ParameterCount(
         embedding=config.vocab_size * D,
-        positions=(
-            config.max_length * D
-            if config.positions == "learned"
-            else num_stacks * config.relative_buckets * H
-        ),
+        positions=_position_weights(config),
         logits=0 if config.tie_embeddings else D * config.vocab_size,
         attention=attention,
         dense_ffn=dense_ffn,
@@ -172,6 +170,10 @@ def flops_per_sequence(
     )
     ffn_tokens = encoder_tokens + decoder_tokens
     attention = 2 * _attention_weights(config) * (ffn_tokens + cross_tokens)
+    untied_pairs = 0
+    if config.has_untied_positions:  # once a stack, whatever its layers
+        untied_pairs = encoder_length**2 + decoder_length**2
+        attention += 2 * _untied_projections(config) * (encoder_length + decoder_length)
     dense_ffn = 2 * _ffn_weights(config, config.d_ff) * ffn_tokens
     one_expert = router = num_selected = 0
     slots = 1.0
@@ -205,7 +207,7 @@ def flops_per_sequence(
 
     return SequenceFlops(
         attention=attention,
-        scores=2 * HK * pairs,
+        scores=2 * HK * (pairs + untied_pairs),
         dense_ffn=dense_ffn,
         experts=round(one_expert * num_selected),
         logits=2 * D * config.vocab_size * decoder_length,
@@ -257,6 +259,20 @@ def _num_attentions(config: ModelConfig) -> int:
     """One a block, and one more in each decoder block that reads an encoder."""
     num_cross = config.num_decoder_layers if config.is_encoder_decoder else 0
     return _num_layers(config) + num_cross
+
+
+def _position_weights(config: ModelConfig) -> int:
+    if config.positions == "learned":
+        return config.max_length * config.d_model
+    one_stack = config.relative_buckets * config.num_heads if config.has_relative_bias else 0
+    if config.has_untied_positions:
+        one_stack += config.max_length * config.d_model + _untied_projections(config)
+    return one_stack * (2 if config.is_encoder_decoder else 1)
+
+
+def _untied_projections(config: ModelConfig) -> int:
+    """Weights of TUPE's projections of one stack's positions."""
+    return 2 * config.d_model * config.num_heads * config.d_head
 
 
 def _expert_d_ff(config: ModelConfig) -> int:

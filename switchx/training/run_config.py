@@ -38,12 +38,13 @@ MODEL_MAY_CHANGE = (
 def describe(value) -> Any:
     """Nested dataclasses as what JSON can hold; a dataclass keeps its type's name.
 
-    `data_dir` is left out below the job itself: it says where data lies, not what it is.
+    Below the job itself `data_dir` is left out, which says where data lies and not what it
+    is, and so are a task's `metrics`, which nothing in training reads.
     """
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         if not isinstance(value, TrainingJob):
-            names = [name for name in names if name != "data_dir"]
+            names = [name for name in names if name not in ("data_dir", "metrics")]
         fields = {name: describe(getattr(value, name)) for name in names}
         return {"type": type(value).__name__} | fields
     if isinstance(value, list | tuple):

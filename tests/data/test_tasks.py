@@ -4,6 +4,7 @@ import pytest
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
 from switchx.data.objectives import CausalLM, InputsToTargets, SpanCorruption
 from switchx.data.tasks import Task, open_task
+from switchx.data.text_metrics import Accuracy
 from tests.data.fakes import ListCorpus, NumberVocabulary, pair_corpus, text_corpus
 
 FEATURES = EncoderDecoderFeatures(512, 114)
@@ -52,3 +53,9 @@ def test_other_errors():
         ValueError, match="too_long='ignore' is unknown; use one of drop, truncate"
     ):
         make(PAIRS, InputsToTargets(), too_long="ignore")
+    with pytest.raises(
+        ValueError, match="task 'it': metrics compare texts with targets, and the objective "
+        "SpanCorruption has no texts for targets; use InputsToTargets, or no metrics",
+    ):  # fmt: skip
+        make(TEXT, SpanCorruption(), metrics=(Accuracy(),))
+    assert make(PAIRS, InputsToTargets(), metrics=(Accuracy(),)).metrics == (Accuracy(),)

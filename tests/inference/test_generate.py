@@ -33,6 +33,14 @@ MODELS = {
         positions="learned", max_length=32, use_bias=True, scale_attention=True,
         scale_tied_logits=False, init_scale=4.0, switch=SwitchConfig(4, expert_bias=True),
     ),
+    "tupe": ModelConfig(
+        "encoder_decoder", V, 16, 32, 2, 8, 1, 2, init_scale=4.0, positions="tupe",
+        max_length=7, scale_attention=True, switch=SwitchConfig(4, every=1),
+    ),
+    "tupe decoder": ModelConfig(
+        "decoder_only", V, 16, 32, 2, 8, 2, init_scale=4.0, positions="tupe_relative",
+        max_length=14, scale_attention=True,
+    ),
     "dense": ModelConfig("encoder_decoder", V, 16, 32, 2, 8, 2, 2, init_scale=4.0),
 }  # fmt: skip
 # Five or six tokens, so that all lengths are rounded up to six.
@@ -163,6 +171,17 @@ def test_beams_score_what_the_forward_pass_says(model):
     assert better >= len(INPUTS) - 1  # beam search may lose what greedy finds
 
 
+def test_beams_have_the_positions_of_their_text():
+    """Prompts of two lengths, so that the shorter is padded; a relative bias beside TUPE."""
+    model = prepared("tupe decoder")
+    for number, hypotheses in generate(model, INPUTS[:2], beam_size=2).items():
+        for hypothesis in hypotheses:
+            tokens = with_end(hypothesis)
+            log_prob_TV = log_probs(*model, INPUTS[number], tokens[:-1])
+            mean = np.mean(log_prob_TV[np.arange(len(tokens)), tokens])
+            assert hypothesis.score == pytest.approx(mean, rel=1e-4)
+
+
 @pytest.mark.parametrize("settings", [{}, {"beam_size": 3}], ids=str)
 def test_a_sentence_with_less_room_is_what_it_would_be_if_all_had_as_little(settings):
     model, rooms = prepared("encoder-decoder"), [1, 6, 3, 2, 6, 4]
@@ -227,6 +246,8 @@ def test_switch_attention_is_refused():
         ("dense", [[3, V]], f"input 0 has token id {V}, the vocabulary has 0 to {V - 1}"),
         ("dense", [[-1]], "input 0 has token id -1"),
         ("gpt", [[3] * 27], "input 0 needs 33 positions, the model has 32"),
+        ("tupe", [[3] * 8], "input 0 needs 8 positions, the model has 7"),
+        ("tupe decoder", [[3] * 9], "input 0 needs 15 positions, the model has 14"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(name, inputs, message):

@@ -65,6 +65,12 @@ def test_a_model_that_transformers_has_not_with_all_reasons():
         "there are T5, and Switch Transformers with top-1 routing, to write for"
     ):
         describe(gpt)
+    tupe = dataclasses.replace(SWITCH, positions="tupe", max_length=9, scale_attention=True)
+    with refused(
+        "this model cannot be written for transformers: positions='tupe' (expected "
+        "'relative'); scale_attention=True (expected False); <any>"
+    ):
+        describe(tupe)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,9 @@ def test_models_that_t5x_has_not(tmp_path):
         "Switch Transformers, such as configs/models/switch_base_released.gin"
     ):
         read_checkpoint(tmp_path, config)
+    tupe = dataclasses.replace(T5, positions="tupe", max_length=9, scale_attention=True)
+    with refused("the gin file describes no model of T5X's (positions); <any>"):
+        read_checkpoint(tmp_path, tupe)
     hashed = SwitchConfig(3, every=2, router=RouterConfig("hash", exploration="none"))
     with refused("<any>(RouterConfig.kind)<any>"):
         read_checkpoint(tmp_path, dataclasses.replace(T5, switch=hashed))

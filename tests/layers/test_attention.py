@@ -121,6 +121,34 @@ def test_every_form_has_the_gradients_of_the_textbook(has_bias, has_mask, has_dr
     )
 
 
+@pytest.mark.parametrize("has_drop", [False, True])
+def test_a_bias_for_each_row_is_added_and_has_gradients(has_drop):
+    """Rows of one alone, where a bias for each is a bias for all."""
+    q, k, v, bias_HLM, mask_BLM = map(jnp.asarray, inputs())
+    row_bias_BHLM = jnp.stack([bias_HLM, -2 * bias_HLM])
+    target = np.random.default_rng(1).normal(size=(B, L, H, K)).astype(np.float32)
+    drop = (lambda weights_BHLM: weights_BHLM) if has_drop else None
+
+    def got(q, row_bias_BHLM):
+        biases = dict(bias_HLM=bias_HLM, row_bias_BHLM=row_bias_BHLM)
+        return jnp.sum(attend(q, k, v, **biases, mask_BLM=mask_BLM, drop=drop) * target)
+
+    def want(q, row_bias_BHLM):
+        return sum(
+            jnp.sum(target[b] * naive(
+                q[b : b + 1], k[b : b + 1], v[b : b + 1], bias_HLM + row_bias_BHLM[b],
+                mask_BLM[b : b + 1],
+            )[0])
+            for b in range(B)
+        )  # fmt: skip
+
+    both = jax.jit(lambda *a: [jax.value_and_grad(f, (0, 1))(*a) for f in (got, want)])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        *both(q, row_bias_BHLM),
+    )
+
+
 CONFIG = ModelConfig("decoder_only", 8, 6, 8, H, K, 1)
 
 

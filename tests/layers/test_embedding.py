@@ -56,6 +56,12 @@ def test_learned_positions_are_added_by_position_and_not_by_place(key):
             np.testing.assert_allclose(x_BLD[b, i], expected, rtol=1e-6)
 
 
+def test_padding_may_lie_beyond_the_table(key):
+    embedding = Embedding(GPT, key=key)
+    x_BLD = embedding.embed(TOKENS_BL, np.full_like(POSITIONS_BL, MAX_LENGTH + 3))
+    assert np.all(np.isfinite(x_BLD))
+
+
 @pytest.mark.parametrize(
     ("config", "name", "divisor"),
     [

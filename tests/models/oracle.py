@@ -46,7 +46,25 @@ def position_bias(config, p, length: int, is_bidirectional: bool):
     return np.array(rows).transpose(2, 0, 1)
 
 
-def attention(config, p, x_BLD, memory_BMD, mask_BLM, bias_HLM):
+def row_bias(config, p, position_BL):
+    """TUPE's second term, eq. 7 of arXiv:2006.15595, of every row, head, query and key."""
+    B, L = position_BL.shape
+    bias_BHLM = np.zeros((B, config.num_heads, L, L))
+    if "untied_positions" not in p:
+        return bias_BHLM
+    table_LD, w_query_DHK, w_key_DHK = (
+        p["untied_positions"][name] for name in ("positions_LD", "w_query_DHK", "w_key_DHK")
+    )
+    for b, h, i, j in np.ndindex(*bias_BHLM.shape):
+        query_K = table_LD[position_BL[b, i]] @ w_query_DHK[:, h]
+        key_K = table_LD[position_BL[b, j]] @ w_key_DHK[:, h]
+        bias_BHLM[b, h, i, j] = query_K @ key_K / math.sqrt(2 * config.d_head)
+    return bias_BHLM
+
+
+def attention(config, p, x_BLD, memory_BMD, mask_BLM, bias_HLM, row_bias_BHLM=None):
+    """`row_bias_BHLM` in self-attention alone; TUPE halves the variance of both terms."""
+    has_positions = row_bias_BHLM is not None and "tupe" in config.positions
     y_BLD = np.zeros_like(x_BLD)
     for b, h in np.ndindex(len(x_BLD), config.num_heads):
         query, key, value = (
@@ -54,14 +72,17 @@ def attention(config, p, x_BLD, memory_BMD, mask_BLM, bias_HLM):
             for name, source in [("query", x_BLD), ("key", memory_BMD), ("value", memory_BMD)]
         )
         if config.scale_attention:
-            query = query / math.sqrt(config.d_head)
+            query = query / math.sqrt(config.d_head * (2 if has_positions else 1))
         for i in range(len(query)):
             allowed = np.flatnonzero(mask_BLM[b, i])
             if len(allowed) == 0:
                 allowed = np.arange(len(key))  # padding: an average nobody reads
                 weights = np.full(len(key), 1 / len(key))
             else:
-                weights = softmax(key[allowed] @ query[i] + bias_HLM[h, i, allowed])
+                score_M = key[allowed] @ query[i] + bias_HLM[h, i, allowed]
+                if has_positions:
+                    score_M = score_M + row_bias_BHLM[b, h, i, allowed]
+                weights = softmax(score_M)
             y_BLD[b, i] += (weights @ value[allowed]) @ p["w_out_HKD"][h]
     return y_BLD + p.get("b_out_D", 0.0)
 
@@ -93,12 +114,14 @@ def ffn(config, p, x_BLD, is_token_BL, factor):
     return y_TD.reshape(x_BLD.shape), balance
 
 
-def block(config, p, x_BLD, is_token_BL, mask_BLM, bias_HLM, memory=None, factor=None):
+def block(
+    config, p, x_BLD, is_token_BL, mask_BLM, bias_HLM, memory=None, factor=None,
+    row_bias_BHLM=None,
+):  # fmt: skip
     """One pre-norm block; `memory` is the encoder's output and who may look at it."""
     normed_BLD = norm(p["self_attention_norm"], x_BLD)
-    x_BLD = x_BLD + attention(
-        config, p["self_attention"], normed_BLD, normed_BLD, mask_BLM, bias_HLM
-    )
+    reads = normed_BLD, normed_BLD, mask_BLM, bias_HLM, row_bias_BHLM
+    x_BLD = x_BLD + attention(config, p["self_attention"], *reads)
     if memory is not None:
         normed_BLD = norm(p["cross_attention_norm"], x_BLD)
         no_bias_HLM = np.zeros((config.num_heads, x_BLD.shape[1], memory[0].shape[1]))
@@ -108,9 +131,13 @@ def block(config, p, x_BLD, is_token_BL, mask_BLM, bias_HLM, memory=None, factor
     return x_BLD + y_BLD, balance
 
 
-def stack(config, p, x_BLD, is_token_BL, mask_BLM, memory=None, *, factor=None, causal=False):
+def stack(
+    config, p, x_BLD, is_token_BL, mask_BLM, memory=None, *, factor=None, causal=False,
+    position_BL=None,
+):  # fmt: skip
     """Normed output, and the balance losses of the sparse blocks in order."""
     bias_HLM = position_bias(config, p, x_BLD.shape[1], is_bidirectional=not causal)
+    row_bias_BHLM = None if position_BL is None else row_bias(config, p, position_BL)
     losses = []
     for i in range(len(p["blocks"])):
         x_BLD, balance = block(
@@ -122,6 +149,7 @@ def stack(config, p, x_BLD, is_token_BL, mask_BLM, memory=None, *, factor=None, 
             bias_HLM,
             memory,
             factor,
+            row_bias_BHLM,
         )
         losses += [] if balance is None else [balance]
     return norm(p["norm"], x_BLD), losses
@@ -156,6 +184,7 @@ def model(config, params, batch, *, is_training=False):
             segment_BM > 0,
             segment_mask(segment_BM, segment_BM),
             factor=factor,
+            position_BL=batch["encoder_positions"],
         )
         memory = memory_BMD, segment_mask(segment_BL, segment_BM)
     y_BLD, decoder_losses = stack(
@@ -167,6 +196,7 @@ def model(config, params, batch, *, is_training=False):
         memory,
         factor=factor,
         causal=True,
+        position_BL=batch["decoder_positions"],
     )
     if not config.tie_embeddings:
         logits_BLV = y_BLD @ table["w_logits_DV"]

@@ -126,7 +126,7 @@ def test_descriptions_are_frozen_and_can_be_keys():
         ({"norm": "batch"}, "norm='batch' is unknown; use one of rms, layer"),
         (
             {"positions": "rotary"},
-            "positions='rotary' is unknown; use one of relative, learned",
+            "positions='rotary' is unknown; use one of relative, learned, tupe, tupe_relative",
         ),
         ({"remat": "some"}, "remat='some' is unknown; use one of none, minimal, full"),
         (
@@ -163,6 +163,15 @@ def test_descriptions_are_frozen_and_can_be_keys():
         (
             {"positions": "learned", "max_length": 0},
             "max_length=0; use a whole number of at least 1",
+        ),
+        (
+            {"positions": "tupe", "scale_attention": True},
+            "positions='tupe' needs max_length, the rows of the position table",
+        ),
+        (
+            {"positions": "tupe_relative", "max_length": 9},
+            "positions='tupe_relative' with scale_attention=False: TUPE divides its scores by "
+            "sqrt(2 d_head); use scale_attention=True",
         ),
         ({"dropout_rate": 1.0}, "dropout_rate=1.0; use 0 <= rate < 1"),
         ({"dropout_rate": -0.1}, "dropout_rate=-0.1; use 0 <= rate < 1"),

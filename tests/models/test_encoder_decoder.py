@@ -11,6 +11,7 @@ import pytest
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.encoder_decoder import EncoderDecoder
 from switchx.models.params import abstract_params, bind
+from switchx.models.unroll import unrolled
 from tests.layers.weights import numbers_like
 from tests.models import oracle
 from tests.models.batches import make_batch
@@ -26,7 +27,8 @@ SWITCH = SwitchConfig(
 )
 SPARSE = ModelConfig("encoder_decoder", V, 8, 12, 2, 4, 2, 2, activation="relu", switch=SWITCH)
 UNTIED = dataclasses.replace(SPARSE, activation="geglu", switch=None, tie_embeddings=False)
-CASES = {"switch": SPARSE, "untied": UNTIED}
+TUPE = dataclasses.replace(SPARSE, positions="tupe", max_length=11, scale_attention=True)
+CASES = {"switch": SPARSE, "untied": UNTIED, "tupe": TUPE}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -106,3 +108,25 @@ def test_the_stacks_have_a_bias_each_and_share_the_embedding():
         assert params[stack]["relative_bias"]["bias_UH"].shape == (32, 2)
     assert "cross_attention" not in params["encoder"]["blocks"]["layer_0"]
     assert "cross_attention" in params["decoder"]["blocks"]["layer_0"]
+
+
+def test_with_tupe_the_stacks_have_positions_each_and_scanned_layers_share_them():
+    """The scanned model is the unrolled one, whose logits a loop has checked."""
+    params = abstract_params(TUPE)
+    for stack in ("encoder", "decoder"):
+        assert "relative_bias" not in params[stack]
+        shapes = {name: leaf.shape for name, leaf in params[stack]["untied_positions"].items()}
+        projection = {"w_query_DHK": (8, 2, 4), "w_key_DHK": (8, 2, 4)}
+        assert shapes == {"positions_LD": (11, 8)} | projection
+    config = dataclasses.replace(
+        TUPE, positions="tupe_relative", scan_layers=True, num_encoder_layers=4
+    )
+    scanned = numbers_like(abstract_params(config), scale=0.4)
+    assert {"relative_bias", "untied_positions"} <= scanned["encoder"].keys()
+    batch = make_batch(V, is_encoder_decoder=True)
+    got_BLV, _ = jax.jit(lambda p: bind(config, p)(batch, is_training=False))(scanned)
+    want_BLV, _ = oracle.model(*unrolled(config, scanned), batch)
+    is_token_BL = batch["decoder_segment_ids"] > 0
+    np.testing.assert_allclose(
+        got_BLV[is_token_BL], want_BLV[is_token_BL], rtol=1e-4, atol=1e-4
+    )

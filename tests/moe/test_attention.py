@@ -193,3 +193,23 @@ def test_a_block_with_a_memory_keeps_its_cross_attention():
         lambda params: with_params(block, params)(x_BLD, reads, is_training=True)
     )(params)
     assert y_BLD.shape == x_BLD.shape and len(stats) == 1
+
+
+def test_positions_may_have_correlations_of_their_own():
+    """TUPE: a bias for each row, and words' scores divided by sqrt(2 K)."""
+    config = dataclasses.replace(LINEAR, positions="tupe", max_length=L, scale_attention=True)
+    layer, params = make(config)
+    x_BLD, is_token_BL, mask_BLM, bias_HLM = inputs()
+    plain = dataclasses.replace(LINEAR, scale_attention=True)
+
+    def run(layer, params, **bias):
+        module = with_params(layer, params)
+        reads = x_BLD, jnp.asarray(is_token_BL)
+        return module(*reads, is_training=False, mask_BLM=mask_BLM, **bias)[0]
+
+    row_bias_BHLM = jnp.stack([jnp.asarray(bias_HLM)] * B)
+    got_BLD = run(layer, params, row_bias_BHLM=row_bias_BHLM)
+    halved = jax.tree.map(lambda leaf: leaf, params)
+    halved["projections"]["w_query_EDHK"] = params["projections"]["w_query_EDHK"] / np.sqrt(2)
+    want_BLD = run(make(plain)[0], halved, bias_HLM=bias_HLM)
+    np.testing.assert_allclose(got_BLD, want_BLD, rtol=1e-4, atol=1e-5)

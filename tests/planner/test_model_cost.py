@@ -105,6 +105,15 @@ def test_misprinted_shapes_count_what_docs_models_says(model, billions):
     assert round(count_parameters(load(model)).total / 1e9, 1) == billions
 
 
+def test_the_reconstructed_elephant_has_the_size_that_its_paper_prints():
+    """Sizes without positions and biases give 5.31B, the whole 5.32B; experts are 91%."""
+    count = count_parameters(load("elephants_5b"))
+    assert count.total == pytest.approx(5.31e9, rel=5e-3)
+    assert f"{count.total / 1e9:.2f}" == "5.32"
+    assert count.experts == 18 * 32 * (2 * 1024 * 4096 + 4096 + 1024)
+    assert count.positions == 2 * (512 * 1024 + 2 * 1024 * 1024)
+
+
 # Table 9, within one of its last digit: 124.57 is printed as 124, 424.94 as 425.
 @pytest.mark.parametrize(
     ("model", "gflops", "last_digit"),
@@ -200,6 +209,22 @@ def test_executed_flops_are_the_real_forward_pass_s(model, encoder_length, decod
     flops = flops_per_sequence(config, encoder_length, decoder_length)
     # 0.02% are the relative bias and the balance loss, which are not counted.
     assert flops.executed == pytest.approx(traced, rel=1e-3)
+
+
+@pytest.mark.parametrize("positions", ["tupe", "tupe_relative"])
+def test_the_correlations_of_positions_are_counted_as_they_are_built(positions):
+    config = ModelConfig(
+        "encoder_decoder", 11, 16, 24, 2, 8, 2, 4, positions=positions, max_length=40,
+        scale_attention=True,
+    )  # fmt: skip
+    assert count_parameters(config).total == num_elements(abstract_params(config))
+    # One row: positions are projected once for all rows of a batch.
+    program = jax.make_jaxpr(
+        lambda params, batch: forward(config, params, batch, is_training=False)
+    )
+    traced = matrix_flops(program(abstract_params(config), batch_of(1, 32, 16)).jaxpr)
+    relative = 2 * 32 * 2 * (32**2 + 16**2) * config.has_relative_bias
+    assert flops_per_sequence(config, 32, 16).executed == traced - relative
 
 
 BASE = ModelConfig(

@@ -9,6 +9,8 @@ import pytest
 
 from switchx.data.corpus_vocabulary import CorpusVocabulary
 from switchx.data.loader import Prefetch
+from switchx.data.objectives import InputsToTargets
+from switchx.data.text_metrics import Accuracy
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.partitioning.mesh import MeshSpec
@@ -176,6 +178,13 @@ def test_a_description_is_json_and_says_types():
     assert text["source"]["corpus"]["fields"] == ["text"]
     assert text["retention"]["keep_best"] == 2
     assert describe(pathlib.PurePosixPath("a/b")) == "a/b"
+
+
+def test_a_run_goes_on_with_other_metrics_of_its_tasks(tmp_path):
+    task = dataclasses.replace(TASK, objective=InputsToTargets())
+    run = RunFolder(tmp_path).create()
+    write_run_config(run, make_job(source=task))
+    check_same_run(run, make_job(source=dataclasses.replace(task, metrics=(Accuracy(),))))
 
 
 def test_where_data_lies_is_described_for_the_job_alone():

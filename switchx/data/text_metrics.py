@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of generated texts against a corpus' targets, as the kept libraries compute them.
+
+All are of raw, untokenized texts, one target for each prediction, and between 0 and 100. A
+result comes with its signature: what one has to know to compare it with another's.
+"""
+
+import collections
+import dataclasses
+import importlib.metadata
+import re
+import string
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+# Those of sacreBLEU that need no further package and download nothing.
+BLEU_TOKENIZERS = ("13a", "intl", "char", "zh", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricResult:
+    """One number about many texts.
+
+    Attributes:
+        signature: library, its version and its settings.
+        interval: of 95% by bootstrap, where it was asked for and the library has it.
+    """
+
+    name: str
+    score: float
+    signature: str
+    interval: tuple[float, float] | None = None
+
+
+class TextMetric(Protocol):
+    """What a task is measured by."""
+
+    def results(
+        self, predictions: Sequence[str], targets: Sequence[str], num_bootstrap: int = 0
+    ) -> list[MetricResult]:
+        """Compares equally many texts, at least one.
+
+        Args:
+            num_bootstrap: samples for an interval; 0 gives none.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Bleu:
+    """Corpus BLEU of sacreBLEU (Post 2018, arXiv:1804.08771).
+
+    Attributes:
+        tokenize: 13a is WMT's; intl splits at all punctuation of Unicode; zh and char are
+            for Chinese, and for texts without spaces.
+    """
+
+    tokenize: Literal["13a", "intl", "char", "zh", "none"] = "13a"
+    lowercase: bool = False
+
+    def __post_init__(self):
+        if self.tokenize not in BLEU_TOKENIZERS:
+            raise ValueError(
+                f"Bleu.tokenize={self.tokenize!r}; use one of {', '.join(BLEU_TOKENIZERS)}"
+            )
+
+    def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
+        # Libraries are imported where they are used: reading a configuration needs none.
+        from sacrebleu.metrics import BLEU
+
+        metric = BLEU(tokenize=self.tokenize, lowercase=self.lowercase)
+        return [_sacrebleu("bleu", metric, predictions, targets, num_bootstrap)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChrF:
+    """Character F-score of sacreBLEU (Popovic 2015, 2017).
+
+    Attributes:
+        word_order: longest n-gram of words; 0 is chrF, 2 is chrF++.
+    """
+
+    word_order: int = 0
+
+    def __post_init__(self):
+        if self.word_order < 0:
+            raise ValueError(f"ChrF.word_order={self.word_order}; use 0, or 2 for chrF++")
+
+    def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
+        from sacrebleu.metrics import CHRF
+
+        name = "chrf" + "+" * self.word_order
+        metric = CHRF(word_order=self.word_order)
+        return [_sacrebleu(name, metric, predictions, targets, num_bootstrap)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rouge:
+    """Mean F-measures of rouge-score (Lin 2004), in percent.
+
+    ROUGE-Lsum takes a line for a sentence, so a summary has a sentence a line.
+
+    Attributes:
+        types: of rouge-score; those of T5 by default.
+        use_stemmer: compare the stems of English words.
+    """
+
+    types: tuple[str, ...] = ("rouge1", "rouge2", "rougeLsum")
+    use_stemmer: bool = False
+
+    def __post_init__(self):
+        wrong = [name for name in self.types if not re.fullmatch(r"rouge([1-9]|L|Lsum)", name)]
+        if wrong or not self.types:
+            raise ValueError(
+                f"Rouge.types={self.types!r}; use some of rouge1 to rouge9, rougeL, rougeLsum"
+            )
+
+    def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer(list(self.types), use_stemmer=self.use_stemmer)
+        scores = [scorer.score(*pair) for pair in zip(targets, predictions, strict=True)]
+        version = importlib.metadata.version("rouge-score")
+        signature = f"rouge-score|stemmer:{'yes' if self.use_stemmer else 'no'}|v:{version}"
+        return [
+            MetricResult(name, _percent([score[name].fmeasure for score in scores]), signature)
+            for name in self.types
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Squad:
+    """Exact match and token F1 of answers, normalized as SQuAD's own script does.
+
+    Rajpurkar et al. 2016 (arXiv:1606.05250), section 6.1: lower case, without punctuation,
+    articles and further white space. T5's `qa_utils.normalize_squad` and `qa_metrics` are the
+    same, of one answer an example.
+    """
+
+    def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
+        pairs = [
+            (normalized_answer(prediction), normalized_answer(target))
+            for prediction, target in zip(predictions, targets, strict=True)
+        ]
+        signature = "squad|v:1.1|answers:1"
+        return [
+            MetricResult("exact_match", _percent([a == b for a, b in pairs]), signature),
+            MetricResult("f1", _percent([_token_f1(*pair) for pair in pairs]), signature),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """Percentage of texts that are the target, to the character (seqio's and T5's)."""
+
+    def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
+        pairs = zip(predictions, targets, strict=True)
+        return [MetricResult("accuracy", _percent([a == b for a, b in pairs]), "equal texts")]
+
+
+METRICS = {"bleu": Bleu, "chrf": ChrF, "rouge": Rouge, "squad": Squad, "accuracy": Accuracy}
+
+
+def normalized_answer(text: str) -> str:
+    """An answer as SQuAD compares it."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _token_f1(prediction: str, target: str) -> float:
+    guessed, wanted = prediction.split(), target.split()
+    same = sum((collections.Counter(guessed) & collections.Counter(wanted)).values())
+    return 2 * same / (len(guessed) + len(wanted)) if same else 0.0
+
+
+def _percent(values: Sequence[float]) -> float:
+    return 100 * sum(values) / len(values)
+
+
+def _sacrebleu(name: str, metric, predictions, targets, num_bootstrap: int) -> MetricResult:
+    # A bootstrap of 1 is none to sacreBLEU.
+    score = metric.corpus_score(
+        list(predictions), [list(targets)], n_bootstrap=max(num_bootstrap, 1)
+    )
+    interval = None
+    if num_bootstrap > 1:
+        interval = (score._mean - score._ci, score._mean + score._ci)
+    return MetricResult(name, score.score, str(metric.get_signature()), interval)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx eval` of a model that writes: two directions of Multi30k in one mixture."""
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+import sacrebleu
+
+import switchx
+from switchx.cli import gin_edge, text_metrics
+from switchx.cli.main import main
+from switchx.data.text_metrics import METRICS
+from switchx.training.checkpoints import Checkpointer
+from switchx.training.job import TrainingJob
+from switchx.training.program import TrainingProgram
+from switchx.training.run_config import write_run_config
+from switchx.training.run_folder import RunFolder
+from tests.compilation import compiled_once
+from tests.data.refusals import refused
+from tests.processes import ROOT
+from tests.training.jobs import TASK
+
+PAGE = (ROOT / "docs/text_metrics.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+GIN = """
+from __gin__ import dynamic_registration
+from switchx.data import mixtures
+from switchx.data import objectives
+from switchx.data import tasks
+from switchx.data import text_metrics
+from switchx.data import tokenizers
+from switchx.data.corpora import multi30k
+from switchx.models import config
+
+include "runs/defaults.gin"
+include "models/switch_tiny.gin"
+include "optimizers/adafactor.gin"
+
+MODEL = @config.ModelConfig()
+config.ModelConfig.vocab_size = 384
+config.ModelConfig.d_model = 8
+config.ModelConfig.d_ff = 8
+config.ModelConfig.num_heads = 1
+config.ModelConfig.num_encoder_layers = 1
+config.ModelConfig.num_decoder_layers = 1
+config.SwitchConfig.num_experts = 2
+config.SwitchConfig.every = 1
+
+SOURCE = @mixtures.Mixture()
+mixtures.Mixture.tasks = (@en_de/tasks.Task(), @de_en/tasks.Task())
+mixtures.Mixture.rates = (2.0, 1.0)
+tasks.Task.vocabulary = @tokenizers.ByteVocabulary()
+tasks.Task.metrics = (@text_metrics.Bleu(), @text_metrics.ChrF())
+en_de/tasks.Task.name = "multi30k_en_de"
+en_de/tasks.Task.corpus = @en_de/multi30k.Multi30k()
+en_de/tasks.Task.objective = @en_de/objectives.InputsToTargets()
+en_de/objectives.InputsToTargets.prefix = "to de: "
+en_de/multi30k.Multi30k.source = "en"
+en_de/multi30k.Multi30k.target = "de"
+de_en/tasks.Task.name = "multi30k_de_en"
+de_en/tasks.Task.corpus = @de_en/multi30k.Multi30k()
+de_en/tasks.Task.objective = @de_en/objectives.InputsToTargets()
+de_en/objectives.InputsToTargets.prefix = "to en: "
+de_en/multi30k.Multi30k.source = "de"
+de_en/multi30k.Multi30k.target = "en"
+
+TRAIN_STEPS = 1
+BATCH_SIZE = 8
+INPUTS_LENGTH = 64
+TARGETS_LENGTH = 64
+LEARNING_RATE = 1.0
+WARMUP_STEPS = 1
+"""
+LINES = {
+    "en": ["Two men at a stove.", "A girl.", "Dogs run fast."],
+    "de": ["Zwei Männer am Herd.", "Ein Mädchen.", "Hunde rennen schnell."],
+}
+TEST = "test_2016_flickr"
+BRIEF = ["--max_new_tokens=4", f"--split={TEST}", "--json"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(session_cache):
+    with compiled_once(session_cache / "compiled"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of an untrained model of both directions."""
+    base = tmp_path_factory.mktemp("translation")
+    splits = ("train", "val", TEST, "test_2017_flickr")
+    for number, split in enumerate(splits):
+        for language, lines in LINES.items():
+            file = base / "data" / "multi30k" / f"{split}.{language}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("\n".join(lines + lines[:number]) + "\n", encoding="utf-8")
+    (base / "run.gin").write_text(GIN)
+    folder = RunFolder(base / "run").create()
+    gin_edge.parse_files([str(base / "run.gin")], [f"DATA_DIR={base / 'data'}"])
+    job = gin_edge.build("JOB", TrainingJob)
+    folder.operative_config.write_text(gin_edge.operative_config("JOB"))
+    write_run_config(folder, job)
+    program = TrainingProgram(job)
+    with program.scope(), Checkpointer(folder, job.retention) as checkpointer:
+        checkpointer.save(3, program.init_state(), metrics={"neg_log_perplexity": -1.0})
+    yield folder.root
+    gin_edge.gin.clear_config()
+
+
+def evaluated(capsys, *options) -> dict:
+    assert main(["eval", *map(str, options)]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, capsys, tmp_path):
+    file = tmp_path / "predictions.jsonl"
+    options = [*BRIEF, "--beam_size=2", "--bootstrap=9", f"--predictions={file}"]
+    got = evaluated(capsys, f"--model_dir={run}", *options)
+    assert got["step"] == 3
+    assert got["tasks"].keys() == {"multi30k_en_de", "multi30k_de_en"}  # likelihood, as ever
+    texts = got["texts"]
+    assert texts["decoding"] == {"beam_size": 2, "max_new_tokens": 4, "length_penalty": 1.0}
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    model, means = switchx.load(run), []
+    for name, prefix, languages in (
+        ("multi30k_en_de", "to de: ", ("en", "de")),
+        ("multi30k_de_en", "to en: ", ("de", "en")),
+    ):
+        mine = [each for each in lines if each["task"] == name]
+        # Of the test split, which has five lines, in the corpus' order: pairs, as they were.
+        pairs = [(each["inputs"], each["target"]) for each in mine]
+        both = [LINES[language] + LINES[language][:2] for language in languages]
+        assert sorted(pairs) == sorted(zip(*both, strict=True))
+        written = model.generate([prefix + i for i, _ in pairs], beam_size=2, max_length=4)
+        assert [each["prediction"] for each in mine] == written
+        bleu = sacrebleu.metrics.BLEU()
+        want = bleu.corpus_score(written, [[t for _, t in pairs]], n_bootstrap=9)
+        first, second = texts["tasks"][name].pop("metrics")
+        assert first == {
+            "name": "bleu", "score": want.score, "signature": str(bleu.get_signature()),
+            "interval": [want._mean - want._ci, want._mean + want._ci],
+        }  # fmt: skip
+        assert second["name"] == "chrf"
+        means.append((first["score"], second["score"]))
+        assert texts["tasks"][name] == {
+            "split": TEST, "examples": 5, "inputs_cut": 0, "outputs_unfinished": 5,
+        }  # fmt: skip
+    for each, pair in zip(texts["mean"], zip(*means, strict=True), strict=True):
+        assert each["score"] == pytest.approx(sum(pair) / 2)
+
+
+def test_metrics_may_be_named_or_left_out(run, capsys):
+    options = [f"--model_dir={run}", *BRIEF, "--max_examples=1"]
+    got = evaluated(capsys, *options, "--metrics=accuracy,rouge,squad")
+    names = [each["name"] for each in got["texts"]["mean"]]
+    assert names == ["accuracy", "rouge1", "rouge2", "rougeLsum", "exact_match", "f1"]
+    assert got["texts"]["tasks"]["multi30k_de_en"]["examples"] == 1
+    without = evaluated(capsys, *options, "--metrics=none")
+    assert "texts" not in without and without["tasks"] == got["tasks"]
+
+
+def test_a_quantized_model_is_evaluated_by_its_texts(run, capsys, tmp_path):
+    output = tmp_path / "int8"
+    assert main(["quantize", f"--model_dir={run}", f"--output={output}", "--bits=8"]) == 0
+    capsys.readouterr()
+    options = [f"--model_dir={output}", *BRIEF, "--max_examples=1"]
+    gin = f"--gin_file={run}/operative_config.gin"
+    got = evaluated(capsys, gin, *options)
+    assert got.keys() == {"step", "texts"} and got["step"] == 3
+    assert main(["eval", *options]) == 2
+    said = capsys.readouterr().err
+    assert "is quantized, and does not know its tasks; give the gin files that do" in said
+    assert main(["eval", gin, *options, "--metrics=none"]) == 2
+    assert "it is evaluated by the texts that it writes" in capsys.readouterr().err
+
+
+def test_table_for_a_person():
+    result = {"name": "bleu", "score": 31.234, "signature": "nrefs:1", "interval": (30.0, 32.5)}
+    task = {"examples": 9, "inputs_cut": 2, "outputs_unfinished": 1000, "metrics": [result]}
+    texts = {"tasks": {"a": task, "b": task}, "mean": [result | {"interval": None}]}
+    assert text_metrics.table_rows(texts) == [
+        ("a: bleu", "31.23", "30.00 to 32.50"),
+        ("b: bleu", "31.23", "30.00 to 32.50"),
+        ("mean: bleu", "31.23", ""),
+        ("a: inputs cut to a row of training", "2", ""),
+        ("a: outputs cut off", "1,000", ""),
+        ("b: inputs cut to a row of training", "2", ""),
+        ("b: outputs cut off", "1,000", ""),
+    ]
+    assert text_metrics.signatures(texts) == ["bleu  nrefs:1"]
+
+
+def test_names_of_metrics_are_all_of_them():
+    assert text_metrics._names(",".join(METRICS)) == list(METRICS)
+    assert text_metrics._names("none") == []
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--metrics=bleu,blue", "there is no metric 'blue'; use some of bleu,chrf,rouge,squad"),
+        ("--split=tset", "has no split 'tset'; use one of train, validation, test_2016_flickr"),
+        ("--max_examples=0", "'0' is no whole number of at least 1"),
+        ("--bootstrap=1", "--bootstrap=1 is no sample to tell an interval by; use 1000"),
+        ("--predictions=", "--predictions is empty; is a shell variable not set?"),
+        ("--predictions=no/such/file", "cannot be written: its folder is not there"),
+    ],
+)
+def test_wrong_options(run, capsys, option, said):
+    assert main(["eval", f"--model_dir={run}", "--metrics=bleu", option]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_metrics_need_texts_for_targets():
+    assert text_metrics.metrics_of(TASK, None) == {}
+    assert text_metrics.metrics_of(TASK, []) == {}
+    with refused(
+        "--metrics=bleu compares generated texts with targets, and no task (letters) is of "
+        "InputsToTargets; leave it out, or give the gin file of such a task"
+    ):
+        text_metrics.metrics_of(TASK, ["bleu"])
+
+
+def test_commands_of_the_page_run(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(run, tmp_path / "runs/translation")
+    commands = [line for block in BLOCK.findall(PAGE) for line in block.splitlines()]
+    assert len(commands) == 5
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == "switchx"
+        if words[0] == "eval":
+            words += ["--max_new_tokens=4"]
+        assert main(words) == 0, f"{command}\n{capsys.readouterr().err}"
+        said = capsys.readouterr().out
+        assert words[0] == "quantize" or "bleu" in said
+    assert (tmp_path / "predictions.jsonl").is_file()
+
+
+def test_links_and_metrics_of_the_page_are_there():
+    for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)\(", PAGE, re.MULTILINE))
+    assert rows == {name: metric.__name__ for name, metric in METRICS.items()}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics are those of the libraries, and of T5's own tests where no library is kept."""
+
+import pytest
+import sacrebleu
+from rouge_score import rouge_scorer
+
+from switchx.data.text_metrics import Accuracy, Bleu, ChrF, Rouge, Squad, normalized_answer
+from tests.data.refusals import refused
+
+TARGETS = ["Zwei Männer stehen am Herd.", "Ein Mädchen, allein.", "Die Hunde rennen schnell."]
+TEXTS = ["Zwei Männer am Herd.", "ein Mädchen, allein.", "Die Katzen rennen dort schnell."]
+
+
+def scores(metric, texts, targets, **options):
+    return {each.name: each.score for each in metric.results(texts, targets, **options)}
+
+
+def test_bleu_and_chrf_are_those_of_sacrebleu():
+    want = {
+        "bleu": sacrebleu.corpus_bleu(TEXTS, [TARGETS]).score,
+        "chrf": sacrebleu.corpus_chrf(TEXTS, [TARGETS]).score,
+        "chrf++": sacrebleu.corpus_chrf(TEXTS, [TARGETS], word_order=2).score,
+    }
+    got = [Bleu(), ChrF(), ChrF(word_order=2)]
+    assert want == {k: v for each in got for k, v in scores(each, TEXTS, TARGETS).items()}
+    lower = sacrebleu.corpus_bleu(TEXTS, [TARGETS], lowercase=True, tokenize="intl").score
+    assert lower != want["bleu"]
+    assert scores(Bleu("intl", lowercase=True), TEXTS, TARGETS) == {"bleu": lower}
+    with refused("Bleu.tokenize='moses'; use one of 13a, intl, char, zh, none"):
+        Bleu("moses")
+
+
+def test_signatures_and_intervals_are_those_of_sacrebleu():
+    for metric, theirs in (
+        (Bleu(), sacrebleu.metrics.BLEU()),
+        (ChrF(), sacrebleu.metrics.CHRF()),
+    ):
+        want = theirs.corpus_score(TEXTS, [TARGETS], n_bootstrap=50)
+        (got,) = metric.results(TEXTS, TARGETS, num_bootstrap=50)
+        assert got.signature == str(theirs.get_signature())
+        assert "bs:50|" in got.signature and "version:" in got.signature
+        assert got.interval == (want._mean - want._ci, want._mean + want._ci)
+        (plain,) = metric.results(TEXTS, TARGETS)
+        assert plain.score == got.score
+        assert plain.interval is None and "|bs:" not in plain.signature
+
+
+def test_rouge_is_the_mean_of_rouge_score():
+    metric = Rouge(("rouge1", "rougeL"), use_stemmer=True)
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rougeL"], use_stemmer=True)
+    each = [scorer.score(*pair) for pair in zip(TARGETS, TEXTS, strict=True)]
+    got = scores(metric, TEXTS, TARGETS)
+    for name in ("rouge1", "rougeL"):
+        assert got[name] == 100 * sum(s[name].fmeasure for s in each) / 3
+    # A text with more words than its target: precision and recall are not taken for another.
+    (recall,) = Rouge(("rouge1",)).results(["a b c d"], ["a b"])
+    assert round(recall.score, 6) == round(100 * 2 * 0.5 / 1.5, 6)
+    assert metric.results(TEXTS, TARGETS)[0].signature.startswith("rouge-score|stemmer:yes|v:")
+    with refused("Rouge.types=('rougeX',); use some of rouge1 to rouge9, rougeL, rougeLsum"):
+        Rouge(("rougeX",))
+
+
+def test_answers_are_compared_as_in_the_tests_of_t5():
+    """t5/evaluation/qa_utils_test.py and metrics_test.py, those with one answer."""
+    assert (
+        normalized_answer("`Needs\tA_LOT of the 'normalization'.\"‘")
+        == "needs alot of normalization‘"
+    )
+    assert normalized_answer("needs no normalization") == "needs no normalization"
+    texts = ["a big moose‘", "wrong", "correct2.2", "c"]
+    targets = ["big moose", "correct1", "correct2.2", "a"]
+    assert scores(Squad(), texts, targets) == {"exact_match": 25.0, "f1": 37.5}
+    small = scores(Squad(), ["abd"], ["abc abd"])
+    assert small == {"exact_match": 0.0, "f1": pytest.approx(100 * 2 / 3)}
+    assert scores(Squad(), ["the  Answer!", ""], ["answer", "answer"]) == {
+        "exact_match": 50.0,
+        "f1": 50.0,
+    }
+
+
+def test_accuracy_is_of_equal_texts():
+    assert scores(Accuracy(), ["a", "B", "c", "d"], ["a", "b", "c", "e"]) == {"accuracy": 50.0}
