@@ -90,7 +90,7 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
     job = shared.parse_job(arguments, default_file=str(folder.operative_config))
     source = text_metrics.with_split(job.source, arguments.split)
     job = dataclasses.replace(job, source=source)
-    wanted = text_metrics.metrics_of(source, arguments.metrics)
+    wanted = text_metrics.metrics_of(source, arguments.metrics, arguments.tasks)
     step, metrics = arguments.step, {}
     if not is_quantized:
         check_same_model(folder, job)

@@ -22,6 +22,11 @@ def add_arguments(parser: shared.CommandParser) -> None:
         help="of generated texts, some of bleu,chrf,rouge,squad,accuracy, instead of the "
         "tasks' own; none generates nothing",
     )
+    parser.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="of a mixture, to answer, separated by commas; default: all with metrics",
+    )
     parser.add_argument("--split", metavar="NAME", help="of the corpora; default: the tasks'")
     parser.add_argument(
         "--max_examples", type=_positive, metavar="N", help="answer the first N of each task"
@@ -77,15 +82,32 @@ def with_split(source, split: str | None):
     return dataclasses.replace(source, evaluation_split=split)
 
 
-def metrics_of(source, names: list[str] | None) -> dict[str, tuple]:
+def metrics_of(
+    source, names: list[str] | None, chosen_tasks: str | None = None
+) -> dict[str, tuple]:
     """Metrics of each task that is to be answered.
 
     Args:
         names: of metrics; None is the tasks' own.
+        chosen_tasks: names, separated by commas; None is all that have metrics.
 
     Raises:
-        ValueError: metrics are named, and no task has texts for targets.
+        ValueError: metrics are named, and no task has texts for targets; a chosen task is not
+            there or has no metrics.
     """
+    metrics = _metrics_of_all(source, names)
+    if chosen_tasks is None:
+        return metrics
+    chosen = chosen_tasks.split(",")
+    if wrong := [name for name in chosen if name not in metrics]:
+        raise ValueError(
+            f"--tasks names {', '.join(map(repr, wrong))}; there are metrics for "
+            f"{', '.join(metrics) or 'no task: name some by --metrics'}"
+        )
+    return {name: metrics[name] for name in metrics if name in chosen}
+
+
+def _metrics_of_all(source, names: list[str] | None) -> dict[str, tuple]:
     from switchx.data.mixtures import as_mixture
     from switchx.data.objectives import InputsToTargets
     from switchx.data.text_metrics import METRICS

@@ -160,6 +160,8 @@ def test_metrics_may_be_named_or_left_out(run, capsys):
     names = [each["name"] for each in got["texts"]["mean"]]
     assert names == ["accuracy", "rouge1", "rouge2", "rougeLsum", "exact_match", "f1"]
     assert got["texts"]["tasks"]["multi30k_de_en"]["examples"] == 1
+    one = evaluated(capsys, *options, "--tasks=multi30k_de_en")["texts"]
+    assert list(one["tasks"]) == ["multi30k_de_en"] and one["mean"] == []
     without = evaluated(capsys, *options, "--metrics=none")
     assert "texts" not in without and without["tasks"] == got["tasks"]
 
@@ -205,6 +207,10 @@ def test_names_of_metrics_are_all_of_them():
     [
         ("--metrics=bleu,blue", "there is no metric 'blue'; use some of bleu,chrf,rouge,squad"),
         ("--split=tset", "has no split 'tset'; use one of train, validation, test_2016_flickr"),
+        (
+            "--tasks=multi30k_de_en,multi30k_de_fr",
+            "--tasks names 'multi30k_de_fr'; there are metrics for multi30k_en_de, multi30k_de",
+        ),
         ("--max_examples=0", "'0' is no whole number of at least 1"),
         ("--bootstrap=1", "--bootstrap=1 is no sample to tell an interval by; use 1000"),
         ("--predictions=", "--predictions is empty; is a shell variable not set?"),
