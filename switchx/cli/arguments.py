@@ -7,6 +7,8 @@ import re
 from switchx.cli.close_match import close_match, did_you_mean
 
 GIN_PREFIX = "--gin."
+# Those of a MeshSpec, whose module imports JAX.
+MESH_AXES = ("data", "fsdp", "node", "expert", "model")
 
 
 class UsageError(ValueError):
@@ -110,6 +112,24 @@ def add_step(parser: CommandParser, help_text: str) -> None:
     )
 
 
+def add_mesh(parser: CommandParser, default: str) -> None:
+    """`--mesh=expert=4,model=2`; `mesh_spec` makes a MeshSpec of it."""
+    parser.add_argument(
+        "--mesh",
+        type=_mesh_sizes,
+        metavar="AXIS=N,..",
+        help=f"devices along the axes {', '.join(MESH_AXES)} that the model and its batches "
+        f"are split over, as expert=4,model=2; data takes what is left; default: {default}",
+    )
+
+
+def mesh_spec(arguments: argparse.Namespace):
+    """The MeshSpec of `--mesh`, or None without it."""
+    from switchx.partitioning.mesh import MeshSpec
+
+    return None if arguments.mesh is None else MeshSpec(**arguments.mesh)
+
+
 def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Sets `arguments.gin_bindings` from what the parser left over.
 
@@ -154,6 +174,19 @@ def _step(text: str) -> int | str:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no step; give its number, or best")
     return int(text)
+
+
+def _mesh_sizes(text: str) -> dict[str, int]:
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES or not size.isdecimal() or axis in sizes:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no axis of a mesh; write AXIS=N, each of {', '.join(MESH_AXES)} "
+                "once at most, as expert=4,model=2"
+            )
+        sizes[axis] = int(size)
+    return sizes
 
 
 def _not_empty(text: str) -> str:

@@ -21,6 +21,7 @@ from switchx.inference.kv_cache import Cache, extend, new_cache
 from switchx.inference.rows import Rows
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
+from switchx.partitioning.constrain import constrain_named
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +90,9 @@ def prefill(
         logits_BLV, jnp.int32(0), rows, decoding
     )
     rows = dataclasses.replace(rows, is_live_B=is_live_B)
-    return Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP)
+    return constrain_named(
+        Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"), donate_argnames="state")
@@ -108,13 +111,15 @@ def run_until(
         hypotheses, token_BL, is_live_B = state.hypotheses.advance(
             logits_BLV, state.step, state.rows, decoding
         )
-        return dataclasses.replace(
-            state,
-            cache=cache,
-            step=state.step + 1,
-            token_BL=token_BL,
-            rows=dataclasses.replace(state.rows, is_live_B=is_live_B),
-            hypotheses=hypotheses,
+        return constrain_named(
+            dataclasses.replace(
+                state,
+                cache=cache,
+                step=state.step + 1,
+                token_BL=token_BL,
+                rows=dataclasses.replace(state.rows, is_live_B=is_live_B),
+                hypotheses=hypotheses,
+            )
         )
 
     return jax.lax.while_loop(goes_on, advance, state)
@@ -171,4 +176,4 @@ def take_rows(state: Decoding, row_B) -> Decoding:
     # All but the step have a row a sentence.
     whole = dataclasses.replace(state, step=state.rows.sentence_B)
     taken = jax.tree.map(lambda leaf: leaf[row_B], whole)
-    return dataclasses.replace(taken, step=state.step)
+    return constrain_named(dataclasses.replace(taken, step=state.step))
