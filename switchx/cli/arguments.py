@@ -2,6 +2,7 @@
 """Arguments that several commands share, spelt as T5X spells them."""
 
 import argparse
+import functools
 import re
 
 from switchx.cli.close_match import close_match, did_you_mean
@@ -109,6 +110,23 @@ def add_step(parser: CommandParser, help_text: str) -> None:
         metavar="N|best",
         help=f"{help_text}: after N steps, or the best of those that were evaluated in "
         "training; default: the newest",
+    )
+
+
+def add_decoding(parser: CommandParser) -> None:
+    """How texts are generated: fields of a DecodingConfig."""
+    number = functools.partial(parser.add_argument, metavar="N")
+    number("--beam_size", type=int, default=1, help="1 takes the likeliest token, or samples")
+    number("--max_new_tokens", type=int, default=64, help="of an output (default: %(default)s)")
+    number("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    number("--top_k", type=int, help="sample among the N likeliest tokens")
+    number("--top_p", type=float, help="sample among the fewest tokens of probability N")
+    number("--seed", type=int, default=0, help="of samples (default: %(default)s)")
+    number(
+        "--length_penalty",
+        type=float,
+        default=1.0,
+        help="an output of n tokens scores log p / n ** N (default: %(default)s)",
     )
 
 

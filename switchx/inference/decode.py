@@ -107,22 +107,34 @@ def run_until(
         return jnp.sum(state.rows.is_live_B) > num_live
 
     def advance(state: Decoding):
-        logits_BLV, cache = step_logits(model, decoding, state, far_bias_HM)
-        hypotheses, token_BL, is_live_B = state.hypotheses.advance(
-            logits_BLV, state.step, state.rows, decoding
-        )
-        return constrain_named(
-            dataclasses.replace(
-                state,
-                cache=cache,
-                step=state.step + 1,
-                token_BL=token_BL,
-                rows=dataclasses.replace(state.rows, is_live_B=is_live_B),
-                hypotheses=hypotheses,
-            )
-        )
+        return _advance(model, decoding, state, far_bias_HM)
 
     return jax.lax.while_loop(goes_on, advance, state)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "decoding"))
+def run_step(config: ModelConfig, decoding: DecodingConfig, params, state: Decoding):
+    """One step, for a loop that runs elsewhere."""
+    model = bind(config, params)
+    far_bias_HM = _bias_by_distance(model, state.is_prompt_BP.shape[1], decoding)
+    return _advance(model, decoding, state, far_bias_HM)
+
+
+def _advance(model, decoding: DecodingConfig, state: Decoding, far_bias_HM) -> Decoding:
+    logits_BLV, cache = step_logits(model, decoding, state, far_bias_HM)
+    hypotheses, token_BL, is_live_B = state.hypotheses.advance(
+        logits_BLV, state.step, state.rows, decoding
+    )
+    return constrain_named(
+        dataclasses.replace(
+            state,
+            cache=cache,
+            step=state.step + 1,
+            token_BL=token_BL,
+            rows=dataclasses.replace(state.rows, is_live_B=is_live_B),
+            hypotheses=hypotheses,
+        )
+    )
 
 
 def step_logits(model, decoding: DecodingConfig, state: Decoding, far_bias_HM):

@@ -4,7 +4,7 @@
 import contextlib
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from switchx import tree
 from switchx.axes import dims_of
@@ -15,13 +15,15 @@ _rules = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: Mesh, rules: Rules):
+def use_mesh(mesh: Mesh | AbstractMesh, rules: Rules):
     """Makes `mesh` and `rules` those that `constrain` follows, also while tracing.
 
     `jax.set_mesh`, not `with mesh:`: under the latter the abstract mesh is empty and every
-    constraint would vanish silently.
+    constraint would vanish silently. An abstract mesh is for programs that are traced and
+    lowered for devices that are not here.
     """
-    with _rules(rules), jax.set_mesh(mesh):
+    is_there = isinstance(mesh, Mesh)
+    with _rules(rules), (jax.set_mesh if is_there else jax.sharding.use_abstract_mesh)(mesh):
         yield
 
 
