@@ -119,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     """Where the export comes from, how to make it again, and what texts become for it."""
     from switchx.bench.report import git_commit
+    from switchx.inference.artifact import is_artifact
 
     given = {
         name: getattr(arguments, name)
@@ -126,7 +127,8 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
             "model_dir", "output", "device_kind", "batch_size", "input_length", *DECODING
         )
     }  # fmt: skip
-    given |= {"step": model.step if arguments.step is not None else None}
+    if not is_artifact(arguments.model_dir):
+        given["step"] = model.step
     given["platform"] = ",".join(arguments.platform)
     if arguments.mesh:
         given["mesh"] = ",".join(f"{axis}={size}" for axis, size in arguments.mesh.items())

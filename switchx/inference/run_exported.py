@@ -180,9 +180,9 @@ class ExportedModel:
     def _read_weights(self) -> dict:
         """One array after the other, each device with its part."""
         weights = {}
-        with safe_open(self.folder / WEIGHTS, framework="flax") as file:
+        with safe_open(self.folder / WEIGHTS, framework="np") as file:
             for name, described in self._programs["weights"].items():
-                array = file.get_tensor(name)
+                array = jnp.array(file.get_tensor(name))
                 if described["dtype"] == "int4":  # stored two in a byte
                     nibbles = jax.lax.bitcast_convert_type(array, jnp.int4)
                     array = nibbles.reshape(described["shape"])
