@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is exported says what the model says, in a process that has no model code."""
+"""What is exported says what the model says, in a process that has no model code.
+
+The blocks of docs/export.md run here too, in their order, in one folder.
+"""
 
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +16,7 @@ import sys
 import jax
 import pytest
 
+from switchx.cli.main import main
 from switchx.inference.run_exported import ExportedModel
 from tests.data.refusals import refused
 from tests.inference.exports import (
@@ -22,7 +28,11 @@ from tests.inference.exports import (
     generated,
     trained,
 )
-from tests.processes import xla_flags
+from tests.processes import ROOT, xla_flags
+from tests.training.jobs import ENCODER_DECODER
+from tests.training.saved_runs import save_run
+
+PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
 
 # run.py with what it has imported at the end, on standard error.
 PROGRAM = """
@@ -77,7 +87,7 @@ def rewrite(folder, change) -> None:
 @pytest.mark.parametrize(
     ("bits", "beam_size", "mesh"),
     [
-        (None, 3, None),
+        pytest.param(None, 3, None, marks=pytest.mark.slow),
         (4, 1, MESH),
         pytest.param(4, 1, None, marks=pytest.mark.slow),
         pytest.param(8, 3, MESH, marks=pytest.mark.slow),
@@ -216,3 +226,24 @@ def test_a_program_that_is_none(copy):
     rewrite(copy, lambda content: content["files"].update({name: [7, sha256]}))
     with refused(f"{copy / name} cannot be read by jax {jax.__version__} (<any>); make <any>"):
         ExportedModel(copy)
+
+
+def test_the_page_runs(in_a_folder, capsys):
+    save_run(in_a_folder / "runs/tiny", ENCODER_DECODER)
+    blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, "export.md", "exec"), {})
+            assert capsys.readouterr().out
+            continue
+        for command in block.splitlines():
+            if command.startswith("switchx"):
+                assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+                continue
+            line, program = re.fullmatch(r'echo "(.*)" \| python (.*)/run.py', command).groups()
+            folder = in_a_folder / program
+            result = run(folder, in_a_folder, devices=1, inputs=[json.loads(line)])
+            assert json.loads(result.stdout)["tokens"], result.stderr
+    capsys.readouterr()
+    for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
+        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
