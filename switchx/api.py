@@ -25,11 +25,13 @@ from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.inference.artifact import is_artifact, read_artifact
 from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding, without_capacity
+from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import native
 from switchx.inference.score import Score, Scorer
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.models.unroll import unrolled
+from switchx.partitioning.mesh import MeshSpec
 from switchx.training.manifest import NAME as CHECKPOINT_MANIFEST
 from switchx.training.restore import choose_step, restore_params
 from switchx.training.run_config import read_config, read_model_config
@@ -67,6 +69,7 @@ class Model:
         text_format: how texts become its inputs: what its training did to them.
         fingerprint: hex; another one for other parameters, of another configuration or
             another vocabulary.
+        devices: where the parameters are.
     """
 
     config: ModelConfig
@@ -75,6 +78,7 @@ class Model:
     step: int
     text_format: TextFormat = dataclasses.field(repr=False)
     fingerprint: str = dataclasses.field(repr=False)
+    devices: ModelMesh = dataclasses.field(default=ONE_DEVICE, repr=False)
 
     @property
     def num_params(self) -> int:
@@ -111,7 +115,15 @@ class Model:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise ValueError(f"got {shapes}; expected equally many rows")
         config = without_capacity(self.config) if dropless else self.config
-        return _logits(config, self.params, _batch(**arrays))
+        B = len(arrays["decoder_tokens"])
+        (rows,) = self.devices.batches(config, (B,))
+        arrays = {
+            name: jnp.pad(token_BL, ((0, rows - B), (0, 0)))
+            for name, token_BL in arrays.items()
+        }
+        config = self.devices.config(config, self.params)
+        with self.devices.use():
+            return _logits(config, self.params, _batch(**arrays))[:B]
 
     def generate(
         self,
@@ -187,7 +199,7 @@ class Model:
         bidirectional = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
         settings = DecodingConfig(**(bidirectional | decoding))
         model = for_decoding(*self._unrolled, is_dropless=dropless)
-        return Generator(*model, settings, batch_size)
+        return Generator(*model, settings, batch_size, self.devices)
 
     def scorer(self, *, batch_size: int = 32, dropless: bool = True) -> Scorer:
         """The `Scorer` of pairs of token lists."""
@@ -197,6 +209,7 @@ class Model:
             self.params,
             is_prompt_bidirectional=self.text_format.is_prompt_bidirectional,
             batch_size=batch_size,
+            devices=self.devices,
         )
 
     def prompt(self, tokens: list[int]) -> list[int]:
@@ -205,7 +218,8 @@ class Model:
 
     @functools.cached_property
     def _unrolled(self):
-        return unrolled(self.config, self.params)
+        config, params = unrolled(self.config, self.params)
+        return config, self.devices.place(params)
 
     def _read(self, texts: Texts, role: Literal["inputs", "targets"]):
         """Token lists, and whether they were texts."""
@@ -255,26 +269,35 @@ class Model:
         return jnp.array(array, jnp.int32)
 
 
-def load(model_dir: str | os.PathLike, step: int | Literal["best"] | None = None) -> Model:
-    """The model in a run folder, or the one that `switchx quantize` wrote, on the default
-    device.
+def load(
+    model_dir: str | os.PathLike,
+    step: int | Literal["best"] | None = None,
+    *,
+    mesh: MeshSpec | None = None,
+) -> Model:
+    """The model in a run folder, or the one that `switchx quantize` wrote.
 
     Args:
         step: of a run's checkpoint; None is the newest complete one, "best" the one with the
             best validation.
+        mesh: parameters and whatever is computed are split over the devices there are, as
+            in training; None is the default device.
 
     Raises:
         ValueError: the folder is neither, has no complete checkpoint, or its parameters are
             not those of its configuration (all that differ are named); a quantized model's
-            files are damaged, missing or of another version (the file is named).
+            files are damaged, missing or of another version (the file is named); the mesh
+            needs other devices than there are, or does not divide a parameter.
     """
+    devices = ModelMesh.of(mesh)
     if is_artifact(model_dir):
-        return _load_artifact(pathlib.Path(model_dir).expanduser(), step)
+        return _load_artifact(pathlib.Path(model_dir).expanduser(), step, devices)
     run = RunFolder(model_dir)
     config = read_model_config(run)
     source = read_config(run).get("source")
     step = choose_step(run, step)
-    params = restore_params(run.root, step, target=abstract_params(config))
+    target = devices.abstract(abstract_params(config))
+    params = restore_params(run.root, step, target=target)
     # Every run that was trained here has a vocabulary; a model from elsewhere may have none.
     has_vocabulary = source is not None or (run.root / DESCRIPTION_FILE).exists()
     vocabulary = load_vocabulary(run.root) if has_vocabulary else None
@@ -285,21 +308,22 @@ def load(model_dir: str | os.PathLike, step: int | Literal["best"] | None = None
         vocabulary.fingerprint().encode() if vocabulary else b"",
     ]
     fingerprint = hashlib.sha256(b"\n".join(parts)).hexdigest()
-    return Model(config, params, vocabulary, step, text_format, fingerprint)
+    return Model(config, params, vocabulary, step, text_format, fingerprint, devices)
 
 
-def _load_artifact(folder: pathlib.Path, step) -> Model:
+def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh) -> Model:
     if step is not None:
         raise ValueError(f"step={step!r} of {folder}, which is a quantized model and has one")
     artifact = read_artifact(folder)
     about = artifact.about
     return Model(
         artifact.config,
-        native(artifact.params),
+        devices.place(native(artifact.params)),
         load_vocabulary(folder) if (folder / DESCRIPTION_FILE).exists() else None,
         about["step"],
         TextFormat(**about["text_format"]),
         artifact.fingerprint,
+        devices,
     )
 
 

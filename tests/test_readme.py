@@ -67,9 +67,15 @@ RUNS = {
     "switchx report --model_dir=runs/pretrain_tiny": (),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt "
     "--output=answers.txt --beam_size=4": ("--max_new_tokens=4",),
+    "XLA_FLAGS=--xla_force_host_platform_device_count=8 switchx generate "
+    "--model_dir=runs/pretrain_tiny --input=questions.txt --mesh=expert=4,model=2": (
+        "--max_new_tokens=2",
+    ),
     "switchx score --model_dir=runs/pretrain_tiny --input=pairs.tsv": (),
     "switchx quantize --model_dir=runs/pretrain_tiny --output=runs/tiny_int4 --bits=4 "
     "--rest=bfloat16": (),
+    "switchx export --model_dir=runs/pretrain_tiny --output=exports/tiny --platform=cpu,tpu "
+    "--beam_size=4": (),
     "switchx vocab --input=my_text --size=8000 --output=vocabularies/mine": ("--size=500",),
     "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
     f"{TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,

@@ -2,11 +2,14 @@
 """Arguments that several commands share, spelt as T5X spells them."""
 
 import argparse
+import functools
 import re
 
 from switchx.cli.close_match import close_match, did_you_mean
 
 GIN_PREFIX = "--gin."
+# Those of a MeshSpec, whose module imports JAX.
+MESH_AXES = ("data", "fsdp", "node", "expert", "model")
 
 
 class UsageError(ValueError):
@@ -110,6 +113,41 @@ def add_step(parser: CommandParser, help_text: str) -> None:
     )
 
 
+def add_decoding(parser: CommandParser) -> None:
+    """How texts are generated: fields of a DecodingConfig."""
+    number = functools.partial(parser.add_argument, metavar="N")
+    number("--beam_size", type=int, default=1, help="1 takes the likeliest token, or samples")
+    number("--max_new_tokens", type=int, default=64, help="of an output (default: %(default)s)")
+    number("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    number("--top_k", type=int, help="sample among the N likeliest tokens")
+    number("--top_p", type=float, help="sample among the fewest tokens of probability N")
+    number("--seed", type=int, default=0, help="of samples (default: %(default)s)")
+    number(
+        "--length_penalty",
+        type=float,
+        default=1.0,
+        help="an output of n tokens scores log p / n ** N (default: %(default)s)",
+    )
+
+
+def add_mesh(parser: CommandParser, default: str) -> None:
+    """`--mesh=expert=4,model=2`; `mesh_spec` makes a MeshSpec of it."""
+    parser.add_argument(
+        "--mesh",
+        type=_mesh_sizes,
+        metavar="AXIS=N,..",
+        help=f"devices along the axes {', '.join(MESH_AXES)} that the model and its batches "
+        f"are split over, as expert=4,model=2; data takes what is left; default: {default}",
+    )
+
+
+def mesh_spec(arguments: argparse.Namespace):
+    """The MeshSpec of `--mesh`, or None without it."""
+    from switchx.partitioning.mesh import MeshSpec
+
+    return None if arguments.mesh is None else MeshSpec(**arguments.mesh)
+
+
 def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Sets `arguments.gin_bindings` from what the parser left over.
 
@@ -154,6 +192,19 @@ def _step(text: str) -> int | str:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no step; give its number, or best")
     return int(text)
+
+
+def _mesh_sizes(text: str) -> dict[str, int]:
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES or not size.isdecimal() or axis in sizes:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no axis of a mesh; write AXIS=N, each of {', '.join(MESH_AXES)} "
+                "once at most, as expert=4,model=2"
+            )
+        sizes[axis] = int(size)
+    return sizes
 
 
 def _not_empty(text: str) -> str:

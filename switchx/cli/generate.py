@@ -38,19 +38,7 @@ def add_command(commands) -> None:
         commands, "generate", run, "let a model write to each line of a text", DESCRIPTION
     )
     line_commands.add_arguments(parser, "text file, an input a line")
-    number = functools.partial(parser.add_argument, metavar="N")
-    number("--beam_size", type=int, default=1, help="1 takes the likeliest token, or samples")
-    number("--max_new_tokens", type=int, default=64, help="of an output (default: %(default)s)")
-    number("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    number("--top_k", type=int, help="sample among the N likeliest tokens")
-    number("--top_p", type=float, help="sample among the fewest tokens of probability N")
-    number("--seed", type=int, default=0, help="of samples (default: %(default)s)")
-    number(
-        "--length_penalty",
-        type=float,
-        default=1.0,
-        help="an output of n tokens scores log p / n ** N (default: %(default)s)",
-    )
+    shared.add_decoding(parser)
     parser.add_argument(
         "--pruning",
         choices=("none", "experts", "compact"),

@@ -14,6 +14,7 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     """The model, the input, the output, and how inputs are batched."""
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
     shared.add_step(parser, "checkpoint of a run folder")
+    shared.add_mesh(parser, "one device")
     parser.add_argument(
         "--input",
         default=STANDARD_INPUT,
@@ -89,7 +90,8 @@ def load_model(arguments: argparse.Namespace, reporter):
     """
     from switchx import api
 
-    model = api.load(arguments.model_dir, arguments.step)
+    mesh = shared.mesh_spec(arguments)
+    model = api.load(arguments.model_dir, arguments.step, mesh=mesh)
     if model.vocabulary is None:
         raise ValueError(
             f"{arguments.model_dir} has no vocabulary, so it cannot read lines of text; give "

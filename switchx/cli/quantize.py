@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported here: help, and options that are not understood, do not wait for it.
     from switchx import api
     from switchx.data.saved_vocabulary import save_vocabulary
-    from switchx.inference.artifact import is_artifact, require_free, write_artifact
+    from switchx.inference.artifact import is_artifact, write_artifact
+    from switchx.inference.checked_folder import require_free
     from switchx.inference.quantize import quantize_experts
 
     if not arguments.output:

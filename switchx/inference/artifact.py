@@ -9,15 +9,11 @@ and what the writer adds, such as the vocabulary. Values of 4 bits are packed tw
 renamed, so an artifact is there whole or not at all. The format holds nothing that is run.
 """
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
 from pallas_kernels import QTensor
+from switchx.inference.checked_folder import check_file, sha256_of, write_checked
 from switchx.inference.quantize import EXPERTS
 from switchx.models.config import ModelConfig
 from switchx.models.description import model_from_description
@@ -35,8 +32,6 @@ MANIFEST = "artifact.json"
 WEIGHTS = "weights.safetensors"
 FORMAT = "switchx quantized model"
 FORMAT_VERSION = 1
-
-_CHUNK_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,24 +57,6 @@ def is_artifact(folder: str | os.PathLike) -> bool:
     return (path / MANIFEST).exists() or (path / WEIGHTS).exists()
 
 
-def require_free(folder: str | os.PathLike) -> pathlib.Path:
-    """Where an artifact is to be written: nothing, or an empty folder.
-
-    Raises:
-        ValueError: something is there, or no folder can be made there.
-    """
-    path = pathlib.Path(folder).expanduser().absolute()
-    if path.is_dir() and any(path.iterdir()):
-        raise ValueError(f"{path} is not empty; give a folder that is not there yet")
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; give a folder that is not there yet")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be made: {error}; give another folder") from error
-    return path
-
-
 def write_artifact(
     folder: str | os.PathLike,
     config: ModelConfig,
@@ -100,33 +77,24 @@ def write_artifact(
     Raises:
         ValueError: see `require_free`.
     """
-    path = require_free(folder)
-    with _renamed_to(path) as partial:
-        packed = jax.tree.map(_packed, params, is_leaf=_is_quantized)
+    packed = jax.tree.map(_packed, params, is_leaf=_is_quantized)
+
+    def write_files(partial):
         save_file(named_leaves(packed), partial / WEIGHTS)
         add_files(partial)
-        files = {
-            file.name: [file.stat().st_size, _sha256(file, flush=True)]
-            for file in sorted(partial.iterdir())
-        }
-        content = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "layout_version": QTensor.LAYOUT_VERSION,
-            "model": dataclasses.asdict(config),
-            "quantized": {
-                name: {"bits": leaf.bits, "group_size": leaf.group_size}
-                for name, leaf in _quantized(params).items()
-            },
-            "about": about,
-            "files": files,
-        }
-        text = json.dumps(content | {"sha256": _content_sha256(content)}, indent=1)
-        with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    return len(text) + 1 + sum(size for size, _ in files.values())
+
+    content = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "layout_version": QTensor.LAYOUT_VERSION,
+        "model": dataclasses.asdict(config),
+        "quantized": {
+            name: {"bits": leaf.bits, "group_size": leaf.group_size}
+            for name, leaf in _quantized(params).items()
+        },
+        "about": about,
+    }
+    return write_checked(folder, MANIFEST, content, write_files)
 
 
 def read_artifact(folder: str | os.PathLike) -> Artifact:
@@ -139,7 +107,8 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
     path = pathlib.Path(folder).expanduser().absolute()
     content = _read_manifest(path)
     for name, (size, sha256) in content["files"].items():
-        _check_file(path, name, size, sha256)
+        again = "copy it again, or make the artifact with `switchx quantize`"
+        check_file(path, MANIFEST, name, size, sha256, again=again)
     where = str(path / MANIFEST)
     try:
         config = model_from_description(content["model"], where)
@@ -169,7 +138,7 @@ def _read_manifest(path: pathlib.Path) -> dict[str, Any]:
                     "the checkpoint again with this version, or read it with the one that "
                     f"wrote it ({content.get('about', {}).get('versions')})"
                 )
-        if claimed != _content_sha256(content):
+        if claimed != sha256_of(content):
             raise ValueError("it has changed since it was written")
         if WEIGHTS not in content["files"]:
             raise ValueError(f"it names no {WEIGHTS}")
@@ -180,19 +149,6 @@ def _read_manifest(path: pathlib.Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         raise ValueError(f"{file} cannot be read ({error}); {again}") from error
     return content | {"sha256": claimed}
-
-
-def _check_file(path: pathlib.Path, name: str, size: int, sha256: str) -> None:
-    file = path / name
-    again = "copy it again, or make the artifact with `switchx quantize`"
-    if file.parent != path or name in ("", ".", ".."):
-        raise ValueError(f"{path / MANIFEST} names the file {name!r}, which is not in {path}")
-    if not file.is_file():
-        raise ValueError(f"{file} is missing; {again}")
-    if file.stat().st_size != size:
-        raise ValueError(f"{file} has {file.stat().st_size} bytes, not {size}; {again}")
-    if _sha256(file) != sha256:
-        raise ValueError(f"{file} has changed since it was written; {again}")
 
 
 def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: dict) -> dict:
@@ -241,29 +197,3 @@ def _quantized(params: dict) -> dict[str, QTensor]:
 
 def _packed(leaf):
     return leaf.packed() if _is_quantized(leaf) else leaf
-
-
-@contextlib.contextmanager
-def _renamed_to(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder beside `path` that gets its name at the end, and is removed on an error."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sha256(path: pathlib.Path, *, flush: bool = False) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-        if flush:
-            os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def _content_sha256(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -22,6 +22,7 @@ from switchx.inference.rows import Rows
 from switchx.inference.untied_step import row_bias_of_step, untied_projections
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
+from switchx.partitioning.constrain import constrain_named
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +93,9 @@ def prefill(
         logits_BLV, jnp.int32(0), rows, decoding
     )
     rows = dataclasses.replace(rows, is_live_B=is_live_B)
-    return Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP)
+    return constrain_named(
+        Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"), donate_argnames="state")
@@ -101,18 +104,40 @@ def run_until(
 ) -> Decoding:
     """Steps until no more than `num_live` sentences live."""
     model = bind(config, params)
-    far_bias_HM = _bias_by_distance(model, state.is_prompt_BP.shape[1], decoding)
-    untied = untied_projections(model, state.is_prompt_BP.shape[1], decoding)
+    positions = _position_terms(model, decoding, state)
 
     def goes_on(state: Decoding):
         return jnp.sum(state.rows.is_live_B) > num_live
 
     def advance(state: Decoding):
-        logits_BLV, cache = step_logits(model, decoding, state, far_bias_HM, untied)
-        hypotheses, token_BL, is_live_B = state.hypotheses.advance(
-            logits_BLV, state.step, state.rows, decoding
-        )
-        return dataclasses.replace(
+        return _advance(model, decoding, state, positions)
+
+    return jax.lax.while_loop(goes_on, advance, state)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "decoding"))
+def run_step(config: ModelConfig, decoding: DecodingConfig, params, state: Decoding):
+    """One step, for a loop that runs elsewhere."""
+    model = bind(config, params)
+    return _advance(model, decoding, state, _position_terms(model, decoding, state))
+
+
+def _position_terms(model, decoding: DecodingConfig, state: Decoding) -> tuple:
+    """What the model's positions give, computed once for all steps; see `step_logits`."""
+    num_prompts = state.is_prompt_BP.shape[1]
+    return (
+        _bias_by_distance(model, num_prompts, decoding),
+        untied_projections(model, num_prompts, decoding),
+    )
+
+
+def _advance(model, decoding: DecodingConfig, state: Decoding, positions: tuple) -> Decoding:
+    logits_BLV, cache = step_logits(model, decoding, state, *positions)
+    hypotheses, token_BL, is_live_B = state.hypotheses.advance(
+        logits_BLV, state.step, state.rows, decoding
+    )
+    return constrain_named(
+        dataclasses.replace(
             state,
             cache=cache,
             step=state.step + 1,
@@ -120,8 +145,7 @@ def run_until(
             rows=dataclasses.replace(state.rows, is_live_B=is_live_B),
             hypotheses=hypotheses,
         )
-
-    return jax.lax.while_loop(goes_on, advance, state)
+    )
 
 
 def step_logits(model, decoding: DecodingConfig, state: Decoding, far_bias_HM, untied=None):
@@ -180,4 +204,4 @@ def take_rows(state: Decoding, row_B) -> Decoding:
     # All but the step have a row a sentence.
     whole = dataclasses.replace(state, step=state.rows.sentence_B)
     taken = jax.tree.map(lambda leaf: leaf[row_B], whole)
-    return dataclasses.replace(taken, step=state.step)
+    return constrain_named(dataclasses.replace(taken, step=state.step))

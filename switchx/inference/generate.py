@@ -15,6 +15,7 @@ import numpy as np
 
 from switchx.inference.decode import Decoding, prefill, run_until, take_rows
 from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.rows import Rows
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
@@ -89,15 +90,22 @@ class Generator:
         config, params: from `for_decoding`.
         decoding: how text is generated.
         batch_size: most sentences at once.
+        devices: where `params` are.
     """
 
     def __init__(
-        self, config: ModelConfig, params: dict, decoding: DecodingConfig, batch_size: int = 32
+        self,
+        config: ModelConfig,
+        params: dict,
+        decoding: DecodingConfig,
+        batch_size: int = 32,
+        devices: ModelMesh = ONE_DEVICE,
     ):
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
-        self.config, self.params = config, params
-        self.decoding, self.batch_size = decoding, batch_size
+        self.config, self.params = devices.config(config, params), params
+        self.decoding, self.batch_size, self.devices = decoding, batch_size, devices
+        self.batches = devices.batches(config, BATCHES)
 
     def __call__(
         self,
@@ -158,24 +166,26 @@ class Generator:
     def _decode(
         self, numbers: list[int], inputs, rooms: list[int]
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        B = rounded_up(len(inputs), BATCHES)
+        B = rounded_up(len(inputs), self.batches)
         room_B = np.ones(B, np.int32)
         room_B[: len(rooms)] = rooms
         state = self._prefill(numbers, inputs, room_B)
         while True:
             smaller = 0
-            if self.decoding.pruning == "compact" and B > 1:
-                smaller = BATCHES[BATCHES.index(B) - 1]
-            state = run_until(self.config, self.decoding, self.params, state, smaller)
+            if self.decoding.pruning == "compact" and self.batches[0] < B:
+                smaller = self.batches[self.batches.index(B) - 1]
+            with self.devices.use():
+                state = run_until(self.config, self.decoding, self.params, state, smaller)
             is_live_B = np.asarray(state.rows.is_live_B)
             yield from self._results(state, ~is_live_B)
             live = np.flatnonzero(is_live_B)
             if not len(live):
                 return
-            B = rounded_up(len(live), BATCHES)
+            B = rounded_up(len(live), self.batches)
             # Some finished row fills up: it stays finished, and has no number any more.
             fill = np.flatnonzero(~is_live_B)[:1].repeat(B - len(live))
-            state = take_rows(state, jnp.asarray(np.concatenate([live, fill])))
+            with self.devices.use():
+                state = take_rows(state, jnp.asarray(np.concatenate([live, fill])))
             number_B = jnp.where(jnp.arange(B) < len(live), state.rows.sentence_B, -1)
             rows = dataclasses.replace(state.rows, sentence_B=number_B)
             state = dataclasses.replace(state, rows=rows)
@@ -196,13 +206,14 @@ class Generator:
                 "prompt_BP": np.full((B, 1), self.decoding.start_id, np.int32),
                 "is_prompt_BP": np.ones((B, 1), bool),
             }
-        return prefill(
-            self.config,
-            self.decoding,
-            self.params,
-            rows=Rows(jnp.array(number_B), jnp.array(number_B >= 0), jnp.array(room_B)),
-            **{name: jnp.array(value) for name, value in texts.items()},
-        )
+        with self.devices.use():
+            return prefill(
+                self.config,
+                self.decoding,
+                self.params,
+                rows=Rows(jnp.array(number_B), jnp.array(number_B >= 0), jnp.array(room_B)),
+                **{name: jnp.array(value) for name, value in texts.items()},
+            )
 
     def _results(self, state: Decoding, is_ended_B) -> Iterator[tuple[int, list[Hypothesis]]]:
         token_BLT, score_BL, sentence_B, room_B = jax.device_get(

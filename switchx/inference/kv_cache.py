@@ -13,6 +13,7 @@ import jax
 
 from switchx.inference.cached_attention import KeysValues, read
 from switchx.models.block import Block
+from switchx.partitioning.constrain import constrain, constrain_named
 
 
 @jax.tree_util.register_dataclass
@@ -46,11 +47,14 @@ def new_cache(model, batch: int, places: int, memory_BMD=None, is_memory_BM=None
     blocks = blocks_of(model.decoder)
     config = model.decoder.config
     shape = (batch, config.num_heads, places, config.d_head)
-    past = tuple(KeysValues.empty(shape, config.precision.compute_dtype) for _ in blocks)
+    past = tuple(
+        constrain_named(KeysValues.empty(shape, config.precision.compute_dtype)) for _ in blocks
+    )
     if memory_BMD is None:
         return Cache(past)
     memory = tuple(
-        KeysValues.of(*block.cross_attention.project_memory(memory_BMD)) for block in blocks
+        constrain_named(KeysValues.of(*block.cross_attention.project_memory(memory_BMD)))
+        for block in blocks
     )
     return Cache(past, memory, is_memory_BM)
 
@@ -79,12 +83,13 @@ def extend(
     Returns:
         logits_BLV, the cache.
     """
-    x_BLD = model.embedding.embed(token_BL, position_BL)
+    x_BLD = constrain(model.embedding.embed(token_BL, position_BL), "BLD")
     past = []
     for i, block in enumerate(blocks_of(model.decoder)):
         attention = block.self_attention
         normed_BLD = block.self_attention_norm(x_BLD)
-        kept = cache.past[i].written(place, *attention.project_memory(normed_BLD))
+        new = attention.project_memory(normed_BLD)
+        kept = constrain_named(cache.past[i].written(place, *new))
         past.append(kept)
         out_BLHK = read(
             attention.project_query(normed_BLD),
@@ -101,8 +106,8 @@ def extend(
             y_BLD, _ = block.ffn(normed_BLD, is_live_BL, token_BL, is_training=False)
         else:
             y_BLD = block.ffn(normed_BLD)
-        x_BLD = x_BLD + y_BLD
-    logits_BLV = model.embedding.logits(model.decoder.norm(x_BLD))
+        x_BLD = constrain(x_BLD + y_BLD, "BLD")
+    logits_BLV = constrain(model.embedding.logits(model.decoder.norm(x_BLD)), "BLV")
     return logits_BLV, dataclasses.replace(cache, past=tuple(past))
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.inference.generate import BATCHES, LENGTHS, rounded_up, token_fault
+from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 
@@ -42,6 +43,7 @@ class Scorer:
             batch exactly where the configuration has a capacity.
         is_prompt_bidirectional: a decoder-only model's inputs see themselves whole.
         batch_size: most pairs at once.
+        devices: where `params` are.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class Scorer:
         *,
         is_prompt_bidirectional: bool = False,
         batch_size: int = 32,
+        devices: ModelMesh = ONE_DEVICE,
     ):
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
-        self.config, self.params = config, params
+        self.config, self.params = devices.config(config, params), params
         self.is_prompt_bidirectional = is_prompt_bidirectional
-        self.batch_size = batch_size
+        self.batch_size, self.devices = batch_size, devices
+        self.batches = devices.batches(config, BATCHES)
 
     def __call__(self, pairs: Sequence[Pair], first_number: int = 0) -> Iterator:
         """Yields a pair's number and its `Score`.
@@ -76,7 +80,9 @@ class Scorer:
         for first in range(0, len(order), self.batch_size):
             indices = order[first : first + self.batch_size]
             batch = self._batch([pairs[index] for index in indices])
-            log_likelihood_B = np.asarray(_log_likelihoods(self.config, self.params, batch))
+            with self.devices.use():
+                log_likelihood_B = _log_likelihoods(self.config, self.params, batch)
+            log_likelihood_B = np.asarray(log_likelihood_B)
             for index, value in zip(indices, log_likelihood_B, strict=False):
                 score = Score(float(value), len(pairs[index][1]))
                 yield first_number + index, score
@@ -104,7 +110,7 @@ class Scorer:
         return -max(lengths), -min(lengths)
 
     def _batch(self, pairs: Sequence[Pair]) -> dict:
-        B = rounded_up(len(pairs), BATCHES)
+        B = rounded_up(len(pairs), self.batches)
         batch, texts = {}, [list(targets) for _, targets in pairs]
         if self.config.is_encoder_decoder:
             token_BL, segment_BL, _ = _padded([inputs for inputs, _ in pairs], B)

@@ -13,12 +13,11 @@ import jax
 from jax.sharding import PartitionSpec
 
 from switchx import tree
-from switchx.axes import dims_of
 from switchx.moe.dispatch import ExpertBank
 from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.constrain import current_rules, num_devices
 from switchx.partitioning.placement import ONE_DEVICE, Placement
-from switchx.partitioning.rules import MeshAxes, Rules
+from switchx.partitioning.rules import MeshAxes, Rules, param_dims
 
 Local = Callable[[jax.Array, RoutingPlan, ExpertBank, Placement], jax.Array]
 
@@ -88,7 +87,7 @@ def _dims(name: str, leaf) -> str:
     """Dimension letters of a bank's leaf; none of a PRNG key."""
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return ""
-    return dims_of(name.rsplit("/", 1)[-1], leaf.ndim)
+    return param_dims(name, leaf.shape)
 
 
 def _as_tuple(axes) -> MeshAxes:

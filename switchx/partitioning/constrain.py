@@ -2,34 +2,34 @@
 """Sharding constraints on activations, by dimension letters."""
 
 import contextlib
-import contextvars
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
+from switchx import tree
+from switchx.axes import dims_of
 from switchx.partitioning.rules import Rules
 
-_rules: contextvars.ContextVar[Rules] = contextvars.ContextVar("rules")
+# Of JAX's making, so that a program that was traced under other rules is traced again.
+_rules = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: Mesh, rules: Rules):
+def use_mesh(mesh: Mesh | AbstractMesh, rules: Rules):
     """Makes `mesh` and `rules` those that `constrain` follows, also while tracing.
 
     `jax.set_mesh`, not `with mesh:`: under the latter the abstract mesh is empty and every
-    constraint would vanish silently.
+    constraint would vanish silently. An abstract mesh is for programs that are traced and
+    lowered for devices that are not here.
     """
-    token = _rules.set(rules)
-    try:
-        with jax.set_mesh(mesh):
-            yield
-    finally:
-        _rules.reset(token)
+    is_there = isinstance(mesh, Mesh)
+    with _rules(rules), (jax.set_mesh if is_there else jax.sharding.use_abstract_mesh)(mesh):
+        yield
 
 
 def current_rules() -> Rules:
     """The rules of the innermost `use_mesh`."""
-    return _rules.get()
+    return _rules.value
 
 
 def num_devices() -> int:
@@ -44,5 +44,14 @@ def constrain(x, dims: str):
         return x
     mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(
-        x, _rules.get().spec(dims, x.shape, mesh, table="activations")
+        x, current_rules().spec(dims, x.shape, mesh, table="activations")
+    )
+
+
+def constrain_named(arrays):
+    """`constrain` of all arrays of a tree, whose names end in their dimensions."""
+    if num_devices() == 1:
+        return arrays
+    return tree.map_named(
+        lambda name, x: constrain(x, dims_of(name.rsplit("/", 1)[-1], x.ndim)), arrays
     )

@@ -10,7 +10,7 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from switchx.partitioning.rules import MeshAxes, Rules
 
@@ -75,6 +75,16 @@ class MeshSpec:
             tuple(sizes),
             axis_types=axis_types,
         )
+
+    def abstract(self, device) -> AbstractMesh:
+        """The mesh over devices that are not here; `data` is 1 where it is None.
+
+        Args:
+            device: the `AbstractDevice` that each is.
+        """
+        sizes = tuple(getattr(self, name) or 1 for name in AXES)
+        axis_types = (AxisType.Auto,) * len(AXES)
+        return AbstractMesh(sizes, AXES, axis_types, abstract_device=device)
 
 
 def batch_axes(mesh, rules: Rules) -> MeshAxes:

@@ -113,9 +113,24 @@ def param_table(dims: str) -> str:
     return "expert_params" if own.startswith("E") and len(own) > 1 else "params"
 
 
+def param_dims(name: str, shape) -> str:
+    """Dimension letters of a parameter, from the last part of its name.
+
+    A quantized matrix `w_in_EDF` is `w_in_EDF/values`, output-major, `EFD`, and
+    `w_in_EDF/scales_EFG`, whose G follow D where there are several (`pallas_kernels.QTensor`).
+    """
+    *_, owner, last = "", *name.split("/")
+    if last == "values" or (last == "scales_EFG" and shape[-1] > 1):
+        letters = dims_of(owner, len(shape))
+        return letters[0] + letters[2] + letters[1]
+    if last == "scales_EFG":
+        return dims_of(owner, len(shape))[::2] + "G"
+    return dims_of(last, len(shape))
+
+
 def param_spec(rules: Rules, mesh, name: str, shape) -> PartitionSpec:
     """Partition of one parameter, from the dimension letters in its name."""
-    dims = dims_of(name.rsplit("/", 1)[-1], len(shape))
+    dims = param_dims(name, shape)
     return rules.spec(dims, shape, mesh, table=param_table(dims))
 
 

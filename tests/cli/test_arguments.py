@@ -6,14 +6,18 @@ import argparse
 import pytest
 
 from switchx.cli.arguments import (
+    MESH_AXES,
     CommandParser,
     UsageError,
     accept_gin_bindings,
     add_command,
     add_gin_arguments,
+    add_mesh,
     add_model_dir,
+    mesh_spec,
     parse_job,
 )
+from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.training.job import TrainingJob
 from tests.integration.runs import SMALL
 
@@ -122,3 +126,18 @@ def test_job_has_no_binding_in_vain(tmp_path):
     )
     with pytest.raises(ValueError, match="--gin.Adafactor.decay_rate has no effect"):
         parse_job(arguments)
+
+
+def test_a_mesh_is_its_axes():
+    parser = CommandParser("switchx")
+    add_mesh(parser, "one device")
+    assert MESH_AXES == AXES
+    for words, spec in (
+        ([], None),
+        (["--mesh=expert=4,model=2"], MeshSpec(expert=4, model=2)),
+        (["--mesh", "data=1"], MeshSpec(data=1)),
+    ):
+        assert mesh_spec(parser.parse_args(words)) == spec
+    for text in ("", "expert", "experts=4", "expert=-1", "expert=2,expert=2", "model=2,"):
+        with pytest.raises(UsageError, match="is no axis of a mesh; write AXIS=N"):
+            parser.parse_args([f"--mesh={text}"])

@@ -167,6 +167,8 @@ def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, capsys):
         ("--batch_size=0", "batch_size=0; use 1 to"),
         ("--capacity=some", "there is no 'some'"),
         ("--beam_sise=2", "unknown option --beam_sise (did you mean --beam_size?)"),
+        ("--mesh=experts=2", "argument --mesh: 'experts=2' is no axis of a mesh; write AXIS=N"),
+        ("--mesh=data=2,expert=2", "mesh data=2 x expert=2 needs 4 devices, but there are 8"),
         ("--input=none.txt", "--input=none.txt cannot be read"),
     ],
 )

@@ -36,6 +36,10 @@ def test_lines_are_those_of_the_api(t5, tmp_path, capsys):
     want = switchx.load(t5).score(*zip(*PAIRS, strict=True))
     assert main(["score", f"--model_dir={t5}", f"--input={file}"]) == 0
     captured = capsys.readouterr()
+    on_a_mesh = ["score", f"--model_dir={t5}", f"--input={file}", "--mesh=expert=2"]
+    assert main(on_a_mesh) == 0
+    split = [float(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert split == pytest.approx([score.log_likelihood for score in want], rel=1e-5)
     rows = [line.split("\t") for line in captured.out.splitlines()]
     assert [int(num_tokens) for _, num_tokens in rows] == [3, 10, 2]  # bytes, and eos
     for (log_likelihood, _), score in zip(rows, want, strict=True):

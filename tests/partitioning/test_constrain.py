@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.partitioning.constrain import constrain, use_mesh
+from switchx.partitioning.constrain import constrain, constrain_named, use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 
@@ -75,3 +75,21 @@ def test_the_innermost_rules_are_followed():
     with use_mesh(MESH.build(), Rules()), use_mesh(MESH.build(), whole):
         got = jax.jit(lambda x: constrain(x * 2.0, "BLD"))(rows())
     assert {shard.data.shape for shard in got.addressable_shards} == {(8, 4, 3)}
+
+
+def test_other_rules_are_another_program():
+    """One function, one mesh: what was traced under the first rules is not used again."""
+    split = jax.jit(lambda x: constrain(x * 2.0, "BLD"))
+    for rules, shape in (
+        (Rules(), (1, 4, 3)),
+        (Rules(activations=(("L", ("expert",)),)), (8, 1, 3)),
+    ):
+        with use_mesh(MESH.build(), rules):
+            got = split(rows())
+        assert {shard.data.shape for shard in got.addressable_shards} == {shape}
+
+
+def test_arrays_are_split_by_the_letters_in_their_names():
+    with use_mesh(MESH.build(), Rules()):
+        got = jax.jit(constrain_named)({"step": jnp.int32(1), "x_BLD": rows()})
+    assert {shard.data.shape for shard in got["x_BLD"].addressable_shards} == {(1, 4, 3)}

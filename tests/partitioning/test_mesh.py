@@ -75,3 +75,8 @@ def test_a_mesh_uses_exactly_the_devices_there_are(spec, text, needed):
 def test_an_axis_has_a_device(name):
     with refused(f"mesh axis {name!r} has size 0; use at least 1"):
         MeshSpec(**{name: 0})
+
+
+def test_a_mesh_of_devices_that_are_not_here():
+    mesh = MeshSpec(expert=16, model=8).abstract(None)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "node": 1, "expert": 16, "model": 8}

@@ -46,6 +46,10 @@ EVERYTHING = AbstractMesh((1, 2, 2, 2, 2), ("data", "fsdp", "node", "expert", "m
     ("name", "shape", "want"),
     [
         ("w_in_EDF", (8, 4, 6), PartitionSpec(("node", "expert"), "fsdp", "model")),
+        ("w_in_EDF/values", (8, 6, 4), PartitionSpec(("node", "expert"), "model", "fsdp")),
+        ("w_in_EDF/scales_EFG", (8, 6, 1), PartitionSpec(("node", "expert"), "model", None)),
+        ("w_in_EDF/scales_EFG", (8, 6, 2), PartitionSpec(("node", "expert"), "model", "fsdp")),
+        ("w_out_EFD/values", (8, 4, 6), PartitionSpec(("node", "expert"), "fsdp", "model")),
         ("w_in_EDF", (3, 8, 4, 6), PartitionSpec(None, ("node", "expert"), "fsdp", "model")),
         ("b_out_ED", (8, 4), PartitionSpec(("node", "expert"), "fsdp")),
         ("v_col_EF", (8, 4), PartitionSpec(("node", "expert"), "model")),

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx export`: a trained model as programs for a platform, run without switchx."""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shlex
+from typing import Any
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Writes a model as two programs of fixed shapes (jax.export), one that reads a batch of inputs
+and one that takes a step, for one or several platforms, with the weights beside them:
+
+  switchx export --model_dir=runs/tiny --output=exports/tiny --platform=cpu --beam_size=4
+  echo "[69, 70, 258, 1]" | python exports/tiny/run.py
+
+The folder holds the programs, weights.safetensors, the vocabulary, export.json (shapes,
+versions, a SHA-256 of every file, how to make it again), and run.py, which needs JAX, NumPy
+and safetensors alone.
+
+The platform and the mesh need not be here: programs are lowered for them, with their kernels,
+and compiled where they run. What runs them checks platform, devices and JAX's version.
+"""
+PLATFORMS = ("cpu", "tpu", "cuda")
+# Options that are fields of a DecodingConfig.
+DECODING = (
+    "beam_size", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "length_penalty",
+)  # fmt: skip
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "export", run, "make programs of a model, to run without switchx", DESCRIPTION
+    )
+    shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
+    parser.add_argument(
+        "--output", required=True, metavar="DIR", help="folder to write; nothing may be there"
+    )
+    parser.add_argument(
+        "--platform",
+        required=True,
+        type=_platforms,
+        metavar="NAME,..",
+        help=f"what to export for, of {', '.join(PLATFORMS)}",
+    )
+    parser.add_argument(
+        "--device_kind",
+        metavar="NAME",
+        help="device whose kernels are taken, as JAX names it; default: TPU v5 lite, NVIDIA "
+        "H200. One platform alone",
+    )
+    shared.add_mesh(parser, "one device; data is 1 unless given")
+    shared.add_step(parser, "checkpoint of a run folder")
+    number = functools.partial(parser.add_argument, metavar="N")
+    number("--batch_size", type=int, default=8, help="inputs at once (default: %(default)s)")
+    number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
+    shared.add_decoding(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Imported here: help, and options that are not understood, do not wait for it.
+    from switchx import api
+    from switchx.data.saved_vocabulary import save_vocabulary
+    from switchx.inference.checked_folder import require_free
+    from switchx.inference.decoding_config import DecodingConfig
+    from switchx.inference.export import Shapes, Target, export_model
+
+    if not arguments.output:
+        raise ValueError("--output is empty; is a shell variable not set?")
+    if arguments.device_kind and len(arguments.platform) > 1:
+        raise ValueError(
+            f"--device_kind={arguments.device_kind} with --platform="
+            f"{','.join(arguments.platform)}; export for one platform at a time"
+        )
+    output = require_free(arguments.output)
+    shapes = Shapes(arguments.batch_size, arguments.input_length)
+    mesh = shared.mesh_spec(arguments)
+    model = api.load(arguments.model_dir, arguments.step)
+    decoding = DecodingConfig(
+        is_prompt_bidirectional=model.text_format.is_prompt_bidirectional,
+        **{name: getattr(arguments, name) for name in DECODING},
+    )
+
+    def add_vocabulary(folder):
+        if model.vocabulary is not None:
+            save_vocabulary(model.vocabulary, folder)
+
+    content, num_bytes = export_model(
+        output,
+        model.config,
+        model.params,
+        decoding,
+        shapes,
+        [Target(name, arguments.device_kind, mesh) for name in arguments.platform],
+        _provenance(arguments, model),
+        add_vocabulary,
+    )
+    report = {
+        "command": "export",
+        "output": str(output),
+        "about": content["about"],
+        "platforms": {
+            name: {key: program[key] for key in ("device_kind", "needs_same_jax")}
+            for name, program in content["programs"].items()
+        },
+        "mesh": content["mesh"],
+        "bytes_of_files": num_bytes,
+    }
+    print(json.dumps(report) if arguments.json else _text(report))
+    return 0
+
+
+def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
+    """Where the export comes from, how to make it again, and what texts become for it."""
+    from switchx.bench.report import git_commit
+    from switchx.inference.artifact import is_artifact
+
+    given = {
+        name: getattr(arguments, name)
+        for name in (
+            "model_dir", "output", "device_kind", "batch_size", "input_length", *DECODING
+        )
+    }  # fmt: skip
+    if not is_artifact(arguments.model_dir):
+        given["step"] = model.step
+    given["platform"] = ",".join(arguments.platform)
+    if arguments.mesh:
+        given["mesh"] = ",".join(f"{axis}={size}" for axis, size in arguments.mesh.items())
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return {
+        "rebuild": shlex.join(["switchx", "export", *words]),
+        "fingerprint": model.fingerprint,
+        "step": model.step,
+        "switchx": git_commit(),
+        "text_format": dataclasses.asdict(model.text_format),
+    }
+
+
+def _text(report: dict[str, Any]) -> str:
+    lines = []
+    for name, program in report["platforms"].items():
+        devices = " x ".join(f"{axis}={n}" for axis, n in report["mesh"].items() if n > 1)
+        same = ", to be run by this version of JAX" if program["needs_same_jax"] else ""
+        where = f"mesh {devices}" if devices else "one device"
+        lines.append(f"{name}: {program['device_kind']}, {where}{same}")
+    size = f"{report['bytes_of_files']:,} bytes of files"
+    return "\n".join([*lines, f"{report['output']}: {size}; run it: python run.py there"])
+
+
+def _platforms(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in PLATFORMS or names.count(name) > 1:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no platform; use {', '.join(PLATFORMS)}, each once at most"
+            )
+    return names

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as programs of fixed shapes for one platform: prefill, a step, weights beside them.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, steps 3 to 6: the model as a static
+graph (`jax.export`), split over a mesh with its communication in it, with the kernels of the
+platform, to be deployed. `run_exported.py` runs it, without this package. Dims: B L M P T
+"""
+
+import dataclasses
+import inspect
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax import export as jax_export
+from jax.sharding import AbstractDevice, NamedSharding
+from safetensors.flax import save_file
+
+from pallas_kernels import QTensor
+from switchx import tree
+from switchx.axes import dims_of
+from switchx.inference import run_exported
+from switchx.inference.checked_folder import write_checked
+from switchx.inference.decode import Decoding, prefill, run_step
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.generate import for_decoding
+from switchx.inference.model_mesh import ModelMesh
+from switchx.inference.rows import Rows
+from switchx.models.config import ModelConfig
+from switchx.partitioning.mesh import MeshSpec, batch_parts
+
+# Platforms, and the device whose kernels are taken where none is named.
+# JAX does not promise to run it in later versions: `run_exported` asks for this one.
+UNSTABLE_CALL = "ragged_all_to_all"
+DEVICE_KINDS = {"cpu": "cpu", "tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What programs are exported for; it need not be here.
+
+    Attributes:
+        platform: one of `DEVICE_KINDS`.
+        device_kind: as JAX names the device; None is that of `DEVICE_KINDS`.
+        mesh: None is one device.
+    """
+
+    platform: str
+    device_kind: str | None = None
+    mesh: MeshSpec | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.device_kind or DEVICE_KINDS[self.platform]
+
+    def devices(self) -> ModelMesh:
+        described = {"device_kind": self.kind, "num_cores": None}
+        if self.platform == "tpu":
+            described["num_cores"] = 1
+        if "platform" in inspect.signature(AbstractDevice).parameters:
+            described["platform"] = self.platform
+        spec = self.mesh or MeshSpec()
+        return ModelMesh(spec.abstract(AbstractDevice(**described)), spec.rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What is fixed: rows of a batch, most tokens of an input."""
+
+    batch_size: int
+    input_length: int
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name}={value}; use at least 1")
+
+
+def export_model(
+    folder,
+    config: ModelConfig,
+    params: dict,
+    decoding: DecodingConfig,
+    shapes: Shapes,
+    targets: list[Target],
+    about: dict[str, Any],
+    add_files: Callable[[pathlib.Path], None] = lambda folder: None,
+) -> tuple[dict[str, Any], int]:
+    """Writes a folder of programs and weights, whole or not at all.
+
+    Args:
+        config, params: as trained or quantized. No token is dropped, and finished rows take
+            part in no Switch layer.
+        targets: of different platforms and the same mesh.
+        about: JSON for the manifest: where the model comes from and how to make this again.
+        add_files: called with the folder; writes further files.
+
+    Returns:
+        The manifest, and bytes of all files.
+
+    Raises:
+        ValueError: shapes that do not fit the model or the mesh; see `write_checked`.
+    """
+    decoding = dataclasses.replace(decoding, pruning="experts")
+    config, params = for_decoding(config, params)
+    _require_positions(config, decoding, shapes)
+    programs = {
+        target.platform: _export(config, params, decoding, shapes, target) for target in targets
+    }
+    files = {}
+    for platform, each in programs.items():
+        for name in ("prefill", "step"):
+            each[name]["file"] = f"{name}.{platform}.jax_export"
+            files[each[name]["file"]] = each[name].pop("program")
+    content = {
+        "format": run_exported.FORMAT,
+        "format_version": run_exported.FORMAT_VERSION,
+        "layout_version": QTensor.LAYOUT_VERSION,
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "calling_convention": max(
+                each.calling_convention_version for each in files.values()
+            ),
+        },
+        "about": about,
+        "model": dataclasses.asdict(config),
+        "decoding": dataclasses.asdict(decoding),
+        **dataclasses.asdict(shapes),
+        "mesh": dict(targets[0].devices().mesh.shape),
+        "programs": programs,
+    }
+
+    def write_files(partial: pathlib.Path) -> None:
+        packed = jax.tree.map(_packed, params, is_leaf=_is_quantized)
+        save_file(tree.named_leaves(packed), partial / run_exported.WEIGHTS)
+        for file, program in files.items():
+            (partial / file).write_bytes(program.serialize())
+        (partial / "run.py").write_bytes(pathlib.Path(run_exported.__file__).read_bytes())
+        add_files(partial)
+
+    return content, write_checked(folder, run_exported.MANIFEST, content, write_files)
+
+
+def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Target):
+    """The two programs of a target, flat dictionaries of arrays in and out."""
+    devices = target.devices()
+    parts = batch_parts(devices.mesh, devices.rules)
+    if shapes.batch_size % parts:
+        raise ValueError(
+            f"batch_size={shapes.batch_size} is not divisible by the {parts} devices that the "
+            f"mesh splits rows over; use a multiple of {parts}, or a smaller mesh"
+        )
+    config = devices.config(config, params)
+    params = jax.eval_shape(lambda params: _native(params, target.platform), params)
+    params = devices.abstract(params)
+    weights = tree.named_leaves(params)
+    inputs = _split(devices, _inputs(config, shapes))
+
+    def rebuilt(weights):
+        return tree.map_named(lambda name, _: weights[name], params)
+
+    def read(weights, inputs):
+        rows = Rows(*(inputs[name] for name in ("sentence_B", "is_live_B", "room_B")))
+        texts = {name: x for name, x in inputs.items() if name.endswith(("_BP", "_BM"))}
+        return prefill(config, decoding, rebuilt(weights), rows=rows, **texts)
+
+    def first(weights, inputs):
+        return _outputs(read(weights, inputs), decoding)
+
+    with devices.use():
+        form = jax.eval_shape(read, weights, inputs)
+
+    def step(weights, state):
+        state = tree.map_named(lambda name, _: state[name], form)
+        return _outputs(run_step(config, decoding, rebuilt(weights), state), decoding)
+
+    state = _split(devices, tree.named_leaves(form))
+    programs = {
+        name: _lowered(*each, weights, target, devices)
+        for name, each in {"prefill": (first, inputs), "step": (step, state)}.items()
+    }
+    text = programs["step"]["program"].mlir_module()
+    return {
+        "device_kind": target.kind,
+        "needs_same_jax": f"custom_call @{UNSTABLE_CALL}" in text,
+        "weights": _described(weights, is_split=devices.mesh.size > 1),
+        **programs,
+    }
+
+
+def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
+    """One program, and what goes into it and comes out of it."""
+    is_split = devices.mesh.size > 1
+    with devices.use():
+        outputs = _split(devices, jax.eval_shape(function, weights, arguments))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, outputs) if is_split else None
+        jitted = jax.jit(function, out_shardings=shardings)
+        exported = jax_export.export(
+            jitted,
+            platforms=[target.platform],
+            disabled_checks=[jax_export.DisabledSafetyCheck.custom_call(UNSTABLE_CALL)],
+        )(weights, arguments)
+    return {
+        "program": exported,
+        "in": _described(arguments, is_split=is_split),
+        "out": [_described(each, is_split=is_split) for each in outputs],
+    }
+
+
+def _outputs(state: Decoding, decoding: DecodingConfig):
+    """The state, and what it says so far."""
+    token_BLT, score_BL = state.hypotheses.results(decoding)
+    said = {"token_BLT": token_BLT, "score_BL": score_BL}
+    return tree.named_leaves(state), said | {"is_live_B": state.rows.is_live_B}
+
+
+def _inputs(config: ModelConfig, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
+    B, M = shapes.batch_size, shapes.input_length
+    P = 1 if config.is_encoder_decoder else M
+    dtypes = {"prompt_BP": ((B, P), jnp.int32), "is_prompt_BP": ((B, P), bool)}
+    if config.is_encoder_decoder:
+        dtypes |= {"source_BM": ((B, M), jnp.int32), "is_source_BM": ((B, M), bool)}
+    for name, dtype in (("sentence_B", jnp.int32), ("is_live_B", bool), ("room_B", jnp.int32)):
+        dtypes[name] = (B,), dtype
+    return {name: jax.ShapeDtypeStruct(*each) for name, each in dtypes.items()}
+
+
+def _split(devices: ModelMesh, arrays):
+    """Shape structs with the shardings of activations, by the letters in their names."""
+    if devices.mesh.size == 1:
+        return arrays
+
+    def split(name, leaf):
+        dims = dims_of(name.rsplit("/", 1)[-1], len(leaf.shape))
+        spec = devices.rules.spec(dims, leaf.shape, devices.mesh, table="activations")
+        sharding = NamedSharding(devices.mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return tree.map_named(split, arrays)
+
+
+def _described(arrays, *, is_split: bool) -> dict[str, dict[str, Any]]:
+    """By name: shape, dtype, and the mesh axes that each dimension is split over."""
+
+    def axes(leaf) -> list[list[str]]:
+        entries = tuple(leaf.sharding.spec) if is_split else (None,) * len(leaf.shape)
+        return [[each] if isinstance(each, str) else list(each or ()) for each in entries]
+
+    return {
+        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "axes": axes(leaf)}
+        for name, leaf in tree.named_leaves(arrays).items()
+    }
+
+
+def _require_positions(config: ModelConfig, decoding: DecodingConfig, shapes: Shapes) -> None:
+    needed = shapes.input_length + decoding.max_new_tokens
+    if config.is_encoder_decoder:
+        needed = max(shapes.input_length, 1 + decoding.max_new_tokens)
+    if config.positions == "learned" and needed > config.max_length:
+        raise ValueError(
+            f"input_length={shapes.input_length} and max_new_tokens={decoding.max_new_tokens} "
+            f"need {needed} positions, the model has {config.max_length}; use less"
+        )
+
+
+def _is_quantized(leaf) -> bool:
+    return isinstance(leaf, QTensor)
+
+
+def _packed(leaf):
+    return leaf.packed() if _is_quantized(leaf) else leaf
+
+
+def _native(params, platform: str):
+    """4-bit matrices as the platform's programs read them: packed on CPU."""
+    return jax.tree.map(
+        lambda leaf: (
+            leaf
+            if not _is_quantized(leaf)
+            else leaf.packed()
+            if platform == "cpu"
+            else leaf.native()
+        ),
+        params,
+        is_leaf=_is_quantized,
+    )

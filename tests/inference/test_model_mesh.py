@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On eight simulated devices, decoding says what it says on one; each holds its part."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import switchx
+from switchx import tree
+from switchx.data.objectives import SpanCorruption
+from switchx.data.text_format import TextFormat
+from switchx.inference.artifact import write_artifact
+from switchx.inference.decode import run_until
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.generate import BATCHES, Generator, for_decoding
+from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.quantize import quantize_experts
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import init_params
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
+from tests.data.refusals import refused
+from tests.training.jobs import TASK
+from tests.training.saved_runs import save_run
+
+CONFIG = ModelConfig(
+    "encoder_decoder", 12, 16, 32, 4, 8, 1, 1, switch=SwitchConfig(4, every=1), init_scale=4.0
+)
+INPUTS = [
+    [3, 4, 5, 8, 2], [6, 2, 7, 8, 9, 10], [5, 5, 2, 5, 5], [11, 4, 4, 3, 9, 2],
+    [7, 3, 9, 2, 8], [2, 3, 2, 3, 2, 3],
+]  # fmt: skip
+# Sentences end at different steps, so that batches become smaller.
+ROOMS = [6, 2, 5, 1, 3, 3]
+PIPELINE_MOE = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
+MESHES = {
+    "expert": MeshSpec(expert=4),
+    "model": MeshSpec(model=4),
+    "expert x model x data": MeshSpec(expert=2, model=2),
+    "fsdp x expert x model": MeshSpec(fsdp=2, expert=2, model=2),
+    "node x expert": MeshSpec(node=2, expert=2),
+    "pipeline_moe": MeshSpec(model=4, rules=PIPELINE_MOE),
+    "data": MeshSpec(),
+}
+# Bits of the experts, beams and a mesh.
+DEFAULT_CELLS = [
+    (None, 3, "expert x model x data"),
+    (4, 1, "expert x model x data"),
+]
+CELLS = [
+    *DEFAULT_CELLS,
+    *(
+        pytest.param(*cell, marks=pytest.mark.slow)
+        for cell in ((b, n, m) for b in (None, 8, 4) for n in (1, 3) for m in MESHES)
+        if cell not in DEFAULT_CELLS
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_dropped():
+    """There are many, and a process has only so many memory maps."""
+    yield
+    jax.clear_caches()
+
+
+@functools.cache
+def trained(bits: int | None = None):
+    """(config, params), scanned as trained or with experts of so many bits."""
+    params = init_params(CONFIG, jax.random.key(33))
+    if bits is None:
+        return CONFIG, params
+    return quantize_experts(CONFIG, params, bits=bits, group_size=4)[:2]
+
+
+def generator(devices: ModelMesh, bits=None, beam_size=1, **settings) -> Generator:
+    config, params = for_decoding(*trained(bits))
+    decoding = DecodingConfig(max_new_tokens=6, beam_size=beam_size, **settings)
+    return Generator(config, devices.place(params), decoding, 8, devices)
+
+
+@functools.cache
+def on_one_device(bits, beam_size):
+    return dict(generator(ONE_DEVICE, bits, beam_size)(INPUTS, ROOMS))
+
+
+@pytest.mark.parametrize(("bits", "beam_size", "mesh"), CELLS, ids=str)
+def test_tokens_are_those_of_one_device(bits, beam_size, mesh):
+    got = dict(generator(ModelMesh.of(MESHES[mesh]), bits, beam_size)(INPUTS, ROOMS))
+    want = on_one_device(bits, beam_size)
+    assert got.keys() == want.keys()
+    assert len({tuple(hypotheses[0].tokens) for hypotheses in want.values()}) >= 4
+    for number, hypotheses in want.items():
+        assert [each.tokens for each in got[number]] == [each.tokens for each in hypotheses]
+        np.testing.assert_allclose(
+            [each.score for each in got[number]],
+            [each.score for each in hypotheses],
+            rtol=2e-5,
+        )
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_each_device_holds_its_part_of_the_experts(bits):
+    config, params = for_decoding(*trained(bits))
+    for mesh, parts in (("expert", 4), ("model", 4), ("expert x model x data", 4)):
+        placed = ModelMesh.of(MESHES[mesh]).place(params)
+        leaves = {name: x for name, x in tree.named_leaves(placed).items() if "/w_" in name}
+        experts = [x for name, x in leaves.items() if "/experts/" in name]
+        assert experts
+        total = sum(x.nbytes for x in experts)
+        here = [
+            shard.data.nbytes
+            for x in experts
+            for shard in x.addressable_shards
+            if shard.device == jax.devices()[3]
+        ]
+        assert sum(here) == total / parts
+
+
+def test_arguments_of_a_compiled_step_are_the_parts():
+    """Experts and the cache by the compiler's account, bytes a device."""
+
+    def argument_bytes(mesh):
+        writer = generator(ModelMesh.of(mesh), pruning="none")
+        numbers = list(range(len(INPUTS)))
+        state = writer._prefill(numbers, INPUTS, np.full(8, 6, np.int32))
+        with writer.devices.use():
+            lowered = run_until.lower(writer.config, writer.decoding, writer.params, state, 0)
+        return lowered.compile().memory_analysis().argument_size_in_bytes, state
+
+    whole, _ = argument_bytes(None)
+    part, state = argument_bytes(MESHES["expert x model x data"])
+    # Of 8 devices: rows over 4, heads and F over 2, experts over 2; D and the router whole.
+    assert part < whole / 3
+    key_BHMK = state.cache.past[0].key_BHMK
+    assert {shard.data.shape for shard in key_BHMK.addressable_shards} == {(2, 2, 7, 8)}
+
+
+def test_batches_divide_over_the_devices_where_nothing_is_dropped():
+    config, _ = for_decoding(*trained())
+    devices = ModelMesh.of(MESHES["expert"])
+    assert devices.batches(config, (1, 2, 8, 9, 96)) == (8, 16, 96)
+    assert devices.batches(CONFIG, BATCHES) == BATCHES
+    assert ONE_DEVICE.batches(config, BATCHES) == BATCHES
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dispatcher"),
+    [("expert", "ragged_all_to_all"), ("model", "dropless"), ("pipeline_moe", "sliced")],
+)
+def test_dispatchers_keep_the_promise_that_nothing_is_dropped(mesh, dispatcher):
+    config, params = for_decoding(*trained())
+    switch = ModelMesh.of(MESHES[mesh]).config(config, params).switch
+    assert switch.dispatcher == dispatcher
+    assert switch.router.overflow == "dropless"
+
+
+def test_quantized_experts_with_a_capacity_are_refused():
+    config, params = trained(4)
+    with refused(
+        "quantized experts with a capacity do not run on a mesh: decode without <any>"
+    ):
+        ModelMesh.of(MESHES["model"]).config(config, params)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = dataclasses.replace(CONFIG, vocab_size=384)
+    task = dataclasses.replace(TASK, objective=SpanCorruption())
+    return save_run(tmp_path_factory.mktemp("mesh"), model, source=task)
+
+
+def loaded(folder):
+    """On one device, and on eight."""
+    return switchx.load(folder), switchx.load(folder, mesh=MESHES["expert x model x data"])
+
+
+def test_a_loaded_model_is_split_and_scores_what_it_scores_on_one_device(folder):
+    one, many = loaded(folder)
+    w_in = many.params["encoder"]["blocks"]["layer_0"]["ffn"]["experts"]["w_in_EDF"]
+    assert {shard.data.shape for shard in w_in.addressable_shards} == {(2, 16, 16)}
+    texts = ["gate", "an expert", "<extra_id_0> slot"]
+    for got, want in zip(many.score(texts, texts), one.score(texts, texts), strict=True):
+        assert got.log_likelihood == pytest.approx(want.log_likelihood, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_loaded_model_generates_and_gives_logits_on_a_mesh(folder):
+    one, many = loaded(folder)
+    texts = ["gate", "an expert", "<extra_id_0> slot"]
+    assert many.generate(texts, max_length=4) == one.generate(texts, max_length=4)
+    tokens = np.array([[5, 6, 7], [8, 9, 0], [4, 4, 4]])
+    for is_dropless in (True, False):
+        got, want = (
+            model.logits(tokens, tokens, dropless=is_dropless) for model in (many, one)
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_an_artifact_is_loaded_onto_a_mesh(tmp_path):
+    config, params = trained(4)
+    about = {"step": 0, "text_format": dataclasses.asdict(TextFormat(True, False, True))}
+    write_artifact(tmp_path / "int4", config, params, about)
+    one, many = (
+        switchx.load(tmp_path / "int4", mesh=mesh) for mesh in (None, MeshSpec(expert=4))
+    )
+    assert many.generate(INPUTS[:3], max_length=4) == one.generate(INPUTS[:3], max_length=4)
+
+
+def test_meshes_that_do_not_fit_are_refused_before_anything_is_read(folder):
+    with refused("mesh data=1 x expert=3 needs 3 devices, but there are 8 (cpu); <any>"):
+        switchx.load("nowhere", mesh=MeshSpec(data=1, expert=3))
+    with refused(
+        "expert dimension E=4 is not divisible by mesh axis 'expert' of size 8; <any>"
+    ):
+        switchx.load(folder, mesh=MeshSpec(expert=8))

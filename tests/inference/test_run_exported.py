@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is exported says what the model says, in a process that has no model code.
+
+The blocks of docs/export.md run here too, in their order, in one folder.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from switchx.cli.main import main
+from switchx.inference.run_exported import ExportedModel
+from tests.data.refusals import refused
+from tests.inference.exports import (
+    DECODER,
+    INPUTS,
+    MESH,
+    REBUILD,
+    export,
+    generated,
+    trained,
+)
+from tests.processes import ROOT, xla_flags
+from tests.training.jobs import ENCODER_DECODER
+from tests.training.saved_runs import save_run
+
+PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+
+# run.py with what it has imported at the end, on standard error.
+PROGRAM = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print(*{name.split(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
+NOT_NEEDED = {"switchx", "pallas_kernels", "flax", "orbax", "gin", "tests"}
+
+
+def run(folder, cwd, *options, devices: int, inputs=INPUTS):
+    """`python run.py`, outside of the checkout."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder / "run.py"), *options],
+        input="\n".join(map(json.dumps, inputs)),
+        cwd=cwd,
+        env=environment | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(devices)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """float32, beams of 3."""
+    folder = tmp_path_factory.mktemp("exports") / "beams"
+    export(folder, trained(), ("cpu",), beam_size=3)
+    return folder
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def rewrite(folder, change) -> None:
+    """The manifest, changed by one who knows its checksum."""
+    content = json.loads((folder / "export.json").read_text())
+    del content["sha256"]
+    change(content)
+    text = json.dumps(content, sort_keys=True)
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "export.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("bits", "beam_size", "mesh"),
+    [
+        pytest.param(None, 3, None, marks=pytest.mark.slow),
+        (4, 1, MESH),
+        pytest.param(4, 1, None, marks=pytest.mark.slow),
+        pytest.param(8, 3, MESH, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "mesh" if value is MESH else str(value),
+)
+def test_its_tokens_are_switchxs_own_without_switchx(tmp_path, bits, beam_size, mesh):
+    model = trained(bits)
+    export(tmp_path / "a", model, ("cpu",), mesh=mesh, beam_size=beam_size)
+    result = run(tmp_path / "a", tmp_path, devices=8 if mesh else 1)
+    assert result.returncode == 0, result.stderr
+    assert not set(result.stderr.split()) & NOT_NEEDED
+    got = [json.loads(line) for line in result.stdout.splitlines()]
+    want = generated(model, beam_size=beam_size)
+    assert [each["tokens"] for each in got] == [best[0] for best, *_ in want]
+    for each, (best, *_) in zip(got, want, strict=True):
+        assert each["score"] == pytest.approx(best[1], rel=1e-5)
+
+
+def test_from_python_all_beams_are_there_and_batches_may_be_smaller(folder):
+    model = ExportedModel(folder)
+    for inputs in (INPUTS, INPUTS[:1]):
+        got = model.generate(inputs)
+        for beams, want in zip(got, generated(trained(), beam_size=3), strict=False):
+            assert [each["tokens"] for each in beams] == [tokens for tokens, _ in want]
+    assert all(len(best["tokens"]) <= 2 for best, *_ in model.generate(INPUTS, 2))
+    assert model.generate([]) == []
+
+
+@pytest.mark.slow
+def test_a_decoder_only_model_goes_on_from_prompts(tmp_path):
+    model = trained(None, DECODER)
+    export(tmp_path / "a", model, ("cpu",))
+    got = ExportedModel(tmp_path / "a").generate(INPUTS)
+    assert [best["tokens"] for best, *_ in got] == [best[0] for best, *_ in generated(model)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ([[2]] * 5, "got 5 inputs, exported for batches of 4; give no more at once, or <any>"),
+        ([[2], [2] * 7], "input 1 has 7 tokens, exported for 6 at most; shorten it, or <any>"),
+        ([[]], "input 0 is empty; give at least one token"),
+        ([[3, 12]], "input 0 has token id 12, the vocabulary has 0 to 11"),
+        (["text"], "input 0 is 'text'; expected a list of token ids"),
+    ],
+)
+def test_inputs_that_it_was_not_exported_for(folder, inputs, said):
+    with refused(said):
+        ExportedModel(folder).generate(inputs)
+
+
+def test_more_new_tokens_than_exported(folder):
+    with refused("max_new_tokens=6; use 1 to 5, or export again with a larger <any>"):
+        ExportedModel(folder).generate(INPUTS, 6)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "step.cpu.jax_export"])
+def test_damaged_files_are_named_with_the_way_to_make_them_again(copy, name):
+    again = f"copy the folder again, or make the export again: {REBUILD}"
+    data = (copy / name).read_bytes()
+    for changed, said in (
+        (data[:-1] + bytes([data[-1] ^ 1]), "has changed since it was written"),
+        (data[:-1], f"has {len(data) - 1} bytes, not {len(data)}"),
+        (None, "is missing"),
+    ):
+        (copy / name).unlink() if changed is None else (copy / name).write_bytes(changed)
+        with refused(f"{copy / name} {said}; {again}"):
+            ExportedModel(copy)
+
+
+def test_a_manifest_that_is_missing_changed_or_of_another_format(copy, tmp_path):
+    with refused(f"{tmp_path / 'export.json'} is missing; give a folder of <any>"):
+        ExportedModel(tmp_path)
+    file = copy / "export.json"
+    text = file.read_text()
+    file.write_text(text.replace('"batch_size": 4', '"batch_size": 5'))
+    with refused("<any>cannot be read (it has changed since it was written); <any>"):
+        ExportedModel(copy)
+    rewrite(copy, lambda content: content.update(format_version=2))
+    with refused("<any>its format_version is 2, this program reads 1<any>"):
+        ExportedModel(copy)
+    file.write_text(text[:-9])
+    with refused("<any>export.json cannot be read (<any>"):
+        ExportedModel(copy)
+    file.write_text(text)
+    rewrite(copy, lambda content: content["files"].update({"../x": [0, ""]}))
+    with refused("export.json names '../x', which is not in <any>"):
+        ExportedModel(copy)
+
+
+def test_another_platform(copy):
+    def change(content):
+        content["programs"]["tpu"] = content["programs"].pop("cpu")
+
+    rewrite(copy, change)
+    with refused(
+        f"{copy} was exported for tpu, JAX runs on cpu here; run it there, set JAX_PLATFORMS, "
+        f"or make the export again: {REBUILD} --platform=cpu"
+    ):
+        ExportedModel(copy)
+
+
+def test_another_number_of_devices(copy):
+    rewrite(copy, lambda content: content["mesh"].update(expert=4, model=4))
+    with refused(
+        f"{copy} was exported for the mesh expert=4 x model=4, 16 devices, but there are 8 "
+        "(cpu); run it on 16, or <any> with another --mesh"
+    ):
+        ExportedModel(copy)
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_same", "said"),
+    [
+        ({"jax": "9.1.0"}, False, "install jax 9.1.0 or a later one that reads it, or <any>"),
+        ({"calling_convention": 99}, False, "calling convention 99; this is jax <any>"),
+        ({"jax": "0.9.0"}, True, "install jax 0.9.0, or make the export again: <any>"),
+    ],
+)
+def test_another_version_of_jax(copy, versions, is_same, said):
+    def change(content):
+        content["versions"].update(versions)
+        content["programs"]["cpu"]["needs_same_jax"] = is_same
+
+    rewrite(copy, change)
+    with refused(f"<any>was exported by jax <any>{said}"):
+        ExportedModel(copy)
+
+
+def test_a_program_that_is_none(copy):
+    """With a checksum that is right: what JAX then says is passed on."""
+    name = "step.cpu.jax_export"
+    (copy / name).write_bytes(b"program")
+    sha256 = hashlib.sha256(b"program").hexdigest()
+    rewrite(copy, lambda content: content["files"].update({name: [7, sha256]}))
+    with refused(f"{copy / name} cannot be read by jax {jax.__version__} (<any>); make <any>"):
+        ExportedModel(copy)
+
+
+def test_the_page_runs(in_a_folder, capsys):
+    save_run(in_a_folder / "runs/tiny", ENCODER_DECODER)
+    blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, "export.md", "exec"), {})
+            assert capsys.readouterr().out
+            continue
+        for command in block.splitlines():
+            if command.startswith("switchx"):
+                assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+                continue
+            line, program = re.fullmatch(r'echo "(.*)" \| python (.*)/run.py', command).groups()
+            folder = in_a_folder / program
+            result = run(folder, in_a_folder, devices=1, inputs=[json.loads(line)])
+            assert json.loads(result.stdout)["tokens"], result.stderr
+    capsys.readouterr()
+    for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
+        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
