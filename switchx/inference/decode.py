@@ -94,14 +94,20 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"), donate_argnames="state")
 def run_until(
-    config: ModelConfig, decoding: DecodingConfig, params, state: Decoding, num_live
+    config: ModelConfig,
+    decoding: DecodingConfig,
+    params,
+    state: Decoding,
+    num_live,
+    last_step=None,
 ) -> Decoding:
-    """Steps until no more than `num_live` sentences live."""
+    """Steps until no more than `num_live` sentences live, or until `last_step` new tokens."""
     model = bind(config, params)
     far_bias_HM = _bias_by_distance(model, state.is_prompt_BP.shape[1], decoding)
 
     def goes_on(state: Decoding):
-        return jnp.sum(state.rows.is_live_B) > num_live
+        are_many = jnp.sum(state.rows.is_live_B) > num_live
+        return are_many if last_step is None else are_many & (state.step < last_step)
 
     def advance(state: Decoding):
         logits_BLV, cache = step_logits(model, decoding, state, far_bias_HM)
