@@ -17,6 +17,7 @@ from switchx.cli import (
     quantize,
     report,
     score,
+    serve,
     train,
     tune,
     vocab,
@@ -94,7 +95,8 @@ def _parser() -> CommandParser:
     parser = CommandParser("switchx", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
-        train, evaluate, report, generate, score, quantize, convert, vocab, bench, tune, check,
+        train, evaluate, report, generate, score, serve, quantize, convert, vocab, bench, tune,
+        check,
     ):  # fmt: skip
         module.add_command(commands)
     return parser
