@@ -84,6 +84,9 @@ TESTED_ELSEWHERE = {
     "switchx bench decode --json": (
         "tests/bench/test_decode.py::test_without_pytorch_ours_is_measured_alone"
     ),
+    "switchx serve --model_dir=runs/pretrain_tiny": (
+        "tests/cli/test_serve.py::test_a_process_serves_drains_and_ends_well"
+    ),
     "switchx tune kernels": "tests/cli/test_tune.py::test_rows_are_printed_and_tilings_written",
     "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (
         "tests/interop/test_docs.py::test_every_block_runs"
