@@ -4,12 +4,15 @@
 import concurrent.futures
 import contextlib
 import json
+import socket
 import threading
+import time
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from switchx.inference.running_batch import RunningBatch
 from switchx.serving.generate_request import FIELDS
 from tests.serving import served
 from tests.serving.raw_socket import exchange, request_bytes
@@ -120,14 +123,49 @@ def test_a_flood_is_refused_and_the_rest_is_answered(service, address, monkeypat
     assert_unharmed(service)
 
 
-def test_clients_that_leave_are_not_answered_for(service, address):
-    """They close while they wait, whole answers and streams alike."""
-    request = request_bytes(b'{"inputs": ["gate", "of", "x"]}')
-    with good_clients(address, 1):
-        for data in [request, GOOD] * 10:
-            exchange(address, data, timeout_s=0.001)
+def test_clients_that_leave_are_not_answered_for(service, address, monkeypatch):
+    """Nothing is decoded for those who close while they wait, whole answers and streams."""
+    monkeypatch.setattr(service._room, "_batch_wait_s", 0.5)
+    metrics = service.metrics
+    before = (metrics.abandoned._value.get(), metrics.batch_size._sum.get())
+    whole = request_bytes(b'{"inputs": ["gate"]}')
+    stream = request_bytes(b'{"inputs": ["of"], "stream": true}')
+    with socket.create_connection(address) as one, socket.create_connection(address) as other:
+        one.sendall(whole)
+        other.sendall(stream)
+        while len(service._room) < 2:
+            time.sleep(0.001)
+    while service.num_open:
+        time.sleep(0.001)
+    after = (metrics.abandoned._value.get(), metrics.batch_size._sum.get())
+    assert after == (before[0] + 2, before[1])
     assert served.post(address, {"inputs": "gate"})[0] == 200
     assert_unharmed(service)
+
+
+def test_clients_that_leave_in_a_batch_end_it(service, address, monkeypatch):
+    """Of two inputs in one batch, who stays is answered as if there was nobody else."""
+    left, advance = threading.Event(), RunningBatch.advance
+
+    def advance_later(batch, most_steps):
+        assert left.wait(20)
+        return advance(batch, 1)
+
+    monkeypatch.setattr(service._room, "_batch_wait_s", 0.2)
+    monkeypatch.setattr(RunningBatch, "advance", advance_later)
+    before = service.metrics.abandoned._value.get()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        with socket.create_connection(address) as client:
+            client.sendall(request_bytes(b'{"inputs": ["gate"]}'))
+            staying = pool.submit(served.post, address, {"inputs": "of"})
+            while len(service.worker.running) < 2:
+                time.sleep(0.001)
+        while service.num_open > 1:
+            time.sleep(0.001)
+        left.set()
+        status, body = staying.result()
+    assert status == 200 and served.is_said(body["results"][0], "of")
+    assert service.metrics.abandoned._value.get() == before + 1
 
 
 @pytest.mark.slow

@@ -4,9 +4,16 @@
 import dataclasses
 import queue
 
+import jax
 import pytest
 
-from switchx.serving.generate_request import AnswerSettings
+from switchx.api import Model
+from switchx.data.text_format import TextFormat
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import init_params
+from switchx.serving.generate_request import AnswerSettings, read_request
+from switchx.serving.refusal import Refusal
 from switchx.serving.waiting_room import Group, WaitingInput
 from switchx.serving.worker import Answer, Failure, NewTokens
 from tests.serving import served
@@ -96,3 +103,25 @@ def test_a_batch_that_fails_fails_alone(service, monkeypatch, caplog):
     _, events = ask(service, prompts)
     assert len(answers(events, 2)) == 2
     assert service.worker.is_ready and service.worker.error is None
+
+
+def test_a_decoder_only_model_with_few_positions():
+    """The program has room for more than there are positions; a request may not ask so much."""
+    switch = SwitchConfig(2, every=1)
+    config = ModelConfig(
+        "decoder_only", 384, 8, 8, 1, 8, 1, switch=switch, positions="learned", max_length=12
+    )
+    params = init_params(config, jax.random.key(1))
+    format_ = TextFormat(False, True, False)
+    model = Model(config, params, ByteVocabulary(), 0, format_, "")
+    limits = dataclasses.replace(served.LIMITS, max_new_tokens=16, warm_up_tokens=0)
+    service = served.start(limits, model)
+    prompts = model.prompts(["ab", "c"])
+    assert prompts[1] == [0, *model.vocabulary.encode("c")]
+    _, events = ask(service, prompts, [AnswerSettings(9)] * 2)
+    want = model.generate(["ab", "c"], max_length=9)
+    got = [model.vocabulary.decode(each.tokens) for each in answers(events, 2)]
+    service.close()
+    assert got == want
+    with pytest.raises(Refusal, match="needs 13 positions, the model has 12"):
+        read_request(b'{"inputs": "ab", "max_new_tokens": 10}', model, limits)
