@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's end and its beginnings; as a process of its own: tests/cli/test_serve.py."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 
 from switchx.serving.server import Server, is_loopback, open_socket
 from tests.serving import served
-from tests.serving.raw_socket import request_bytes
+from tests.serving.raw_socket import exchange, request_bytes
 
 
 def wait_until(condition, seconds=30):
@@ -29,6 +30,16 @@ def test_an_address_that_is_taken():
 def test_what_only_this_machine_reaches():
     hosts = ("127.0.0.1", "127.3.3.3", "::1", "localhost", "0.0.0.0", "::", "example.org")
     assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 3
+
+
+def test_who_holds_all_connections_holds_them_not_for_long(service, address):
+    request = request_bytes(b'{"inputs": "gate"}', "Connection: close")
+    with contextlib.ExitStack() as stack:
+        for _ in range(service.limits.max_connections):
+            stack.enter_context(socket.create_connection(address))
+        assert exchange(address, request).startswith(b"HTTP/1.1 503")
+        # They are still open on this side; the server has had enough of them.
+        wait_until(lambda: exchange(address, request).startswith(b"HTTP/1.1 200"))
 
 
 def test_draining_answers_the_old_and_refuses_the_new(service, monkeypatch):
