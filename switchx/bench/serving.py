@@ -2,7 +2,8 @@
 """The serving part of `switchx bench decode`: requests a second and latencies of a server.
 
 Clients and server share the process and its cores; each client asks again when it has its
-answer, over a connection that it keeps. Every answer is compared with the model's own.
+answer, over a connection that it keeps. Every answer is compared with the model's own. The
+baseline is `model.generate` for the same inputs in batches of as many as there are clients.
 """
 
 import concurrent.futures
@@ -37,12 +38,14 @@ class Tally:
     Attributes:
         latencies_s: of answers, right or wrong.
         wrong, lost: answers that are not the model's, and requests without an answer.
+        wall_s, baseline_s: of all requests, by the server and without one.
     """
 
     latencies_s: list[float] = dataclasses.field(default_factory=list)
     wrong: int = 0
     lost: int = 0
     wall_s: float = 0.0
+    baseline_s: float = 0.0
 
 
 def serving(
@@ -68,6 +71,8 @@ def serving(
         warm_up_tokens=max(length, 16),
     )  # fmt: skip
     wanted = model.generate(inputs, max_length=NEW_TOKENS)
+    for number in CONCURRENCY:  # compiles
+        _generate(model, inputs, number)
     service = Service(model, limits)
     with open_socket("127.0.0.1", 0) as listener:
         server = Server(service)
@@ -82,12 +87,22 @@ def serving(
         for _ in range(rounds):
             for number, tally in tallies.items():
                 _ask(address, inputs, wanted, number, tally)
+                tally.baseline_s += _generate(model, inputs, number)
         server.should_exit = True
         thread.join()
     service.close()
     faults = sum(tally.wrong + tally.lost for tally in tallies.values())
     rows = [_row(number, tally) for number, tally in tallies.items()]
     return rows, [Check("serve_wrong_answers", float(faults), "==0")]
+
+
+def _generate(model, inputs, concurrency: int) -> float:
+    """Seconds that `REQUESTS` inputs take without a server."""
+    start_s = time.perf_counter()
+    every = [inputs[number % len(inputs)] for number in range(REQUESTS)]
+    batch_size = min(concurrency, BATCH_SIZE)
+    model.generate(every, max_length=NEW_TOKENS, batch_size=batch_size)
+    return time.perf_counter() - start_s
 
 
 def _ask(address, inputs, wanted, concurrency: int, tally: Tally) -> None:
@@ -132,6 +147,7 @@ def _row(concurrency: int, tally: Tally) -> dict[str, Any]:
         "decoding": f"serving, concurrency {concurrency}",
         "requests": len(tally.latencies_s) + tally.lost,
         "requests_per_s": len(tally.latencies_s) / tally.wall_s,
+        "vs_baseline": tally.baseline_s / tally.wall_s,
         "p50_ms": 1e3 * float(p50_s),
         "p99_ms": 1e3 * float(p99_s),
         "wrong_answers": tally.wrong,
