@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import os
 import pathlib
+import sys
+import threading
 
 from switchx.cli import arguments as shared
 
@@ -29,6 +31,8 @@ SIGTERM or Ctrl-C: new requests get 503, those that run are answered, and the ex
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
 TOKEN_VARIABLE = "SWITCHX_TOKEN"
 LEAST_TOKEN_LENGTH = 16
+# For the worker to look up from what it compiles.
+STOPPING_S = 5.0
 
 
 def add_command(commands) -> None:
@@ -118,8 +122,22 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
             )
         address = f"[{host}]" if ":" in host else host
         reporter.note(f"listening on http://{address}:{port}")
-        server = Server(Service(model, limits), token)
-        return 0 if server.run_until_stopped(listener) else 1
+        service = Service(model, limits)
+        is_all_answered = Server(service, token).run_until_stopped(listener)
+    return _leave(service.worker, 0 if is_all_answered else 1)
+
+
+def _leave(worker: threading.Thread, status: int) -> int:
+    """The status, when the worker has ended, or the process with it, when it does not.
+
+    The interpreter cannot end around a thread that is in the compiler: it would abort.
+    """
+    worker.join(STOPPING_S)
+    if worker.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def read_token(file: str | None) -> str | None:

@@ -65,12 +65,13 @@ class WaitingRoom:
 
     Attributes:
         size: most of them.
+        is_closed: nothing is taken any more.
     """
 
     def __init__(self, size: int, batch_size: int, batch_wait_s: float):
         self.size, self._batch_size, self._batch_wait_s = size, batch_size, batch_wait_s
         self._inputs: list[WaitingInput] = []
-        self._is_closed = False
+        self.is_closed = False
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -79,7 +80,7 @@ class WaitingRoom:
     def put(self, inputs: Sequence[WaitingInput]) -> bool:
         """Adds all of them or, where they do not fit, none; says which."""
         with self._changed:
-            if self._is_closed or len(self._inputs) + len(inputs) > self.size:
+            if self.is_closed or len(self._inputs) + len(inputs) > self.size:
                 return False
             self._inputs += inputs
             self._changed.notify_all()
@@ -95,7 +96,7 @@ class WaitingRoom:
     def take(self) -> list[WaitingInput]:
         """The next batch, when it is full or has waited; empty when the room is closed."""
         with self._changed:
-            while not self._is_closed:
+            while not self.is_closed:
                 if not self._inputs:
                     self._changed.wait()
                     continue
@@ -112,5 +113,5 @@ class WaitingRoom:
     def close(self) -> None:
         """Nothing is taken any more."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             self._changed.notify_all()

@@ -67,7 +67,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         try:
             self._warm_up()
-            self.is_ready = True
+            self.is_ready = not self._room.is_closed
             while batch := self._room.take():
                 self._answer_or_fail(batch)
         except BaseException as error:
@@ -182,6 +182,8 @@ class Worker(threading.Thread):
             group = Group(length, room, 1, is_sampling=False)
             for size in sizes:
                 for left in [0, *(other for other in sizes if other < size)]:
+                    if self._room.is_closed:
+                        return
                     self._run_down(group, size, left)
         LOG.info("compiled in %.0f s", time.monotonic() - start_s)
 

@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -72,6 +73,29 @@ def test_a_process_serves_drains_and_ends_well(folder, start_cli):
     assert process.wait(30) == 0
     want = switchx.load(folder).generate(["gate", "of"], beam_size=2, max_length=4)
     assert status == 200 and [each["text"] for each in body["results"]] == want
+
+
+def test_it_can_be_stopped_while_it_compiles(folder, start_cli):
+    process = start_cli("serve", f"--model_dir={folder}", "--port=0", "--warm_up_tokens=512")
+    address = ("127.0.0.1", int(line_of(process, r"listening on http://127.0.0.1:(\d+)")[1]))
+    assert get(address, "/healthz")[1] == {"alive": True, "ready": False, "draining": False}
+    status, body = served.post(address, {"inputs": "gate"})
+    assert status == 503 and "still compiling" in body["error"]["message"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, process.log.read_text()
+
+
+def test_a_compiler_that_takes_long_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(serve, "STOPPING_S", 0.01)
+    exits, is_over = [], threading.Event()
+    monkeypatch.setattr(serve.os, "_exit", exits.append)
+    worker = threading.Thread(target=is_over.wait)
+    worker.start()
+    serve._leave(worker, 0)
+    assert exits == [0]
+    is_over.set()
+    worker.join()
+    assert serve._leave(worker, 1) == 1 and exits == [0]
 
 
 def metrics_of(address, headers) -> bytes:
