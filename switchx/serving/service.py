@@ -104,6 +104,8 @@ class Service:
         async def each_event() -> AsyncIterator[Event]:
             while unanswered:
                 event = await queue.get()
+                if event.number not in unanswered:
+                    continue  # its batch failed after it had its answer
                 if isinstance(event, Failure):
                     raise Refusal(500, "the model failed; the server's log says how")
                 if isinstance(event, Answer):

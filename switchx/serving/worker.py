@@ -103,6 +103,7 @@ class Worker(threading.Thread):
         # A search has no first token before its end.
         is_search = group.beam_size > 1
         if not is_search:
+            running.tokens_so_far()  # waits for the device
             self._observe_first_token(batch)
         while running.waiting:
             running.abandon(i for i, each in enumerate(batch) if each.is_abandoned)

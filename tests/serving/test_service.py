@@ -43,6 +43,21 @@ def test_each_input_is_answered_once(service):
         )
 
 
+def test_an_answer_stands_though_its_batch_fails_later(service, monkeypatch):
+    """Of two inputs in two batches; the first one's batch fails once it is answered."""
+    deliver = type(service.worker)._deliver_answer
+
+    def deliver_and_fail(worker, each, best):
+        deliver(worker, each, best)
+        if each.number == 0:
+            raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(type(service.worker), "_deliver_answer", deliver_and_fail)
+    monkeypatch.setattr(service._room, "_batch_size", 1)
+    found = asyncio.run(all_events(service, request_of(served.TEXTS[:2])))
+    assert [event.number for event in found if isinstance(event, Answer)] == [0, 1]
+
+
 def test_a_full_queue_refuses_whole_requests(service, monkeypatch):
     monkeypatch.setattr(service._room, "size", 2)
     many = refusal(lambda: asyncio.run(all_events(service, request_of(served.TEXTS[:3]))))
