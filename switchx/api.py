@@ -212,6 +212,14 @@ class Model:
             devices=self.devices,
         )
 
+    def prompts(self, inputs: Texts) -> list[list[int]]:
+        """What a generator reads of texts or lists of token ids.
+
+        Raises:
+            ValueError: one cannot be read; see `generate`.
+        """
+        return [self.prompt(tokens) for tokens in self._read(inputs, "inputs")[0]]
+
     def prompt(self, tokens: list[int]) -> list[int]:
         """What a generator reads of an input: without an encoder, after the start token."""
         return tokens if self.config.is_encoder_decoder else [PAD_ID, *tokens]

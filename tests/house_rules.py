@@ -38,7 +38,8 @@ ARROWS = {
     "inference": ("models", "moe", "layers", "storage", "planner", "tree"),
     "api": ("training", "inference", "interop", "analysis"),
     "text_evaluation": ("api",),
-    "bench": ("training", "inference", "interop", "analysis"),
+    "serving": ("api", "inference"),
+    "bench": ("training", "inference", "interop", "analysis", "serving"),
     "cli": (ALL,),
     "__init__": ("api",),
     "__main__": ("cli",),
@@ -67,6 +68,10 @@ ONLY_IN = {
         "switchx/bench/torch_program.py",
         "switchx/bench/torch_generate_program.py",
     ),
+    # HTTP; its extra need not be installed for anything else.
+    "starlette": ("switchx/serving/",),
+    "uvicorn": ("switchx/serving/",),
+    "prometheus_client": ("switchx/serving/",),
     # A peer that whoever has it may measure beside ours.
     "flaxformer": ("switchx/bench/flaxformer_layer.py",),
     "tests": (),

@@ -94,6 +94,9 @@ TESTED_ELSEWHERE = {
     "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
         "tests/cli/test_text_metrics.py::test_commands_of_the_page_run"
     ),
+    "switchx serve --model_dir=runs/pretrain_tiny": (
+        "tests/cli/test_serve.py::test_a_process_serves_drains_and_ends_well"
+    ),
     "switchx tune kernels": "tests/cli/test_tune.py::test_rows_are_printed_and_tilings_written",
     "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (
         "tests/interop/test_docs.py::test_every_block_runs"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx bench decode`: output tokens a second, against transformers with the same weights.
 
-Also what pruning of finished sentences brings, and what int4 experts save. Dims: B M
+Also what pruning of finished sentences brings, what int4 experts save, and a server's
+requests a second where the extra `serve` is installed. Dims: B M
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.bench import torch_peer
+from switchx.bench import serving, torch_peer
 from switchx.bench.report import Check, Report
 from switchx.bench.train import DENSE, MEBIBYTE, Contender, ratio, switch_model, take_turns
 from switchx.inference.decode import prefill, run_until
@@ -81,7 +82,10 @@ def run(rounds: int) -> Report:
         for _, name, least in CASES
         if name in ratios
     ]
-    for measure in (pruning, quantized_bytes):
+    measures = [pruning, quantized_bytes]
+    if serving.is_available():
+        measures.append(served_requests)
+    for measure in measures:
         found, more = measure(rounds)
         rows, checks = rows + found, checks + more
     return Report("bench decode", rows, checks)
@@ -176,6 +180,14 @@ def quantized_bytes(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
         for name, size in found.items()
     ]
     return rows, [Check("int4_bytes_vs_f32", found["int4"] / found["float32"], "<=0.25")]
+
+
+def served_requests(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """A server of the smaller model, asked by 1 to 32 clients at a time."""
+    config = switch_model(NUM_EXPERTS[0])
+    return serving.serving(
+        config, init_params(config, jax.random.key(0)), inputs(PRUNED_BATCH), rounds
+    )
 
 
 def loop_bytes(config, params) -> int:

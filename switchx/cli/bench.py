@@ -15,7 +15,8 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench kernels        grouped products with float, int8 and int4 weights, by active
                                experts and rows of each; on CPU some cells of the grid
   switchx bench decode         tokens a second of decoding, against transformers where the
-                               extra `hf` is installed; pruning; bytes of int4 experts
+                               extra `hf` is installed; pruning; bytes of int4 experts; a
+                               server's requests a second with the extra `serve`
   switchx bench train --json   the same as one JSON object on the last line
 """
 

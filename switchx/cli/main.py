@@ -18,6 +18,7 @@ from switchx.cli import (
     quantize,
     report,
     score,
+    serve,
     train,
     tune,
     vocab,
@@ -95,8 +96,8 @@ def _parser() -> CommandParser:
     parser = CommandParser("switchx", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
-        train, evaluate, report, generate, score, quantize, export, convert, vocab, bench,
-        tune, check,
+        train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
+        bench, tune, check,
     ):  # fmt: skip
         module.add_command(commands)
     return parser

@@ -63,9 +63,7 @@ class Beams:
         text_BJT = _of(self.token_BLT, parent_BJ).at[:, :, step].set(token_BJ)
         ends_BJ = (token_BJ == config.eos_id) | (step + 1 >= rows.room_B[:, None])
 
-        finished = self._with_finished(
-            text_BJT, log_prob_BJ, ends_BJ, step, rows.is_live_B, config
-        )
+        finished = self._with_finished(text_BJT, log_prob_BJ, ends_BJ, step, rows, config)
         going_BJ = jnp.where(ends_BJ, log_prob_BJ + NEVER, log_prob_BJ)
         log_prob_BL, chosen_BL = jax.lax.top_k(going_BJ, L)
         parent_BL = jnp.take_along_axis(parent_BJ, chosen_BL, axis=1)
@@ -76,15 +74,16 @@ class Beams:
             log_prob_BL=log_prob_BL,
             ancestor_BLT=ancestor_BLT,
         )
-        is_live_B = rows.is_live_B & beams._can_improve(step + 1, rows.room_B, config)
+        is_live_B = rows.is_live_B & beams._can_improve(step + 1, rows, config)
         return beams, jnp.take_along_axis(token_BJ, chosen_BL, axis=1), is_live_B
 
-    def _with_finished(self, text_BJT, log_prob_BJ, ends_BJ, step, is_live_B, config):
+    def _with_finished(self, text_BJT, log_prob_BJ, ends_BJ, step, rows: Rows, config):
         """With those among the first L candidates that end, where they are good enough."""
         L = config.beam_size
-        is_new_BJ = ends_BJ & (jnp.arange(2 * L) < L)[None] & is_live_B[:, None]
+        is_new_BJ = ends_BJ & (jnp.arange(2 * L) < L)[None] & rows.is_live_B[:, None]
         length = (step + 1).astype(jnp.float32)
-        score_BJ = jnp.where(is_new_BJ, log_prob_BJ / length**config.length_penalty, NEVER)
+        penalty_B = length ** rows.length_penalty_B(config)
+        score_BJ = jnp.where(is_new_BJ, log_prob_BJ / penalty_B[:, None], NEVER)
         score_BL, best_BL = jax.lax.top_k(jnp.concatenate([self.score_BL, score_BJ], 1), L)
         all_texts = jnp.concatenate([self.finished_BLT, text_BJT], axis=1)
         all_finished = jnp.concatenate([self.is_finished_BL, is_new_BJ], axis=1)
@@ -95,22 +94,22 @@ class Beams:
             is_finished_BL=jnp.take_along_axis(all_finished, best_BL, axis=1),
         )
 
-    def _can_improve(self, length, room_B, config: DecodingConfig):
+    def _can_improve(self, length, rows: Rows, config: DecodingConfig):
         """Whether a sentence's search goes on, after `length` new tokens."""
-        best_length_B = jnp.full_like(room_B, length)
-        if config.early_stopping == "never" and config.length_penalty > 0:
-            best_length_B = room_B
-        penalty_B = best_length_B.astype(jnp.float32) ** config.length_penalty
-        best_B = self.log_prob_BL[:, 0] / penalty_B
+        exponent_B = rows.length_penalty_B(config)
+        best_length_B = jnp.full_like(rows.room_B, length)
+        if config.early_stopping == "never":
+            best_length_B = jnp.where(exponent_B > 0, rows.room_B, best_length_B)
+        best_B = self.log_prob_BL[:, 0] / best_length_B.astype(jnp.float32) ** exponent_B
         worst_BL = jnp.where(self.is_finished_BL, self.score_BL.min(1, keepdims=True), NEVER)
         goes_on_B = jnp.any(best_B[:, None] > worst_BL, axis=1)
         if config.early_stopping is True:
             goes_on_B = goes_on_B & ~jnp.all(self.is_finished_BL, axis=1)
-        return goes_on_B & (length < room_B)
+        return goes_on_B & (length < rows.room_B)
 
-    def results(self, config: DecodingConfig):
+    def results(self, config: DecodingConfig, rows: Rows):
         """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
-        del config
+        del config, rows
         return self.finished_BLT, self.score_BL
 
 

@@ -100,14 +100,20 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"), donate_argnames="state")
 def run_until(
-    config: ModelConfig, decoding: DecodingConfig, params, state: Decoding, num_live
+    config: ModelConfig,
+    decoding: DecodingConfig,
+    params,
+    state: Decoding,
+    num_live,
+    last_step=None,
 ) -> Decoding:
-    """Steps until no more than `num_live` sentences live."""
+    """Steps until no more than `num_live` sentences live, or until `last_step` new tokens."""
     model = bind(config, params)
     positions = _position_terms(model, decoding, state)
 
     def goes_on(state: Decoding):
-        return jnp.sum(state.rows.is_live_B) > num_live
+        are_many = jnp.sum(state.rows.is_live_B) > num_live
+        return are_many if last_step is None else are_many & (state.step < last_step)
 
     def advance(state: Decoding):
         return _advance(model, decoding, state, positions)

@@ -1,44 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From token lists to token lists: batches by length, decoded and pruned, in input order.
+"""From token lists to token lists: batches by length, decoded and pruned, in input order."""
 
-Sizes are few, so that few programs are compiled: lengths and batches are rounded up to the
-next of a fixed list. Dims: B M P
-"""
-
-import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from switchx.inference.decode import Decoding, prefill, run_until, take_rows
 from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.rows import Rows
+from switchx.inference.running_batch import BATCHES, LENGTHS, Hypothesis, RunningBatch
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
-
-# Of texts: each at most 1.5 times the one before, so at most a third is padding.
-LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)} | {1}))
-# Of batches: a program is compiled for each that a shrinking batch passes.
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-
-
-@dataclasses.dataclass(frozen=True)
-class Hypothesis:
-    """What a model says to one input.
-
-    Attributes:
-        tokens: new ones, without the end.
-        score: log-probability over length ** length_penalty, the end included.
-        is_finished: it came to an end; otherwise it was cut off.
-    """
-
-    tokens: list[int]
-    score: float
-    is_finished: bool
 
 
 def for_decoding(
@@ -105,7 +75,6 @@ class Generator:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
         self.config, self.params = devices.config(config, params), params
         self.decoding, self.batch_size, self.devices = decoding, batch_size, devices
-        self.batches = devices.batches(config, BATCHES)
 
     def __call__(
         self,
@@ -166,72 +135,18 @@ class Generator:
     def _decode(
         self, numbers: list[int], inputs, rooms: list[int]
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        B = rounded_up(len(inputs), self.batches)
-        room_B = np.ones(B, np.int32)
-        room_B[: len(rooms)] = rooms
-        state = self._prefill(numbers, inputs, room_B)
-        while True:
-            smaller = 0
-            if self.decoding.pruning == "compact" and self.batches[0] < B:
-                smaller = self.batches[self.batches.index(B) - 1]
-            with self.devices.use():
-                state = run_until(self.config, self.decoding, self.params, state, smaller)
-            is_live_B = np.asarray(state.rows.is_live_B)
-            yield from self._results(state, ~is_live_B)
-            live = np.flatnonzero(is_live_B)
-            if not len(live):
-                return
-            B = rounded_up(len(live), self.batches)
-            # Some finished row fills up: it stays finished, and has no number any more.
-            fill = np.flatnonzero(~is_live_B)[:1].repeat(B - len(live))
-            with self.devices.use():
-                state = take_rows(state, jnp.asarray(np.concatenate([live, fill])))
-            number_B = jnp.where(jnp.arange(B) < len(live), state.rows.sentence_B, -1)
-            rows = dataclasses.replace(state.rows, sentence_B=number_B)
-            state = dataclasses.replace(state, rows=rows)
-
-    def _prefill(self, numbers: list[int], inputs, room_B) -> Decoding:
-        B, length = len(room_B), rounded_up(max(map(len, inputs)), LENGTHS)
-        is_decoder_only = not self.config.is_encoder_decoder
-        token_BM, is_token_BM = _padded(
-            inputs, B, length, self.decoding.pad_id, on_the_left=is_decoder_only
+        batch = RunningBatch(
+            self.config,
+            self.params,
+            self.decoding,
+            inputs,
+            numbers=numbers,
+            rooms=rooms,
+            devices=self.devices,
         )
-        number_B = np.full(B, -1, np.int32)
-        number_B[: len(numbers)] = numbers
-        texts = {"prompt_BP": token_BM, "is_prompt_BP": is_token_BM}
-        if not is_decoder_only:
-            texts = {
-                "source_BM": token_BM,
-                "is_source_BM": is_token_BM,
-                "prompt_BP": np.full((B, 1), self.decoding.start_id, np.int32),
-                "is_prompt_BP": np.ones((B, 1), bool),
-            }
-        with self.devices.use():
-            return prefill(
-                self.config,
-                self.decoding,
-                self.params,
-                rows=Rows(jnp.array(number_B), jnp.array(number_B >= 0), jnp.array(room_B)),
-                **{name: jnp.array(value) for name, value in texts.items()},
-            )
-
-    def _results(self, state: Decoding, is_ended_B) -> Iterator[tuple[int, list[Hypothesis]]]:
-        token_BLT, score_BL, sentence_B, room_B = jax.device_get(
-            (*state.hypotheses.results(self.decoding), state.rows.sentence_B, state.rows.room_B)
-        )
-        for row in np.flatnonzero(is_ended_B & (sentence_B >= 0)):
-            yield (
-                int(sentence_B[row]),
-                [
-                    self._hypothesis(tokens[: room_B[row]], float(score))
-                    for tokens, score in zip(token_BLT[row], score_BL[row], strict=True)
-                ],
-            )
-
-    def _hypothesis(self, token_T, score: float) -> Hypothesis:
-        ends = np.flatnonzero(token_T == self.decoding.eos_id)
-        length = int(ends[0]) if len(ends) else len(token_T)
-        return Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
+        while batch.waiting:
+            for index, hypotheses in batch.advance().items():
+                yield numbers[index], hypotheses
 
 
 def token_fault(config: ModelConfig, tokens: Sequence[int]) -> str | None:
@@ -246,19 +161,3 @@ def token_fault(config: ModelConfig, tokens: Sequence[int]) -> str | None:
             "vocabulary?"
         )
     return None
-
-
-def rounded_up(size: int, sizes: tuple[int, ...]) -> int:
-    """The smallest of the sizes that is enough."""
-    return sizes[bisect.bisect_left(sizes, size)]
-
-
-def _padded(inputs, B: int, length: int, pad_id: int, *, on_the_left: bool):
-    token_BM = np.full((B, length), pad_id, np.int32)
-    is_token_BM = np.zeros((B, length), bool)
-    for row, tokens in enumerate(inputs):
-        places = slice(length - len(tokens), None) if on_the_left else slice(len(tokens))
-        token_BM[row, places], is_token_BM[row, places] = tokens, True
-    # A row that fills up attends to something: softmax over nothing is an average of all.
-    is_token_BM[len(inputs) :, -1 if on_the_left else 0] = True
-    return token_BM, is_token_BM

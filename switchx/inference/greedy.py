@@ -51,11 +51,8 @@ class Greedy:
         """
         key_B = None
         if config.is_sampling:
-            key = jax.random.fold_in(jax.random.key(config.seed), step)
-            key_B = jax.vmap(lambda sentence: jax.random.fold_in(key, sentence))(
-                rows.sentence_B
-            )
-        token_B, log_prob_B = next_token(logits_BLV[:, 0], key_B, config)
+            key_B = _sample_keys(step, rows, config)
+        token_B, log_prob_B = next_token(logits_BLV[:, 0], key_B, config, rows.settings)
         token_B = jnp.where(rows.is_live_B, token_B, config.pad_id)
         chosen = Greedy(
             jax.lax.dynamic_update_slice_in_dim(self.token_BT, token_B[:, None], step, axis=1),
@@ -65,8 +62,21 @@ class Greedy:
         is_live_B = rows.is_live_B & (token_B != config.eos_id) & (step + 1 < rows.room_B)
         return chosen, token_B[:, None], is_live_B
 
-    def results(self, config: DecodingConfig):
+    def results(self, config: DecodingConfig, rows: Rows):
         """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
         length_B = jnp.maximum(self.length_B, 1).astype(jnp.float32)
-        score_B = self.log_prob_B / length_B**config.length_penalty
+        score_B = self.log_prob_B / length_B ** rows.length_penalty_B(config)
         return self.token_BT[:, None], score_B[:, None]
+
+
+def _sample_keys(step, rows: Rows, config: DecodingConfig):
+    """A key a row: of the seed, the step and the sentence's number alone."""
+    if rows.settings is None:
+        seed_B = jnp.full(rows.sentence_B.shape, config.seed, jnp.int32)
+    else:
+        seed_B = rows.settings.seed_B
+
+    def key_of(seed, sentence):
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), sentence)
+
+    return jax.vmap(key_of)(seed_B, rows.sentence_B)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from switchx.bench import decode as bench
-from switchx.bench import torch_peer, train
+from switchx.bench import serving, torch_peer, train
 from switchx.cli.main import main
 from switchx.models.config import SwitchConfig
 
@@ -27,6 +27,7 @@ def small(monkeypatch):
         bench, "switch_model", lambda n: dataclasses.replace(SMALL, switch=SwitchConfig(n))
     )
     monkeypatch.setattr(bench, "CASES", (((2, 1), "greedy_b16_vs_torch", 2.5),))
+    monkeypatch.setattr(serving, "is_available", lambda: False)  # it has its own test
 
 
 def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):

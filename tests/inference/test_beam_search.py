@@ -33,7 +33,7 @@ def search(log_prob_TVV, config: DecodingConfig, batch: int = 1):
             beams, logits_BLV, jnp.int32(step), rows_of(is_live_B, config), config=config
         )
         step += 1
-    token_BLT, score_BL = beams.results(config)
+    token_BLT, score_BL = beams.results(config, rows_of(is_live_B, config))
     return [
         (text(tokens), float(score))
         for tokens, score in zip(np.asarray(token_BLT[0]), score_BL[0], strict=True)

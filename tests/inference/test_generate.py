@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from switchx.inference.decoding_config import DecodingConfig
-from switchx.inference.generate import BATCHES, LENGTHS, Generator, for_decoding
+from switchx.inference.generate import Generator, for_decoding
+from switchx.inference.running_batch import BATCHES, LENGTHS
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
 from switchx.models.router_config import RouterConfig

@@ -40,7 +40,8 @@ def test_a_text_ends_with_its_end_or_with_its_room():
 
 def test_scores_are_log_probabilities_over_length_to_the_penalty():
     hypotheses, _, _ = advance_all([[2, 3], [1, 3], [3, 2]])
-    token_BLT, score_BL = hypotheses.results(CONFIG)
+    rows = Rows(jnp.arange(2), jnp.zeros(2, bool), jnp.array([3, 3]))
+    token_BLT, score_BL = hypotheses.results(CONFIG, rows)
     assert token_BLT.shape == (2, 1, 3)
     want = [[2 * np.log(0.5) / 2**0.5], [3 * np.log(0.5) / 3**0.5]]
     np.testing.assert_allclose(score_BL, want, rtol=1e-5)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The serving part of `switchx bench decode`: requests a second and latencies of a server.
+
+Clients and server share the process and its cores; each client asks again when it has its
+answer, over a connection that it keeps. Every answer is compared with the model's own. The
+baseline is `model.generate` for the same inputs in batches of as many as there are clients.
+"""
+
+import concurrent.futures
+import dataclasses
+import http.client
+import importlib.util
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from switchx.bench.report import Check
+
+CONCURRENCY = (1, 8, 32)
+REQUESTS = 96  # of each concurrency, in a round
+NEW_TOKENS = 32
+BATCH_SIZE = 16
+EXTRA = ("starlette", "uvicorn", "prometheus_client")
+
+
+def is_available() -> bool:
+    """Whether the extra `serve` is installed."""
+    return all(importlib.util.find_spec(name) for name in EXTRA)
+
+
+@dataclasses.dataclass
+class Tally:
+    """Of one concurrency.
+
+    Attributes:
+        latencies_s: of answers, right or wrong.
+        wrong, lost: answers that are not the model's, and requests without an answer.
+        wall_s, baseline_s: of all requests, by the server and without one.
+    """
+
+    latencies_s: list[float] = dataclasses.field(default_factory=list)
+    wrong: int = 0
+    lost: int = 0
+    wall_s: float = 0.0
+    baseline_s: float = 0.0
+
+
+def serving(
+    config, params, inputs: list[list[int]], rounds: int
+) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Rows by concurrency, and the count of wrong and lost answers.
+
+    Args:
+        config, params: of a model as it is trained.
+        inputs: token ids; each request has one of them.
+    """
+    # Imported here: the rest of `bench decode` does without the extra.
+    from switchx.api import Model
+    from switchx.data.text_format import TextFormat
+    from switchx.serving.limits import Limits
+    from switchx.serving.server import Server, open_socket
+    from switchx.serving.service import Service
+
+    model = Model(config, params, None, 0, TextFormat(True, False, True), "")
+    length = max(map(len, inputs))
+    limits = Limits(
+        batch_size=BATCH_SIZE, max_input_tokens=max(length, 16), max_new_tokens=NEW_TOKENS,
+        warm_up_tokens=max(length, 16),
+    )  # fmt: skip
+    wanted = model.generate(inputs, max_length=NEW_TOKENS)
+    for number in CONCURRENCY:  # compiles
+        _generate(model, inputs, number)
+    service = Service(model, limits)
+    with open_socket("127.0.0.1", 0) as listener:
+        server = Server(service)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        while not service.is_ready:
+            if service.worker.error is not None:
+                raise RuntimeError("the server's worker ended") from service.worker.error
+            time.sleep(0.1)
+        tallies = {number: Tally() for number in CONCURRENCY}
+        address = listener.getsockname()[:2]
+        for _ in range(rounds):
+            for number, tally in tallies.items():
+                _ask(address, inputs, wanted, number, tally)
+                tally.baseline_s += _generate(model, inputs, number)
+        server.should_exit = True
+        thread.join()
+    service.close()
+    faults = sum(tally.wrong + tally.lost for tally in tallies.values())
+    rows = [_row(number, tally) for number, tally in tallies.items()]
+    return rows, [Check("serve_wrong_answers", float(faults), "==0")]
+
+
+def _generate(model, inputs, concurrency: int) -> float:
+    """Seconds that `REQUESTS` inputs take without a server."""
+    start_s = time.perf_counter()
+    every = [inputs[number % len(inputs)] for number in range(REQUESTS)]
+    batch_size = min(concurrency, BATCH_SIZE)
+    model.generate(every, max_length=NEW_TOKENS, batch_size=batch_size)
+    return time.perf_counter() - start_s
+
+
+def _ask(address, inputs, wanted, concurrency: int, tally: Tally) -> None:
+    """`REQUESTS` requests, `concurrency` of them at any time."""
+    numbers, lock = iter(range(REQUESTS)), threading.Lock()
+
+    def client() -> None:
+        connection = http.client.HTTPConnection(*address, timeout=120)
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                connection.close()
+                return
+            body = {"inputs": [inputs[number % len(inputs)]], "max_new_tokens": NEW_TOKENS}
+            start_s = time.perf_counter()
+            try:
+                headers = {"Content-Type": "application/json"}
+                connection.request("POST", "/v1/generate", json.dumps(body), headers)
+                response = connection.getresponse()
+                tokens = json.loads(response.read())["results"][0]["tokens"]
+            except (OSError, http.client.HTTPException, ValueError, KeyError):
+                connection.close()
+                with lock:
+                    tally.lost += 1
+                continue
+            with lock:
+                tally.latencies_s.append(time.perf_counter() - start_s)
+                tally.wrong += tokens != wanted[number % len(inputs)]
+
+    start_s = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+        for each in [pool.submit(client) for _ in range(concurrency)]:
+            each.result()
+    tally.wall_s += time.perf_counter() - start_s
+
+
+def _row(concurrency: int, tally: Tally) -> dict[str, Any]:
+    latencies_s = tally.latencies_s or [float("nan")]
+    p50_s, p99_s = np.percentile(latencies_s, (50, 99))
+    return {
+        "decoding": f"serving, concurrency {concurrency}",
+        "requests": len(tally.latencies_s) + tally.lost,
+        "requests_per_s": len(tally.latencies_s) / tally.wall_s,
+        "vs_baseline": tally.baseline_s / tally.wall_s,
+        "p50_ms": 1e3 * float(p50_s),
+        "p99_ms": 1e3 * float(p99_s),
+        "wrong_answers": tally.wrong,
+        "lost_answers": tally.lost,
+    }

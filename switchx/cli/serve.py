@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx serve`: a trained model over HTTP."""
+
+import argparse
+import functools
+import importlib.util
+import os
+import pathlib
+import sys
+import threading
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Answers requests over HTTP until it is stopped:
+
+  switchx serve --model_dir=runs/tiny
+  curl --json '{"inputs": ["a red house"]}' http://127.0.0.1:8000/v1/generate
+
+POST /v1/generate takes inputs (a text, or a list of texts or of lists of token ids), stream,
+max_new_tokens, beam_size, temperature, top_k, top_p, seed, length_penalty. An answer is what
+`switchx generate` gives: it does not depend on the requests that it is batched with.
+GET / is a page to try it in, /healthz says whether it is ready, /metrics is for Prometheus.
+
+It listens on this machine alone unless --host says otherwise. A token, from --token_file or
+the environment's SWITCHX_TOKEN, is then asked for as `Authorization: Bearer TOKEN`.
+
+SIGTERM or Ctrl-C: new requests get 503, those that run are answered, and the exit status is
+0; a second one does not wait.
+"""
+EXTRA = ("starlette", "uvicorn", "prometheus_client")
+TOKEN_VARIABLE = "SWITCHX_TOKEN"
+LEAST_TOKEN_LENGTH = 16
+# For the worker to look up from what it compiles.
+STOPPING_S = 5.0
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(commands, "serve", run, "serve a model over HTTP", DESCRIPTION)
+    shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
+    shared.add_step(parser, "checkpoint of a run folder")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    number = functools.partial(parser.add_argument, metavar="N")
+    number("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--token_file", metavar="FILE", help="its first line is the token that clients send"
+    )
+    number("--batch_size", type=int, default=8, help="most inputs at once (default: 8)")
+    number(
+        "--batch_wait_ms",
+        type=float,
+        default=5.0,
+        help="how long an input waits for others to join it (default: 5)",
+    )
+    number("--max_waiting", type=int, default=256, help="inputs in the queue (default: 256)")
+    number("--max_inputs", type=int, default=64, help="of a request (default: 64)")
+    number("--max_input_tokens", type=int, default=1024, help="of an input (default: 1024)")
+    number("--max_new_tokens", type=int, default=256, help="of an answer (default: 256)")
+    number("--max_beam_size", type=int, default=4, help="of a request (default: 4)")
+    number("--max_body_bytes", type=int, default=1 << 20, help="of a request (default: 1 MiB)")
+    number("--max_connections", type=int, default=512, help="open at once (default: 512)")
+    number("--body_timeout_s", type=float, default=10.0, help="to send a request (default: 10)")
+    number("--request_timeout_s", type=float, default=60.0, help="to be answered (default: 60)")
+    number(
+        "--drain_timeout_s",
+        type=float,
+        default=60.0,
+        help="for requests that run when it is stopped (default: 60)",
+    )
+    number(
+        "--warm_up_tokens",
+        type=int,
+        default=64,
+        help="programs for inputs of up to so many tokens are compiled before it is ready "
+        "(default: 64)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Imported here: help, and options that are not understood, do not wait for it.
+    from switchx.cli.progress import TerminalReporter
+
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"needs {', '.join(missing)}: pip install 'switchx[serve]'")
+    if not 0 <= arguments.port < 1 << 16:
+        raise ValueError(f"--port={arguments.port}; use 0 to 65535")
+    token = read_token(arguments.token_file)
+    with TerminalReporter() as reporter:
+        reporter.note("loading JAX and the model")
+        return _serve(arguments, token, reporter)
+
+
+def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
+    from switchx import api
+    from switchx.serving.limits import Limits
+    from switchx.serving.server import Server, is_loopback, open_socket
+    from switchx.serving.service import Service
+
+    names = (
+        "batch_size", "max_waiting", "max_inputs", "max_input_tokens", "max_new_tokens",
+        "max_beam_size", "max_body_bytes", "max_connections", "body_timeout_s",
+        "request_timeout_s", "drain_timeout_s", "warm_up_tokens",
+    )  # fmt: skip
+    limits = Limits(
+        batch_wait_s=arguments.batch_wait_ms / 1e3,
+        **{name: getattr(arguments, name) for name in names},
+    )
+    model = api.load(arguments.model_dir, arguments.step)
+    switch = model.config.switch
+    if switch is not None and switch.router.kind == "expert_choice":
+        reporter.note("experts choose their tokens: an answer depends on its batch mates")
+    # Before it compiles: an address that is taken is said at once.
+    with open_socket(arguments.host, arguments.port) as listener:
+        host, port = listener.getsockname()[:2]
+        if token is None and not is_loopback(arguments.host):
+            reporter.note(
+                f"warning: {host} can be reached from other machines, and no token is asked "
+                f"for; give --token_file, or set {TOKEN_VARIABLE}"
+            )
+        address = f"[{host}]" if ":" in host else host
+        reporter.note(f"listening on http://{address}:{port}")
+        service = Service(model, limits)
+        is_all_answered = Server(service, token).run_until_stopped(listener)
+    return _leave(service.worker, 0 if is_all_answered else 1)
+
+
+def _leave(worker: threading.Thread, status: int) -> int:
+    """The status, when the worker has ended, or the process with it, when it does not.
+
+    The interpreter cannot end around a thread that is in the compiler: it would abort.
+    """
+    worker.join(STOPPING_S)
+    if worker.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def read_token(file: str | None) -> str | None:
+    """The token of a file or the environment, or None.
+
+    Raises:
+        ValueError: it is short, or nothing that a header can hold.
+    """
+    token, source = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
+    if file is not None:
+        path = pathlib.Path(file).expanduser()
+        try:
+            token = path.read_text(encoding="utf-8").partition("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--token_file={file} cannot be read: {error}") from error
+        source = f"--token_file={file}"
+    if token is None:
+        return None
+    if len(token) < LEAST_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
+        raise ValueError(
+            f"{source} holds a token of {len(token)} characters; use at least "
+            f"{LEAST_TOKEN_LENGTH}, of ASCII, such as `openssl rand -hex 32` gives"
+        )
+    return token

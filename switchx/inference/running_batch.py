@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch on its way: advanced step by step, asked for what it has, left by who lost interest.
+
+Sizes are few, so that few programs are compiled: lengths and batches are rounded up to the
+next of a fixed list. Dims: B M P T
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.inference.decode import Decoding, prefill, run_until, take_rows
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.rows import Rows, RowSettings
+from switchx.models.config import ModelConfig
+
+# Of texts: each at most 1.5 times the one before, so at most a third is padding.
+LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)} | {1}))
+# Of batches: a program is compiled for each that a shrinking batch passes.
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hypothesis:
+    """What a model says to one input.
+
+    Attributes:
+        tokens: new ones, without the end.
+        score: log-probability over length ** length_penalty, the end included.
+        is_finished: it came to an end; otherwise it was cut off.
+    """
+
+    tokens: list[int]
+    score: float
+    is_finished: bool
+
+
+class RunningBatch:
+    """Sentences that are decoded together; the first token of each is there from the start.
+
+    A sentence is named by its place in `inputs`.
+
+    Attributes:
+        waiting: those whose hypotheses `advance` has not given yet, and whom nobody
+            abandoned.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: dict,
+        decoding: DecodingConfig,
+        inputs: Sequence[Sequence[int]],
+        *,
+        numbers: Sequence[int],
+        rooms: Sequence[int],
+        settings: RowSettings | None = None,
+        length: int | None = None,
+        devices: ModelMesh = ONE_DEVICE,
+    ):
+        """Reads the inputs.
+
+        Args:
+            config, params: from `for_decoding`.
+            numbers: of the sentences: samples depend on them. They may occur twice.
+            rooms: most new tokens of each, up to `max_new_tokens`.
+            settings: NumPy arrays with an entry a sentence.
+            length: that inputs are padded to; None is the next of `LENGTHS`.
+            devices: where `params` are; `config` is the one for them.
+        """
+        self._config, self._params, self._decoding = config, params, decoding
+        self._devices, self._batches = devices, devices.batches(config, BATCHES)
+        self.waiting = set(range(len(inputs)))
+        # The sentence of each row; the others fill the batch up.
+        self._sentence_B = np.full(rounded_up(len(inputs), self._batches), -1)
+        self._sentence_B[: len(inputs)] = np.arange(len(inputs))
+        length = length or rounded_up(max(map(len, inputs)), LENGTHS)
+        self._state = self._prefilled(inputs, length, self._rows(numbers, rooms, settings))
+
+    def advance(self, most_steps: int | None = None) -> dict[int, list[Hypothesis]]:
+        """Decodes until sentences enough have ended for a smaller batch, or all have.
+
+        Args:
+            most_steps: no longer than so many steps; None sets no limit.
+
+        Returns:
+            The hypotheses of those that ended, the best first.
+        """
+        B = len(self._sentence_B)
+        is_compacting = self._decoding.pruning == "compact" and self._batches[0] < B
+        smaller = self._batches[self._batches.index(B) - 1] if is_compacting else 0
+        last_step = None if most_steps is None else int(self._state.step) + most_steps
+        with self._devices.use():
+            self._state = run_until(
+                self._config, self._decoding, self._params, self._state, smaller, last_step
+            )
+        is_live_B = np.asarray(self._state.rows.is_live_B)
+        ended = self._results(~is_live_B)
+        self.waiting -= ended.keys()
+        if self.waiting and is_compacting:
+            self._compact(is_live_B)
+        return ended
+
+    def abandon(self, sentences: Iterable[int]) -> None:
+        """Decodes these no further."""
+        gone = self.waiting & set(sentences)
+        if not gone:
+            return
+        self.waiting -= gone
+        rows = self._state.rows
+        is_wanted_B = jnp.array(~np.isin(self._sentence_B, list(gone)))
+        rows = dataclasses.replace(rows, is_live_B=rows.is_live_B & is_wanted_B)
+        self._state = dataclasses.replace(self._state, rows=rows)
+
+    def tokens_so_far(self) -> dict[int, list[int]]:
+        """New tokens, without the end, of those who wait; for greedy decoding and samples."""
+        token_BT, length_B = jax.device_get(
+            (self._state.hypotheses.token_BT, self._state.hypotheses.length_B)
+        )
+        return {
+            int(sentence): self._without_end(token_BT[row, : length_B[row]])[0]
+            for row, sentence in enumerate(self._sentence_B)
+            if sentence in self.waiting
+        }
+
+    def _rows(self, numbers, rooms, settings) -> Rows:
+        B, size = len(self._sentence_B), len(numbers)
+        number_B, room_B = np.full(B, -1, np.int32), np.ones(B, np.int32)
+        number_B[:size], room_B[:size] = numbers, rooms
+        # A row that fills up has the settings of the last one, whatever they are.
+        settings = jax.tree.map(
+            lambda leaf: jnp.array(np.pad(leaf, (0, B - size), mode="edge")), settings
+        )
+        is_live_B = jnp.array(self._sentence_B >= 0)
+        return Rows(jnp.array(number_B), is_live_B, jnp.array(room_B), settings)
+
+    def _prefilled(self, inputs, length: int, rows: Rows) -> Decoding:
+        B, decoding = len(self._sentence_B), self._decoding
+        is_decoder_only = not self._config.is_encoder_decoder
+        token_BM, is_token_BM = _padded(
+            inputs, B, length, decoding.pad_id, on_the_left=is_decoder_only
+        )
+        texts = {"prompt_BP": token_BM, "is_prompt_BP": is_token_BM}
+        if not is_decoder_only:
+            texts = {
+                "source_BM": token_BM,
+                "is_source_BM": is_token_BM,
+                "prompt_BP": np.full((B, 1), decoding.start_id, np.int32),
+                "is_prompt_BP": np.ones((B, 1), bool),
+            }
+        arrays = {name: jnp.array(value) for name, value in texts.items()}
+        with self._devices.use():
+            return prefill(self._config, decoding, self._params, rows=rows, **arrays)
+
+    def _compact(self, is_live_B) -> None:
+        """Gathers the live rows into the smallest batch that has room for them."""
+        live = np.flatnonzero(is_live_B)
+        B = rounded_up(len(live), self._batches)
+        if len(is_live_B) == B:
+            return
+        # Some finished row fills up: it stays finished, and is nobody's any more.
+        fill = np.flatnonzero(~is_live_B)[:1].repeat(B - len(live))
+        with self._devices.use():
+            self._state = take_rows(self._state, jnp.asarray(np.concatenate([live, fill])))
+        self._sentence_B = np.concatenate([self._sentence_B[live], np.full_like(fill, -1)])
+
+    def _results(self, is_ended_B) -> dict[int, list[Hypothesis]]:
+        ended = [
+            (row, int(sentence))
+            for row, sentence in enumerate(self._sentence_B)
+            if is_ended_B[row] and sentence in self.waiting
+        ]
+        if not ended:
+            return {}
+        rows = self._state.rows
+        token_BLT, score_BL, room_B = jax.device_get(
+            (*self._state.hypotheses.results(self._decoding, rows), rows.room_B)
+        )
+        return {
+            sentence: [
+                self._hypothesis(tokens[: room_B[row]], float(score))
+                for tokens, score in zip(token_BLT[row], score_BL[row], strict=True)
+            ]
+            for row, sentence in ended
+        }
+
+    def _hypothesis(self, token_T, score: float) -> Hypothesis:
+        tokens, is_finished = self._without_end(token_T)
+        return Hypothesis(tokens, score, is_finished)
+
+    def _without_end(self, token_T) -> tuple[list[int], bool]:
+        ends = np.flatnonzero(token_T == self._decoding.eos_id)
+        length = int(ends[0]) if len(ends) else len(token_T)
+        return token_T[:length].tolist(), bool(len(ends))
+
+
+def rounded_up(size: int, sizes: Sequence[int]) -> int:
+    """The smallest of the sizes that is enough."""
+    return sizes[bisect.bisect_left(sizes, size)]
+
+
+def _padded(inputs, B: int, length: int, pad_id: int, *, on_the_left: bool):
+    token_BM = np.full((B, length), pad_id, np.int32)
+    is_token_BM = np.zeros((B, length), bool)
+    for row, tokens in enumerate(inputs):
+        places = slice(length - len(tokens), None) if on_the_left else slice(len(tokens))
+        token_BM[row, places], is_token_BM[row, places] = tokens, True
+    # A row that fills up attends to something: softmax over nothing is an average of all.
+    is_token_BM[len(inputs) :, -1 if on_the_left else 0] = True
+    return token_BM, is_token_BM

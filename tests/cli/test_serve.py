@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx serve`: a process of its own from its start to a SIGTERM, and wrong options."""
+
+import concurrent.futures
+import dataclasses
+import http.client
+import json
+import re
+import signal
+import threading
+import time
+
+import pytest
+
+import switchx
+from switchx.cli import serve
+from switchx.cli.main import main
+from switchx.data.objectives import SpanCorruption
+from switchx.serving.limits import Limits
+from tests.data.refusals import refused
+from tests.serving import served
+from tests.training.jobs import TASK
+from tests.training.saved_runs import save_run
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    task = dataclasses.replace(TASK, objective=SpanCorruption())
+    return save_run(tmp_path_factory.mktemp("run"), served.CONFIG, source=task)
+
+
+def line_of(process, pattern: str, seconds: float = 120) -> re.Match:
+    """Waits for a line that a process writes."""
+    end_s = time.monotonic() + seconds
+    while not (found := re.search(pattern, process.log.read_text())):
+        assert process.poll() is None and time.monotonic() < end_s, process.log.read_text()
+        time.sleep(0.05)
+    return found
+
+
+def get(address, path: str):
+    connection = http.client.HTTPConnection(*address, timeout=30)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def test_a_process_serves_drains_and_ends_well(folder, start_cli):
+    """The answer that is being computed at SIGTERM is given; a new request is refused."""
+    process = start_cli(
+        "serve", f"--model_dir={folder}", "--port=0", "--warm_up_tokens=0", "--max_beam_size=2",
+        env={serve.TOKEN_VARIABLE: TOKEN},
+    )  # fmt: skip
+    address = ("127.0.0.1", int(line_of(process, r"listening on http://127.0.0.1:(\d+)")[1]))
+    line_of(process, r"  ready")
+    assert get(address, "/healthz") == (200, {"alive": True, "ready": True, "draining": False})
+    assert served.post(address, {"inputs": "gate"})[0] == 401
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        # Its program is compiled first, which takes a while.
+        request = {"inputs": ["gate", "of"], "beam_size": 2, "max_new_tokens": 4}
+        asking = pool.submit(served.post, address, request, headers=headers)
+        while b"num_requests_running 2.0" not in metrics_of(address, headers):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        line_of(process, r"stopping: 1 requests are still answered")
+        status, body = served.post(address, request, headers=headers)
+        assert status == 503 and "is stopping" in body["error"]["message"]
+        assert get(address, "/healthz")[1] == {"alive": True, "ready": False, "draining": True}
+        status, body = asking.result()
+    assert process.wait(30) == 0
+    want = switchx.load(folder).generate(["gate", "of"], beam_size=2, max_length=4)
+    assert status == 200 and [each["text"] for each in body["results"]] == want
+
+
+def test_it_can_be_stopped_while_it_compiles(folder, start_cli):
+    process = start_cli("serve", f"--model_dir={folder}", "--port=0", "--warm_up_tokens=512")
+    address = ("127.0.0.1", int(line_of(process, r"listening on http://127.0.0.1:(\d+)")[1]))
+    assert get(address, "/healthz")[1] == {"alive": True, "ready": False, "draining": False}
+    status, body = served.post(address, {"inputs": "gate"})
+    assert status == 503 and "still compiling" in body["error"]["message"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, process.log.read_text()
+
+
+def test_a_compiler_that_takes_long_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(serve, "STOPPING_S", 0.01)
+    exits, is_over = [], threading.Event()
+    monkeypatch.setattr(serve.os, "_exit", exits.append)
+    worker = threading.Thread(target=is_over.wait)
+    worker.start()
+    serve._leave(worker, 0)
+    assert exits == [0]
+    is_over.set()
+    worker.join()
+    assert serve._leave(worker, 1) == 1 and exits == [0]
+
+
+def metrics_of(address, headers) -> bytes:
+    connection = http.client.HTTPConnection(*address, timeout=30)
+    connection.request("GET", "/metrics", headers=headers)
+    return connection.getresponse().read()
+
+
+def test_every_limit_is_an_option():
+    help_text = " ".join(action.dest for action in parser()._actions)
+    for field in dataclasses.fields(Limits):
+        assert field.name.replace("wait_s", "wait_ms") in help_text
+    defaults = {action.dest: action.default for action in parser()._actions}
+    for field in dataclasses.fields(Limits):
+        if field.name != "batch_wait_s":
+            assert defaults[field.name] == field.default
+    assert defaults["batch_wait_ms"] == Limits().batch_wait_s * 1e3
+
+
+def parser():
+    from switchx.cli.main import _parse, _parser
+
+    return _parse(_parser(), ["serve", "--model_dir=x"]).parser
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port=70000"], "--port=70000; use 0 to 65535"),
+        (["--batch_size=0"], "batch_size=0; use at least 1"),
+        (["--token_file=nothing.txt"], "--token_file=nothing.txt cannot be read: "),
+        (["--model_dir=nothing"], "nothing is not a run folder"),
+    ],
+)
+def test_wrong_options_are_refused(folder, in_a_folder, capsys, options, message):
+    assert main(["serve", f"--model_dir={folder}", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_what_to_install(folder, capsys, monkeypatch):
+    monkeypatch.setattr(serve, "EXTRA", ("starlette", "not_there"))
+    assert main(["serve", f"--model_dir={folder}"]) == 2
+    error = "switchx serve: error: needs not_there: pip install 'switchx[serve]'\n"
+    assert capsys.readouterr().err.endswith(error)
+
+
+def test_tokens_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv(serve.TOKEN_VARIABLE, raising=False)
+    assert serve.read_token(None) is None
+    monkeypatch.setenv(serve.TOKEN_VARIABLE, TOKEN)
+    assert serve.read_token(None) == TOKEN
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}{TOKEN}\nmore\n")
+    assert serve.read_token(str(file)) == TOKEN * 2
+    file.write_text("short\n")
+    with refused(f"--token_file={file} holds a token of 5 characters; use at least 16<any>"):
+        serve.read_token(str(file))
+    monkeypatch.setenv(serve.TOKEN_VARIABLE, "")
+    with refused("SWITCHX_TOKEN holds a token of 0 characters<any>"):
+        serve.read_token(None)
+
+
+def test_other_machines_without_a_token_are_warned_of(folder, capsys, monkeypatch):
+    from switchx.serving import server
+
+    monkeypatch.setattr(server.Server, "run", lambda self, sockets: None)
+    monkeypatch.delenv(serve.TOKEN_VARIABLE, raising=False)
+    options = [f"--model_dir={folder}", "--port=0", "--warm_up_tokens=0"]
+    warning = "can be reached from other machines, and no token is asked for"
+    assert main(["serve", *options, "--host=0.0.0.0"]) == 0
+    assert warning in " ".join(capsys.readouterr().err.split())
+    assert main(["serve", *options]) == 0
+    assert warning not in " ".join(capsys.readouterr().err.split())

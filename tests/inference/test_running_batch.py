@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch that is advanced in pieces says what one that runs to its end says."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.generate import Generator
+from switchx.inference.rows import RowSettings
+from switchx.inference.running_batch import RunningBatch
+from tests.inference import tiny
+
+INPUTS = [[3, 4, 5, 8], [6, 2, 7], [5, 5, 2], [11, 4, 4, 3], [9]]
+T = 6
+NEVER_ENDS = -1
+
+
+def settings_of(*rows) -> RowSettings:
+    """Of tuples: seed, temperature, top_k, top_p, length_penalty."""
+    types = (np.int32, np.float32, np.int32, np.float32, np.float32)
+    columns = zip(*rows, strict=True)
+    return RowSettings(*map(np.array, columns, types))
+
+
+def running(decoding, settings=None, numbers=None, rooms=None, inputs=INPUTS):
+    return RunningBatch(
+        *tiny.model(),
+        decoding,
+        inputs,
+        numbers=numbers or range(len(inputs)),
+        rooms=rooms or [decoding.max_new_tokens] * len(inputs),
+        settings=settings,
+    )
+
+
+def all_of(batch, most_steps=None):
+    said = {}
+    while batch.waiting:
+        said |= batch.advance(most_steps)
+    return [said[index] for index in sorted(said)]
+
+
+def generated(decoding, inputs=INPUTS, **options):
+    return [said for _, said in sorted(Generator(*tiny.model(), decoding)(inputs, **options))]
+
+
+def same(got, want):
+    assert [[each.tokens for each in said] for said in got] == [
+        [each.tokens for each in said] for said in want
+    ]
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(
+            [each.score for each in one], [each.score for each in other], rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("beam_size", [1, 2])
+def test_step_by_step_gives_what_one_run_gives(beam_size):
+    decoding = DecodingConfig(T, beam_size=beam_size)
+    same(all_of(running(decoding), most_steps=1), generated(decoding))
+
+
+def test_each_row_has_its_own_settings():
+    """Rows of different people in one compiled program, each as if it were alone."""
+    rows = [(7, 0.5, 99, 0.9, 2.0), (2, 1.5, 3, 1.0, 0.0)]
+    inputs = INPUTS[:2]
+    decoding = DecodingConfig(T, temperature=1.0, eos_id=NEVER_ENDS)
+    batch = running(decoding, settings_of(*rows), numbers=[4, 4], inputs=inputs)
+    got = all_of(batch, most_steps=2)
+    for row, number in enumerate([4, 4]):
+        seed, temperature, top_k, top_p, penalty = rows[row]
+        alone = dataclasses.replace(
+            decoding,
+            seed=seed,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            length_penalty=penalty,
+        )
+        same([got[row]], generated(alone, [inputs[row]], first_number=number))
+
+
+def test_each_search_has_its_own_length_penalty():
+    decoding = DecodingConfig(T, beam_size=2)
+    penalties = [0.0, 1.0, 3.0, 1.0, 1.0]
+    rows = [(0, 1.0, 1, 1.0, penalty) for penalty in penalties]
+    got = all_of(running(decoding, settings_of(*rows)))
+    for index, penalty in ((0, 0.0), (2, 3.0)):
+        alone = dataclasses.replace(decoding, length_penalty=penalty)
+        same([got[index]], [generated(alone)[index]])
+
+
+def test_the_abandoned_say_nothing_and_change_nothing():
+    decoding = DecodingConfig(T, eos_id=NEVER_ENDS)
+    batch = running(decoding)
+    batch.advance(1)
+    batch.abandon([1, 4, 4, 77])
+    assert batch.waiting == {0, 2, 3}
+    want = generated(decoding)
+    same(all_of(batch), [want[index] for index in (0, 2, 3)])
+    batch = running(decoding)
+    batch.abandon(range(5))
+    assert not batch.waiting and batch.advance() == {}
+
+
+def test_tokens_so_far_grow_to_the_text():
+    decoding = DecodingConfig(T, eos_id=NEVER_ENDS)
+    want = generated(decoding)
+    batch, seen = running(decoding, rooms=[T, T, 2, T, T]), []
+    while batch.waiting:
+        seen.append(batch.tokens_so_far())
+        batch.advance(2)
+    # The first piece ends as soon as a smaller batch is enough.
+    assert [{len(tokens) for tokens in each.values()} for each in seen] == [{1}, {2}, {4}]
+    assert 2 in seen[0] and 2 not in seen[1]
+    for tokens in seen:
+        for index, so_far in tokens.items():
+            assert want[index][0].tokens[: len(so_far)] == so_far

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One service, whose programs are compiled once, for all tests of serving."""
+
+import pytest
+
+from tests.compilation import compiled_once
+from tests.serving import served
+
+
+@pytest.fixture(scope="session")
+def service(session_cache):
+    with compiled_once(session_cache / "compiled"):
+        service = served.start()
+        yield service
+        service.close()
+
+
+@pytest.fixture(scope="session")
+def address(service):
+    """Host and port of a server of the service, over real sockets."""
+    with served.listening(service) as address:
+        yield address

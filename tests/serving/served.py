@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model that tests of serving share, what it says, and ways to ask it."""
+
+import contextlib
+import functools
+import http.client
+import json
+import threading
+import time
+
+import jax
+
+from switchx.api import Model
+from switchx.data.text_format import TextFormat
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import init_params
+from switchx.serving.limits import Limits
+from switchx.serving.server import Server, open_socket
+from switchx.serving.service import Service
+
+CONFIG = ModelConfig(
+    "encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1), init_scale=4.0
+)
+# One length of prompts and one room for answers: few programs.
+LIMITS = Limits(
+    batch_size=4,
+    max_waiting=16,
+    max_inputs=8,
+    max_input_tokens=16,
+    max_new_tokens=8,
+    max_beam_size=2,
+    max_body_bytes=4096,
+    max_connections=64,
+    body_timeout_s=1.0,
+    request_timeout_s=60.0,
+    warm_up_tokens=16,
+)
+TEXTS = ["gate", "an expert", "a slot", "of", "a token or two", "é", "🙂", "x"]
+
+
+@functools.cache
+def model() -> Model:
+    params = init_params(CONFIG, jax.random.key(33))
+    return Model(CONFIG, params, ByteVocabulary(), 0, TextFormat(True, False, True), "")
+
+
+def start(limits: Limits = LIMITS, a_model: Model | None = None) -> Service:
+    """A service that is ready."""
+    service = Service(a_model or model(), limits)
+    while not service.worker.is_ready:
+        assert service.worker.error is None, service.worker.error
+        time.sleep(0.01)
+    return service
+
+
+@functools.cache
+def said(settings: tuple = (("max_new_tokens", 8),)):
+    """What the model itself says to all of TEXTS, by text."""
+    answers = model().generate(TEXTS, with_scores=True, **dict(settings))
+    return dict(zip(TEXTS, answers, strict=True))
+
+
+def is_said(result: dict, text: str) -> bool:
+    """Whether a greedy answer is the model's own."""
+    want = said()[text]
+    return (result["text"], result["is_finished"]) == (
+        want.output,
+        want.is_finished,
+    ) and abs(result["score"] - want.score) < 1e-4 * abs(want.score)
+
+
+@contextlib.contextmanager
+def listening(service: Service, token: str | None = None):
+    """A server in a thread; host and port."""
+    with open_socket("127.0.0.1", 0) as listener:
+        server = Server(service, token)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        yield listener.getsockname()[:2]
+        server.should_exit = True
+        thread.join(10)
+
+
+def post(address, body, *, timeout_s: float = 60.0, headers=None):
+    """Status and JSON of a request on a connection of its own."""
+    connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+    try:
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | (headers or {})
+        connection.request("POST", "/v1/generate", body, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def events(text: str) -> list[tuple[str, dict]]:
+    """Names and data of server-sent events."""
+    assert text.endswith("\n\n")
+    lines = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
+    return [
+        (name.removeprefix("event: "), json.loads(data.removeprefix("data: ")))
+        for name, data in lines
+    ]

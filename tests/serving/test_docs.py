@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of docs/serving.md run, in their order; servers beside them."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from switchx.data.objectives import SpanCorruption
+from switchx.serving.generate_request import FIELDS
+from switchx.serving.metrics import Metrics
+from tests.processes import ROOT
+from tests.serving import served
+from tests.training.jobs import TASK
+from tests.training.saved_runs import save_run
+
+PAGE = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+# A free port for each of the page's; small programs.
+BRIEF = ("--port=0", "--max_new_tokens=16", "--warm_up_tokens=0")
+
+
+def wait_for(process, pattern: str) -> re.Match:
+    end_s = time.monotonic() + 120
+    while not (found := re.search(pattern, process.log.read_text())):
+        assert process.poll() is None and time.monotonic() < end_s, process.log.read_text()
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
+def test_commands_run(start_cli, tmp_path):
+    task = dataclasses.replace(TASK, objective=SpanCorruption())
+    save_run(tmp_path / "runs/tiny", served.CONFIG, source=task)
+    port, count = 0, 0
+    for command in COMMANDS:
+        if command.startswith("pip"):
+            continue
+        if command.startswith("switchx"):
+            process = start_cli(*command.split()[1:], *BRIEF)
+            port = wait_for(process, r"listening on http://[\d.]+:(\d+)")[1]
+            wait_for(process, r"  ready")
+            continue
+        command = re.sub(r"127.0.0.1:\d+", f"127.0.0.1:{port}", command)
+        command = command.replace("curl", "curl --silent --show-error --fail-with-body", 1)
+        result = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 0, (command, result.stdout, result.stderr)
+        assert result.stdout or ">" in command
+        count += "curl" in command
+    assert count == 5
+
+
+def test_fields_metrics_and_options_are_those_of_the_code():
+    assert [name for name in FIELDS if f"`{name}`" not in PAGE] == []
+    metrics = set(re.findall(r"^# TYPE switchx:(\S+)", Metrics().text().decode(), re.M))
+    metrics = {name for name in metrics if not name.endswith("_created")}
+    assert [name for name in metrics if f"`{name}`" not in PAGE] == []
+    help_text = subprocess.run(
+        [sys.executable, "-m", "switchx", "serve", "--help"], capture_output=True, text=True
+    ).stdout
+    options = set(re.findall(r"--\w+", PAGE)) - {"--json", "--no", "--oauth2"}
+    assert [option for option in options if option not in help_text] == []
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\((?!https?:)(\S+?)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
