@@ -213,7 +213,7 @@ def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
 
 def _outputs(state: Decoding, decoding: DecodingConfig):
     """The state, and what it says so far."""
-    token_BLT, score_BL = state.hypotheses.results(decoding)
+    token_BLT, score_BL = state.hypotheses.results(decoding, state.rows)
     said = {"token_BLT": token_BLT, "score_BL": score_BL}
     return tree.named_leaves(state), said | {"is_live_B": state.rows.is_live_B}
 
