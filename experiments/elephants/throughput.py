@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--sentences", type=int, default=192, help="first of the test set (default 192)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each column")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each column")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args(arguments)
