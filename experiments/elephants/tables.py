@@ -80,12 +80,14 @@ def throughput(section: dict) -> str:
         pruning.append([*start, *cells, *gains, f"{min(same[name] for name in PRUNING):.1%}"])
     start = ["beams", "batch"]
     versus = ["float32 over PyTorch", "same texts"] if has_torch else []
-    note = "" if has_torch else " PyTorch and transformers were not installed."
+    note = ". PyTorch and transformers were not installed"
+    if has_torch:
+        note = f", {', '.join(map(' '.join, section['peers'].items()))}"
     first = (
         f"Checkpoint {section['step']:,}, {section['direction'].replace('_', '-')}, "
         f"{section['sentences']} sentences of {section['input_tokens']:,} input tokens, up to "
         f"{section['max_new_tokens']} new ones each, medians of {section['rounds']} rounds; "
-        f"{_where(section)}.{note}\n\n"
+        f"{_where(section)}{note}.\n\n"
     )
     gains = ["gain, experts only", "gain, compaction", "same texts"]
     return (

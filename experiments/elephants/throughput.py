@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import pathlib
 import statistics
@@ -82,6 +83,12 @@ def torch_side(model, sentences: Sentences, max_new_tokens: int):
         settings = {"folder": name, "max_new_tokens": max_new_tokens}
         with torch_peer.TorchPeer(HERE / "torch_translate.py", settings) as peer:
             yield TorchSide(peer, folder)
+
+
+def peer_versions() -> dict[str, str]:
+    """Of PyTorch and transformers; none where they are not installed."""
+    names = ("torch", "transformers") if torch_peer.is_available() else ()
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 def measure(arguments, models, sentences: Sentences, batch: int, beams: int, torch) -> dict:
@@ -196,6 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
         "words": sentences.num_words,
         "max_new_tokens": arguments.max_new_tokens,
         "rounds": arguments.rounds,
+        "peers": peer_versions(),
         "rows": measure_all(arguments, model, sentences),
     }
     write_section(arguments.results, "throughput", section)

@@ -28,8 +28,8 @@ BRIEF = {
     "train": [
         f"--gin.{each}"
         for each in (
-            "TRAIN_STEPS=2", "WARMUP_STEPS=1", "BATCH_SIZE=8", "INPUTS_LENGTH=64", "VOCAB_SIZE=500",
-            "TrainingJob.eval_batches=1", "NUM_EXPERTS=2",
+            "TRAIN_STEPS=2", "WARMUP_STEPS=1", "BATCH_SIZE=8", "INPUTS_LENGTH=64",
+            "VOCAB_SIZE=500", "TrainingJob.eval_batches=1", "NUM_EXPERTS=2",
             "ModelConfig.d_model=16", "ModelConfig.d_ff=16", "ModelConfig.num_heads=1",
             "ModelConfig.num_encoder_layers=2",
         )
