@@ -54,7 +54,10 @@ class Mixture:
         names = [task.name for task in self.tasks]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"a mixture of {names}; use one task or more, each named once")
-        if len({task.vocabulary.fingerprint() for task in self.tasks}) > 1:
+        # A fingerprint reads or trains the vocabulary: none is needed of the same description.
+        first = self.tasks[0].vocabulary
+        others = [task.vocabulary for task in self.tasks if task.vocabulary != first]
+        if any(each.fingerprint() != first.fingerprint() for each in others):
             raise ValueError(
                 f"the tasks {names} have different vocabularies; one model reads one, use "
                 "the same for all"

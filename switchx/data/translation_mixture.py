@@ -11,6 +11,7 @@ from switchx.data.corpora.multi30k import LANGUAGES, Multi30k
 from switchx.data.mixtures import Mixture
 from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
+from switchx.data.text_metrics import Bleu, ChrF
 from switchx.data.tokenizers import Vocabulary
 
 LANGUAGE_NAMES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French"}
@@ -24,7 +25,8 @@ def multi30k_directions(
 ) -> Mixture:
     """A task for each ordered pair of languages: `German: A man sleeps.` asks for German.
 
-    Tasks are named `multi30k_en_de`, and drawn equally often but for the favoured.
+    Tasks are named `multi30k_en_de`, are measured by BLEU and chrF, and are drawn equally
+    often but for the favoured.
 
     Args:
         vocabulary: of all languages.
@@ -55,4 +57,5 @@ def _task(direction: str, vocabulary: Vocabulary) -> Task:
         Multi30k(source, target),
         vocabulary,
         InputsToTargets(prefix=f"{LANGUAGE_NAMES[target]}: "),
+        metrics=(Bleu(), ChrF()),
     )

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from switchx.data.corpus_vocabulary import CorpusVocabulary
 from switchx.data.mixtures import Mixture, ProportionalRates, as_mixture
 from switchx.data.objectives import SpanCorruption
 from switchx.data.tasks import Task
@@ -57,3 +58,11 @@ def test_errors():
         ProportionalRates(temperature=0)
     with pytest.raises(ValueError, match="maximum=0; use at least 1 record, or None"):
         ProportionalRates(maximum=0)
+
+
+def test_vocabularies_of_one_description_are_not_opened():
+    """One that is trained on its corpus would be, where only its gin file is read."""
+    vocabulary = CorpusVocabulary(text_corpus("1 2"), 500)
+    tasks = [Task(n, text_corpus("1 2"), vocabulary, SpanCorruption()) for n in "ab"]
+    assert len(Mixture(tuple(tasks)).tasks) == 2
+    assert "resolved" not in vars(vocabulary)

@@ -4,6 +4,7 @@ import itertools
 import pytest
 
 from switchx.data.corpora.multi30k import Multi30k
+from switchx.data.text_metrics import Bleu, ChrF
 from switchx.data.translation_mixture import multi30k_directions
 from tests.data.fakes import NumberVocabulary
 from tests.data.refusals import refused
@@ -19,6 +20,7 @@ def test_every_direction_asks_for_its_language():
     }
     task = by_name["multi30k_de_en"]
     assert task.corpus == Multi30k("de", "en") and task.objective.prefix == "English: "
+    assert task.metrics == (Bleu(), ChrF())
     rates = dict(zip(by_name, mixture.probabilities([29000] * 6), strict=True))
     assert rates.pop("multi30k_de_en") == pytest.approx(3 / 8)
     assert set(rates.values()) == {1 / 8}

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trained model with experts of float32, int8 and int4, and the test sentences it reads."""
+
+import dataclasses
+import pathlib
+
+import jax
+
+import switchx
+from switchx.api import Model
+from switchx.data.features import EncoderDecoderFeatures
+from switchx.data.translation_mixture import multi30k_directions
+from switchx.inference.quantize import native, quantize_experts
+from switchx.text_evaluation import Questions, read_questions
+
+BITS = {"float32": None, "int8": 8, "int4": 4}
+TEST = "test_2016_flickr"
+
+
+def with_experts(model: Model, precision: str) -> Model:
+    """As `switchx quantize` makes it by default, all but the experts' matrices as they were."""
+    bits = BITS[precision]
+    if bits is None:
+        return model
+    config, params, _, _ = quantize_experts(model.config, model.params, bits=bits)
+    return dataclasses.replace(model, config=config, params=native(params))
+
+
+def open_model(model_dir: str, step: str | None, output: pathlib.Path) -> Model:
+    """The run's model; what is compiled for it is kept in `output` for the next time."""
+    jax.config.update("jax_compilation_cache_dir", str(output.absolute() / "compiled"))
+    return switchx.load(model_dir, int(step) if step and step.isdecimal() else step)
+
+
+def read_sentences(
+    model: Model, direction: str, data_dir: str | None, sentences: int | None
+) -> Questions:
+    """The first sentences of the 2016 test set, or all, in a direction such as `en_de`."""
+    tasks = {task.name: task for task in multi30k_directions(model.vocabulary).tasks}
+    name = f"multi30k_{direction}"
+    if name not in tasks:
+        known = ", ".join(each.removeprefix("multi30k_") for each in tasks)
+        raise ValueError(f"there is no direction {direction!r}; use some of {known}")
+    # No task here cuts its inputs, so that lengths of training do not matter.
+    unused = EncoderDecoderFeatures(1, 1)
+    return read_questions(model, tasks[name], TEST, unused, data_dir, sentences)
