@@ -19,6 +19,8 @@ from pallas_kernels.routing.stable_sort import stable_argsort
 # Bytes of a block of a matrix. As large as caches hold where products are added up over
 # blocks, which costs a pass over the sums for each; smaller where every block has its own.
 BLOCK_BYTES, TRANSPOSED_BLOCK_BYTES = 2**22, 2**20
+# Where most experts have one row or none, the copy of a block costs more than its product.
+FEW_ROWS_BLOCK_BYTES = 2**19
 MAX_ROWS = 256
 
 
@@ -58,6 +60,8 @@ def default_tiling(
         average = -(-average // -(-average // MAX_ROWS))
         average = -(-average // 8) * 8
     block_bytes = TRANSPOSED_BLOCK_BYTES if transpose_w else BLOCK_BYTES
+    if R <= E:
+        block_bytes = FEW_ROWS_BLOCK_BYTES
     wanted = max(1, block_bytes // (4 * columns))
     return Tiling(min(average, R), _divisor(leading, wanted))
 

@@ -18,6 +18,7 @@ from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.generate import BATCHES, Generator, for_decoding
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import quantize_experts
+from switchx.inference.running_batch import RunningBatch
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
@@ -125,8 +126,11 @@ def test_arguments_of_a_compiled_step_are_the_parts():
 
     def argument_bytes(mesh):
         writer = generator(ModelMesh.of(mesh), pruning="none")
-        numbers = list(range(len(INPUTS)))
-        state = writer._prefill(numbers, INPUTS, np.full(8, 6, np.int32))
+        numbers, rooms = range(len(INPUTS)), [6] * len(INPUTS)
+        state = RunningBatch(
+            writer.config, writer.params, writer.decoding, INPUTS, numbers=numbers,
+            rooms=rooms, devices=writer.devices,
+        )._state  # fmt: skip
         with writer.devices.use():
             lowered = run_until.lower(writer.config, writer.decoding, writer.params, state, 0)
         return lowered.compile().memory_analysis().argument_size_in_bytes, state
