@@ -3,6 +3,7 @@
 #   make train MODEL_DIR=/elsewhere         another run folder
 #   make train ARGS=--gin.TRAIN_STEPS=100   further arguments of `switchx train`
 #   make test ARGS="tests/moe -x"           further arguments of pytest
+#   make test WORKERS=8                     so many files of tests at a time
 #   make test PYTHON=python3.12             the Python that .venv is made of
 
 # The first of these that is new enough.
@@ -12,6 +13,9 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV ?= .venv
 MODEL_DIR ?= runs/pretrain_tiny
 ARGS ?=
+# A test's compilation keeps one core busy, most of the time. Files are begun in our order.
+WORKERS ?= 2
+IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 
@@ -29,10 +33,10 @@ train: $(VENV)/.installed
 	$(BIN)/switchx train --gin_file=configs/runs/pretrain_tiny.gin --model_dir=$(MODEL_DIR) $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow and not aot" $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not aot" $(ARGS)
 
 test-all: $(VENV)/.installed-dev $(VENV)/.installed-hf
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 # The compilers stay off the environment's path: JAX would take the machine for their hardware.
 test-aot: $(VENV)/.installed-dev $(VENV)/aot_tpu/.installed $(VENV)/aot_gpu/.installed

@@ -24,6 +24,15 @@ from tests.compilation import compiled_once
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+# Files that run commands one after another: begun last, they would keep one worker busy alone.
+LONGEST = ("test_readme.py", "test_elephants.py", "test_docs.py", "test_next_commands.py")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first; all else stays in its order."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_runtest_setup(item):
     """Skips what this machine cannot run, with the reason."""
     for marker in ("gpu", "tpu"):

@@ -15,7 +15,7 @@ from tests.training.saved_runs import save_run
 def options(**changes):
     values = {
         "input": "-", "output": None, "max_input_tokens": 4, "model_dir": None, "step": None,
-        "capacity": "dropless",
+        "capacity": "dropless", "mesh": None,
     }  # fmt: skip
     return argparse.Namespace(**(values | changes))
 

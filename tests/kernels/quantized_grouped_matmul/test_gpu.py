@@ -156,7 +156,7 @@ def test_accepts_what_it_runs():
 def test_bad_arguments_raise():
     x, (_, values) = rows((8,), 128, jnp.bfloat16), integers((1, 64, 128), 8)
     sizes = jnp.asarray([8])
-    with pytest.raises(ValueError, match="expected None or 'relu'"):
+    with pytest.raises(ValueError, match="use None or 'relu'"):
         gpu.forward(x, values, jnp.ones((1, 64, 1)), sizes, activation="gelu")
     with pytest.raises(ValueError, match="reaches over groups of 64 channels"):
         gpu.forward(
