@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from cells import RESULTS, FinishedCells, write_section
 from precision import BITS, open_model, read_sentences, with_experts
@@ -60,6 +61,7 @@ def translate(arguments, model, finished: FinishedCells) -> dict[tuple[str, int,
     for precision in BITS:
         variant = None
         for beams in BEAMS:
+            jax.clear_caches()  # a process has only so many memory maps, programs take them
             for direction, asked in questions.items():
                 cell = {
                     "model": model.fingerprint, "direction": direction, "beams": beams,

@@ -20,6 +20,7 @@ import pathlib
 import statistics
 import tempfile
 
+import jax
 from cells import HERE, RESULTS, FinishedCells, write_section
 from precision import open_model, read_sentences, with_experts
 
@@ -93,6 +94,7 @@ def peer_versions() -> dict[str, str]:
 
 def measure(arguments, models, sentences: Sentences, batch: int, beams: int, torch) -> dict:
     """Seconds of a pass over all sentences by column, and the share of the same texts."""
+    jax.clear_caches()  # a process has only so many memory maps, programs take them
     decoders = {}
     for column, (precision, pruning) in OURS.items():
         generator = models[precision].generator(
