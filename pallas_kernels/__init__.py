@@ -2,6 +2,7 @@
 """Pallas kernels of sparse models, usable without switchx: plain arrays in and out."""
 
 from pallas_kernels.grouped_matmul.api import grouped_matmul
+from pallas_kernels.grouped_matmul.separate import SeparateMatrices, separate_matmul
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize, quantization_error, quantize
 from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
@@ -10,6 +11,7 @@ from pallas_kernels.routing.sort import SortedRows, permute, sort_by_expert, unp
 
 __all__ = [
     "QTensor",
+    "SeparateMatrices",
     "SortedRows",
     "dequantize",
     "expert_ffn",
@@ -18,6 +20,7 @@ __all__ = [
     "quantization_error",
     "quantize",
     "quantized_grouped_matmul",
+    "separate_matmul",
     "sort_by_expert",
     "unpermute",
 ]

@@ -17,7 +17,7 @@ ACTIVATIONS = (None, "relu")
 def check_grouped(x_RD, w_EDF, group_sizes_E, bias_EF) -> None:
     """Raises ValueError where these are not the operands of `grouped_matmul`."""
     _check_array("w_EDF", w_EDF, "[experts, inputs, outputs]", 3, DTYPES)
-    _check_rows(x_RD, w_EDF.shape, group_sizes_E, bias_EF)
+    check_rows(x_RD, w_EDF.shape, group_sizes_E, bias_EF)
 
 
 def check_activation(activation: str | None) -> None:
@@ -34,7 +34,7 @@ def check_quantized(x_RD, w: QTensor, group_sizes_E, bias_EF, activation, gate_R
             "grouped_matmul for weights that are not quantized"
         )
     w.check()
-    _check_rows(x_RD, w.shape, group_sizes_E, bias_EF)
+    check_rows(x_RD, w.shape, group_sizes_E, bias_EF)
     check_activation(activation)
     if gate_R is not None:
         _check_array("gate_R", gate_R, "one for each row of x_RD", 1, DTYPES)
@@ -70,7 +70,8 @@ def check_group_sizes(group_sizes_E, R: int, E: int) -> None:
         )
 
 
-def _check_rows(x_RD, shape_EDF, group_sizes_E, bias_EF) -> None:
+def check_rows(x_RD, shape_EDF, group_sizes_E, bias_EF=None) -> None:
+    """Raises ValueError where these are not rows for matrices of this shape."""
     E, D, F = shape_EDF
     _check_array("x_RD", x_RD, "[rows, inputs]", 2, DTYPES)
     if x_RD.shape[1] != D:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.running_batch import BATCHES, LENGTHS, Hypothesis, RunningBatch
+from switchx.inference.separate_experts import separate_experts
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
 
@@ -73,7 +74,8 @@ class Generator:
     ):
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
-        self.config, self.params = devices.config(config, params), params
+        self.config = devices.config(config, params)
+        self.params = separate_experts(params) if devices is ONE_DEVICE else params
         self.decoding, self.batch_size, self.devices = decoding, batch_size, devices
 
     def __call__(

@@ -13,7 +13,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import QTensor, grouped_matmul, quantized_grouped_matmul
+from pallas_kernels import (
+    QTensor,
+    SeparateMatrices,
+    grouped_matmul,
+    quantized_grouped_matmul,
+    separate_matmul,
+)
 
 # Up to so many rows, XLA's CPU products are 1.2 to 2.5 times as fast, weight on the left.
 FEW_ROWS = 64
@@ -37,21 +43,23 @@ class TappedWeight:
     dy_ERF: jax.Array
 
 
-def expert_matmul(x_ERD, w: jax.Array | TappedWeight | QTensor):
+def expert_matmul(x_ERD, w: jax.Array | TappedWeight | QTensor | SeparateMatrices):
     """`x_ERD w_EDF` for each expert, in the dtype of x."""
     if isinstance(w, TappedWeight):
         return _tapped_matmul(x_ERD, w)
-    if isinstance(w, QTensor):
+    if isinstance(w, QTensor | SeparateMatrices):
         E, R, D = x_ERD.shape
         y_RF = rows_matmul(x_ERD.reshape(E * R, D), w, jnp.full((E,), R, jnp.int32))
         return y_RF.reshape(E, R, -1)
     return _matmul(x_ERD, w.astype(x_ERD.dtype))
 
 
-def rows_matmul(x_RD, w: jax.Array | QTensor, count_E):
+def rows_matmul(x_RD, w: jax.Array | QTensor | SeparateMatrices, count_E):
     """`x_r w_e` for rows sorted by expert, in the dtype of x; see `pallas_kernels`."""
     if isinstance(w, QTensor):
         return quantized_grouped_matmul(x_RD, w, count_E)
+    if isinstance(w, SeparateMatrices):
+        return separate_matmul(x_RD, w, count_E)
     return grouped_matmul(x_RD, w.astype(x_RD.dtype), count_E)
 
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matrix product with every expert's matrix in an array of its own: CPUs' fast path.
+
+XLA's CPU product in a loop first copies the matrix that the loop takes out of a stack; of a
+matrix that is an array by itself it reads each weight once. With a few rows an expert, as in
+decoding, that is most of the time. So a loop runs over tiles of rows, and branches to the
+product with their expert's matrix. Forward only.
+Dims: R D F E; b rows of a tile; N tiles, at most
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.operands import check_rows
+
+# Tiles of more rows are multiplied with rows of other experts for nothing.
+MAX_ROWS = 32
+# A branch for each expert is compiled: more of them take longer than they save.
+MAX_EXPERTS = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SeparateMatrices:
+    """E matrices `[D, F]` that are read one by one, as `w_EDF` otherwise.
+
+    Attributes:
+        matrices: arrays of one shape and dtype.
+    """
+
+    matrices: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(cls, w_EDF) -> "SeparateMatrices":
+        """Parts of an array on a CPU: the same memory, not copied where it is aligned."""
+        return cls(tuple(jnp.asarray(w_DF) for w_DF in np.asarray(w_EDF)))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.matrices), *self.matrices[0].shape
+
+    @property
+    def ndim(self) -> int:
+        return 3
+
+    @property
+    def dtype(self):
+        return self.matrices[0].dtype
+
+
+def separate_matmul(x_RD, w: SeparateMatrices, group_sizes_E):
+    """`y_r = x_r w_e`, `[R, F]` in the dtype of x, as `grouped_matmul` without a bias.
+
+    Raises:
+        ValueError: shapes that do not agree, or sizes below 0 or above R in sum.
+    """
+    check_rows(x_RD, w.shape, group_sizes_E)
+    (R, _), (E, _, F) = x_RD.shape, w.shape
+    y_RF = jax.lax.full_like(x_RD, 0, shape=(R, F))
+    if R == 0:
+        return y_RF
+    b = tile_rows(R, E)
+    tiles = _Tiles.of(group_sizes_E, R, b)
+    branches = [lambda x_bD, w_DF=w_DF: _product(x_bD, w_DF) for w_DF in w.matrices]
+
+    def tile(n, y_RF):
+        first = tiles.first_N[n]
+        x_bD = jax.lax.dynamic_slice_in_dim(x_RD, first, b)
+        new_bF = jax.lax.switch(tiles.expert_N[n], branches, x_bD)
+        old_bF = jax.lax.dynamic_slice_in_dim(y_RF, first, b)
+        row_b = first + jax.lax.iota(jnp.int32, b)
+        is_its_b = (row_b >= tiles.begin_N[n]) & (row_b < tiles.end_N[n])
+        return jax.lax.dynamic_update_slice_in_dim(
+            y_RF, jnp.where(is_its_b[:, None], new_bF, old_bF), first, axis=0
+        )
+
+    return jax.lax.fori_loop(0, tiles.number, tile, y_RF)
+
+
+def tile_rows(R: int, E: int) -> int:
+    """The power of two above the rows that an expert has on average, up to `MAX_ROWS`."""
+    return min(max(2, 2 ** (R // E).bit_length()), MAX_ROWS, R)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """Tiles in the order of experts; of each array the first `number` mean something.
+
+    Attributes:
+        expert_N: whose rows.
+        first_N: the first row that is read. One that would end behind R begins earlier.
+        begin_N, end_N: the rows that count are of these.
+    """
+
+    number: jax.Array
+    expert_N: jax.Array
+    first_N: jax.Array
+    begin_N: jax.Array
+    end_N: jax.Array
+
+    @classmethod
+    def of(cls, group_sizes_E, R: int, b: int) -> "_Tiles":
+        E = group_sizes_E.shape[0]
+        start_E, tiles_E = _before(group_sizes_E), (group_sizes_E + b - 1) // b
+        first_tile_E = _before(tiles_E)
+        tile_N = jax.lax.iota(jnp.int32, R // b + min(E, R))
+        ends_NE = (first_tile_E + tiles_E)[None] <= tile_N[:, None]
+        expert_N = jnp.minimum(jnp.sum(ends_NE, axis=1, dtype=jnp.int32), E - 1)
+        begin_N = start_E[expert_N] + (tile_N - first_tile_E[expert_N]) * b
+        end_N = (start_E + group_sizes_E)[expert_N]
+        return cls(jnp.sum(tiles_E), expert_N, jnp.minimum(begin_N, R - b), begin_N, end_N)
+
+
+def _before(size_E):
+    """Sums of all before each. By comparisons: a few of them are one operation."""
+    index_E = jax.lax.iota(jnp.int32, size_E.shape[0])
+    return jnp.sum(jnp.where(index_E[None] < index_E[:, None], size_E[None], 0), axis=1)
+
+
+def _product(x_bD, w_DF):
+    y_bF = jnp.dot(
+        x_bD.astype(jnp.float32), w_DF.astype(jnp.float32), preferred_element_type=jnp.float32
+    )
+    return y_bF.astype(x_bD.dtype)
