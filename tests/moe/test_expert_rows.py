@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx.moe import expert_rows
 from switchx.moe.expert_rows import sort_into_rows
 
 E = 5
@@ -19,10 +20,12 @@ def loads():
     yield "a choice an expert", np.arange(E)
 
 
+@pytest.mark.parametrize("few", [0, 128], ids=["sorted", "compared"])
 @pytest.mark.parametrize("room", [1.0, 0.5])
 @pytest.mark.parametrize(("name", "expert_X"), list(loads()), ids=lambda value: str(value)[:12])
-def test_equals_a_loop(name, expert_X, room):
+def test_equals_a_loop(name, expert_X, room, few, monkeypatch):
     del name
+    monkeypatch.setattr(expert_rows, "FEW_CHOICES", few)
     X = len(expert_X)
     R = int(X * room)
     rows = sort_into_rows(jnp.asarray(expert_X, jnp.int32), E, rows=R)
