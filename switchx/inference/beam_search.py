@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.largest import top_k
 from switchx.inference.rows import Rows
 
 NEVER = -1e9
@@ -58,7 +59,7 @@ class Beams:
         """
         B, L, V = logits_BLV.shape
         log_prob_BLV = self.log_prob_BL[..., None] + jax.nn.log_softmax(logits_BLV, axis=-1)
-        log_prob_BJ, place_BJ = jax.lax.top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
+        log_prob_BJ, place_BJ = top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
         parent_BJ, token_BJ = place_BJ // V, place_BJ % V
         text_BJT = _of(self.token_BLT, parent_BJ).at[:, :, step].set(token_BJ)
         ends_BJ = (token_BJ == config.eos_id) | (step + 1 >= rows.room_B[:, None])

@@ -133,11 +133,8 @@ class RunningBatch:
         number_B, room_B = np.full(B, -1, np.int32), np.ones(B, np.int32)
         number_B[:size], room_B[:size] = numbers, rooms
         # A row that fills up has the settings of the last one, whatever they are.
-        settings = jax.tree.map(
-            lambda leaf: jnp.array(np.pad(leaf, (0, B - size), mode="edge")), settings
-        )
-        is_live_B = jnp.array(self._sentence_B >= 0)
-        return Rows(jnp.array(number_B), is_live_B, jnp.array(room_B), settings)
+        settings = jax.tree.map(lambda leaf: np.pad(leaf, (0, B - size), mode="edge"), settings)
+        return Rows(number_B, self._sentence_B >= 0, room_B, settings)
 
     def _prefilled(self, inputs, length: int, rows: Rows) -> Decoding:
         B, decoding = len(self._sentence_B), self._decoding
@@ -153,9 +150,8 @@ class RunningBatch:
                 "prompt_BP": np.full((B, 1), decoding.start_id, np.int32),
                 "is_prompt_BP": np.ones((B, 1), bool),
             }
-        arrays = {name: jnp.array(value) for name, value in texts.items()}
         with self._devices.use():
-            return prefill(self._config, decoding, self._params, rows=rows, **arrays)
+            return prefill(self._config, decoding, self._params, rows=rows, **texts)
 
     def _compact(self, is_live_B) -> None:
         """Gathers the live rows into the smallest batch that has room for them."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.largest import argmax
 from switchx.inference.rows import RowSettings
 
 EXCLUDED = -1e9
@@ -33,7 +34,7 @@ def next_token(logits_BV, key_B, config: DecodingConfig, settings: RowSettings |
         likely_BV = likely_logits(logits_BV / config.temperature, config.top_k, config.top_p)
         token_B = jax.vmap(jax.random.categorical)(key_B, likely_BV)
     else:
-        token_B = jnp.argmax(logits_BV, axis=-1)
+        token_B = argmax(logits_BV)
     token_B = token_B.astype(jnp.int32)
     # Of one token alone: nothing of the size of the vocabulary is written.
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
