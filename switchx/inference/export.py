@@ -26,7 +26,7 @@ from switchx.inference import run_exported
 from switchx.inference.checked_folder import write_checked
 from switchx.inference.decode import Decoding, prefill, run_step
 from switchx.inference.decoding_config import DecodingConfig
-from switchx.inference.generate import for_decoding
+from switchx.inference.generate import for_decoding, positions_needed
 from switchx.inference.model_mesh import ModelMesh
 from switchx.inference.rows import Rows
 from switchx.models.config import ModelConfig
@@ -257,10 +257,8 @@ def _described(arrays, *, is_split: bool) -> dict[str, dict[str, Any]]:
 
 
 def _require_positions(config: ModelConfig, decoding: DecodingConfig, shapes: Shapes) -> None:
-    needed = shapes.input_length + decoding.max_new_tokens
-    if config.is_encoder_decoder:
-        needed = max(shapes.input_length, 1 + decoding.max_new_tokens)
-    if config.positions == "learned" and needed > config.max_length:
+    needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
+    if needed is not None and needed > config.max_length:
         raise ValueError(
             f"input_length={shapes.input_length} and max_new_tokens={decoding.max_new_tokens} "
             f"need {needed} positions, the model has {config.max_length}; use less"
