@@ -7,7 +7,6 @@ platform, to be deployed. `run_exported.py` runs it, without this package. Dims:
 """
 
 import dataclasses
-import inspect
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -58,13 +57,10 @@ class Target:
         return self.device_kind or DEVICE_KINDS[self.platform]
 
     def devices(self) -> ModelMesh:
-        described = {"device_kind": self.kind, "num_cores": None}
-        if self.platform == "tpu":
-            described["num_cores"] = 1
-        if "platform" in inspect.signature(AbstractDevice).parameters:
-            described["platform"] = self.platform
         spec = self.mesh or MeshSpec()
-        return ModelMesh(spec.abstract(AbstractDevice(**described)), spec.rules)
+        cores = 1 if self.platform == "tpu" else None
+        device = AbstractDevice(device_kind=self.kind, num_cores=cores, platform=self.platform)
+        return ModelMesh(spec.abstract(device), spec.rules)
 
 
 @dataclasses.dataclass(frozen=True)
