@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import switchx
-from pallas_kernels import QTensor, dequantize
+from pallas_kernels import dequantize
 from switchx import tree
 from switchx.api import Generated
 from switchx.cli.main import main
 from switchx.data.features import EncoderDecoderFeatures, Example
 from switchx.data.objectives import SpanCorruption
+from switchx.inference.quantize import is_quantized
 from switchx.models.params import forward
 from switchx.training.run_config import write_run_config
 from switchx.training.run_folder import RunFolder
@@ -240,9 +241,6 @@ def test_a_quantized_model_is_the_one_with_the_weights_it_stands_for(t5, t5_fold
     assert (quantized.step, quantized.text_format) == (9, t5.text_format)
     assert quantized.vocabulary.fingerprint() == t5.vocabulary.fingerprint()
     assert quantized.fingerprint != t5.fingerprint
-
-    def is_quantized(leaf):
-        return isinstance(leaf, QTensor)
 
     floats = dataclasses.replace(
         quantized,

@@ -101,7 +101,11 @@ def test_model_builds(name, tmp_path):
     gin_edge.parse_files([str(file)], [], [])
     config = gin_edge.build("MODEL", ModelConfig)
     params = abstract_params(config)
-    assert num_elements(params) == count_parameters(config).total
+    total = count_parameters(config).total
+    assert num_elements(params) == total
+    for claim in re.findall(r"([\d.]+)M parameters", header(name)):
+        decimals = len(claim.partition(".")[2])
+        assert f"{total / 1e6:.{decimals}f}" == claim
     assert all(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained model with experts of float32, int8 and int4, and the test sentences it reads."""
+"""The trained model with experts of float32, int8 and int4, what names it, what it reads."""
 
+import argparse
 import dataclasses
 import pathlib
 
 import jax
+from cells import RESULTS
 
 import switchx
 from switchx.api import Model
@@ -24,6 +26,21 @@ def with_experts(model: Model, precision: str) -> Model:
         return model
     config, params, _, _ = quantize_experts(model.config, model.params, bits=bits)
     return dataclasses.replace(model, config=config, params=native(params))
+
+
+def arguments_parser(description: str) -> argparse.ArgumentParser:
+    """Of a script that measures a run's model, with what each of them asks for."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model_dir", required=True, help="run folder of `switchx train`")
+    parser.add_argument("--step", help="of its checkpoints, or best; default: the newest")
+    parser.add_argument("--data_dir", help="folder of Multi30K's files, as DATA_DIR in gin")
+    parser.add_argument(
+        "--output", type=pathlib.Path, required=True, help="folder for what has been measured"
+    )
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
+    return parser
 
 
 def open_model(model_dir: str, step: str | None, output: pathlib.Path) -> Model:

@@ -10,16 +10,14 @@ sentences with and without quantization and in all directions, whose captions ar
 pictures. Interrupted, the same command goes on. Writes the section `quality` of results.json.
 """
 
-import argparse
-import pathlib
 import statistics
 import time
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from cells import RESULTS, FinishedCells, write_section
-from precision import BITS, open_model, read_sentences, with_experts
+from cells import FinishedCells, write_section
+from precision import BITS, arguments_parser, open_model, read_sentences, with_experts
 from sacrebleu.metrics import BLEU
 
 from switchx.data.translation_mixture import multi30k_directions
@@ -125,15 +123,7 @@ def signature() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model_dir", required=True, help="run folder of `switchx train`")
-    parser.add_argument("--step", help="of its checkpoints, or best; default: the newest")
-    parser.add_argument("--data_dir", help="folder of Multi30K's files, as DATA_DIR in gin")
-    parser.add_argument(
-        "--output", type=pathlib.Path, required=True, help="folder for what has been translated"
-    )
+    parser = arguments_parser(__doc__)
     parser.add_argument(
         "--directions",
         type=lambda text: text.split(","),
@@ -144,7 +134,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of the bootstrap")
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args(arguments)
     model = open_model(arguments.model_dir, arguments.step, arguments.output)
     if arguments.directions == ["all"]:

@@ -10,7 +10,6 @@ taking turns on the same sentences. No side drops tokens. Interrupted, the same 
 with the next batch. Writes the section `throughput` of results.json.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -21,8 +20,8 @@ import statistics
 import tempfile
 
 import jax
-from cells import HERE, RESULTS, FinishedCells, write_section
-from precision import open_model, read_sentences, with_experts
+from cells import HERE, FinishedCells, write_section
+from precision import arguments_parser, open_model, read_sentences, with_experts
 
 from switchx.bench import torch_peer
 from switchx.bench.decode import Decoder
@@ -170,15 +169,7 @@ def measure_all(arguments, model, sentences: Sentences) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model_dir", required=True, help="run folder of `switchx train`")
-    parser.add_argument("--step", help="of its checkpoints, or best; default: the newest")
-    parser.add_argument("--data_dir", help="folder of Multi30K's files, as DATA_DIR in gin")
-    parser.add_argument(
-        "--output", type=pathlib.Path, required=True, help="folder for what has been measured"
-    )
+    parser = arguments_parser(__doc__)
     parser.add_argument("--direction", default="en_de")
     parser.add_argument(
         "--batches",
@@ -191,7 +182,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each column")
     parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args(arguments)
     model = open_model(arguments.model_dir, arguments.step, arguments.output)
     asked = read_sentences(model, arguments.direction, arguments.data_dir, arguments.sentences)

@@ -22,7 +22,7 @@ from safetensors.flax import load_file, save_file
 
 from pallas_kernels import QTensor
 from switchx.inference.checked_folder import check_file, sha256_of, write_checked
-from switchx.inference.quantize import EXPERTS
+from switchx.inference.quantize import EXPERTS, is_quantized, packed
 from switchx.models.config import ModelConfig
 from switchx.models.description import model_from_description
 from switchx.models.params import abstract_params
@@ -77,10 +77,9 @@ def write_artifact(
     Raises:
         ValueError: see `require_free`.
     """
-    packed = jax.tree.map(_packed, params, is_leaf=_is_quantized)
 
     def write_files(partial):
-        save_file(named_leaves(packed), partial / WEIGHTS)
+        save_file(named_leaves(packed(params)), partial / WEIGHTS)
         add_files(partial)
 
     content = {
@@ -185,15 +184,7 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
     return params
 
 
-def _is_quantized(leaf) -> bool:
-    return isinstance(leaf, QTensor)
-
-
 def _quantized(params: dict) -> dict[str, QTensor]:
     """Those by name."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_quantized)
-    return {path_name(path): leaf for path, leaf in leaves if _is_quantized(leaf)}
-
-
-def _packed(leaf):
-    return leaf.packed() if _is_quantized(leaf) else leaf
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    return {path_name(path): leaf for path, leaf in leaves if is_quantized(leaf)}

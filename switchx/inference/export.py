@@ -7,7 +7,6 @@ platform, to be deployed. `run_exported.py` runs it, without this package. Dims:
 """
 
 import dataclasses
-import inspect
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +25,9 @@ from switchx.inference import run_exported
 from switchx.inference.checked_folder import write_checked
 from switchx.inference.decode import Decoding, prefill, run_step
 from switchx.inference.decoding_config import DecodingConfig
-from switchx.inference.generate import for_decoding
+from switchx.inference.generate import for_decoding, positions_needed
 from switchx.inference.model_mesh import ModelMesh
+from switchx.inference.quantize import native, packed
 from switchx.inference.rows import Rows
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import MeshSpec, batch_parts
@@ -57,13 +57,10 @@ class Target:
         return self.device_kind or DEVICE_KINDS[self.platform]
 
     def devices(self) -> ModelMesh:
-        described = {"device_kind": self.kind, "num_cores": None}
-        if self.platform == "tpu":
-            described["num_cores"] = 1
-        if "platform" in inspect.signature(AbstractDevice).parameters:
-            described["platform"] = self.platform
         spec = self.mesh or MeshSpec()
-        return ModelMesh(spec.abstract(AbstractDevice(**described)), spec.rules)
+        cores = 1 if self.platform == "tpu" else None
+        device = AbstractDevice(device_kind=self.kind, num_cores=cores, platform=self.platform)
+        return ModelMesh(spec.abstract(device), spec.rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +132,7 @@ def export_model(
     }
 
     def write_files(partial: pathlib.Path) -> None:
-        packed = jax.tree.map(_packed, params, is_leaf=_is_quantized)
-        save_file(tree.named_leaves(packed), partial / run_exported.WEIGHTS)
+        save_file(tree.named_leaves(packed(params)), partial / run_exported.WEIGHTS)
         for file, program in files.items():
             (partial / file).write_bytes(program.serialize())
         (partial / "run.py").write_bytes(pathlib.Path(run_exported.__file__).read_bytes())
@@ -155,7 +151,7 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
             f"mesh splits rows over; use a multiple of {parts}, or a smaller mesh"
         )
     config = devices.config(config, params)
-    params = jax.eval_shape(lambda params: _native(params, target.platform), params)
+    params = jax.eval_shape(lambda params: native(params, target.platform), params)
     params = devices.abstract(params)
     weights = tree.named_leaves(params)
     inputs = _split(devices, _inputs(config, shapes))
@@ -257,34 +253,9 @@ def _described(arrays, *, is_split: bool) -> dict[str, dict[str, Any]]:
 
 
 def _require_positions(config: ModelConfig, decoding: DecodingConfig, shapes: Shapes) -> None:
-    needed = shapes.input_length + decoding.max_new_tokens
-    if config.is_encoder_decoder:
-        needed = max(shapes.input_length, 1 + decoding.max_new_tokens)
-    if config.positions == "learned" and needed > config.max_length:
+    needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
+    if needed is not None and needed > config.max_length:
         raise ValueError(
             f"input_length={shapes.input_length} and max_new_tokens={decoding.max_new_tokens} "
             f"need {needed} positions, the model has {config.max_length}; use less"
         )
-
-
-def _is_quantized(leaf) -> bool:
-    return isinstance(leaf, QTensor)
-
-
-def _packed(leaf):
-    return leaf.packed() if _is_quantized(leaf) else leaf
-
-
-def _native(params, platform: str):
-    """4-bit matrices as the platform's programs read them: packed on CPU."""
-    return jax.tree.map(
-        lambda leaf: (
-            leaf
-            if not _is_quantized(leaf)
-            else leaf.packed()
-            if platform == "cpu"
-            else leaf.native()
-        ),
-        params,
-        is_leaf=_is_quantized,
-    )

@@ -123,15 +123,13 @@ class Generator:
             return "is empty; give at least one token"
         if wrong := token_fault(self.config, tokens):
             return wrong
-        if self.config.has_position_table:
-            needed = len(tokens) + self.decoding.max_new_tokens
-            if self.config.is_encoder_decoder:
-                needed = max(len(tokens), 1 + self.decoding.max_new_tokens)
-            if needed > self.config.max_length:
-                return (
-                    f"needs {needed} positions, the model has {self.config.max_length}; "
-                    "shorten it, or lower max_new_tokens"
-                )
+        most = self.decoding.max_new_tokens
+        needed = positions_needed(self.config, len(tokens), most)
+        if needed is not None and needed > self.config.max_length:
+            return (
+                f"needs {needed} positions, the model has {self.config.max_length}; "
+                "shorten it, or lower max_new_tokens"
+            )
         return None
 
     def _decode(
@@ -149,6 +147,15 @@ class Generator:
         while batch.waiting:
             for index, hypotheses in batch.advance().items():
                 yield numbers[index], hypotheses
+
+
+def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) -> int | None:
+    """Rows of a position table that decoding reads, or None where the model has no table."""
+    if not config.has_position_table:
+        return None
+    if config.is_encoder_decoder:
+        return max(input_length, 1 + new_tokens)
+    return input_length + new_tokens
 
 
 def token_fault(config: ModelConfig, tokens: Sequence[int]) -> str | None:

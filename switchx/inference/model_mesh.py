@@ -11,8 +11,8 @@ import math
 
 import jax
 
-from pallas_kernels import QTensor
 from pallas_kernels.implementations import current_device
+from switchx.inference.quantize import is_quantized
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec, batch_parts
@@ -57,11 +57,12 @@ class ModelMesh:
         switch = config.switch
         if self.mesh is None or switch is None or switch.has_attention:
             return config
-        is_quantized = any(map(_is_quantized, jax.tree.leaves(params, is_leaf=_is_quantized)))
-        if is_quantized and self.mesh.size > 1:
+        leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+        has_quantized = any(map(is_quantized, leaves))
+        if has_quantized and self.mesh.size > 1:
             self._require_kernels(config)
         if has_capacity(switch):
-            if is_quantized:
+            if has_quantized:
                 raise ValueError(
                     "quantized experts with a capacity do not run on a mesh: decode without "
                     "(dropless=True, --capacity=dropless), on one device, or not quantized"
@@ -128,7 +129,3 @@ ONE_DEVICE = ModelMesh()
 def has_capacity(switch: SwitchConfig) -> bool:
     """Whether a token's result depends on the others of its group."""
     return switch.router.overflow != "dropless" or switch.router.kind == "expert_choice"
-
-
-def _is_quantized(leaf) -> bool:
-    return isinstance(leaf, QTensor)

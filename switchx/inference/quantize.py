@@ -6,6 +6,7 @@ a step of decoding reads; everything else stays as it is. Dims: E D F
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -102,21 +103,36 @@ def quantize_experts(
     return config, params, errors, sizes
 
 
-def native(params: dict) -> dict:
+def is_quantized(leaf) -> bool:
+    """Whether it is a quantized matrix: a leaf of parameters, although it holds arrays."""
+    return isinstance(leaf, QTensor)
+
+
+def packed(params: dict) -> dict:
+    """Parameters whose 4-bit matrices are as files hold them, two values in a byte."""
+    return _map_quantized(QTensor.packed, params)
+
+
+def native(params: dict, platform: str | None = None) -> dict:
     """Parameters whose 4-bit matrices are as kernels read them, once and for all.
 
-    On CPU they stay packed: that is the form that its loops read.
+    On CPU they are packed: that is the form that its loops read.
+
+    Args:
+        platform: as JAX names it; None is the one that is in use.
     """
-    if jax.default_backend() == "cpu":
-        return params
-    return jax.tree.map(
-        lambda leaf: leaf.native() if isinstance(leaf, QTensor) else leaf,
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, QTensor),
-    )
+    if (platform or jax.default_backend()) == "cpu":
+        return packed(params)
+    return _map_quantized(QTensor.native, params)
 
 
 def model_bytes(params: dict) -> int:
     """Bytes on a device, an int4 being half of one."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     return sum(leaf.nbytes for leaf in leaves)
+
+
+def _map_quantized(change: Callable[[QTensor], QTensor], params: dict) -> dict:
+    return jax.tree.map(
+        lambda leaf: change(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
+    )

@@ -158,6 +158,10 @@ def test_the_kind_of_a_device_decides_its_kernels():
             "input_length=6 and max_new_tokens=5 need 6 positions, the model has 5; use less",
         ),
         (
+            Shapes(4, 3), {"positions": "tupe", "max_length": 5, "scale_attention": True}, None,
+            "input_length=3 and max_new_tokens=5 need 6 positions, the model has 5; use less",
+        ),
+        (
             Shapes(8, 6), {"d_ff": 33}, MESH,
             "mlp dimension F=33 is not divisible by mesh axis 'model' of size 2; <any>",
         ),

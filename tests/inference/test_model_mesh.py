@@ -30,6 +30,9 @@ from tests.training.saved_runs import save_run
 CONFIG = ModelConfig(
     "encoder_decoder", 12, 16, 32, 4, 8, 1, 1, switch=SwitchConfig(4, every=1), init_scale=4.0
 )
+TUPE = dataclasses.replace(
+    CONFIG, positions="tupe_relative", max_length=8, scale_attention=True
+)
 INPUTS = [
     [3, 4, 5, 8, 2], [6, 2, 7, 8, 9, 10], [5, 5, 2, 5, 5], [11, 4, 4, 3, 9, 2],
     [7, 3, 9, 2, 8], [2, 3, 2, 3, 2, 3],
@@ -46,16 +49,20 @@ MESHES = {
     "pipeline_moe": MeshSpec(model=4, rules=PIPELINE_MOE),
     "data": MeshSpec(),
 }
-# Bits of the experts, beams and a mesh.
+# Bits of the experts, beams, a mesh and positions.
 DEFAULT_CELLS = [
-    (None, 3, "expert x model x data"),
-    (4, 1, "expert x model x data"),
+    (None, 3, "expert x model x data", "relative"),
+    (4, 1, "expert x model x data", "relative"),
+    (None, 1, "expert x model x data", "tupe"),
 ]
 CELLS = [
     *DEFAULT_CELLS,
     *(
         pytest.param(*cell, marks=pytest.mark.slow)
-        for cell in ((b, n, m) for b in (None, 8, 4) for n in (1, 3) for m in MESHES)
+        for cell in (
+            *((b, n, m, "relative") for b in (None, 8, 4) for n in (1, 3) for m in MESHES),
+            *((None, 3, m, "tupe") for m in MESHES),
+        )
         if cell not in DEFAULT_CELLS
     ),
 ]
@@ -69,29 +76,33 @@ def compiled_programs_are_dropped():
 
 
 @functools.cache
-def trained(bits: int | None = None):
+def trained(bits: int | None = None, positions: str = "relative"):
     """(config, params), scanned as trained or with experts of so many bits."""
-    params = init_params(CONFIG, jax.random.key(33))
+    config = {"relative": CONFIG, "tupe": TUPE}[positions]
+    params = init_params(config, jax.random.key(33))
     if bits is None:
-        return CONFIG, params
-    return quantize_experts(CONFIG, params, bits=bits, group_size=4)[:2]
+        return config, params
+    return quantize_experts(config, params, bits=bits, group_size=4)[:2]
 
 
-def generator(devices: ModelMesh, bits=None, beam_size=1, **settings) -> Generator:
-    config, params = for_decoding(*trained(bits))
+def generator(
+    devices: ModelMesh, bits=None, beam_size=1, positions="relative", **settings
+) -> Generator:
+    config, params = for_decoding(*trained(bits, positions))
     decoding = DecodingConfig(max_new_tokens=6, beam_size=beam_size, **settings)
     return Generator(config, devices.place(params), decoding, 8, devices)
 
 
 @functools.cache
-def on_one_device(bits, beam_size):
-    return dict(generator(ONE_DEVICE, bits, beam_size)(INPUTS, ROOMS))
+def on_one_device(bits, beam_size, positions):
+    return dict(generator(ONE_DEVICE, bits, beam_size, positions)(INPUTS, ROOMS))
 
 
-@pytest.mark.parametrize(("bits", "beam_size", "mesh"), CELLS, ids=str)
-def test_tokens_are_those_of_one_device(bits, beam_size, mesh):
-    got = dict(generator(ModelMesh.of(MESHES[mesh]), bits, beam_size)(INPUTS, ROOMS))
-    want = on_one_device(bits, beam_size)
+@pytest.mark.parametrize(("bits", "beam_size", "mesh", "positions"), CELLS, ids=str)
+def test_tokens_are_those_of_one_device(bits, beam_size, mesh, positions):
+    on_mesh = generator(ModelMesh.of(MESHES[mesh]), bits, beam_size, positions)
+    got = dict(on_mesh(INPUTS, ROOMS))
+    want = on_one_device(bits, beam_size, positions)
     assert got.keys() == want.keys()
     assert len({tuple(hypotheses[0].tokens) for hypotheses in want.values()}) >= 4
     for number, hypotheses in want.items():

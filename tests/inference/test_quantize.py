@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, dequantize
+from pallas_kernels import dequantize
 from switchx import tree
-from switchx.inference.quantize import EXPERTS, model_bytes, native, quantize_experts
+from switchx.inference.quantize import (
+    EXPERTS,
+    is_quantized,
+    model_bytes,
+    native,
+    packed,
+    quantize_experts,
+)
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
 from tests.data.refusals import refused
@@ -20,10 +27,6 @@ CONFIG = ModelConfig(
     "encoder_decoder", 40, 16, 32, 2, 8, 2, 2, switch=SwitchConfig(4, expert_bias=True)
 )
 BATCH = make_batch(40, is_encoder_decoder=True)
-
-
-def is_quantized(leaf):
-    return isinstance(leaf, QTensor)
 
 
 def dequantized(params):
@@ -111,9 +114,14 @@ def test_scanned_layers_are_unrolled(key):
     assert np.all(np.isfinite(logits_BLV))
 
 
-def test_on_cpu_four_bits_stay_packed(key):
+def test_four_bits_are_packed_on_cpu_and_in_files_and_native_elsewhere(key):
     _, params, _, _ = quantize_experts(CONFIG, init_params(CONFIG, key), bits=4)
-    assert native(params) is params
+    here, elsewhere = native(params), native(params, "tpu")
+    for got, dtype in ((here, "uint8"), (elsewhere, "int4"), (packed(elsewhere), "uint8")):
+        leaves = filter(is_quantized, jax.tree.leaves(got, is_leaf=is_quantized))
+        assert [leaf.values.dtype for leaf in leaves] == [dtype] * 6
+    for got in (here, packed(elsewhere)):
+        jax.tree.map(np.testing.assert_array_equal, got, params)
 
 
 def test_a_dense_model_is_refused(key):

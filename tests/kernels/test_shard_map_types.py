@@ -5,19 +5,13 @@ import pytest
 
 from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.shard_map_types import result_type
+from tests.absent_devices import mesh_of
 
 P = jax.sharding.PartitionSpec
 
 
-def tpu_mesh() -> jax.sharding.AbstractMesh:
-    """Two TPUs that are not there: enough to trace for."""
-    device = jax.sharding.AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu")
-    return jax.sharding.AbstractMesh(
-        (2, 2),
-        ("expert", "data"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 2,
-        abstract_device=device,
-    )
+# Of TPUs that are not there: enough to trace for.
+TPU_MESH = mesh_of("TPU v5 lite", "tpu", {"expert": 2, "data": 2})
 
 
 def test_outside_a_result_varies_over_nothing():
@@ -34,7 +28,7 @@ def test_result_varies_over_the_axes_of_all_operands():
         return a
 
     specs = (P("expert"), P("data"), P())
-    mapped = jax.shard_map(look, mesh=tpu_mesh(), in_specs=specs, out_specs=P("expert"))
+    mapped = jax.shard_map(look, mesh=TPU_MESH, in_specs=specs, out_specs=P("expert"))
     jax.eval_shape(mapped, *[jax.ShapeDtypeStruct((2,), jnp.float32)] * 3)
     assert seen[-1] == {"expert", "data"}
 
@@ -51,7 +45,7 @@ def test_kernels_trace_inside_shard_map(w_spec):
 
     mapped = jax.shard_map(
         both,
-        mesh=tpu_mesh(),
+        mesh=TPU_MESH,
         in_specs=(P("expert"), w_spec, P("expert") if w_spec else P()),
         out_specs=P("expert"),
     )
