@@ -91,9 +91,11 @@ def train(
             step = checkpointer.latest_complete_step()
             params = _initial_params(job, program, reporter) if step is None else None
             logger.info("opening the data")
-            with contextlib.closing(_open_loader(job)) as loader:
+            with contextlib.closing(_open_loader(job, program.shard)) as loader:
                 for task in as_mixture(job.source).tasks:
-                    _evaluation_batches(job, task)  # refuses now what is read much later
+                    _evaluation_batches(
+                        job, task, program.shard
+                    )  # refuses now what is read much later
                 if step is None:
                     state = _start(job, run, program, params)
                 else:
@@ -106,13 +108,13 @@ def train(
                     return loop.train(state)
 
 
-def _open_loader(job: TrainingJob) -> TrainLoader:
+def _open_loader(job: TrainingJob, shard: Shard) -> TrainLoader:
     return TrainLoader(
         job.source,
         job.batches,
         seed=job.seed,
         data_dir=job.data_dir,
-        shard=Shard(jax.process_index(), jax.process_count()),
+        shard=shard,
         prefetch=job.prefetch,
     )
 
@@ -253,8 +255,9 @@ class _Loop:
         segments = [rows for name, rows in batch.items() if name.endswith("segment_ids")]
         tokens = sum(int(np.count_nonzero(rows)) for rows in segments)
         examples = int(np.sum(np.max(batch["decoder_segment_ids"], axis=1)))
-        processes = jax.process_count()
-        self.interval.add(metrics, tokens * processes, examples * processes)
+        # Rates are of all rows; those of other processes are taken to be as full as these.
+        others = self.program.shard.count / len(self.program.shard.parts)
+        self.interval.add(metrics, round(tokens * others), round(examples * others))
         self.skipped_in_a_row = int(metrics.skipped_in_a_row)
         if metrics.is_skipped:
             self.reporter.note(self.skipped.keep(step, batch, metrics))
@@ -318,7 +321,7 @@ def evaluate_job(
     tasks = as_mixture(job.source).tasks
 
     def batches(task) -> Iterator[dict]:
-        return map(program.place, _evaluation_batches(job, task))
+        return map(program.place, _evaluation_batches(job, task, program.shard))
 
     per_task = {
         task.name: evaluate(program.eval_step, params, batches(task), sample) for task in tasks
@@ -333,8 +336,7 @@ def evaluate_job(
     return overall | {"target_tokens": tokens, "tasks": per_task}
 
 
-def _evaluation_batches(job: TrainingJob, task: Task) -> Iterator[Batch]:
-    shard = Shard(jax.process_index(), jax.process_count())
+def _evaluation_batches(job: TrainingJob, task: Task, shard: Shard) -> Iterator[Batch]:
     return evaluation_batches(
         task, job.batches, data_dir=job.data_dir, shard=shard, num_batches=job.eval_batches
     )
