@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,8 +29,10 @@ from switchx.training.restore import restore_by_name, restore_params
 from switchx.training.routing_sample import RoutingLog, RoutingSample
 from switchx.training.run_config import check_same_run, write_run_config
 from switchx.training.run_folder import RunFolder
+from switchx.training.shared_folder import require_shared
 from switchx.training.skipped_batches import SkippedBatches
 from switchx.training.state import TrainState
+from switchx.training.stop_agreement import StopAgreement
 from switchx.training.stop_signals import stop_signals
 from switchx.tree import Tree
 
@@ -83,6 +84,7 @@ def train(
     """
     job.check_vocabulary()
     run.create()
+    require_shared(run)
     is_first = jax.process_index() == 0  # of several processes, one holds the folder
     with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
         _check_folder(run, job)  # before anything in it is touched
@@ -93,9 +95,8 @@ def train(
             logger.info("opening the data")
             with contextlib.closing(_open_loader(job, program.shard)) as loader:
                 for task in as_mixture(job.source).tasks:
-                    _evaluation_batches(
-                        job, task, program.shard
-                    )  # refuses now what is read much later
+                    # Refuses now what is read much later.
+                    _evaluation_batches(job, task, program.shard)
                 if step is None:
                     state = _start(job, run, program, params)
                 else:
@@ -104,7 +105,10 @@ def train(
                 for path, text in (records or {}).items() if is_first else ():
                     write_atomically(path, text.encode())
                 with _open_logs(run, int(state.step)) as logs:
-                    loop = _Loop(job, run, program, checkpointer, loader, reporter, stop, *logs)
+                    is_stopping = StopAgreement(stop)
+                    loop = _Loop(
+                        job, run, program, checkpointer, loader, reporter, is_stopping, *logs
+                    )
                     return loop.train(state)
 
 
@@ -193,7 +197,7 @@ class _Loop:
     checkpointer: Checkpointer
     loader: TrainLoader
     reporter: Reporter
-    stop: threading.Event
+    is_stopping: StopAgreement
     log: MetricsLog
     validation: MetricsLog
     routing: RoutingLog
@@ -220,7 +224,7 @@ class _Loop:
             logger.info("compiling the training step")
         saved = step if step in self.checkpointer.steps else None
         self.watch.start()
-        while step < job.train_steps and not self.stop.is_set():
+        while step < job.train_steps and not self.is_stopping():
             batch = next(self.loader)
             state, metrics = self.program.train_step(state, self.program.place(batch))
             self._account()  # of the step before, while this one runs
