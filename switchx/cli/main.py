@@ -9,6 +9,7 @@ import sys
 from switchx.cli import (
     bench,
     check,
+    checkpoint,
     convert,
     evaluate,
     export,
@@ -89,7 +90,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        bench, tune, check,
+        checkpoint, bench, tune, check,
     ):  # fmt: skip
         module.add_command(commands)
     return parser

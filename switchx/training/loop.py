@@ -14,7 +14,7 @@ import numpy as np
 from switchx.data.batches import Shard
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
-from switchx.data.loader import TrainLoader, evaluation_batches
+from switchx.data.loader import TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture
 from switchx.data.saved_vocabulary import load_vocabulary
 from switchx.data.tasks import Task
@@ -105,7 +105,7 @@ def train(
                 for path, text in (records or {}).items() if is_first else ():
                     write_atomically(path, text.encode())
                 with _open_logs(run, int(state.step)) as logs:
-                    is_stopping = StopAgreement(stop)
+                    is_stopping = StopAgreement(stop, program.mesh)
                     loop = _Loop(
                         job, run, program, checkpointer, loader, reporter, is_stopping, *logs
                     )
@@ -157,8 +157,8 @@ def _start(job, run, program, params) -> TrainState:
 
 def _resume(run, program, checkpointer, loader, step) -> TrainState:
     logger.info("reading %s", run.checkpoints / str(step))
-    state, data_state = checkpointer.restore(program.restore_target(), step)
-    loader.restore(data_state)
+    state, data_states = checkpointer.restore(program.restore_target(), step)
+    loader.restore(merge_states(data_states))
     return state
 
 

@@ -5,7 +5,6 @@ A signal reaches them at different steps, or one of them alone (a preempted mach
 stopped at its own, the others would wait in a collective for ever.
 """
 
-import functools
 import threading
 
 import jax
@@ -20,10 +19,19 @@ class StopAgreement:
     The answer is one step old where there are several: nobody waits for the step that runs.
     """
 
-    def __init__(self, stop: threading.Event):
-        """Args: stop: set when this process is asked to stop."""
+    def __init__(self, stop: threading.Event, mesh: Mesh):
+        """Asks nothing yet.
+
+        Args:
+            stop: set when this process is asked to stop.
+            mesh: of the devices that vote, those of all processes.
+        """
         self._stop = stop
         self._asked: jax.Array | None = None
+        self._size = mesh.size
+        self._one_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._is_any_set = jax.jit(jnp.any, out_shardings=everywhere)
 
     def __call__(self) -> bool:
         if jax.process_count() == 1:
@@ -32,14 +40,6 @@ class StopAgreement:
         return before is not None and bool(before)
 
     def _ask(self) -> jax.Array:
-        devices, is_any_set = _program()
-        sharding = NamedSharding(devices, PartitionSpec("process"))
-        votes = np.full(jax.local_device_count(), self._stop.is_set())
-        return is_any_set(jax.make_array_from_process_local_data(sharding, votes))
-
-
-@functools.cache
-def _program():
-    devices = Mesh(np.array(jax.devices()), "process")
-    everywhere = NamedSharding(devices, PartitionSpec())
-    return devices, jax.jit(jnp.any, out_shardings=everywhere)
+        vote = np.array([self._stop.is_set()])
+        votes = jax.make_array_from_callback((self._size,), self._one_each, lambda _: vote)
+        return self._is_any_set(votes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparing together; `jax.distributed` itself is in tests/integration/test_several_hosts.py."""
+"""Preparing together; tests/integration/test_several_hosts.py has `jax.distributed`."""
 
 import concurrent.futures
 

@@ -5,7 +5,6 @@ A process stands for a machine with two devices.
 """
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -137,7 +136,7 @@ def test_two_processes_train_as_one(cluster):
     assert "Training finished" in cluster.log("together", 0)
     assert "step" not in cluster.log("together", 1)
     checkpoint = RunFolder(cluster.folder / "together").checkpoints / "2"
-    states = sorted(path.name for path in (checkpoint / "data").iterdir())
+    states = sorted(path.name for path in (checkpoint / "data").glob("process_*"))
     assert states == ["process_0_of_2.json", "process_1_of_2.json"]
     rows = [
         json.loads((checkpoint / "data" / name).read_text())["json"]["rows"] for name in states
@@ -237,7 +236,7 @@ def test_differing_commands_are_refused_by_name(cluster):
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "switchx", "train", *words],
-                env=child_environment(cluster.folder / "cache", 2) | {"PWD": os.getcwd()},
+                env=child_environment(cluster.folder / "cache", 2),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
