@@ -24,6 +24,7 @@ ARROWS = {
     "axes": (),
     "tree": (),
     "partitioning": ("axes", "tree"),
+    "hosts": (),
     "storage": ("partitioning", "tree"),
     "data": ("axes",),
     "layers": ("axes", "partitioning", "pallas_kernels"),

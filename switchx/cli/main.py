@@ -4,15 +4,16 @@
 import logging
 import os
 import sys
-import traceback
 
 # These are quick to import; each imports JAX and what else it needs when it is run.
 from switchx.cli import (
     bench,
     check,
+    checkpoint,
     convert,
     evaluate,
     export,
+    failure,
     generate,
     log_lines,
     quantize,
@@ -53,8 +54,6 @@ MALLOC_TUNING = (
     "glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1",
 )
 
-OURS = ("switchx", "pallas_kernels")
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status.
@@ -80,14 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with log_lines.shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
             return arguments.run(arguments) or 0
-    except KeyboardInterrupt:
-        print("switchx: interrupted", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, RuntimeError) as error:
-        if arguments.traceback or not _is_for_a_person(error):
-            raise
-        print(f"switchx {arguments.command}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+    except (KeyboardInterrupt, ValueError, OSError, RuntimeError) as error:
+        return failure.explain(error, arguments)
     finally:
         logging.captureWarnings(False)
 
@@ -97,7 +90,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        bench, tune, check,
+        checkpoint, bench, tune, check,
     ):  # fmt: skip
         module.add_command(commands)
     return parser
@@ -116,15 +109,6 @@ def _parse(parser: CommandParser, argv: list[str]):
         return None
     accept_gin_bindings(arguments, rest)
     return arguments
-
-
-def _is_for_a_person(error: Exception) -> bool:
-    """Whether its message suffices: our own code raised it, or the system refused something."""
-    if isinstance(error, OSError):
-        return True
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_ours = frame.f_globals.get("__name__", "").split(".")[0] in OURS
-    return is_ours and not type(error).__module__.startswith("jax")
 
 
 def _restart_with_malloc_tuning() -> None:

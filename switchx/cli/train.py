@@ -2,10 +2,12 @@
 """`switchx train`: pretrain or fine-tune what gin files describe, in one run folder."""
 
 import argparse
+import functools
 import pathlib
 import subprocess
 
 from switchx.cli import arguments as shared
+from switchx.cli import failure, hosts
 
 DESCRIPTION = """\
 Trains what the gin files describe and writes checkpoints, metrics.jsonl, TensorBoard events
@@ -36,29 +38,64 @@ def add_command(commands) -> None:
     )
     shared.add_gin_arguments(parser)
     shared.add_model_dir(parser, "run folder: made if it is not there, resumed if it is")
+    hosts.add_hosts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.cli.progress import TerminalReporter
-
-    with TerminalReporter() as reporter:
+    processes = hosts.processes_of(arguments)
+    is_first = processes is None or processes.is_first
+    with _reporter(processes) as reporter:
         reporter.note("loading JAX and the data libraries")
-        # Imported here: help, and options that are not understood, do not wait for it.
-        from switchx.cli import gin_edge, summary
-        from switchx.planner.model_cost import count_parameters
-        from switchx.training.loop import train
+        prepare = functools.partial(shared.parse_job, arguments)
+        work = functools.partial(_train, arguments, reporter)
+        if processes is None:
+            job = prepare()
+            outcome = work(job)
+        else:
+            job, outcome = hosts.run_together(
+                processes,
+                arguments,
+                prepare=prepare,
+                state=lambda job: hosts.statement(job, arguments, git_commit()),
+                work=work,
+                explain=lambda error: failure.explain(error, arguments),
+            )
+    if is_first:
+        from switchx.cli import summary
         from switchx.training.run_folder import RunFolder
 
-        job = shared.parse_job(arguments)
-        folder = RunFolder(arguments.model_dir)
-        records = {
-            folder.operative_config: gin_edge.operative_config("JOB"),
-            folder.git_commit: git_commit() + "\n",
-        }
-        reporter.note(f"a model of {count_parameters(job.model).total:,} parameters")
-        outcome = train(job, folder, reporter, records)
-    summary.print_summary(job, folder, outcome, arguments)
+        summary.print_summary(job, RunFolder(arguments.model_dir), outcome, arguments)
     return 0
+
+
+def _reporter(processes):
+    """Shows all that happens; of processes but the first, what went wrong."""
+    if processes is not None and not processes.is_first:
+        return hosts.SilentReporter(processes.index)
+    from switchx.cli.progress import TerminalReporter
+
+    return TerminalReporter()
+
+
+def _train(arguments: argparse.Namespace, reporter, job):
+    """Trains the job in its run folder; the Outcome."""
+    # Imported here: help, and options that are not understood, do not wait for it.
+    import jax
+
+    from switchx.cli import gin_edge
+    from switchx.planner.model_cost import count_parameters
+    from switchx.training.loop import train
+    from switchx.training.run_folder import RunFolder
+
+    folder = RunFolder(arguments.model_dir)
+    records = {
+        folder.operative_config: gin_edge.operative_config("JOB"),
+        folder.git_commit: git_commit() + "\n",
+    }
+    reporter.note(f"a model of {count_parameters(job.model).total:,} parameters")
+    if (num_processes := jax.process_count()) > 1:
+        reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
+    return train(job, folder, reporter, records)
 
 
 def git_commit() -> str:

@@ -32,20 +32,29 @@ class BatchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Which part of each global batch a process reads: the `index`-th of `count` equal ones.
+    """Which rows of each global batch a process reads: some of `count` equal parts.
 
-    Processes that hold the same rows (model parallelism across hosts) read the same shard.
+    Processes that hold the same rows (model parallelism across hosts) read the same parts.
+
+    Attributes:
+        parts: their indices, ascending.
+        count: parts of a batch.
     """
 
-    index: int = 0
+    parts: tuple[int, ...] = (0,)
     count: int = 1
 
     def __post_init__(self):
-        if not 0 <= self.index < self.count:
-            raise ValueError(f"shard {self.index} of {self.count}; use 0 to count - 1")
+        if not self.parts or list(self.parts) != sorted(
+            set(self.parts) & set(range(self.count))
+        ):
+            raise ValueError(
+                f"parts {', '.join(map(str, self.parts)) or 'none'} of {self.count}; use some "
+                "of 0 to count - 1, ascending"
+            )
 
-    def rows(self, batch_size: int) -> range:
-        """The rows of the global batch that are this shard's.
+    def rows(self, batch_size: int) -> tuple[int, ...]:
+        """The rows of the global batch that are this shard's, ascending.
 
         Raises:
             ValueError: the batch does not divide.
@@ -54,11 +63,11 @@ class Shard:
         if rest:
             sizes = sorted({max(size, 1) * self.count, (size + 1) * self.count})
             raise ValueError(
-                f"batch_size={batch_size} is not divisible by the {self.count} processes that "
-                f"share it; use batch_size={' or '.join(map(str, sizes))}, or a number of "
-                f"processes that divides {batch_size}"
+                f"batch_size={batch_size} is not divisible by the {self.count} parts that "
+                f"processes share; use batch_size={' or '.join(map(str, sizes))}, or a mesh "
+                f"whose parts divide {batch_size}"
             )
-        return range(self.index * size, (self.index + 1) * size)
+        return tuple(part * size + row for part in self.parts for row in range(size))
 
 
 class RowBatches(grain.IterDataset):

@@ -107,7 +107,7 @@ class TrainLoader:
         return {
             "pipeline": self._description(),
             "step": self._step,
-            "first_row": self._rows.start,
+            "rows": list(self._rows),
             "cursors": self._cursors.tolist(),
         }
 
@@ -123,16 +123,15 @@ class TrainLoader:
                 or does not hold this shard's rows.
         """
         _require_same(state["pipeline"], self._description())
-        held = range(state["first_row"], state["first_row"] + len(state["cursors"]))
-        if self._rows.start not in held or self._rows[-1] not in held:
+        held = dict(zip(_rows_of(state), state["cursors"], strict=True))
+        if missing := [row for row in self._rows if row not in held]:
             raise ValueError(
-                f"the loader's state holds rows {held.start} to {held[-1]} of each batch and "
-                f"this process reads rows {self._rows.start} to {self._rows[-1]}; pass "
-                "merge_states of the states of all processes"
+                f"the loader's state holds rows {_listed(held)} of each batch and not "
+                f"{_listed(missing)}, which this process reads; pass merge_states of the "
+                "states of all processes"
             )
         self.close()
-        cursors = np.array(state["cursors"], np.int64)
-        self._begin(state["step"], cursors[[held.index(row) for row in self._rows]])
+        self._begin(state["step"], np.array([held[row] for row in self._rows], np.int64))
 
     def counts(self) -> dict[str, int]:
         """Examples this shard dropped and truncated so far: `task/dropped`, ..."""
@@ -179,9 +178,52 @@ def _stop(iterators: list[grain.DatasetIterator]) -> None:
 
 
 def merge_states(states: Sequence[dict]) -> dict:
-    """One loader state that holds all rows, from those of all shards, in any order."""
-    states = sorted(states, key=lambda state: state["first_row"])
-    return states[0] | {"cursors": [cursor for state in states for cursor in state["cursors"]]}
+    """One loader state that holds all rows, from those of all shards, in any order.
+
+    Raises:
+        ValueError: they are of several steps or pipelines, or disagree about a row.
+    """
+    merged, held = states[0], {}
+    for state in states:
+        _require_same(merged["pipeline"], state["pipeline"])
+        if state["step"] != merged["step"]:
+            raise ValueError(
+                f"the states of the data iterators are of steps {merged['step']} and "
+                f"{state['step']}; pass those of one checkpoint"
+            )
+        for row, cursor in zip(_rows_of(state), state["cursors"], strict=True):
+            if held.setdefault(row, cursor) != cursor:
+                raise ValueError(
+                    f"two states of data iterators disagree about where row {row} of a batch "
+                    "goes on; pass those of one checkpoint"
+                )
+    rows = sorted(held)
+    return {
+        "pipeline": merged["pipeline"],
+        "step": merged["step"],
+        "rows": rows,
+        "cursors": [held[row] for row in rows],
+    }
+
+
+def _rows_of(state: dict) -> Sequence[int]:
+    """Rows of the cursors; states of before there were shards with gaps have the first."""
+    if "rows" in state:
+        return state["rows"]
+    return range(state["first_row"], state["first_row"] + len(state["cursors"]))
+
+
+def _listed(rows) -> str:
+    """`0 to 3, 8`: runs of row numbers."""
+    runs = []
+    for row in rows:
+        if runs and runs[-1][1] == row - 1:
+            runs[-1][1] = row
+        else:
+            runs.append([row, row])
+    return ", ".join(
+        f"{first}" if first == last else f"{first} to {last}" for first, last in runs
+    )
 
 
 def evaluation_batches(
@@ -214,7 +256,7 @@ def evaluation_batches(
         num_made = 0
         while batch := list(itertools.islice(stream, config.batch_size)):
             batch += [[]] * (config.batch_size - len(batch))
-            yield config.features.batch(batch[rows.start : rows.stop])
+            yield config.features.batch([batch[row] for row in rows])
             num_made += 1
         counts = plan.counts(stream.cursor)
         if num_made == 0:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of a scanned model as those of the same model with unrolled layers."""
+"""Scanned layers as unrolled ones, and back: the same numbers, cut or stacked over N."""
 
 import dataclasses
 
 import jax
+import numpy as np
 
 from switchx.models.config import ModelConfig
 
@@ -15,11 +16,39 @@ def unrolled(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     """
     if not config.scan_layers:
         return config, params
-    params = dict(params)
-    for stack in ("encoder", "decoder"):
-        if stack in params:
-            params[stack] = params[stack] | {"blocks": _unrolled(params[stack]["blocks"])}
-    return dataclasses.replace(config, scan_layers=False), params
+    return dataclasses.replace(config, scan_layers=False), unrolled_blocks(params)
+
+
+def unrolled_blocks(tree: dict) -> dict:
+    """A tree of a scanned model's layers, or of what an optimizer keeps for them, unrolled.
+
+    Every dictionary at a key `blocks` is of one stack; what is outside of them stays.
+    """
+    return _map_blocks(_unrolled, tree)
+
+
+def scanned_blocks(tree: dict, period: int) -> dict:
+    """The inverse of `unrolled_blocks`, as NumPy arrays.
+
+    Args:
+        period: blocks of the run that is scanned, `ModelConfig.period`.
+
+    Raises:
+        ValueError: the period does not divide the layers of a stack, or layers that would be
+            stacked are not alike.
+    """
+    return _map_blocks(lambda blocks: _scanned(blocks, period), tree)
+
+
+def _map_blocks(function, tree: dict) -> dict:
+    return {
+        key: function(child)
+        if key == "blocks"
+        else _map_blocks(function, child)
+        if isinstance(child, dict)
+        else child
+        for key, child in tree.items()
+    }
 
 
 def _unrolled(blocks: dict) -> dict:
@@ -28,5 +57,24 @@ def _unrolled(blocks: dict) -> dict:
     return {
         f"layer_{r * period + i}": jax.tree.map(lambda leaf, r=r: leaf[r], blocks[f"layer_{i}"])
         for r in range(repeats)
+        for i in range(period)
+    }
+
+
+def _scanned(blocks: dict, period: int) -> dict:
+    if len(blocks) % period:
+        raise ValueError(
+            f"{len(blocks)} layers are not repeats of a run of {period}; leave them unrolled, "
+            "or use a multiple of that"
+        )
+    layers = [blocks[f"layer_{i}"] for i in range(len(blocks))]
+    for i, layer in enumerate(layers):
+        if jax.tree.map(np.shape, layer) != jax.tree.map(np.shape, layers[i % period]):
+            raise ValueError(
+                f"layer_{i} is not like layer_{i % period}, so they cannot be stacked; leave "
+                "the layers unrolled"
+            )
+    return {
+        f"layer_{i}": jax.tree.map(lambda *leaves: np.stack(leaves), *layers[i::period])
         for i in range(period)
     }

@@ -9,9 +9,9 @@ import dataclasses
 import math
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from switchx.partitioning.device_order import arranged
 from switchx.partitioning.rules import MeshAxes, Rules
 
 # Outermost first: devices next to each other share the last axes.
@@ -49,10 +49,11 @@ class MeshSpec:
                 raise ValueError(f"mesh axis {name!r} has size {size}; use at least 1")
 
     def build(self, devices=None) -> Mesh:
-        """The mesh over `devices`, or over all there are.
+        """The mesh over `devices`, or over all there are, in the order of `arranged`.
 
         Raises:
-            ValueError: the mesh does not use exactly the devices there are.
+            ValueError: the mesh does not use exactly the devices there are, or its axis
+                `node` does not fit the machines that they are in.
         """
         devices = jax.devices() if devices is None else devices
         sizes = {name: getattr(self, name) for name in AXES}
@@ -70,11 +71,7 @@ class MeshSpec:
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
             )
         axis_types = (AxisType.Auto,) * len(sizes)
-        return Mesh(
-            np.array(devices).reshape(tuple(sizes.values())),
-            tuple(sizes),
-            axis_types=axis_types,
-        )
+        return Mesh(arranged(devices, sizes), tuple(sizes), axis_types=axis_types)
 
     def abstract(self, device) -> AbstractMesh:
         """The mesh over devices that are not here; `data` is 1 where it is None.

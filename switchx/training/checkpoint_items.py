@@ -44,6 +44,26 @@ def from_items(items: dict[str, Tree], like: Tree) -> Tree:
     return jax.tree.unflatten(structure, [leaves[name] for name in named_leaves(like)])
 
 
+def items_of(path: pathlib.Path) -> list[str]:
+    """Which of the items of arrays a checkpoint has: a converted model's has parameters."""
+    return [item for item in ("params", "train_state") if (path / item).is_dir()]
+
+
+def stored_items(path: pathlib.Path) -> dict[str, Tree]:
+    """What Orbax says of each array: `shape`, `dtype`, and `sharding` when it was saved.
+
+    Raises:
+        ValueError: an item's metadata cannot be read.
+    """
+    with ocp.StandardCheckpointer() as reader:
+        try:
+            return {
+                item: reader.metadata(path / item).item_metadata.tree for item in items_of(path)
+            }
+        except Exception as error:
+            raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+
+
 def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str, Tree]:
     """Items of a checkpoint on any mesh, whichever saved it.
 
@@ -114,18 +134,22 @@ def encode_data_state(state: Any) -> dict[str, Any]:
     return {"json": state}
 
 
-def read_data_state(path: pathlib.Path) -> Any:
-    """This process' iterator state in a checkpoint.
+def read_data_states(path: pathlib.Path) -> list[Any]:
+    """The iterator states in a checkpoint, of each process that saved it.
 
     Raises:
-        ValueError: another number of processes saved it.
+        ValueError: one of them is missing.
     """
-    file = path / "data" / data_file()
-    if not file.is_file():
-        saved = sorted(each.name for each in file.parent.glob("*.json"))
+    files = {file.name: file for file in sorted((path / "data").glob("process_*_of_*.json"))}
+    count = int(next(iter(files), "of_0.json").removesuffix(".json").rpartition("_")[2])
+    wanted = [f"process_{index}_of_{count}.json" for index in range(count)]
+    if set(wanted) != files.keys() or not wanted:
         raise ValueError(
-            f"checkpoint {path} has data iterator states {', '.join(saved)}, not {file.name}; "
-            "resume with as many processes as saved it"
+            f"checkpoint {path} has data iterator states {', '.join(files) or 'none'}, not one "
+            "of each process that saved it; restore another checkpoint"
         )
-    content = json.loads(file.read_text())
-    return base64.b64decode(content["base64"]) if "base64" in content else content["json"]
+    contents = [json.loads(files[name].read_text()) for name in wanted]
+    return [
+        base64.b64decode(content["base64"]) if "base64" in content else content["json"]
+        for content in contents
+    ]

@@ -17,7 +17,7 @@ from switchx.training.checkpoint_items import (
     data_file,
     encode_data_state,
     from_items,
-    read_data_state,
+    read_data_states,
     read_items,
     to_items,
 )
@@ -155,8 +155,8 @@ class Checkpointer:
         self._manager.reload()
         return self._whole
 
-    def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, Any]:
-        """The state, and the state of this process' data iterator.
+    def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, list]:
+        """The state, and the states of the data iterators of all processes that saved it.
 
         Args:
             abstract_state: the state's structure, of arrays or ShapeDtypeStructs whose
@@ -166,14 +166,14 @@ class Checkpointer:
 
         Raises:
             ValueError: there is no such complete checkpoint; leaves are missing, extra, or
-                of another shape or dtype (lists all); another number of processes saved it.
+                of another shape or dtype (lists all).
         """
         step = self.latest_complete_step() if step is None else step
         if step is None or step != self._whole:
             step = choose_step(self._run, step)
         path = self._folder / str(step)
         items = read_items(path, to_items(abstract_state))
-        return from_items(items, abstract_state), read_data_state(path)
+        return from_items(items, abstract_state), read_data_states(path)
 
     def close(self) -> None:
         """Waits for the last save and ends Orbax' threads."""

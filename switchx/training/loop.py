@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ import numpy as np
 from switchx.data.batches import Shard
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
-from switchx.data.loader import TrainLoader, evaluation_batches
+from switchx.data.loader import TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture
 from switchx.data.saved_vocabulary import load_vocabulary
 from switchx.data.tasks import Task
@@ -30,8 +29,10 @@ from switchx.training.restore import restore_by_name, restore_params
 from switchx.training.routing_sample import RoutingLog, RoutingSample
 from switchx.training.run_config import check_same_run, write_run_config
 from switchx.training.run_folder import RunFolder
+from switchx.training.shared_folder import require_shared
 from switchx.training.skipped_batches import SkippedBatches
 from switchx.training.state import TrainState
+from switchx.training.stop_agreement import StopAgreement
 from switchx.training.stop_signals import stop_signals
 from switchx.tree import Tree
 
@@ -83,6 +84,7 @@ def train(
     """
     job.check_vocabulary()
     run.create()
+    require_shared(run)
     is_first = jax.process_index() == 0  # of several processes, one holds the folder
     with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
         _check_folder(run, job)  # before anything in it is touched
@@ -91,9 +93,10 @@ def train(
             step = checkpointer.latest_complete_step()
             params = _initial_params(job, program, reporter) if step is None else None
             logger.info("opening the data")
-            with contextlib.closing(_open_loader(job)) as loader:
+            with contextlib.closing(_open_loader(job, program.shard)) as loader:
                 for task in as_mixture(job.source).tasks:
-                    _evaluation_batches(job, task)  # refuses now what is read much later
+                    # Refuses now what is read much later.
+                    _evaluation_batches(job, task, program.shard)
                 if step is None:
                     state = _start(job, run, program, params)
                 else:
@@ -102,17 +105,20 @@ def train(
                 for path, text in (records or {}).items() if is_first else ():
                     write_atomically(path, text.encode())
                 with _open_logs(run, int(state.step)) as logs:
-                    loop = _Loop(job, run, program, checkpointer, loader, reporter, stop, *logs)
+                    is_stopping = StopAgreement(stop, program.mesh)
+                    loop = _Loop(
+                        job, run, program, checkpointer, loader, reporter, is_stopping, *logs
+                    )
                     return loop.train(state)
 
 
-def _open_loader(job: TrainingJob) -> TrainLoader:
+def _open_loader(job: TrainingJob, shard: Shard) -> TrainLoader:
     return TrainLoader(
         job.source,
         job.batches,
         seed=job.seed,
         data_dir=job.data_dir,
-        shard=Shard(jax.process_index(), jax.process_count()),
+        shard=shard,
         prefetch=job.prefetch,
     )
 
@@ -151,8 +157,8 @@ def _start(job, run, program, params) -> TrainState:
 
 def _resume(run, program, checkpointer, loader, step) -> TrainState:
     logger.info("reading %s", run.checkpoints / str(step))
-    state, data_state = checkpointer.restore(program.restore_target(), step)
-    loader.restore(data_state)
+    state, data_states = checkpointer.restore(program.restore_target(), step)
+    loader.restore(merge_states(data_states))
     return state
 
 
@@ -191,7 +197,7 @@ class _Loop:
     checkpointer: Checkpointer
     loader: TrainLoader
     reporter: Reporter
-    stop: threading.Event
+    is_stopping: StopAgreement
     log: MetricsLog
     validation: MetricsLog
     routing: RoutingLog
@@ -218,7 +224,7 @@ class _Loop:
             logger.info("compiling the training step")
         saved = step if step in self.checkpointer.steps else None
         self.watch.start()
-        while step < job.train_steps and not self.stop.is_set():
+        while step < job.train_steps and not self.is_stopping():
             batch = next(self.loader)
             state, metrics = self.program.train_step(state, self.program.place(batch))
             self._account()  # of the step before, while this one runs
@@ -253,8 +259,9 @@ class _Loop:
         segments = [rows for name, rows in batch.items() if name.endswith("segment_ids")]
         tokens = sum(int(np.count_nonzero(rows)) for rows in segments)
         examples = int(np.sum(np.max(batch["decoder_segment_ids"], axis=1)))
-        processes = jax.process_count()
-        self.interval.add(metrics, tokens * processes, examples * processes)
+        # Rates are of all rows; those of other processes are taken to be as full as these.
+        others = self.program.shard.count / len(self.program.shard.parts)
+        self.interval.add(metrics, round(tokens * others), round(examples * others))
         self.skipped_in_a_row = int(metrics.skipped_in_a_row)
         if metrics.is_skipped:
             self.reporter.note(self.skipped.keep(step, batch, metrics))
@@ -318,7 +325,7 @@ def evaluate_job(
     tasks = as_mixture(job.source).tasks
 
     def batches(task) -> Iterator[dict]:
-        return map(program.place, _evaluation_batches(job, task))
+        return map(program.place, _evaluation_batches(job, task, program.shard))
 
     per_task = {
         task.name: evaluate(program.eval_step, params, batches(task), sample) for task in tasks
@@ -333,8 +340,7 @@ def evaluate_job(
     return overall | {"target_tokens": tokens, "tasks": per_task}
 
 
-def _evaluation_batches(job: TrainingJob, task: Task) -> Iterator[Batch]:
-    shard = Shard(jax.process_index(), jax.process_count())
+def _evaluation_batches(job: TrainingJob, task: Task, shard: Shard) -> Iterator[Batch]:
     return evaluation_batches(
         task, job.batches, data_dir=job.data_dir, shard=shard, num_batches=job.eval_batches
     )

@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import zlib
+from collections.abc import Iterator
 
 NAME = "manifest.json"
 # Orbax changes these after the manifest is written; nothing is read from them.
@@ -80,20 +81,30 @@ def find_damage(folder: pathlib.Path, *, checksums: bool) -> str | None:
     Args:
         checksums: read every byte; otherwise only that files are there in their sizes.
     """
+    return next(damages(folder, checksums=checksums), None)
+
+
+def damages(folder: pathlib.Path, *, checksums: bool) -> Iterator[str]:
+    """All that is wrong with the files of a checkpoint, file by file."""
     try:
-        for name, (num_bytes, crc32) in read_manifest(folder).files.items():
-            path = folder / name
-            if not path.is_file():
-                return f"its file {name} is missing"
-            if path.stat().st_size != num_bytes:
-                return f"its file {name} has {path.stat().st_size} bytes, not {num_bytes}"
-            if checksums and _crc32(path) != crc32:
-                return f"its file {name} has changed since it was written"
+        files = read_manifest(folder).files
     except ValueError as error:
-        return str(error)
+        yield str(error)
+        return
     except OSError as error:
-        return f"it cannot be read ({error})"
-    return None
+        yield f"it cannot be read ({error})"
+        return
+    for name, (num_bytes, crc32) in files.items():
+        path = folder / name
+        try:
+            if not path.is_file():
+                yield f"its file {name} is missing"
+            elif path.stat().st_size != num_bytes:
+                yield f"its file {name} has {path.stat().st_size} bytes, not {num_bytes}"
+            elif checksums and _crc32(path) != crc32:
+                yield f"its file {name} has changed since it was written"
+        except OSError as error:
+            yield f"it cannot be read ({error})"
 
 
 def _crc32(path: pathlib.Path, *, flush: bool = False) -> int:

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from switchx import tree
+from switchx.data.batches import Shard
 from switchx.data.features import Batch
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import batch_axes, batch_parts
@@ -48,7 +49,8 @@ class TrainingProgram:
         self.job = job
         self.mesh = job.mesh.build(devices)
         rows = job.batch_size // job.step.num_microbatches
-        if rows % (parts := batch_parts(self.mesh, job.mesh.rules)):
+        parts = batch_parts(self.mesh, job.mesh.rules)
+        if rows % parts:
             raise ValueError(
                 f"batch_size={job.batch_size} in {job.step.num_microbatches} microbatches is "
                 f"not divisible by the {parts} devices that the mesh splits rows over; use a "
@@ -77,6 +79,17 @@ class TrainingProgram:
             out_shardings=NamedSharding(self.mesh, PartitionSpec()),
         )
 
+    @functools.cached_property
+    def shard(self) -> Shard:
+        """The parts of each batch that this process' devices hold, which it has to read.
+
+        They need not be neighbours (an axis over machines that is inside of `data`), nor
+        this process' alone (an axis over machines along which rows are whole).
+        """
+        parts = batch_parts(self.mesh, self.job.mesh.rules)
+        held = self.batch_sharding.addressable_devices_indices_map((parts,)).values()
+        return Shard(tuple(sorted({index[0].indices(parts)[0] for index in held})), parts)
+
     def scope(self):
         """The context in which the steps are to be called: the mesh and its rules."""
         return use_mesh(self.mesh, self.job.mesh.rules)
@@ -99,8 +112,10 @@ class TrainingProgram:
         )
 
     def place(self, batch: Batch) -> dict:
-        """This process' rows as part of the global batch on the devices."""
-        return {
-            name: jax.make_array_from_process_local_data(self.batch_sharding, rows)
-            for name, rows in batch.items()
-        }
+        """The rows of this process' `shard` as part of the global batch on the devices."""
+
+        def as_global(rows):
+            shape = (self.job.batch_size, *rows.shape[1:])
+            return jax.make_array_from_process_local_data(self.batch_sharding, rows, shape)
+
+        return {name: as_global(rows) for name, rows in batch.items()}

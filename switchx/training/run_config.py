@@ -52,6 +52,11 @@ def describe(value) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def flat_description(job: TrainingJob) -> dict[str, Any]:
+    """A job's settings by dotted name, as `model.switch.num_experts`: numbers and texts."""
+    return _flat(json.loads(json.dumps(describe(job))))
+
+
 def write_run_config(run: RunFolder, job: TrainingJob) -> None:
     """Writes the vocabulary and then `config.json` into a new run folder, each whole."""
     save_vocabulary(job.vocabulary, run.root)
@@ -66,7 +71,7 @@ def check_same_run(run: RunFolder, job: TrainingJob) -> None:
             vocabulary is another one.
     """
     saved = _flat(read_config(run))
-    current = _flat(json.loads(json.dumps(describe(job))))
+    current = flat_description(job)
     different = [
         f"{name}: {saved.get(name)!r} there, {current.get(name)!r} here"
         for name in sorted(saved.keys() | current.keys())
@@ -102,7 +107,7 @@ def check_same_model(run: RunFolder, job: TrainingJob) -> None:
 def _differences(run: RunFolder, job: TrainingJob, but: tuple[str, ...]) -> list[str]:
     """Fields that a run and a job have with other values, those of or below `but` apart."""
     saved = _flat(read_config(run))
-    current = _flat(json.loads(json.dumps(describe(job))))
+    current = flat_description(job)
     return [
         f"{name}: {saved.get(name)!r} there, {current.get(name)!r} here"
         for name in sorted(saved.keys() | current.keys())

@@ -18,22 +18,27 @@ def row_batches():
 
 @pytest.mark.parametrize("batch_size, count", [(8, 1), (8, 2), (8, 8), (6, 3)])
 def test_shards_partition_the_rows(batch_size, count):
-    parts = [Shard(index, count).rows(batch_size) for index in range(count)]
+    parts = [Shard((index,), count).rows(batch_size) for index in range(count)]
     assert [row for part in parts for row in part] == list(range(batch_size))
     assert len(set(map(len, parts))) == 1
+
+
+def test_a_shard_may_have_gaps():
+    assert Shard((0, 2), 4).rows(8) == (0, 1, 4, 5)
 
 
 def test_shards_must_divide_the_batch():
     with pytest.raises(
         ValueError,
-        match="batch_size=4 is not divisible by the 3 processes that share it; use "
-        "batch_size=3 or 6, or a number of processes that divides 4",
+        match="batch_size=4 is not divisible by the 3 parts that processes share; use "
+        "batch_size=3 or 6, or a mesh whose parts divide 4",
     ):
-        Shard(0, 3).rows(4)
-    with pytest.raises(ValueError, match="by the 8 processes .* use batch_size=8, or"):
-        Shard(0, 8).rows(4)
-    with pytest.raises(ValueError, match="shard 2 of 2; use 0 to count - 1"):
-        Shard(2, 2)
+        Shard((0,), 3).rows(4)
+    with pytest.raises(ValueError, match="by the 8 parts .* use batch_size=8, or"):
+        Shard((0,), 8).rows(4)
+    for parts, named in (((2,), "2"), ((1, 0), "1, 0"), ((0, 0), "0, 0"), ((), "none")):
+        with pytest.raises(ValueError, match=f"parts {named} of 2; use some of 0 to count - 1"):
+            Shard(parts, 2)
     with pytest.raises(ValueError, match="batch_size=0; use at least 1"):
         BatchConfig(FEATURES, 0)
 

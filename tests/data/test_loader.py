@@ -110,27 +110,68 @@ def test_worker_processes_change_nothing(load):
 @pytest.mark.parametrize("count", [2, 4])
 def test_shards_make_up_the_same_batch(load, count):
     expected = digests(read(load(), 6))
-    loaders = [load(shard=Shard(index, count)) for index in range(count)]
+    loaders = [load(shard=Shard((index,), count)) for index in range(count)]
     assert digests(joined([read(loader, 6) for loader in loaders])) == expected
 
 
 def test_another_number_of_shards_goes_on(load):
     expected = digests(read(load(), 6))
-    halves = [load(shard=Shard(index, 2)) for index in range(2)]
+    halves = [load(shard=Shard((index,), 2)) for index in range(2)]
     for half in halves:
         read(half, 3)
     state = merge_states([half.state() for half in reversed(halves)])
-    whole, quarters = load(), [load(shard=Shard(index, 4)) for index in range(4)]
+    whole, quarters = load(), [load(shard=Shard((index,), 4)) for index in range(4)]
     for loader in (whole, *quarters):
         loader.restore(state)
     assert digests(read(whole, 3)) == expected[3:]
     assert digests(joined([read(loader, 3) for loader in quarters])) == expected[3:]
     with pytest.raises(
         ValueError,
-        match="state holds rows 2 to 3 of each batch and this process "
-        "reads rows 0 to 3; pass merge_states",
+        match="state holds rows 2 to 3 of each batch and not 0 to 1, which this process reads; "
+        "pass merge_states",
     ):
         whole.restore(halves[1].state())
+
+
+def test_shards_may_have_gaps_and_rows_in_common(load):
+    """Machines on an axis inside of `data`, and processes that share rows."""
+    expected = read(load(), 5)
+    shards = [Shard((0, 2), 4), Shard((1, 3), 4), Shard((1, 3), 4)]
+    loaders = [load(shard=shard) for shard in shards]
+    for shard, loader in zip(shards, loaders, strict=True):
+        rows = list(shard.rows(4))
+        for batch, whole in zip(read(loader, 3), expected, strict=False):
+            for name in whole:
+                np.testing.assert_array_equal(batch[name], whole[name][rows])
+    merged = merge_states([json.loads(json.dumps(loader.state())) for loader in loaders])
+    assert merged["rows"] == [0, 1, 2, 3]
+    alone = load()
+    alone.restore(merged)
+    assert digests(read(alone, 2)) == digests(expected[3:])
+    with pytest.raises(ValueError, match="holds rows 0, 2 of each batch and not 1, 3, which"):
+        alone.restore(loaders[0].state())
+
+
+def test_states_of_before_gaps_are_read(load):
+    loader = load(shard=Shard((1,), 2))
+    expected = read(loader, 4)
+    loader = load(shard=Shard((1,), 2))
+    read(loader, 2)
+    state = loader.state()
+    state["first_row"] = state.pop("rows")[0]
+    loader.restore(state)
+    assert digests(read(loader, 2)) == digests(expected[2:])
+
+
+def test_states_that_do_not_belong_together(load):
+    loaders = [load(shard=Shard((index,), 2)) for index in (0, 1, 1)]
+    states = [loader.state() for loader in loaders]
+    read(loaders[2], 1)
+    later = loaders[2].state()
+    with pytest.raises(ValueError, match="are of steps 0 and 1; pass those of one checkpoint"):
+        merge_states([states[0], later])
+    with pytest.raises(ValueError, match="disagree about where row 2 of a batch goes on"):
+        merge_states([*states[:2], later | {"step": 0}])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +200,7 @@ def test_state_of_another_pipeline_is_refused(load, change, named):
 def test_corpora_smaller_than_a_batch_repeat(load):
     tiny = Task("tiny", pair_corpus(("10", "11"), ("12", "13")), VOCABULARY, InputsToTargets())
     config = BatchConfig(FEATURES, batch_size=8, packed=False)
-    shards = [load(source=tiny, config=config, shard=Shard(i, 2)) for i in range(2)]
+    shards = [load(source=tiny, config=config, shard=Shard((i,), 2)) for i in range(2)]
     for batch in joined([read(shard, 3) for shard in shards]):
         assert sorted(batch["encoder_input_tokens"][:, 0]) == [10] * 4 + [12] * 4
 
@@ -222,12 +263,12 @@ def test_program_ends_quietly():
 
 
 def test_bad_sizes(load):
-    with pytest.raises(ValueError, match="batch_size=4 is not divisible by the 3 processes"):
-        load(shard=Shard(0, 3))
+    with pytest.raises(ValueError, match="batch_size=4 is not divisible by the 3 parts"):
+        load(shard=Shard((0,), 3))
     with pytest.raises(
         ValueError, match="num_workers=3 for 2 rows of a process; use 2 or fewer"
     ):
-        load(shard=Shard(0, 2), prefetch=Prefetch(num_workers=3))
+        load(shard=Shard((0,), 2), prefetch=Prefetch(num_workers=3))
     with pytest.raises(ValueError, match="num_batches=-1; use 0 or more"):
         Prefetch(num_batches=-1)
     with pytest.raises(ValueError, match="seed=-1; use 0 or more"):
@@ -275,7 +316,7 @@ def test_evaluation_loses_no_text():
 
 @pytest.mark.parametrize("task", [SPANS, PAIRS])
 def test_evaluation_shards_make_up_the_same_batches(task):
-    parts = [evaluate(task, shard=Shard(index, 2)) for index in range(2)]
+    parts = [evaluate(task, shard=Shard((index,), 2)) for index in range(2)]
     assert digests(joined(parts)) == digests(evaluate(task))
 
 

@@ -29,4 +29,17 @@ def test_a_data_state_survives_json(data_state, tmp_path):
     encoded = json.loads(json.dumps(checkpoint_items.encode_data_state(data_state)))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / checkpoint_items.data_file()).write_text(json.dumps(encoded))
-    assert checkpoint_items.read_data_state(tmp_path) == data_state
+    assert checkpoint_items.read_data_states(tmp_path) == [data_state]
+
+
+def test_data_states_of_all_processes_come_back_or_none(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for index in (0, 10, *range(2, 10)):
+        (folder / f"process_{index}_of_11.json").write_text(f'{{"json": {index}}}')
+    with pytest.raises(ValueError, match="process_9_of_11.json, not one of each process that"):
+        checkpoint_items.read_data_states(tmp_path)
+    (folder / "process_1_of_11.json").write_text('{"json": 1}')
+    assert checkpoint_items.read_data_states(tmp_path) == list(range(11))
+    with pytest.raises(ValueError, match="has data iterator states none, not one of each"):
+        checkpoint_items.read_data_states(folder)

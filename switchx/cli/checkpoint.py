@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx checkpoint`: what a run's checkpoints hold, whether they are sound, layouts."""
+
+import argparse
+import json
+import math
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Looks at the checkpoints of a run folder, or writes one in another layout.
+
+  switchx checkpoint inspect DIR     steps, scores and sizes; names, shapes, dtypes, bytes and
+                                     sharding of the newest one's parameters
+  switchx checkpoint verify DIR      reads every byte of every checkpoint and names all faults
+  switchx checkpoint convert DIR DST --layout=unrolled
+                                     a new run folder with layers unrolled, or scanned
+
+To train or to load on another mesh needs no conversion. Nothing here changes DIR.
+"""
+INSPECT = """\
+Shows the steps of a run's checkpoints, and the parameters of one of them: names, shapes,
+dtypes, bytes, and how they were spread over the mesh that saved them. Reads no arrays.
+"""
+VERIFY = """\
+Reads every byte of the checkpoints of a run and names every fault: files that are missing,
+cut or changed; parameters that are not those of the run's model; values that are not finite;
+states of the data that do not belong to the step. Exit status 1 where there is one.
+"""
+CONVERT = """\
+Writes a checkpoint into a new run folder with its layers scanned (stacked arrays, as a scan or
+a pipeline over layers has them) or unrolled (an array a layer): parameters, optimizer state
+and the place in the data. Not a number changes. DST gets its name when all is written; what is
+there already is left alone. The whole state has to fit into this machine's memory.
+
+  switchx checkpoint convert runs/a runs/a_scanned --layout=scanned
+  switchx train ... --gin.ModelConfig.scan_layers=True --model_dir=runs/a_scanned
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "checkpoint", show_help, "inspect, verify or convert checkpoints", DESCRIPTION
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+    for name, run, description in (
+        ("inspect", inspect, INSPECT),
+        ("verify", verify, VERIFY),
+        ("convert", convert, CONVERT),
+    ):
+        action = actions.add_parser(
+            name,
+            prog=f"switchx checkpoint {name}",
+            help=description.split(":")[0].split(".")[0].replace("\n", " "),
+            description=description,
+        )
+        action.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+        action.add_argument("dir", metavar="DIR", help="run folder of `switchx train`")
+        action.set_defaults(run=run, parser=action)
+        if name == "convert":
+            action.add_argument("dst", metavar="DST", help="run folder to make")
+            action.add_argument(
+                "--layout", required=True, choices=["scanned", "unrolled"], help="of DST"
+            )
+        else:
+            action.add_argument("--json", action="store_true", help="print one JSON object")
+        if name == "verify":
+            action.add_argument("--step", type=int, metavar="N", help="this one; default: all")
+        else:
+            shared.add_step(action, "checkpoint")
+
+
+def show_help(arguments: argparse.Namespace) -> int:
+    arguments.parser.error("give an action: inspect, verify or convert")
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    from switchx.training.checkpoint_items import stored_items
+    from switchx.training.manifest import find_damage, read_manifest
+    from switchx.training.run_config import read_config
+    from switchx.tree import named_leaves
+
+    run = _run(arguments)
+    checkpoints = []
+    for path in reversed(_paths(run)):
+        row = {"step": int(path.name), "fault": find_damage(path, checksums=False)}
+        if row["fault"] is None:
+            manifest = read_manifest(path)
+            row["bytes"] = sum(size for size, _ in manifest.files.values())
+            row["score"] = manifest.score
+            row["processes"] = len(list((path / "data").glob("process_*.json")))
+        checkpoints.append(row)
+    step = _chosen(run, arguments.step, checkpoints)
+    items = stored_items(run.checkpoints / str(step))
+    arrays = [
+        _array(f"{item}/{name}", leaf)
+        for item, tree in items.items()
+        for name, leaf in named_leaves(tree).items()
+    ]
+    config = read_config(run)
+    if arguments.json:
+        print(
+            json.dumps(
+                {
+                    "command": "checkpoint inspect",
+                    "step": step,
+                    "checkpoints": checkpoints,
+                    "arrays": arrays,
+                    "config": config,
+                }
+            )
+        )
+        return 0
+    _print_inspection(run, step, checkpoints, arrays, config)
+    return 0
+
+
+def _array(name: str, leaf) -> dict:
+    sharding = getattr(leaf, "sharding", None)
+    spec = getattr(sharding, "partition_spec", None)
+    names, sizes = getattr(sharding, "axis_names", ()), getattr(sharding, "shape", ())
+    axes = dict(zip(names, map(int, sizes), strict=True))
+    return {
+        "name": name,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "bytes": math.prod(leaf.shape) * leaf.dtype.itemsize,
+        "mesh": {axis: size for axis, size in axes.items() if size > 1},
+        "partition": None if spec is None else [_entry(each) for each in spec],
+    }
+
+
+def _entry(axes) -> str | None:
+    return axes if axes is None or isinstance(axes, str) else "*".join(axes)
+
+
+def _print_inspection(run, step, checkpoints, arrays, config) -> None:
+    print(f"{run.root}: {config['type']}, {len(checkpoints)} checkpoints")
+    for row in checkpoints:
+        if row["fault"]:
+            print(f"  {row['step']:>8}  not whole: {row['fault']}")
+        else:
+            score = "" if row["score"] is None else f"  score {row['score']:.4f}"
+            number = row["processes"]
+            by = f"  by {number} process{'es' * (number > 1)}" if number else ""
+            print(f"  {row['step']:>8}  {_size(row['bytes'])}{score}{by}")
+    model = {
+        key: value for key, value in config["model"].items()
+        if isinstance(value, int | float | str)
+    }  # fmt: skip
+    print("model: " + ", ".join(f"{key}={value}" for key, value in model.items()))
+    print(f"step {step}: name, shape, dtype, bytes, split over the mesh that saved it")
+    width = max(len(each["name"]) for each in arrays)
+    for each in arrays:
+        split = [
+            f"{axes}={_parts(axes, each['mesh'])}" for axes in each["partition"] or ()
+            if axes and _parts(axes, each["mesh"]) > 1
+        ]  # fmt: skip
+        shape = "x".join(map(str, each["shape"])) or "-"
+        print(
+            f"  {each['name']:<{width}}  {shape:>16}  {each['dtype']:<9} {each['bytes']:>13,}  "
+            f"{' '.join(split) or 'whole'}"
+        )
+    for item in ("params", "train_state"):
+        mine = [each for each in arrays if each["name"].startswith(item)]
+        elements = sum(math.prod(each["shape"]) for each in mine)
+        total = sum(each["bytes"] for each in mine)
+        print(f"{item}: {len(mine)} arrays, {elements:,} numbers, {_size(total)}")
+
+
+def _parts(axes: str, mesh: dict[str, int]) -> int:
+    return math.prod(mesh.get(axis, 1) for axis in axes.split("*"))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.1f} MiB"
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    from switchx.training.verify import checkpoint_faults
+
+    run = _run(arguments)
+    steps = sorted(int(path.name) for path in _paths(run))
+    if arguments.step is not None:
+        if arguments.step not in steps:
+            raise ValueError(
+                f"{run.root} has no checkpoint {arguments.step}; there are {steps}"
+            )
+        steps = [arguments.step]
+    faults = {step: checkpoint_faults(run, step) for step in steps}
+    if arguments.json:
+        print(json.dumps({"command": "checkpoint verify", "faults": faults}))
+    else:
+        for step, found in faults.items():
+            print(
+                f"{run.checkpoints / str(step)}: {f'{len(found)} faults' if found else 'sound'}"
+            )
+            for fault in found:
+                print(f"  {fault.strip()}")
+    return 1 if any(faults.values()) else 0
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    from switchx.interop.new_folder import new_folder
+    from switchx.training.layout import write_converted_layout
+    from switchx.training.restore import choose_step
+
+    run = _run(arguments)
+    step = choose_step(run, arguments.step)
+    with new_folder(arguments.dst) as folder:
+        is_scanned = arguments.layout == "scanned"
+        write_converted_layout(run, step, folder, is_scanned=is_scanned)
+    print(f"{arguments.dst}: checkpoint {step} with layers {arguments.layout}")
+    return 0
+
+
+def _run(arguments: argparse.Namespace):
+    from switchx.training.run_folder import RunFolder
+
+    return RunFolder(arguments.dir)
+
+
+def _paths(run) -> list:
+    from switchx.training.restore import checkpoint_paths
+
+    paths = checkpoint_paths(run.checkpoints)
+    if not paths:
+        raise ValueError(
+            f"{run.root} has no checkpoints: {run.found()}; give the model_dir of a run"
+        )
+    return paths
+
+
+def _chosen(run, step, checkpoints) -> int:
+    """The step whose arrays are shown: no bytes of them are read."""
+    whole = [row for row in checkpoints if row["fault"] is None]
+    if step == "best":
+        whole = [row for row in whole if row["score"] is not None]
+        whole.sort(key=lambda row: row["score"])
+    elif step is not None:
+        whole = [row for row in whole if row["step"] == step]
+    if not whole:
+        steps = ", ".join(str(row["step"]) for row in checkpoints)
+        raise ValueError(
+            f"no whole checkpoint {'' if step is None else step} among {steps} in {run.root}; "
+            "`switchx checkpoint verify` says what is wrong"
+        )
+    return whole[-1]["step"]

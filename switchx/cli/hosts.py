@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a command that several processes run together, and how they do."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from switchx.cli import log_lines
+
+FLAGS = ("coordinator", "num_processes", "process_id")
+
+
+def add_hosts(parser) -> None:
+    """`--coordinator`, `--num_processes`, `--process_id` and the two patiences."""
+    group = parser.add_argument_group(
+        "several hosts",
+        "One process a machine, all with the same command. Under Slurm (srun), in a\n"
+        "Kubernetes JobSet and on a TPU pod they find each other; docs/several_hosts.md.",
+    )
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where process 0 listens for the others"
+    )
+    group.add_argument("--num_processes", type=int, metavar="N", help="processes, all together")
+    group.add_argument("--process_id", type=int, metavar="I", help="of this one, 0 to N - 1")
+    group.add_argument(
+        "--start_seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="how long the last process may take to come (default: %(default)s)",
+    )
+    group.add_argument(
+        "--silence_seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="without a sign of a process, until it is taken for lost and all end "
+        "(default: %(default)s); one that dies is noticed at once",
+    )
+
+
+def processes_of(arguments: argparse.Namespace, environment=os.environ):
+    """The Processes of the options, or else of the launcher's environment; None of one alone.
+
+    Raises:
+        UsageError: some of the options are there, and not all.
+        ValueError: they, or the environment, are wrong.
+    """
+    from switchx.hosts import environment as launcher
+    from switchx.hosts.processes import Processes
+
+    given = {name: getattr(arguments, name) for name in FLAGS}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if len(missing) == len(FLAGS):
+        return launcher.processes_of(environment)
+    if missing:
+        arguments.parser.error(f"give {' and '.join(missing)} too, or none of the three")
+    return Processes(arguments.coordinator, arguments.num_processes, arguments.process_id)
+
+
+def statement(job, arguments: argparse.Namespace, commit: str) -> dict[str, Any]:
+    """What has to be equal in all processes that train: the job, the folder, the code.
+
+    How a process reads its data, and where that lies on its machine, is its own.
+    """
+    import jax
+    import jaxlib
+
+    from switchx.training.run_config import flat_description
+
+    own = ("data_dir", "prefetch")
+    fields = flat_description(job)
+    said = {name: each for name, each in fields.items() if name.split(".")[0] not in own}
+    return said | {
+        "vocabulary": job.vocabulary.fingerprint(),
+        "model_dir": os.path.abspath(os.path.expanduser(arguments.model_dir)),
+        "commit": commit,
+        "jax": f"{jax.__version__} with jaxlib {jaxlib.__version__}",
+    }
+
+
+def run_together(
+    processes,
+    arguments: argparse.Namespace,
+    prepare: Callable[[], Any],
+    state: Callable[[Any], dict[str, Any]],
+    work: Callable[[Any], Any],
+    explain: Callable[[BaseException], int],
+) -> tuple[Any, Any]:
+    """Prepares, meets the others, and works with them.
+
+    Returns:
+        What was prepared, and what became of it. Where the work fails, this process ends.
+
+    Args:
+        prepare, state: see `hosts.together.prepared_together`.
+        work: of what was prepared; `jax.devices()` are those of all processes.
+        explain: shows an error to a person; returns the exit status, or raises.
+    """
+    from switchx.hosts.together import Patience, lifeline, prepared_together
+
+    patience = Patience(arguments.start_seconds, arguments.silence_seconds)
+    prepared, company = prepared_together(processes, patience, prepare, state)
+    try:
+        with lifeline(company, patience):
+            outcome = work(prepared)
+    except BaseException as error:
+        try:
+            status = explain(error)
+        except BaseException:
+            status = 1
+            sys.excepthook(*sys.exc_info())
+        # The ordinary way out would wait for the other processes, which are ending too.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return prepared, outcome
+
+
+class SilentReporter:
+    """Of all processes but the first: a training loop's reporter that shows warnings alone."""
+
+    def __init__(self, index: int):
+        self._index = index
+        self._lines = log_lines.shown_by(self._show)
+
+    def __enter__(self):
+        self._lines.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._lines.__exit__(*exception)
+
+    def begin(self, first_step: int, last_step: int) -> None: ...
+    def stepped(self, step: int) -> None: ...
+    def logged(self, step: int, metrics: dict[str, Any]) -> None: ...
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+
+    def _show(self, line: str) -> None:
+        if line.startswith(("warning: ", "error: ")):
+            print(f"process {self._index}: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roll call: all processes meet, and what does not fit together is said by name.
+
+`jax.distributed` has the processes wait for each other and aborts them when one is missing,
+is there twice or has another configuration, or lets them hang in a collective. So before it
+is asked, each process tells process 0 who it is and what it is about to do; process 0 hears
+all of them out, and all get one answer. The connections stay open: see `lifeline.py`.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from typing import Any
+
+from switchx.hosts.channel import Channel, Lost
+from switchx.hosts.processes import Processes
+
+# Of one process' statement, under this name, why it cannot take part.
+FAILURE = "failure"
+MAX_NAMED = 8  # of what differs
+PATIENCE_S = 10.0  # without a word to whoever looks at the terminal
+GRACE_S = 3.0  # where it cannot succeed: who comes now is still told
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Company:
+    """Everybody who came.
+
+    Attributes:
+        names: of the processes by index, as `process 1 (node002, pid 4711)`.
+        jax_coordinator: `HOST:PORT` for `jax.distributed`.
+        channels: by index; of process 0 to all others, of each other one to process 0.
+    """
+
+    processes: Processes
+    names: tuple[str, ...]
+    jax_coordinator: str
+    channels: dict[int, Channel]
+
+
+def call_roll(processes: Processes, statement: dict[str, Any], seconds: float) -> Company:
+    """Waits for all processes, and checks that they are about to do the same.
+
+    Args:
+        statement: what has to be equal everywhere, by name; or `{FAILURE: why}` of a
+            process that cannot take part, so that the others need not wait for it.
+        seconds: how long the last one may take to come.
+
+    Raises:
+        ValueError: an address that does not exist or is not this machine's; a process that
+            did not come, came twice, or differs, with its name and in what.
+    """
+    if not processes.is_first:
+        return _answer(processes, statement, seconds)
+    listener = _listen(processes)
+    with listener:
+        arrived, strangers = _gather(processes, listener, statement, seconds)
+        faults = _faults(processes, arrived) + strangers
+        names = {index: _name(hellos[0][0]) for index, hellos in arrived.items()}
+        answer = {"faults": faults} if faults else {
+            "names": [names[index] for index in range(processes.count)],
+            "jax_port": _free_port(),
+        }  # fmt: skip
+        for hellos in arrived.values():
+            for _, channel in hellos:
+                if channel is not None:
+                    _tell(channel, answer)
+    if faults:
+        raise ValueError("\n".join(faults))
+    channels = {index: hellos[0][1] for index, hellos in arrived.items() if index > 0}
+    return _company(processes, answer, channels)
+
+
+def _gather(processes, listener, statement, seconds):
+    """All hellos by index, with their channels, and what was wrong with the others."""
+    arrived = {0: [(_hello(processes, statement), None)]}
+    strangers, heard, is_over = [], queue.Queue(), False
+    deadline, patience = time.monotonic() + seconds, time.monotonic() + PATIENCE_S
+
+    def hear(connection):
+        channel = Channel(connection)
+        try:
+            heard.put((channel.receive(10.0), channel))
+        except Lost:
+            connection.close()  # a port scanner, or one that has gone again
+
+    while len(arrived) < processes.count and time.monotonic() < deadline:
+        listener.settimeout(0.05)
+        try:
+            connection, _ = listener.accept()
+            threading.Thread(target=hear, args=(connection,), daemon=True).start()
+        except TimeoutError:
+            pass
+        while not heard.empty():
+            hello, channel = heard.get()
+            if fault := _strange(processes, hello):
+                strangers.append(fault)
+                _tell(channel, {"faults": [fault]})
+            else:
+                arrived.setdefault(hello["index"], []).append((hello, channel))
+        is_hopeless = any(
+            len(hellos) > 1 or FAILURE in hellos[0][0]["statement"]
+            for hellos in arrived.values()
+        )
+        if (strangers or is_hopeless) and not is_over:
+            is_over, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+        if time.monotonic() > patience:
+            patience = deadline
+            logger.warning("waiting for process %s", _missing(processes, arrived))
+    return arrived, strangers
+
+
+def _answer(processes: Processes, statement: dict[str, Any], seconds: float) -> Company:
+    deadline, patience = time.monotonic() + seconds, time.monotonic() + PATIENCE_S
+    channel = None
+    where = f"coordinator={processes.coordinator!r}"
+    while channel is None:
+        try:
+            address = (processes.host, processes.port)
+            channel = Channel(socket.create_connection(address, timeout=10.0))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{where} does not answer within {seconds:.0f} s ({error}): start process "
+                    "0 there, or give the address and port at which it listens; a firewall has "
+                    "to let the port through"
+                ) from error
+            if time.monotonic() > patience:
+                patience = deadline
+                logger.warning("waiting for process 0 at %s (%s)", processes.coordinator, error)
+            time.sleep(0.2)
+    try:
+        channel.send(_hello(processes, statement))
+        # Process 0 waits as long for the others from when it started, which was later perhaps.
+        answer = channel.receive(2 * seconds + 30.0)
+    except Lost as error:
+        raise ValueError(
+            f"process 0 at {where} did not complete the roll call: {error}; its own error says "
+            "why, if it is a process of switchx"
+        ) from error
+    if faults := answer.get("faults"):
+        raise ValueError("\n".join(faults))
+    return _company(processes, answer, {0: channel})
+
+
+def _company(processes: Processes, answer: dict, channels: dict[int, Channel]) -> Company:
+    host = processes.coordinator.rpartition(":")[0]
+    coordinator = f"{host}:{answer['jax_port']}"
+    return Company(processes, tuple(answer["names"]), coordinator, channels)
+
+
+def _hello(processes: Processes, statement: dict[str, Any]) -> dict[str, Any]:
+    who = {"index": processes.index, "count": processes.count, "statement": statement}
+    return who | {"host": socket.gethostname(), "pid": os.getpid()}
+
+
+def _name(hello: dict[str, Any]) -> str:
+    return f"process {hello['index']} ({hello['host']}, pid {hello['pid']})"
+
+
+def _strange(processes: Processes, hello: dict[str, Any]) -> str | None:
+    """What is wrong with a process that cannot be counted."""
+    known = {"index": int, "count": int, "statement": dict, "host": str, "pid": int}
+    if any(not isinstance(hello.get(name), kind) for name, kind in known.items()):
+        return "something that is no process of this version of switchx called"
+    if hello["count"] != processes.count:
+        return (
+            f"{_name(hello)} has num_processes={hello['count']}, process 0 has "
+            f"{processes.count}; give all of them the same"
+        )
+    return None
+
+
+def _faults(processes: Processes, arrived: dict[int, list]) -> list[str]:
+    """Who failed, is missing, doubled or different; nothing where all is well."""
+    reference = arrived[0][0][0]
+    firsts = [hellos[0][0] for _, hellos in sorted(arrived.items())]
+    failed = [hello for hello in firsts if FAILURE in hello["statement"]]
+    if failed:
+        return [f"{_name(each)} cannot start: {each['statement'][FAILURE]}" for each in failed]
+    doubled = [
+        f"process_id={index} is given to {len(hellos)} processes: "
+        f"{', '.join(_name(hello) for hello, _ in hellos)}; give each of 0 to "
+        f"{processes.count - 1} to one"
+        for index, hellos in sorted(arrived.items())
+        if len(hellos) > 1
+    ]
+    if doubled:
+        return doubled
+    if missing := _missing(processes, arrived):
+        return [
+            f"of num_processes={processes.count}, process {missing} did not come; "
+            "start all of them, or give the number that there is"
+        ]
+    return [
+        fault
+        for hello in firsts[1:]
+        if (fault := _difference(reference["statement"], hello))
+    ]  # fmt: skip
+
+
+def _missing(processes: Processes, arrived) -> str:
+    return ", ".join(str(i) for i in range(processes.count) if i not in arrived)
+
+
+def _difference(reference: dict[str, Any], hello: dict[str, Any]) -> str | None:
+    here, differing = hello["statement"], []
+    for name in sorted(reference.keys() | here.keys()):
+        if reference.get(name) != here.get(name):
+            differing.append(f"{name}: {here.get(name)!r}, not {reference.get(name)!r}")
+    if not differing:
+        return None
+    more = f", and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
+    return (
+        f"{_name(hello)} differs from process 0 ({'; '.join(differing[:MAX_NAMED])}{more}); "
+        "start all processes with the same command and the same code"
+    )
+
+
+def _listen(processes: Processes) -> socket.socket:
+    """Listens at the coordinator's port, of all addresses that this machine has."""
+    where = f"coordinator={processes.coordinator!r}"
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(processes.host, None)}
+        if not any(_is_ours(address) for address in addresses):
+            raise ValueError(
+                f"{where} is not an address of this machine ({socket.gethostname()}), where "
+                "process 0 is; give its own address, or start process 0 there"
+            )
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        return socket.create_server(
+            ("", processes.port), family=family, backlog=processes.count, dualstack_ipv6=is_dual
+        )
+    except OSError as error:
+        raise ValueError(
+            f"process 0 cannot listen at {where} ({error}); give a host name that exists and a "
+            "port that is free, and start one process with process_id=0"
+        ) from error
+
+
+def _is_ours(address: str) -> bool:
+    """Whether this machine has the address: only then can a socket be bound to it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def _tell(channel: Channel, message: dict[str, Any]) -> None:
+    with contextlib.suppress(Lost):  # it has gone; the lifeline will say so
+        channel.send(message)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roll calls of threads: the sockets are real, the processes are not."""
+
+import concurrent.futures
+import socket
+
+from switchx.hosts.processes import Processes
+from switchx.hosts.roll_call import call_roll
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def call(statements, *, count=None, indices=None, seconds=10.0):
+    """What each of several processes gets from the roll call: a Company, or its error's text.
+
+    Args:
+        statements: of the processes.
+        count, indices: what they take themselves for; default: as many, in order.
+    """
+    address = f"localhost:{free_port()}"
+    indices = range(len(statements)) if indices is None else indices
+
+    def one(index, statement):
+        try:
+            processes = Processes(address, count or len(statements), index)
+            return call_roll(processes, statement, seconds)
+        except ValueError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor(len(statements)) as pool:
+        return list(pool.map(one, indices, statements))
+
+
+def close(companies) -> None:
+    for company in companies:
+        for channel in company.channels.values():
+            channel.close()

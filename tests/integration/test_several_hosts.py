@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx train` in several processes on one machine: the same run as in one.
+
+A process stands for a machine with two devices.
+"""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.training.restore import restore_params
+from switchx.training.run_folder import RunFolder
+from tests.hosts.companies import free_port
+from tests.integration import recorded_reads
+from tests.integration.runs import arguments, lines, write_corpus
+from tests.processes import child_environment
+
+# Half of the small run's blocks: most of the time is compilation.
+SMALLER = (
+    "ModelConfig.num_encoder_layers=1",
+    "ModelConfig.num_decoder_layers=1",
+    "SwitchConfig.every=1",
+    "TrainingJob.eval_batches=1",
+)
+NAMES = ("loss", "grad_norm", "neg_log_perplexity", "target_tokens", "dropped_fraction")
+
+
+class Cluster:
+    """Starts runs; what is still running at the end of the test is killed."""
+
+    def __init__(self, folder: pathlib.Path, cache: pathlib.Path):
+        self.folder, self._cache = folder, cache
+        self.files = write_corpus(folder)
+        self._started: list[subprocess.Popen] = []
+
+    def start(self, name: str, count: int, devices: int, *bindings, options=()):
+        """`count` processes (alone where it is 1) that train in the run folder `name`."""
+        port, processes = free_port(), []
+        for index in range(count):
+            words = arguments(self.folder / name, self.files, *SMALLER, *bindings)
+            if count > 1:
+                words += [f"--coordinator=localhost:{port}", f"--num_processes={count}"]
+                words += [f"--process_id={index}", "--start_seconds=120", *options]
+            command = [sys.executable, "-c", recorded_reads.PROGRAM]
+            with (self.folder / f"{name}.{index}.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [*command, str(self.folder / f"{name}.reads"), "train", *words],
+                    env=child_environment(self._cache, devices),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            processes.append(process)
+        self._started += processes
+        return processes
+
+    def log(self, name: str, index: int = 0) -> str:
+        return (self.folder / f"{name}.{index}.log").read_text(errors="replace")
+
+    def finish(self, name: str, processes) -> None:
+        """Waits for the processes, which are to succeed."""
+        for index, process in enumerate(processes):
+            assert process.wait(280) == 0, self.log(name, index)
+
+    def wait_for_lines(self, name: str, number: int) -> None:
+        path = self.folder / name / "metrics.jsonl"
+        deadline = time.monotonic() + 240
+        while not (path.exists() and len(path.read_text().splitlines()) >= number):
+            assert time.monotonic() < deadline, self.log(name)
+            time.sleep(0.1)
+
+    def kill_all(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def cluster(tmp_path, session_cache):
+    cluster = Cluster(tmp_path, session_cache)
+    yield cluster
+    cluster.kill_all()
+
+
+def mesh(**sizes) -> list[str]:
+    return [f"MeshSpec.{axis}={size}" for axis, size in sizes.items()]
+
+
+def assert_same_run(cluster, got: str, want: str, rtol: float = 1e-5) -> None:
+    """Metrics, evaluations and parameters of two runs; each line is there once."""
+    for log in ("metrics.jsonl", "validation.jsonl"):
+        ours, theirs = (lines(cluster.folder / name / log) for name in (got, want))
+        assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+        for line, other in zip(ours, theirs, strict=True):
+            for name in set(NAMES) & other.keys():
+                assert line[name] == pytest.approx(other[name], rel=rtol), (log, name)
+    params = [tree.named_leaves(restore_params(cluster.folder / each)) for each in (got, want)]
+    for name, leaf in params[1].items():
+        np.testing.assert_allclose(params[0][name], leaf, rtol=0, atol=1e-4, err_msg=name)
+
+
+def assert_same_rows(cluster, got: str, want: str, held: dict[int, list[int]]) -> None:
+    """Byte by byte: each process read its rows of each batch of the run in one process."""
+    together = recorded_reads.read(cluster.folder / f"{got}.reads")
+    alone = recorded_reads.read(cluster.folder / f"{want}.reads")[0]
+    assert sorted(together) == sorted(held)
+    for index, batches in together.items():
+        assert len(batches) == len(alone) > 0
+        for batch, whole in zip(batches, alone, strict=True):
+            assert batch["row_B"].tolist() == held[index]
+            for name in whole.keys() - {"row_B"}:
+                expected = whole[name][held[index]]
+                assert batch[name].dtype == expected.dtype
+                assert batch[name].tobytes() == expected.tobytes(), (index, name)
+
+
+def test_two_processes_train_as_one(cluster):
+    """Experts over both machines, `data` inside each: rows of a process have gaps."""
+    sizes = mesh(data=2, node=2) + ["TRAIN_STEPS=2", "LOG_EVERY=1"]
+    together = cluster.start("together", 2, 2, *sizes)
+    alone = cluster.start("alone", 1, 4, *sizes)
+    cluster.finish("together", together)
+    cluster.finish("alone", alone)
+    assert_same_run(cluster, "together", "alone")
+    held = {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
+    assert_same_rows(cluster, "together", "alone", held)
+    # Process 0 alone speaks and writes; both wrote their part of the checkpoint.
+    assert "Training finished" in cluster.log("together", 0)
+    assert "step" not in cluster.log("together", 1)
+    checkpoint = RunFolder(cluster.folder / "together").checkpoints / "2"
+    states = sorted(path.name for path in (checkpoint / "data").glob("process_*"))
+    assert states == ["process_0_of_2.json", "process_1_of_2.json"]
+    rows = [
+        json.loads((checkpoint / "data" / name).read_text())["json"]["rows"] for name in states
+    ]
+    assert dict(enumerate(rows)) == held
+    parts = {path.name for path in (checkpoint / "params").glob("ocdbt.process_*")}
+    assert parts == {"ocdbt.process_0", "ocdbt.process_1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [
+        (dict(data=2, node=2, expert=2), {i: [2 * i, 2 * i + 1] for i in range(4)}),
+        # Two machines share the rows of a part of the batch, and split its experts' matrices.
+        (
+            dict(data=2, model=4),
+            {i: [4 * (i // 2) + row for row in range(4)] for i in range(4)},
+        ),
+    ],
+)
+def test_four_processes_train_as_one(cluster, sizes, held):
+    more = [*mesh(**sizes), "TRAIN_STEPS=2", "LOG_EVERY=1", "ModelConfig.num_heads=4"]
+    cluster.finish("alone", cluster.start("alone", 1, 8, *more))
+    cluster.finish("together", cluster.start("together", 4, 2, *more))
+    assert_same_run(cluster, "together", "alone")
+    assert_same_rows(cluster, "together", "alone", held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_run_and_the_restart_resumes(cluster, victim):
+    steps = ["TRAIN_STEPS=8", "LOG_EVERY=1", "CHECKPOINT_EVERY=3"]
+    cluster.finish("alone", cluster.start("alone", 1, 4, *steps))
+    endless = ["TRAIN_STEPS=100000", *steps[1:]]
+    processes = cluster.start("together", 2, 2, *endless, options=["--silence_seconds=20"])
+    cluster.wait_for_lines("together", 4)
+    processes[victim].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    assert processes[1 - victim].wait(60) not in (0, None)
+    assert time.monotonic() - began < 20  # at once, on a quiet machine
+    log = cluster.log("together", 1 - victim)
+    assert f"process {victim} (" in log and ") is lost: " in log
+    assert "start all processes again to go on from the last checkpoint" in log
+    assert log.rstrip().count("Traceback") == 0
+    # It may have gone past step 8 by then: what came after step 3 is taken back.
+    for path in (cluster.folder / "together" / "checkpoints").iterdir():
+        if path.name != "3":
+            path.rename(cluster.folder / path.name)
+    cluster.finish("together", cluster.start("together", 2, 2, *steps))
+    assert "resumed from step 3" in cluster.log("together")
+    assert_same_run(cluster, "together", "alone", rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_frozen_process_is_lost_after_the_silence(cluster):
+    processes = cluster.start(
+        "together", 2, 2, "TRAIN_STEPS=100000", options=["--silence_seconds=5"]
+    )
+    cluster.wait_for_lines("together", 1)
+    processes[1].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert processes[0].wait(90) == 1
+    assert time.monotonic() - began < 60
+    assert ") is lost: silent for " in cluster.log("together", 0)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_saves_and_ends_all(cluster):
+    processes = cluster.start("together", 2, 2, "TRAIN_STEPS=100000", "LOG_EVERY=1")
+    cluster.wait_for_lines("together", 2)
+    processes[1].send_signal(signal.SIGTERM)
+    cluster.finish("together", processes)
+    assert "Training stopped by a signal; the state is saved at step" in cluster.log("together")
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on(cluster):
+    """Two processes begin, one goes on, with the data where they left off."""
+    first, steps = ["TRAIN_STEPS=2", "LOG_EVERY=1"], ["TRAIN_STEPS=4", "LOG_EVERY=1"]
+    more = ["EVAL_EVERY=2", "CHECKPOINT_EVERY=2"]
+    cluster.finish("alone", cluster.start("alone", 1, 4, *steps, *more))
+    cluster.finish("changing", cluster.start("changing", 2, 2, *first, *more))
+    cluster.finish("changing", cluster.start("changing", 1, 4, *steps, *more))
+    assert_same_run(cluster, "changing", "alone", rtol=1e-4)
+
+
+def test_differing_commands_are_refused_by_name(cluster):
+    port, processes = free_port(), []
+    for index in range(2):
+        words = arguments(cluster.folder / "run", cluster.files, f"BATCH_SIZE={8 + 8 * index}")
+        words += [
+            f"--coordinator=localhost:{port}",
+            "--num_processes=2",
+            f"--process_id={index}",
+        ]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "switchx", "train", *words],
+                env=child_environment(cluster.folder / "cache", 2),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    for process in processes:
+        _, error = process.communicate(timeout=200)
+        assert process.returncode == 2
+        assert "process 1 (" in error and "batch_size: 16, not 8" in error
+    assert not (cluster.folder / "run").exists()
