@@ -98,11 +98,20 @@ def cross_entropy(logits_BLV, targets_BL, weights_BL, config: LossConfig) -> Tok
     )
 
 
-def auxiliary_loss(stats: RoutingStats | None, config: LossConfig):
-    """Weighted balance and z-losses over the sparse layers; 0 for a dense model."""
+def auxiliary_loss(
+    stats: RoutingStats | None, config: LossConfig, *, num_layers: int | None = None
+):
+    """Weighted balance and z-losses over the sparse layers; 0 for a dense model.
+
+    Args:
+        num_layers: sparse layers of the whole model, where `stats` are of a part of them:
+            the parts' losses then add up to the whole's. None where they are of all.
+    """
     if stats is None:
         return jnp.zeros((), jnp.float32)
-    reduce = jnp.mean if config.layer_reduction == "mean" else jnp.sum
-    return config.balance_weight * reduce(stats.balance_loss) + (
-        config.router_z_weight * reduce(stats.router_z_loss)
+    count = 1
+    if config.layer_reduction == "mean":
+        count = stats.balance_loss.shape[0] if num_layers is None else num_layers
+    return config.balance_weight * (jnp.sum(stats.balance_loss) / count) + (
+        config.router_z_weight * (jnp.sum(stats.router_z_loss) / count)
     )
