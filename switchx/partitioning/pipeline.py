@@ -126,7 +126,7 @@ def run_pipeline(
         in_specs=(split, split, whole, whole, whole),
         out_specs=PipelineResult(split, whole, second, whole),
         axis_names={AXIS},
-        check_vma=True,
+        check_vma=False,
     )
     stages = jnp.arange(schedule.num_stages)
     result = sharded(stages, tuple(blocks), shared, inputs, jnp.asarray(scale, jnp.float32))
@@ -139,28 +139,15 @@ def run_pipeline(
 def run_if(condition, function, otherwise, *args):
     """`function(*args)`, or `otherwise` where `condition`, the same on all devices, is false.
 
-    What comes out is typed as different in every stage. `otherwise` is passed in and not made
-    there: XLA wants the branches' results to be split alike.
+    `otherwise` is passed in and not made in a branch: XLA wants results of both split alike.
     """
     return jax.lax.cond(
         condition,
-        lambda otherwise, *args: vary(function(*args)),
+        lambda otherwise, *args: function(*args),
         lambda otherwise, *args: otherwise,
-        vary(otherwise),
+        otherwise,
         *args,
     )
-
-
-def vary(arrays):
-    """Arrays typed as different in every stage."""
-
-    def cast(x):
-        try:
-            return jax.lax.pcast(x, AXIS, to="varying")
-        except ValueError:
-            return x  # It is typed so already: how to ask is another in every JAX.
-
-    return jax.tree.map(cast, arrays)
 
 
 def _where(condition, new, old):
@@ -193,8 +180,6 @@ class _Body:
     def __call__(self, stage_P, blocks, shared, inputs, scale) -> PipelineResult:
         schedule = self.schedule
         blocks = jax.tree.map(self._into_chunks, blocks)
-        # Typed as different: else every microbatch's gradient would be summed over stages.
-        shared, scale = vary((shared, scale))
         rows = {
             name: _rows(schedule, ops)
             for name, ops in (("forward", schedule.forward), ("backward", schedule.backward))
@@ -231,7 +216,7 @@ class _Body:
                 jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), message)
             )
 
-        messages = vary(tuple(zeros(lane.message) for lane in self.lanes))
+        messages = tuple(zeros(lane.message) for lane in self.lanes)
         slots = tuple(
             zeros(lane.message, num_slots)
             for lane, num_slots in zip(self.lanes, self.schedule.num_slots, strict=True)
@@ -249,7 +234,7 @@ class _Body:
             )
             totals.append(result.total)
         total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), totals[0])
-        return vary(_Carry(messages, messages, slots, zero[0], tuple(measured), zero[1], total))
+        return _Carry(messages, messages, slots, zero[0], tuple(measured), zero[1], total)
 
     def _ops(self, row: dict, stage) -> list[Op]:
         """This stage's ops of a tick, lane by lane."""
@@ -260,7 +245,7 @@ class _Body:
         """What has arrived for each lane: at its first chunk, from the lane before."""
         received = list(activations)
         for s in range(1, len(self.lanes)):
-            linked = vary(self.link(activations[s - 1]))
+            linked = self.link(activations[s - 1])
             received[s] = _where(ops[s].is_first, linked, activations[s])
         return tuple(received)
 
@@ -299,7 +284,7 @@ class _Body:
                     added[i] = jax.tree.map(
                         lambda old, x: old + jnp.where(op.is_active, x, 0), state[i], new
                     )
-                return vary((tuple(added), d_kept))
+                return tuple(added), d_kept
 
             def skip(state, d_message):
                 return state, d_message
@@ -320,7 +305,7 @@ class _Body:
         if s + 1 == len(self.lanes):
             behind = jax.tree.map(jnp.zeros_like, gradients[s])
         else:
-            _, transpose = jax.vjp(lambda x: vary(self.link(x)), gradients[s])
+            _, transpose = jax.vjp(self.link, gradients[s])
             (behind,) = transpose(gradients[s + 1])
         return _where(op.is_last, behind, gradients[s])
 
@@ -420,7 +405,7 @@ def _differentiate(lane: Lane, blocks, shared, inputs, message, op: Op, d_messag
     """Gradients by (blocks, shared, message) of the rest of the pipeline, and the `Objective`."""
 
     def objective(blocks, shared, message):
-        result = vary(lane.objective(blocks, shared, inputs, message, op))
+        result = lane.objective(blocks, shared, inputs, message, op)
         return (result.message, result.value), result
 
     (_, value), transpose, result = jax.vjp(objective, blocks, shared, message, has_aux=True)

@@ -77,7 +77,10 @@ def cross_entropy(logits_BLV, targets_BL, weights_BL, config: LossConfig) -> Tok
     max_BL = jax.lax.stop_gradient(jnp.max(logits_BLV, axis=-1))
     shifted_BLV = logits_BLV - max_BL[..., None]
     log_z_BL = jnp.log(jnp.sum(jnp.exp(shifted_BLV), axis=-1))
-    target_BL = jnp.take_along_axis(shifted_BLV, targets_BL[..., None], axis=-1)[..., 0]
+    # Not a gather: of logits that are split over V it aborts XLA's partitioner in a pipeline.
+    token_BLV = jax.lax.broadcasted_iota(targets_BL.dtype, shifted_BLV.shape, 2)
+    is_target_BLV = token_BLV == targets_BL[..., None]
+    target_BL = jnp.sum(jnp.where(is_target_BLV, shifted_BLV, 0), axis=-1)
     nll_BL = log_z_BL - target_BL
     loss_BL = nll_BL + config.z_loss * (log_z_BL + max_BL) ** 2
     smoothing = config.label_smoothing
