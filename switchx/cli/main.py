@@ -19,6 +19,7 @@ from switchx.cli import (
     report,
     score,
     serve,
+    show,
     train,
     tune,
     vocab,
@@ -97,7 +98,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        bench, tune, check,
+        bench, tune, check, show,
     ):  # fmt: skip
         module.add_command(commands)
     return parser
