@@ -5,6 +5,8 @@ As in Narayanan et al. 2021 (arXiv:2104.04473), Figures 3 and 4. Forward is ligh
 dark; later chunks of an interleaved schedule are hatched. Dims: T P S
 """
 
+import textwrap
+
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
@@ -44,7 +46,7 @@ def schedule_figure(schedule: Schedule, title: str) -> Figure:
         axis.set_yticks(range(schedule.num_stages), labels=range(schedule.num_stages))
         axis.set_ylabel("stage")
         axis.set_xlabel("time, in forward passes of one stage's blocks of a stack")
-        axis.set_title(title, loc="left")
+        axis.set_title(textwrap.fill(title, int(16 * size[0])), loc="left")
     return figure
 
 

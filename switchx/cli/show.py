@@ -126,5 +126,7 @@ def _draw(schedule, title: str, output: str) -> None:
             f"--output={output!r}: a picture ends in {', '.join(FORMATS)}; give one of these"
         )
     if not path.parent.is_dir():
-        raise ValueError(f"--output={output!r}: there is no folder {path.parent}; make it first")
+        raise ValueError(
+            f"--output={output!r}: there is no folder {path.parent}; make it first"
+        )
     schedule_figure(schedule, title).savefig(path, dpi=150)

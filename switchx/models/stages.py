@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from switchx import tree
 from switchx.layers.dropout import split_key
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
 from switchx.partitioning.constrain import constrain_named
-from switchx.partitioning.pipeline import Op, run_if
+from switchx.partitioning.pipeline import Op
 
 BLOCKS = "blocks"
 

@@ -68,7 +68,9 @@ class Objective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """How a chunk of a stack's blocks computes; both take (blocks, shared, inputs, message, op).
+    """How a chunk of a stack's blocks computes.
+
+    Both functions take (blocks, shared, inputs, message, op).
 
     Attributes:
         forward: the message for the next chunk.
@@ -222,13 +224,12 @@ class _Body:
             for lane, num_slots in zip(self.lanes, self.schedule.num_slots, strict=True)
         )
         zero = jax.tree.map(jnp.zeros_like, (blocks, shared))
-        measured, totals = [], []
+        v, measured, totals = self.schedule.num_chunks, [], []
         for lane, lane_blocks, message in zip(self.lanes, blocks, messages, strict=True):
             op = self._ops(_rows(self.schedule, self.schedule.forward, tick=0), 0)[0]
             result = jax.eval_shape(
                 lane.objective, _chunk(lane_blocks, 0), shared, inputs, message, op
             )
-            v = self.schedule.num_chunks
             measured.append(
                 jax.tree.map(lambda x: jnp.zeros((v, *x.shape), x.dtype), result.measured)
             )
@@ -274,7 +275,14 @@ class _Body:
                     carry.slots[s],
                 )
                 gradients, result = _differentiate(
-                    lane, _chunk(blocks[s], op.chunk), shared, inputs, kept, op, d_message, scale
+                    lane,
+                    _chunk(blocks[s], op.chunk),
+                    shared,
+                    inputs,
+                    kept,
+                    op,
+                    d_message,
+                    scale,
                 )
                 d_blocks, d_shared, d_kept = gradients
                 added = list(state)
@@ -310,7 +318,7 @@ class _Body:
         return _where(op.is_last, behind, gradients[s])
 
     def _into_chunks(self, x):
-        """`[N / P, ...]` -> `[v, n, ...]`: stage p gets the chunks p, P + p, ... of the stack."""
+        """`[N / P, ...]` -> `[v, n, ...]`: stage p gets the chunks p, P + p, ... of a stack."""
         v = self.schedule.num_chunks
         return _move(x.reshape(v, -1, *x.shape[1:]), self.schedule, is_back=False)
 
@@ -365,9 +373,9 @@ def _rows(schedule: Schedule, ops: Ops, tick: int | None = None) -> dict[str, np
 def _chunk(blocks, chunk):
     """One chunk of `[v, n, ...]`."""
     return jax.tree.map(
-        lambda x: x[0]
-        if x.shape[0] == 1
-        else jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False),
+        lambda x: (
+            x[0] if x.shape[0] == 1 else jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False)
+        ),
         blocks,
     )
 
@@ -402,7 +410,7 @@ def _replaced(items: tuple, index: int, item) -> tuple:
 
 
 def _differentiate(lane: Lane, blocks, shared, inputs, message, op: Op, d_message, scale):
-    """Gradients by (blocks, shared, message) of the rest of the pipeline, and the `Objective`."""
+    """Gradients by (blocks, shared, message) of all that follows, and the `Objective`."""
 
     def objective(blocks, shared, message):
         result = lane.objective(blocks, shared, inputs, message, op)

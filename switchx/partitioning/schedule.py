@@ -165,7 +165,9 @@ class Schedule:
         A tick takes what any stage does in it: `forward` or `backward` of a lane's share of a
         microbatch, divided by the chunks, each once.
         """
-        ticks = [np.any(ops.is_active_TPS, axis=1).sum() for ops in (self.forward, self.backward)]
+        ticks = [
+            np.any(ops.is_active_TPS, axis=1).sum() for ops in (self.forward, self.backward)
+        ]
         return float(forward * ticks[0] + backward * ticks[1]) / self.num_chunks
 
     def bubble(self, forward: float = FORWARD_WORK, backward: float = BACKWARD_WORK) -> float:
@@ -287,7 +289,9 @@ def check_schedule(schedule: Schedule) -> None:
                 check = _check_forward if direction == 0 else _check_backward
                 wrong = check(schedule, op, (stage, lane, slot), kept, arrived[direction], ran)
                 if wrong:
-                    raise ValueError(f"schedule, tick {tick}, stage {stage}, lane {lane}: {wrong}")
+                    raise ValueError(
+                        f"schedule, tick {tick}, stage {stage}, lane {lane}: {wrong}"
+                    )
                 ran[direction].add(op)
                 after = op[0] + (1 if direction == 0 else -1)
                 if 0 <= after < schedule.num_places:
@@ -330,7 +334,9 @@ def _check_backward(schedule, op, slot, kept, arrived, ran) -> str | None:
     return None
 
 
-def chunk_moves(num_stages: int, num_chunks: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def chunk_moves(
+    num_stages: int, num_chunks: int
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """How chunks get from the order of the blocks to the stages that run them.
 
     Stored in the order of the blocks, stage p has the chunks p v .. p v + v - 1 of its stack;

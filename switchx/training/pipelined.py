@@ -97,9 +97,7 @@ def pipelined_gradients(
 
 def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, stack, message):
     """A stack's chunks with their part of the loss."""
-    num_runs = jax.tree.leaves(stack)[0].shape[0] // (
-        schedule.num_stages * schedule.num_chunks
-    )
+    num_runs = jax.tree.leaves(stack)[0].shape[0] // (schedule.num_stages * schedule.num_chunks)
     chunk = Chunk(config, name, num_runs)
     share = 1.0 / schedule.num_microbatches
 
@@ -120,7 +118,10 @@ def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, 
                 batch, key = _microbatch(inputs, op)
                 logits_BLV = chunk.logits(shared, x_BLD, key=key)
                 sums = cross_entropy(
-                    logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
+                    logits_BLV,
+                    batch["decoder_target_tokens"],
+                    batch["decoder_loss_weights"],
+                    loss,
                 )
                 return jax.tree.map(lambda x: jnp.where(op.is_last, x, 0), sums)
 

@@ -95,8 +95,8 @@ class TrainingProgram:
         for table in ("params", "expert_params"):
             if job.mesh.rules.axes("N", self.mesh, table=table) != (AXIS,):
                 raise ValueError(
-                    f"mesh axis {AXIS!r} of size {num_stages}, but Rules.{table} does not split "
-                    f'the stacked blocks over it; add ("N", ("{AXIS}",)) to it'
+                    f"mesh axis {AXIS!r} of size {num_stages}, but Rules.{table} does not "
+                    f'split the stacked blocks over it; add ("N", ("{AXIS}",)) to it'
                 )
         return build_schedule(job.model, job.pipeline, num_stages, job.step.num_microbatches)
 
