@@ -73,11 +73,13 @@ class Cell:
 
 
 def meshes(rules: Rules) -> Iterator[MeshSpec]:
-    """Every way to write eight devices as a product of the five axes."""
+    """Every way to write eight devices as a product of the five axes of a layer."""
     powers = range(NUM_DEVICES.bit_length())
-    for exponents in itertools.product(powers, repeat=len(AXES)):
+    # Stages of a pipeline are between layers: what a layer computes is the same in each.
+    axes = [axis for axis in AXES if axis != "pipe"]
+    for exponents in itertools.product(powers, repeat=len(axes)):
         if 2 ** sum(exponents) == NUM_DEVICES:
-            sizes = {axis: 2**n for axis, n in zip(AXES, exponents, strict=True)}
+            sizes = {axis: 2**n for axis, n in zip(axes, exponents, strict=True)}
             yield MeshSpec(**sizes, rules=rules)
 
 

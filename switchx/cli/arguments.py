@@ -8,7 +8,7 @@ import re
 from switchx.cli.close_match import close_match, did_you_mean
 
 GIN_PREFIX = "--gin."
-# Those of a MeshSpec, whose module imports JAX.
+# Those of a MeshSpec, whose module imports JAX; not `pipe`, which is for training.
 MESH_AXES = ("data", "fsdp", "node", "expert", "model")
 
 

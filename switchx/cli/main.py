@@ -20,6 +20,7 @@ from switchx.cli import (
     report,
     score,
     serve,
+    show,
     train,
     tune,
     vocab,
@@ -90,7 +91,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        checkpoint, bench, tune, check,
+        checkpoint, bench, tune, check, show,
     ):  # fmt: skip
         module.add_command(commands)
     return parser

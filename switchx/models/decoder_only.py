@@ -35,15 +35,20 @@ class DecoderOnly(nnx.Module):
             batch: T5X's feature names, as `data/features.py` makes them; where
                 `decoder_prefix_mask` is 1, attention is bidirectional.
         """
+        x_BLD = self.embedding.embed(batch["decoder_input_tokens"], batch["decoder_positions"])
+        y_BLD, stats = self.decoder(
+            x_BLD, self.decoder_inputs(batch), is_training=is_training, key=key
+        )
+        return self.embedding.logits(y_BLD), stats
+
+    def decoder_inputs(self, batch: dict) -> BlockInputs:
+        """What every block reads of a batch."""
         segment_BL = batch["decoder_segment_ids"]
         length, position_BL = segment_BL.shape[1], batch["decoder_positions"]
-        inputs = BlockInputs(
+        return BlockInputs(
             is_token_BL=segment_BL > 0,
             mask_BLM=causal_mask(segment_BL, batch["decoder_prefix_mask"]),
             bias_HLM=self.decoder.position_bias(length, length),
             row_bias_BHLM=self.decoder.row_bias(position_BL, position_BL),
             token_BL=batch["decoder_input_tokens"],
         )
-        x_BLD = self.embedding.embed(batch["decoder_input_tokens"], position_BL)
-        y_BLD, stats = self.decoder(x_BLD, inputs, is_training=is_training, key=key)
-        return self.embedding.logits(y_BLD), stats

@@ -39,14 +39,7 @@ class EncoderDecoder(nnx.Module):
 
     def encode(self, tokens_BL, segment_BL, positions_BL, *, is_training=False, key=None):
         """The encoder's output `[B, L, D]` and its routing statistics."""
-        length = tokens_BL.shape[1]
-        inputs = BlockInputs(
-            is_token_BL=segment_BL > 0,
-            mask_BLM=segment_mask(segment_BL, segment_BL),
-            bias_HLM=self.encoder.position_bias(length, length),
-            row_bias_BHLM=self.encoder.row_bias(positions_BL, positions_BL),
-            token_BL=tokens_BL,
-        )
+        inputs = self.encoder_inputs(tokens_BL, segment_BL, positions_BL)
         x_BLD = self.embedding.embed(tokens_BL, positions_BL)
         return self.encoder(x_BLD, inputs, is_training=is_training, key=key)
 
@@ -62,8 +55,30 @@ class EncoderDecoder(nnx.Module):
         key=None,
     ):
         """Logits `[B, L, V]` of every decoder position, and the routing statistics."""
+        inputs = self.decoder_inputs(
+            tokens_BL, segment_BL, positions_BL, memory_BMD, memory_segment_BM
+        )
+        x_BLD = self.embedding.embed(tokens_BL, positions_BL)
+        y_BLD, stats = self.decoder(x_BLD, inputs, is_training=is_training, key=key)
+        return self.embedding.logits(y_BLD), stats
+
+    def encoder_inputs(self, tokens_BL, segment_BL, positions_BL) -> BlockInputs:
+        """What every encoder block reads."""
         length = tokens_BL.shape[1]
-        inputs = BlockInputs(
+        return BlockInputs(
+            is_token_BL=segment_BL > 0,
+            mask_BLM=segment_mask(segment_BL, segment_BL),
+            bias_HLM=self.encoder.position_bias(length, length),
+            row_bias_BHLM=self.encoder.row_bias(positions_BL, positions_BL),
+            token_BL=tokens_BL,
+        )
+
+    def decoder_inputs(
+        self, tokens_BL, segment_BL, positions_BL, memory_BMD, memory_segment_BM
+    ) -> BlockInputs:
+        """What every decoder block reads."""
+        length = tokens_BL.shape[1]
+        return BlockInputs(
             is_token_BL=segment_BL > 0,
             mask_BLM=causal_mask(segment_BL),
             bias_HLM=self.decoder.position_bias(length, length),
@@ -72,9 +87,6 @@ class EncoderDecoder(nnx.Module):
             memory_mask_BLM=segment_mask(segment_BL, memory_segment_BM),
             token_BL=tokens_BL,
         )
-        x_BLD = self.embedding.embed(tokens_BL, positions_BL)
-        y_BLD, stats = self.decoder(x_BLD, inputs, is_training=is_training, key=key)
-        return self.embedding.logits(y_BLD), stats
 
     def __call__(self, batch: dict, *, is_training: bool, key=None):
         """Logits `[B, L, V]` and statistics of all Switch layers, the encoder's first.

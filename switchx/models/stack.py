@@ -91,20 +91,44 @@ class Stack(nnx.Module):
 
     def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):
         """The normed output `[B, L, D]` and the routing statistics `[num_sparse, ...]`."""
-        key_in, key_blocks, key_out = split_key(key, 3)
-        rate, remat = self.config.dropout_rate, self.config.remat
-        x_BLD = dropout(x_BLD, rate, key=key_in, shared_dims=(1,))
-        if self.config.scan_layers:
+        x_BLD = self.enter(x_BLD, key=key)
+        x_BLD, stats = self.run(x_BLD, inputs, is_training=is_training, key=key)
+        return self.leave(x_BLD, key=key), stats
 
-            def body(x_BLD, layer):
-                blocks, key = layer
-                return blocks(x_BLD, inputs, is_training=is_training, remat=remat, key=key)
+    def enter(self, x_BLD, *, key=None):
+        """What the first block reads, from the embedded tokens."""
+        key_in, _, _ = split_key(key, 3)
+        return dropout(x_BLD, self.config.dropout_rate, key=key_in, shared_dims=(1,))
 
-            keys = None if key is None else jax.random.split(key_blocks, self.repeats)
-            x_BLD, stats = jax.lax.scan(body, x_BLD, (self.blocks, keys))
-            stats = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats)
-        else:
-            x_BLD, stats = self.blocks(
+    def run(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None, first_run=0):
+        """The blocks that this stack holds: their output and routing statistics.
+
+        Args:
+            key: of the whole stack, as in all of these.
+            first_run: a stage of a pipeline holds some runs of a scanned stack; the number of
+                the first of them, which may be traced.
+        """
+        _, key_blocks, _ = split_key(key, 3)
+        remat = self.config.remat
+        if not self.config.scan_layers:
+            return self.blocks(
                 x_BLD, inputs, is_training=is_training, remat=remat, key=key_blocks
             )
-        return dropout(self.norm(x_BLD), rate, key=key_out, shared_dims=(1,)), stats
+
+        def body(x_BLD, layer):
+            blocks, key = layer
+            return blocks(x_BLD, inputs, is_training=is_training, remat=remat, key=key)
+
+        keys = None
+        if key is not None:
+            num_runs = jax.tree.leaves(nnx.state(self.blocks))[0].shape[0]
+            keys = jax.random.split(key_blocks, self.repeats)
+            keys = jax.lax.dynamic_slice_in_dim(keys, first_run, num_runs)
+        x_BLD, stats = jax.lax.scan(body, x_BLD, (self.blocks, keys))
+        return x_BLD, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats)
+
+    def leave(self, x_BLD, *, key=None):
+        """The stack's output, from that of the last block."""
+        _, _, key_out = split_key(key, 3)
+        rate = self.config.dropout_rate
+        return dropout(self.norm(x_BLD), rate, key=key_out, shared_dims=(1,))

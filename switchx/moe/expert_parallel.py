@@ -67,7 +67,12 @@ def run_on_devices(
 
     specs = expert_specs(rules, mesh, experts)
     sharded = jax.shard_map(
-        body, in_specs=(tokens, groups, specs), out_specs=tokens, check_vma=True
+        body,
+        in_specs=(tokens, groups, specs),
+        out_specs=tokens,
+        # All but those that a pipeline around this has made manual already.
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=True,
     )
     return sharded(x_GTD, plan, experts)
 

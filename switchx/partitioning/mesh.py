@@ -2,7 +2,8 @@
 """The device mesh: how many devices along each parallelism axis.
 
 Fedus et al. 2021 (arXiv:2101.03961), section 5, Figure 9; `node` as in Shen et al. 2022
-(SE-MoE, arXiv:2205.10034), section 4.2.
+(SE-MoE, arXiv:2205.10034), section 4.2; `pipe` as in Chen et al. 2023 (Pipeline MoE,
+arXiv:2304.11414), section 3.3.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from switchx.partitioning.device_order import arranged
 from switchx.partitioning.rules import MeshAxes, Rules
 
 # Outermost first: devices next to each other share the last axes.
-AXES = ("data", "fsdp", "node", "expert", "model")
+AXES = ("pipe", "data", "fsdp", "node", "expert", "model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,8 @@ class MeshSpec:
             all-to-all is to cross them once (`hierarchical`).
         expert: parts that the experts are split over; they split the batch too.
         model: parts of heads, F and vocabulary; they share the batch.
+        pipe: stages, each with its own part of every stack's blocks; microbatches go from
+            one to the next (`partitioning/schedule.py`). They share the batch.
     """
 
     data: int | None = None
@@ -40,6 +43,7 @@ class MeshSpec:
     node: int = 1
     expert: int = 1
     model: int = 1
+    pipe: int = 1
     rules: Rules = Rules()
 
     def __post_init__(self):

@@ -22,7 +22,7 @@ class Rules:
     Axes that the mesh does not have are left out. The default is Switch Transformers'
     (section 5): experts on the devices that have different tokens, F, heads and vocabulary
     over `model`. Pipeline MoE (section 3.3) has whole experts on `model` instead:
-    `expert_params=(("E", ("model",)), ("D", ("fsdp",)))`.
+    `expert_params=(("N", ("pipe",)), ("E", ("model",)), ("D", ("fsdp",)))`.
 
     Attributes:
         activations: arrays of tokens.
@@ -42,12 +42,14 @@ class Rules:
         ("F", ("model",)),
     )
     params: tuple[tuple[str, MeshAxes], ...] = (
+        ("N", ("pipe",)),
         ("D", ("fsdp",)),
         ("F", ("model",)),
         ("H", ("model",)),
         ("V", ("model",)),
     )
     expert_params: tuple[tuple[str, MeshAxes], ...] = (
+        ("N", ("pipe",)),
         ("E", ("node", "expert")),
         ("D", ("fsdp",)),
         ("F", ("model",)),

@@ -14,6 +14,7 @@ from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.training.losses import LossConfig
 from switchx.training.optimizers import Optimizer
 from switchx.training.retention import Retention
@@ -40,6 +41,8 @@ class TrainingJob:
         retention: checkpoints that stay: the newest ones, and the best by validation.
         max_skipped_in_a_row: non-finite steps in a row after which training stops.
         init_from: run folder whose parameters training starts from (fine-tuning).
+        pipeline: in what order the microbatches of `step` go through the stages, where the
+            mesh has an axis `pipe`.
         data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
     """
 
@@ -64,6 +67,7 @@ class TrainingJob:
     data_dir: str | None = None
     mesh: MeshSpec = MeshSpec()
     step: StepConfig = StepConfig()
+    pipeline: ScheduleSpec = ScheduleSpec()
     prefetch: Prefetch = Prefetch()
 
     def __post_init__(self):

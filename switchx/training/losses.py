@@ -77,7 +77,10 @@ def cross_entropy(logits_BLV, targets_BL, weights_BL, config: LossConfig) -> Tok
     max_BL = jax.lax.stop_gradient(jnp.max(logits_BLV, axis=-1))
     shifted_BLV = logits_BLV - max_BL[..., None]
     log_z_BL = jnp.log(jnp.sum(jnp.exp(shifted_BLV), axis=-1))
-    target_BL = jnp.take_along_axis(shifted_BLV, targets_BL[..., None], axis=-1)[..., 0]
+    # Not a gather: of logits that are split over V it aborts XLA's partitioner in a pipeline.
+    token_BLV = jax.lax.broadcasted_iota(targets_BL.dtype, shifted_BLV.shape, 2)
+    is_target_BLV = token_BLV == targets_BL[..., None]
+    target_BL = jnp.sum(jnp.where(is_target_BLV, shifted_BLV, 0), axis=-1)
     nll_BL = log_z_BL - target_BL
     loss_BL = nll_BL + config.z_loss * (log_z_BL + max_BL) ** 2
     smoothing = config.label_smoothing
@@ -98,11 +101,20 @@ def cross_entropy(logits_BLV, targets_BL, weights_BL, config: LossConfig) -> Tok
     )
 
 
-def auxiliary_loss(stats: RoutingStats | None, config: LossConfig):
-    """Weighted balance and z-losses over the sparse layers; 0 for a dense model."""
+def auxiliary_loss(
+    stats: RoutingStats | None, config: LossConfig, *, num_layers: int | None = None
+):
+    """Weighted balance and z-losses over the sparse layers; 0 for a dense model.
+
+    Args:
+        num_layers: sparse layers of the whole model, where `stats` are of a part of them:
+            the parts' losses then add up to the whole's. None where they are of all.
+    """
     if stats is None:
         return jnp.zeros((), jnp.float32)
-    reduce = jnp.mean if config.layer_reduction == "mean" else jnp.sum
-    return config.balance_weight * reduce(stats.balance_loss) + (
-        config.router_z_weight * reduce(stats.router_z_loss)
+    count = 1
+    if config.layer_reduction == "mean":
+        count = stats.balance_loss.shape[0] if num_layers is None else num_layers
+    return config.balance_weight * (jnp.sum(stats.balance_loss) / count) + (
+        config.router_z_weight * (jnp.sum(stats.router_z_loss) / count)
     )

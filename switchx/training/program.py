@@ -12,9 +12,12 @@ from switchx.data.batches import Shard
 from switchx.data.features import Batch
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import batch_axes, batch_parts
+from switchx.partitioning.pipeline import AXIS
 from switchx.partitioning.rules import Rules, param_sharding
+from switchx.partitioning.schedule import Schedule
 from switchx.training.evaluate import eval_step
 from switchx.training.job import TrainingJob
+from switchx.training.pipelined import build_schedule
 from switchx.training.state import TrainState, init_state
 from switchx.training.step import train_step
 
@@ -56,6 +59,7 @@ class TrainingProgram:
                 f"not divisible by the {parts} devices that the mesh splits rows over; use a "
                 f"multiple of {parts * job.step.num_microbatches}, or a smaller mesh"
             )
+        self.pipeline = self._pipeline()
         self.optimizer = job.optimizer.build(job.schedule)
         self.abstract_state = jax.eval_shape(self._init)
         self.shardings = state_shardings(job.mesh.rules, self.mesh, self.abstract_state)
@@ -68,7 +72,9 @@ class TrainingProgram:
             pays = is_one_cpu and step.num_microbatches == 1
             step = dataclasses.replace(step, factor_expert_gradients=pays)
         self.train_step = jax.jit(
-            functools.partial(train_step, job.model, job.loss, step, self.optimizer),
+            functools.partial(
+                train_step, job.model, job.loss, step, self.optimizer, pipeline=self.pipeline
+            ),
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, NamedSharding(self.mesh, PartitionSpec())),
             donate_argnums=0,
@@ -89,6 +95,23 @@ class TrainingProgram:
         parts = batch_parts(self.mesh, self.job.mesh.rules)
         held = self.batch_sharding.addressable_devices_indices_map((parts,)).values()
         return Shard(tuple(sorted({index[0].indices(parts)[0] for index in held})), parts)
+
+    def _pipeline(self) -> Schedule | None:
+        """The schedule of the stages, or None where the mesh has one.
+
+        Raises:
+            ValueError: blocks or microbatches do not divide, or the rules do not split blocks.
+        """
+        job, num_stages = self.job, self.mesh.shape[AXIS]
+        if num_stages == 1:
+            return None
+        for table in ("params", "expert_params"):
+            if job.mesh.rules.axes("N", self.mesh, table=table) != (AXIS,):
+                raise ValueError(
+                    f"mesh axis {AXIS!r} of size {num_stages}, but Rules.{table} does not "
+                    f'split the stacked blocks over it; add ("N", ("{AXIS}",)) to it'
+                )
+        return build_schedule(job.model, job.pipeline, num_stages, job.step.num_microbatches)
 
     def scope(self):
         """The context in which the steps are to be called: the mesh and its rules."""

@@ -5,6 +5,7 @@ Dims: B L V N
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ import optax
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
+from switchx.partitioning.schedule import Schedule
 from switchx.training.expert_taps import factored_gradients, tap_expert_weights
 from switchx.training.gradient_norm import clip_scale, global_norm
 from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
 from switchx.training.optimizers import apply_updates
+from switchx.training.pipelined import pipelined_gradients
 from switchx.training.router_bias import with_balanced_biases
 from switchx.training.state import TrainState
 
@@ -161,21 +164,25 @@ def train_step(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: dict,
+    *,
+    pipeline: Schedule | None = None,
 ) -> tuple[TrainState, StepMetrics]:
     """The state after one batch, and what was measured on the way.
 
     A step whose loss or global gradient norm is not finite changes neither parameters nor
     optimizer state; it is counted in the state and flagged in the metrics.
+
+    Args:
+        pipeline: by which the microbatches go through the stages of a pipeline; None where
+            the mesh has none.
     """
     is_half = config.precision.compute == "float16"
-    grads, value, sums, stats = gradients(
-        config,
-        loss,
-        step,
-        state.params,
-        batch,
-        key=state.key,
-        loss_scale=state.loss_scale if is_half else 1.0,
+    if pipeline is None:
+        compute = functools.partial(gradients, config, loss, step)
+    else:
+        compute = functools.partial(pipelined_gradients, config, loss, pipeline)
+    grads, value, sums, stats = compute(
+        state.params, batch, key=state.key, loss_scale=state.loss_scale if is_half else 1.0
     )
     unscale = 1 / state.loss_scale if is_half else 1.0
     grad_norm = global_norm(grads) * unscale

@@ -32,7 +32,7 @@ def test_data_takes_the_devices_that_other_axes_leave(spec, sizes, parts):
 
 def test_axes_are_automatic():
     """Explicit ones, `jax.make_mesh`'s default, would forbid what constraints leave open."""
-    assert MeshSpec(expert=2).build().axis_types == (AxisType.Auto,) * 5
+    assert MeshSpec(expert=2).build().axis_types == (AxisType.Auto,) * len(AXES)
 
 
 def test_inner_axes_are_on_neighbours_and_data_across():

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as chunks of its stacks, which the stages of a pipeline run one after the other.
+
+A stage holds an equal share of the blocks of every stack, and a copy of all else: of the
+embeddings, the tables of positions, the final norms. A microbatch comes into a chunk as a
+message: the activations, and in the decoder of an encoder-decoder also the encoder's output.
+Keys are those of the whole model, so that dropout is the same in both. Dims: B L D M V
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from switchx.layers.dropout import split_key
+from switchx.models.config import ModelConfig
+from switchx.models.params import bind
+from switchx.partitioning.constrain import constrain_named
+from switchx.partitioning.pipeline import Op
+
+BLOCKS = "blocks"
+
+
+def stack_names(config: ModelConfig) -> tuple[str, ...]:
+    """The stacks in the order in which a microbatch goes through them."""
+    return ("encoder", "decoder") if config.is_encoder_decoder else ("decoder",)
+
+
+def split_blocks(config: ModelConfig, params: dict) -> tuple[tuple, dict]:
+    """Every stack's blocks, stacked over N, and the parameters that all stages share."""
+    names = stack_names(config)
+    shared = dict(params)
+    for name in names:
+        shared[name] = {part: x for part, x in params[name].items() if part != BLOCKS}
+    return tuple(params[name][BLOCKS] for name in names), shared
+
+
+def join_blocks(config: ModelConfig, blocks: tuple, shared: dict) -> dict:
+    """The whole again, as `split_blocks` found it."""
+    joined = dict(shared)
+    for name, stack in zip(stack_names(config), blocks, strict=True):
+        joined[name] = shared[name] | {BLOCKS: stack}
+    return joined
+
+
+def message_shapes(config: ModelConfig, stack: str, microbatch: dict) -> dict[str, Any]:
+    """Shape structs of what a chunk of `stack` receives of one microbatch."""
+    dtype, D = config.precision.compute_dtype, config.d_model
+
+    def shape(stack):
+        return jax.ShapeDtypeStruct((*microbatch[f"{stack}_input_tokens"].shape, D), dtype)
+
+    if config.is_encoder_decoder and stack == "decoder":
+        return {"x_BLD": shape("decoder"), "memory_BMD": shape("encoder")}
+    return {"x_BLD": shape(stack)}
+
+
+def link_stacks(decoder: dict[str, Any]):
+    """The function from the encoder's last message to the decoder's first one.
+
+    Args:
+        decoder: shapes of the latter.
+    """
+
+    def link(message):
+        x = decoder["x_BLD"]
+        return {"x_BLD": jnp.zeros(x.shape, x.dtype), "memory_BMD": message["x_BLD"]}
+
+    return link
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk of one stack, as a stage runs it.
+
+    Attributes:
+        stack: `encoder` or `decoder`.
+        num_runs: runs of blocks in the chunk.
+    """
+
+    config: ModelConfig
+    stack: str
+    num_runs: int
+
+    def __call__(self, blocks, shared, batch: dict, message: dict, op: Op, *, key=None):
+        """The message for the next chunk, and the routing statistics of this one's layers.
+
+        Args:
+            batch: the op's microbatch.
+            key: of the whole model for this microbatch.
+        """
+        model = self._model(blocks, shared)
+        stack, inputs = getattr(model, self.stack), self._inputs(model, batch, message)
+        key = self._key(key)
+
+        def embedded(x_BLD):
+            embedded_BLD = model.embedding.embed(
+                batch[f"{self.stack}_input_tokens"], batch[f"{self.stack}_positions"]
+            )
+            return jnp.where(op.is_first, stack.enter(embedded_BLD, key=key), x_BLD)
+
+        x_BLD = jax.lax.cond(op.any_first, embedded, lambda x_BLD: x_BLD, message["x_BLD"])
+        x_BLD, stats = stack.run(
+            x_BLD, inputs, is_training=True, key=key, first_run=op.place * self.num_runs
+        )
+        if self.stack == "encoder":
+            x_BLD = jnp.where(op.is_last, stack.leave(x_BLD, key=key), x_BLD)
+        return constrain_named(message | {"x_BLD": x_BLD}), stats
+
+    def logits(self, shared, x_BLD, *, key=None):
+        """Logits `[B, L, V]` from the output of the decoder's last block."""
+        model = self._model({}, shared)
+        return model.embedding.logits(model.decoder.leave(x_BLD, key=self._key(key)))
+
+    def _model(self, blocks, shared):
+        return bind(self.config, shared | {self.stack: shared[self.stack] | {BLOCKS: blocks}})
+
+    def _key(self, key):
+        """The stack's key."""
+        if not self.config.is_encoder_decoder:
+            return key
+        key_encoder, key_decoder = split_key(key, 2)
+        return key_encoder if self.stack == "encoder" else key_decoder
+
+    def _inputs(self, model, batch: dict, message: dict):
+        if not self.config.is_encoder_decoder:
+            return model.decoder_inputs(batch)
+        names = ("input_tokens", "segment_ids", "positions")
+        own = [batch[f"{self.stack}_{name}"] for name in names]
+        if self.stack == "encoder":
+            return model.encoder_inputs(*own)
+        return model.decoder_inputs(*own, message["memory_BMD"], batch["encoder_segment_ids"])

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline schedules as tables: what every stage does in every tick, and where it keeps it.
+
+GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B (Narayanan et al. 2019, PipeDream; Chen et
+al. 2023, Pipeline MoE, arXiv:2304.11414, section 3.2) and interleaved 1F1B (Narayanan et al.
+2021, arXiv:2104.04473, section 2.2), in lock step: in one tick a stage runs forward one
+microbatch and backward another. The forward ticks of a lane are then one window of
+v M + P - 1 ticks and so are its backward ticks, and a program that skips what no stage does
+in a tick takes (v M + P - 1) / v of a microbatch's work: exactly the bubble of the papers,
+(P - 1) / (v M + P - 1), without one stage ever doing what the others do not.
+
+A stage is P, a microbatch M, a chunk v: the blocks of a stack are v * P chunks, and stage p
+holds the chunks p, P + p, ... A lane is a stack: an encoder-decoder has two, and every stage
+holds blocks of both. Pure NumPy. Dims: T (ticks) P (stages) S (lanes)
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import numpy as np
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+# Nobody, nothing, nowhere.
+NONE = -1
+# Backward costs twice forward, and once more where the stage's activations are recomputed.
+FORWARD_WORK, BACKWARD_WORK = 1.0, 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleSpec:
+    """Which schedule a pipelined step follows.
+
+    Attributes:
+        kind: `gpipe` keeps the activations of all microbatches; `1f1b` those of 2 P - 1 of
+            them at most; `interleaved` gives each stage several chunks of blocks, for a
+            smaller bubble and more messages.
+        num_chunks: of a stage, of each stack; 1 but for `interleaved`.
+    """
+
+    kind: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    num_chunks: int = 1
+
+    def __post_init__(self):
+        if self.kind not in SCHEDULES:
+            raise ValueError(f"ScheduleSpec.kind={self.kind!r}; use {' or '.join(SCHEDULES)}")
+        if self.kind == "interleaved" and self.num_chunks < 2:
+            raise ValueError(
+                f"ScheduleSpec.kind='interleaved' with num_chunks={self.num_chunks}; use 2 "
+                "chunks or more, or kind='1f1b'"
+            )
+        if self.kind != "interleaved" and self.num_chunks != 1:
+            raise ValueError(
+                f"ScheduleSpec.kind={self.kind!r} with num_chunks={self.num_chunks}; use 1, or "
+                "kind='interleaved'"
+            )
+
+    def build(self, num_stages: int, num_microbatches: int, num_lanes: int = 1) -> "Schedule":
+        """The table for so many stages, microbatches and stacks.
+
+        Raises:
+            ValueError: a number is below 1, or the microbatches of an interleaved schedule
+                do not go round in whole groups of one a stage.
+        """
+        sizes = dict(
+            num_stages=num_stages, num_microbatches=num_microbatches, num_lanes=num_lanes
+        )
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size} of a schedule; use at least 1")
+        if self.num_chunks > 1 and num_microbatches % num_stages:
+            below = num_microbatches - num_microbatches % num_stages
+            choices = f"{below} or {below + num_stages}" if below else f"{num_stages}"
+            raise ValueError(
+                f"num_microbatches={num_microbatches} of an interleaved schedule is not "
+                f"divisible by its {num_stages} stages; use {choices} microbatches, or "
+                "kind='1f1b'"
+            )
+        return _build(self, num_stages, num_microbatches, num_lanes)
+
+    def check_blocks(self, num_stages: int, repeats: int, period: int, stack: str) -> None:
+        """Checks that a stack's blocks can be shared out evenly.
+
+        Args:
+            repeats: runs of `period` blocks in the stack; no chunk has a part of one.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        chunks = num_stages * self.num_chunks
+        if repeats % chunks:
+            below = repeats - repeats % chunks
+            layers = [str(n * period) for n in (below, below + chunks) if n]
+            stages = [
+                str(n)
+                for n in range(1, repeats // self.num_chunks + 1)
+                if repeats % (n * self.num_chunks) == 0
+            ]
+            fewer = f", or {' or '.join(stages)} stages" if stages else ""
+            raise ValueError(
+                f"{repeats * period} {stack} blocks, {repeats} runs of {period}, do not "
+                f"divide over {num_stages} stages of {self.num_chunks} chunk(s); use "
+                f"{' or '.join(layers)} blocks{fewer}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ops:
+    """What runs in one direction; `NONE` where nothing does.
+
+    Attributes:
+        microbatch_TPS, chunk_TPS: which of them.
+        slot_TPS: where the op's input is kept; `NONE` at the first chunk of the first
+            stack, which reads tokens.
+    """
+
+    microbatch_TPS: np.ndarray
+    chunk_TPS: np.ndarray
+    slot_TPS: np.ndarray
+
+    @property
+    def is_active_TPS(self) -> np.ndarray:
+        return self.microbatch_TPS != NONE
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """A table, validated when it is built by `ScheduleSpec.build`.
+
+    What a stage sends at the end of a tick is used by its neighbour in the next one:
+    activations forward, in an op that keeps them in its slot until the microbatch has gone
+    backward, gradients backward. In a tick forward ops run before backward ones.
+
+    Attributes:
+        num_slots: of each lane: the most that are alive in any stage at once.
+    """
+
+    spec: ScheduleSpec
+    num_stages: int
+    num_microbatches: int
+    num_lanes: int
+    forward: Ops
+    backward: Ops
+    num_slots: tuple[int, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        return self.spec.num_chunks
+
+    @property
+    def num_ticks(self) -> int:
+        return self.forward.slot_TPS.shape[0]
+
+    def is_at_end_TPS(self, ops: Ops, *, first: bool) -> np.ndarray:
+        """Where an op is of a stack's first chunk in the first stage, or the last of both."""
+        stage = 0 if first else self.num_stages - 1
+        chunk = 0 if first else self.num_chunks - 1
+        at_TPS = ops.is_active_TPS & (ops.chunk_TPS == chunk)
+        is_here_P = np.arange(self.num_stages) == stage
+        return at_TPS & is_here_P[None, :, None]
+
+    def time(self, forward: float = FORWARD_WORK, backward: float = BACKWARD_WORK) -> float:
+        """Time of a step in lock step, in the units of the work of one stage's share.
+
+        A tick takes what any stage does in it: `forward` or `backward` of a lane's share of a
+        microbatch, divided by the chunks, each once.
+        """
+        ticks = [
+            np.any(ops.is_active_TPS, axis=1).sum() for ops in (self.forward, self.backward)
+        ]
+        return float(forward * ticks[0] + backward * ticks[1]) / self.num_chunks
+
+    def bubble(self, forward: float = FORWARD_WORK, backward: float = BACKWARD_WORK) -> float:
+        """Share of `time` in which a stage has nothing to do: (P - 1) / (v M + P - 1)."""
+        busy = self.num_microbatches * self.num_lanes * (forward + backward)
+        return 1 - busy / self.time(forward, backward)
+
+    def time_without_lock_step(
+        self, forward: float = FORWARD_WORK, backward: float = BACKWARD_WORK
+    ) -> float:
+        """The same ops in the same order, each begun as soon as its input is there.
+
+        What `time` is above this is what the common ticks cost.
+        """
+        works = (forward / self.num_chunks, backward / self.num_chunks)
+        free_P, done = [0.0] * self.num_stages, {}
+        for tick in range(self.num_ticks):
+            for direction, ops in enumerate((self.forward, self.backward)):
+                for stage, lane in np.argwhere(ops.is_active_TPS[tick]).tolist():
+                    m = int(ops.microbatch_TPS[tick, stage, lane])
+                    chunk = int(ops.chunk_TPS[tick, stage, lane])
+                    place = self.place(lane, chunk, stage)
+                    step = 1 if direction == 0 else -1
+                    ready = done.get((direction, place - step, m), 0.0)
+                    if direction == 1:
+                        ready = max(ready, done[0, place, m])
+                    begin = max(free_P[stage], ready)
+                    free_P[stage] = done[direction, place, m] = begin + works[direction]
+        return max(free_P)
+
+    def place(self, lane: int, chunk: int, stage: int) -> int:
+        """How many chunks a microbatch has passed before it comes here."""
+        return (lane * self.num_chunks + chunk) * self.num_stages + stage
+
+    @property
+    def num_places(self) -> int:
+        """Chunks of all stacks together, which a microbatch passes one after the other."""
+        return self.num_lanes * self.num_chunks * self.num_stages
+
+
+@functools.lru_cache(maxsize=64)
+def _build(spec: ScheduleSpec, P: int, M: int, num_lanes: int) -> Schedule:
+    lane, chunk, m, stage = (
+        index.reshape(-1) for index in np.indices((num_lanes, spec.num_chunks, M, P))
+    )
+    # Microbatches go round in groups of P, each through all chunks before the next begins.
+    round_trip = spec.num_chunks * P
+    group, place = m // P * round_trip, m % P
+    forward = lane * round_trip + stage + group + chunk * P + place
+    backward = (num_lanes - 1 - lane) * round_trip + (P - 1 - stage) + group + place
+    backward += (spec.num_chunks - 1 - chunk) * P
+    # The last chunk goes backward in the tick in which it went forward; in GPipe after all.
+    backward += np.max(forward) + 1 if spec.kind == "gpipe" else num_lanes * round_trip - 1
+    # Sent at the end of the tick before; the very first chunk reads tokens.
+    is_received = (lane > 0) | (chunk > 0) | (stage > 0)
+    slot, num_slots = _slots(forward, backward, lane, stage, is_received, (P, num_lanes))
+    shape = (int(np.max(backward)) + 1, P, num_lanes)
+
+    def table(tick, values):
+        out_TPS = np.full(shape, NONE, np.int32)
+        out_TPS[tick, stage, lane] = values
+        return out_TPS
+
+    def ops(tick):
+        return Ops(*(table(tick, values) for values in (m, chunk, slot)))
+
+    schedule = Schedule(
+        spec,
+        P,
+        M,
+        num_lanes,
+        ops(forward),
+        ops(backward),
+        num_slots,
+    )
+    check_schedule(schedule)
+    return schedule
+
+
+def _slots(forward, backward, lane, stage, is_received, shape):
+    """A slot for every received input, the lowest one that is free, and each lane's number."""
+    slot, num_slots = np.full(forward.shape, NONE), np.ones(shape, int)
+    free, held = {}, {}
+    for i in np.lexsort((backward, forward)):
+        if not is_received[i]:
+            continue
+        where = stage[i], lane[i]
+        mine, alive = free.setdefault(where, []), held.setdefault(where, [])
+        while alive and min(alive)[0] < forward[i]:
+            mine.append(alive.pop(alive.index(min(alive)))[1])
+        if not mine:
+            mine.append(len(alive))
+        slot[i] = min(mine)
+        mine.remove(slot[i])
+        alive.append((backward[i], slot[i]))
+        num_slots[where] = max(num_slots[where], slot[i] + 1)
+    return slot, tuple(int(n) for n in num_slots.max(axis=0))
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Checks a table by going through it as the stages would.
+
+    Raises:
+        ValueError: an op is missing or there twice, what it works on has not arrived or is
+            another's, or something that arrived is used by nobody or overwritten.
+    """
+    sent: tuple[dict, dict] = {}, {}
+    kept: dict = {}
+    ran: tuple[set, set] = set(), set()
+    for tick in range(schedule.num_ticks):
+        arrived, sent = sent, ({}, {})
+        for direction, ops in enumerate((schedule.forward, schedule.backward)):
+            for stage, lane in np.argwhere(ops.is_active_TPS[tick]).tolist():
+                here = (tick, stage, lane)
+                m, chunk, slot = (
+                    int(x[here]) for x in (ops.microbatch_TPS, ops.chunk_TPS, ops.slot_TPS)
+                )
+                op = schedule.place(lane, chunk, stage), m
+                check = _check_forward if direction == 0 else _check_backward
+                wrong = check(schedule, op, (stage, lane, slot), kept, arrived[direction], ran)
+                if wrong:
+                    raise ValueError(
+                        f"schedule, tick {tick}, stage {stage}, lane {lane}: {wrong}"
+                    )
+                ran[direction].add(op)
+                after = op[0] + (1 if direction == 0 else -1)
+                if 0 <= after < schedule.num_places:
+                    to_lane, rest = divmod(after, schedule.num_chunks * schedule.num_stages)
+                    sent[direction][rest % schedule.num_stages, to_lane] = (after, m)
+        for waiting in arrived:
+            if waiting:
+                raise ValueError(f"schedule, tick {tick}: nobody uses what arrived: {waiting}")
+    expected = schedule.num_places * schedule.num_microbatches
+    for direction, name in enumerate(("forward", "backward")):
+        if len(ran[direction]) != expected:
+            raise ValueError(f"schedule: {len(ran[direction])} of {expected} ops run {name}")
+
+
+def _check_forward(schedule, op, slot, kept, arrived, ran) -> str | None:
+    """What is wrong with an op `(place, microbatch)`; keeps its input in the slot."""
+    if op in ran[0]:
+        return f"microbatch {op[1]} goes forward twice"
+    if (op[0] == 0) != (slot[-1] == NONE) or slot[-1] >= schedule.num_slots[slot[1]]:
+        return f"slot {slot[-1]} cannot keep the input of microbatch {op[1]}"
+    if op[0] > 0:
+        if arrived.pop(slot[:2], None) != op:
+            return f"microbatch {op[1]} has not arrived"
+        if slot in kept:
+            return f"slot {slot[-1]} is not free"
+        kept[slot] = op
+    return None
+
+
+def _check_backward(schedule, op, slot, kept, arrived, ran) -> str | None:
+    """What is wrong with an op `(place, microbatch)`; frees its slot."""
+    if op in ran[1]:
+        return f"microbatch {op[1]} goes backward twice"
+    if op not in ran[0]:
+        return f"microbatch {op[1]} goes backward before forward"
+    if op[0] > 0 and kept.pop(slot, None) != op:
+        return f"slot {slot[-1]} does not hold microbatch {op[1]}"
+    if op[0] < schedule.num_places - 1 and arrived.pop(slot[:2], None) != op:
+        return f"the gradient of microbatch {op[1]} is not there"
+    return None
+
+
+def chunk_moves(
+    num_stages: int, num_chunks: int
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """How chunks get from the order of the blocks to the stages that run them.
+
+    Stored in the order of the blocks, stage p has the chunks p v .. p v + v - 1 of its stack;
+    it runs p, P + p, ... Every round sends one chunk from every stage and to every stage, so
+    v rounds of one permutation each are enough (Koenig's theorem).
+
+    Returns:
+        Rounds of (stage that each stage sends to, chunk it sends, chunk it puts what it
+        receives at); the way back swaps them.
+    """
+    P, v = num_stages, num_chunks
+    left = [{j: (p * v + j) % P for j in range(v)} for p in range(P)]
+    rounds = []
+    for _ in range(v):
+        giver: dict[int, tuple[int, int]] = {}
+
+        def assign(p, seen, giver=giver):
+            """Finds stage p one to send to, moving others' if need be (Kuhn)."""
+            for j, to in left[p].items():
+                if to not in seen:
+                    seen.add(to)
+                    if to not in giver or assign(giver[to][0], seen):
+                        giver[to] = (p, j)
+                        return True
+            return False
+
+        for p in range(P):
+            assign(p, set())
+        to_P, give_P, take_P = np.zeros((3, P), int)
+        for to, (p, j) in giver.items():
+            to_P[p], give_P[p], take_P[to] = to, j, (p * v + j) // P
+            del left[p][j]
+        rounds.append((to_P, give_P, take_P))
+    return rounds

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of a training step whose blocks are split over the stages of a pipeline.
+
+Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3. The same loss, the same
+microbatches and the same keys as in `training/step.py`, so the same gradients. Dims: B L D N
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from switchx.models.config import ModelConfig
+from switchx.models.stages import (
+    Chunk,
+    join_blocks,
+    link_stacks,
+    message_shapes,
+    split_blocks,
+    stack_names,
+)
+from switchx.moe.stats import join_stacks
+from switchx.partitioning.pipeline import Lane, Objective, Op, run_if, run_pipeline
+from switchx.partitioning.schedule import Schedule, ScheduleSpec
+from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
+
+
+def build_schedule(
+    config: ModelConfig, spec: ScheduleSpec, num_stages: int, num_microbatches: int
+) -> Schedule:
+    """The schedule by which a model's stacks go through so many stages.
+
+    Raises:
+        ValueError: the blocks of a stack, or the microbatches, do not divide; the model's
+            blocks are not stacked.
+    """
+    if not config.scan_layers:
+        raise ValueError(
+            f"mesh axis 'pipe' of size {num_stages} with ModelConfig.scan_layers=False: a "
+            "stage holds a part of the stacked blocks; use scan_layers=True, or pipe=1"
+        )
+    names = stack_names(config)
+    for name in names:
+        repeats = getattr(config, f"num_{name}_layers") // config.period
+        spec.check_blocks(num_stages, repeats, config.period, name)
+    return spec.build(num_stages, num_microbatches, len(names))
+
+
+def pipelined_gradients(
+    config: ModelConfig,
+    loss: LossConfig,
+    schedule: Schedule,
+    params,
+    batch: dict,
+    *,
+    key,
+    loss_scale=1.0,
+):
+    """What `training.step.gradients` returns, by `schedule`.
+
+    To be called in the scope of a mesh whose axis `pipe` has the schedule's stages.
+    """
+    M = schedule.num_microbatches
+    keys = key[None] if M == 1 else jax.random.split(key, M)
+    # Every M-th row is one microbatch, as in `split_batch`, without a copy of them all.
+    rows = jax.tree.map(lambda x: x.reshape(x.shape[0] // M, M, *x.shape[1:]), batch)
+    inputs = {
+        "rows": rows,
+        "keys": keys,
+        "tokens": jnp.maximum(jnp.sum(batch["decoder_loss_weights"]), 1),
+    }
+    blocks, shared = split_blocks(config, params)
+    example = jax.tree.map(lambda x: x[:, 0], rows)
+    names = stack_names(config)
+    lanes = [
+        _lane(config, loss, schedule, name, stack, message_shapes(config, name, example))
+        for name, stack in zip(names, blocks, strict=True)
+    ]
+    result = run_pipeline(
+        schedule,
+        lanes,
+        link_stacks(lanes[-1].message) if len(lanes) > 1 else None,
+        blocks,
+        shared,
+        inputs,
+        scale=loss_scale,
+    )
+    stats = join_stacks(result.measured[0] if len(lanes) > 1 else None, result.measured[-1])
+    if stats is not None:
+        # Losses are means over groups: average them; counts have added up.
+        stats = dataclasses.replace(
+            stats, balance_loss=stats.balance_loss / M, router_z_loss=stats.router_z_loss / M
+        )
+    value, sums = result.total
+    return join_blocks(config, result.blocks, result.shared), value, sums, stats
+
+
+def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, stack, message):
+    """A stack's chunks with their part of the loss."""
+    num_runs = jax.tree.leaves(stack)[0].shape[0] // (schedule.num_stages * schedule.num_chunks)
+    chunk = Chunk(config, name, num_runs)
+    share = 1.0 / schedule.num_microbatches
+
+    def run(blocks, shared, inputs, message, op: Op):
+        batch, key = _microbatch(inputs, op)
+        return chunk(blocks, shared, batch, message, op, key=key)
+
+    def forward(blocks, shared, inputs, message, op: Op):
+        return run(blocks, shared, inputs, message, op)[0]
+
+    def objective(blocks, shared, inputs, message, op: Op):
+        message, stats = run(blocks, shared, inputs, message, op)
+        value = share * auxiliary_loss(stats, loss, num_layers=config.num_sparse_layers)
+        sums = TokenSums(*[jnp.zeros((), jnp.float32)] * 4)
+        if name == "decoder":
+
+            def last(shared, x_BLD):
+                batch, key = _microbatch(inputs, op)
+                logits_BLV = chunk.logits(shared, x_BLD, key=key)
+                sums = cross_entropy(
+                    logits_BLV,
+                    batch["decoder_target_tokens"],
+                    batch["decoder_loss_weights"],
+                    loss,
+                )
+                return jax.tree.map(lambda x: jnp.where(op.is_last, x, 0), sums)
+
+            sums = run_if(op.any_last, last, sums, shared, message["x_BLD"])
+            value = value + sums.loss / inputs["tokens"]
+        measured = None if stats is None else stats.summed
+        return Objective(message, value, measured, (value, sums))
+
+    return Lane(forward, objective, message)
+
+
+def _microbatch(inputs: dict, op: Op):
+    """The op's rows and key."""
+    batch = jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, op.microbatch, axis=1, keepdims=False),
+        inputs["rows"],
+    )
+    return batch, inputs["keys"][op.microbatch]

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner of schedules: gradients of a plain stack of layers, by every schedule."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.pipeline import Lane, Objective, run_if, run_pipeline
+from switchx.partitioning.rules import Rules
+from switchx.partitioning.schedule import ScheduleSpec
+
+LAYERS, ROWS, WIDTH = 8, 4, 8
+
+
+def layers(w_NDF, x_BD):
+    return jax.lax.scan(lambda x_BD, w_DF: (jnp.tanh(x_BD @ w_DF), None), x_BD, w_NDF)[0]
+
+
+def lane(*, is_last: bool) -> Lane:
+    """Tanh layers; the shared table is added where a stack begins, the last one is summed."""
+
+    def forward(blocks, shared, inputs, message, op):
+        x_BD = inputs["x_MBD"][op.microbatch] + shared["table_D"][None]
+        x_BD = jnp.where(op.is_first, x_BD + message["x_BD"], message["x_BD"])
+        return {"x_BD": layers(blocks["w_NDF"], x_BD)}
+
+    def objective(blocks, shared, inputs, message, op):
+        message = forward(blocks, shared, inputs, message, op)
+        value = jnp.zeros(())
+        if is_last:
+            square = functools.partial(_square, inputs=inputs, op=op)
+            value = run_if(op.any_last, square, value, message["x_BD"])
+        measured = jnp.sum(blocks["w_NDF"] ** 2, axis=(1, 2))
+        return Objective(message, value, measured, value)
+
+    return Lane(forward, objective, {"x_BD": jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32)})
+
+
+def _square(x_BD, *, inputs, op):
+    return jnp.where(op.is_last, jnp.sum((x_BD - inputs["y_MBD"][op.microbatch]) ** 2), 0.0)
+
+
+def whole(stacks, shared, inputs):
+    """The same sum without any pipeline."""
+
+    def one(x_BD, y_BD):
+        h_BD = jnp.zeros_like(x_BD)
+        for stack in stacks:
+            h_BD = layers(stack["w_NDF"], x_BD + shared["table_D"][None] + h_BD)
+        return jnp.sum((h_BD - y_BD) ** 2)
+
+    return sum(map(one, inputs["x_MBD"], inputs["y_MBD"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks", "stages", "num_stacks"),
+    [("gpipe", 1, 4, 1), ("1f1b", 1, 4, 2), ("interleaved", 2, 4, 2), ("interleaved", 4, 2, 1)],
+)
+def test_gradients_are_those_of_the_whole(kind, chunks, stages, num_stacks):
+    rng = np.random.default_rng(0)
+    M, scale = 4, 3.0
+    inputs = {
+        name: rng.normal(size=(M, ROWS, WIDTH)).astype("f") for name in ("x_MBD", "y_MBD")
+    }
+    stacks = tuple(
+        {"w_NDF": rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype("f") * 0.4}
+        for _ in range(num_stacks)
+    )
+    shared = {"table_D": rng.normal(size=WIDTH).astype("f")}
+    value, want = jax.value_and_grad(whole, argnums=(0, 1))(stacks, shared, inputs)
+    mesh = MeshSpec(pipe=stages).build()
+    schedule = ScheduleSpec(kind, chunks).build(stages, M, num_stacks)
+    lanes = [lane(is_last=s + 1 == num_stacks) for s in range(num_stacks)]
+    with use_mesh(mesh, Rules()):
+        blocks = jax.device_put(stacks, NamedSharding(mesh, PartitionSpec("pipe")))
+        run = functools.partial(run_pipeline, schedule, lanes, lambda message: message)
+        got = jax.jit(functools.partial(run, scale=scale))(blocks, shared, inputs)
+    np.testing.assert_allclose(got.total, value, rtol=1e-5)
+    for mine, right in zip(
+        jax.tree.leaves((got.blocks, got.shared)), jax.tree.leaves(want), strict=True
+    ):
+        np.testing.assert_allclose(mine / scale, right, rtol=1e-4, atol=1e-5)
+    # In the order of the blocks, whichever stage measured it.
+    for stack, measured in zip(stacks, got.measured, strict=True):
+        squares = (stack["w_NDF"] ** 2).sum((1, 2))
+        np.testing.assert_allclose(measured, M * squares, rtol=1e-5)
+    # A stage has its own blocks' gradients and no others.
+    (gradient, *_) = jax.tree.leaves(got.blocks)
+    assert {shard.data.shape[0] for shard in gradient.addressable_shards} == {LAYERS // stages}

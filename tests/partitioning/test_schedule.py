@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline schedules: the papers' bubbles, bounded slots, and a check that finds faults."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from switchx.partitioning.schedule import (
+    NONE,
+    Ops,
+    ScheduleSpec,
+    check_schedule,
+    chunk_moves,
+)
+from tests.data.refusals import refused
+
+KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+@pytest.mark.parametrize(("kind", "chunks"), KINDS)
+def test_bubble_is_that_of_the_papers(kind, chunks, num_lanes):
+    """(P - 1) / (M + P - 1), interleaved (P - 1) / (v M + P - 1), at any ratio of B to F."""
+    for P in (1, 2, 4, 8):
+        for M in (8, 16, 64):
+            schedule = ScheduleSpec(kind, chunks).build(P, M, num_lanes)
+            want = (P - 1) / (chunks * M + P - 1)
+            for backward in (1.0, 2.0, 3.0):
+                np.testing.assert_allclose(schedule.bubble(1.0, backward), want, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "chunks"), KINDS)
+def test_common_ticks_cost_one_stack_nothing(kind, chunks):
+    """No stage would be done sooner if it went on as soon as its input is there."""
+    schedule = ScheduleSpec(kind, chunks).build(4, 16)
+    np.testing.assert_allclose(schedule.time_without_lock_step(), schedule.time())
+
+
+def test_common_ticks_cost_two_stacks_a_wait_between_them():
+    """Encoder and decoder are one pipeline of two chunks for stages that need not agree."""
+    schedule = ScheduleSpec("1f1b").build(4, 8, 2)
+    free = schedule.time_without_lock_step()
+    assert 2 * 3 * 8 < free < schedule.time() == 2 * 3 * (8 + 3)
+
+
+def test_every_stage_does_everything_once_in_order():
+    schedule = ScheduleSpec("1f1b").build(4, 6)
+    for ops in (schedule.forward, schedule.backward):
+        for stage in range(4):
+            mine_T = ops.microbatch_TPS[:, stage, 0]
+            np.testing.assert_array_equal(mine_T[mine_T != NONE], np.arange(6))
+    # Forward down the stages, backward up: 1F1B's first microbatch.
+    first = [np.argwhere(ops.microbatch_TPS[..., 0] == 0) for ops in (schedule.forward,)]
+    np.testing.assert_array_equal(first[0], [[0, 0], [1, 1], [2, 2], [3, 3]])
+
+
+def test_slots_are_as_many_as_inputs_are_alive():
+    slots = {
+        M: {
+            name: ScheduleSpec(name, v).build(4, M).num_slots[0]
+            for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+        }
+        for M in (8, 32, 128)
+    }
+    assert {row["1f1b"] for row in slots.values()} == {5}  # stage 1; stage 0 reads tokens
+    assert {row["interleaved"] for row in slots.values()} == {9}
+    assert [row["gpipe"] for row in slots.values()] == [8, 32, 128]
+    for P in (2, 3, 8):
+        assert ScheduleSpec("1f1b").build(P, 64).num_slots[0] <= 2 * P - 1
+
+
+def replaced(schedule, direction: str, field: str, change):
+    """The schedule with one of its arrays changed in place."""
+    ops = getattr(schedule, direction)
+    array = getattr(ops, field).copy()
+    change(array)
+    fields = {f.name: getattr(ops, f.name) for f in dataclasses.fields(Ops)} | {field: array}
+    return dataclasses.replace(schedule, **{direction: Ops(**fields)})
+
+
+def put(place, value):
+    def change(array):
+        array[place] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("direction", "field", "place", "value", "fault"),
+    [
+        ("forward", "microbatch_TPS", (0, 0, 0), NONE, "has not arrived"),
+        ("forward", "microbatch_TPS", (1, 1, 0), 1, "has not arrived"),
+        ("forward", "microbatch_TPS", (1, 0, 0), 0, "forward twice"),
+        ("forward", "microbatch_TPS", (2, 1, 0), NONE, "nobody uses"),
+        ("forward", "slot_TPS", (2, 1, 0), 0, "is not free"),
+        ("forward", "slot_TPS", (1, 1, 0), NONE, "cannot keep"),
+        ("forward", "slot_TPS", (1, 1, 0), 99, "cannot keep"),
+        ("backward", "slot_TPS", (3, 3, 0), 1, "does not hold"),
+        ("backward", "microbatch_TPS", (4, 2, 0), NONE, "is not there|nobody uses"),
+        ("backward", "microbatch_TPS", (4, 3, 0), 0, "backward twice"),
+        ("backward", "microbatch_TPS", (4, 3, 0), 5, "before forward"),
+        ("backward", "microbatch_TPS", (-1, 0, 0), NONE, "nobody uses"),
+    ],
+)
+def test_check_finds_a_fault(direction, field, place, value, fault):
+    schedule = ScheduleSpec("1f1b").build(4, 6)
+    check_schedule(schedule)
+    with pytest.raises(ValueError, match=fault):
+        check_schedule(replaced(schedule, direction, field, put(place, value)))
+
+
+def test_check_finds_what_never_runs():
+    schedule = ScheduleSpec("1f1b").build(1, 2)
+    with pytest.raises(ValueError, match="1 of 2 ops run backward"):
+        check_schedule(replaced(schedule, "backward", "microbatch_TPS", put((-1, 0, 0), NONE)))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
+def test_chunk_moves_bring_every_chunk_to_its_stage(stages, chunks):
+    held = [[p * chunks + j for j in range(chunks)] for p in range(stages)]
+    moved = [[None] * chunks for _ in range(stages)]
+    rounds = chunk_moves(stages, chunks)
+    assert len(rounds) == chunks
+    for to_P, give_P, take_P in rounds:
+        assert sorted(to_P) == list(range(stages))
+        for p, to in enumerate(to_P):
+            moved[to][take_P[to]] = held[p][give_P[p]]
+    assert moved == [[c * stages + p for c in range(chunks)] for p in range(stages)]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ScheduleSpec("zero_bubble"), "gpipe or 1f1b or interleaved"),
+        (lambda: ScheduleSpec("interleaved"), "use 2 chunks or more, or kind='1f1b'"),
+        (lambda: ScheduleSpec("1f1b", 2), "use 1, or kind='interleaved'"),
+        (lambda: ScheduleSpec().build(0, 4), "num_stages=0"),
+        (lambda: ScheduleSpec().build(4, 0), "num_microbatches=0"),
+        (lambda: ScheduleSpec("interleaved", 2).build(4, 6), "use 4 or 8 microbatches"),
+        (lambda: ScheduleSpec("interleaved", 2).build(4, 3), "use 4 microbatches"),
+        (lambda: ScheduleSpec().check_blocks(4, 6, 2, "encoder"), "use 8 or 16 blocks"),
+    ],
+)
+def test_wrong_numbers_are_refused(make, words):
+    with refused(f"<any>{words}<any>"):
+        make()
+
+
+def test_blocks_that_do_not_divide_are_refused_with_what_does():
+    with refused(
+        "12 decoder blocks, 6 runs of 2, do not divide over 4 stages of 1 chunk(s); use 8 or "
+        "16 blocks, or 1 or 2 or 3 or 6 stages"
+    ):
+        ScheduleSpec().check_blocks(4, 6, 2, "decoder")
+    ScheduleSpec("interleaved", 2).check_blocks(4, 16, 2, "decoder")
