@@ -13,6 +13,7 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import batch_axes, batch_parts
 from switchx.partitioning.rules import Rules, param_sharding
 from switchx.training.evaluate import eval_step
+from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
 from switchx.training.state import TrainState, init_state
 from switchx.training.step import train_step
@@ -53,6 +54,15 @@ class TrainingProgram:
                 f"batch_size={job.batch_size} in {job.step.num_microbatches} microbatches is "
                 f"not divisible by the {parts} devices that the mesh splits rows over; use a "
                 f"multiple of {parts * job.step.num_microbatches}, or a smaller mesh"
+            )
+        if job.step.bucket_bytes is not None:
+            check_fused(
+                job.model,
+                self.mesh,
+                job.mesh.rules,
+                bucket_bytes=job.step.bucket_bytes,
+                rows=rows,
+                lengths=tuple(length for length in job.sequence_lengths if length),
             )
         self.optimizer = job.optimizer.build(job.schedule)
         self.abstract_state = jax.eval_shape(self._init)

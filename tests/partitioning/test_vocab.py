@@ -51,6 +51,7 @@ def test_dealt_rows_are_where_their_owner_says(num_rows):
 
 
 @given(st.lists(st.integers(0, V - 1), min_size=1, max_size=80))
+@settings(max_examples=30, deadline=None)
 def test_an_id_is_asked_for_once_however_often_it_occurs(ids):
     place_T, asked_P = jax.jit(requests, static_argnums=1)(np.array(ids, np.int32), OWNERS)
     different = sorted(set(ids))
