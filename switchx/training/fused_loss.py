@@ -21,7 +21,7 @@ from switchx.moe.capacity import layer_groups
 from switchx.moe.groups import into_groups
 from switchx.moe.stats import RoutingStats
 from switchx.partitioning.constrain import current_rules
-from switchx.partitioning.rules import Rules, param_spec
+from switchx.partitioning.rules import Rules, param_dims, param_spec
 from switchx.partitioning.sliced_params import Slicing, sliced, whole
 from switchx.training.losses import LossConfig, auxiliary_loss, cross_entropy
 
@@ -102,6 +102,29 @@ def _terms(config: ModelConfig, stats: RoutingStats, batch, axes) -> RoutingStat
         balance_loss=stats.balance_loss * groups_N / jnp.maximum(all_groups_N, 1),
         router_z_loss=stats.router_z_loss * stats.tokens / jnp.maximum(all_tokens_N, 1),
     )
+
+
+def count_buckets(params, slicing: Slicing) -> tuple[int, int]:
+    """Buckets of all that is outside of blocks, and of the blocks of all scanned runs.
+
+    A step gathers the former once and the latter twice, and scatters each once.
+
+    Args:
+        params: the whole parameters, or their shapes.
+    """
+    groups: dict[str, dict] = {}
+    for name, leaf in tree.named_leaves(params).items():
+        stack, _, inner = name.partition("/blocks/")
+        block = f"{stack}/{inner.split('/')[0]}" if inner else ""
+        shape = list(leaf.shape)
+        if (axis := slicing.sliced_axis(name, shape)) is not None:
+            shape[axis] //= slicing.num_parts
+        if param_dims(name, shape).startswith("N"):
+            shape = shape[1:]  # a loop gathers one repetition at a time
+        slices = groups.setdefault(block, {})
+        slices[name] = jax.ShapeDtypeStruct(shape, leaf.dtype)
+    counts = {block: slicing.index(slices).num_buckets for block, slices in groups.items()}
+    return counts.pop(""), sum(counts.values())
 
 
 def check_fused(

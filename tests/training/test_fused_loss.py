@@ -15,6 +15,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.sliced_params import Slicing
 from switchx.training.adamw import AdamW
+from switchx.training.fused_loss import count_buckets
 from switchx.training.gradient_norm import global_norm, sliced_global_norm
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
@@ -139,30 +140,14 @@ def step_collectives(program) -> Counter:
     return Counter(each.kind for each in collectives(compiled.as_text()))
 
 
-def num_buckets(program, bucket_bytes) -> tuple[int, int]:
-    """Of all that is outside of blocks, and of the blocks."""
-    slicing = Slicing.on(program.mesh, program.job.mesh.rules, bucket_bytes)
-    groups: dict[str, dict] = {}
-    for name, leaf in tree.named_leaves(program.abstract_state.params).items():
-        head, _, rest = name.partition("/blocks/")
-        block = f"{head}/{rest.split('/')[0]}" if rest else ""
-        shape = list(leaf.shape)
-        if (axis := slicing.sliced_axis(name, shape)) is not None:
-            shape[axis] //= slicing.num_parts
-        shape = shape[1:] if rest else shape  # without N
-        leaf = jax.ShapeDtypeStruct(shape, leaf.dtype)
-        groups.setdefault(block, {})[name] = leaf
-    counts = {block: slicing.index(group).num_buckets for block, group in groups.items()}
-    return counts.pop(""), sum(counts.values())
-
-
 @pytest.mark.parametrize(("bucket_bytes", "buckets"), [(ONE_BUCKET, (1, 4)), (8192, (3, 10))])
 def test_a_step_has_as_many_collectives_as_buckets(bucket_bytes, buckets):
     """Scattered once, gathered once; those of blocks again in the backward pass."""
     program = make_program(SCANNED, MeshSpec(fsdp=8), bucket_bytes)
     found = step_collectives(program)
-    outside, blocks = num_buckets(program, bucket_bytes)
-    assert (outside, blocks) == buckets
+    slicing = Slicing.on(program.mesh, program.job.mesh.rules, bucket_bytes)
+    assert count_buckets(program.abstract_state.params, slicing) == buckets
+    outside, blocks = buckets
     assert found["reduce-scatter"] == outside + blocks
     assert found["all-gather"] == outside + 2 * blocks
     # Counts of tokens and groups, all measurements, the gradient norm, and gradients of what
