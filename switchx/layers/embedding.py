@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers import initializers
+from switchx.layers.split_table import project, take_rows
 
 
 class Embedding(nnx.Module):
@@ -32,7 +33,7 @@ class Embedding(nnx.Module):
 
     def embed(self, tokens_BL, positions_BL):
         """Rows of the table `[B, L, D]` in the compute dtype, plus learned positions."""
-        x_BLD = jnp.take(self.embedding_VD[...], tokens_BL, axis=0)
+        x_BLD = take_rows(self.embedding_VD[...], tokens_BL)
         if self.config.positions == "learned":
             # Padding may lie beyond the table; by default it would become NaN there.
             x_BLD = x_BLD + jnp.take(self.positions_LD[...], positions_BL, axis=0, mode="clip")
@@ -43,7 +44,7 @@ class Embedding(nnx.Module):
         dtype = jnp.dtype(self.config.precision.logits)
         x_BLD = x_BLD.astype(dtype)
         if not self.config.tie_embeddings:
-            return jnp.einsum("BLD,DV->BLV", x_BLD, self.w_logits_DV[...].astype(dtype))
+            return project(x_BLD, self.w_logits_DV[...].astype(dtype), "DV")
         if self.config.scale_tied_logits:
             x_BLD = x_BLD * jnp.asarray(1 / math.sqrt(self.config.d_model), dtype)
-        return jnp.einsum("BLD,VD->BLV", x_BLD, self.embedding_VD[...].astype(dtype))
+        return project(x_BLD, self.embedding_VD[...].astype(dtype), "VD")

@@ -16,6 +16,7 @@ from switchx.layers.relative_position import RelativeBias
 from switchx.layers.untied_positions import UntiedPositions
 from switchx.models.block import Block, BlockInputs
 from switchx.partitioning.constrain import constrain
+from switchx.partitioning.sliced_params import whole
 
 REMAT_POLICIES = {
     "minimal": jax.checkpoint_policies.dots_saveable,
@@ -37,6 +38,7 @@ class BlockRun(nnx.Module):
         """Output, and the sparse blocks' statistics stacked over them (None if none is)."""
 
         def run_block(block, x_BLD, inputs, key):
+            block = whole(block)  # in here, to be freed after use and gathered again
             return block(constrain(x_BLD, "BLD"), inputs, is_training=is_training, key=key)
 
         if remat != "none":

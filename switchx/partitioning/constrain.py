@@ -2,6 +2,7 @@
 """Sharding constraints on activations, by dimension letters."""
 
 import contextlib
+import math
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -33,9 +34,14 @@ def current_rules() -> Rules:
 
 
 def num_devices() -> int:
-    """Devices of the innermost `use_mesh`; 1 outside of any."""
+    """Devices of the innermost `use_mesh` that the compiler may split arrays over.
+
+    1 outside of any, and inside of a `jax.shard_map` over all axes: what one device sees
+    there is its own.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else mesh.size
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    return math.prod(mesh.shape[axis] for axis in free)
 
 
 def constrain(x, dims: str):

@@ -31,6 +31,10 @@ class Rules:
             the router `DE` has experts in it and belongs to none).
         may_stay_whole: letters of parameters that are whole where they do not divide; a
             vocabulary's size is given by its tokenizer. Others are refused.
+        vocab_room: where V of parameters is split over axes of the batch
+            (`layers/split_table.py`), what the buffers of the exchange have room for: times
+            the even share of tokens that are all different. Less than a text needs costs
+            time, never rows.
     """
 
     activations: tuple[tuple[str, MeshAxes], ...] = (
@@ -56,6 +60,7 @@ class Rules:
         ("H", ("model",)),
     )
     may_stay_whole: tuple[str, ...] = ("V",)
+    vocab_room: float = 1.0
 
     def __post_init__(self):
         for name in TABLES:
@@ -66,6 +71,31 @@ class Rules:
                     f"Rules.{name} names {', '.join(letters)}; use each letter once, out of "
                     f"{''.join(DIMENSIONS)}"
                 )
+
+        if self.vocab_room <= 0:
+            raise ValueError(f"Rules.vocab_room={self.vocab_room}; use a factor above 0")
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        """Rows on devices that have different tokens: all of them do, and none stays whole."""
+        rows = dict(self.params).get("V", ())
+        batch = dict(self.activations).get("B", ())
+        shared = [axis for axis in rows if axis in batch]
+        if not shared:
+            return
+        others = [axis for axis in rows if axis not in batch]
+        if others:
+            raise ValueError(
+                f"Rules.params splits V over {', '.join(rows)}, of which {', '.join(others)} "
+                f"has the same tokens everywhere and {', '.join(shared)} has not; use axes of "
+                "one kind"
+            )
+        if "V" in self.may_stay_whole:
+            raise ValueError(
+                f"Rules.params splits V over {', '.join(rows)} to save memory, but V is in "
+                "Rules.may_stay_whole: a vocabulary that does not divide would be whole on "
+                "every device; use may_stay_whole=()"
+            )
 
     def axes(self, letter: str, mesh, *, table: str) -> MeshAxes:
         """The axes of `mesh`, of more than one device, that a dimension is split over."""

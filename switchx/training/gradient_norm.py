@@ -6,7 +6,11 @@ Pascanu et al. 2013 (arXiv:1211.5063), algorithm 1.
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from switchx import tree
+from switchx.partitioning.constrain import current_rules
+from switchx.partitioning.rules import param_spec
 from switchx.training.outer_product import is_outer_product
 
 
@@ -17,6 +21,27 @@ def global_norm(gradients) -> jax.Array:
     """
     leaves = jax.tree.leaves(gradients, is_leaf=is_outer_product)
     return jnp.sqrt(sum(_squared_norm(leaf) for leaf in leaves))
+
+
+def sliced_global_norm(gradients) -> jax.Array:
+    """The same of gradients that devices have slices of, in one all-reduce.
+
+    In the scope of a mesh. Left to the compiler, it is one all-reduce a parameter.
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    axes = rules.axes("D", mesh, table="params")
+    specs = tree.map_named(
+        lambda name, leaf: param_spec(rules, mesh, name, leaf.shape), gradients
+    )
+
+    def local(gradients):
+        squares = {True: jnp.zeros(()), False: jnp.zeros(())}
+        for leaf in jax.tree.leaves(gradients):
+            is_sliced = bool(jax.typeof(leaf).manual_axis_type.varying)
+            squares[is_sliced] += _squared_norm(leaf)
+        return jnp.sqrt(squares[False] + jax.lax.psum(squares[True], axes))
+
+    return jax.shard_map(local, in_specs=(specs,), out_specs=PartitionSpec())(gradients)
 
 
 def clip_scale(norm, max_norm: float) -> jax.Array:

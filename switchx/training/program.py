@@ -16,6 +16,7 @@ from switchx.partitioning.pipeline import AXIS
 from switchx.partitioning.rules import Rules, param_sharding
 from switchx.partitioning.schedule import Schedule
 from switchx.training.evaluate import eval_step
+from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
 from switchx.training.pipelined import build_schedule
 from switchx.training.state import TrainState, init_state
@@ -60,6 +61,15 @@ class TrainingProgram:
                 f"multiple of {parts * job.step.num_microbatches}, or a smaller mesh"
             )
         self.pipeline = self._pipeline()
+        if job.step.bucket_bytes is not None:
+            check_fused(
+                job.model,
+                self.mesh,
+                job.mesh.rules,
+                bucket_bytes=job.step.bucket_bytes,
+                rows=rows,
+                lengths=tuple(length for length in job.sequence_lengths if length),
+            )
         self.optimizer = job.optimizer.build(job.schedule)
         self.abstract_state = jax.eval_shape(self._init)
         self.shardings = state_shardings(job.mesh.rules, self.mesh, self.abstract_state)

@@ -14,9 +14,11 @@ import optax
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
+from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.schedule import Schedule
 from switchx.training.expert_taps import factored_gradients, tap_expert_weights
-from switchx.training.gradient_norm import clip_scale, global_norm
+from switchx.training.fused_loss import fused_batch_loss
+from switchx.training.gradient_norm import clip_scale, global_norm, sliced_global_norm
 from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
 from switchx.training.optimizers import apply_updates
 from switchx.training.pipelined import pipelined_gradients
@@ -37,13 +39,19 @@ class StepConfig:
         factor_expert_gradients: keep gradients of experts with few rows as their factors
             (`training/outer_product.py`); the same numbers, less memory traffic. One device
             and one microbatch only; a `TrainingProgram` turns it on where it pays.
+        bucket_bytes: gather parameters that are sliced over `fsdp` in buckets of at most so
+            many bytes, and scatter their gradients so (`training/fused_loss.py`); None
+            leaves both to the compiler.
     """
 
     num_microbatches: int = 1
     clip_norm: float | None = None
     factor_expert_gradients: bool | None = None
+    bucket_bytes: int | None = None
 
     def __post_init__(self):
+        if self.bucket_bytes is not None:
+            require_bucket_bytes(self.bucket_bytes)
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches}; use at least 1")
         if self.factor_expert_gradients and self.num_microbatches > 1:
@@ -122,10 +130,12 @@ def gradients(
     if step.factor_expert_gradients:
         params = tap_expert_weights(config, params, batch)
 
+    loss_of = batch_loss
+    if step.bucket_bytes is not None:
+        loss_of = functools.partial(fused_batch_loss, bucket_bytes=step.bucket_bytes)
+
     def scaled_loss(params, batch, key):
-        value, aux = batch_loss(
-            config, loss, params, batch, tokens=tokens, share=share, key=key
-        )
+        value, aux = loss_of(config, loss, params, batch, tokens=tokens, share=share, key=key)
         return value * loss_scale, (value, *aux)
 
     def microbatch_gradients(batch, key):
@@ -185,7 +195,8 @@ def train_step(
         state.params, batch, key=state.key, loss_scale=state.loss_scale if is_half else 1.0
     )
     unscale = 1 / state.loss_scale if is_half else 1.0
-    grad_norm = global_norm(grads) * unscale
+    norm_of = global_norm if step.bucket_bytes is None else sliced_global_norm
+    grad_norm = norm_of(grads) * unscale
     is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
     clip = 1.0 if step.clip_norm is None else clip_scale(grad_norm, step.clip_norm)
 

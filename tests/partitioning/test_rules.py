@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from switchx import tree
 from switchx.axes import DIMENSIONS
+from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import (
     TABLES,
     Rules,
@@ -165,3 +166,26 @@ def test_a_parameter_without_letters_is_refused():
     mesh = jax.make_mesh((8,), ("expert",))
     with pytest.raises(ValueError, match="parameter 'weights' has 2 dimensions but its name"):
         param_sharding(RULES, mesh, "ffn/weights", np.zeros((8, 8)))
+
+
+def test_a_vocabulary_on_devices_of_other_tokens_is_split_or_refused():
+    rules = Rules(params=(("V", ("data",)),), may_stay_whole=())
+    mesh = MeshSpec(data=8).build()
+    assert param_spec(rules, mesh, "embedding_VD", (32, 4)) == PartitionSpec("data", None)
+    with refused(
+        "vocab dimension V=33 is not divisible by mesh axis 'data' of size 8; use 32 or 40, or "
+        "a mesh with an axis that divides 33"
+    ):
+        param_spec(rules, mesh, "embedding_VD", (33, 4))
+    with refused(
+        "Rules.params splits V over data to save memory, but V is in Rules.may_stay_whole: a "
+        "vocabulary that does not divide would be whole on every device; use may_stay_whole=()"
+    ):
+        Rules(params=(("V", ("data",)),))
+    with refused(
+        "Rules.params splits V over data, model, of which model has the same tokens everywhere "
+        "and data has not; use axes of one kind"
+    ):
+        Rules(params=(("V", ("data", "model")),), may_stay_whole=())
+    with refused("Rules.vocab_room=0.0; use a factor above 0"):
+        Rules(vocab_room=0.0)

@@ -30,6 +30,8 @@ from tests.training.train_states import assert_same
 
 MESH = MeshSpec(data=2, expert=4)
 PIPELINE_MOE = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
+# SE-MoE: the vocabulary's rows on devices with different tokens.
+VOCABULARY_ROWS = Rules(params=(("D", ("fsdp",)), ("V", ("data",))), may_stay_whole=())
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 # The auxiliary losses weigh enough to be seen in a wrong gradient.
 WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5)
@@ -91,6 +93,8 @@ MESHES = {
     "all-to-all": (MeshSpec(fsdp=2, expert=2, model=2), "all_to_all"),
     "hierarchical": (MeshSpec(node=2, expert=2), "hierarchical"),
     "ragged": (MeshSpec(expert=4), "ragged_all_to_all"),
+    "vocabulary rows": (MeshSpec(rules=VOCABULARY_ROWS), "sort"),
+    "vocabulary rows, fsdp": (MeshSpec(fsdp=2, expert=2, rules=VOCABULARY_ROWS), "all_to_all"),
     "pipeline moe": (MeshSpec(model=2, rules=PIPELINE_MOE), "sliced"),
     "pipeline moe, split tokens": (MeshSpec(model=2, rules=PIPELINE_MOE), "sliced_scatter"),
 }
@@ -238,6 +242,25 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused(num_microbatches, mul
         f"that the mesh splits rows over; use a multiple of {multiple}, or a smaller mesh"
     ):
         TrainingProgram(job)
+
+
+def test_a_split_vocabulary_and_its_statistics_take_a_part_of_the_memory():
+    program = make_program(DENSE, MeshSpec(rules=VOCABULARY_ROWS))
+    state = program.init_state(make_params(DENSE))
+    assert shard_shapes(state.params["embedding"]["embedding_VD"]) == {(48, 16)}
+    statistics = tree.named_leaves(state.opt_state.statistics)
+    table = "embedding/embedding_VD"
+    assert shard_shapes(statistics[f"{table}/v_row_V"]) == {(48,)}
+    assert shard_shapes(statistics[f"{table}/momentum_VD"]) == {(48, 16)}
+
+
+def test_a_vocabulary_that_the_mesh_does_not_divide_is_refused():
+    model = dataclasses.replace(DENSE, vocab_size=387)
+    with refused(
+        "vocab dimension V=387 is not divisible by mesh axis 'data' of size 8; use 384 or 392, "
+        "or a mesh with an axis that divides 387"
+    ):
+        make_program(model, MeshSpec(rules=VOCABULARY_ROWS))
 
 
 def test_experts_that_the_mesh_does_not_divide_are_refused():

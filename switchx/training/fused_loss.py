@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loss on devices that gather their parameters by buckets.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 2.3. Every device computes the terms of
+its own rows, inside of `jax.shard_map`; the loss is their sum, and is differentiated outside.
+Dims: B L N G
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec
+
+from switchx import tree
+from switchx.models.config import ModelConfig
+from switchx.models.params import forward
+from switchx.moe.capacity import layer_groups
+from switchx.moe.groups import into_groups
+from switchx.moe.stats import RoutingStats
+from switchx.partitioning.constrain import current_rules
+from switchx.partitioning.rules import Rules, param_dims, param_spec
+from switchx.partitioning.sliced_params import Slicing, sliced, whole
+from switchx.training.losses import LossConfig, auxiliary_loss, cross_entropy
+
+
+def fused_batch_loss(
+    config: ModelConfig,
+    loss: LossConfig,
+    params,
+    batch,
+    *,
+    tokens,
+    share,
+    key,
+    bucket_bytes: int,
+):
+    """`training.step.batch_loss`, in the scope of a mesh that `check_fused` has passed.
+
+    The same value and the same raw gradients; masks of dropout and jitter are each
+    device's own.
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    slicing = Slicing.on(mesh, rules, bucket_bytes)
+
+    def local(params, batch, tokens, key):
+        key = jax.random.fold_in(key, jax.lax.axis_index(slicing.varying))
+        with sliced(slicing):
+            params = _whole_outside_blocks(params)
+            logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
+        sums = cross_entropy(
+            logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
+        )
+        if stats is not None:
+            stats = _terms(config, stats.summed, batch, slicing.varying)
+        value = sums.loss / jnp.maximum(tokens, 1) + share * auxiliary_loss(stats, loss)
+        return _sum_together((value, (sums, stats)), slicing.varying)
+
+    specs = tree.map_named(lambda name, leaf: param_spec(rules, mesh, name, leaf.shape), params)
+    rows = PartitionSpec(rules.axes("B", mesh, table="activations"))
+    whole_spec = PartitionSpec()
+    return jax.shard_map(
+        local,
+        in_specs=(specs, jax.tree.map(lambda _: rows, batch), whole_spec, whole_spec),
+        out_specs=whole_spec,
+    )(params, batch, tokens, key)
+
+
+def _whole_outside_blocks(params):
+    """Embedding, norms and biases of positions gathered; every block gathers its own."""
+    outside = {}
+    for name, leaf in tree.named_leaves(params).items():
+        if "/blocks/" not in name:
+            outside[name] = leaf
+    outside = whole(outside)
+    return tree.map_named(lambda name, leaf: outside.get(name, leaf), params)
+
+
+def _sum_together(values, axes):
+    """All leaves, float32, summed over devices in one all-reduce."""
+    vector, unravel = ravel_pytree(values)
+    return unravel(jax.lax.psum(vector, axes))
+
+
+def _terms(config: ModelConfig, stats: RoutingStats, batch, axes) -> RoutingStats:
+    """This device's terms of the losses, which are means over all groups or all tokens."""
+    switch, groups = config.switch, {}
+    for stack in ("encoder", "decoder"):
+        if f"{stack}_segment_ids" not in batch:
+            continue
+        is_token_BL = batch[f"{stack}_segment_ids"] > 0
+        if switch.router.padding == "counted":
+            is_token_BL = jnp.ones_like(is_token_BL)
+        is_token_GT = into_groups(is_token_BL, *layer_groups(switch, *is_token_BL.shape))
+        groups[stack] = jnp.sum(jnp.any(is_token_GT, axis=1)).astype(jnp.float32)
+    groups_N = jnp.stack([groups[name.split()[0]] for name in config.sparse_layer_names])
+    all_groups_N, all_tokens_N = _sum_together((groups_N, stats.tokens), axes)
+    return dataclasses.replace(
+        stats,
+        balance_loss=stats.balance_loss * groups_N / jnp.maximum(all_groups_N, 1),
+        router_z_loss=stats.router_z_loss * stats.tokens / jnp.maximum(all_tokens_N, 1),
+    )
+
+
+def count_buckets(params, slicing: Slicing) -> tuple[int, int]:
+    """Buckets of all that is outside of blocks, and of the blocks of all scanned runs.
+
+    A step gathers the former once and the latter twice, and scatters each once.
+
+    Args:
+        params: the whole parameters, or their shapes.
+    """
+    groups: dict[str, dict] = {}
+    for name, leaf in tree.named_leaves(params).items():
+        stack, _, inner = name.partition("/blocks/")
+        block = f"{stack}/{inner.split('/')[0]}" if inner else ""
+        shape = list(leaf.shape)
+        if (axis := slicing.sliced_axis(name, shape)) is not None:
+            shape[axis] //= slicing.num_parts
+        if param_dims(name, shape).startswith("N"):
+            shape = shape[1:]  # a loop gathers one repetition at a time
+        slices = groups.setdefault(block, {})
+        slices[name] = jax.ShapeDtypeStruct(shape, leaf.dtype)
+    counts = {block: slicing.index(slices).num_buckets for block, slices in groups.items()}
+    return counts.pop(""), sum(counts.values())
+
+
+def check_fused(
+    config: ModelConfig,
+    mesh,
+    rules: Rules,
+    *,
+    bucket_bytes: int,
+    rows: int,
+    lengths: tuple[int, ...],
+) -> None:
+    """Refuses what cannot be computed so, before anything is.
+
+    Args:
+        rows: of a microbatch, over all devices.
+        lengths: tokens of a row, of each stack.
+
+    Raises:
+        ValueError: says why, and the ways out.
+    """
+    asked = f"StepConfig.bucket_bytes={bucket_bytes}"
+    slicing = Slicing.on(mesh, rules, bucket_bytes)
+    if not slicing.axes:
+        raise ValueError(
+            f"{asked} on a mesh where no axis slices D: nothing is gathered; use "
+            "MeshSpec.fsdp above 1, or bucket_bytes=None"
+        )
+    others = [
+        axis
+        for axis, size in mesh.shape.items()
+        if size > 1 and axis not in slicing.varying or axis in ("node", "expert") and size > 1
+    ]
+    if others:
+        raise ValueError(
+            f"{asked} with mesh axis {others[0]!r} of size {mesh.shape[others[0]]}: buckets "
+            "are gathered by devices that compute whole layers on their own tokens; use data "
+            "and fsdp alone, or bucket_bytes=None"
+        )
+    if rules.axes("D", mesh, table="expert_params") != slicing.axes or any(
+        rules.axes(letter, mesh, table=table)
+        for table in ("params", "expert_params")
+        for letter, _ in getattr(rules, table)
+        if letter != "D"
+    ):
+        raise ValueError(
+            f"{asked} with rules that slice other dimensions than D over data or fsdp; use "
+            "the default Rules, or bucket_bytes=None"
+        )
+    if config.remat == "none":
+        raise ValueError(
+            f"{asked} with ModelConfig.remat='none': all gathered parameters would be kept "
+            "for the backward pass; use remat='minimal' or 'full', which gather them again"
+        )
+    if config.switch is None:
+        return
+    if config.switch.router.balance_scope == "batch":
+        raise ValueError(
+            f"{asked} with RouterConfig.balance_scope='batch': every device would need the "
+            "load of all; use balance_scope='group', or bucket_bytes=None"
+        )
+    parts = math.prod(mesh.shape[axis] for axis in slicing.varying)
+    for length in lengths:
+        _, T = layer_groups(config.switch, rows, length)
+        if rows * length % (parts * T) or layer_groups(
+            config.switch, rows // parts, length
+        ) != (rows * length // parts // T, T):
+            fitting = rows * length // parts
+            raise ValueError(
+                f"{asked} with routing groups of {T} tokens: each of {parts} devices has "
+                f"{fitting} tokens, and groups have to stay whole; use "
+                f"SwitchConfig.group_size={fitting} or a divisor of it, or bucket_bytes=None"
+            )

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters gathered by buckets: gradients of one device, as few collectives as buckets."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.models.config import RouterConfig
+from switchx.partitioning.hlo_collectives import collectives
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
+from switchx.partitioning.sliced_params import Slicing
+from switchx.training.adamw import AdamW
+from switchx.training.fused_loss import count_buckets
+from switchx.training.gradient_norm import global_norm, sliced_global_norm
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig, gradients
+from tests.data.refusals import refused
+from tests.training.jobs import (
+    DENSE,
+    ENCODER_DECODER,
+    LENGTH,
+    LOSS,
+    make_batch,
+    make_job,
+    make_params,
+)
+
+# Two runs of two blocks, dense and sparse, in each stack.
+SCANNED = dataclasses.replace(
+    ENCODER_DECODER,
+    num_encoder_layers=4,
+    num_decoder_layers=4,
+    scan_layers=True,
+    remat="minimal",
+)
+UNROLLED = dataclasses.replace(ENCODER_DECODER, remat="full")
+ONE_BUCKET, ONE_EACH = 2**30, 1
+# The auxiliary losses weigh enough to be seen in a wrong gradient.
+WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.5)
+ROWS = 16
+
+
+def padded_batch(model) -> dict:
+    """Rows of different lengths; the first three hold nothing: a device has no group there."""
+    batch = make_batch(model, ROWS)
+    return {name: np.where(np.arange(ROWS)[:, None] < 3, 0, x) for name, x in batch.items()}
+
+
+def make_program(model, mesh, bucket_bytes=None, devices=None, num_microbatches=1):
+    step = StepConfig(num_microbatches=num_microbatches, bucket_bytes=bucket_bytes)
+    lengths = dict(inputs_length=LENGTH, targets_length=LENGTH)
+    job = make_job(
+        model, mesh=mesh, optimizer=AdamW(), loss=WEIGHTY, batch_size=ROWS, step=step, **lengths
+    )
+    return TrainingProgram(job, devices)
+
+
+def raw_gradients(program) -> dict:
+    """Gradients, their norm, the loss, token sums and routing statistics, by name."""
+    job = program.job
+
+    def compute(params, batch):
+        grads, *rest = gradients(
+            job.model, job.loss, job.step, params, batch, key=jax.random.key(0)
+        )
+        is_fused = job.step.bucket_bytes is not None
+        norm = sliced_global_norm(grads) if is_fused else global_norm(grads)
+        return {"grads": grads, "norm": norm, "rest": rest}
+
+    with program.scope():
+        params = jax.device_put(make_params(job.model), program.shardings.params)
+        batch = program.place(padded_batch(job.model))
+        shardings = {"grads": program.shardings.params, "norm": None, "rest": None}
+        # For one call: LLVM's optimizations would take longer than it.
+        compiled = (
+            jax.jit(compute, out_shardings=shardings)
+            .lower(params, batch)
+            .compile(compiler_options={"xla_backend_optimization_level": "0"})
+        )
+        return tree.named_leaves(jax.device_get(compiled(params, batch)))
+
+
+@pytest.fixture(scope="module")
+def want():
+    """On one device."""
+    return raw_gradients(make_program(SCANNED, MeshSpec(), devices=jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def one_bucket():
+    """On eight devices, all slices of a block in one bucket."""
+    return raw_gradients(make_program(SCANNED, MeshSpec(fsdp=8), ONE_BUCKET))
+
+
+def assert_close(got, want):
+    assert got.keys() == want.keys()
+    for name, leaf in want.items():
+        largest = float(np.max(np.abs(leaf)))
+        assert not name.startswith("grads") or largest > 1e-4, name
+        np.testing.assert_allclose(
+            got[name], leaf, rtol=0, atol=1e-5 * max(largest, 1e-6), err_msg=name
+        )
+
+
+def test_raw_gradients_are_those_of_one_device(want, one_bucket):
+    """Losses too, which are means over groups and over tokens that devices have unevenly."""
+    assert_close(one_bucket, want)
+
+
+@pytest.mark.parametrize(
+    ("model", "fsdp", "num_microbatches"), [(UNROLLED, 4, 1), (UNROLLED, 2, 2)]
+)
+def test_raw_gradients_with_replicas_and_microbatches(model, fsdp, num_microbatches):
+    alone = make_program(
+        model, MeshSpec(), None, jax.devices()[:1], num_microbatches=num_microbatches
+    )
+    program = make_program(
+        model, MeshSpec(fsdp=fsdp), ONE_BUCKET, num_microbatches=num_microbatches
+    )
+    assert_close(raw_gradients(program), raw_gradients(alone))
+
+
+def test_buckets_do_not_change_a_bit(one_bucket):
+    one_each = raw_gradients(make_program(SCANNED, MeshSpec(fsdp=8), ONE_EACH))
+    for name, leaf in one_bucket.items():
+        np.testing.assert_array_equal(one_each[name], leaf, err_msg=name)
+
+
+def step_collectives(program) -> Counter:
+    """How many collectives of each kind a whole training step has, its loops read once."""
+    with program.scope():
+        batch = program.place(make_batch(program.job.model, ROWS))
+        lowered = program.train_step.lower(program.abstract_state, batch)
+        compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
+    return Counter(each.kind for each in collectives(compiled.as_text()))
+
+
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(ONE_BUCKET, (1, 4)), (8192, (3, 10))])
+def test_a_step_has_as_many_collectives_as_buckets(bucket_bytes, buckets):
+    """Scattered once, gathered once; those of blocks again in the backward pass."""
+    program = make_program(SCANNED, MeshSpec(fsdp=8), bucket_bytes)
+    found = step_collectives(program)
+    slicing = Slicing.on(program.mesh, program.job.mesh.rules, bucket_bytes)
+    assert count_buckets(program.abstract_state.params, slicing) == buckets
+    outside, blocks = buckets
+    assert found["reduce-scatter"] == outside + blocks
+    assert found["all-gather"] == outside + 2 * blocks
+    # Counts of tokens and groups, all measurements, the gradient norm, and gradients of what
+    # has no slices; as many for any number of parameters.
+    assert found["all-reduce"] <= 6
+    assert found.keys() == {"reduce-scatter", "all-gather", "all-reduce"}
+
+
+def test_gathered_parameters_are_freed():
+    """Temporaries of 16 layers are less than half of these layers' parameters."""
+    model = dataclasses.replace(
+        DENSE, d_model=64, d_ff=256, num_decoder_layers=16, scan_layers=True, remat="full"
+    )
+    program = make_program(model, MeshSpec(fsdp=8), ONE_BUCKET)
+    with program.scope():
+        batch = program.place(make_batch(model, ROWS))
+        memory = program.train_step.lower(program.abstract_state, batch).compile()
+    blocks = tree.num_bytes(program.abstract_state.params["decoder"]["blocks"])
+    assert memory.memory_analysis().temp_size_in_bytes < blocks / 2
+
+
+REFUSED = {
+    "no slices": (
+        dict(mesh=MeshSpec()),
+        "StepConfig.bucket_bytes=9 on a mesh where no axis slices D: nothing is gathered; use "
+        "MeshSpec.fsdp above 1, or bucket_bytes=None",
+    ),
+    "experts elsewhere": (
+        dict(mesh=MeshSpec(fsdp=2, expert=2)),
+        "StepConfig.bucket_bytes=9 with mesh axis 'expert' of size 2: buckets are gathered by "
+        "devices that compute whole layers on their own tokens; use data and fsdp alone, or "
+        "bucket_bytes=None",
+    ),
+    "tensor parallel": (
+        dict(mesh=MeshSpec(fsdp=2, model=2)),
+        "StepConfig.bucket_bytes=9 with mesh axis 'model' of size 2: <any>",
+    ),
+    "rows elsewhere": (
+        dict(
+            mesh=MeshSpec(
+                fsdp=2,
+                rules=Rules(params=(("D", ("fsdp",)), ("V", ("data",))), may_stay_whole=()),
+            )
+        ),
+        "StepConfig.bucket_bytes=9 with rules that slice other dimensions than D over data or "
+        "fsdp; use the default Rules, or bucket_bytes=None",
+    ),
+    "kept": (
+        dict(model=dataclasses.replace(SCANNED, remat="none")),
+        "StepConfig.bucket_bytes=9 with ModelConfig.remat='none': all gathered parameters "
+        "would be kept for the backward pass; use remat='minimal' or 'full', which gather "
+        "them again",
+    ),
+    "loads of all": (
+        dict(router=RouterConfig(balance_scope="batch")),
+        "StepConfig.bucket_bytes=9 with RouterConfig.balance_scope='batch': every device would "
+        "need the load of all; use balance_scope='group', or bucket_bytes=None",
+    ),
+    "groups over devices": (
+        dict(group_size=8 * LENGTH),
+        "StepConfig.bucket_bytes=9 with routing groups of 64 tokens: each of 8 devices has 16 "
+        "tokens, and groups have to stay whole; use SwitchConfig.group_size=16 or a divisor of "
+        "it, or bucket_bytes=None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_gathered_so_is_refused(name):
+    changes, message = REFUSED[name]
+    changes = {"mesh": MeshSpec(fsdp=8), "model": SCANNED} | changes
+    switch = {key: changes.pop(key) for key in ("router", "group_size") if key in changes}
+    model = changes["model"]
+    model = dataclasses.replace(model, switch=dataclasses.replace(model.switch, **switch))
+    with refused(message):
+        make_program(model, changes["mesh"], 9)
+
+
+def test_a_bucket_of_nothing_is_refused():
+    with refused(
+        "bucket_bytes=0; use a whole number of bytes above 0, as 2**28, or None to leave "
+        "gathering to the compiler"
+    ):
+        StepConfig(bucket_bytes=0)
