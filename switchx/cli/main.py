@@ -15,6 +15,7 @@ from switchx.cli import (
     export,
     generate,
     log_lines,
+    plan,
     quantize,
     report,
     score,
@@ -97,7 +98,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        bench, tune, check,
+        bench, tune, check, plan,
     ):  # fmt: skip
         module.add_command(commands)
     return parser
