@@ -23,6 +23,9 @@ from switchx.planner.workload import STACKS, Workload
 LOGIT_BYTES = 4
 # Of `[B, L, V]` that are alive at once: the logits, and their gradient.
 LOGIT_COPIES = 2
+# Arrays of `[tokens, F]` that the derivative of an activation function keeps beside the values
+# before and after it: counted in programs compiled without remat. Relu has a mask.
+ACTIVATION_RESIDUALS = {"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2}
 EQUAL_BLOCKS = ("sort", "einsum", "all_to_all", "hierarchical")
 
 
@@ -104,7 +107,18 @@ def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
 
 def _kept(workload: Workload, layout: Layout, stack: str) -> float:
     """Bytes a block keeps for its backward pass, the average of dense and sparse ones."""
-    return _block(workload, layout, stack, workload.model.remat)
+    model = workload.model
+    kept = _block(workload, layout, stack, model.remat)
+    if model.remat == "none":
+        sparse = model.num_sparse_layers_of(stack) / workload.num_layers(stack)
+        tokens = rows_on_device(workload, layout) * workload.length(stack)
+        hidden = (1 - sparse) * tokens * model.d_ff / _parts(layout, "F")
+        if sparse:
+            hidden += (
+                sparse * _slot_rows(workload, layout, stack) * _expert_d_ff(workload, layout)
+            )
+        kept += ACTIVATION_RESIDUALS[model.activation] * hidden * workload.activation_bytes
+    return kept
 
 
 def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
@@ -146,18 +160,29 @@ def _ffn(workload: Workload, layout: Layout, d_ff: int, remat: str) -> float:
 
 def _sparse_slots(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
     """Elements a Switch layer keeps on one device: inputs, hidden values, outputs of slots."""
-    model, layer = workload.model, sparse_layer(workload, layout, stack)
+    model = workload.model
+    hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
+    tokens = rows_on_device(workload, layout) * workload.length(stack)
+    probabilities = tokens * model.switch.num_experts * 4 / workload.activation_bytes
+    per_row = 2 * model.d_model + hidden * _expert_d_ff(workload, layout)
+    return _slot_rows(workload, layout, stack) * per_row + probabilities
+
+
+def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
+    """Rows that a device's experts compute in one layer: slots, or all that may come."""
+    layer = sparse_layer(workload, layout, stack)
     groups = layer.num_groups / layout.parts(
         layout.rules.axes("G", layout, table="activations")
     )
-    rows = groups * layer.tokens_per_group * layer.num_choices
     if layout.dispatcher in EQUAL_BLOCKS:
-        rows = groups * layer.num_experts * layer.capacity
+        return groups * layer.num_experts * layer.capacity
+    return groups * layer.tokens_per_group * layer.num_choices
+
+
+def _expert_d_ff(workload: Workload, layout: Layout) -> float:
+    """F of an expert on one device."""
     parts = layout.parts(layout.rules.axes("F", layout, table="expert_params"))
-    hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
-    tokens = rows_on_device(workload, layout) * workload.length(stack)
-    probabilities = tokens * layer.num_experts * 4 / workload.activation_bytes
-    return rows * (2 * layer.d_model + hidden * layer.d_ff / parts) + probabilities
+    return (workload.model.switch.d_ff or workload.model.d_ff) / parts
 
 
 def _logits(workload: Workload, layout: Layout) -> float:

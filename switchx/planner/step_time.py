@@ -55,13 +55,22 @@ class StepTime:
         return busy + self.update_s + self.bubble_s
 
 
-def step_time(workload: Workload, layout: Layout, hardware: Hardware) -> StepTime:
+def step_time(
+    workload: Workload,
+    layout: Layout,
+    hardware: Hardware,
+    collectives: list[StepCollective] | None = None,
+) -> StepTime:
     """Predicts one step.
+
+    Args:
+        collectives: of another system than this one; None takes `step_collectives`.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
     """
-    collectives = step_collectives(workload, layout)
+    if collectives is None:
+        collectives = step_collectives(workload, layout)
     seconds, between, in_ticks = {}, 0.0, 0.0
     for each in collectives:
         spent = each.count * collective_seconds(
@@ -118,7 +127,8 @@ def forward_flops(flops: SequenceFlops, layout: Layout) -> int:
 
 def _is_in_ticks(each: StepCollective) -> bool:
     """Whether it happens for every microbatch, so that a bubble stretches it."""
-    return each.part in ("layers", "exchange") or each.kind == "collective-permute"
+    is_sent = each.part == "pipeline" and each.kind != "all-reduce"
+    return each.part in ("layers", "exchange") or is_sent
 
 
 def _update_bytes(workload: Workload, layout: Layout) -> float:
