@@ -13,6 +13,11 @@ Checks a promise and prints the largest errors; the exit status is 1 where one d
                                        losses, raw gradients, global gradient norm
   switchx check equivalence --sample   each router with each dispatcher on one mesh
   switchx check equivalence --json     one JSON object on the last line
+  switchx check papers                 what the planner says of the tables of Pipeline MoE
+                                       and SE-MoE: every cell with its error, and what a
+                                       cost model cannot say
+  switchx check planned_bytes          bytes that compiled training steps communicate on
+                                       several meshes against the planner's
 
 Eight devices are simulated on CPU where XLA_FLAGS does not say otherwise.
 """
@@ -23,7 +28,9 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "check", run, "check that numbers are the same everywhere", DESCRIPTION
     )
-    parser.add_argument("what", choices=["equivalence"], help="what to check")
+    parser.add_argument(
+        "what", choices=["equivalence", "papers", "planned_bytes"], help="what to check"
+    )
     parser.add_argument(
         "--sample", action="store_true", help="each router with each dispatcher once"
     )
@@ -35,10 +42,17 @@ def run(arguments) -> int:
     flags = os.environ.get("XLA_FLAGS", "")
     if SIMULATED not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {SIMULATED}=8".strip()
-    from switchx.bench import equivalence
+    if arguments.sample and arguments.what != "equivalence":
+        raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
+    from switchx.bench import equivalence, papers, planned_bytes
     from switchx.cli.progress import TerminalReporter
 
     with TerminalReporter() as reporter:
-        report = equivalence.run(is_sample=arguments.sample, note=reporter.note)
+        if arguments.what == "equivalence":
+            report = equivalence.run(is_sample=arguments.sample, note=reporter.note)
+        elif arguments.what == "papers":
+            report = papers.run()
+        else:
+            report = planned_bytes.run(note=reporter.note)
     report.print(arguments.json)
     return 0 if all(check.holds for check in report.checks) else 1

@@ -16,6 +16,7 @@ from switchx.cli import (
     failure,
     generate,
     log_lines,
+    plan,
     quantize,
     report,
     score,
@@ -91,7 +92,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        checkpoint, bench, tune, check, show,
+        checkpoint, bench, tune, check, show, plan,
     ):  # fmt: skip
         module.add_command(commands)
     return parser

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPT models of Pipeline MoE and SE-MoE as training steps that the planner predicts.
+
+What both papers do alike: float16 parameters and activations, Adam in float32, 2048 tokens a
+row (Pipeline MoE, arXiv:2304.11414, section 4.1; SE-MoE, arXiv:2205.10034, section 5.1 names
+no length, so GPT-3's is taken), tied embeddings, learned positions.
+"""
+
+import dataclasses
+
+from switchx import tree
+from switchx.axes import dims_of
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from switchx.models.params import abstract_params
+from switchx.moe.capacity import layer_capacity, layer_groups
+from switchx.planner.workload import StateArray, Workload
+
+LENGTH = 2048
+HALF = Precision(params="float16", compute="float16")
+
+
+def gpt(
+    layers: int,
+    d_model: int,
+    heads: int,
+    vocab_size: int,
+    *,
+    experts: int | None = None,
+    every: int = 2,
+    dispatcher: str = "all_to_all",
+    remat: str = "full",
+) -> ModelConfig:
+    """A GPT whose every `every`-th FFN has experts, top-1, each as large as the dense FFN."""
+    switch = None
+    if experts is not None:
+        # DeepSpeed-MoE's default capacity factor; Pipeline MoE's own dispatcher has none.
+        switch = SwitchConfig(
+            experts,
+            every=every,
+            capacity_factor=1.0,
+            group_size=LENGTH,
+            expert_bias=True,
+            dispatcher=dispatcher,
+            router=RouterConfig(jitter=0.0),
+        )
+    return ModelConfig(
+        "decoder_only",
+        vocab_size,
+        d_model,
+        4 * d_model,
+        heads,
+        d_model // heads,
+        layers,
+        activation="gelu",
+        norm="layer",
+        positions="learned",
+        max_length=LENGTH,
+        use_bias=True,
+        scale_attention=True,
+        scale_tied_logits=False,
+        scan_layers=True,
+        remat=remat,
+        switch=switch,
+        precision=HALF,
+    )
+
+
+def paper_workload(model: ModelConfig, rows: int, *, optimizer_bytes: int) -> Workload:
+    """A step of `rows` rows of 2048 tokens.
+
+    Args:
+        optimizer_bytes: a parameter's, beside its two and its gradient's two: 14 make the
+            18 of Pipeline MoE (section 4.1), 12 the 16 of SE-MoE (section 2.1).
+    """
+    state = []
+
+    def add(name, leaf):
+        dims = dims_of(name.rsplit("/", 1)[-1], len(leaf.shape))
+        state.append(StateArray(name, dims, leaf.shape, 2, "params"))
+        state.append(StateArray(name, dims, leaf.shape, optimizer_bytes, "optimizer"))
+
+    tree.map_named(add, abstract_params(model))
+
+    def routing(batch: int, length: int) -> tuple[int, int, int]:
+        groups, tokens = layer_groups(model.switch, batch, length)
+        return groups, tokens, layer_capacity(model.switch, tokens, is_training=True)
+
+    return Workload(model, 0, LENGTH, rows, tuple(state), routing, lambda *_: None)
+
+
+def with_dispatcher(model: ModelConfig, dispatcher: str) -> ModelConfig:
+    """The same model by another dispatcher."""
+    switch = dataclasses.replace(model.switch, dispatcher=dispatcher)
+    return dataclasses.replace(model, switch=switch)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx plan`: the mesh and the dispatcher to run a job on, before devices are rented."""
+
+import argparse
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Predicts a training step on every mesh and dispatcher that divides the model and the batch:
+its time, its memory on the fullest device, the bytes of its collectives and its bubble. What
+does not fit is counted with the reason; the rest is ranked, and the first three explained.
+
+  switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=h200x8x16
+  switchx plan --gin_file=configs/runs/pretrain_tiny.gin --hardware=v5e --devices=8 \\
+      --output=mesh.gin
+  switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin_file=mesh.gin --model_dir=DIR
+
+Hardware is one of the committed specs (v4, v5e, v5p, v6e, h200, and the papers' v100 and
+a100), for GPUs with the nodes there are (h200x8x16 is 16 nodes of 8), or a file of yours
+(docs/planner.md). Nothing is computed with the model, and no device is needed.
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "plan", run, "predict the fastest mesh for a cluster", DESCRIPTION
+    )
+    shared.add_gin_arguments(parser)
+    parser.add_argument(
+        "--hardware",
+        required=True,
+        metavar="NAME|FILE",
+        help="v5p, h200x8x16 (16 nodes of 8), or a spec file FILE.toml",
+    )
+    parser.add_argument(
+        "--devices", type=_count, metavar="N", help="default: all that h200x8x16 names"
+    )
+    parser.add_argument(
+        "--top", type=_count, default=10, metavar="N", help="rows to show (default: 10)"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="write the first plan's mesh as a gin file"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Imported here: help, and options that are not understood, do not wait for it.
+    import pathlib
+
+    from switchx.bench.report import Check, Report
+    from switchx.cli.plan_table import print_search, row
+    from switchx.data.data_dir import write_atomically
+    from switchx.partitioning.mesh import AXES
+    from switchx.planner.hardware import load_hardware
+    from switchx.planner.mesh_gin import mesh_gin
+    from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, search
+    from switchx.training.workload import fitting_group_size, workload_of
+
+    if arguments.output == "":
+        raise ValueError("--output is empty; is a shell variable not set?")
+    hardware = load_hardware(arguments.hardware)
+    devices = _devices(hardware, arguments.devices)
+    job = shared.parse_job(arguments)
+    workload = workload_of(job)
+    has_pipe = "pipe" in AXES
+    found = search(workload, hardware, devices, has_pipe=has_pipe)
+    hint = ""
+    if GROUPS_DO_NOT_DIVIDE in found.refused:
+        size = fitting_group_size(job, devices)
+        if size and size < job.model.switch.group_size:
+            hint = f"SwitchConfig.group_size={size}"
+    if not found.plans:
+        raise ValueError(_nothing_fits(workload, hardware, devices, found, has_pipe, hint))
+    if arguments.output:
+        command = f"switchx plan --hardware={arguments.hardware} --devices={devices}"
+        text = mesh_gin(found.plans[0], hardware, command)
+        write_atomically(pathlib.Path(arguments.output).expanduser(), text.encode())
+    if arguments.json:
+        rows = [row(i, plan, workload) for i, plan in enumerate(found.plans, 1)]
+        checks = [Check("fits", 1, "==1")]
+        Report("plan", rows[: arguments.top], checks).print(as_json=True)
+    else:
+        print_search(found, hardware, devices, arguments.top)
+        if hint:
+            print(f"With {hint} routing groups divide over all {devices} devices.")
+        if arguments.output:
+            print(arguments.output)
+    return 0
+
+
+def _devices(hardware, asked: int | None) -> int:
+    most = hardware.max_devices
+    if asked is None:
+        if hardware.max_devices is None or hardware.inside.torus_dims:
+            raise ValueError(
+                f"--hardware={hardware.name} does not say how many devices there are; give "
+                "--devices=N"
+            )
+        return most
+    if most is not None and asked > most:
+        raise ValueError(
+            f"--devices={asked}, but --hardware={hardware.name} has {most}; give at most "
+            f"{most}, or more nodes"
+        )
+    return asked
+
+
+def _nothing_fits(workload, hardware, devices: int, found, has_pipe, hint: str) -> str:
+    """What is in the way, and the nearest numbers of devices or rows that work."""
+    from switchx.planner.explain import num_bytes
+    from switchx.planner.search import smallest_that_fits, workable_devices
+
+    name = hardware.name
+    if found.smallest is None:
+        reasons = sorted(found.refused.items(), key=lambda item: -item[1])
+        text = "; ".join(f"{reason} ({count} meshes)" for reason, count in reasons[:3])
+        near = workable_devices(workload, hardware, devices, has_pipe=has_pipe)
+        ways = [f"--devices={number}" for number in near] + ([hint] if hint else [])
+        if workload.batch_size % devices:
+            ways.append(f"BATCH_SIZE={-(-workload.batch_size // devices) * devices}")
+        return (
+            f"no mesh of {devices} devices divides this model and its batch of "
+            f"{workload.batch_size} rows: {text}; use "
+            f"{' or '.join(ways) or 'a model or a batch with more factors'}"
+        )
+    least = found.smallest
+    text = (
+        f"the model does not fit {devices} devices of {name}: the smallest of the meshes "
+        f"({least.layout.name}) needs {num_bytes(least.memory.total)} a device, of which "
+        f"{num_bytes(hardware.memory.usable_bytes)} can be used; "
+    )
+    fits = smallest_that_fits(workload, hardware, devices, has_pipe=has_pipe)
+    if fits is None:
+        return text + (
+            "no number of devices fits it with this batch; use ModelConfig.remat='full', "
+            "fewer tokens a row, or other hardware"
+        )
+    number, plan = fits
+    return text + (
+        f"use {number} devices, where {plan.layout.name} needs "
+        f"{num_bytes(plan.memory.total)}, ModelConfig.remat='full', or a smaller model"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; give a whole number of at least 1")
+    return int(text)

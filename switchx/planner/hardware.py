@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device and the networks around it can do: spec files, one efficiency a resource.
+
+The files in `specs/` name the source of every number and are written before anything is
+compared with a measurement; nothing here is fitted. A device is what JAX calls one.
+"""
+
+import dataclasses
+import pathlib
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+SPECS = pathlib.Path(__file__).parent / "specs"
+# `h200x8x16`: 16 nodes of 8 devices.
+_SIZED = re.compile(r"(?P<name>.+?)x(?P<per_node>\d+)x(?P<nodes>\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Matrix products.
+
+    Attributes:
+        peak_flops_per_s: of the dtype that models multiply in, by the vendor.
+        efficiency: of the peak that a whole step's products reach, communication apart.
+    """
+
+    peak_flops_per_s: float
+    efficiency: float
+    source: str
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.peak_flops_per_s * self.efficiency
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """A device's memory.
+
+    Attributes:
+        num_bytes: on the device.
+        usable: part of them that a program can have.
+        bytes_per_s: by the vendor.
+        efficiency: of `bytes_per_s` that element-wise work reaches.
+    """
+
+    num_bytes: float
+    usable: float
+    bytes_per_s: float
+    efficiency: float
+    source: str
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.num_bytes * self.usable
+
+    @property
+    def achieved_bytes_per_s(self) -> float:
+        return self.bytes_per_s * self.efficiency
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Links between devices.
+
+    Attributes:
+        bytes_per_s: of one device in one direction: all of its links behind a switch, or one
+            link of a torus. Where devices share a port, one device's share.
+        efficiency: of `bytes_per_s` that large messages reach.
+        latency_s: of one message.
+        torus_dims: dimensions of a torus; 0 where a switch joins all devices.
+        torus_side: devices along a dimension of the largest torus.
+        wraps_at: a dimension is a ring where its size is a multiple of this, else a line.
+    """
+
+    bytes_per_s: float
+    efficiency: float
+    latency_s: float
+    source: str
+    torus_dims: int = 0
+    torus_side: int = 0
+    wraps_at: int = 0
+
+    @property
+    def achieved_bytes_per_s(self) -> float:
+        return self.bytes_per_s * self.efficiency
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """A cluster: devices in nodes, a fast network inside of each, a slower one between.
+
+    Attributes:
+        description: what one device is.
+        devices_per_node: that `inside` joins; of a TPU, a pod.
+        max_devices: there are no more; None where there is no limit.
+    """
+
+    name: str
+    description: str
+    devices_per_node: int
+    compute: Compute
+    memory: Memory
+    inside: Network
+    between: Network
+    max_devices: int | None = None
+
+
+def known_hardware() -> list[str]:
+    """Names of the committed spec files."""
+    return sorted(path.stem for path in SPECS.glob("*.toml"))
+
+
+def load_hardware(name: str) -> Hardware:
+    """The hardware of a committed spec, with its sizes (`h200x8x16`) or without, or of a file.
+
+    Args:
+        name: `v5p`; `h200x8x16` for 16 nodes of 8; or a path that ends in `.toml`.
+
+    Raises:
+        ValueError: nothing has that name, or a file is wrong; all wrong fields are listed.
+    """
+    if name.endswith(".toml"):
+        return read_spec(pathlib.Path(name).expanduser())
+    if name in known_hardware():
+        return read_spec(SPECS / f"{name}.toml")
+    match = _SIZED.fullmatch(name)
+    if match and match["name"] in known_hardware():
+        per_node, nodes = int(match["per_node"]), int(match["nodes"])
+        spec = read_spec(SPECS / f"{match['name']}.toml")
+        if spec.inside.torus_dims:
+            raise ValueError(
+                f"--hardware={name}: {match['name']} has no nodes of {per_node} devices, a "
+                f"torus joins all of them; use --hardware={match['name']} --devices=N"
+            )
+        if per_node < 1 or nodes < 1:
+            raise ValueError(f"--hardware={name}: give at least 1 node of at least 1 device")
+        return dataclasses.replace(
+            spec, name=name, devices_per_node=per_node, max_devices=per_node * nodes
+        )
+    raise ValueError(
+        f"--hardware={name}: no such hardware; there are {', '.join(known_hardware())}; write "
+        "one with nodes as NAMExDEVICESxNODES (h200x8x16), or give a spec file FILE.toml"
+    )
+
+
+def read_spec(path: pathlib.Path) -> Hardware:
+    """Reads and checks a spec file; `specs/` has examples.
+
+    Raises:
+        ValueError: it is no TOML, or fields are missing, unknown, or out of range.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); give a spec file, or one of "
+            f"{', '.join(known_hardware())}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is no TOML: {error}; see {SPECS / 'v5p.toml'}") from error
+    problems: list[str] = []
+    hardware = _built(Hardware, {"name": path.stem} | values, "", problems)
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}; {SPECS / 'h200.toml'} is an example")
+    return hardware
+
+
+_PARTS = {"compute": Compute, "memory": Memory, "inside": Network, "between": Network}
+_MAY_BE_ZERO = ("latency_s", "torus_dims", "torus_side", "wraps_at")
+_SHARES = ("efficiency", "usable")
+
+
+def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[str]):
+    """The dataclass, or None with a line in `problems` for everything that is wrong."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    before, arguments = len(problems), {}
+    for name in values.keys() - fields.keys():
+        problems.append(f"{prefix}{name} is unknown; there are {', '.join(fields)}")
+    for name, field in fields.items():
+        if name not in values:
+            if field.default is dataclasses.MISSING:
+                problems.append(f"{prefix}{name} is missing")
+            continue
+        value = values[name]
+        if part := _PARTS.get(name):
+            if not isinstance(value, Mapping):
+                problems.append(f"{prefix}{name}={value!r}; expected a table [{name}]")
+            else:
+                arguments[name] = _built(part, value, f"{name}.", problems)
+        else:
+            problem = _wrong(name, value, field.type)
+            if problem:
+                problems.append(f"{prefix}{name}={value!r}; expected {problem}")
+            arguments[name] = value
+    return kind(**arguments) if len(problems) == before else None
+
+
+def _wrong(name: str, value, expected) -> str | None:
+    """What a field should have been, or None."""
+    if expected is str:
+        return None if isinstance(value, str) and value.strip() else "a text that is not empty"
+    is_whole = expected is not float
+    kinds = int if is_whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return "a whole number" if is_whole else "a number"
+    if name in _SHARES:
+        return None if 0 < value <= 1 else "a share above 0, at most 1"
+    if name in _MAY_BE_ZERO:
+        return None if value >= 0 else "0 or more"
+    return None if value > 0 else "a number above 0"

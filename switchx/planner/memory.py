@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of one device's memory in a training step.
+
+Parameters, gradients and the optimizer's state are counted array by array; activations by
+what the backward pass keeps under each remat policy (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4, counts them likewise); a pipeline keeps the inputs of the
+microbatches in flight (Chen et al. 2023, arXiv:2304.11414, section 3.3.5).
+Dims: B L M D H K F V E C
+"""
+
+import dataclasses
+import math
+
+from switchx.planner.layout import Layout
+from switchx.planner.step_comm import (
+    activation_bytes,
+    local_shape,
+    rows_on_device,
+    sparse_layer,
+)
+from switchx.planner.workload import STACKS, Workload
+
+LOGIT_BYTES = 4
+# Of `[B, L, V]` that are alive at once: the logits, and their gradient.
+LOGIT_COPIES = 2
+# Arrays of `[tokens, F]` that the derivative of an activation function keeps beside the values
+# before and after it: counted in programs compiled without remat. Relu has a mask.
+ACTIVATION_RESIDUALS = {"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2}
+EQUAL_BLOCKS = ("sort", "einsum", "all_to_all", "hierarchical")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on one device, the fullest stage's.
+
+    Attributes:
+        gradients: twice the parameters' where microbatches are added up.
+        activations: kept from forward to backward, of all microbatches in flight.
+        working: of the block that is computed, its Switch layer's buffers among them.
+        logits: and their gradient.
+        gathered: parameters whole, where devices keep slices.
+    """
+
+    params: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+    logits: float
+    gathered: float
+
+    @property
+    def state(self) -> float:
+        """What stays from step to step: a program's arguments, the batch apart."""
+        return self.params + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return sum(dataclasses.astuple(self))
+
+
+def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
+    """Predicts a step's memory on the fullest device.
+
+    Raises:
+        ValueError: the layout does not divide a parameter.
+    """
+    params = state_bytes(workload, layout, "params")
+    is_added_up = layout.num_microbatches > 1
+    stacks = [stack for stack in STACKS if workload.length(stack)]
+    kept = sum(_kept(workload, layout, stack) * workload.num_layers(stack) for stack in stacks)
+    if layout.pipe > 1:
+        # A tick takes one microbatch through a stage; others wait as the stage's inputs.
+        waiting = sum(activation_bytes(workload, layout, stack) for stack in stacks)
+        kept = kept / layout.pipe + in_flight(layout) * waiting
+    working = max(_block(workload, layout, stack, "none") for stack in stacks)
+    return MemoryUse(
+        params=params,
+        gradients=params * (2 if is_added_up else 1),
+        optimizer=state_bytes(workload, layout, "optimizer"),
+        activations=kept,
+        # Values and their gradients.
+        working=2 * working,
+        logits=LOGIT_COPIES * _logits(workload, layout),
+        gathered=_gathered(workload, layout),
+    )
+
+
+def in_flight(layout: Layout) -> int:
+    """Microbatches whose inputs a stage keeps: of 1F1B in lock step, 2 P - 1 at most."""
+    return min(layout.num_microbatches, 2 * layout.pipe - 1) if layout.pipe > 1 else 0
+
+
+def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
+    """Bytes of the parameters or of the optimizer's state on one device.
+
+    Of a pipeline, on the first stage: its share of the blocks, and all that is in none.
+    """
+    total = 0.0
+    for array in workload.state:
+        if array.kind == kind:
+            shape, _ = local_shape(array, layout)
+            num_bytes = math.prod(shape) * array.itemsize
+            total += num_bytes / (layout.pipe if array.is_in_blocks else 1)
+    return total
+
+
+def _kept(workload: Workload, layout: Layout, stack: str) -> float:
+    """Bytes a block keeps for its backward pass, the average of dense and sparse ones."""
+    model = workload.model
+    kept = _block(workload, layout, stack, model.remat)
+    if model.remat == "none":
+        sparse = model.num_sparse_layers_of(stack) / workload.num_layers(stack)
+        tokens = rows_on_device(workload, layout) * workload.length(stack)
+        hidden = (1 - sparse) * tokens * model.d_ff / _parts(layout, "F")
+        if sparse:
+            hidden += (
+                sparse * _slot_rows(workload, layout, stack) * _expert_d_ff(workload, layout)
+            )
+        kept += ACTIVATION_RESIDUALS[model.activation] * hidden * workload.activation_bytes
+    return kept
+
+
+def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
+    model, width = workload.model, workload.activation_bytes
+    tokens = rows_on_device(workload, layout) * workload.length(stack)
+    if remat == "full":
+        return tokens * model.d_model * width
+    layers = workload.num_layers(stack)
+    sparse = model.num_sparse_layers_of(stack) / layers
+    per_token = _attention(workload, layout, workload.length(stack), remat)
+    if stack == "decoder" and model.is_encoder_decoder:
+        per_token += _attention(workload, layout, workload.encoder_length, remat)
+    per_token += (1 - sparse) * _ffn(workload, layout, model.d_ff, remat)
+    elements = tokens * per_token
+    if sparse:
+        elements += sparse * _sparse_slots(workload, layout, stack, remat)
+    dropout = 0.0
+    if remat == "none" and model.dropout_rate:
+        dropout = tokens * (2 * model.d_model + model.d_ff / _parts(layout, "F"))
+    return elements * width + dropout
+
+
+def _attention(workload: Workload, layout: Layout, memory_length: int, remat: str) -> float:
+    """Elements a token keeps of one attention: residual, norm, q k v, weights, heads' sum."""
+    model, heads = workload.model, _parts(layout, "H")
+    projected = 4 * model.num_heads * model.d_head / heads
+    weights = model.num_heads * memory_length / heads
+    whole = 2 * model.d_model if remat == "none" else model.d_model
+    return whole + projected + weights
+
+
+def _ffn(workload: Workload, layout: Layout, d_ff: int, remat: str) -> float:
+    """Elements a token keeps of one FFN: residual, norm, hidden values before and after."""
+    model = workload.model
+    hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
+    whole = 2 * model.d_model if remat == "none" else model.d_model
+    return whole + hidden * d_ff / _parts(layout, "F")
+
+
+def _sparse_slots(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
+    """Elements a Switch layer keeps on one device: inputs, hidden values, outputs of slots."""
+    model = workload.model
+    hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
+    tokens = rows_on_device(workload, layout) * workload.length(stack)
+    probabilities = tokens * model.switch.num_experts * 4 / workload.activation_bytes
+    per_row = 2 * model.d_model + hidden * _expert_d_ff(workload, layout)
+    return _slot_rows(workload, layout, stack) * per_row + probabilities
+
+
+def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
+    """Rows that a device's experts compute in one layer: slots, or all that may come."""
+    layer = sparse_layer(workload, layout, stack)
+    groups = layer.num_groups / layout.parts(
+        layout.rules.axes("G", layout, table="activations")
+    )
+    if layout.dispatcher in EQUAL_BLOCKS:
+        return groups * layer.num_experts * layer.capacity
+    return groups * layer.tokens_per_group * layer.num_choices
+
+
+def _expert_d_ff(workload: Workload, layout: Layout) -> float:
+    """F of an expert on one device."""
+    parts = layout.parts(layout.rules.axes("F", layout, table="expert_params"))
+    return (workload.model.switch.d_ff or workload.model.d_ff) / parts
+
+
+def _logits(workload: Workload, layout: Layout) -> float:
+    vocabulary = workload.model.vocab_size
+    parts = layout.parts(layout.rules.axes("V", layout, table="params"))
+    parts = parts if vocabulary % parts == 0 else 1
+    targets = rows_on_device(workload, layout) * workload.decoder_length
+    return targets * vocabulary / parts * LOGIT_BYTES
+
+
+def _gathered(workload: Workload, layout: Layout) -> float:
+    """Whole parameters where devices keep slices; under scan or remat, those of a moment."""
+    total = largest = 0.0
+    for array in workload.state:
+        axes = layout.rules.axes("D", layout, table=array.table)
+        if array.kind == "params" and "D" in array.dims and axes:
+            shape, _ = local_shape(array, layout)
+            stacked = array.shape[0] if array.dims.startswith("N") else 1
+            whole = math.prod(shape) * array.itemsize * layout.parts(axes)
+            total += whole / (layout.pipe if array.is_in_blocks else 1)
+            largest = max(largest, whole / stacked)
+    model = workload.model
+    if not (model.scan_layers or model.remat != "none"):
+        return total
+    # The largest array, the one that is gathered ahead, and its gradient.
+    return min(total, 3 * largest)
+
+
+def _parts(layout: Layout, letter: str) -> int:
+    return layout.parts(layout.rules.axes(letter, layout, table="params"))

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every layout of a step over a number of devices, predicted, pruned and ranked.
+
+The meshes of Fedus et al. 2021 (arXiv:2101.03961), Figure 9, with `fsdp`, SE-MoE's `node`
+and Pipeline MoE's `pipe`.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+
+from switchx.partitioning.placement import Placement
+from switchx.planner.hardware import Hardware
+from switchx.planner.layout import Layout
+from switchx.planner.memory import MemoryUse, memory_use
+from switchx.planner.step_time import StepTime, step_time
+from switchx.planner.workload import STACKS, Workload
+
+MOST_DEVICES = 2**17
+GROUPS_DO_NOT_DIVIDE = "routing groups do not divide over the devices that split the batch"
+DOES_NOT_FIT = "needs more memory than a device has"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One layout, and what a step on it is predicted to take."""
+
+    layout: Layout
+    time: StepTime
+    memory: MemoryUse
+    tokens_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What was looked at.
+
+    Attributes:
+        plans: those that run and fit, fastest first.
+        refused: how many do not, by reason.
+        smallest: the plan of the least memory among those that do not fit, or None.
+    """
+
+    plans: tuple[Plan, ...]
+    refused: dict[str, int]
+    smallest: Plan | None
+
+    @property
+    def looked_at(self) -> int:
+        return len(self.plans) + sum(self.refused.values())
+
+
+def search(
+    workload: Workload, hardware: Hardware, devices: int, *, has_pipe: bool = True
+) -> Search:
+    """Predicts every layout over `devices` and ranks those that fit by time.
+
+    Of several numbers of microbatches a layout is kept with the fastest one that fits.
+
+    Args:
+        has_pipe: whether to look at pipelines.
+    """
+    plans, refused, smallest = [], collections.Counter(), None
+    for layout in layouts(workload, hardware, devices, refused, has_pipe=has_pipe):
+        best = None
+        for microbatches in _microbatches(workload, layout):
+            try_out = dataclasses.replace(layout, num_microbatches=microbatches)
+            problem = _refusal(workload, try_out)
+            if problem:
+                break
+            try:
+                plan = predict(workload, try_out, hardware)
+            except ValueError as error:
+                problem = str(error).split(";")[0]
+                break
+            if plan.memory.total > hardware.memory.usable_bytes:
+                problem = DOES_NOT_FIT
+                if smallest is None or plan.memory.total < smallest.memory.total:
+                    smallest = plan
+                continue
+            if best is None or plan.time.step_s < best.time.step_s:
+                best = plan
+            if layout.pipe == 1:
+                break  # more of them only gather weights more often
+        if best is not None:
+            plans.append(best)
+        else:
+            refused[problem or "no number of microbatches divides the rows"] += 1
+    plans.sort(key=lambda plan: (plan.time.step_s, plan.memory.total))
+    return Search(tuple(plans), dict(refused), smallest)
+
+
+def predict(workload: Workload, layout: Layout, hardware: Hardware) -> Plan:
+    """Time and memory of one layout.
+
+    Raises:
+        ValueError: the layout does not divide a parameter, or a formula is missing.
+    """
+    time = step_time(workload, layout, hardware)
+    memory = memory_use(workload, layout)
+    return Plan(layout, time, memory, workload.tokens / time.step_s)
+
+
+def smallest_that_fits(
+    workload: Workload, hardware: Hardware, devices: int, *, has_pipe: bool = True
+) -> tuple[int, Plan] | None:
+    """The fewest devices, doubling from `devices`, on which something fits; None if never."""
+    most = hardware.max_devices or MOST_DEVICES
+    while 2 * devices <= most:
+        devices *= 2
+        plans = search(workload, hardware, devices, has_pipe=has_pipe).plans
+        if plans:
+            return devices, plans[0]
+    return None
+
+
+def workable_devices(
+    workload: Workload, hardware: Hardware, devices: int, *, has_pipe: bool = True
+) -> list[int]:
+    """The nearest numbers of devices below and above that any mesh divides into."""
+
+    def works(number: int) -> bool:
+        found = layouts(workload, hardware, number, collections.Counter(), has_pipe=has_pipe)
+        return any(_refusal(workload, layout) is None for layout in found)
+
+    below = next((n for n in range(devices - 1, 0, -1) if works(n)), None)
+    above = next((n for n in range(devices + 1, 2 * devices + 1) if works(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def layouts(
+    workload: Workload,
+    hardware: Hardware,
+    devices: int,
+    refused: collections.Counter,
+    *,
+    has_pipe: bool = True,
+) -> Iterator[Layout]:
+    """Every mesh and dispatcher that divides model and batch, with one microbatch a stage.
+
+    Args:
+        refused: gets the reasons of meshes that do not, counted.
+    """
+    for pipe in _divisors(devices if has_pipe else 1):
+        for model in _divisors(devices // pipe):
+            for expert in _divisors(devices // pipe // model):
+                for node in _divisors(devices // pipe // model // expert):
+                    for fsdp in _divisors(devices // pipe // model // expert // node):
+                        mesh = Layout(
+                            pipe=pipe,
+                            data=devices // pipe // model // expert // node // fsdp,
+                            fsdp=fsdp,
+                            node=node,
+                            expert=expert,
+                            model=model,
+                            num_microbatches=pipe,
+                        )
+                        problem = _indivisible(workload, hardware, mesh)
+                        if problem:
+                            refused[problem] += 1
+                            continue
+                        for name in _dispatchers(workload, hardware, mesh):
+                            yield dataclasses.replace(mesh, dispatcher=name)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | None:
+    """Why a mesh is out of the question, whatever runs on it; or None."""
+    model, switch = workload.model, workload.model.switch
+    experts = mesh.node * mesh.expert
+    if mesh.model > hardware.devices_per_node:
+        return "the model axis would leave its node"
+    if model.num_heads % mesh.model or model.d_ff % mesh.model:
+        return "model does not divide heads or d_ff"
+    if model.d_model % mesh.fsdp:
+        return "fsdp does not divide d_model"
+    if experts > 1 and (switch is None or switch.num_experts % experts):
+        return "node x expert does not divide the experts"
+    if mesh.node > 1 and (
+        hardware.inside.torus_dims or mesh.expert * mesh.model != hardware.devices_per_node
+    ):
+        return "node x expert does not follow the nodes there are"
+    if any(workload.num_layers(stack) // model.period % mesh.pipe for stack in STACKS):
+        return "pipe does not divide a stack's blocks"
+    if mesh.pipe > 1 and not model.scan_layers:
+        return "a pipeline needs ModelConfig.scan_layers=True"
+    if workload.batch_size % (mesh.data * mesh.fsdp * experts * mesh.num_microbatches):
+        return "the batch does not divide over the devices that split it"
+    if mesh.num_microbatches > 1 and switch and switch.router.balance_scope == "batch":
+        return "balance_scope='batch' takes one microbatch"
+    return None
+
+
+def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[str | None]:
+    switch = workload.model.switch
+    if switch is None:
+        return [None]
+    if mesh.node * mesh.expert > 1:
+        names = ["all_to_all"] + (["hierarchical"] if mesh.node > 1 else [])
+        # On GPUs it reaches 2 to 3% of NVLink (openxla/xla issue 33386).
+        return names + (["ragged_all_to_all"] if hardware.inside.torus_dims else [])
+    sliced = mesh.model > 1 and switch.num_experts % mesh.model == 0
+    return ["sort", "dropless", *(["sliced", "sliced_scatter"] if sliced else [])]
+
+
+def _microbatches(workload: Workload, layout: Layout) -> Iterator[int]:
+    """Numbers to try: as many as stages and doubled, as long as each device has rows."""
+    switch = workload.model.switch
+    number = layout.num_microbatches
+    parts = layout.data * layout.fsdp * layout.node * layout.expert
+    while workload.batch_size % (number * parts) == 0:
+        yield number
+        if switch is not None and switch.router.balance_scope == "batch":
+            return
+        number *= 2
+
+
+def _refusal(workload: Workload, layout: Layout) -> str | None:
+    """Why the layout's dispatcher cannot run on its microbatches, in short; or None."""
+    if layout.dispatcher is None:
+        return None
+    rows = workload.batch_size // layout.num_microbatches
+    for stack in STACKS:
+        if workload.length(stack) and workload.model.num_sparse_layers_of(stack):
+            groups, tokens, _ = workload.routing(rows, workload.length(stack))
+            if groups % layout.parts(Placement.on(layout, layout.rules).batch):
+                return GROUPS_DO_NOT_DIVIDE
+            reason = workload.refusal(layout, groups, tokens)
+            if reason:
+                return reason.split(";")[0].split(",")[0]
+    return None

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spec files: committed ones are whole and name their sources, wrong ones are refused."""
+
+import pathlib
+
+import pytest
+
+from switchx.planner.hardware import SPECS, known_hardware, load_hardware, read_spec
+from tests.data.refusals import refused
+
+
+@pytest.mark.parametrize("name", known_hardware())
+def test_committed_specs_say_where_every_number_is_from(name):
+    hardware = load_hardware(name)
+    for part in (hardware.compute, hardware.memory, hardware.inside, hardware.between):
+        assert len(part.source) > 20
+        assert 0 < part.efficiency <= 1
+
+
+def test_there_are_the_pods_and_the_papers_clusters():
+    assert known_hardware() == ["a100", "h200", "v100", "v4", "v5e", "v5p", "v6e"]
+
+
+def test_achieved_is_the_vendors_number_times_one_efficiency():
+    """Worked by hand from v100.toml: 125 TFLOP/s at 30%, a node's 12.5 GB/s for 8 GPUs."""
+    v100 = load_hardware("v100")
+    assert v100.compute.flops_per_s == pytest.approx(37.5e12)
+    assert 8 * v100.between.bytes_per_s == pytest.approx(12.5e9)
+
+
+def test_nodes_are_part_of_a_gpu_clusters_name():
+    hardware = load_hardware("h200x4x16")
+    assert (hardware.devices_per_node, hardware.max_devices) == (4, 64)
+    with refused("--hardware=v5px8x2: v5p has no nodes of 8 devices, a torus joins all of "
+                 "them; use --hardware=v5p --devices=N"):  # fmt: skip
+        load_hardware("v5px8x2")
+    with refused("--hardware=h200x0x2: give at least 1 node of at least 1 device"):
+        load_hardware("h200x0x2")
+
+
+def test_an_unknown_name_lists_what_there_is():
+    with refused(
+        "--hardware=h20: no such hardware; there are a100, h200, v100, v4, v5e, v5p, v6e; "
+        "write one with nodes as NAMExDEVICESxNODES (h200x8x16), or give a spec file FILE.toml"
+    ):
+        load_hardware("h20")
+
+
+def _spec(tmp_path, **changes) -> pathlib.Path:
+    text = (SPECS / "h200.toml").read_text(encoding="utf-8")
+    for old, new in changes.values():
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_of_ones_own(tmp_path):
+    path = _spec(tmp_path, memory=("num_bytes = 141e9", "num_bytes = 80e9"))
+    hardware = load_hardware(str(path))
+    assert (hardware.name, hardware.memory.num_bytes) == ("mine", 80e9)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("num_bytes = 141e9\n", "", "memory.num_bytes is missing"),
+        ("usable = 0.92", "usable = 1.5", "memory.usable=1.5; expected a share above 0"),
+        ("bytes_per_s = 50e9", "bytes_per_s = -1", "between.bytes_per_s=-1; expected a number"),
+        ("devices_per_node = 8", "devices_per_node = 8.5", "expected a whole number"),
+        ("latency_s = 14e-6", "latncy_s = 1", "between.latncy_s is unknown; there are"),
+        ("devices_per_node = 8", "devices_per_node = true", "expected a whole number"),
+        ('description = "', 'description = 3 # "', "description=3; expected a text"),
+    ],
+)
+def test_wrong_fields_are_named(tmp_path, old, new, problem):
+    path = _spec(tmp_path, change=(old, new))
+    with pytest.raises(ValueError, match="mine.toml: ") as error:
+        read_spec(path)
+    assert problem in str(error.value)
+    assert "h200.toml is an example" in str(error.value)
+
+
+def test_all_wrong_fields_are_named_at_once(tmp_path):
+    path = _spec(tmp_path, a=("num_bytes = 141e9\n", ""), b=("usable = 0.92", "usable = 0.0"))
+    with pytest.raises(ValueError, match="missing") as error:
+        read_spec(path)
+    assert "memory.usable=0.0" in str(error.value)
+
+
+def test_files_that_are_not_there_or_no_toml(tmp_path):
+    with pytest.raises(ValueError, match="none.toml: cannot be read .*; give a spec file"):
+        load_hardware(str(tmp_path / "none.toml"))
+    (tmp_path / "bad.toml").write_text("x = [", encoding="utf-8")
+    with pytest.raises(ValueError, match="bad.toml: is no TOML"):
+        load_hardware(str(tmp_path / "bad.toml"))

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: sizes, names, and which devices communicate."""
+
+import jax
+import numpy as np
+
+from switchx.partitioning.mesh import MeshSpec
+from switchx.planner.layout import AXES, SLICED_RULES, Layout
+from tests.data.refusals import refused
+
+
+def test_groups_are_those_of_a_mesh():
+    spec = MeshSpec(data=2, expert=2, model=2)
+    ids = np.vectorize(lambda device: device.id)(spec.build(jax.devices()[:8]).devices)
+    ids = ids.reshape([dict(data=2, expert=2, model=2).get(axis, 1) for axis in AXES])
+    layout = Layout(data=2, expert=2, model=2)
+    for axes in (("data",), ("expert",), ("model",), ("data", "expert"), ("data", "model")):
+        index = tuple(slice(None) if axis in axes else 0 for axis in AXES)
+        assert layout.group(axes) == tuple(sorted(ids[index].ravel().tolist()))
+
+
+def test_sizes_and_names():
+    layout = Layout(pipe=4, data=2, model=8, dispatcher="sliced", num_microbatches=16)
+    assert layout.size == 64
+    assert layout.stage.size == 16
+    assert layout.name == "pipe=4 data=2 model=8 sliced microbatches=16"
+    assert layout.rules is SLICED_RULES
+    assert Layout().name == "data=1"
+
+
+def test_sizes_are_positive():
+    with refused("expert=0; use at least 1"):
+        Layout(expert=0)

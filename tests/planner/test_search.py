@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts are all there, ranked by time, and what does not run or fit is counted."""
+
+import collections
+import dataclasses
+
+import pytest
+
+from switchx.planner.hardware import load_hardware
+from switchx.planner.layout import Layout
+from switchx.planner.search import (
+    DOES_NOT_FIT,
+    GROUPS_DO_NOT_DIVIDE,
+    layouts,
+    predict,
+    search,
+    smallest_that_fits,
+    workable_devices,
+)
+from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
+
+V5E, H200 = load_hardware("v5e"), load_hardware("h200")
+
+
+def small(hardware, num_bytes: float):
+    memory = dataclasses.replace(hardware.memory, num_bytes=num_bytes, usable=1.0)
+    return dataclasses.replace(hardware, memory=memory)
+
+
+def test_every_mesh_of_four_devices_is_looked_at_once():
+    """Ordered factorizations of 4 over 6 axes: 6 with one axis of 4, 15 with two of 2."""
+    refused = collections.Counter()
+    found = list(layouts(make_workload(DENSE), V5E, 4, refused))
+    names = [layout.name for layout in found]
+    assert len(set(names)) == len(names)
+    assert len(names) + sum(refused.values()) == 6 + 15
+    # A dense model has no experts to spread.
+    assert refused["node x expert does not divide the experts"] == 2 + 9
+
+
+def test_plans_are_ranked_and_use_the_devices():
+    found = search(make_workload(), V5E, 8)
+    times = [plan.time.step_s for plan in found.plans]
+    assert times == sorted(times)
+    assert all(plan.layout.size == 8 for plan in found.plans)
+    assert found.looked_at == len(found.plans) + sum(found.refused.values())
+    used = {plan.layout.dispatcher for plan in found.plans}
+    assert {"sort", "dropless", "all_to_all", "ragged_all_to_all", "sliced"} <= used
+
+
+def test_nodes_are_where_the_nodes_are():
+    hardware = dataclasses.replace(H200, devices_per_node=4)
+    found = search(make_workload(), hardware, 8)
+    nodes = {plan.layout.name for plan in found.plans if plan.layout.node > 1}
+    assert any("hierarchical" in name for name in nodes)
+    assert all(
+        plan.layout.expert * plan.layout.model == 4
+        for plan in found.plans
+        if plan.layout.node > 1
+    )
+
+
+def test_pipelines_only_where_there_are_any():
+    workload = make_workload()
+    assert any(plan.layout.pipe > 1 for plan in search(workload, V5E, 8).plans)
+    without = search(workload, V5E, 8, has_pipe=False)
+    assert all(plan.layout.pipe == 1 for plan in without.plans)
+    flat = make_workload(dataclasses.replace(SPARSE, scan_layers=False))
+    assert all(plan.layout.pipe == 1 for plan in search(flat, V5E, 8).plans)
+
+
+def test_what_does_not_fit_is_refused_and_the_smallest_kept():
+    workload = make_workload()
+    everything = search(workload, V5E, 8)
+    least = min(plan.memory.total for plan in everything.plans)
+    found = search(workload, small(V5E, least * 0.4), 8)
+    assert found.refused[DOES_NOT_FIT] > 0
+    assert found.smallest is not None
+    assert found.smallest.memory.total > least * 0.4
+
+
+def test_microbatches_make_room():
+    workload = make_workload(dataclasses.replace(DENSE, remat="full"), batch_size=64)
+    layout = Layout(data=4)
+    whole = predict(workload, layout, V5E)
+    room = predict(workload, dataclasses.replace(layout, num_microbatches=4), V5E)
+    assert room.memory.total < whole.memory.total
+    hardware = small(V5E, (whole.memory.total + room.memory.total) / 2)
+    plans = search(workload, hardware, 4, has_pipe=False).plans
+    (data,) = (plan for plan in plans if plan.layout.data == 4)
+    assert data.layout.num_microbatches > 1
+
+
+def test_the_fewest_devices_that_would_do():
+    workload = make_workload(dataclasses.replace(DENSE, remat="full"), batch_size=8)
+    plans = search(workload, V5E, 8, has_pipe=False).plans
+    hardware = small(V5E, 1.01 * min(plan.memory.total for plan in plans))
+    assert not search(workload, hardware, 2, has_pipe=False).plans
+    number, plan = smallest_that_fits(workload, hardware, 2, has_pipe=False)
+    assert number in (4, 8) and plan.layout.size == number
+    limited = dataclasses.replace(hardware, max_devices=2)
+    assert smallest_that_fits(workload, limited, 2, has_pipe=False) is None
+
+
+def test_devices_that_nothing_divides_into():
+    workload = make_workload()
+    found = search(workload, V5E, 7)
+    assert found.plans == () and found.smallest is None
+    below, above = workable_devices(workload, V5E, 7)
+    assert below < 7 < above
+    assert search(workload, V5E, above).plans
+
+
+def test_groups_that_do_not_divide_are_counted():
+    switch = dataclasses.replace(SWITCH, group_size=256)
+    workload = make_workload(dataclasses.replace(SPARSE, switch=switch))
+    found = search(workload, V5E, 8)
+    assert found.refused[GROUPS_DO_NOT_DIVIDE] > 0
+    assert all(plan.layout.name.count("expert=") == 0 for plan in found.plans)
+
+
+def test_a_batch_of_loads_is_not_split():
+    router = dataclasses.replace(SWITCH.router, balance_scope="batch")
+    switch = dataclasses.replace(SWITCH, router=router)
+    workload = make_workload(dataclasses.replace(SPARSE, switch=switch))
+    found = search(workload, V5E, 8)
+    assert all(plan.layout.num_microbatches == 1 for plan in found.plans)
+    assert found.refused["balance_scope='batch' takes one microbatch"] > 0
+
+
+def test_predictions_add_up():
+    plan = predict(make_workload(), Layout(data=2, expert=4, dispatcher="all_to_all"), V5E)
+    time = plan.time
+    parts = time.compute_s + sum(time.collectives_s.values()) + time.update_s + time.bubble_s
+    assert time.step_s == pytest.approx(parts)
+    assert time.overlapped_s <= time.step_s
+    assert plan.tokens_per_s == pytest.approx(256 / time.step_s)

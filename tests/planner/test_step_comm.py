@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of whole steps, worked by hand; bench/planned_bytes.py compares with HLO."""
+
+import dataclasses
+import math
+
+import pytest
+
+from switchx.planner.layout import Layout
+from switchx.planner.step_comm import (
+    compiled_on_cpu,
+    local_shape,
+    rows_on_device,
+    step_collectives,
+)
+from switchx.planner.workload import StateArray
+from tests.data.refusals import refused
+from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
+
+ROWS, LENGTH, D, F, V, E = 16, 16, 64, 128, 96, 8
+FLAT = dataclasses.replace(DENSE, scan_layers=False)
+
+
+def by_what(planned) -> dict[str, tuple]:
+    return {each.what: (each.kind, each.num_bytes, each.count) for each in planned}
+
+
+def total(planned, part: str) -> float:
+    return sum(each.total_bytes for each in planned if each.part == part)
+
+
+def test_data_parallelism_sums_gradients_once():
+    workload = make_workload(FLAT)
+    planned = step_collectives(workload, Layout(data=8))
+    elements = sum(math.prod(each.shape) for each in workload.state if each.kind == "params")
+    bias = 4 * 8 * LENGTH**2 * 4  # its gradient is summed layer by layer, before the buckets
+    assert {each.kind for each in planned} == {"all-reduce"}
+    assert total(planned, "weights") == elements * 4 + bias
+
+
+def test_tensor_parallelism_has_two_sums_a_sublayer():
+    """Megatron-LM, section 3: forward one, backward one; of attention and of the FFN."""
+    planned = by_what(step_collectives(make_workload(FLAT), Layout(model=8)))
+    own = ROWS * LENGTH * D * 4
+    for what in ("attention outputs", "FFN outputs", "gradients of FFN inputs"):
+        assert planned[what] == ("all-reduce", own, 4)
+    assert planned["gradients of attention inputs"] == ("all-reduce", own, 4)
+    assert planned["looked up rows"] == ("all-reduce", own, 1)
+
+
+def test_cpu_reduces_queries_keys_and_values_by_themselves():
+    layout = Layout(model=8)
+    planned = compiled_on_cpu(step_collectives(make_workload(FLAT), layout), layout)
+    assert by_what(planned)["gradients of attention inputs"][2] == 3 * 4
+
+
+def test_full_remat_communicates_again_what_it_computes_again():
+    model = dataclasses.replace(FLAT, remat="full")
+    planned = by_what(step_collectives(make_workload(model), Layout(model=8)))
+    assert planned["attention outputs"][2] == 8
+    # The FFN's output only goes into a sum that is kept.
+    assert planned["FFN outputs"][2] == 4
+
+
+def test_slices_are_gathered_and_their_gradients_scattered():
+    layout = Layout(fsdp=8)
+    planned = [
+        each
+        for each in step_collectives(make_workload(FLAT), layout)
+        if each.what.endswith("w_in_DF")
+    ]
+    assert [(e.kind, e.num_bytes, e.count) for e in planned] == [
+        ("all-gather", D * F * 4, 1),
+        ("reduce-scatter", D * F * 4, 1),
+    ] * 4
+    on_cpu = compiled_on_cpu(planned, layout)
+    assert {each.kind for each in on_cpu} == {"all-gather", "all-reduce"}
+
+
+def test_experts_exchange_their_slots_four_times_a_layer():
+    layout = Layout(expert=8, dispatcher="all_to_all")
+    planned = step_collectives(make_workload(), layout)
+    # A group of 16 tokens a pair of rows and device: 8 experts of 2 slots, two groups.
+    slots = 2 * E * 2 * D * 4
+    exchange = [each for each in planned if each.part == "exchange"]
+    assert [(e.kind, e.num_bytes, e.count) for e in exchange] == [("all-to-all", slots, 2)] * 4
+    experts = [each for each in planned if "w_EDF" in each.what]
+    assert experts == []  # each device has its own, nobody else's gradient
+
+
+def test_microbatches_are_smaller_and_more():
+    one = step_collectives(make_workload(FLAT), Layout(model=4))
+    two = step_collectives(make_workload(FLAT), Layout(model=4, num_microbatches=2))
+    assert total(one, "layers") == total(two, "layers")
+    assert by_what(two)["FFN outputs"][2] == 2 * by_what(one)["FFN outputs"][2]
+
+
+def test_a_pipeline_sends_activations_and_splits_layers():
+    layout = Layout(pipe=4, data=2, num_microbatches=4)
+    planned = by_what(step_collectives(make_workload(DENSE), layout))
+    values = ROWS // 4 // 2 * LENGTH * D * 4
+    assert planned["activations to the next stage"] == ("collective-permute", values, 3)
+    assert planned["gradient of the tied table"] == ("all-reduce", V * D * 4, 1)
+    # Four layers on four stages, gradients added up before they are summed.
+    assert planned["gradient of w_in_DF"] == ("all-reduce", D * F * 4, 1)
+
+
+def test_rows_and_shapes_on_a_device():
+    workload = make_workload()
+    assert rows_on_device(workload, Layout(data=4, num_microbatches=2)) == 2
+    array = StateArray("x/w_in_EDF", "EDF", (8, 64, 128), 4, "params")
+    assert local_shape(array, Layout(expert=4, model=2)) == ((2, 64, 64), ("expert", "model"))
+    sliced = Layout(model=2, dispatcher="sliced")
+    assert local_shape(array, sliced) == ((4, 64, 128), ("model",))
+
+
+def test_a_layout_that_does_not_divide_is_refused():
+    array = StateArray("x/w_in_EDF", "EDF", (6, 64, 128), 4, "params")
+    with pytest.raises(ValueError, match="E=6 is not divisible"):
+        local_shape(array, Layout(expert=4))
+
+
+def test_experts_in_attention_have_no_formula():
+    switch = dataclasses.replace(SWITCH, sublayers="both")
+    workload = make_workload(dataclasses.replace(SPARSE, switch=switch))
+    with refused("SwitchConfig.sublayers='both': <any>; plan sublayers='ffn'"):
+        step_collectives(workload, Layout(data=8, dispatcher="sort"))

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small training steps for the planner's tests."""
+
+import dataclasses
+
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.planner.workload import Workload
+from switchx.training.workload import workload_of
+from tests.training.jobs import make_job
+
+SWITCH = SwitchConfig(8, every=2, capacity_factor=1.0, min_capacity=1, group_size=16)
+SPARSE = ModelConfig(
+    "decoder_only", 96, 64, 128, 8, 8, 4, activation="gelu", scan_layers=True, switch=SWITCH
+)
+DENSE = dataclasses.replace(SPARSE, switch=None)
+
+
+def make_workload(model: ModelConfig = SPARSE, **changes) -> Workload:
+    """16 rows of 16 tokens, Adafactor."""
+    fields = dict(batch_size=16, inputs_length=8, targets_length=8)
+    return workload_of(make_job(model, **(fields | changes)))
