@@ -10,6 +10,7 @@ import traceback
 from switchx.cli import (
     bench,
     check,
+    compile,
     convert,
     evaluate,
     export,
@@ -97,7 +98,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        bench, tune, check,
+        bench, tune, check, compile,
     ):  # fmt: skip
         module.add_command(commands)
     return parser

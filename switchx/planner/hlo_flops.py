@@ -7,13 +7,10 @@ XLA's own `cost_analysis` counts the body of a loop once, however often it runs.
 import math
 import re
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+from switchx.partitioning.hlo_collectives import CALLED, TRIPS, computations_of
+
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (?:\w+\[([\d,]*)\]|\()")
 _DOT = re.compile(r" dot\(%?([\w.-]+), .*lhs_contracting_dims=\{([\d,]*)\}")
-_CALLED = re.compile(
-    r"(?:calls|to_apply|body|branch_computations)=\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
-)
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def matrix_flops(hlo: str, *, turns: int | None = None) -> int:
@@ -28,20 +25,8 @@ def matrix_flops(hlo: str, *, turns: int | None = None) -> int:
     Raises:
         ValueError: there is such a loop with a product in it, and `turns` is None.
     """
-    computations, entry = _computations(hlo)
+    computations, entry = computations_of(hlo)
     return sum(_Counter(computations, turns).flops(entry))
-
-
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation, and the name of the entry."""
-    computations, current, entry = {}, [], ""
-    for line in hlo.splitlines():
-        if match := _COMPUTATION.match(line):
-            current = computations[match[2]] = []
-            entry = match[2] if match[1] else entry
-        elif "=" in line:
-            current.append(line)
-    return computations, entry
 
 
 class _Counter:
@@ -68,13 +53,13 @@ class _Counter:
         if dot := _DOT.search(line):
             contracted = [shapes[dot[1]][int(axis)] for axis in dot[2].split(",") if axis]
             return 2 * math.prod(shapes[_INSTRUCTION.match(line)[1]]) * math.prod(contracted), 0
-        if not (called := _CALLED.search(line)):
+        if not (called := CALLED.search(line)):
             return 0, 0
         names = [name.strip().lstrip("%") for name in called[1].split(",")]
         outside, inside = max((self.flops(name) for name in names), key=sum)
         if " while(" not in line or outside + inside == 0:
             return outside, inside
-        if trips := _TRIPS.search(line):
+        if trips := TRIPS.search(line):
             return outside * int(trips[1]), inside * int(trips[1])
         if self._turns is None:
             raise ValueError(
