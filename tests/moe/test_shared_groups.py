@@ -1,148 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that devices share: plan, output and raw gradients are those of one device."""
-
-import dataclasses
+"""Slots of groups that devices share; `test_dispatch_shared.py` has whole layers."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
-from switchx.models.params import params_of, with_params
 from switchx.moe.capacity import assign_slots
 from switchx.moe.dispatchers import refusal
-from switchx.moe.layer import SwitchFFN
 from switchx.moe.shared_groups import assign_shared_slots, shared_axes
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
-from tests.moe.sharded import largest_error, make_problem
-
-# Experts over all axes that split the batch.
-SPREAD = Rules(expert_params=(("E", ("fsdp", "node", "expert")), ("F", ("model",))))
-B, L, D, E = 8, 6, 16, 16
-# (mesh, tokens of a group, devices that share one)
-LAYOUTS = {
-    "one group on all": (MeshSpec(data=1, fsdp=2, expert=4, rules=SPREAD), 48, 8),
-    "two groups, experts between them": (
-        MeshSpec(data=1, fsdp=2, expert=4, rules=SPREAD), 24, 4,
-    ),
-    "two groups over two axes": (
-        MeshSpec(data=1, fsdp=2, node=2, expert=2, rules=SPREAD), 24, 4,
-    ),
-    "four groups, two devices each": (
-        MeshSpec(data=1, fsdp=2, node=2, expert=2, rules=SPREAD), 12, 2,
-    ),
-    "two replicas of the experts": (MeshSpec(data=2, expert=4), 24, 4),
-    "replicas and groups between them": (
-        MeshSpec(data=2, fsdp=2, expert=2, rules=SPREAD), 12, 2,
-    ),
-    "parts of experts": (
-        MeshSpec(data=1, fsdp=2, expert=2, model=2, rules=SPREAD), 24, 2,
-    ),
-    "slices of D gathered": (MeshSpec(data=1, fsdp=2, node=2, expert=2), 12, 2),
-    "whole groups": (MeshSpec(data=1, fsdp=2, expert=4, rules=SPREAD), 6, 1),
-}  # fmt: skip
-ROUTERS = {
-    "top-1": RouterConfig(),
-    "top-2": RouterConfig(num_selected=2, gate="normalized"),
-}
+from tests.moe.sharded import E, make_problem
 
 
-def make_config(dispatcher: str, group_size: int, router: RouterConfig, factor: float):
-    return ModelConfig(
-        "decoder_only",
-        vocab_size=32,
-        d_model=D,
-        d_ff=8,
-        num_heads=1,
-        d_head=4,
-        num_decoder_layers=1,
-        init_scale=1.0,
-        switch=SwitchConfig(
-            E,
-            every=1,
-            dispatcher=dispatcher,
-            group_size=group_size,
-            capacity_factor=factor,
-            min_capacity=1,
-            expert_bias=True,
-            router=router,
-        ),
-    )
-
-
-def run_layer(config, spec: MeshSpec | None):
-    """Output, statistics and raw gradients of all that the layer has, by activations too."""
-    layer = SwitchFFN(dataclasses.replace(config, switch=config.switch), key=jax.random.key(3))
-    params = params_of(layer)
-    rng = np.random.default_rng(0)
-    x_BLD, dy_BLD = rng.normal(size=(2, B, L, D)).astype(np.float32)
-    is_token_BL = rng.random((B, L)) < 0.9
-
-    @jax.jit
-    def run(params, x_BLD):
-        def loss(params, x_BLD):
-            y_BLD, stats = with_params(layer, params)(x_BLD, is_token_BL, is_training=True)
-            value = jnp.sum(y_BLD * dy_BLD) + stats.balance_loss + stats.router_z_loss
-            return value, (y_BLD, stats)
-
-        return jax.grad(loss, (0, 1), has_aux=True)(params, x_BLD)
-
-    if spec is None:
-        return run(params, x_BLD)
-    mesh = spec.build()
-    with use_mesh(mesh, spec.rules):
-        return run(params, x_BLD)
-
-
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_numbers_are_those_of_one_device(layout, router):
-    spec, group_size, devices = LAYOUTS[layout]
-    # So that tokens are dropped, and in the order of the whole group.
-    factor = 1.0
-    want = run_layer(make_config("einsum", group_size, ROUTERS[router], factor), None)
-    config = make_config("all_to_all", group_size, ROUTERS[router], factor)
-    mesh = spec.build()
-    with use_mesh(mesh, spec.rules):
-        axes = shared_axes("all_to_all", B * L // group_size)
-    assert Placement.on(mesh, spec.rules).size(axes) == devices
-    got = run_layer(config, spec)
-    assert want[1][1].dropped > 0
-    assert largest_error(got, want) < 4e-6
-
-
-def test_slots_are_counted_over_devices_first_choices_first():
+@pytest.mark.parametrize("shared", [("expert",), ("fsdp", "expert")])
+def test_slots_are_counted_over_devices_first_choices_first(shared):
     problem = make_problem()
-    expert_GTS = jnp.asarray(problem.plan.expert_GTS).reshape(2, 48, 2)
+    expert_GTS = jnp.asarray(problem.plan.expert_GTS).reshape(-1, 48 * len(shared), 2)
     want = assign_slots(expert_GTS, E)
     spec = MeshSpec(data=1, fsdp=2, expert=4)
     with use_mesh(spec.build(), spec.rules):
-        got = jax.jit(lambda x: assign_shared_slots(x, E, ("expert",)))(expert_GTS)
+        got = jax.jit(lambda x: assign_shared_slots(x, E, shared))(expert_GTS)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_an_expert_that_everybody_wants():
-    """All of a group's tokens for one expert: its device receives a full queue, no more."""
-    config = make_config("all_to_all", 24, RouterConfig(), 1.0)
-    spec = LAYOUTS["two groups, experts between them"][0]
-    layer = SwitchFFN(config, key=jax.random.key(3))
-    params = params_of(layer)
-    params["w_router_DE"] = np.zeros((D, E), np.float32)  # ties go to expert 0
-    x_BLD = np.random.default_rng(0).normal(size=(B, L, D)).astype(np.float32)
-
-    def run(params, x_BLD):
-        return with_params(layer, params)(x_BLD, np.ones((B, L), bool), is_training=True)
-
-    want, _ = run(params, x_BLD)
+def test_who_shares_what():
+    spec = MeshSpec(data=2, expert=4)
+    assert shared_axes("all_to_all", 2) == ()  # one device
     with use_mesh(spec.build(), spec.rules):
-        got, stats = jax.jit(run)(params, x_BLD)
-    assert stats.dropped == B * L - 2 * 2  # 2 groups, ceil(24 / 16) slots
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        assert shared_axes("all_to_all", 8) == ()
+        assert shared_axes("all_to_all", 16) == ()
+        assert shared_axes("all_to_all", 2) == ("expert",)
+        assert shared_axes("all_to_all", 1) == ("data", "expert")
+        assert shared_axes("all_to_all", 4) == ()  # refused
+        assert shared_axes("sort", 2) == ()
 
 
 def test_meshes_that_cannot_share_are_refused_with_a_way_out():
