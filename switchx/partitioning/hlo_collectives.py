@@ -26,6 +26,10 @@ _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(
     r"replica_groups=\[(?P<groups>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
 )
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<order>[\d,]*)\))? "
+    r"?\{(?P<axes>[^}]*)\}"
+)
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _ENDED = re.compile(r" [\w-]+-(?:done|update)\(")
 # What an instruction runs, and how often a loop does.
@@ -33,7 +37,10 @@ CALLED = re.compile(
     r"(?:calls|to_apply|body|branch_computations|called_computations)="
     r"\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
 )
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# The TPU compiler does not say; a condition then compares a counter with a constant.
+_CONDITION = re.compile(r" condition=%?([\w.-]+)")
+_COMPARED = re.compile(r"ROOT .* compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +118,11 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
         inside = max((of(name) for name in names), key=total_bytes)
         if " while(" not in line or not inside:
             return inside
-        if not (turns := TRIPS.search(line)):
+        if (turns := turns_of(line, computations)) is None:
             raise ValueError(
                 f"a loop with collectives does not say how often it turns: {line.strip()[:200]}"
             )
-        return collections.Counter({one: n * int(turns[1]) for one, n in inside.items()})
+        return collections.Counter({one: n * turns for one, n in inside.items()})
 
     return of(entry)
 
@@ -135,6 +142,24 @@ def computations_of(hlo: str) -> tuple[dict[str, list[str]], str]:
         elif "=" in line:
             current.append(line)
     return computations, entry
+
+
+def turns_of(line: str, computations: dict[str, list[str]]) -> int | None:
+    """How often a `while` turns; None where the data decides.
+
+    As the compiler says, or from the condition of a counter that `lax.scan` and `fori_loop`
+    begin at 0.
+    """
+    if trips := _TRIPS.search(line):
+        return int(trips[1])
+    condition = computations.get(_CONDITION.search(line)[1], [])
+    for compared in filter(None, map(_COMPARED.search, condition)):
+        for one in condition:
+            name, _, value = one.strip().partition(" = ")
+            bound = re.match(r"[su]32\[\]\S* constant\((\d+)\)", value)
+            if bound and name.lstrip("%") == compared[2]:
+                return int(bound[1])
+    return None
 
 
 def _everybody(hlo: str) -> tuple[tuple[int, ...], ...]:
@@ -179,6 +204,8 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
             tuple(int(n) for n in group.split(",") if n)
             for group in re.findall(r"\{([\d,]*)\}", match[1])
         )
+    if match := _MESH.search(line):
+        return _mesh_groups(match)
     if match := _IOTA.search(line):
         sizes, shape = ([int(n) for n in match[k].split(",")] for k in ("groups", "shape"))
         numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -186,3 +213,17 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
             numbers = numbers.transpose([int(n) for n in match["order"].split(",")])
         return tuple(map(tuple, numbers.reshape(sizes[0], -1).tolist()))
     return ()
+
+
+def _mesh_groups(match: re.Match) -> tuple[tuple[int, ...], ...]:
+    """Groups along named axes of a mesh, as the TPU compiler writes them."""
+    sizes = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", match["sizes"])}
+    numbers = np.arange(math.prod(sizes.values()))
+    if match["order"]:
+        numbers = np.array([int(n) for n in match["order"].split(",")])
+    axes = re.findall(r"'([^']*)'", match["axes"])
+    last = [list(sizes).index(name) for name in axes]
+    first = [axis for axis in range(len(sizes)) if axis not in last]
+    numbers = numbers.reshape(tuple(sizes.values())).transpose(first + last)
+    length = math.prod(sizes[name] for name in axes)
+    return tuple(map(tuple, numbers.reshape(-1, length).tolist()))

@@ -183,3 +183,35 @@ def test_a_loop_that_does_not_say_how_often_it_turns():
     )
     with pytest.raises(ValueError, match="does not say how often it turns"):
         executed_collectives(hlo)
+
+
+@pytest.mark.parametrize(
+    ("axes", "groups"),
+    [
+        ("'axis_0'", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("'axis_1'", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("'axis_0','axis_1'", ((0, 1, 2, 3, 4, 5, 6, 7),)),
+    ],
+)
+def test_groups_along_the_axes_of_a_mesh(axes, groups):
+    """As the TPU compiler writes them."""
+    line = (
+        "  %r = bf16[4]{0:T(8)S(3)} all-gather(%x), channel_id=9, "
+        f"replica_groups=mesh['axis_0'=2,'axis_1'=4] {{{axes}}}, dimensions={{0}}"
+    )
+    [found] = collectives(HEADER + line)
+    assert found.groups == groups
+
+
+def test_a_condition_says_how_often_a_loop_turns():
+    """On a TPU nothing else does."""
+    hlo = (
+        HEADER
+        + "%body (x: f32[2]) -> f32[2] {\n  %r = f32[2] all-reduce(%x), "
+        + "replica_groups={{0,1},{2,3}}\n}\n"
+        + "%less (t: s32[]) -> pred[] {\n  %n = s32[]{:T(128)} constant(7)\n"
+        + "  ROOT %l = pred[]{:T(512)} compare(%i, %n), direction=LT, metadata={}\n}\n"
+        + "ENTRY %main (x: f32[2]) -> f32[2] {\n  %w = f32[2] while(%x), condition=%less, "
+        + "body=%body\n}\n"
+    )
+    assert list(executed_collectives(hlo).values()) == [7]
