@@ -69,6 +69,7 @@ def missing() -> str | None:
     if not plugin.is_dir():
         return (
             f"no compiler for GPUs in {folder()}; run `make test-aot`, which installs it, or "
+            f"`python -m pallas_kernels.aot.install gpu {DEFAULT_FOLDER}`; if it is elsewhere, "
             f"set {FOLDER_VARIABLE} to its folder"
         )
     versions = [p.name for p in folder().glob("jax_cuda13_plugin-*.dist-info")]
@@ -106,19 +107,26 @@ def compile_cases(target: str, cases: list[Case]) -> list[dict]:
     return results
 
 
-def _environment(dumps: str) -> dict[str, str]:
+def compiler_variables() -> dict[str, str]:
+    """The environment of a process that compiles for GPUs and has none."""
     toolkit = folder() / "nvidia" / "cu13"
     root = pathlib.Path(__file__).parents[2]
     paths = [str(folder()), str(root), os.environ.get("PYTHONPATH", "")]
     return {
-        **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_COMPILATION_CACHE_DIR": "",  # A cached kernel leaves no dump.
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "LD_LIBRARY_PATH": str(toolkit / "lib"),
         "PATH": f"{toolkit / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-        "MOSAIC_GPU_CUDA_ROOT": str(toolkit),
+    }
+
+
+def _environment(dumps: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        **compiler_variables(),
+        "MOSAIC_GPU_CUDA_ROOT": str(folder() / "nvidia" / "cu13"),
         "MOSAIC_GPU_DUMP_TO": dumps,
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_DUMP_SASS": "1",

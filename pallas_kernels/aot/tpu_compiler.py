@@ -51,8 +51,9 @@ def compiler_folder() -> pathlib.Path:
     folder = pathlib.Path(os.environ.get(FOLDER_VARIABLE, DEFAULT_FOLDER)).absolute()
     if not (folder / "libtpu").is_dir():
         raise FileNotFoundError(
-            f"no libtpu in {folder}; run `make test-aot`, which installs it, or name its "
-            f"folder in {FOLDER_VARIABLE}"
+            f"no libtpu in {folder}; run `make test-aot`, which installs it, or "
+            f"`python -m pallas_kernels.aot.install tpu {DEFAULT_FOLDER}`; if it is elsewhere, "
+            f"name its folder in {FOLDER_VARIABLE}"
         )
     return folder
 
@@ -90,22 +91,33 @@ def compile_cases(target: str, cases: Iterable[Case]) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def child_variables(dump: str, path: list[str]) -> dict[str, str]:
+def compiler_variables(path: list[str]) -> dict[str, str]:
+    """The environment of a process that compiles for TPUs and has none.
+
+    Args:
+        path: folders of Python packages, the compiler's (`compiler_folder`) among them.
+    """
     return {
-        DUMP_VARIABLE: dump,
         # Both are read when JAX is imported; libtpu would look for a TPU, then for a cloud.
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5p-8",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        # The last two stages of seventy: writing out all takes as long as compiling.
-        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
-        "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*|.*delay-converter.*",
         "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
         "XLA_FLAGS": "",
         # From the cache comes a program without notes.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
+
+
+def child_variables(dump: str, path: list[str]) -> dict[str, str]:
+    """`compiler_variables`, and where the compiler leaves its notes."""
+    return compiler_variables(path) | {
+        DUMP_VARIABLE: dump,
+        # The last two stages of seventy: writing out all takes as long as compiling.
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
+        "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*|.*delay-converter.*",
     }
 
 

@@ -10,6 +10,7 @@ from switchx.cli import (
     bench,
     check,
     checkpoint,
+    compile,
     convert,
     evaluate,
     export,
@@ -92,7 +93,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        checkpoint, bench, tune, check, show, plan,
+        checkpoint, show, plan, compile, bench, tune, check,
     ):  # fmt: skip
         module.add_command(commands)
     return parser

@@ -5,6 +5,7 @@ Lepikhin et al. 2020 (GShard, arXiv:2006.16668); Fedus et al. 2021 (arXiv:2101.0
 section 5.4. Dims: G T E C D R; P devices of the exchange
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,14 +16,22 @@ from switchx.moe.dispatch import (
     gather_into_slots,
     token_of_slot,
 )
+from switchx.moe.dispatch_shared import run_shared
 from switchx.moe.expert_parallel import run_on_devices
 from switchx.moe.plan import RoutingPlan
+from switchx.moe.shared_groups import shared_axes
 from switchx.partitioning.collectives import all_to_all
 from switchx.partitioning.placement import Placement
 
 
 def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
-    """One all-to-all of all slots over the experts' axes there, and one back."""
+    """One all-to-all of all slots over the experts' axes there, and one back.
+
+    Where there are fewer groups than devices, those that share one gather its slots first.
+    """
+    if shared := shared_axes("all_to_all", plan.expert_GTS.shape[0]):
+        local = functools.partial(run_shared, shared=shared)
+        return run_on_devices(local, x_GTD, plan, experts, shared=shared)
 
     def local(x_GTD, plan, experts, placement: Placement):
         def exchange(x_PERD):

@@ -16,6 +16,7 @@ from switchx.moe.dispatch_hierarchical import hierarchical_dispatch
 from switchx.moe.dispatch_ragged import ragged_dispatch
 from switchx.moe.dispatch_sliced import sliced_dispatch, sliced_scatter_dispatch
 from switchx.moe.plan import RoutingPlan
+from switchx.moe.shared_groups import SHARING
 from switchx.partitioning.constrain import current_rules, num_devices
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
@@ -125,8 +126,27 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
     return None
 
 
+def _wrong_sharing(name: str, place: Placement, shared, T: int | None) -> str | None:
+    axes, devices = "*".join(shared), place.size(shared)
+    if place.experts[-len(shared) :] != shared:
+        return (
+            f"dispatcher={name!r} has groups that the devices along {axes!r} share, so these "
+            f"have to be the last axes of the experts, which are on "
+            f"{'*'.join(place.experts)!r}; put E on {axes!r} in Rules.expert_params, or use a "
+            "SwitchConfig.group_size with a group or more to each device"
+        )
+    if T is not None and T % devices:
+        return (
+            f"dispatcher={name!r} has groups of {T} tokens that {devices} devices share (mesh "
+            f"axes {axes!r}), and they do not divide; use another SwitchConfig.group_size"
+        )
+    return None
+
+
 def _wrong_sizes(name: str, place: Placement, G: int | None, T: int | None) -> str | None:
     parts = place.size(place.batch)
+    if G is not None and name in SHARING and (shared := place.shared_by(G)):
+        return _wrong_sharing(name, place, shared, T)
     if G is not None and G % parts:
         most = "" if T is None else f" of at most {G * T // parts}"
         return (

@@ -23,26 +23,40 @@ Local = Callable[[jax.Array, RoutingPlan, ExpertBank, Placement], jax.Array]
 
 
 def run_on_devices(
-    local: Local, x_GTD, plan: RoutingPlan, experts: ExpertBank, *, split_tokens: bool = False
+    local: Local,
+    x_GTD,
+    plan: RoutingPlan,
+    experts: ExpertBank,
+    *,
+    split_tokens: bool = False,
+    shared: MeshAxes = (),
 ):
     """`local(x_GTD, plan, experts, placement)` on every device, its outputs summed up.
 
-    Each device sees whole groups of tokens and whole tokens, the plan of these groups, and
-    its experts with all of D; what it returns is its term of these tokens' outputs. Terms
+    Each device sees whole groups of tokens (or its part of one) and whole tokens, their plan,
+    and its experts with all of D; what it returns is its term of these tokens' outputs. Terms
     are summed over `placement.summed` by one all-reduce, and so are, backward, the
     gradients of the activations and (small) of the gates.
 
     Args:
         split_tokens: activations are split along T over `placement.summed` outside, so they
             are gathered first, and the sum is a reduce-scatter.
+        shared: axes along which devices share groups (`Placement.shared_by`).
     """
     if num_devices() == 1:
         return local(x_GTD, plan, experts, ONE_DEVICE)
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     placement = Placement.on(mesh, rules)
     batch, summed = placement.batch, placement.summed
-    tokens = PartitionSpec(batch, summed) if split_tokens else PartitionSpec(batch)
-    groups = jax.tree.map(lambda _: PartitionSpec(batch), plan)
+    if shared:
+        tokens = token_spec(batch, shared)
+    else:
+        tokens = PartitionSpec(batch, summed) if split_tokens else PartitionSpec(batch)
+    plan_tokens = token_spec(batch, shared)
+    # Counts of a group have no tokens, and all who share the group have them.
+    groups = jax.tree.map(
+        lambda leaf: plan_tokens if leaf.ndim == 3 else PartitionSpec(plan_tokens[0]), plan
+    )
 
     def vary(array, spec: PartitionSpec):
         """The array typed as different on all devices: backward, its gradient is summed."""
@@ -56,7 +70,7 @@ def run_on_devices(
         index = jax.lax.axis_index(placement.varying)
         part = jax.lax.axis_index(placement.parts) if placement.parts else 0
         experts = experts.on_device(index, part == 0)
-        gate_GTS = vary(plan.gate_GTS, PartitionSpec(batch))
+        gate_GTS = vary(plan.gate_GTS, plan_tokens)
         plan = dataclasses.replace(plan, gate_GTS=gate_GTS)
         if split_tokens:
             x_GTD = jax.lax.all_gather(x_GTD, summed, axis=1, tiled=True)
@@ -75,6 +89,12 @@ def run_on_devices(
         check_vma=True,
     )
     return sharded(x_GTD, plan, experts)
+
+
+def token_spec(batch: MeshAxes, shared: MeshAxes) -> PartitionSpec:
+    """How `[G, T, ...]` lies where devices along `shared` have parts of one group each."""
+    whole = tuple(axis for axis in batch if axis not in shared)
+    return PartitionSpec(whole or None, shared) if shared else PartitionSpec(batch)
 
 
 def expert_specs(rules: Rules, mesh, experts: ExpertBank):

@@ -16,6 +16,7 @@ from switchx.moe.experts import Experts
 from switchx.moe.groups import out_of_groups
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.routed_layer import RoutedLayer
+from switchx.moe.shared_groups import constrain_shared, shared_axes
 from switchx.partitioning.constrain import constrain
 
 
@@ -55,7 +56,8 @@ class SwitchFFN(RoutedLayer):
             y_GTD = y_GTD + dropped_gates(routed.plan)[..., None].astype(y_GTD.dtype) * (
                 routed.x_GTD
             )
-        y_GTD = constrain(y_GTD, "GTD")
+        shared = shared_axes(switch.dispatcher, y_GTD.shape[0])
+        y_GTD = constrain_shared(y_GTD, shared) if shared else constrain(y_GTD, "GTD")
         y_BLD = out_of_groups(y_GTD, B, L)
         if switch.shared_d_ff is not None:
             y_BLD = y_BLD + self.shared_expert(x_BLD, key=key_shared)

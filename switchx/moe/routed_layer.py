@@ -5,6 +5,7 @@ Dims: B L D G T E
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from switchx.moe.hash_router import hash_logits
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.router import router_logits
 from switchx.moe.routing import make_plan
+from switchx.moe.shared_groups import assign_shared_slots, constrain_shared, shared_axes
 from switchx.moe.stats import Choices, RoutingStats, measure_routing
 from switchx.partitioning.constrain import constrain
 
@@ -69,8 +71,13 @@ class RoutedLayer(nnx.Module):
         G, T = layer_groups(switch, B, L)
         if router.padding == "counted":
             is_token_BL = jnp.ones_like(is_token_BL)
-        x_GTD = constrain(into_groups(x_BLD, G, T), "GTD")
-        is_token_GT = into_groups(is_token_BL, G, T)
+        shared = shared_axes(switch.dispatcher, G)
+
+        def grouped(x, dims):
+            x = into_groups(x, G, T)
+            return constrain_shared(x, shared) if shared else constrain(x, dims)
+
+        x_GTD, is_token_GT = grouped(x_BLD, "GTD"), grouped(is_token_BL, "GT")
         key = key if is_training else None
         if router.has_weights:
             logits_GTE = router_logits(
@@ -89,6 +96,7 @@ class RoutedLayer(nnx.Module):
             layer_capacity(switch, T, is_training=is_training),
             bias_E=self.router_bias_E[...] if router.has_bias else None,
             key=key,
+            assign=functools.partial(assign_shared_slots, shared=shared),
         )
         return RoutedTokens(x_GTD, is_token_GT, logits_GTE, prob_GTE, plan)
 

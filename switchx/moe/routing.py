@@ -19,7 +19,15 @@ from switchx.moe.router import choose_experts, chosen_gates
 
 
 def make_plan(
-    router, logits_GTE, prob_GTE, is_token_GT, capacity: int, *, bias_E=None, key=None
+    router,
+    logits_GTE,
+    prob_GTE,
+    is_token_GT,
+    capacity: int,
+    *,
+    bias_E=None,
+    key=None,
+    assign=assign_slots,
 ) -> RoutingPlan:
     """The plan of one layer.
 
@@ -29,6 +37,8 @@ def make_plan(
         is_token_GT: false for what is neither routed nor counted.
         bias_E: added to the probabilities for choosing, not for gating
             (arXiv:2408.15664, eq. 3).
+        assign: places choices in queues; `assign_slots`, or its like for groups that devices
+            share.
         key: of `exploration="sample"`; None (evaluation) takes the most probable experts.
     """
     if router.kind == "expert_choice":
@@ -40,10 +50,12 @@ def make_plan(
         score_GTE = score_GTE + along_last(bias_E, score_GTE)
     rounds = router.max_rounds if router.overflow == "reroute" else router.num_selected
     chosen_GTS = choose_experts(score_GTE, rounds)
-    return place_choices(router, prob_GTE, chosen_GTS, is_token_GT, capacity)
+    return place_choices(router, prob_GTE, chosen_GTS, is_token_GT, capacity, assign)
 
 
-def place_choices(router, prob_GTE, chosen_GTS, is_token_GT, capacity: int) -> RoutingPlan:
+def place_choices(
+    router, prob_GTE, chosen_GTS, is_token_GT, capacity: int, assign=assign_slots
+) -> RoutingPlan:
     """Slots and gates for the experts that the tokens chose.
 
     Args:
@@ -55,7 +67,7 @@ def place_choices(router, prob_GTE, chosen_GTS, is_token_GT, capacity: int) -> R
 
     def place(asked_GTS):
         if not is_rerouted:
-            return asked_GTS, assign_slots(asked_GTS, E)[0]
+            return asked_GTS, assign(asked_GTS, E)[0]
         expert_GT, slot_GT = reroute(asked_GTS, E, capacity)
         return expert_GT[..., None], slot_GT[..., None]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of a compiled program: their kinds, bytes and groups, read off its HLO text."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -25,6 +26,21 @@ _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(
     r"replica_groups=\[(?P<groups>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
 )
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<order>[\d,]*)\))? "
+    r"?\{(?P<axes>[^}]*)\}"
+)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_ENDED = re.compile(r" [\w-]+-(?:done|update)\(")
+# What an instruction runs, and how often a loop does.
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|branch_computations|called_computations)="
+    r"\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# The TPU compiler does not say; a condition then compares a counter with a constant.
+_CONDITION = re.compile(r" condition=%?([\w.-]+)")
+_COMPARED = re.compile(r"ROOT .* compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,30 +83,107 @@ class HloCollective:
 def collectives(hlo: str) -> list[HloCollective]:
     """All collectives in an HLO text (`compiled.as_text()`), in its order.
 
-    One in a loop's body is listed once, however often it runs; one over groups of a single
-    device moves nothing and is left out.
+    One in a loop's body is listed once, however often it runs (`executed_collectives` counts
+    its turns); one over groups of a single device moves nothing and is left out.
     """
-    # Groups that are not listed are one, of all devices.
-    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", hlo.partition("\n")[0])
-    everybody = (tuple(range(math.prod(map(int, sizes)))),)
-    found = []
+    everybody = _everybody(hlo)
+    found = (_collective(line, everybody) for line in hlo.splitlines())
+    return [collective for collective in found if collective]
+
+
+def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
+    """How often a run of the program executes each of its collectives.
+
+    Of a conditional's branches the one that moves the most bytes counts.
+
+    Raises:
+        ValueError: a loop with collectives in it does not say how often it turns.
+    """
+    everybody = _everybody(hlo)
+    computations, entry = computations_of(hlo)
+    known: dict[str, collections.Counter] = {}
+
+    def of(name: str) -> collections.Counter:
+        if name not in known:
+            known[name] = sum(map(of_line, computations[name]), collections.Counter())
+        return known[name]
+
+    def of_line(line: str) -> collections.Counter:
+        if own := _collective(line, everybody):
+            return collections.Counter([own])
+        # The end of what was started names the same computation again.
+        if _ENDED.search(line) or not (called := CALLED.search(line)):
+            return collections.Counter()
+        names = [name.strip().lstrip("%") for name in called[1].split(",")]
+        inside = max((of(name) for name in names), key=total_bytes)
+        if " while(" not in line or not inside:
+            return inside
+        if (turns := turns_of(line, computations)) is None:
+            raise ValueError(
+                f"a loop with collectives does not say how often it turns: {line.strip()[:200]}"
+            )
+        return collections.Counter({one: n * turns for one, n in inside.items()})
+
+    return of(entry)
+
+
+def total_bytes(executed: collections.Counter[HloCollective]) -> int:
+    """Of all of them, as `HloCollective.num_bytes` counts."""
+    return sum(one.num_bytes * count for one, count in executed.items())
+
+
+def computations_of(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation, and the name of the entry."""
+    computations, current, entry = {}, [], ""
     for line in hlo.splitlines():
-        match = _INSTRUCTION.search(line)
-        if not match:
-            continue
-        arrays = _arrays(match["result"])
-        if match["start"] and match["kind"] == "ragged-all-to-all":
-            arrays = arrays[:1]  # of (operand, output, offsets and sizes), output, ...
-        elif match["start"] and match["kind"] != "all-reduce":
-            # Its result is (operands, results): the results are the second half.
-            arrays = arrays[len(arrays) // 2 :]
-        groups = _groups(line) or everybody
-        if match["kind"] != "collective-permute" and len(groups[0]) == 1:
-            continue
-        scale = len(groups[0]) if match["kind"] == "reduce-scatter" else 1
-        num_bytes = scale * sum(_num_bytes(*array) for array in arrays)
-        found.append(HloCollective(match["kind"], arrays, groups, num_bytes))
-    return found
+        if match := _COMPUTATION.match(line):
+            current = computations[match[2]] = []
+            entry = match[2] if match[1] else entry
+        elif "=" in line:
+            current.append(line)
+    return computations, entry
+
+
+def turns_of(line: str, computations: dict[str, list[str]]) -> int | None:
+    """How often a `while` turns; None where the data decides.
+
+    As the compiler says, or from the condition of a counter that `lax.scan` and `fori_loop`
+    begin at 0.
+    """
+    if trips := _TRIPS.search(line):
+        return int(trips[1])
+    condition = computations.get(_CONDITION.search(line)[1], [])
+    for compared in filter(None, map(_COMPARED.search, condition)):
+        for one in condition:
+            name, _, value = one.strip().partition(" = ")
+            bound = re.match(r"[su]32\[\]\S* constant\((\d+)\)", value)
+            if bound and name.lstrip("%") == compared[2]:
+                return int(bound[1])
+    return None
+
+
+def _everybody(hlo: str) -> tuple[tuple[int, ...], ...]:
+    """One group of all devices: that of collectives which list none."""
+    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", hlo.partition("\n")[0])
+    return (tuple(range(math.prod(map(int, sizes)))),)
+
+
+def _collective(line: str, everybody) -> HloCollective | None:
+    match = _INSTRUCTION.search(line)
+    if not match:
+        return None
+    arrays = _arrays(match["result"])
+    if match["start"] and match["kind"] == "ragged-all-to-all":
+        arrays = arrays[:1]  # of (operand, output, offsets and sizes), output, ...
+    elif match["start"] and match["kind"] != "all-reduce":
+        # Its result is (operands, results): the results are the second half.
+        arrays = arrays[len(arrays) // 2 :]
+    groups = _groups(line) or everybody
+    if match["kind"] != "collective-permute" and len(groups[0]) == 1:
+        return None
+    scale = len(groups[0]) if match["kind"] == "reduce-scatter" else 1
+    num_bytes = scale * sum(_num_bytes(*array) for array in arrays)
+    return HloCollective(match["kind"], arrays, groups, num_bytes)
 
 
 def _arrays(result: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -111,6 +204,8 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
             tuple(int(n) for n in group.split(",") if n)
             for group in re.findall(r"\{([\d,]*)\}", match[1])
         )
+    if match := _MESH.search(line):
+        return _mesh_groups(match)
     if match := _IOTA.search(line):
         sizes, shape = ([int(n) for n in match[k].split(",")] for k in ("groups", "shape"))
         numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -118,3 +213,17 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
             numbers = numbers.transpose([int(n) for n in match["order"].split(",")])
         return tuple(map(tuple, numbers.reshape(sizes[0], -1).tolist()))
     return ()
+
+
+def _mesh_groups(match: re.Match) -> tuple[tuple[int, ...], ...]:
+    """Groups along named axes of a mesh, as the TPU compiler writes them."""
+    sizes = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", match["sizes"])}
+    numbers = np.arange(math.prod(sizes.values()))
+    if match["order"]:
+        numbers = np.array([int(n) for n in match["order"].split(",")])
+    axes = re.findall(r"'([^']*)'", match["axes"])
+    last = [list(sizes).index(name) for name in axes]
+    first = [axis for axis in range(len(sizes)) if axis not in last]
+    numbers = numbers.reshape(tuple(sizes.values())).transpose(first + last)
+    length = math.prod(sizes[name] for name in axes)
+    return tuple(map(tuple, numbers.reshape(-1, length).tolist()))

@@ -52,6 +52,18 @@ class MeshSpec:
             if size is not None and size < 1:
                 raise ValueError(f"mesh axis {name!r} has size {size}; use at least 1")
 
+    def num_devices(self, there: int) -> int:
+        """Devices that the mesh uses of those that are there: `data` takes what is left."""
+        sizes = {name: getattr(self, name) for name in AXES}
+        others = math.prod(size for size in sizes.values() if size is not None)
+        return others * (max(there // others, 1) if self.data is None else 1)
+
+    def __str__(self) -> str:
+        sizes = {name: getattr(self, name) for name in AXES}
+        used = {name: size for name, size in sizes.items() if size is None or size > 1}
+        text = " x ".join(f"{name}={size or 'the rest'}" for name, size in used.items())
+        return text or "of one device"
+
     def build(self, devices=None) -> Mesh:
         """The mesh over `devices`, or over all there are, in the order of `arranged`.
 

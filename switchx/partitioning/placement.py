@@ -44,6 +44,20 @@ class Placement:
         """Devices along `axes` together."""
         return math.prod(dict(self.sizes)[axis] for axis in axes)
 
+    def shared_by(self, num_groups: int) -> MeshAxes | None:
+        """The axes along which devices share each of so many groups of tokens.
+
+        () where devices have whole groups, the same number each. Otherwise the last axes of
+        the batch, with one group to each of the positions along the ones before; None where
+        these are not as many as there are groups.
+        """
+        if num_groups % self.size(self.batch) == 0:
+            return ()
+        for i in range(len(self.batch)):
+            if self.size(self.batch[:i]) == num_groups:
+                return self.batch[i:]
+        return None
+
     @property
     def varying(self) -> MeshAxes:
         """Axes along which devices compute different things."""

@@ -7,19 +7,23 @@ XLA's own `cost_analysis` counts the body of a loop once, however often it runs.
 import math
 import re
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+import numpy as np
+
+from switchx.partitioning.hlo_collectives import CALLED, computations_of, turns_of
+
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (?:\w+\[([\d,]*)\]|\()")
-_DOT = re.compile(r" dot\(%?([\w.-]+), .*lhs_contracting_dims=\{([\d,]*)\}")
-_CALLED = re.compile(
-    r"(?:calls|to_apply|body|branch_computations)=\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
+_CONVOLUTION = re.compile(
+    r" convolution\(%?([\w.-]+), %?([\w.-]+)\)(?:, window=\{([^}]*)\})?.*?"
+    r" dim_labels=(\w+)_(\w+)->(\w+)"
 )
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_DOT = re.compile(r" dot\(%?([\w.-]+), .*lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def matrix_flops(hlo: str, *, turns: int | None = None) -> int:
-    """2 m n k for every dot that runs, of `compiled.as_text()`.
+    """2 m n k for every product that runs, of `compiled.as_text()`.
 
-    Of a conditional's branches the most expensive one counts.
+    TPUs have convolutions where there were products; these count what they multiply, without
+    padding and holes. Of a conditional's branches the most expensive one counts.
 
     Args:
         turns: of loops that end when the data says so; of nested ones, of the innermost
@@ -28,20 +32,8 @@ def matrix_flops(hlo: str, *, turns: int | None = None) -> int:
     Raises:
         ValueError: there is such a loop with a product in it, and `turns` is None.
     """
-    computations, entry = _computations(hlo)
+    computations, entry = computations_of(hlo)
     return sum(_Counter(computations, turns).flops(entry))
-
-
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation, and the name of the entry."""
-    computations, current, entry = {}, [], ""
-    for line in hlo.splitlines():
-        if match := _COMPUTATION.match(line):
-            current = computations[match[2]] = []
-            entry = match[2] if match[1] else entry
-        elif "=" in line:
-            current.append(line)
-    return computations, entry
 
 
 class _Counter:
@@ -68,16 +60,52 @@ class _Counter:
         if dot := _DOT.search(line):
             contracted = [shapes[dot[1]][int(axis)] for axis in dot[2].split(",") if axis]
             return 2 * math.prod(shapes[_INSTRUCTION.match(line)[1]]) * math.prod(contracted), 0
-        if not (called := _CALLED.search(line)):
+        if convolution := _CONVOLUTION.search(line):
+            name = _INSTRUCTION.match(line)[1]
+            return _convolution_flops(convolution, shapes[name], shapes), 0
+        if not (called := CALLED.search(line)):
             return 0, 0
         names = [name.strip().lstrip("%") for name in called[1].split(",")]
         outside, inside = max((self.flops(name) for name in names), key=sum)
         if " while(" not in line or outside + inside == 0:
             return outside, inside
-        if trips := _TRIPS.search(line):
-            return outside * int(trips[1]), inside * int(trips[1])
+        if (turns := turns_of(line, self._computations)) is not None:
+            return outside * turns, inside * turns
         if self._turns is None:
             raise ValueError(
                 f"a loop does not say how often it turns; give turns: {line.strip()[:200]}"
             )
         return 0, outside * self._turns + inside
+
+
+def _convolution_flops(convolution: re.Match, output: list[int], shapes) -> int:
+    """Of one convolution; a batch of products is one with holes between the matrices."""
+    left, right = shapes[convolution[1]], shapes[convolution[2]]
+    left_labels, right_labels, output_labels = convolution.group(4, 5, 6)
+    window = dict(re.findall(r"(\w+)=([\d_x-]+)", convolution[3] or ""))
+    flops = 2 * output[output_labels.index("b")] * output[output_labels.index("f")]
+    flops *= right[right_labels.index("i")]
+    for axis in range(len(left) - 2):
+        flops *= _products(
+            left[left_labels.index(str(axis))],
+            right[right_labels.index(str(axis))],
+            output[output_labels.index(str(axis))],
+            *(_of_axis(window, name, axis, default) for name, default in _WINDOW),
+        )
+    return flops
+
+
+_WINDOW = (("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
+
+
+def _of_axis(window: dict[str, str], name: str, axis: int, default: str) -> int:
+    """One axis' setting; of a padding the part before."""
+    given = window[name].split("x")[axis] if name in window else default
+    return int(given.partition("_")[0])
+
+
+def _products(size, kernel, output, stride, padding, left_hole, right_hole) -> int:
+    """Pairs of a place of the output and one of the kernel that meet a number, on one axis."""
+    place = np.arange(output)[:, None] * stride + np.arange(kernel)[None] * right_hole - padding
+    is_there = (place >= 0) & (place < (size - 1) * left_hole + 1) & (place % left_hole == 0)
+    return int(np.sum(is_there))

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives read off HLO: lines as XLA writes them, and a program that has known ones."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from switchx.partitioning.hlo_collectives import HloCollective, collectives
+from switchx.partitioning.hlo_collectives import (
+    HloCollective,
+    collectives,
+    executed_collectives,
+    total_bytes,
+)
 from switchx.partitioning.mesh import MeshSpec
 
 HEADER = "HloModule jit_f, replica_count=1, num_partitions=4\n"
@@ -117,3 +124,94 @@ def test_of_a_compiled_program():
     assert found["all-gather"] == (4, 16 * row)
     assert found["all-to-all"][0] == 4
     assert found["reduce-scatter"][0] == 4
+
+
+def test_what_a_loop_executes_is_counted_by_its_turns():
+    mesh = MeshSpec(data=8).build()
+
+    def body(x, _):
+        return jax.lax.psum(x, "data") * 0.5, jax.lax.all_gather(x, "data")
+
+    def local(x):
+        def outer(x, _):
+            return jax.lax.scan(body, x, length=3)[0], None
+
+        return jax.lax.psum(jax.lax.scan(outer, x, length=5)[0], "data")
+
+    spec = PartitionSpec("data")
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    executed = executed_collectives(run.lower(jnp.ones((16, 3))).compile().as_text())
+    by_kind = collections.Counter()
+    for one, count in executed.items():
+        by_kind[one.kind] += count
+        if one.kind == "all-reduce":
+            assert one.num_bytes == 2 * 3 * 4
+    assert by_kind["all-reduce"] == 5 * 3 + 1
+    assert total_bytes(executed) >= 16 * 24
+
+
+def test_of_two_branches_the_one_that_sends_more_counts():
+    mesh = MeshSpec(data=8).build()
+
+    def local(x):
+        # Everybody takes the same branch, as all-reduces have to be met by all.
+        is_large = jax.lax.psum(x[0, 0], "data") > 0
+        return jax.lax.cond(
+            is_large,
+            lambda x: jax.lax.psum(jax.lax.psum(x, "data") * 0.5, "data"),
+            lambda x: jax.lax.psum(x, "data"),
+            x,
+        )
+
+    spec = PartitionSpec("data")
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    executed = executed_collectives(run.lower(jnp.ones((16, 3))).compile().as_text())
+    assert sum(n for one, n in executed.items() if one.num_bytes == 24) == 2
+
+
+def test_a_loop_that_does_not_say_how_often_it_turns():
+    hlo = (
+        HEADER
+        + "%body (x: f32[2]) -> f32[2] {\n  %r = f32[2] all-reduce(%x), "
+        + "replica_groups={{0,1},{2,3}}\n}\n"
+        + "ENTRY %main (x: f32[2]) -> f32[2] {\n  %w = f32[2] while(%x), condition=%c, "
+        + "body=%body\n}\n"
+    )
+    with pytest.raises(ValueError, match="does not say how often it turns"):
+        executed_collectives(hlo)
+
+
+@pytest.mark.parametrize(
+    ("axes", "groups"),
+    [
+        ("'axis_0'", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("'axis_1'", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("'axis_0','axis_1'", ((0, 1, 2, 3, 4, 5, 6, 7),)),
+    ],
+)
+def test_groups_along_the_axes_of_a_mesh(axes, groups):
+    """As the TPU compiler writes them."""
+    line = (
+        "  %r = bf16[4]{0:T(8)S(3)} all-gather(%x), channel_id=9, "
+        f"replica_groups=mesh['axis_0'=2,'axis_1'=4] {{{axes}}}, dimensions={{0}}"
+    )
+    [found] = collectives(HEADER + line)
+    assert found.groups == groups
+
+
+def test_a_condition_says_how_often_a_loop_turns():
+    """On a TPU nothing else does."""
+    hlo = (
+        HEADER
+        + "%body (x: f32[2]) -> f32[2] {\n  %r = f32[2] all-reduce(%x), "
+        + "replica_groups={{0,1},{2,3}}\n}\n"
+        + "%less (t: s32[]) -> pred[] {\n  %n = s32[]{:T(128)} constant(7)\n"
+        + "  ROOT %l = pred[]{:T(512)} compare(%i, %n), direction=LT, metadata={}\n}\n"
+        + "ENTRY %main (x: f32[2]) -> f32[2] {\n  %w = f32[2] while(%x), condition=%less, "
+        + "body=%body\n}\n"
+    )
+    assert list(executed_collectives(hlo).values()) == [7]

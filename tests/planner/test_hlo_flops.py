@@ -67,3 +67,40 @@ def test_of_nested_loops_that_the_data_ends_the_innermost_turns_count():
 
     hlo = jax.jit(experts).lower(A).compile().as_text()
     assert matrix_flops(hlo, turns=9) == (9 + 9) * 2 * 2 * 6 * 5 * 7
+
+
+def test_a_tpus_convolutions_count_what_they_multiply():
+    """Lines as the TPU compiler writes them: a product, and a batch of 2 x 4 with holes."""
+    hlo = """HloModule m
+
+%fused (p.0: bf16[2,64,256], p.1: bf16[256,512]) -> bf16[2,64,512] {
+  %p.0 = bf16[2,64,256]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p.1 = bf16[256,512]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %c = bf16[2,64,512]{2,1,0} convolution(%p.0, %b), window={size=1}, dim_labels=0bf_io0->0bf
+  %b = bf16[256,512,1]{1,0,2} bitcast(%p.1)
+}
+
+%scores (q: bf16[2,64,4,64], k: bf16[2,64,4,64]) -> f32[2,4,64,64] {
+  %q = bf16[2,64,4,64]{3,1,2,0:T(8,128)(2,1)} parameter(0)
+  %k = bf16[2,64,4,64]{3,1,2,0:T(8,128)(2,1)} parameter(1)
+  ROOT %s = f32[2,4,64,64]{2,3,1,0} convolution(%q, %k), window={size=2x4 stride=1x3 lhs_dilate=2x4}, dim_labels=0b1f_0o1i->01bf
+}
+
+%less (t: (s32[], f32[])) -> pred[] {
+  %n = s32[]{:T(128)} constant(5)
+  %t = (s32[]{:T(128)}, f32[]) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%t), index=0
+  ROOT %l = pred[]{:T(512)} compare(%i, %n), direction=LT
+}
+
+%body (t: (s32[], f32[])) -> (s32[], f32[]) {
+  %f = bf16[2,64,512] fusion(%x, %y), kind=kOutput, calls=%fused
+}
+
+ENTRY %main () -> f32[] {
+  %w = (s32[], f32[]) while(%t), condition=%less, body=%body
+  %a = f32[2,4,64,64] fusion(%x, %y), kind=kOutput, calls=%scores
+}
+"""  # noqa: E501
+    product, scores = 2 * (2 * 64) * 256 * 512, (2 * 4) * 2 * 64 * 64 * 64
+    assert matrix_flops(hlo) == 5 * product + scores

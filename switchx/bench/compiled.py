@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compiled training step takes, as rows and checks, and the four Switch models on pods.
+
+Compiled, not run: memory and collectives are those of the program that a pod would run, times
+are nobody's.
+"""
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from switchx.bench.report import Check, Report
+from switchx.partitioning.topology import GENERATIONS, Topology
+from switchx.planner.model_cost import count_parameters
+from switchx.training.absent_devices import describe_devices, run_with_compiler
+from switchx.training.aot import CompiledStep, compile_step
+from switchx.training.job import TrainingJob
+
+# The runs that docs/scale.md reports, and the slices that they are for.
+PODS = (
+    ("configs/runs/pretrain_switch_base.gin", "v5e:16x16"),
+    ("configs/runs/pretrain_switch_large.gin", "v5e:16x16"),
+    ("configs/runs/pretrain_switch_xxl.gin", "v5p:8x8x16"),
+    ("configs/runs/pretrain_switch_c.gin", "v4:8x8x16"),
+)
+# "About 2^20 tokens a batch."
+LEAST_TOKENS = 1_000_000
+# Slots over the capacity factor that rounding may add.
+MOST_PADDING = 1.25
+
+
+def run(job: TrainingJob, topology: Topology, name: str) -> Report:
+    """Compiles a job's step for a slice; in a process that has the compiler.
+
+    Args:
+        name: of the job, for the row.
+    """
+    step = compile_step(job, describe_devices(topology), topology.generation.hbm_bytes)
+    return report_of(step, job, topology, name)
+
+
+def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: str) -> Report:
+    """One row, its collectives inside of it, and the checks."""
+    memory = step.memory
+    row = {
+        "run": name,
+        "topology": str(topology),
+        "devices": step.devices,
+        "parameters": step.parameters,
+        "tokens_per_batch": step.tokens_per_batch,
+        "target_tokens_per_batch": step.target_tokens_per_batch,
+        "slots_per_token": step.slots_per_token,
+        "argument_bytes_per_device": memory.arguments,
+        "temporary_bytes_per_device": memory.temporaries,
+        "needed_bytes_per_device": memory.needed,
+        "hbm_bytes_per_device": memory.limit,
+        "excess_bytes_per_device": memory.excess,
+        "matrix_flops_per_device": step.flops,
+        "collectives": None
+        if step.collectives is None
+        else {
+            kind: {"count_per_step": count, "bytes_per_device": size}
+            for kind, (count, size) in step.collectives.items()
+        },
+        "compile_s": round(step.seconds, 1),
+    }
+    if memory.excess:
+        row["way_out"] = way_out(step, topology)
+    counted = count_parameters(job.model).total
+    checks = [
+        Check("fits", int(memory.fits), "==1"),
+        Check("parameters", step.parameters, f"=={counted}"),
+        Check("devices", step.devices, f"=={topology.num_devices}"),
+        Check("tokens_per_batch", step.tokens_per_batch, f">={LEAST_TOKENS}"),
+    ]
+    if step.slots_per_token is not None:
+        factor = job.model.switch.capacity_factor * job.model.switch.router.num_selected
+        bound = f"<={MOST_PADDING * factor:g}"
+        checks.append(Check("slots_per_token", step.slots_per_token, bound))
+    return Report("compile", [row], checks)
+
+
+def way_out(step: CompiledStep, topology: Topology) -> str:
+    """Where a step that does not fit could, by its arguments: parts of what is there now."""
+    total = step.memory.arguments * step.devices
+    said = f"too large by {_gib(step.memory.excess)} a device"
+    if step.memory.arguments <= step.memory.limit:
+        return (
+            f"{said}, of temporaries: use ModelConfig.remat='full', more microbatches, or more "
+            "devices"
+        )
+    fitting = [
+        f"{kind} from {needed} devices"
+        for kind, one in GENERATIONS.items()
+        # Gradients are as large as the parameters: half of the memory is for the arguments.
+        if (needed := -(-2 * total // one.hbm_bytes)) <= one.most_chips * one.devices_per_chip
+    ]
+    if not fitting:
+        return (
+            f"{said}, of arguments alone: {_gib(total)} of arguments fit no slice there is; "
+            "use fewer experts, or split what this mesh replicates"
+        )
+    return f"{said}, of arguments alone: split them over more devices ({', '.join(fitting)})"
+
+
+def compiled_rows(pods=PODS, note=print) -> list[dict]:
+    """Rows of `switchx compile --json` for runs on their slices, each in its own process.
+
+    Raises:
+        FileNotFoundError: the compiler is not installed.
+        RuntimeError: a process ended without a row, with the end of what it said.
+    """
+    return [row for report in compiled_reports(pods, note) for row in report["results"]]
+
+
+def compiled_reports(pods=PODS, note=print) -> list[dict]:
+    """The whole objects; see `compiled_rows`."""
+    reports = []
+    for run_file, slice_name in pods:
+        note(f"compiling {run_file} for {slice_name}")
+        words = ["compile", f"--gin_file={run_file}", f"--topology={slice_name}", "--json"]
+        child = run_with_compiler(
+            words, Topology.parse(slice_name), capture_output=True, text=True
+        )
+        lines = [line for line in child.stdout.splitlines() if line.startswith('{"command"')]
+        if not lines:
+            raise RuntimeError(
+                f"{run_file} for {slice_name}: status {child.returncode}: "
+                f"{child.stderr[-2000:]}"
+            )
+        reports.append(json.loads(lines[-1]))
+    return reports
+
+
+def print_tables(report: Report) -> None:
+    """The row from top to bottom, its collectives, the checks."""
+    console = Console(highlight=False)
+    for row in report.results:
+        table = Table(
+            title=f"switchx compile, {row['topology']}", title_justify="left", box=None
+        )
+        table.add_column("")
+        table.add_column("", justify="right")
+        for name, value in row.items():
+            if name not in ("collectives", "way_out") and value is not None:
+                table.add_row(name.replace("_", " "), _shown(name, value))
+        console.print(table)
+        if row["collectives"]:
+            table = Table(box=None)
+            for column in ("collective", "times a step", "a device"):
+                table.add_column(column, justify="left" if column == "collective" else "right")
+            for kind, one in row["collectives"].items():
+                count, size = one["count_per_step"], one["bytes_per_device"]
+                table.add_row(kind, f"{count:,}", _gib(size))
+            console.print(table)
+        if "way_out" in row:
+            console.print(row["way_out"])
+    for check in report.checks:
+        verdict = "holds" if check.holds else "does not hold"
+        console.print(f"{check.name} {check.value:,.6g} {check.bound}: {verdict}")
+    console.print("Compiled, not run.")
+
+
+def _shown(name: str, value) -> str:
+    if "bytes" in name:
+        return _gib(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):,.2f} GiB"

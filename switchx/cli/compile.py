@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx compile`: a run's whole training step, compiled for a pod that is not here."""
+
+import argparse
+import sys
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Compiles the training step that gin files describe, forward, backward and optimizer, for a
+slice of TPUs or GPUs that this machine does not have, and prints what it takes there: bytes
+of a device's memory and whether they fit, FLOPs, collectives with their bytes. Nothing is
+run, and no parameter is allocated.
+
+  switchx compile --gin_file=configs/runs/pretrain_switch_c.gin --topology=v4:8x8x16
+  switchx compile --gin_file=configs/runs/pretrain_switch_base.gin --topology=v5e:16x16 --json
+
+Topologies are v4:8x8x16, v5e:16x16, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4 and the like, h200 and
+h200:8. The compilers are installed once, into folders of their own:
+
+  python -m pallas_kernels.aot.install tpu .venv/aot_tpu
+  python -m pallas_kernels.aot.install gpu .venv/aot_gpu
+
+The exit status is 1 where the step does not fit, or another check does not hold.
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "compile", run, "compile a training step for a pod", DESCRIPTION
+    )
+    shared.add_gin_arguments(parser)
+    parser.add_argument(
+        "--topology", required=True, metavar="KIND:SIDES", help="such as v4:8x8x16, or h200:8"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from switchx.partitioning.topology import Topology
+
+    topology = Topology.parse(arguments.topology)
+    from switchx.cli.progress import TerminalReporter
+    from switchx.training import absent_devices
+
+    job = shared.parse_job(arguments)
+    absent_devices.require_mesh_fits(job.mesh, topology)
+    if not absent_devices.has_compiler():
+        sys.stdout.flush()
+        return absent_devices.run_with_compiler(_again(arguments), topology).returncode
+    from switchx.bench import compiled
+
+    with TerminalReporter() as reporter:
+        reporter.note(f"compiling for {topology.num_devices} devices of {topology}")
+        report = compiled.run(job, topology, ", ".join(arguments.gin_file))
+    if arguments.json:
+        report.print(as_json=True)
+    else:
+        compiled.print_tables(report)
+    return 0 if all(check.holds for check in report.checks) else 1
+
+
+def _again(arguments: argparse.Namespace) -> list[str]:
+    """The command line once more."""
+    words = ["compile", f"--topology={arguments.topology}"]
+    words += [f"--gin_file={file}" for file in arguments.gin_file]
+    words += [f"--gin.{binding}" for binding in arguments.gin_bindings]
+    if arguments.gin_search_paths:
+        words.append(f"--gin_search_paths={arguments.gin_search_paths}")
+    words += ["--json"] * arguments.json + ["--traceback"] * arguments.traceback
+    return words

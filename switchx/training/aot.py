@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job's whole training step, compiled for devices that are not here, and what it takes there.
+
+Forward, backward and the optimizer are one program; no parameter is allocated. Memory is the
+compiler's own account, collectives are read off the compiled text. Dims: B L
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+import time
+
+import jax
+
+from switchx.models.config import ModelConfig
+from switchx.models.params import forward
+from switchx.partitioning.hlo_collectives import executed_collectives
+from switchx.planner.executed_slots import executed_slots
+from switchx.planner.hlo_flops import matrix_flops
+from switchx.planner.model_cost import experts_per_token
+from switchx.training.job import TrainingJob
+from switchx.training.program import TrainingProgram
+
+_UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+# "Used 99.70G of 15.25G hbm", or "(2.00T) exceeds available HBM (15.25G)".
+_SIZE = r"([\d.]+)([KMGT]?)"
+_USED = re.compile(
+    rf"Used {_SIZE} of {_SIZE} hbm|\({_SIZE}\) exceeds available HBM \({_SIZE}\)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device.
+
+    Attributes:
+        arguments: parameters, optimizer state and batch.
+        temporaries: everything between, at its highest, and the program.
+        needed: all together; results lie where the arguments did.
+        limit: what a program may use.
+    """
+
+    arguments: int
+    temporaries: int
+    needed: int
+    limit: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.limit
+
+    @property
+    def excess(self) -> int:
+        """By how much it does not fit; 0 if it does."""
+        return max(0, self.needed - self.limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A training step for a mesh of devices.
+
+    Attributes:
+        devices: that the program runs on.
+        parameters: elements that its arguments have of them.
+        tokens_per_batch: of the encoder, as T5 counts a batch; of a decoder-only model's rows.
+        target_tokens_per_batch: of the decoder beside them; 0 in a decoder-only model.
+        slots_per_token: expert slots computed over tokens routed; None in a dense model.
+        flops: of the matrix products on one device, what remat computes again included; None
+            where nothing could be compiled, as are:
+        collectives: kind -> (how often a step executes it, bytes on one device).
+        seconds: that compiling took.
+    """
+
+    devices: int
+    parameters: int
+    tokens_per_batch: int
+    target_tokens_per_batch: int
+    slots_per_token: float | None
+    memory: Memory
+    flops: int | None
+    collectives: dict[str, tuple[int, int]] | None
+    seconds: float
+
+
+def batch_shapes(program: TrainingProgram) -> dict:
+    """Shape structs of a batch, on the devices that read it."""
+    one_row = program.job.features.batch([[]])
+    return {
+        name: jax.ShapeDtypeStruct(
+            (program.job.batch_size, *rows.shape[1:]),
+            rows.dtype,
+            sharding=program.batch_sharding,
+        )
+        for name, rows in one_row.items()
+    }
+
+
+def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
+    """Compiles a job's step for devices, which may be of a machine that is not here.
+
+    Args:
+        devices: as `jax.experimental.topologies` describes them.
+        hbm_bytes: that a program may use on one; a compiler that says otherwise is believed.
+
+    Raises:
+        ValueError: the job does not suit its mesh, or the mesh not the devices.
+    """
+    program = TrainingProgram(job, devices)
+    started, batch = time.monotonic(), batch_shapes(program)
+    arguments = bytes_on_one_device((program.restore_target(), batch))
+    tokens, targets = _tokens(job)
+    memory, text = Memory(arguments, 0, arguments, hbm_bytes), None
+    if memory.fits:
+        memory, text = _compile(program, batch, memory)
+    params = jax.tree.leaves(program.abstract_state.params)
+    return CompiledStep(
+        devices=program.mesh.size,
+        parameters=sum(math.prod(leaf.shape) for leaf in params),
+        tokens_per_batch=tokens,
+        target_tokens_per_batch=targets,
+        slots_per_token=slots_per_token(program, batch),
+        memory=memory,
+        flops=None if text is None else matrix_flops(text),
+        collectives=None if text is None else collectives_by_kind(text),
+        seconds=time.monotonic() - started,
+    )
+
+
+def slots_per_token(program: TrainingProgram, batch) -> float | None:
+    """Expert slots that a forward pass in training computes, over the tokens it routes.
+
+    Layers of the encoder and of the decoder weigh by their tokens. Where rows are not in
+    equal blocks it is the experts that a token meets; None in a dense model.
+    """
+    model: ModelConfig = program.job.model
+    if model.switch is None or not model.switch.has_ffn:
+        return None
+    run = functools.partial(forward, model, is_training=True)
+    with program.scope():
+        traced = jax.jit(run).trace(program.abstract_state.params, batch)
+    lengths = dict(zip(("encoder", "decoder"), program.job.sequence_lengths, strict=True))
+    routed = program.job.batch_size * sum(
+        length * model.num_sparse_layers_of(stack) for stack, length in lengths.items()
+    )
+    slots = executed_slots(traced.jaxpr, model)
+    return slots / routed if slots else experts_per_token(model.switch)
+
+
+def bytes_on_one_device(arrays) -> int:
+    """Of shape structs with shardings; devices have equal parts."""
+
+    def part(leaf):
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(part, jax.tree.leaves(arrays)))
+
+
+def collectives_by_kind(hlo: str) -> dict[str, tuple[int, int]]:
+    """Kind -> (how often a run executes it, bytes on one device)."""
+    counts, sizes = collections.Counter(), collections.Counter()
+    for one, count in executed_collectives(hlo).items():
+        counts[one.kind] += count
+        sizes[one.kind] += count * one.num_bytes
+    return {kind: (counts[kind], sizes[kind]) for kind in sorted(counts)}
+
+
+def memory_in_refusal(message: str) -> tuple[int, int] | None:
+    """(bytes used, bytes there) in a TPU compiler's RESOURCE_EXHAUSTED; None in any other."""
+    if not (match := _USED.search(message)):
+        return None
+    used, used_unit, limit, limit_unit = (part for part in match.groups() if part is not None)
+    return (
+        round(float(used) * _UNITS[used_unit or "B"]),
+        round(float(limit) * _UNITS[limit_unit or "B"]),
+    )
+
+
+def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, str | None]:
+    """The memory that the compiled step takes and its text, or what a refusal says."""
+    platform = program.mesh.devices.flat[0].platform
+    platform = "cuda" if platform == "gpu" else platform
+    with program.scope():
+        lowered = program.train_step.trace(program.restore_target(), batch).lower(
+            lowering_platforms=(platform,)
+        )
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if not (found := memory_in_refusal(str(error))):
+                raise
+            used, limit = found
+            temporaries = max(0, used - memory.arguments)
+            return Memory(memory.arguments, temporaries, used, limit), None
+    facts = compiled.memory_analysis()
+    # Donated arguments' results take their places.
+    results = facts.output_size_in_bytes - facts.alias_size_in_bytes
+    temporaries = facts.temp_size_in_bytes + facts.generated_code_size_in_bytes
+    arguments = facts.argument_size_in_bytes
+    needed = arguments + max(0, results) + temporaries
+    return Memory(arguments, temporaries, needed, memory.limit), compiled.as_text()
+
+
+def _tokens(job: TrainingJob) -> tuple[int, int]:
+    encoder, decoder = (length * job.batch_size for length in job.sequence_lengths)
+    return (encoder, decoder) if encoder else (decoder, 0)

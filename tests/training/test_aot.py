@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps compiled for eight simulated devices, and for slices where the compiler is there."""
+
+import dataclasses
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from pallas_kernels.aot import tpu_compiler
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.topology import GENERATIONS
+from switchx.planner.model_cost import count_parameters, flops_per_sequence
+from switchx.training.aot import (
+    batch_shapes,
+    bytes_on_one_device,
+    compile_step,
+    memory_in_refusal,
+)
+from switchx.training.program import TrainingProgram
+from tests.training.jobs import ENCODER_DECODER, SWITCH, make_job
+
+SCANNED = dataclasses.replace(
+    ENCODER_DECODER,
+    scan_layers=True,
+    remat="full",
+    num_encoder_layers=4,
+    num_decoder_layers=4,
+    switch=dataclasses.replace(SWITCH, dispatcher="all_to_all"),
+)
+PLENTY = 1 << 40
+
+
+def job_on(spec: MeshSpec, model=SCANNED):
+    return dataclasses.replace(make_job(model), mesh=spec, batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return compile_step(job_on(MeshSpec(data=2, expert=4)), jax.devices(), PLENTY)
+
+
+def test_facts_of_a_step(step):
+    assert step.devices == 8
+    assert step.parameters == count_parameters(SCANNED).total
+    assert step.slots_per_token == 2.0  # factor 2, and 8 tokens divide over 8 experts
+    assert step.memory.fits
+    assert step.memory.excess == 0
+    assert step.memory.needed >= step.memory.arguments + step.memory.temporaries
+
+
+def test_arguments_are_what_the_compiler_counts(step):
+    program = TrainingProgram(job_on(MeshSpec(data=2, expert=4)))
+    arguments = program.restore_target(), batch_shapes(program)
+    # Arguments that nothing reads (a skipped step's counters) are not passed.
+    assert 0 <= bytes_on_one_device(arguments) - step.memory.arguments < 200
+
+
+def test_every_layers_exchanges_are_counted(step):
+    """Two sparse blocks in each stack: two all-to-alls forward, two when remat computes the
+    block again (the last of them is not needed), two backward."""
+    count, num_bytes = step.collectives["all-to-all"]
+    assert count in (4 * 5, 4 * 6)
+    # E g C D floats: 8 experts, 1 group of a device, 2 slots, D = 16.
+    assert num_bytes == count * 8 * 1 * 2 * 16 * 4
+
+
+def test_flops_are_those_of_the_model(step):
+    """Forward once, again by remat, and two products backward for each one forward."""
+    one = flops_per_sequence(SCANNED, *job_on(MeshSpec()).sequence_lengths).executed
+    # Not computed again: the logits, and the last product of a block.
+    assert 3 * one * 16 / 8 < step.flops < 4 * one * 16 / 8
+
+
+def test_what_is_too_large_is_said_without_compiling(monkeypatch):
+    monkeypatch.setattr("switchx.training.aot._compile", None)
+    step = compile_step(job_on(MeshSpec(data=2, expert=4)), jax.devices(), 10_000)
+    assert not step.memory.fits
+    assert step.memory.excess == step.memory.arguments - 10_000
+    assert (step.flops, step.collectives) == (None, None)
+    assert step.slots_per_token == 2.0
+
+
+def test_a_compilers_refusal_is_read():
+    message = (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+        "space hbm. Used 99.70G of 15.25G hbm. Exceeded hbm capacity by 84.45G."
+    )
+    used, limit = memory_in_refusal(message)
+    assert used == round(99.7 * 2**30)
+    assert limit == round(15.25 * 2**30)
+    other = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (2.00T) exceeds available HBM (15.25G)."
+    )
+    assert memory_in_refusal(other) == (2 << 40, round(15.25 * 2**30))
+    assert memory_in_refusal("INVALID_ARGUMENT: no") is None
+
+
+def tpu_folder():
+    try:
+        return tpu_compiler.compiler_folder()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+LIMITS = """
+import jax, jax.numpy as jnp, sys
+from jax.experimental import topologies
+from switchx.training.aot import memory_in_refusal
+for name in sys.argv[1:]:
+    device = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
+    on = jax.sharding.SingleDeviceSharding(device)
+    much = jax.ShapeDtypeStruct((1 << 40,), jnp.int8, sharding=on)
+    try:
+        jax.jit(lambda x: x + 1).lower(much).compile()
+    except jax.errors.JaxRuntimeError as error:
+        print(name.split(":")[0], memory_in_refusal(str(error))[1])
+"""
+
+
+@pytest.mark.aot
+def test_limits_are_those_the_compiler_names():
+    root = str(pathlib.Path(__file__).parents[2])
+    variables = tpu_compiler.compiler_variables([root, str(tpu_folder())])
+    names = list(tpu_compiler.TOPOLOGIES.values())
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITS, *names],
+        env=os.environ | variables, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    said = dict(line.split() for line in done.stdout.splitlines())
+    for kind, limit in said.items():
+        assert math.isclose(int(limit), GENERATIONS[kind].hbm_bytes, rel_tol=1e-3), kind
+    assert len(said) == len(names)
