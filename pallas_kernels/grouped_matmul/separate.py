@@ -36,7 +36,8 @@ class SeparateMatrices:
     @classmethod
     def of(cls, w_EDF) -> "SeparateMatrices":
         """Parts of an array on a CPU: the same memory, not copied where it is aligned."""
-        return cls(tuple(jnp.asarray(w_DF) for w_DF in np.asarray(w_EDF)))
+        parts = np.asarray(w_EDF)
+        return cls(tuple(jax.device_put(w_DF, may_alias=True) for w_DF in parts))
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -46,8 +46,6 @@ class RoutingPlan:
     @property
     def is_kept_GTS(self):
         """Whether a choice got a slot."""
-        if self.capacity >= self.expert_GTS.shape[1]:
-            return self.is_routed_GTS  # nobody chooses an expert twice: there is room for all
         return self.is_routed_GTS & (self.slot_GTS < self.capacity)
 
     @property
