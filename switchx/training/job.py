@@ -13,6 +13,7 @@ from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
 from switchx.models.config import ModelConfig
+from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.losses import LossConfig
 from switchx.training.optimizers import Optimizer
@@ -41,6 +42,7 @@ class TrainingJob:
         max_skipped_in_a_row: non-finite steps in a row after which training stops.
         init_from: run folder whose parameters training starts from (fine-tuning).
         data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
+        compiler: XLA's options of the steps.
     """
 
     model: ModelConfig
@@ -65,6 +67,7 @@ class TrainingJob:
     mesh: MeshSpec = MeshSpec()
     step: StepConfig = StepConfig()
     prefetch: Prefetch = Prefetch()
+    compiler: CompilerOptions = CompilerOptions()
 
     def __post_init__(self):
         positive = (
