@@ -183,9 +183,8 @@ def verify(arguments: argparse.Namespace) -> int:
     steps = sorted(int(path.name) for path in _paths(run))
     if arguments.step is not None:
         if arguments.step not in steps:
-            raise ValueError(
-                f"{run.root} has no checkpoint {arguments.step}; there are {steps}"
-            )
+            there = ", ".join(map(str, steps))
+            raise ValueError(f"{run.root} has no checkpoint {arguments.step}, but {there}")
         steps = [arguments.step]
     faults = {step: checkpoint_faults(run, step) for step in steps}
     if arguments.json:

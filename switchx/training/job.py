@@ -13,6 +13,7 @@ from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
 from switchx.models.config import ModelConfig
+from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.training.losses import LossConfig
@@ -44,6 +45,7 @@ class TrainingJob:
         pipeline: in what order the microbatches of `step` go through the stages, where the
             mesh has an axis `pipe`.
         data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
+        compiler: XLA's options of the steps.
     """
 
     model: ModelConfig
@@ -69,6 +71,7 @@ class TrainingJob:
     step: StepConfig = StepConfig()
     pipeline: ScheduleSpec = ScheduleSpec()
     prefetch: Prefetch = Prefetch()
+    compiler: CompilerOptions = CompilerOptions()
 
     def __post_init__(self):
         positive = (

@@ -81,6 +81,7 @@ class TrainingProgram:
             is_one_cpu = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
             pays = is_one_cpu and step.num_microbatches == 1
             step = dataclasses.replace(step, factor_expert_gradients=pays)
+        compiler_options = job.compiler.of(self.mesh.devices.flat[0].platform)
         self.train_step = jax.jit(
             functools.partial(
                 train_step, job.model, job.loss, step, self.optimizer, pipeline=self.pipeline
@@ -88,11 +89,13 @@ class TrainingProgram:
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, NamedSharding(self.mesh, PartitionSpec())),
             donate_argnums=0,
+            compiler_options=compiler_options,
         )
         self.eval_step = jax.jit(
             functools.partial(eval_step, job.model),
             in_shardings=(self.shardings.params, self.batch_sharding),
             out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+            compiler_options=compiler_options,
         )
 
     @functools.cached_property

@@ -16,7 +16,7 @@ from switchx.training.run_folder import RunFolder
 # How long, how often, where and on what a run goes on: none of it changes what a step does.
 MAY_CHANGE = (
     "train_steps", "log_every", "eval_every", "checkpoint_every", "eval_batches", "retention",
-    "max_skipped_in_a_row", "data_dir", "mesh", "pipeline", "prefetch",
+    "max_skipped_in_a_row", "data_dir", "mesh", "pipeline", "prefetch", "compiler",
 )  # fmt: skip
 # What of the model an evaluation may choose; all else decides what the parameters mean.
 MODEL_MAY_CHANGE = (

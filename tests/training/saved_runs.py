@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run folders of random models, for what reads one."""
 
+import dataclasses
 import pathlib
+
+import jax.numpy as jnp
 
 from switchx.models.config import ModelConfig
 from switchx.training.checkpoints import Checkpointer
@@ -25,5 +28,6 @@ def save_run(path, model: ModelConfig, **changes) -> pathlib.Path:
         for step, score in ((5, -1.0), (9, -2.0)):
             params = make_params(model, seed=step)
             state = init_state(model, optimizer, seed=0, params=params)
+            state = dataclasses.replace(state, step=jnp.asarray(step, jnp.int32))
             checkpointer.save(step, state, metrics={"neg_log_perplexity": score})
     return folder.root

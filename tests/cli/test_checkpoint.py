@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx checkpoint`: what it shows is what is there; what it writes is new."""
+
+import json
+
+import pytest
+
+from switchx.cli.main import main
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import abstract_params
+from switchx.training.restore import restore_params
+from switchx.tree import named_leaves, num_bytes, num_elements
+from tests.training.saved_runs import save_run
+from tests.training.train_states import damage
+
+MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 2, 2, switch=SwitchConfig(2, every=1))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_run(tmp_path / "run", MODEL)
+
+
+def last_object(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_inspect_shows_what_is_there(folder, capsys):
+    assert main(["checkpoint", "inspect", str(folder), "--json"]) == 0
+    report = last_object(capsys)
+    assert report["step"] == 9
+    assert [row["step"] for row in report["checkpoints"]] == [5, 9]
+    assert [row["score"] for row in report["checkpoints"]] == [-1.0, -2.0]
+    params = [each for each in report["arrays"] if each["name"].startswith("params/")]
+    wanted = named_leaves(abstract_params(MODEL))
+    assert {each["name"].removeprefix("params/") for each in params} == wanted.keys()
+    for each in params:
+        leaf = wanted[each["name"].removeprefix("params/")]
+        assert (each["shape"], each["dtype"]) == (list(leaf.shape), leaf.dtype)
+    assert sum(each["bytes"] for each in params) == num_bytes(abstract_params(MODEL))
+    assert report["config"]["model"]["d_model"] == 8
+    assert main(["checkpoint", "inspect", str(folder), "--step=best"]) == 0
+    said = capsys.readouterr().out
+    assert "step 5: name, shape" in said
+    assert f"{len(params)} arrays, {num_elements(abstract_params(MODEL)):,} numbers" in said
+
+
+def test_inspect_goes_past_what_is_not_whole(folder, capsys):
+    (folder / "checkpoints" / "9" / "manifest.json").unlink()
+    assert main(["checkpoint", "inspect", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "9  not whole: it has no manifest.json" in said and "step 5: name" in said
+    assert main(["checkpoint", "inspect", str(folder), "--step=9"]) == 2
+    assert "no whole checkpoint 9 among 5, 9 in" in capsys.readouterr().err
+
+
+def test_verify_names_every_fault_and_fails(folder, capsys):
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+    assert capsys.readouterr().out.count(": sound\n") == 2
+    files = sorted((folder / "checkpoints" / "9" / "params").glob("**/d/*"))
+    for file in files:
+        damage(file)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert main(["checkpoint", "verify", str(folder), "--json"]) == 1
+    faults = last_object(capsys)["faults"]
+    assert faults["5"] == [] and len(faults["9"]) == len(files) > 0
+    assert main(["checkpoint", "verify", str(folder), "--step=5"]) == 0
+    assert main(["checkpoint", "verify", str(folder), "--step=6"]) == 2
+    assert "has no checkpoint 6, but 5, 9" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_convert_writes_a_new_folder_or_none(folder, tmp_path, capsys):
+    target = tmp_path / "scanned"
+    words = ["checkpoint", "convert", str(folder), str(target), "--layout=scanned"]
+    assert main(words) == 0
+    assert "checkpoint 9 with layers scanned" in capsys.readouterr().out
+    got = named_leaves(restore_params(target))
+    assert got["encoder/blocks/layer_0/ffn/experts/w_in_EDF"].shape == (2, 2, 8, 8)
+    assert main(words) == 2  # never over something
+    assert f"{target} exists; give a folder that is not there yet" in capsys.readouterr().err
+    other = ["checkpoint", "convert", str(folder), str(tmp_path / "x"), "--layout=unrolled"]
+    assert main(other) == 2
+    assert "are unrolled already; nothing to convert" in capsys.readouterr().err
+    for file in (folder / "checkpoints").glob("*/params/**/d/*"):
+        damage(file)
+    assert main([*other[:-1], "--layout=scanned"]) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "scanned"}
+
+
+def test_what_is_not_understood(tmp_path, capsys):
+    assert main(["checkpoint"]) == 2
+    assert "give an action: inspect, verify or convert" in capsys.readouterr().err
+    for action in ("inspect", "verify"):
+        assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
+        assert "has no checkpoints: nothing is there" in capsys.readouterr().err

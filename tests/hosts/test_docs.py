@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of docs/several_hosts.md and docs/checkpoints.md run as they stand."""
+
+import re
+import subprocess
+
+import pytest
+
+from tests.hosts.companies import free_port
+from tests.processes import ROOT, child_environment
+
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# So that a run takes seconds.
+BRIEF = " ".join(
+    f"--gin.{each}"
+    for each in (
+        "TRAIN_STEPS={steps}", "ModelConfig.d_model=8", "ModelConfig.d_ff=8",
+        "ModelConfig.num_heads=1", "ModelConfig.num_encoder_layers=1",
+        "ModelConfig.num_decoder_layers=1", "SwitchConfig.every=1", "NUM_EXPERTS=2",
+        "VOCAB_SIZE=500", "TrainingJob.eval_batches=1",
+    )
+)  # fmt: skip
+
+
+def run(page: str, folder, cache, steps: list[int]) -> str:
+    """All blocks of a page in one shell; each `switchx train` is made brief."""
+    blocks = "".join(BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8")))
+    left = iter(steps)
+    blocks = re.sub(
+        r"switchx train ",
+        lambda _: f"switchx train {BRIEF.format(steps=next(left))} ",
+        blocks.replace(":8476", f":{free_port()}"),
+    )
+    script = f'set -e\nswitchx() {{ python -m switchx "$@"; }}\n{blocks}'
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=child_environment(cache, devices=1),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_on_one_machine(tmp_path, session_cache):
+    said = run("several_hosts.md", tmp_path, session_cache, [2, 2])
+    assert "Training finished; the state is saved at step 2" in said
+
+
+@pytest.mark.slow
+def test_checkpoints_are_looked_at_and_converted(tmp_path, session_cache, run_cli):
+    made = run_cli(
+        "train", "--gin_file=configs/runs/pretrain_tiny.gin", "--model_dir=run",
+        *BRIEF.format(steps=1).split(),
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    said = run("checkpoints.md", tmp_path, session_cache, [2])
+    assert "checkpoint 1 with layers scanned" in said
+    assert "Training finished; the state is saved at step 2" in said
+    assert "run/checkpoints/1: sound" in said
