@@ -19,13 +19,14 @@ IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 
-.PHONY: help train test test-all test-aot lint clean
+.PHONY: help train test test-all test-aot scale lint clean
 
 help:
 	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
 	@echo 'make test      the default tests'
 	@echo 'make test-all  every test, those against PyTorch included (installs it)'
 	@echo 'make test-aot  kernels compiled for TPUs and an H200 (installs the compilers, 1.5 GB)'
+	@echo 'make scale     docs/scale.md: the Switch models compiled for pods again (an hour)'
 	@echo 'make lint      ruff: errors and formatting'
 	@echo 'make clean     remove $(VENV), builds and caches; run folders stay'
 
@@ -42,6 +43,9 @@ test-all: $(VENV)/.installed-dev $(VENV)/.installed-hf
 test-aot: $(VENV)/.installed-dev $(VENV)/aot_tpu/.installed $(VENV)/aot_gpu/.installed
 	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) SWITCHX_AOT_GPU=$(abspath $(VENV)/aot_gpu) \
 		$(BIN)/python -m pytest -m aot $(ARGS)
+
+scale: $(VENV)/.installed $(VENV)/aot_tpu/.installed
+	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m switchx.bench.scale_page $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -190,7 +190,7 @@ def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, s
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             if not (found := memory_in_refusal(str(error))):
-                raise
+                raise RuntimeError(_refusal(str(error))) from error
             used, limit = found
             temporaries = max(0, used - memory.arguments)
             return Memory(memory.arguments, temporaries, used, limit), None
@@ -201,6 +201,16 @@ def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, s
     arguments = facts.argument_size_in_bytes
     needed = arguments + max(0, results) + temporaries
     return Memory(arguments, temporaries, needed, memory.limit), compiled.as_text()
+
+
+def _refusal(message: str) -> str:
+    said = f"the compiler refuses this step: {message.strip()[:600]}"
+    if "agged all-to-all" in message:
+        said += (
+            "; groups that devices share travel by one, so use a SwitchConfig.group_size that "
+            "gives each device whole groups"
+        )
+    return said
 
 
 def _tokens(job: TrainingJob) -> tuple[int, int]:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/scale.md: the four Switch models compiled for pods.
+
+    SWITCHX_AOT_TPU=.venv/aot_tpu python -m switchx.bench.scale_page
+
+compiles all of them again, writes what came out to `docs/scale.json`, and from it the table;
+with names of runs behind it (`switch_c`), those alone. Minutes to a quarter of an hour each.
+"""
+
+import json
+import pathlib
+import sys
+
+from switchx.bench.compiled import PODS, compiled_reports
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+RESULTS, PAGE = DOCS / "scale.json", DOCS / "scale.md"
+BEGIN, END = "<!-- table: made by switchx.bench.scale_page -->\n", "<!-- end of table -->\n"
+KINDS = ("all-to-all", "ragged-all-to-all", "all-gather", "all-reduce", "reduce-scatter")
+
+
+def name_of(run_file: str) -> str:
+    """`configs/runs/pretrain_switch_c.gin` -> `switch_c`."""
+    return pathlib.PurePath(run_file).stem.removeprefix("pretrain_")
+
+
+def tables(reports: dict[str, dict]) -> str:
+    """Markdown: what each needs of a device, and what it sends."""
+    names = [name_of(run_file) for run_file, _ in PODS if name_of(run_file) in reports]
+    rows = {name: reports[name]["results"][0] for name in names}
+    columns = {
+        "": lambda row: None,
+        "slice": lambda row: f"`{row['topology']}`",
+        "devices": lambda row: f"{row['devices']:,}",
+        "parameters": lambda row: f"{row['parameters'] / 1e9:,.1f} B",
+        "tokens a batch": lambda row: f"{row['tokens_per_batch']:,}",
+        "slots a token": lambda row: f"{row['slots_per_token']:.3f}",
+        "arguments, GiB": lambda row: _gib(row["argument_bytes_per_device"]),
+        "temporaries, GiB": lambda row: _gib(row["temporary_bytes_per_device"]),
+        "of, GiB": lambda row: _gib(row["hbm_bytes_per_device"]),
+        "fits": lambda row: "no" if row["excess_bytes_per_device"] else "yes",
+        "TFLOPs": lambda row: f"{row['matrix_flops_per_device'] / 1e12:.2f}",
+    }
+    text = _table(list(columns), names, lambda name, column: columns[column](rows[name]))
+    text += (
+        "\nCollectives of a step: how often it executes each kind, and GiB on one device.\n\n"
+    )
+    kinds = [kind for kind in KINDS if any(kind in row["collectives"] for row in rows.values())]
+
+    def sent(name, kind):
+        one = rows[name]["collectives"].get(kind)
+        return (
+            "" if one is None else f"{one['count_per_step']}: {_gib(one['bytes_per_device'])}"
+        )
+
+    return text + _table(["", *kinds], names, sent)
+
+
+def with_tables(page: str, reports: dict[str, dict]) -> str:
+    """The page with its tables made anew.
+
+    Raises:
+        ValueError: the page has no place for them.
+    """
+    if BEGIN not in page or END not in page:
+        raise ValueError(f"{PAGE} has no lines {BEGIN.strip()!r} and {END.strip()!r}")
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{tables(reports)}\n{END}{rest.partition(END)[2]}"
+
+
+def main(names: list[str]) -> None:
+    pods = [pod for pod in PODS if not names or name_of(pod[0]) in names]
+    unknown = set(names) - {name_of(run_file) for run_file, _ in PODS}
+    if unknown:
+        raise ValueError(
+            f"there is no {', '.join(sorted(unknown))}; use "
+            f"{', '.join(name_of(run_file) for run_file, _ in PODS)}"
+        )
+    reports = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for pod in pods:
+        [reports[name_of(pod[0])]] = compiled_reports([pod])
+        RESULTS.write_text(json.dumps(reports, indent=1) + "\n")
+    PAGE.write_text(with_tables(PAGE.read_text(), reports))
+
+
+def _table(columns: list[str], names: list[str], cell) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for name in names:
+        cells = [name.replace("_", "-"), *(cell(name, column) for column in columns[1:])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
