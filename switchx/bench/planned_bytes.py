@@ -44,6 +44,7 @@ class Case:
     dispatcher: str | None = None
     remat: str = "none"
     is_encoder_decoder: bool = False
+    group_size: int = 16
     left_over: str = ""
 
 
@@ -60,6 +61,8 @@ CASES = (
     Case("all_to_all data=2 expert=2 model=2", MeshSpec(expert=2, model=2), "all_to_all"),
     Case("T5 all_to_all expert=4", MeshSpec(expert=4), "all_to_all", is_encoder_decoder=True),
     Case("hierarchical node=2 expert=4", MeshSpec(data=1, node=2, expert=4), "hierarchical"),
+    Case("ragged_all_to_all expert=4", MeshSpec(expert=4), "ragged_all_to_all"),
+    Case("all_to_all of shared groups", MeshSpec(expert=4), "all_to_all", group_size=64),
     Case("sliced data=2 model=4", MeshSpec(model=4, rules=SLICED_RULES), "sliced"),
 )
 # The compiler goes from slices of D to slices of the batch by gathering over all devices
@@ -123,7 +126,7 @@ def make_job(case: Case) -> TrainingJob:
     switch = None
     if case.dispatcher is not None:
         switch = SwitchConfig(
-            8, every=2, group_size=16, capacity_factor=1.0, min_capacity=1,
+            8, every=2, group_size=case.group_size, capacity_factor=1.0, min_capacity=1,
             dispatcher=case.dispatcher,
         )  # fmt: skip
     shared = dict(vocab_size=96, d_model=64, d_ff=128, num_heads=8, d_head=8, remat=case.remat,

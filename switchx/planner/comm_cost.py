@@ -151,7 +151,7 @@ def promoted(planned: list[PlannedCollective], layer: SparseLayer) -> list[Plann
 
     def promote(each):
         width = layer.param_bytes if each.what in weights else layer.activation_bytes
-        if each.what in ("gradient of gates", "loads"):
+        if each.what in ("gradient of gates", "loads", "slots of choices"):
             width = 4
         return dataclasses.replace(each, num_bytes=each.num_bytes * max(1, 4 // width))
 
@@ -187,8 +187,30 @@ def _slot_bytes(layer: SparseLayer, place: Placement) -> int:
 
 
 def _all_to_all(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:
+    if shared := place.shared_by(layer.num_groups):
+        return _shared(layer, place, shared)
     slots = _slot_bytes(layer, place)
     return _there_and_back("all-to-all", place.experts, slots, slots)
+
+
+def _shared(layer: SparseLayer, place: Placement, shared: MeshAxes) -> list[PlannedCollective]:
+    """Of groups that devices share: rows travel among those, full slots between groups."""
+    devices = place.size(shared)
+    between = tuple(axis for axis in place.experts if axis not in shared)
+    row = layer.d_model * layer.activation_bytes
+    choices = layer.tokens_per_group // devices * layer.num_choices
+    slots = layer.num_experts * layer.capacity // devices
+    counts = devices * layer.num_choices * layer.num_experts * COUNT_BYTES
+    found = [
+        PlannedCollective("all-gather", "loads", "forward", shared, counts),
+        PlannedCollective(
+            "all-gather", "slots of choices", "forward", shared, devices * choices * COUNT_BYTES
+        ),
+        *_there_and_back("ragged-all-to-all", shared, choices * row, slots * row),
+    ]
+    if between:
+        found += _there_and_back("all-to-all", between, slots * row, slots * row)
+    return found
 
 
 def _hierarchical(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:
@@ -220,7 +242,7 @@ def _outputs(
     """Sums over devices that share tokens: as after a tensor-parallel dense FFN, and gates."""
     if not place.summed:
         return []
-    tokens = layer.num_groups // place.size(place.batch) * layer.tokens_per_group
+    tokens = layer.num_groups * layer.tokens_per_group // place.size(place.batch)
     activations = tokens * layer.d_model * layer.activation_bytes
     gates = tokens * layer.num_choices * GATE_BYTES
     if is_split:

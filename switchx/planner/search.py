@@ -226,7 +226,8 @@ def _refusal(workload: Workload, layout: Layout) -> str | None:
     for stack in STACKS:
         if workload.length(stack) and workload.model.num_sparse_layers_of(stack):
             groups, tokens, _ = workload.routing(rows, workload.length(stack))
-            if groups % layout.parts(Placement.on(layout, layout.rules).batch):
+            shared = Placement.on(layout, layout.rules).shared_by(groups)
+            if shared is None or (shared and layout.dispatcher != "all_to_all"):
                 return GROUPS_DO_NOT_DIVIDE
             reason = workload.refusal(layout, groups, tokens)
             if reason:

@@ -74,16 +74,23 @@ def compiled_on_cpu(planned: list[StepCollective], layout: Layout) -> list[StepC
     """The same as XLA's CPU compiler has them.
 
     It reduces the terms of a sum one by one, scatters nothing that it reduces of its own
-    accord (an all-reduce over all replicas, then a slice), and sends two bytes as four.
+    accord (an all-reduce over all replicas, then a slice), and cannot send ragged rows.
     """
     batch = layout.rules.axes("B", layout, table="activations")
 
     def on_cpu(each: StepCollective) -> StepCollective:
-        kind, axes, what = each.kind, each.axes, each.what
+        kind, axes, num_bytes = each.kind, each.axes, each.num_bytes
         if each.by_compiler and kind == "reduce-scatter":
             kind, axes = "all-reduce", batch
+        if kind == "ragged-all-to-all":  # emulated, `partitioning.collectives`
+            kind, num_bytes = "all-gather", num_bytes * layout.parts(axes)
         return dataclasses.replace(
-            each, kind=kind, axes=axes, what=what, count=each.count * each.terms, terms=1
+            each,
+            kind=kind,
+            axes=axes,
+            num_bytes=num_bytes,
+            count=each.count * each.terms,
+            terms=1,
         )
 
     return [on_cpu(each) for each in planned]

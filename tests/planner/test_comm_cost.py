@@ -195,6 +195,24 @@ def test_expert_parallel_forms_worked_by_hand():
     assert {c.num_bytes for c in two} == {8 * 4 * 8 * 4}
 
 
+def test_shared_groups_worked_by_hand():
+    """Two groups of 48 tokens, each on four devices: 24 choices, 8 slots of 4 experts' 4."""
+    spec = MeshSpec(data=1, node=2, expert=4)
+    layer = dataclasses.replace(LAYER, num_groups=2, tokens_per_group=48)
+    planned = sparse_layer_collectives("all_to_all", layer, spec.build(), spec.rules)
+    planned = [c for c in planned if "w_" not in c.what]
+    row = D * 4
+    assert [(c.kind, c.axes, c.num_bytes) for c in planned] == [
+        ("all-gather", ("expert",), 4 * S * E * 4),
+        ("all-gather", ("expert",), 4 * 24 * 4),
+        ("ragged-all-to-all", ("expert",), 24 * row),
+        ("ragged-all-to-all", ("expert",), 8 * row),
+        ("ragged-all-to-all", ("expert",), 24 * row),
+        ("ragged-all-to-all", ("expert",), 8 * row),
+        *[("all-to-all", ("node",), 8 * row)] * 4,
+    ]
+
+
 def test_hierarchical_groups_are_those_of_figure_8():
     """Inside of a node all its devices; between nodes, one of each at equal rank."""
     spec = MeshSpec(data=1, node=2, expert=4)

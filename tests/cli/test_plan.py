@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx plan`: what it prints, what it writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from switchx.cli import gin_edge
+from switchx.cli.main import main
+from switchx.planner.hardware import SPECS
+from switchx.training.job import TrainingJob
+
+RUN = "--gin_file=runs/pretrain_tiny.gin"
+SMALL = [
+    "--gin.ModelConfig.d_model=32",
+    "--gin.ModelConfig.d_ff=64",
+    "--gin.SwitchConfig.group_size=64",
+    "--gin.VOCAB_SIZE=500",
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(in_a_folder):
+    return in_a_folder
+
+
+def plan(*options: str) -> int:
+    return main(["plan", RUN, *SMALL, *options])
+
+
+def test_a_table_and_three_plans_in_words(capsys):
+    assert plan("--hardware=v5e", "--devices=8", "--top=4") == 0
+    out = capsys.readouterr().out
+    assert "8 devices of v5e (TPU v5e chip)" in out
+    assert [f"\n{i}. " in out for i in (1, 2, 3)] == [True] * 3
+    assert "slower than the first" in out and "Refused:" in out
+
+
+def test_json_is_the_last_line(capsys):
+    assert plan("--hardware=h200x4x2", "--json", "--top=3") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["command"] == "plan"
+    assert report["checks"] == [{"name": "fits", "value": 1, "bound": "==1", "holds": True}]
+    rows = report["results"]
+    assert [row["rank"] for row in rows] == [1, 2, 3]
+    assert rows[0]["step_s"] <= rows[1]["step_s"] <= rows[2]["step_s"]
+    sizes = [rows[0][axis] for axis in ("pipe", "data", "fsdp", "node", "expert", "model")]
+    product = 1
+    for size in sizes:
+        product *= size
+    assert product == 8
+    assert rows[0]["memory_bytes"] > rows[0]["memory_state_bytes"] > 0
+    assert rows[0]["collective_bytes"]["all-reduce"] > 0
+
+
+def test_the_written_mesh_is_the_first_plans(folder, capsys):
+    assert plan("--hardware=v5e", "--devices=8", "--output=mesh.gin", "--json") == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
+    gin_edge.parse_files(["runs/pretrain_tiny.gin", str(folder / "mesh.gin")], [])
+    job = gin_edge.build("JOB", TrainingJob)
+    gin_edge.require_effect("JOB", [])
+    for axis in ("data", "fsdp", "node", "expert", "model"):
+        assert getattr(job.mesh, axis) == first[axis]
+    assert job.model.switch.dispatcher == first["dispatcher"]
+    assert job.step.num_microbatches == first["microbatches"]
+
+
+def refusal(capsys, *options: str) -> str:
+    assert plan(*options) == 2
+    return capsys.readouterr().err
+
+
+def test_devices_that_nothing_divides_into(capsys):
+    message = refusal(capsys, "--hardware=v5e", "--devices=7")
+    assert "no mesh of 7 devices divides this model and its batch of 16 rows" in message
+    assert "use --devices=4 or --devices=8 or BATCH_SIZE=21" in message
+
+
+def test_hardware_that_does_not_exist(capsys):
+    message = refusal(capsys, "--hardware=v9", "--devices=8")
+    assert "there are a100, h200, v100, v4, v5e, v5p, v6e" in message
+
+
+def test_devices_are_asked_for(capsys):
+    message = refusal(capsys, "--hardware=v5e")
+    assert "--hardware=v5e does not say how many devices there are; give --devices=N" in message
+    message = refusal(capsys, "--hardware=h200x4x2", "--devices=16")
+    assert "--devices=16, but --hardware=h200x4x2 has 8; give at most 8" in message
+    assert "give a whole number of at least 1" in refusal(
+        capsys, "--hardware=v5e", "--devices=0"
+    )
+
+
+def test_a_model_that_does_not_fit(folder, capsys):
+    text = (SPECS / "v5e.toml").read_text().replace("num_bytes = 16e9", "num_bytes = 2.3e6")
+    (folder / "tiny.toml").write_text(text)
+    message = refusal(capsys, "--hardware=tiny.toml", "--devices=2")
+    assert "the model does not fit 2 devices of tiny: the smallest of the meshes" in message
+    assert "devices, where" in message or "no number of devices fits it" in message
+
+
+def test_a_batch_that_does_not_divide(capsys):
+    message = refusal(capsys, "--hardware=v5e", "--devices=8", "--gin.BATCH_SIZE=7",
+                      "--gin.ModelConfig.num_heads=1", "--gin.ModelConfig.d_ff=63")  # fmt: skip
+    assert "no mesh of 8 devices divides this model and its batch of 7 rows" in message
+    assert "BATCH_SIZE=8" in message
+
+
+def test_nowhere_to_write(capsys):
+    assert "--output is empty" in refusal(capsys, "--hardware=v5e", "--devices=8", "--output=")

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a device: the state's exactly, activations within a factor of compiled programs."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from switchx.partitioning.mesh import MeshSpec
+from switchx.planner.layout import Layout
+from switchx.planner.memory import in_flight, memory_use, state_bytes
+from switchx.training.program import TrainingProgram
+from switchx.training.workload import workload_of
+from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
+from tests.training.jobs import make_job
+
+
+def test_state_is_the_programs_arguments():
+    job = make_job(SPARSE, mesh=MeshSpec(fsdp=2, expert=2, model=2), batch_size=16)
+    program = TrainingProgram(job, jax.devices()[:8])
+    state, shardings = program.abstract_state, program.shardings
+
+    def local(tree, sharding):
+        sizes = jax.tree.map(
+            lambda leaf, place: (
+                jax.numpy.prod(jax.numpy.array(place.shard_shape(leaf.shape))).item()
+                * leaf.dtype.itemsize
+                if leaf.shape
+                else 0
+            ),
+            tree,
+            sharding,
+        )
+        return sum(jax.tree.leaves(sizes))
+
+    layout = Layout(fsdp=2, expert=2, model=2, dispatcher="all_to_all")
+    workload = workload_of(job)
+    assert state_bytes(workload, layout, "params") == local(state.params, shardings.params)
+    assert state_bytes(workload, layout, "optimizer") == local(
+        state.opt_state, shardings.opt_state
+    )
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_temporaries_are_those_of_a_compiled_step(remat):
+    """Within a third: what XLA fuses and shares is not modelled."""
+    model = dataclasses.replace(
+        DENSE, remat=remat, vocab_size=256, num_decoder_layers=8, max_length=None
+    )
+    job = make_job(
+        model, batch_size=8, inputs_length=64, targets_length=64, mesh=MeshSpec(data=1)
+    )
+    program = TrainingProgram(job, jax.devices()[:1])
+    rows = job.features.batch([[] for _ in range(8)])
+    batch = {
+        name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=program.batch_sharding)
+        for name, each in rows.items()
+    }
+    with program.scope():
+        compiled = program.train_step.lower(program.restore_target(), batch).compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    use = memory_use(workload_of(job), Layout())
+    assert (use.total - use.state) / temporaries == pytest.approx(1.0, abs=0.34)
+
+
+def test_remat_keeps_less():
+    kept = {
+        remat: memory_use(make_workload(dataclasses.replace(DENSE, remat=remat)), Layout())
+        for remat in ("none", "minimal", "full")
+    }
+    assert kept["none"].activations > kept["minimal"].activations > kept["full"].activations
+    # Of each of four blocks its input: 16 rows of 16 tokens of 64 numbers of four bytes.
+    assert kept["full"].activations == 4 * 16 * 16 * 64 * 4
+
+
+def test_microbatches_halve_activations_and_double_gradients():
+    one = memory_use(make_workload(), Layout(dispatcher="sort"))
+    two = memory_use(make_workload(), Layout(dispatcher="sort", num_microbatches=2))
+    assert two.activations == pytest.approx(one.activations / 2)
+    assert two.gradients == 2 * one.gradients
+    assert two.state == one.state
+
+
+def test_1f1b_keeps_as_many_microbatches_whatever_their_number():
+    """Activation memory does not grow with microbatches of the same size."""
+    used = []
+    for number in (16, 32, 64):
+        workload = make_workload(DENSE, batch_size=number)
+        layout = Layout(pipe=4, num_microbatches=number)
+        used.append(memory_use(workload, layout).activations)
+        assert in_flight(layout) == 7
+    assert len(set(used)) == 1
+    assert in_flight(Layout(pipe=4, num_microbatches=4)) == 4
+    assert in_flight(Layout(num_microbatches=4)) == 0
+
+
+def test_a_stage_has_its_blocks_and_the_embedding():
+    workload = make_workload(DENSE)
+    whole = state_bytes(workload, Layout(), "params")
+    stage = state_bytes(workload, Layout(pipe=4, num_microbatches=4), "params")
+    blocks = sum(
+        4 * jax.numpy.prod(jax.numpy.array(each.shape)).item()
+        for each in workload.state
+        if each.kind == "params" and each.is_in_blocks
+    )
+    assert stage == whole - blocks * 3 / 4
+
+
+def test_slices_and_slots():
+    workload = make_workload()
+    sliced = memory_use(workload, Layout(fsdp=8, dispatcher="dropless"))
+    assert sliced.gathered > 0
+    assert memory_use(workload, Layout(data=8, dispatcher="dropless")).gathered == 0
+    double = dataclasses.replace(SWITCH, capacity_factor=2.0)
+    padded = make_workload(dataclasses.replace(SPARSE, switch=double))
+    layout = Layout(expert=8, dispatcher="all_to_all")
+    assert memory_use(padded, layout).working > memory_use(workload, layout).working
+    gathered_once = dataclasses.replace(SPARSE, scan_layers=False)
+    kept = memory_use(make_workload(gathered_once), Layout(fsdp=8, dispatcher="dropless"))
+    assert kept.gathered > sliced.gathered

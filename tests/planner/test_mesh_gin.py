@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan's gin file: the mesh, rules and dispatcher that it had, and nothing of the run's."""
+
+import dataclasses
+
+import pytest
+
+from switchx.partitioning.mesh import AXES
+from switchx.planner.hardware import load_hardware
+from switchx.planner.layout import SLICED_RULES, Layout
+from switchx.planner.mesh_gin import mesh_gin
+from switchx.planner.search import predict
+from tests.planner.workloads import DENSE, make_workload
+
+V5E = load_hardware("v5e")
+
+
+def text_of(layout: Layout, model=None) -> str:
+    workload = make_workload(*([model] if model else []))
+    return mesh_gin(predict(workload, layout, V5E), V5E, "switchx plan")
+
+
+def test_every_axis_is_named():
+    text = text_of(Layout(data=2, expert=4, dispatcher="all_to_all", num_microbatches=2))
+    for line in (
+        "mesh.MeshSpec.data = 2",
+        "mesh.MeshSpec.fsdp = 1",
+        "mesh.MeshSpec.expert = 4",
+        "mesh.MeshSpec.model = 1",
+        "NUM_MICROBATCHES = 2",
+        'config.SwitchConfig.dispatcher = "all_to_all"',
+    ):
+        assert line in text.splitlines()
+    assert text.startswith("# Made by switchx plan\n")
+    assert max(map(len, text.splitlines()[:8])) <= 96
+
+
+def test_sliced_experts_have_their_rules():
+    assert SLICED_RULES.expert_params[-2:] == (("E", ("model",)), ("D", ("fsdp",)))
+    text = text_of(Layout(model=8, dispatcher="sliced"))
+    assert '("E", ("model",)), ("D", ("fsdp",)))' in text
+
+
+def test_a_dense_model_has_no_dispatcher():
+    text = text_of(Layout(data=8), dataclasses.replace(DENSE))
+    assert "SwitchConfig" not in text and "models import config" not in text
+
+
+@pytest.mark.skipif("pipe" in AXES, reason="this mesh has stages")
+def test_stages_that_a_mesh_does_not_have():
+    with pytest.raises(ValueError, match="a mesh has no axis 'pipe'"):
+        text_of(Layout(pipe=4, num_microbatches=4), DENSE)
