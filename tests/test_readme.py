@@ -8,8 +8,8 @@ fails. Commands are told apart by their text, so the README is the only place th
 
 import ast
 import configparser
+import itertools
 import os
-import pathlib
 import re
 import shlex
 import subprocess
@@ -18,8 +18,8 @@ import sys
 import pytest
 
 from switchx.axes import DIMENSIONS
+from tests.processes import ROOT, child_environment, run_in_turn
 
-ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -30,11 +30,13 @@ STARTS = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:switchx|python -m switchx|make|pip|py
 GPT = (
     "--gin.TRAIN_STEPS=2",
     "--gin.TrainingJob.eval_batches=1",
+    "--gin.VOCAB_SIZE=500",
     "--gin.ModelConfig.d_model=32",
     "--gin.ModelConfig.d_ff=64",
-    "--gin.ModelConfig.num_decoder_layers=2",
+    "--gin.ModelConfig.num_decoder_layers=1",
+    "--gin.SwitchConfig.every=1",
 )
-T5 = (*GPT, "--gin.ModelConfig.num_encoder_layers=2")
+T5 = (*GPT, "--gin.ModelConfig.num_encoder_layers=1")
 
 # Command -> what is added. They run in this order in one folder: later ones read what earlier
 # ones wrote. `make train` stands for the switchx command that it ends in.
@@ -60,23 +62,23 @@ RUNS = {
         "--gin.WARMUP_STEPS=1",
     ),
     f"{TINY} --gin_file=configs/tasks/text_span_corruption.gin --gin.FILES=my_text "
-    "--model_dir=runs/my_text": (*T5, "--gin.VOCAB_SIZE=500"),
+    "--model_dir=runs/my_text": T5,
     f"{TINY} --gin_file=configs/models/elephants_tiny.gin --model_dir=runs/elephants": T5,
     f"{TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
     f"{TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" --model_dir=runs/dropless": T5,
     "switchx report --model_dir=runs/pretrain_tiny": (),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt "
     "--output=answers.txt --beam_size=4": ("--max_new_tokens=4",),
-    "XLA_FLAGS=--xla_force_host_platform_device_count=8 switchx generate "
-    "--model_dir=runs/pretrain_tiny --input=questions.txt --mesh=expert=4,model=2": (
-        "--max_new_tokens=2",
-    ),
     "switchx score --model_dir=runs/pretrain_tiny --input=pairs.tsv": (),
     "switchx quantize --model_dir=runs/pretrain_tiny --output=runs/tiny_int4 --bits=4 "
     "--rest=bfloat16": (),
     "switchx export --model_dir=runs/pretrain_tiny --output=exports/tiny --platform=cpu,tpu "
     "--beam_size=4": (),
     "switchx vocab --input=my_text --size=8000 --output=vocabularies/mine": ("--size=500",),
+    "XLA_FLAGS=--xla_force_host_platform_device_count=8 switchx generate "
+    "--model_dir=runs/pretrain_tiny --input=questions.txt --mesh=expert=4,model=2": (
+        "--max_new_tokens=2",
+    ),
     "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
     f"{TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,
 }
@@ -157,6 +159,15 @@ def switchx_of(command: str) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[:start]), words[start + 1 :]
 
 
+def devices_of(environment: dict[str, str]) -> int:
+    """Simulated devices that a command's own environment asks for, and nothing else."""
+    if not environment:
+        return 1
+    (flags,) = environment.values()
+    assert environment.keys() == {"XLA_FLAGS"}
+    return int(re.fullmatch(r"--xla_force_host_platform_device_count=(\d+)", flags)[1])
+
+
 def test_every_command_has_a_check():
     assert [command for command in commands(README) if kind(command) == "unknown"] == []
 
@@ -166,21 +177,24 @@ def test_no_check_is_left_over():
 
 
 @pytest.mark.timeout(1200)
-def test_commands_and_snippets_run_in_one_folder(run_cli, session_cache, tmp_path):
+def test_commands_and_snippets_run_in_one_folder(session_cache, tmp_path):
     (tmp_path / "my_text").mkdir()
     for page in ROOT.glob("*.md"):
         (tmp_path / "my_text" / f"{page.stem}.txt").write_text(page.read_text(encoding="utf-8"))
     (tmp_path / "questions.txt").write_text("def <extra_id_0>(self):\n")
     (tmp_path / "pairs.tsv").write_text("def <extra_id_0>(self):\t<extra_id_0> close\n")
-    for command, added in RUNS.items():
-        environment, arguments = switchx_of(command)
-        result = run_cli(*arguments, *added, env=environment)
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    found = [(*switchx_of(command), added) for command, added in RUNS.items()]
+    # Commands on as many devices share a process.
+    for environment, group in itertools.groupby(found, key=lambda each: each[0]):
+        devices = devices_of(environment)
+        words = [[*arguments, *added] for _, arguments, added in group]
+        result = run_in_turn(words, tmp_path, session_cache, devices)
+        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     for snippet in python_blocks(README):
         result = subprocess.run(
             [sys.executable, "-c", snippet],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(session_cache)},
+            env=child_environment(session_cache, devices=1),
             capture_output=True,
             text=True,
         )

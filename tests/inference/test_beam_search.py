@@ -86,8 +86,15 @@ def search_by_lists(log_prob_TVV, config: DecodingConfig):
     return [(tokens, score) for score, tokens in finished]
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 1.0, 2.0])
+# Each rule and each penalty by default.
+DEFAULT_RULES = [(0.0, True), (0.6, "never"), (1.0, False), (2.0, "never")]
+RULES = [
+    pytest.param(*rule, marks=[] if rule in DEFAULT_RULES else pytest.mark.slow)
+    for rule in itertools.product((0.0, 0.6, 1.0, 2.0), (True, False, "never"))
+]
+
+
+@pytest.mark.parametrize(("length_penalty", "early_stopping"), RULES)
 def test_texts_and_scores_are_those_of_a_loop_over_lists(early_stopping, length_penalty):
     for beam_size in (2, 3, 5):
         config = DecodingConfig(

@@ -15,6 +15,7 @@ from switchx import tree
 from switchx.cli import gin_edge
 from switchx.training.job import TrainingJob
 from tests.integration.runs import SMALL, arguments, lines
+from tests.processes import run_in_turn
 
 
 def final_params(folder) -> dict[str, np.ndarray]:
@@ -154,21 +155,22 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(finished_run, run_cli, tmp_pat
     require_bit_equal(folder, finished_run.folder)
 
 
-def test_finetuning_starts_from_the_named_parameters(finished_run, run_cli, tmp_path):
+def test_finetuning_starts_from_the_named_parameters(finished_run, session_cache, tmp_path):
     folder = tmp_path / "finetuned"
-    command = arguments(
-        folder,
-        finished_run.files,
-        f"INIT_FROM={finished_run.folder}",
-        "TRAIN_STEPS=0",
-        "SwitchConfig.expert_dropout_rate=0.4",
-    )
-    process = run_cli("train", *command)
+    commands = [
+        ["train"]
+        + arguments(
+            folder,
+            finished_run.files,
+            f"INIT_FROM={finished_run.folder}",
+            f"TRAIN_STEPS={steps}",
+            "SwitchConfig.expert_dropout_rate=0.4",
+        )
+        for steps in (0, 2)
+    ]
+    process = run_in_turn(commands, tmp_path, session_cache)
     assert process.returncode == 0, process.stderr
-    assert "restored all" in process.stderr
-    command = [argument.replace("TRAIN_STEPS=0", "TRAIN_STEPS=2") for argument in command]
-    process = run_cli("train", *command)
-    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("restored all") == 1
     first = lines(folder / "validation.jsonl")[0]
     last = lines(finished_run.folder / "validation.jsonl")[-1]
     assert first["step"] == 0
