@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from switchx.partitioning.chunks import add_to_chunk, chunk_of, move_chunks
 from switchx.partitioning.constrain import constrain_named
-from switchx.partitioning.schedule import NONE, Ops, Schedule, chunk_moves
+from switchx.partitioning.schedule import NONE, Ops, Schedule
 
 AXIS = "pipe"
 
@@ -228,7 +229,7 @@ class _Body:
         for lane, lane_blocks, message in zip(self.lanes, blocks, messages, strict=True):
             op = self._ops(_rows(self.schedule, self.schedule.forward, tick=0), 0)[0]
             result = jax.eval_shape(
-                lane.objective, _chunk(lane_blocks, 0), shared, inputs, message, op
+                lane.objective, chunk_of(lane_blocks, 0), shared, inputs, message, op
             )
             measured.append(
                 jax.tree.map(lambda x: jnp.zeros((v, *x.shape), x.dtype), result.measured)
@@ -254,7 +255,7 @@ class _Body:
         return run_if(
             op.any_active,
             lambda blocks, shared, message: lane.forward(
-                _chunk(blocks, op.chunk), shared, inputs, message, op
+                chunk_of(blocks, op.chunk), shared, inputs, message, op
             ),
             message,
             blocks,
@@ -276,7 +277,7 @@ class _Body:
                 )
                 gradients, result = _differentiate(
                     lane,
-                    _chunk(blocks[s], op.chunk),
+                    chunk_of(blocks[s], op.chunk),
                     shared,
                     inputs,
                     kept,
@@ -286,8 +287,14 @@ class _Body:
                 )
                 d_blocks, d_shared, d_kept = gradients
                 added = list(state)
-                added[0] = _replaced(state[0], s, _add_chunk(state[0][s], d_blocks, op))
-                added[1] = _replaced(state[1], s, _add_chunk(state[1][s], result.measured, op))
+                added[0] = _replaced(
+                    state[0], s, add_to_chunk(state[0][s], d_blocks, op.chunk, op.is_active)
+                )
+                added[1] = _replaced(
+                    state[1],
+                    s,
+                    add_to_chunk(state[1][s], result.measured, op.chunk, op.is_active),
+                )
                 for i, new in ((2, d_shared), (3, result.total)):
                     added[i] = jax.tree.map(
                         lambda old, x: old + jnp.where(op.is_active, x, 0), state[i], new
@@ -319,26 +326,12 @@ class _Body:
 
     def _into_chunks(self, x):
         """`[N / P, ...]` -> `[v, n, ...]`: stage p gets the chunks p, P + p, ... of a stack."""
-        v = self.schedule.num_chunks
-        return _move(x.reshape(v, -1, *x.shape[1:]), self.schedule, is_back=False)
+        P, v = self.schedule.num_stages, self.schedule.num_chunks
+        return move_chunks(x.reshape(v, -1, *x.shape[1:]), P, v, AXIS)
 
     def _out_of_chunks(self, x):
-        return _move(x, self.schedule, is_back=True).reshape(-1, *x.shape[2:])
-
-
-def _move(x, schedule: Schedule, *, is_back: bool):
-    """Chunks to the stages that run them, from the order of the blocks; or back."""
-    if schedule.num_chunks == 1:
-        return x
-    stage, moved = jax.lax.axis_index(AXIS), jnp.zeros_like(x)
-    for to_P, give_P, take_P in chunk_moves(schedule.num_stages, schedule.num_chunks):
-        pairs = [(p, int(to)) for p, to in enumerate(to_P)]
-        if is_back:
-            pairs, give_P, take_P = [(to, p) for p, to in pairs], take_P, give_P
-        chunk = jax.lax.dynamic_index_in_dim(x, jnp.asarray(give_P)[stage])
-        chunk = jax.lax.ppermute(chunk, AXIS, pairs)
-        moved = jax.lax.dynamic_update_slice_in_dim(moved, chunk, jnp.asarray(take_P)[stage], 0)
-    return moved
+        P, v = self.schedule.num_stages, self.schedule.num_chunks
+        return move_chunks(x, P, v, AXIS, is_back=True).reshape(-1, *x.shape[2:])
 
 
 def _shift(messages, schedule: Schedule, step: int):
@@ -370,16 +363,6 @@ def _rows(schedule: Schedule, ops: Ops, tick: int | None = None) -> dict[str, np
     return {name: jnp.asarray(x if tick is None else x[tick]) for name, x in rows.items()}
 
 
-def _chunk(blocks, chunk):
-    """One chunk of `[v, n, ...]`."""
-    return jax.tree.map(
-        lambda x: (
-            x[0] if x.shape[0] == 1 else jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False)
-        ),
-        blocks,
-    )
-
-
 def _store(slots, message, op: Op):
     """The slots with a message in the op's, if it has one."""
 
@@ -390,19 +373,6 @@ def _store(slots, message, op: Op):
         return jax.lax.dynamic_update_index_in_dim(kept, new, slot, 0)
 
     return jax.tree.map(store, slots, message)
-
-
-def _add_chunk(total, new, op: Op):
-    """`[v, ...]` with `new` added at the op's chunk, where the op is one."""
-
-    def add(total, x):
-        old = _chunk(total, op.chunk)
-        x = old + jnp.where(op.is_active, x, 0)
-        if total.shape[0] == 1:
-            return x[None]
-        return jax.lax.dynamic_update_index_in_dim(total, x, op.chunk, 0)
-
-    return jax.tree.map(add, total, new)
 
 
 def _replaced(items: tuple, index: int, item) -> tuple:

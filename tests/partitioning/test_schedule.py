@@ -6,13 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from switchx.partitioning.schedule import (
-    NONE,
-    Ops,
-    ScheduleSpec,
-    check_schedule,
-    chunk_moves,
-)
+from switchx.partitioning.schedule import NONE, Ops, ScheduleSpec, check_schedule
 from tests.data.refusals import refused
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
@@ -114,20 +108,6 @@ def test_check_finds_what_never_runs():
     schedule = ScheduleSpec("1f1b").build(1, 2)
     with pytest.raises(ValueError, match="1 of 2 ops run backward"):
         check_schedule(replaced(schedule, "backward", "microbatch_TPS", put((-1, 0, 0), NONE)))
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
-def test_chunk_moves_bring_every_chunk_to_its_stage(stages, chunks):
-    held = [[p * chunks + j for j in range(chunks)] for p in range(stages)]
-    moved = [[None] * chunks for _ in range(stages)]
-    rounds = chunk_moves(stages, chunks)
-    assert len(rounds) == chunks
-    for to_P, give_P, take_P in rounds:
-        assert sorted(to_P) == list(range(stages))
-        for p, to in enumerate(to_P):
-            moved[to][take_P[to]] = held[p][give_P[p]]
-    assert moved == [[c * stages + p for c in range(chunks)] for p in range(stages)]
 
 
 @pytest.mark.parametrize(

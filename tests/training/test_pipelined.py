@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelined gradients against the unpipelined model's: raw, dropout on, on eight devices."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules, param_shardings
+from switchx.partitioning.schedule import ScheduleSpec
+from switchx.training.gradient_norm import global_norm
+from switchx.training.pipelined import build_schedule, pipelined_gradients
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig, gradients
+from tests.data.refusals import refused
+from tests.training.jobs import (
+    DENSE,
+    ENCODER_DECODER,
+    LOSS,
+    SPARSE,
+    make_batch,
+    make_job,
+    make_params,
+)
+
+PIPELINE_MOE = Rules(
+    expert_params=(("N", ("pipe",)), ("E", ("model",)), ("D", ("fsdp",))),
+)
+# The auxiliary losses weigh enough to be seen in a wrong gradient.
+WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
+ROWS, MICROBATCHES = 16, 4
+
+
+def stacked(config, layers: int, *, dropout_rate=0.0, dispatcher=None):
+    """The configuration with scanned stacks of so many blocks, every other one sparse."""
+    config = dataclasses.replace(
+        config, num_decoder_layers=layers, scan_layers=True, dropout_rate=dropout_rate
+    )
+    if config.is_encoder_decoder:
+        config = dataclasses.replace(config, num_encoder_layers=layers)
+    if dispatcher is not None:
+        switch = dataclasses.replace(config.switch, dispatcher=dispatcher)
+        config = dataclasses.replace(config, switch=switch)
+    return config
+
+
+def unpipelined(config, num_microbatches=MICROBATCHES):
+    """Gradients, loss, token sums and statistics on one device."""
+    if config.switch is not None:
+        switch = dataclasses.replace(config.switch, dispatcher="sort")
+        config = dataclasses.replace(config, switch=switch)
+    step = StepConfig(num_microbatches=num_microbatches)
+    compute = functools.partial(gradients, config, WEIGHTY, step)
+    batch = make_batch(config, ROWS)
+    return jax.device_get(jax.jit(compute)(make_params(config), batch, key=jax.random.key(1)))
+
+
+def pipelined(config, mesh: MeshSpec, spec=None, num_microbatches=MICROBATCHES):
+    """The same by the stages of `mesh`."""
+    spec = ScheduleSpec() if spec is None else spec
+    schedule = build_schedule(config, spec, mesh.pipe, num_microbatches)
+    compute = functools.partial(pipelined_gradients, config, WEIGHTY, schedule)
+    built, params = mesh.build(), make_params(config)
+    with use_mesh(built, mesh.rules):
+        params = jax.device_put(params, param_shardings(mesh.rules, built, params))
+        batch = make_batch(config, ROWS)
+        return jax.device_get(jax.jit(compute)(params, batch, key=jax.random.key(1)))
+
+
+def assert_equal(got, want, *, except_for=()):
+    np.testing.assert_allclose(global_norm(got[0]), global_norm(want[0]), rtol=2e-5)
+    mine, right = tree.named_leaves(got), tree.named_leaves(want)
+    assert mine.keys() == right.keys()
+    for name, leaf in right.items():
+        if not name.endswith(except_for or "-"):
+            atol = 2e-5 * max(float(np.max(np.abs(leaf))), 1e-6)
+            np.testing.assert_allclose(mine[name], leaf, rtol=0, atol=atol, err_msg=name)
+
+
+def test_encoder_decoder_with_dropout_equals_the_unpipelined_step():
+    config = stacked(ENCODER_DECODER, 4, dropout_rate=0.1)
+    got = pipelined(config, MeshSpec(pipe=2, data=2, expert=2))
+    assert_equal(got, unpipelined(config))
+
+
+def test_pipeline_moe_is_invariant_to_stages_and_microbatches():
+    """Experts inside of the tensor-parallel group, as one batch on one device has them."""
+    config = stacked(SPARSE, 4, dispatcher="sliced")
+    loss = dataclasses.replace(WEIGHTY, router_z_weight=0.0)
+    mesh = MeshSpec(pipe=2, data=2, model=2, rules=PIPELINE_MOE)
+    schedule = build_schedule(config, ScheduleSpec(), 2, MICROBATCHES)
+    batch, key = make_batch(config, ROWS), jax.random.key(1)
+    one = functools.partial(gradients, stacked(SPARSE, 4), loss, StepConfig())
+    want = jax.device_get(jax.jit(one)(make_params(config), batch, key=key))
+    with use_mesh(mesh.build(), mesh.rules):
+        compute = functools.partial(pipelined_gradients, config, loss, schedule)
+        got = jax.device_get(jax.jit(compute)(make_params(config), batch, key=key))
+    # A mean over tokens, not over groups.
+    assert_equal(got, want, except_for="router_z_loss")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "mesh", "spec"),
+    [
+        (stacked(DENSE, 4), MeshSpec(pipe=4, data=2), ScheduleSpec("gpipe")),
+        (stacked(SPARSE, 8, dropout_rate=0.1), MeshSpec(pipe=4, expert=2), ScheduleSpec()),
+        (
+            stacked(SPARSE, 4, dropout_rate=0.1, dispatcher="all_to_all"),
+            MeshSpec(pipe=2, data=2, expert=2),
+            ScheduleSpec(),
+        ),
+        (
+            stacked(ENCODER_DECODER, 8, dropout_rate=0.1),
+            MeshSpec(pipe=4, model=2),
+            ScheduleSpec(),
+        ),
+        (
+            stacked(ENCODER_DECODER, 8, dropout_rate=0.1),
+            MeshSpec(pipe=2, data=2, model=2),
+            ScheduleSpec("interleaved", 2),
+        ),
+    ],
+)
+def test_every_schedule_equals_the_unpipelined_step(config, mesh, spec):
+    assert_equal(pipelined(config, mesh, spec), unpipelined(config))
+
+
+def test_jobs_that_do_not_divide_are_refused():
+    mesh, step = MeshSpec(pipe=4, data=2), StepConfig(num_microbatches=4)
+    job = functools.partial(make_job, mesh=mesh, step=step)
+    with refused(
+        "4 decoder blocks, 2 runs of 2, do not divide over 4 stages<any>use 8 blocks<any>"
+    ):
+        TrainingProgram(job(stacked(SPARSE, 4)))
+    with refused("mesh axis 'pipe' of size 4 with ModelConfig.scan_layers=False<any>"):
+        TrainingProgram(job(SPARSE))
+    rules = Rules(params=(("V", ("model",)),))
+    with refused("<any>Rules.params does not split<any>"):
+        TrainingProgram(job(stacked(SPARSE, 8), mesh=dataclasses.replace(mesh, rules=rules)))
+    with refused("num_microbatches=4 of an interleaved schedule<any>use 8 microbatches<any>"):
+        TrainingProgram(
+            make_job(
+                stacked(SPARSE, 32),
+                mesh=MeshSpec(pipe=8),
+                step=step,
+                pipeline=ScheduleSpec("interleaved", 2),
+            )
+        )
+
+
+def test_stages_hold_their_own_blocks_and_optimizer_state():
+    program = TrainingProgram(
+        make_job(
+            stacked(SPARSE, 8),
+            mesh=MeshSpec(pipe=4, data=2),
+            step=StepConfig(num_microbatches=4),
+        )
+    )
+    leaves = tree.named_leaves(program.abstract_state)
+    shardings = tree.named_leaves(program.shardings)
+    stored = {name: shardings[name].shard_shape(leaf.shape) for name, leaf in leaves.items()}
+    blocks = [name for name in leaves if "/blocks/" in name and leaves[name].ndim]
+    assert any(name.startswith("opt_state") for name in blocks)
+    for name in blocks:
+        assert stored[name][0] * 4 == leaves[name].shape[0], name
