@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.bench.report import Check
@@ -94,7 +93,7 @@ def compiled_layer(name: str, spec: MeshSpec) -> str:
         return jitted.lower(params, x_BLD).compile().as_text()
 
 
-def make_layer(name: str) -> nnx.Module:
+def make_layer(name: str) -> DenseFFN | SwitchFFN:
     if name == "dense":
         return DenseFFN(MODEL, key=jax.random.key(0))
     switch = SwitchConfig(

@@ -2,6 +2,7 @@
 """What every bench and check prints: a table for people, one JSON object for programs."""
 
 import dataclasses
+import itertools
 import json
 import operator
 import os
@@ -61,21 +62,28 @@ class Report:
         )
 
     def print(self, as_json: bool) -> None:
-        """To standard output: the tables, or the object as the last line."""
+        """To standard output: a table for each first column, or the object as the last line."""
         if as_json:
             print(self.as_json())
             return
         console = Console(highlight=False)
-        columns = list(dict.fromkeys(name for row in self.results for name in row))
-        table = Table(title=f"switchx {self.command}", title_justify="left", box=None)
-        for column in columns:
-            table.add_column(column, justify="left" if column == columns[0] else "right")
-        for row in self.results:
-            table.add_row(*(_shown(row.get(column)) for column in columns))
-        console.print(table)
+        title = f"switchx {self.command}"
+        for _, rows in itertools.groupby(self.results, key=lambda row: next(iter(row))):
+            console.print(_table(title, list(rows)))
+            title = None
         for check in self.checks:
             verdict = "holds" if check.holds else "does not hold"
             console.print(f"{check.name} {check.value:.3f} {check.bound}: {verdict}")
+
+
+def _table(title: str | None, rows: list[dict[str, Any]]) -> Table:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(title=title, title_justify="left", box=None)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*(_shown(row.get(column)) for column in columns))
+    return table
 
 
 def _shown(value) -> str:

@@ -2,6 +2,7 @@
 """`switchx bench`: measurements against a baseline in the same run."""
 
 from switchx.cli import arguments as shared
+from switchx.cli import simulated_devices
 
 DESCRIPTION = """\
 Measures, in one process whose contenders take turns, and prints ratios against a baseline
@@ -17,6 +18,9 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench decode         tokens a second of decoding, against transformers where the
                                extra `hf` is installed; pruning; bytes of int4 experts; a
                                server's requests a second with the extra `serve`
+  switchx bench scale          what meshes change, on eight simulated devices and by
+                               compilation: losses, a pipeline's memory, collectives and
+                               their bytes against the planner's; no times
   switchx bench train --json   the same as one JSON object on the last line
 """
 
@@ -26,21 +30,28 @@ def add_command(commands) -> None:
         commands, "bench", run, "measure speed against a baseline", DESCRIPTION
     )
     parser.add_argument(
-        "what", choices=["train", "moe", "kernels", "decode"], help="what to measure"
+        "what",
+        choices=["train", "moe", "kernels", "decode", "scale"],
+        help="what to measure",
     )
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns (default: 9)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments) -> int:
-    from switchx.bench import decode, kernels, moe, train
-    from switchx.cli.progress import TerminalReporter
-
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}; use at least 1")
-    if arguments.what == "kernels":
+    if arguments.what == "scale":
+        simulated_devices.ask_for(8)
+    from switchx.bench import decode, kernels, moe, scale, train
+    from switchx.cli.progress import TerminalReporter
+
+    if arguments.what in ("kernels", "scale"):
         with TerminalReporter() as reporter:
-            report = kernels.run(arguments.rounds, note=reporter.note)
+            if arguments.what == "scale":
+                report = scale.run(reporter.note)
+            else:
+                report = kernels.run(arguments.rounds, note=reporter.note)
     else:
         bench = {"train": train, "moe": moe, "decode": decode}[arguments.what]
         report = bench.run(arguments.rounds)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx check`: promises that hold or do not, with the numbers."""
 
-import os
-
 from switchx.cli import arguments as shared
+from switchx.cli import simulated_devices
 
 DESCRIPTION = """\
 Checks a promise and prints the largest errors; the exit status is 1 where one does not hold.
@@ -21,7 +20,6 @@ Checks a promise and prints the largest errors; the exit status is 1 where one d
 
 Eight devices are simulated on CPU where XLA_FLAGS does not say otherwise.
 """
-SIMULATED = "--xla_force_host_platform_device_count"
 
 
 def add_command(commands) -> None:
@@ -38,10 +36,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments) -> int:
-    # Read when JAX first looks for devices.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if SIMULATED not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {SIMULATED}=8".strip()
+    simulated_devices.ask_for(8)
     if arguments.sample and arguments.what != "equivalence":
         raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
     from switchx.bench import equivalence, papers, planned_bytes

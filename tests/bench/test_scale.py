@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of many devices: every part in a table of its own, the fixed names of checks."""
+
+import pytest
+
+from switchx.bench import (
+    layer_collectives,
+    loss_parity,
+    memory_sharding,
+    pipeline,
+    planned_bytes,
+    scale,
+)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    parity = {"case": "a mesh", "max_relative_difference": 1e-7}
+    monkeypatch.setattr(loss_parity, "measured_rows", lambda note: [parity])
+    memory = [
+        {"schedule": kind, "microbatches": M, "temporary_bytes": size}
+        for kind, sizes in {"gpipe": (100, 900), "1f1b": (100, 101)}.items()
+        for M, size in zip((8, 128), sizes, strict=True)
+    ]
+    monkeypatch.setattr(pipeline, "memory_rows", lambda: memory)
+    layers = [{"case": name, "collectives": 2} for name in ("dense", "sliced")]
+    monkeypatch.setattr(layer_collectives, "measured_rows", lambda note: layers)
+    planned = [{"case": "a mesh", "relative_error": 0.01}]
+    monkeypatch.setattr(planned_bytes, "measured_rows", lambda note: planned)
+    monkeypatch.setattr(memory_sharding, "embedding_bytes", lambda: (0.125, [{"case": "x"}]))
+    monkeypatch.setattr(memory_sharding, "bucket_collectives", lambda: (1.0, [{"case": "y"}]))
+    monkeypatch.delenv(scale.FOLDER_VARIABLE, raising=False)
+
+
+def test_names_of_the_checks_are_fixed(small):
+    report = scale.run()
+    assert {check.name: check.holds for check in report.checks} == {
+        "mesh_loss_parity": True,
+        "memory_1f1b_m128_vs_m8": True,
+        "hlo_vs_planner_bytes": True,
+        "ppmoe_extra_collectives": True,
+        "embedding_bytes_vs_replicated": True,
+        "buckets_vs_collectives": True,
+    }
+
+
+def test_each_part_has_a_table_of_its_own(small, capsys):
+    report = scale.run()
+    first = dict.fromkeys(next(iter(row)) for row in report.results)
+    assert [*first][:6] == ["training", "schedule", "layer", "communication", "table", "fused"]
+    assert any("PPMoE" in str(row) for row in report.results)
+    report.print(as_json=False)
+    assert "microbatches" in capsys.readouterr().out
+
+
+def test_memory_that_grows_is_seen(small):
+    assert scale.growth(pipeline.memory_rows(), "gpipe") == 9.0
+
+
+def test_what_is_left_out_is_said(small):
+    notes = []
+    scale.run(notes.append)
+    assert "SWITCHX_AOT_TPU" in notes[-1]
