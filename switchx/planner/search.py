@@ -179,9 +179,8 @@ def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | 
         return "fsdp does not divide d_model"
     if experts > 1 and (switch is None or switch.num_experts % experts):
         return "node x expert does not divide the experts"
-    if mesh.node > 1 and (
-        hardware.inside.torus_dims or mesh.expert * mesh.model != hardware.devices_per_node
-    ):
+    is_node = mesh.expert * mesh.model == hardware.devices_per_node
+    if mesh.node > 1 and not (is_node or (hardware.inside.torus_dims and mesh.expert > 1)):
         return "node x expert does not follow the nodes there are"
     if any(workload.num_layers(stack) // model.period % mesh.pipe for stack in STACKS):
         return "pipe does not divide a stack's blocks"
@@ -199,6 +198,8 @@ def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[s
     if switch is None:
         return [None]
     if mesh.node * mesh.expert > 1:
+        if hardware.inside.torus_dims and mesh.node > 1:
+            return ["all_to_all"]  # `node` has groups apart that devices along `expert` share
         names = ["all_to_all"] + (["hierarchical"] if mesh.node > 1 else [])
         # On GPUs it reaches 2 to 3% of NVLink (openxla/xla issue 33386).
         return names + (["ragged_all_to_all"] if hardware.inside.torus_dims else [])
