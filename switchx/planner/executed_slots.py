@@ -8,6 +8,7 @@ them is lost. Fedus et al. 2021 (arXiv:2101.03961), section 2.2. Dims: E R D F
 import math
 
 from switchx.models.config import ModelConfig
+from switchx.partitioning.pipeline import AXIS
 
 
 def executed_slots(jaxpr, config: ModelConfig) -> float:
@@ -41,7 +42,9 @@ def _rows(jaxpr, d_model: int, d_ff: int) -> float:
         if equation.primitive.name == "scan":
             times = equation.params["length"]
         elif equation.primitive.name == "shard_map":
-            times = equation.params["mesh"].size
+            mesh = equation.params["mesh"]
+            # Stages have layers of their own, not tokens.
+            times = mesh.size // mesh.shape.get(AXIS, 1)
         is_choice = equation.primitive.name == "cond"
         rows += times * (max(inside) if is_choice else sum(inside))
     return rows

@@ -15,7 +15,7 @@ import time
 import jax
 
 from switchx.models.config import ModelConfig
-from switchx.models.params import forward
+from switchx.models.params import abstract_params, forward
 from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.planner.executed_slots import executed_slots
 from switchx.planner.hlo_flops import matrix_flops
@@ -84,12 +84,12 @@ class CompiledStep:
     seconds: float
 
 
-def batch_shapes(program: TrainingProgram) -> dict:
-    """Shape structs of a batch, on the devices that read it."""
+def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
+    """Shape structs of a batch, or of some of its rows, on the devices that read it."""
     one_row = program.job.features.batch([[]])
     return {
         name: jax.ShapeDtypeStruct(
-            (program.job.batch_size, *rows.shape[1:]),
+            (num_rows or program.job.batch_size, *rows.shape[1:]),
             rows.dtype,
             sharding=program.batch_sharding,
         )
@@ -120,7 +120,7 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
         parameters=sum(math.prod(leaf.shape) for leaf in params),
         tokens_per_batch=tokens,
         target_tokens_per_batch=targets,
-        slots_per_token=slots_per_token(program, batch),
+        slots_per_token=slots_per_token(program),
         memory=memory,
         flops=None if text is None else matrix_flops(text),
         collectives=None if text is None else collectives_by_kind(text),
@@ -128,20 +128,22 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
     )
 
 
-def slots_per_token(program: TrainingProgram, batch) -> float | None:
+def slots_per_token(program: TrainingProgram) -> float | None:
     """Expert slots that a forward pass in training computes, over the tokens it routes.
 
-    Layers of the encoder and of the decoder weigh by their tokens. Where rows are not in
-    equal blocks it is the experts that a token meets; None in a dense model.
+    Of one microbatch, whose tokens are grouped apart. Layers of the encoder and of the
+    decoder weigh by their tokens. Where rows are not in equal blocks it is the experts that a
+    token meets; None in a dense model.
     """
     model: ModelConfig = program.job.model
     if model.switch is None or not model.switch.has_ffn:
         return None
+    rows = program.job.batch_size // program.job.step.num_microbatches
     run = functools.partial(forward, model, is_training=True)
     with program.scope():
-        traced = jax.jit(run).trace(program.abstract_state.params, batch)
+        traced = jax.jit(run).trace(abstract_params(model), batch_shapes(program, rows))
     lengths = dict(zip(("encoder", "decoder"), program.job.sequence_lengths, strict=True))
-    routed = program.job.batch_size * sum(
+    routed = rows * sum(
         length * model.num_sparse_layers_of(stack) for stack, length in lengths.items()
     )
     slots = executed_slots(traced.jaxpr, model)

@@ -65,3 +65,8 @@ def test_without_equal_blocks_there_are_none():
 def test_dense_products_are_no_slots():
     dense = dataclasses.replace(DENSE, switch=SWITCH)
     assert count(dense) == ROWS * 8 * 2
+
+
+def test_stages_do_not_have_tokens_of_their_own():
+    config = with_switch(dispatcher="all_to_all", group_size=LENGTH)
+    assert count(config, MeshSpec(pipe=2, expert=4)) == 2 * ROWS * 8 * 2
