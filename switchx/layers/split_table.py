@@ -6,6 +6,8 @@ that split the batch too, as `("V", ("data",))`. Everywhere else, and for a batc
 axes do not divide, the compiler is left to it. Dims: B L D V
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -21,10 +23,7 @@ def take_rows(table_VD, tokens_BL):
         return jnp.take(table_VD, tokens_BL, axis=0)
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     axes, batch = _axes("V"), rules.axes("B", mesh, table="activations")
-    num_parts = 1
-    for axis in axes:
-        num_parts *= mesh.shape[axis]
-    owners = RowOwners(table_VD.shape[0], num_parts)
+    owners = RowOwners(table_VD.shape[0], math.prod(mesh.shape[axis] for axis in axes))
 
     def local(table_VD, tokens_BL):
         table_VD = _gather(_vary(table_VD, batch), _axes("D"), axis=1)

@@ -124,6 +124,13 @@ class TrainingProgram:
                     f"mesh axis {AXIS!r} of size {num_stages}, but Rules.{table} does not "
                     f'split the stacked blocks over it; add ("N", ("{AXIS}",)) to it'
                 )
+        rows = job.mesh.rules.axes("V", self.mesh, table="params")
+        if shared := set(rows) & set(batch_axes(self.mesh, job.mesh.rules)):
+            raise ValueError(
+                f"mesh axis {AXIS!r} of size {num_stages} with Rules.params splitting V over "
+                f"{', '.join(sorted(shared))}: stages that embed and stages that do not cannot "
+                "exchange rows; leave V to model, or use pipe=1"
+            )
         return build_schedule(job.model, job.pipeline, num_stages, job.step.num_microbatches)
 
     def scope(self):

@@ -263,6 +263,17 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_is_refused():
         make_program(model, MeshSpec(rules=VOCABULARY_ROWS))
 
 
+def test_a_vocabulary_split_over_the_devices_of_a_pipeline_is_refused():
+    split = (("N", ("pipe",)), ("V", ("data",)))
+    rules = Rules(params=split, expert_params=split[:1], may_stay_whole=())
+    model = dataclasses.replace(DENSE, scan_layers=True)
+    with refused(
+        "mesh axis 'pipe' of size 2 with Rules.params splitting V over data: stages that embed "
+        "and stages that do not cannot exchange rows; leave V to model, or use pipe=1"
+    ):
+        make_program(model, MeshSpec(pipe=2, rules=rules))
+
+
 def test_experts_that_the_mesh_does_not_divide_are_refused():
     model = dataclasses.replace(
         SPARSE, switch=dataclasses.replace(SPARSE.switch, num_experts=6)
