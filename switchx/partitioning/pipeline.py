@@ -71,7 +71,8 @@ class Objective(NamedTuple):
 class Lane:
     """How a chunk of a stack's blocks computes.
 
-    Both functions take (blocks, shared, inputs, message, op).
+    Both functions take (blocks, shared, inputs, message, op). The very first chunk's message
+    means nothing: where `op.is_first`, a first lane must not read it.
 
     Attributes:
         forward: the message for the next chunk.

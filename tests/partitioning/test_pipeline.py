@@ -22,12 +22,14 @@ def layers(w_NDF, x_BD):
     return jax.lax.scan(lambda x_BD, w_DF: (jnp.tanh(x_BD @ w_DF), None), x_BD, w_NDF)[0]
 
 
-def lane(*, is_last: bool) -> Lane:
-    """Tanh layers; the shared table is added where a stack begins, the last one is summed."""
+def lane(*, is_first: bool, is_last: bool) -> Lane:
+    """Tanh layers; inputs and a table are added where a stack begins, squares at the end."""
 
     def forward(blocks, shared, inputs, message, op):
         x_BD = inputs["x_MBD"][op.microbatch] + shared["table_D"][None]
-        x_BD = jnp.where(op.is_first, x_BD + message["x_BD"], message["x_BD"])
+        # The very first chunk's message is whatever has gone round the ring.
+        x_BD = x_BD if is_first else x_BD + message["x_BD"]
+        x_BD = jnp.where(op.is_first, x_BD, message["x_BD"])
         return {"x_BD": layers(blocks["w_NDF"], x_BD)}
 
     def objective(blocks, shared, inputs, message, op):
@@ -76,7 +78,8 @@ def test_gradients_are_those_of_the_whole(kind, chunks, stages, num_stacks):
     value, want = jax.value_and_grad(whole, argnums=(0, 1))(stacks, shared, inputs)
     mesh = MeshSpec(pipe=stages).build()
     schedule = ScheduleSpec(kind, chunks).build(stages, M, num_stacks)
-    lanes = [lane(is_last=s + 1 == num_stacks) for s in range(num_stacks)]
+    last = num_stacks - 1
+    lanes = [lane(is_first=s == 0, is_last=s == last) for s in range(num_stacks)]
     with use_mesh(mesh, Rules()):
         blocks = jax.device_put(stacks, NamedSharding(mesh, PartitionSpec("pipe")))
         run = functools.partial(run_pipeline, schedule, lanes, lambda message: message)
