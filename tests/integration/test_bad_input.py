@@ -262,7 +262,7 @@ def test_model_dir_of_another_configuration(refused, run_folder, finished_run):
         "there, 128 here; seed: 0 there, 3 here); give another model_dir, or the configuration "
         "it was made with. On resume these may change: train_steps, log_every, eval_every, "
         "checkpoint_every, eval_batches, retention, max_skipped_in_a_row, data_dir, mesh, "
-        "prefetch, compiler"
+        "pipeline, prefetch, compiler"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from switchx import tree
 from switchx.data.loader import TrainLoader, merge_states
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
-from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.training.adamw import AdamW
 from switchx.training.checkpoints import Checkpointer
@@ -22,6 +22,7 @@ from switchx.training.restore import restore_params
 from switchx.training.retention import Retention
 from switchx.training.run_config import write_run_config
 from switchx.training.run_folder import RunFolder
+from switchx.training.step import StepConfig
 from tests.training.jobs import SPARSE, SWITCH, make_job
 
 STEP = 3
@@ -39,15 +40,16 @@ MESHES = {
     "sliced": MeshSpec(data=4, model=2, rules=PIPELINE_MOE),
     "all": MeshSpec(data=1, fsdp=2, expert=2, model=2),
     "one": MeshSpec(data=1),
+    "pipe": MeshSpec(pipe=2, data=2, expert=2),
 }
-if "pipe" in AXES:
-    MESHES["pipe"] = MeshSpec(pipe=2, data=2, expert=2)
-QUICK = [("data", "all"), ("all", "expert"), ("hierarchical", "one")]
+QUICK = [("data", "all"), ("pipe", "expert"), ("hierarchical", "pipe"), ("all", "one")]
 
 
 def job_on(mesh: str, *, is_scanned: bool, optimizer=None):
     model = dataclasses.replace(MODEL, scan_layers=is_scanned)
     changes = {} if optimizer is None else {"optimizer": optimizer}
+    if mesh == "pipe":  # a microbatch a stage
+        changes["step"] = StepConfig(num_microbatches=2)
     return make_job(model, mesh=MESHES[mesh], **changes)
 
 

@@ -15,6 +15,7 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.partitioning.compiler_options import CompilerOptions
 from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.training.adamw import AdamW
 from switchx.training.job import TrainingJob
 from switchx.training.retention import Retention
@@ -44,6 +45,7 @@ FREE = {
     "max_skipped_in_a_row": 99,
     "data_dir": "elsewhere",
     "mesh": MeshSpec(data=2, expert=4),
+    "pipeline": ScheduleSpec(kind="gpipe"),
     "prefetch": Prefetch(num_workers=2),
     "compiler": CompilerOptions(tpu=("xla_a=1",)),
 }
@@ -109,7 +111,7 @@ def test_the_error_lists_all_differences_and_what_may_change(run):
         "schedule.warmup_steps: None there, 10000 here; seed: 0 there, 1 here); give another "
         "model_dir, or the configuration it was made with. On resume these may change: "
         "train_steps, log_every, eval_every, checkpoint_every, eval_batches, retention, "
-        "max_skipped_in_a_row, data_dir, mesh, prefetch, compiler"
+        "max_skipped_in_a_row, data_dir, mesh, pipeline, prefetch, compiler"
     ):
         check_same_run(run, job)
 
