@@ -37,6 +37,11 @@ GPT = (
     "--gin.SwitchConfig.every=1",
 )
 T5 = (*GPT, "--gin.ModelConfig.num_encoder_layers=1")
+T5_OF_2 = (
+    *GPT,
+    "--gin.ModelConfig.num_encoder_layers=2",
+    "--gin.ModelConfig.num_decoder_layers=2",
+)
 
 # Command -> what is added. They run in this order in one folder: later ones read what earlier
 # ones wrote. `make train` stands for the switchx command that it ends in.
@@ -67,6 +72,10 @@ RUNS = {
     f"{TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
     f"{TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" --model_dir=runs/dropless": T5,
     "switchx report --model_dir=runs/pretrain_tiny": (),
+    "switchx checkpoint verify runs/pretrain_tiny": (),
+    "switchx show schedule --stages=4 --microbatches=8": (),
+    "switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5p "
+    "--devices=64": (),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt "
     "--output=answers.txt --beam_size=4": ("--max_new_tokens=4",),
     "switchx score --model_dir=runs/pretrain_tiny --input=pairs.tsv": (),
@@ -81,6 +90,12 @@ RUNS = {
     ),
     "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
     f"{TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,
+    "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
+    f"{TINY} --gin_file=configs/meshes/pipeline_moe_stages.gin "
+    "--gin.SwitchConfig.group_size=64 --model_dir=runs/stages": T5_OF_2,
+    "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
+    f"{TINY} --gin_file=configs/meshes/fsdp_fused.gin "
+    "--gin.SwitchConfig.group_size=64 --model_dir=runs/fused": T5,
 }
 
 # Command -> the test that runs it.
@@ -102,6 +117,13 @@ TESTED_ELSEWHERE = {
     "switchx tune kernels": "tests/cli/test_tune.py::test_rows_are_printed_and_tilings_written",
     "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (
         "tests/interop/test_docs.py::test_every_block_runs"
+    ),
+    "switchx check papers": "tests/planner/test_docs.py::test_commands_run",
+    "switchx compile --gin_file=configs/runs/pretrain_switch_c.gin --topology=v4:8x8x16": (
+        "tests/cli/test_compile.py::test_the_four_switch_models"
+    ),
+    "switchx bench scale --json": (
+        "tests/bench/test_scale.py::test_names_of_the_checks_are_fixed"
     ),
     "switchx check equivalence --json": "tests/cli/test_check.py::test_report_and_exit_status",
 }
