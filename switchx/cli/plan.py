@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     hint = ""
     if GROUPS_DO_NOT_DIVIDE in found.refused:
         size = fitting_group_size(job, devices)
-        if size and size < job.model.switch.group_size:
+        # With fewer tokens than experts most slots of a group would be empty.
+        if size and job.model.switch.num_experts <= size < job.model.switch.group_size:
             hint = f"SwitchConfig.group_size={size}"
     if not found.plans:
         raise ValueError(_nothing_fits(workload, hardware, devices, found, has_pipe, hint))

@@ -16,7 +16,7 @@ ROLES = {
     "pipe": "pipeline stages",
     "data": "replicas",
     "fsdp": "slices of the parameters",
-    "node": "nodes that the experts are spread over",
+    "node": "outer parts of the experts",
     "expert": "parts of the experts",
     "model": "parts of every layer",
 }

@@ -198,11 +198,10 @@ def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[s
     if switch is None:
         return [None]
     if mesh.node * mesh.expert > 1:
-        if hardware.inside.torus_dims and mesh.node > 1:
-            return ["all_to_all"]  # `node` has groups apart that devices along `expert` share
-        names = ["all_to_all"] + (["hierarchical"] if mesh.node > 1 else [])
+        if mesh.node > 1:
+            return ["all_to_all", *([] if hardware.inside.torus_dims else ["hierarchical"])]
         # On GPUs it reaches 2 to 3% of NVLink (openxla/xla issue 33386).
-        return names + (["ragged_all_to_all"] if hardware.inside.torus_dims else [])
+        return ["all_to_all", *(["ragged_all_to_all"] if hardware.inside.torus_dims else [])]
     sliced = mesh.model > 1 and switch.num_experts % mesh.model == 0
     return ["sort", "dropless", *(["sliced", "sliced_scatter"] if sliced else [])]
 
@@ -224,13 +223,17 @@ def _refusal(workload: Workload, layout: Layout) -> str | None:
     if layout.dispatcher is None:
         return None
     rows = workload.batch_size // layout.num_microbatches
+    is_shared = False
     for stack in STACKS:
         if workload.length(stack) and workload.model.num_sparse_layers_of(stack):
             groups, tokens, _ = workload.routing(rows, workload.length(stack))
             shared = Placement.on(layout, layout.rules).shared_by(groups)
             if shared is None or (shared and layout.dispatcher != "all_to_all"):
                 return GROUPS_DO_NOT_DIVIDE
+            is_shared = is_shared or bool(shared)
             reason = workload.refusal(layout, groups, tokens)
             if reason:
                 return reason.split(";")[0].split(",")[0]
+    if layout.node > 1 and layout.dispatcher == "all_to_all" and not is_shared:
+        return "a flat all-to-all over node x expert is one over expert"
     return None
