@@ -126,6 +126,18 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
     return None
 
 
+def _to_share(name: str, place: Placement) -> str:
+    """The numbers of groups that the devices of a mesh could share, as a way out."""
+    if name not in SHARING:
+        return ""
+    counts = [
+        place.size(place.batch[:i])
+        for i in range(len(place.batch))
+        if place.experts[-len(place.batch[i:]) :] == place.batch[i:]
+    ]
+    return f", one that makes {' or '.join(map(str, counts))} of them" if counts else ""
+
+
 def _wrong_sharing(name: str, place: Placement, shared, T: int | None) -> str | None:
     axes, devices = "*".join(shared), place.size(shared)
     if place.experts[-len(shared) :] != shared:
@@ -152,8 +164,8 @@ def _wrong_sizes(name: str, place: Placement, G: int | None, T: int | None) -> s
         return (
             f"dispatcher={name!r} keeps routing groups whole, and {G} of them do not divide "
             f"over the {parts} devices that split the batch; use a SwitchConfig.group_size"
-            f"{most} (groups never follow the devices by themselves), a larger batch, or "
-            "dispatcher='sort'"
+            f"{most} (groups never follow the devices by themselves){_to_share(name, place)}, "
+            "a larger batch, or dispatcher='sort'"
         )
     shared = place.size(place.summed)
     if name == "sliced_scatter" and T is not None and T % shared:

@@ -149,12 +149,14 @@ def test_a_mesh_without_the_axes_is_refused_with_the_ways_out(name, spec, reason
 
 
 def test_groups_and_tokens_that_do_not_divide_are_refused_with_the_ways_out():
-    assert why_not("all_to_all", MeshSpec(expert=4), num_groups=2, tokens_per_group=64) == (
-        "dispatcher='all_to_all' keeps routing groups whole, and 2 of them do not divide over "
-        "the 8 devices that split the batch; use a SwitchConfig.group_size of at most 16 "
-        "(groups never follow the devices by themselves), a larger batch, or "
-        "dispatcher='sort'"
+    assert why_not("all_to_all", MeshSpec(expert=4), num_groups=3, tokens_per_group=64) == (
+        "dispatcher='all_to_all' keeps routing groups whole, and 3 of them do not divide over "
+        "the 8 devices that split the batch; use a SwitchConfig.group_size of at most 24 "
+        "(groups never follow the devices by themselves), one that makes 2 of them, a larger "
+        "batch, or dispatcher='sort'"
     )
+    # Those that devices can share are no reason.
+    assert why_not("all_to_all", MeshSpec(expert=4), num_groups=2, tokens_per_group=64) is None
     spec = MeshSpec(model=4, rules=PIPELINE_MOE)
     assert why_not("sliced_scatter", spec, num_groups=2, tokens_per_group=6) == (
         "dispatcher='sliced_scatter' splits a group's tokens over 4 devices, and 6 do not "
