@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from switchx.partitioning.constrain import current_rules, num_devices
+from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.rules import MeshAxes
 from switchx.partitioning.vocab import RowOwners, look_up
 
@@ -38,7 +38,8 @@ def take_rows(table_VD, tokens_BL):
         return x_TD.reshape(*tokens_BL.shape, -1)
 
     specs = PartitionSpec(axes, _axes("D")), PartitionSpec(batch)
-    return jax.shard_map(local, in_specs=specs, out_specs=specs[1])(table_VD, tokens_BL)
+    sharded = jax.shard_map(local, in_specs=specs, out_specs=specs[1], axis_names=open_axes())
+    return sharded(table_VD, tokens_BL)
 
 
 def project(x_BLD, weight, dims: str):
@@ -59,7 +60,10 @@ def project(x_BLD, weight, dims: str):
         return jnp.einsum(equation, x_BLD, weight)
 
     tokens, weights = PartitionSpec(batch), PartitionSpec(*map(_axes, dims))
-    return jax.shard_map(local, in_specs=(tokens, weights), out_specs=tokens)(x_BLD, weight)
+    sharded = jax.shard_map(
+        local, in_specs=(tokens, weights), out_specs=tokens, axis_names=open_axes()
+    )
+    return sharded(x_BLD, weight)
 
 
 def _axes(letter: str) -> MeshAxes:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from switchx import tree
 from switchx.moe.dispatch import ExpertBank
 from switchx.moe.plan import RoutingPlan
-from switchx.partitioning.constrain import current_rules, num_devices
+from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.placement import ONE_DEVICE, Placement
 from switchx.partitioning.rules import MeshAxes, Rules, param_dims
 
@@ -84,8 +84,7 @@ def run_on_devices(
         body,
         in_specs=(tokens, groups, specs),
         out_specs=tokens,
-        # All but those that a pipeline around this has made manual already.
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        axis_names=open_axes(),
         check_vma=True,
     )
     return sharded(x_GTD, plan, experts)

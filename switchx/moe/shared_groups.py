@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.moe.capacity import assign_slots
 from switchx.moe.expert_parallel import token_spec
-from switchx.partitioning.constrain import current_rules, num_devices
+from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import MeshAxes
 
@@ -66,7 +66,11 @@ def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
         return slot_TS[None], count_E[None]
 
     sharded = jax.shard_map(
-        body, in_specs=tokens, out_specs=(tokens, PartitionSpec(tokens[0])), check_vma=True
+        body,
+        in_specs=tokens,
+        out_specs=(tokens, PartitionSpec(tokens[0])),
+        axis_names=open_axes(),
+        check_vma=True,
     )
     return sharded(expert_GTS)
 

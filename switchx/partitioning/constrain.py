@@ -44,6 +44,15 @@ def num_devices() -> int:
     return math.prod(mesh.shape[axis] for axis in free)
 
 
+def open_axes() -> set[str]:
+    """Axes of the innermost mesh that no `shard_map` around this has made manual.
+
+    Inside of a pipeline, that is all but `pipe`: what a nested `shard_map` may take.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return set(mesh.axis_names) - set(mesh.manual_axes)
+
+
 def constrain(x, dims: str):
     """Splits activation `x` as the rules say; leaves it alone outside of `use_mesh`."""
     if num_devices() == 1:

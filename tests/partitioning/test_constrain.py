@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.partitioning.constrain import constrain, constrain_named, use_mesh
+from switchx.partitioning.constrain import constrain, constrain_named, open_axes, use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 
@@ -93,3 +93,26 @@ def test_arrays_are_split_by_the_letters_in_their_names():
     with use_mesh(MESH.build(), Rules()):
         got = jax.jit(constrain_named)({"step": jnp.int32(1), "x_BLD": rows()})
     assert {shard.data.shape for shard in got["x_BLD"].addressable_shards} == {(1, 4, 3)}
+
+
+def test_a_nested_shard_map_may_take_what_the_one_around_it_leaves():
+    """As the layers of a pipeline do: the inner one sums over `model` in every stage."""
+
+    def inner(x_BD):
+        spec = PartitionSpec(None, "model")
+        total = jax.shard_map(
+            lambda x_BD: jax.lax.psum(x_BD, "model"),
+            in_specs=spec,
+            out_specs=PartitionSpec(),
+            axis_names=open_axes(),
+        )
+        return total(x_BD)
+
+    spec = PartitionSpec("pipe")
+    with use_mesh(MeshSpec(pipe=2, data=2, model=2).build(), Rules()):
+        assert "pipe" in open_axes()
+        outer = jax.shard_map(
+            inner, in_specs=spec, out_specs=spec, axis_names={"pipe"}, check_vma=False
+        )
+        got = jax.jit(outer)(jnp.arange(8.0).reshape(2, 4))
+    np.testing.assert_array_equal(got, [[2.0, 4.0], [10.0, 12.0]])

@@ -104,10 +104,15 @@ def test_pipeline_moe_is_invariant_to_stages_and_microbatches():
     assert_equal(got, want, except_for="router_z_loss")
 
 
+# The embedding's rows over the devices that have different tokens (SE-MoE, section 4.3).
+VOCAB_ROWS = Rules(params=(("N", ("pipe",)), ("V", ("data",))), may_stay_whole=())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "mesh", "spec"),
     [
+        (stacked(DENSE, 2), MeshSpec(pipe=2, data=4, rules=VOCAB_ROWS), ScheduleSpec()),
         (stacked(DENSE, 4), MeshSpec(pipe=4, data=2), ScheduleSpec("gpipe")),
         (stacked(SPARSE, 8, dropout_rate=0.1), MeshSpec(pipe=4, expert=2), ScheduleSpec()),
         (
