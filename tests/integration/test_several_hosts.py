@@ -71,8 +71,13 @@ class Cluster:
 
     def wait_for_lines(self, name: str, number: int) -> None:
         path = self.folder / name / "metrics.jsonl"
+        self.wait_until(
+            name, lambda: path.exists() and len(path.read_text().splitlines()) >= number
+        )
+
+    def wait_until(self, name: str, holds) -> None:
         deadline = time.monotonic() + 240
-        while not (path.exists() and len(path.read_text().splitlines()) >= number):
+        while not holds():
             assert time.monotonic() < deadline, self.log(name)
             time.sleep(0.1)
 
@@ -174,6 +179,8 @@ def test_a_killed_process_ends_the_run_and_the_restart_resumes(cluster, victim):
     endless = ["TRAIN_STEPS=100000", *steps[1:]]
     processes = cluster.start("together", 2, 2, *endless, options=["--silence_seconds=20"])
     cluster.wait_for_lines("together", 4)
+    checkpoints = cluster.folder / "together" / "checkpoints"
+    cluster.wait_until("together", (checkpoints / "3").exists)
     processes[victim].send_signal(signal.SIGKILL)
     began = time.monotonic()
     assert processes[1 - victim].wait(60) not in (0, None)
@@ -183,7 +190,7 @@ def test_a_killed_process_ends_the_run_and_the_restart_resumes(cluster, victim):
     assert "start all processes again to go on from the last checkpoint" in log
     assert log.rstrip().count("Traceback") == 0
     # It may have gone past step 8 by then: what came after step 3 is taken back.
-    for path in (cluster.folder / "together" / "checkpoints").iterdir():
+    for path in checkpoints.iterdir():
         if path.name != "3":
             path.rename(cluster.folder / path.name)
     cluster.finish("together", cluster.start("together", 2, 2, *steps))
