@@ -152,6 +152,7 @@ def test_two_processes_train_as_one(cluster):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("sizes", "held"),
     [
@@ -172,6 +173,7 @@ def test_four_processes_train_as_one(cluster, sizes, held):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_run_and_the_restart_resumes(cluster, victim):
     often = ["LOG_EVERY=1", "CHECKPOINT_EVERY=3"]
@@ -196,6 +198,7 @@ def test_a_killed_process_ends_the_run_and_the_restart_resumes(cluster, victim):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_frozen_process_is_lost_after_the_silence(cluster):
     processes = cluster.start(
         "together", 2, 2, "TRAIN_STEPS=100000", options=["--silence_seconds=5"]
@@ -209,6 +212,7 @@ def test_a_frozen_process_is_lost_after_the_silence(cluster):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_signal_to_one_process_saves_and_ends_all(cluster):
     processes = cluster.start("together", 2, 2, "TRAIN_STEPS=100000", "LOG_EVERY=1")
     cluster.wait_for_lines("together", 2)
@@ -218,6 +222,7 @@ def test_a_signal_to_one_process_saves_and_ends_all(cluster):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_another_number_of_processes_goes_on(cluster):
     """Two processes begin, one goes on, with the data where they left off."""
     first, steps = ["TRAIN_STEPS=2", "LOG_EVERY=1"], ["TRAIN_STEPS=4", "LOG_EVERY=1"]
