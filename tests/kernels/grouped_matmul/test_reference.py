@@ -12,6 +12,13 @@ from tests.kernels import loops
 from tests.kernels.loops import GROUPS
 
 D, F = 12, 20
+# Compiled once for all sizes of groups: they are operands.
+forward = jax.jit(reference.forward, static_argnames=("transpose_w", "tiling"))
+weight_gradient = jax.jit(reference.weight_gradient, static_argnames=("out_dtype", "tiling"))
+forward_by_ragged_dot = jax.jit(reference.forward_by_ragged_dot, static_argnums=3)
+weight_gradient_by_ragged_dot = jax.jit(
+    reference.weight_gradient_by_ragged_dot, static_argnums=3
+)
 TILINGS = [Tiling(1, 4), Tiling(4, 2), Tiling(5, 4), Tiling(16, 1), Tiling(99, 4)]
 
 
@@ -23,16 +30,16 @@ def sizes_of(groups):
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_pass_on_cpu_against_loops(groups, tiling):
     x_RD, w_EDF, dy_RF = loops.operands(GROUPS[groups], D, F)
-    y_RF = reference.forward(x_RD, w_EDF, sizes_of(groups), tiling=tiling)
+    y_RF = forward(x_RD, w_EDF, sizes_of(groups), tiling=tiling)
     np.testing.assert_allclose(
         np.asarray(y_RF), loops.product(x_RD, w_EDF, GROUPS[groups]), rtol=1e-5, atol=1e-5
     )
-    dx_RD = reference.forward(dy_RF, w_EDF, sizes_of(groups), transpose_w=True, tiling=tiling)
+    dx_RD = forward(dy_RF, w_EDF, sizes_of(groups), transpose_w=True, tiling=tiling)
     w_EFD = np.swapaxes(w_EDF, 1, 2)
     np.testing.assert_allclose(
         np.asarray(dx_RD), loops.product(dy_RF, w_EFD, GROUPS[groups]), rtol=1e-5, atol=1e-5
     )
-    dw_EDF = reference.weight_gradient(
+    dw_EDF = weight_gradient(
         x_RD, dy_RF, sizes_of(groups), out_dtype=jnp.float32, tiling=tiling
     )
     np.testing.assert_allclose(
@@ -49,16 +56,16 @@ def test_every_pass_by_ragged_dot_against_loops(groups):
     sizes_E = sizes_of(groups)
     x_RD, w_EDF, dy_RF = loops.operands(GROUPS[groups], D, F)
     w_EDF = np.nan_to_num(w_EDF)
-    y_RF = reference.forward_by_ragged_dot(x_RD, w_EDF, sizes_E, False)
+    y_RF = forward_by_ragged_dot(x_RD, w_EDF, sizes_E, False)
     np.testing.assert_allclose(
         np.asarray(y_RF), loops.product(x_RD, w_EDF, GROUPS[groups]), rtol=1e-5, atol=1e-5
     )
-    dx_RD = reference.forward_by_ragged_dot(dy_RF, w_EDF, sizes_E, True)
+    dx_RD = forward_by_ragged_dot(dy_RF, w_EDF, sizes_E, True)
     w_EFD = np.swapaxes(w_EDF, 1, 2)
     np.testing.assert_allclose(
         np.asarray(dx_RD), loops.product(dy_RF, w_EFD, GROUPS[groups]), rtol=1e-5, atol=1e-5
     )
-    dw_EDF = reference.weight_gradient_by_ragged_dot(x_RD, dy_RF, sizes_E, jnp.float32)
+    dw_EDF = weight_gradient_by_ragged_dot(x_RD, dy_RF, sizes_E, jnp.float32)
     np.testing.assert_allclose(
         np.asarray(dw_EDF),
         loops.weight_gradient(x_RD, dy_RF, GROUPS[groups]),

@@ -14,6 +14,9 @@ from tests.kernels import loops
 from tests.kernels.loops import GROUPS, E, R
 
 D, F = 24, 20
+# Compiled once for all sizes of groups: they are operands.
+forward = jax.jit(reference.forward, static_argnames="tiling")
+product_of_dequantized = jax.jit(reference.product_of_dequantized)
 
 
 def weights_of(q: QTensor) -> np.ndarray:
@@ -37,9 +40,9 @@ def test_both_paths_against_a_loop(groups, bits, group_size, is_native):
     sizes_E = jnp.array(GROUPS[groups])
     expected_RF = loops.product(x_RD, weights_of(q), GROUPS[groups])
     for tiling in (None, Tiling(5, 4)):
-        y_RF = reference.forward(x_RD, q, sizes_E, tiling=tiling)
+        y_RF = forward(x_RD, q, sizes_E, tiling=tiling)
         np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-5, atol=1e-5)
-    y_RF = reference.product_of_dequantized(jnp.array(x_RD), q, sizes_E)
+    y_RF = product_of_dequantized(jnp.array(x_RD), q, sizes_E)
     np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-5, atol=1e-5)
 
 
