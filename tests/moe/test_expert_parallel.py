@@ -77,8 +77,15 @@ def test_on_one_device_all_are_the_same(want, name):
 ONE_EACH = {name: spec for name, spec in HOMES}
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
-@pytest.mark.parametrize(("num_choices", "capacity"), [(1, 1), (E, T), (E, 3)])
+# By default each dispatcher has one of the extremes in turn.
+EXTREMES = [
+    pytest.param(name, *extreme, marks=[] if (i + j) % 3 == 0 else pytest.mark.slow)
+    for i, name in enumerate(ONE_EACH)
+    for j, extreme in enumerate([(1, 1), (E, T), (E, 3)])
+]
+
+
+@pytest.mark.parametrize(("name", "num_choices", "capacity"), EXTREMES)
 def test_capacity_of_one_and_as_many_choices_as_experts(name, num_choices, capacity):
     problem = make_problem(random_choices(1, num_choices), capacity)
     got = answer_on(ONE_EACH[name], name, problem)
