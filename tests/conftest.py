@@ -66,8 +66,24 @@ def shared_dir(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def session_cache(tmp_path_factory) -> pathlib.Path:
-    """The cache of all child processes: a corpus is prepared once a session."""
-    return tmp_path_factory.mktemp("session_cache")
+    """The cache of all child processes: a corpus is prepared once a session.
+
+    Workers that run beside each other share its corpora and vocabularies, which are written
+    whole or not at all; each keeps its own compiled programs, which are not.
+    """
+    cache = tmp_path_factory.mktemp("session_cache")
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prepared"
+    shared.mkdir(exist_ok=True)
+    (cache / "switchx").symlink_to(shared)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def programs_compiled_once(session_cache):
+    """For files that compile the same programs again and again, under other settings."""
+    with compiled_once(session_cache / "compiled"):
+        yield
 
 
 @pytest.fixture

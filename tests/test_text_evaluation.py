@@ -13,23 +13,18 @@ from switchx.data.text_metrics import Accuracy, Bleu, ChrF, MetricResult
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.text_evaluation import answer, mean_results, measure, read_questions
-from tests.compilation import compiled_once
 from tests.data.fakes import VOCABULARY, pair_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, TASK
 from tests.training.saved_runs import save_run
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1))
 PAIRS = (("a gate", "ein Tor"), ("an expert ", "  ein\u00a0Experte"), ("of", "von"))
 PREFIX = "to German: "
 LETTERS = Task("letters", pair_corpus(*PAIRS), ByteVocabulary(), InputsToTargets(PREFIX))
 FEATURES = EncoderDecoderFeatures(16, 8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(session_cache):
-    with compiled_once(session_cache / "compiled"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from switchx.models.config import SwitchConfig
 
 SMALL = dataclasses.replace(
     train.DENSE, vocab_size=32, d_model=16, d_ff=32, num_heads=2, d_head=8,
-    num_encoder_layers=2, num_decoder_layers=2,
+    num_encoder_layers=1, num_decoder_layers=1,
 )  # fmt: skip
 
 
@@ -24,7 +24,9 @@ def small(monkeypatch):
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(bench, "NUM_EXPERTS", (2,))
     monkeypatch.setattr(
-        bench, "switch_model", lambda n: dataclasses.replace(SMALL, switch=SwitchConfig(n))
+        bench,
+        "switch_model",
+        lambda n: dataclasses.replace(SMALL, switch=SwitchConfig(n, every=1)),
     )
     monkeypatch.setattr(bench, "CASES", (((2, 1), "greedy_b16_vs_torch", 2.5),))
     monkeypatch.setattr(serving, "is_available", lambda: False)  # it has its own test

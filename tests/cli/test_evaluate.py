@@ -13,15 +13,9 @@ from switchx.training.loop import evaluate_job
 from switchx.training.program import TrainingProgram
 from switchx.training.run_config import write_run_config
 from switchx.training.run_folder import RunFolder
-from tests.compilation import compiled_once
 from tests.integration.runs import SMALL, write_corpus
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(session_cache):
-    """All evaluations here are of one model, or nearly: the first compiles it."""
-    with compiled_once(session_cache / "compiled"):
-        yield
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 
 @pytest.fixture(scope="module")

@@ -15,18 +15,13 @@ from switchx.cli.main import main
 from switchx.data.objectives import SpanCorruption
 from switchx.inference.decoding_config import PRUNING, DecodingConfig
 from switchx.models.config import ModelConfig, SwitchConfig
-from tests.compilation import compiled_once
 from tests.training.jobs import TASK
 from tests.training.saved_runs import save_run
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1))
 LINES = ["gate", "an expert", "<extra_id_0> slot", "of", "a token or two"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(session_cache):
-    with compiled_once(session_cache / "compiled"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,11 @@ from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.run_config import write_run_config
 from switchx.training.run_folder import RunFolder
-from tests.compilation import compiled_once
 from tests.data.refusals import refused
 from tests.processes import ROOT
 from tests.training.jobs import TASK
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 PAGE = (ROOT / "docs/text_metrics.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -81,12 +82,6 @@ LINES = {
 }
 TEST = "test_2016_flickr"
 BRIEF = ["--max_new_tokens=4", f"--split={TEST}", "--json"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(session_cache):
-    with compiled_once(session_cache / "compiled"):
-        yield
 
 
 @pytest.fixture(scope="module")

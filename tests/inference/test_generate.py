@@ -16,14 +16,16 @@ from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
 from switchx.models.router_config import RouterConfig
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 V, T, EOS = 12, 6, 1
 MODELS = {
     "encoder-decoder": ModelConfig(
         "encoder_decoder", V, 16, 32, 2, 8, 2, 2, switch=SwitchConfig(4), init_scale=4.0
     ),
     "scanned": ModelConfig(
-        "encoder_decoder", V, 16, 32, 2, 8, 4, 2, switch=SwitchConfig(4), init_scale=4.0,
-        scan_layers=True,
+        "encoder_decoder", V, 16, 32, 2, 8, 2, 2, switch=SwitchConfig(4, every=1),
+        init_scale=4.0, scan_layers=True,
     ),
     "decoder-only": ModelConfig(
         "decoder_only", V, 16, 32, 2, 8, 2, init_scale=4.0,

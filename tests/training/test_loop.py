@@ -9,7 +9,6 @@ import signal
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from switchx.data.corpora.corpus import require_split
 from switchx.data.features import batch_digest
@@ -28,21 +27,9 @@ from tests.data.refusals import refused
 from tests.training.jobs import DENSE, TASK, make_job
 from tests.training.train_states import assert_same
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 TINY = dataclasses.replace(DENSE, d_model=8, d_ff=8, num_heads=1, num_decoder_layers=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """All runs here are of one model: the first compiles it."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("compiled")), 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 class Events(list):
