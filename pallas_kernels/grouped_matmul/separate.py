@@ -122,7 +122,11 @@ def _before(size_E):
 
 
 def _product(x_bD, w_DF):
+    dtype = x_bD.dtype
+    # Weights in the dtype of x, as in every product; added up in float32.
     y_bF = jnp.dot(
-        x_bD.astype(jnp.float32), w_DF.astype(jnp.float32), preferred_element_type=jnp.float32
+        x_bD.astype(jnp.float32),
+        w_DF.astype(dtype).astype(jnp.float32),
+        preferred_element_type=jnp.float32,
     )
-    return y_bF.astype(x_bD.dtype)
+    return y_bF.astype(dtype)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mesh_loss_parity`: fifty steps of training on every kind of mesh lose what one device loses.
 
-One small decoder-only model with experts in every other block, dropout on, four microbatches
-a step; the same batches again and again, so that the loss falls. What differs between cells
-is where arrays are, who computes what, and in which order.
+One small decoder-only model with experts in every other block, dropout on (but the experts',
+whose masks explicit dispatchers draw on every device), four microbatches a step; the same
+batches again and again, so that the loss falls. What differs between cells is where arrays
+are, who computes what, and in which order.
 """
 
 import dataclasses
@@ -68,6 +69,12 @@ CASES = (
     Case("node=2 expert=4, hierarchical", MeshSpec(data=1, node=2, expert=4), "hierarchical"),
     Case("data=2 model=4, sliced", MeshSpec(model=4, rules=SLICED_RULES), "sliced"),
     Case("pipe=4 data=2, 1F1B", MeshSpec(pipe=4)),
+    Case(
+        "pipe=2 data=4, 1F1B, vocabulary by rows",
+        MeshSpec(
+            pipe=2, rules=Rules(params=(("N", ("pipe",)), ("V", ("data",))), may_stay_whole=())
+        ),
+    ),
     Case("pipe=4 data=2, GPipe", MeshSpec(pipe=4), schedule=ScheduleSpec("gpipe")),
     Case(
         "pipe=2 data=4, interleaved",

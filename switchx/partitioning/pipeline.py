@@ -34,6 +34,8 @@ class Op(NamedTuple):
     Attributes:
         microbatch, place: which one, and which chunk of its stack, from 0 in the order of the
             blocks. Any that exist where `is_active` is false.
+        chunk, slot: which of the stage's own chunks, and where its input is kept.
+        is_active, any_active: whether this stage has an op, and whether any stage has one.
         is_first, is_last: whether it is the stack's first chunk, or its last.
         any_first, any_last: whether it is on any stage, the same on all: what only end
             stages do is left out where this is false, and thrown away where only theirs is.
@@ -122,7 +124,16 @@ def run_pipeline(
             split over `pipe`.
         shared: parameters that every stage has a copy of.
         inputs: whatever else the lanes read; whole in every stage.
+
+    Raises:
+        ValueError: the mesh has other stages than the schedule.
     """
+    num_stages = jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
+    if num_stages != schedule.num_stages:
+        raise ValueError(
+            f"a schedule of {schedule.num_stages} stages on a mesh whose axis {AXIS!r} has "
+            f"{num_stages}; build it for {num_stages}, or use {AXIS}={schedule.num_stages}"
+        )
     body = _Body(schedule, tuple(lanes), link)
     whole, split, second = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
     sharded = jax.shard_map(

@@ -32,9 +32,9 @@ class ScheduleSpec:
     """Which schedule a pipelined step follows.
 
     Attributes:
-        kind: `gpipe` keeps the activations of all microbatches; `1f1b` those of 2 P - 1 of
-            them at most; `interleaved` gives each stage several chunks of blocks, for a
-            smaller bubble and more messages.
+        kind: `gpipe` keeps the inputs of all microbatches; `1f1b` those of at most 2 P - 3 of
+            them (4 P - 3 of an encoder, 2 P - 1 of its decoder); `interleaved` gives each
+            stage several chunks of blocks, for a smaller bubble and more messages.
         num_chunks: of a stage, of each stack; 1 but for `interleaved`.
     """
 

@@ -9,8 +9,10 @@ Dims: B L M D H K F V E C
 """
 
 import dataclasses
+import functools
 import math
 
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
 from switchx.planner.step_comm import (
     activation_bytes,
@@ -71,8 +73,11 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
     kept = sum(_kept(workload, layout, stack) * workload.num_layers(stack) for stack in stacks)
     if layout.pipe > 1:
         # A tick takes one microbatch through a stage; others wait as the stage's inputs.
-        waiting = sum(activation_bytes(workload, layout, stack) for stack in stacks)
-        kept = kept / layout.pipe + in_flight(layout) * waiting
+        waiting = sum(
+            number * _message(workload, layout, stack)
+            for number, stack in zip(in_flight(layout, len(stacks)), stacks, strict=True)
+        )
+        kept = kept / layout.pipe + waiting
     working = max(_block(workload, layout, stack, "none") for stack in stacks)
     return MemoryUse(
         params=params,
@@ -86,9 +91,19 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
     )
 
 
-def in_flight(layout: Layout) -> int:
-    """Microbatches whose inputs a stage keeps: of 1F1B in lock step, 2 P - 1 at most."""
-    return min(layout.num_microbatches, 2 * layout.pipe - 1) if layout.pipe > 1 else 0
+@functools.cache
+def in_flight(layout: Layout, num_stacks: int = 1) -> tuple[int, ...]:
+    """Microbatches whose inputs a stage keeps, of each stack; of 1F1B as its table has it."""
+    schedule = ScheduleSpec().build(layout.pipe, layout.num_microbatches, num_stacks)
+    return schedule.num_slots
+
+
+def _message(workload: Workload, layout: Layout, stack: str) -> float:
+    """What a microbatch brings to a stage: a decoder's has the encoder's output with it."""
+    stacks = ("encoder", "decoder") if stack == "decoder" else (stack,)
+    return sum(
+        activation_bytes(workload, layout, each) for each in stacks if workload.length(each)
+    )
 
 
 def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:

@@ -155,7 +155,7 @@ def check_fused(
     others = [
         axis
         for axis, size in mesh.shape.items()
-        if size > 1 and axis not in slicing.varying or axis in ("node", "expert") and size > 1
+        if size > 1 and (axis not in slicing.varying or axis in ("node", "expert"))
     ]
     if others:
         raise ValueError(

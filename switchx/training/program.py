@@ -14,7 +14,7 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import batch_axes, batch_parts
 from switchx.partitioning.pipeline import AXIS
 from switchx.partitioning.rules import Rules, param_sharding
-from switchx.partitioning.schedule import Schedule
+from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.training.evaluate import eval_step
 from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
@@ -76,6 +76,11 @@ class TrainingProgram:
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
         step = job.step
+        if step.factor_expert_gradients and self.mesh.size > 1:
+            raise ValueError(
+                f"factor_expert_gradients on a mesh of {self.mesh.size} devices: factors are "
+                "of one device's rows; use None, which turns them on where they pay, or False"
+            )
         if step.factor_expert_gradients is None:
             # Measured on CPU, where memory traffic is what many experts cost.
             is_one_cpu = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
@@ -117,6 +122,11 @@ class TrainingProgram:
         """
         job, num_stages = self.job, self.mesh.shape[AXIS]
         if num_stages == 1:
+            if job.pipeline != ScheduleSpec():
+                raise ValueError(
+                    f"TrainingJob.pipeline={job.pipeline} on a mesh of one stage: nothing "
+                    f"would follow it; use MeshSpec.{AXIS} above 1, or leave the schedule out"
+                )
             return None
         for table in ("params", "expert_params"):
             if job.mesh.rules.axes("N", self.mesh, table=table) != (AXIS,):
@@ -124,13 +134,6 @@ class TrainingProgram:
                     f"mesh axis {AXIS!r} of size {num_stages}, but Rules.{table} does not "
                     f'split the stacked blocks over it; add ("N", ("{AXIS}",)) to it'
                 )
-        rows = job.mesh.rules.axes("V", self.mesh, table="params")
-        if shared := set(rows) & set(batch_axes(self.mesh, job.mesh.rules)):
-            raise ValueError(
-                f"mesh axis {AXIS!r} of size {num_stages} with Rules.params splitting V over "
-                f"{', '.join(sorted(shared))}: stages that embed and stages that do not cannot "
-                "exchange rows; leave V to model, or use pipe=1"
-            )
         return build_schedule(job.model, job.pipeline, num_stages, job.step.num_microbatches)
 
     def scope(self):

@@ -82,8 +82,9 @@ def batch_loss(config: ModelConfig, loss: LossConfig, params, batch, *, tokens, 
 
     Cross-entropy is divided by the real target tokens of the whole batch, and auxiliary
     losses count by the microbatch's `share`. So the gradient is that of the unsplit batch
-    where groups of tokens lie within microbatches; except that the router z-loss, a mean
-    over tokens, weighs microbatches alike however many real tokens they hold.
+    where groups of tokens lie within microbatches and none is all padding; except that the
+    router z-loss, a mean over tokens, weighs microbatches alike however many real tokens they
+    hold.
 
     Returns:
         The loss and (token sums, routing statistics).

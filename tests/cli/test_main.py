@@ -50,8 +50,8 @@ def test_no_command_shows_the_help(capsys):
         (
             ["trian"],
             "switchx: error: there is no 'trian' (did you mean train?); use train, eval, "
-            "report, generate, score, serve, quantize, export, convert, vocab, bench, tune, "
-            "check (`switchx --help` explains)\n",
+            "report, generate, score, serve, quantize, export, convert, vocab, "
+            "checkpoint, show, plan, compile, bench, tune, check (`switchx --help` explains)\n",
         ),
         (
             ["--verbose"],

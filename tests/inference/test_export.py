@@ -104,7 +104,9 @@ def test_a_mesh_that_is_not_here_is_in_the_program(tmp_path):
     mesh = dataclasses.replace(MESH, data=1, expert=4, model=8)
     config = dataclasses.replace(CONFIG, num_heads=8)
     manifest = export(tmp_path / "m", trained(None, config), ("tpu",), mesh=mesh)
-    assert manifest["mesh"] == {"data": 1, "fsdp": 1, "node": 1, "expert": 4, "model": 8}
+    assert manifest["mesh"] == {
+        "pipe": 1, "data": 1, "fsdp": 1, "node": 1, "expert": 4, "model": 8,
+    }  # fmt: skip
     programs = manifest["programs"]["tpu"]
     assert programs["needs_same_jax"]
     step = program(tmp_path / "m", manifest, "tpu", "step")

@@ -14,10 +14,10 @@ PIPELINE_MOE = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
 @pytest.mark.parametrize(
     ("sizes", "rules", "batch", "experts", "parts", "gathered", "summed"),
     [
-        ((8, 1, 1, 1, 1), Rules(), ("data",), (), (), (), ()),
-        ((2, 1, 1, 4, 1), Rules(), ("data", "expert"), ("expert",), (), (), ()),
+        ((1, 8, 1, 1, 1, 1), Rules(), ("data",), (), (), (), ()),
+        ((1, 2, 1, 1, 4, 1), Rules(), ("data", "expert"), ("expert",), (), (), ()),
         (
-            (1, 2, 2, 2, 2),
+            (1, 1, 2, 2, 2, 2),
             Rules(),
             ("fsdp", "node", "expert"),
             ("node", "expert"),
@@ -26,7 +26,7 @@ PIPELINE_MOE = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
             ("model",),
         ),
         (
-            (2, 2, 1, 1, 2),
+            (1, 2, 2, 1, 1, 2),
             PIPELINE_MOE,
             ("data", "fsdp"),
             ("model",),
@@ -41,7 +41,7 @@ def test_follows_the_rules(sizes, rules, batch, experts, parts, gathered, summed
     assert (place.batch, place.experts, place.parts) == (batch, experts, parts)
     assert (place.gathered, place.summed) == (gathered, summed)
     assert set(place.varying) == {a for a, n in zip(AXES, sizes, strict=True) if n > 1}
-    assert place.size(place.varying) == 2 * 2 * 2 * (2 if sizes[1] == 2 == sizes[2] else 1)
+    assert place.size(place.varying) == 2 * 2 * 2 * (2 if sizes[2] == 2 == sizes[3] else 1)
 
 
 def test_one_device_has_everything():

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from switchx import tree
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.training.adafactor import Adafactor
 from switchx.training.gradient_norm import global_norm
 from switchx.training.program import TrainingProgram
@@ -263,15 +264,16 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_is_refused():
         make_program(model, MeshSpec(rules=VOCABULARY_ROWS))
 
 
-def test_a_vocabulary_split_over_the_devices_of_a_pipeline_is_refused():
-    split = (("N", ("pipe",)), ("V", ("data",)))
-    rules = Rules(params=split, expert_params=split[:1], may_stay_whole=())
-    model = dataclasses.replace(DENSE, scan_layers=True)
+def test_a_schedule_without_stages_is_refused():
     with refused(
-        "mesh axis 'pipe' of size 2 with Rules.params splitting V over data: stages that embed "
-        "and stages that do not cannot exchange rows; leave V to model, or use pipe=1"
+        "TrainingJob.pipeline=<any> on a mesh of one stage: nothing would follow it; <any>"
     ):
-        make_program(model, MeshSpec(pipe=2, rules=rules))
+        make_program(DENSE, MeshSpec(), pipeline=ScheduleSpec("gpipe"))
+
+
+def test_factored_gradients_on_a_mesh_are_refused():
+    with refused("factor_expert_gradients on a mesh of 8 devices: <any>"):
+        make_program(DENSE, MeshSpec(), step=StepConfig(factor_expert_gradients=True))
 
 
 def test_experts_that_the_mesh_does_not_divide_are_refused():

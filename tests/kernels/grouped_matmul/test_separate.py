@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import SeparateMatrices, separate_matmul
+from pallas_kernels import SeparateMatrices, grouped_matmul, separate_matmul
 from pallas_kernels.grouped_matmul.separate import tile_rows
 from tests.kernels import loops
 
@@ -73,3 +73,14 @@ def test_refuses_what_does_not_fit(x_shape, sizes_E, message):
             SeparateMatrices.of(np.zeros((2, D, F), np.float32)),
             jnp.array(sizes_E, jnp.int32),
         )
+
+
+def test_weights_are_multiplied_in_the_dtype_of_the_rows():
+    rng = np.random.default_rng(0)
+    x_RD = jnp.array(rng.normal(size=(6, 64)), jnp.bfloat16)
+    w_EDF = jnp.array(rng.normal(size=(2, 64, F)), jnp.float32)
+    sizes_E = jnp.array([2, 4], jnp.int32)
+    y_RF = separate_matmul(x_RD, SeparateMatrices.of(w_EDF), sizes_E)
+    np.testing.assert_array_equal(
+        np.float32(y_RF), np.float32(grouped_matmul(x_RD, w_EDF.astype(x_RD.dtype), sizes_E))
+    )
