@@ -12,11 +12,11 @@ import pathlib
 import sys
 
 from switchx.bench.compiled import PODS, compiled_reports
+from switchx.partitioning.hlo_collectives import KINDS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 RESULTS, PAGE = DOCS / "scale.json", DOCS / "scale.md"
 BEGIN, END = "<!-- table: made by switchx.bench.scale_page -->\n", "<!-- end of table -->\n"
-KINDS = ("all-to-all", "ragged-all-to-all", "all-gather", "all-reduce", "reduce-scatter")
 
 
 def name_of(run_file: str) -> str:
