@@ -110,7 +110,7 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
     program = TrainingProgram(job, devices)
     started, batch = time.monotonic(), batch_shapes(program)
     arguments = bytes_on_one_device((program.restore_target(), batch))
-    tokens, targets = _tokens(job)
+    tokens, targets = _tokens(batch)
     memory, text = Memory(arguments, 0, arguments, hbm_bytes), None
     if memory.fits:
         memory, text = _compile(program, batch, memory)
@@ -215,6 +215,9 @@ def _refusal(message: str) -> str:
     return said
 
 
-def _tokens(job: TrainingJob) -> tuple[int, int]:
-    encoder, decoder = (length * job.batch_size for length in job.sequence_lengths)
-    return (encoder, decoder) if encoder else (decoder, 0)
+def _tokens(batch) -> tuple[int, int]:
+    """Tokens of the batch that the program takes, as `CompiledStep` tells them apart."""
+    decoder = math.prod(batch["decoder_target_tokens"].shape)
+    if "encoder_input_tokens" not in batch:
+        return decoder, 0
+    return math.prod(batch["encoder_input_tokens"].shape), decoder
