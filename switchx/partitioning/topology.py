@@ -20,8 +20,8 @@ class Generation:
         devices_per_chip: a v4's two cores are devices of their own to the compiler.
         most_chips: of the largest slice that is one network.
         hbm_bytes: that a program may use of a device's memory, as the compiler says when it
-            refuses one (`tests/training/test_aot.py` asks it). Of a GPU, the memory that the
-            description it is compiled for names.
+            refuses one (`tests/training/test_aot.py` asks it). Of a GPU, an assumption: 8% of
+            its memory are left to CUDA and NCCL. The planner's spec files say the same.
         source: where the sizes are from.
     """
 
@@ -49,7 +49,9 @@ GENERATIONS = {
     "tpu7x": Generation(
         "tpu", 3, 2, 9216, int(94.75 * GIB), "https://cloud.google.com/tpu/docs/tpu7x"
     ),
-    "h200": Generation("cuda", 1, 1, 8, 150 * 10**9, "pallas_kernels/aot/h200.txtpb"),
+    "h200": Generation(
+        "cuda", 1, 1, 8, 92 * 141 * 10**7, "NVIDIA H200 datasheet: 141 GB, 8 in a machine"
+    ),
 }
 _NAME = re.compile(r"([a-z0-9]+)(?::(\d+(?:x\d+)*))?")
 
