@@ -73,7 +73,8 @@ PAIRS = ((0, 1), (2, 3))
             80 * 2048 * 4,
         ),
         (
-            "%r = (u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
+            "%r = (u32[], u32[]) collective-permute-start(%x), "
+            "source_target_pairs={{0,1},{1,0}}",
             "collective-permute",
             (("u32", ()),),
             ((0, 1, 2, 3),),
