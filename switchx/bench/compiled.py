@@ -6,6 +6,7 @@ are nobody's.
 """
 
 import json
+import pathlib
 
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +25,9 @@ PODS = (
     ("configs/runs/pretrain_switch_xxl.gin", "v5p:8x8x16"),
     ("configs/runs/pretrain_switch_c.gin", "v4:8x8x16"),
 )
-# "About 2^20 tokens a batch."
-LEAST_TOKENS = 1_000_000
+# "About 2^20 tokens a batch": of the runs in PODS, not of every job that is compiled.
+POD_TOKENS = 1 << 20
+MOST_OFF = 0.05
 # Slots over the capacity factor that rounding may add.
 MOST_PADDING = 1.25
 
@@ -72,7 +74,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         Check("fits", int(memory.fits), "==1"),
         Check("parameters", step.parameters, f"=={counted}"),
         Check("devices", step.devices, f"=={topology.num_devices}"),
-        Check("tokens_per_batch", step.tokens_per_batch, f">={LEAST_TOKENS}"),
+        Check("tokens_per_batch", step.tokens_per_batch, f"=={_tokens_asked_for(job)}"),
     ]
     if step.slots_per_token is not None:
         factor = job.model.switch.capacity_factor * job.model.switch.router.num_selected
@@ -104,18 +106,13 @@ def way_out(step: CompiledStep, topology: Topology) -> str:
     return f"{said}, of arguments alone: split them over more devices ({', '.join(fitting)})"
 
 
-def compiled_rows(pods=PODS, note=print) -> list[dict]:
-    """Rows of `switchx compile --json` for runs on their slices, each in its own process.
+def compiled_reports(pods=PODS, note=print) -> list[dict]:
+    """What `switchx compile --json` says of runs on their slices, each in its own process.
 
     Raises:
         FileNotFoundError: the compiler is not installed.
-        RuntimeError: a process ended without a row, with the end of what it said.
+        RuntimeError: a process ended without a report, with the end of what it said.
     """
-    return [row for report in compiled_reports(pods, note) for row in report["results"]]
-
-
-def compiled_reports(pods=PODS, note=print) -> list[dict]:
-    """The whole objects; see `compiled_rows`."""
     reports = []
     for run_file, slice_name in pods:
         note(f"compiling {run_file} for {slice_name}")
@@ -131,6 +128,29 @@ def compiled_reports(pods=PODS, note=print) -> list[dict]:
             )
         reports.append(json.loads(lines[-1]))
     return reports
+
+
+def name_of(run_file: str) -> str:
+    """`configs/runs/pretrain_switch_c.gin` -> `switch_c`."""
+    return pathlib.PurePath(run_file).stem.removeprefix("pretrain_")
+
+
+def pod_checks(reports: list[dict]) -> list[Check]:
+    """The checks of `compiled_reports`, each with its run's name in front, and the batch's aim.
+
+    `switch_c_tokens_off_aim` is the distance from 2^20 tokens a batch as a share of them.
+    """
+    checks = []
+    for report in reports:
+        [row] = report["results"]
+        name = name_of(row["run"])
+        checks += [
+            Check(f"{name}_{one['name']}", one["value"], one["bound"])
+            for one in report["checks"]
+        ]
+        off = abs(row["tokens_per_batch"] / POD_TOKENS - 1)
+        checks.append(Check(f"{name}_tokens_off_aim", off, f"<={MOST_OFF:g}"))
+    return checks
 
 
 def print_tables(report: Report) -> None:
@@ -160,6 +180,12 @@ def print_tables(report: Report) -> None:
         verdict = "holds" if check.holds else "does not hold"
         console.print(f"{check.name} {check.value:,.6g} {check.bound}: {verdict}")
     console.print("Compiled, not run.")
+
+
+def _tokens_asked_for(job: TrainingJob) -> int:
+    """A batch of the encoder, or of a decoder-only model's rows."""
+    encoder, decoder = job.sequence_lengths
+    return job.batch_size * (encoder or decoder)
 
 
 def _shown(name: str, value) -> str:

@@ -4,24 +4,20 @@
     SWITCHX_AOT_TPU=.venv/aot_tpu python -m switchx.bench.scale_page
 
 compiles all of them again, writes what came out to `docs/scale.json`, and from it the table;
-with names of runs behind it (`switch_c`), those alone. Minutes to a quarter of an hour each.
+with names of runs behind it (`switch_c`), those alone. Minutes to half an hour each. The exit
+status is 1 where a check does not hold.
 """
 
 import json
 import pathlib
 import sys
 
-from switchx.bench.compiled import PODS, compiled_reports
+from switchx.bench.compiled import PODS, compiled_reports, name_of, pod_checks
+from switchx.partitioning.hlo_collectives import KINDS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 RESULTS, PAGE = DOCS / "scale.json", DOCS / "scale.md"
 BEGIN, END = "<!-- table: made by switchx.bench.scale_page -->\n", "<!-- end of table -->\n"
-KINDS = ("all-to-all", "ragged-all-to-all", "all-gather", "all-reduce", "reduce-scatter")
-
-
-def name_of(run_file: str) -> str:
-    """`configs/runs/pretrain_switch_c.gin` -> `switch_c`."""
-    return pathlib.PurePath(run_file).stem.removeprefix("pretrain_")
 
 
 def tables(reports: dict[str, dict]) -> str:
@@ -39,16 +35,18 @@ def tables(reports: dict[str, dict]) -> str:
         "temporaries, GiB": lambda row: _gib(row["temporary_bytes_per_device"]),
         "of, GiB": lambda row: _gib(row["hbm_bytes_per_device"]),
         "fits": lambda row: "no" if row["excess_bytes_per_device"] else "yes",
-        "TFLOPs": lambda row: f"{row['matrix_flops_per_device'] / 1e12:.2f}",
+        "TFLOPs": lambda row: _tera(row["matrix_flops_per_device"]),
     }
     text = _table(list(columns), names, lambda name, column: columns[column](rows[name]))
     text += (
         "\nCollectives of a step: how often it executes each kind, and GiB on one device.\n\n"
     )
-    kinds = [kind for kind in KINDS if any(kind in row["collectives"] for row in rows.values())]
+    # A step that its compiler refused has none.
+    found = {name: row["collectives"] or {} for name, row in rows.items()}
+    kinds = [kind for kind in KINDS if any(kind in one for one in found.values())]
 
     def sent(name, kind):
-        one = rows[name]["collectives"].get(kind)
+        one = found[name].get(kind)
         return (
             "" if one is None else f"{one['count_per_step']}: {_gib(one['bytes_per_device'])}"
         )
@@ -68,7 +66,12 @@ def with_tables(page: str, reports: dict[str, dict]) -> str:
     return f"{before}{BEGIN}\n{tables(reports)}\n{END}{rest.partition(END)[2]}"
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str]) -> int:
+    """The exit status: 1 where a check of what was compiled does not hold.
+
+    Raises:
+        ValueError: a run is not one of the pods'.
+    """
     pods = [pod for pod in PODS if not names or name_of(pod[0]) in names]
     unknown = set(names) - {name_of(run_file) for run_file, _ in PODS}
     if unknown:
@@ -77,10 +80,15 @@ def main(names: list[str]) -> None:
             f"{', '.join(name_of(run_file) for run_file, _ in PODS)}"
         )
     reports = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    failed = []
     for pod in pods:
         [reports[name_of(pod[0])]] = compiled_reports([pod])
         RESULTS.write_text(json.dumps(reports, indent=1) + "\n")
-    PAGE.write_text(with_tables(PAGE.read_text(), reports))
+        PAGE.write_text(with_tables(PAGE.read_text(), reports))
+        failed += [one for one in pod_checks([reports[name_of(pod[0])]]) if not one.holds]
+    for check in failed:
+        print(f"{check.name} {check.value:,.6g} {check.bound}: does not hold")
+    return 1 if failed else 0
 
 
 def _table(columns: list[str], names: list[str], cell) -> str:
@@ -91,9 +99,13 @@ def _table(columns: list[str], names: list[str], cell) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _tera(flops: int | None) -> str:
+    return "" if flops is None else f"{flops / 1e12:.2f}"
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.2f}"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

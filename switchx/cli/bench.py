@@ -24,6 +24,8 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench train --json   the same as one JSON object on the last line
 """
 
+ROUNDS = 9
+
 
 def add_command(commands) -> None:
     parser = shared.add_command(
@@ -34,14 +36,22 @@ def add_command(commands) -> None:
         choices=["train", "moe", "kernels", "decode", "scale"],
         help="what to measure",
     )
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns (default: 9)")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help=f"turns (default: {ROUNDS}); scale takes none"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments) -> int:
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds={arguments.rounds}; use at least 1")
+    rounds = ROUNDS if arguments.rounds is None else arguments.rounds
+    if rounds < 1:
+        raise ValueError(f"--rounds={rounds}; use at least 1")
     if arguments.what == "scale":
+        if arguments.rounds is not None:
+            raise ValueError(
+                f"--rounds={rounds}: `bench scale` takes no times, so it has no rounds; leave "
+                "--rounds out"
+            )
         simulated_devices.ask_for(8)
     from switchx.bench import decode, kernels, moe, scale, train
     from switchx.cli.progress import TerminalReporter
@@ -51,9 +61,9 @@ def run(arguments) -> int:
             if arguments.what == "scale":
                 report = scale.run(reporter.note)
             else:
-                report = kernels.run(arguments.rounds, note=reporter.note)
+                report = kernels.run(rounds, note=reporter.note)
     else:
         bench = {"train": train, "moe": moe, "decode": decode}[arguments.what]
-        report = bench.run(arguments.rounds)
+        report = bench.run(rounds)
     report.print(arguments.json)
     return 0

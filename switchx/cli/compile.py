@@ -2,6 +2,7 @@
 """`switchx compile`: a run's whole training step, compiled for a pod that is not here."""
 
 import argparse
+import signal
 import sys
 
 from switchx.cli import arguments as shared
@@ -47,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     absent_devices.require_mesh_fits(job.mesh, topology)
     if not absent_devices.has_compiler():
         sys.stdout.flush()
-        return absent_devices.run_with_compiler(_again(arguments), topology).returncode
+        child = absent_devices.run_with_compiler(_again(arguments), topology)
+        return _status(child.returncode)
     from switchx.bench import compiled
 
     with TerminalReporter() as reporter:
@@ -58,6 +60,24 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         compiled.print_tables(report)
     return 0 if all(check.holds for check in report.checks) else 1
+
+
+def _status(returncode: int) -> int:
+    """The exit status of the process that compiled; 1 where a signal ended it.
+
+    Such a process says nothing itself, so this one does.
+    """
+    if returncode >= 0:
+        return returncode
+    name = signal.Signals(-returncode).name
+    said = f"the process that compiled was ended by {name}"
+    if name == "SIGKILL":
+        said += (
+            ", as the system does when memory runs out; compile where more is free, or with "
+            "ModelConfig.scan_layers=True, which makes the program smaller"
+        )
+    print(f"switchx compile: {said}", file=sys.stderr)
+    return 1
 
 
 def _again(arguments: argparse.Namespace) -> list[str]:

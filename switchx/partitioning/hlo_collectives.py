@@ -176,7 +176,11 @@ def _collective(line: str, everybody) -> HloCollective | None:
     if match["start"] and match["kind"] == "ragged-all-to-all":
         arrays = arrays[:1]  # of (operand, output, offsets and sizes), output, ...
     elif match["start"] and match["kind"] != "all-reduce":
-        # Its result is (operands, results): the results are the second half.
+        # Its result is (operands, results): the results are the second half. A permute has two
+        # counters behind them.
+        is_permute = match["kind"] == "collective-permute"
+        if is_permute and len(arrays) > 2 and arrays[-2:] == (("u32", ()),) * 2:
+            arrays = arrays[:-2]
         arrays = arrays[len(arrays) // 2 :]
     groups = _groups(line) or everybody
     if match["kind"] != "collective-permute" and len(groups[0]) == 1:

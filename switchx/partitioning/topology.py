@@ -20,8 +20,8 @@ class Generation:
         devices_per_chip: a v4's two cores are devices of their own to the compiler.
         most_chips: of the largest slice that is one network.
         hbm_bytes: that a program may use of a device's memory, as the compiler says when it
-            refuses one (`tests/training/test_aot.py` asks it). Of a GPU, the memory that the
-            description it is compiled for names.
+            refuses one (`tests/training/test_aot.py` asks it). Of a GPU, an assumption: 8% of
+            its memory are left to CUDA and NCCL. The planner's spec files say the same.
         source: where the sizes are from.
     """
 
@@ -49,8 +49,12 @@ GENERATIONS = {
     "tpu7x": Generation(
         "tpu", 3, 2, 9216, int(94.75 * GIB), "https://cloud.google.com/tpu/docs/tpu7x"
     ),
-    "h200": Generation("cuda", 1, 1, 8, 150 * 10**9, "pallas_kernels/aot/h200.txtpb"),
+    "h200": Generation(
+        "cuda", 1, 1, 8, 92 * 141 * 10**7, "NVIDIA H200 datasheet: 141 GB, 8 in a machine"
+    ),
 }
+# All slices of a v5e and a v6e of more than one chip (https://cloud.google.com/tpu/docs/v5e).
+FLAT_SLICES = ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _NAME = re.compile(r"([a-z0-9]+)(?::(\d+(?:x\d+)*))?")
 
 
@@ -111,13 +115,15 @@ class Topology:
         return (
             len(self.shape) == generation.axes
             and math.prod(self.shape) <= generation.most_chips
-            and all(map(_is_side, itertools.repeat(self.kind), range(3), self.shape))
+            and _sides_go_together(self.kind, self.shape)
         )
 
     def _nearest(self) -> list["Topology"]:
         """The slices with the next fewer and the next more chips."""
         axes, most = self.generation.axes, self.generation.most_chips
         wanted = math.prod(self.shape)
+        if axes == len(self.shape) == 2:
+            return [Topology(self.kind, min(FLAT_SLICES, key=self._distance))]
         if axes == len(self.shape):  # first the same shape, each side made one that is there
             sides = [_near_side(self.kind, i, side) for i, side in enumerate(self.shape)]
             while math.prod(sides) > most:
@@ -131,12 +137,24 @@ class Topology:
         more = next((s for n in range(wanted, most + 1) for s in _shapes(self.kind, n)), None)
         return [Topology(self.kind, s) for s in dict.fromkeys((fewer, more)) if s]
 
+    def _distance(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """From a flat slice: in chips, then in sides."""
+        sides = zip(sorted(self.shape), shape, strict=True)
+        chips = abs(math.prod(self.shape) - math.prod(shape))
+        return chips, sum(abs(a - b) for a, b in sides)
+
+
+def _sides_go_together(kind: str, shape: tuple[int, ...]) -> bool:
+    if GENERATIONS[kind].axes == 2:
+        return shape in FLAT_SLICES
+    return all(map(_is_side, itertools.repeat(kind), range(3), shape))
+
 
 def _is_side(kind: str, axis: int, side: int) -> bool:
     """Hosts have 2x2 chips; along a third axis, and beyond 4 chips, cubes of 4 are joined."""
     if GENERATIONS[kind].axes == 1:
         return side >= 1
-    if GENERATIONS[kind].axes == 3 and side > 4:
+    if side > 4:
         return side % 4 == 0
     return side in (1, 2, 4) if axis == 2 else side >= 2 and side % 2 == 0
 
@@ -151,6 +169,8 @@ def _near_side(kind: str, axis: int, side: int) -> int:
 def _shapes(kind: str, chips: int) -> list[tuple[int, ...]]:
     """Shapes of so many chips, sides ascending, the most cubic first."""
     axes = GENERATIONS[kind].axes
+    if axes == 2:
+        return [shape for shape in FLAT_SLICES if math.prod(shape) == chips]
     found = []
 
     def extend(sides, left):
@@ -172,9 +192,12 @@ def _rule(kind: str) -> str:
     generation = GENERATIONS[kind]
     if generation.axes == 1:
         return f"{kind} stand in machines of 1 to {generation.most_chips}, as {kind}:8"
-    sides = "2 or a multiple of 4" if generation.axes == 3 else "even"
-    third = ", the third may be 1" if generation.axes == 3 else ""
+    if generation.axes == 2:
+        sides = ", ".join("x".join(map(str, shape)) for shape in FLAT_SLICES)
+        return (
+            f"a {kind} slice has 2 sides, of {sides}, and at most {generation.most_chips} chips"
+        )
     return (
-        f"a {kind} slice has {generation.axes} sides, each {sides}{third}, and at most "
-        f"{generation.most_chips} chips"
+        f"a {kind} slice has 3 sides, each 2 or a multiple of 4, the third may be 1, and at "
+        f"most {generation.most_chips} chips"
     )

@@ -26,16 +26,16 @@ def executed_slots(jaxpr, config: ModelConfig) -> float:
     """
     d_ff = config.switch.d_ff or config.d_ff
     inputs = 2 if config.is_gated else 1
-    return _rows(jaxpr.jaxpr, config.d_model, d_ff) / inputs
+    return _rows(jaxpr.jaxpr, config.d_model, d_ff, inputs)
 
 
-def _rows(jaxpr, d_model: int, d_ff: int) -> float:
+def _rows(jaxpr, d_model: int, d_ff: int, inputs: int) -> float:
     rows = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
-            rows += _expert_rows(equation, d_model, d_ff)
+            rows += _expert_rows(equation, d_model, d_ff, inputs)
             continue
-        inside = [_rows(one, d_model, d_ff) for one in _called(equation)]
+        inside = [_rows(one, d_model, d_ff, inputs) for one in _called(equation)]
         if not inside:
             continue
         times = 1
@@ -50,8 +50,12 @@ def _rows(jaxpr, d_model: int, d_ff: int) -> float:
     return rows
 
 
-def _expert_rows(equation, d_model: int, d_ff: int) -> float:
-    """E R of a product of experts' inputs with w_in or w_gate; its part of F counts in part."""
+def _expert_rows(equation, d_model: int, d_ff: int, inputs: int) -> float:
+    """E R of a product of experts' inputs; all `inputs` of them together count a row once.
+
+    A part of F counts in part. Where that part is as long as D, the product with w_out has the
+    same shapes and takes its share.
+    """
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)
     if len(batch) != 1 or len(left) != 3 or len(right) != 3:
@@ -61,7 +65,8 @@ def _expert_rows(equation, d_model: int, d_ff: int) -> float:
     features = math.prod(right) // (experts * inner)
     if inner != d_model or d_ff % features:
         return 0.0
-    return experts * rows * features / d_ff
+    alike = inputs + 1 if features == inner else inputs
+    return experts * rows * features / d_ff / alike
 
 
 def _called(equation) -> list:

@@ -16,6 +16,7 @@ import jax
 
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
+from switchx.moe.dispatchers import EQUAL_BLOCKS
 from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.planner.executed_slots import executed_slots
 from switchx.planner.hlo_flops import matrix_flops
@@ -110,7 +111,7 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
     program = TrainingProgram(job, devices)
     started, batch = time.monotonic(), batch_shapes(program)
     arguments = bytes_on_one_device((program.restore_target(), batch))
-    tokens, targets = _tokens(job)
+    tokens, targets = _tokens(batch)
     memory, text = Memory(arguments, 0, arguments, hbm_bytes), None
     if memory.fits:
         memory, text = _compile(program, batch, memory)
@@ -134,6 +135,9 @@ def slots_per_token(program: TrainingProgram) -> float | None:
     Of one microbatch, whose tokens are grouped apart. Layers of the encoder and of the
     decoder weigh by their tokens. Where rows are not in equal blocks it is the experts that a
     token meets; None in a dense model.
+
+    Raises:
+        RuntimeError: rows are in equal blocks, but no product of theirs is found.
     """
     model: ModelConfig = program.job.model
     if model.switch is None or not model.switch.has_ffn:
@@ -146,8 +150,15 @@ def slots_per_token(program: TrainingProgram) -> float | None:
     routed = rows * sum(
         length * model.num_sparse_layers_of(stack) for stack, length in lengths.items()
     )
-    slots = executed_slots(traced.jaxpr, model)
-    return slots / routed if slots else experts_per_token(model.switch)
+    if slots := executed_slots(traced.jaxpr, model):
+        return slots / routed
+    if model.switch.dispatcher in EQUAL_BLOCKS:
+        raise RuntimeError(
+            f"dispatcher={model.switch.dispatcher!r} has equal blocks of rows, but the traced "
+            "program has no product [E, R, D] x [E, D, F]; planner/executed_slots.py has to "
+            "learn how experts are computed now"
+        )
+    return experts_per_token(model.switch)
 
 
 def bytes_on_one_device(arrays) -> int:
@@ -215,6 +226,9 @@ def _refusal(message: str) -> str:
     return said
 
 
-def _tokens(job: TrainingJob) -> tuple[int, int]:
-    encoder, decoder = (length * job.batch_size for length in job.sequence_lengths)
-    return (encoder, decoder) if encoder else (decoder, 0)
+def _tokens(batch) -> tuple[int, int]:
+    """Tokens of the batch that the program takes, as `CompiledStep` tells them apart."""
+    decoder = math.prod(batch["decoder_target_tokens"].shape)
+    if "encoder_input_tokens" not in batch:
+        return decoder, 0
+    return math.prod(batch["encoder_input_tokens"].shape), decoder

@@ -3,7 +3,9 @@
 
 import pytest
 
+from pallas_kernels.aot import tpu_compiler
 from switchx.bench import (
+    compiled,
     layer_collectives,
     loss_parity,
     memory_sharding,
@@ -14,7 +16,7 @@ from switchx.bench import (
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, tmp_path):
     parity = {"case": "a mesh", "max_relative_difference": 1e-7}
     monkeypatch.setattr(loss_parity, "measured_rows", lambda note: [parity])
     memory = [
@@ -29,7 +31,7 @@ def small(monkeypatch):
     monkeypatch.setattr(planned_bytes, "measured_rows", lambda note: planned)
     monkeypatch.setattr(memory_sharding, "embedding_bytes", lambda: (0.125, [{"case": "x"}]))
     monkeypatch.setattr(memory_sharding, "bucket_collectives", lambda: (1.0, [{"case": "y"}]))
-    monkeypatch.delenv(scale.FOLDER_VARIABLE, raising=False)
+    monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))  # which has none
 
 
 def test_names_of_the_checks_are_fixed(small):
@@ -61,3 +63,21 @@ def test_what_is_left_out_is_said(small):
     notes = []
     scale.run(notes.append)
     assert "SWITCHX_AOT_TPU" in notes[-1]
+
+
+def test_pods_have_their_rows_and_their_checks(small, tmp_path, monkeypatch):
+    """Wherever a compiler is found, by its variable or in its own folder."""
+    (tmp_path / tpu_compiler.DEFAULT_FOLDER / "libtpu").mkdir(parents=True)
+    monkeypatch.delenv(tpu_compiler.FOLDER_VARIABLE)
+    monkeypatch.chdir(tmp_path)
+    row = {"run": "configs/runs/pretrain_switch_c.gin", "tokens_per_batch": 1 << 20}
+    check = {"name": "fits", "value": 0, "bound": "==1", "holds": False}
+    monkeypatch.setattr(
+        compiled, "compiled_reports", lambda note: [{"results": [row], "checks": [check]}]
+    )
+    report = scale.run()
+    assert report.results[-1] == row
+    assert {check.name: check.holds for check in report.checks[-2:]} == {
+        "switch_c_fits": False,
+        "switch_c_tokens_off_aim": True,
+    }

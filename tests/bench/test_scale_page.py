@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from switchx.bench import scale_page
-from switchx.bench.compiled import PODS
+from switchx.bench.compiled import PODS, pod_checks
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser
 from switchx.partitioning.topology import Topology
@@ -32,6 +32,43 @@ def test_another_run_is_refused():
         scale_page.main(["switch_d"])
 
 
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """The page and its results in another folder, with what a compiler is to say of a run."""
+    for name in ("RESULTS", "PAGE"):
+        copy = tmp_path / getattr(scale_page, name).name
+        copy.write_bytes(getattr(scale_page, name).read_bytes())
+        monkeypatch.setattr(scale_page, name, copy)
+    report = copy_of(REPORTS["switch_c"])
+    monkeypatch.setattr(scale_page, "compiled_reports", lambda pods: [report])
+    return report
+
+
+def copy_of(report: dict) -> dict:
+    return json.loads(json.dumps(report))
+
+
+def test_what_was_compiled_again_is_written(elsewhere, capsys):
+    elsewhere["results"][0]["matrix_flops_per_device"] = 12_340_000_000_000
+    assert scale_page.main(["switch_c"]) == 0
+    assert "| 12.34 |" in scale_page.PAGE.read_text()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_step_that_is_refused_is_shown_and_fails(elsewhere, capsys):
+    [row] = elsewhere["results"]
+    row |= {"matrix_flops_per_device": None, "collectives": None,
+            "excess_bytes_per_device": 1 << 30}  # fmt: skip
+    elsewhere["checks"][0] |= {"value": 0, "holds": False}
+    assert scale_page.main(["switch_c"]) == 1
+    assert capsys.readouterr().out == "switch_c_fits 0 ==1: does not hold\n"
+    [needs, sends] = [
+        line for line in scale_page.PAGE.read_text().splitlines() if "| switch-c |" in line
+    ]
+    assert needs.endswith("| no |  |")
+    assert set(sends.removeprefix("| switch-c")) == {"|", " "}
+
+
 @pytest.mark.parametrize(("run_file", "topology"), PODS)
 def test_results_are_of_this_configuration_and_hold(run_file, topology):
     report = REPORTS[scale_page.name_of(run_file)]
@@ -43,7 +80,7 @@ def test_results_are_of_this_configuration_and_hold(run_file, topology):
     assert row["topology"] == topology
     assert row["devices"] == Topology.parse(topology).num_devices
     assert row["tokens_per_batch"] == job.batch_size * job.inputs_length == 1 << 20
-    assert not [check for check in report["checks"] if not check["holds"]]
+    assert all(check.holds for check in pod_checks([report]))
 
 
 def test_commands_are_understood():

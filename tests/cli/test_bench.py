@@ -71,3 +71,8 @@ def test_kernels_prints_one_json_object(monkeypatch, capsys):
 def test_rounds_must_be_at_least_one(capsys):
     assert main(["bench", "train", "--rounds=0"]) == 2
     assert "--rounds=0; use at least 1" in capsys.readouterr().err
+
+
+def test_scale_has_no_rounds(capsys):
+    assert main(["bench", "scale", "--rounds=3"]) == 2
+    assert "leave --rounds out" in capsys.readouterr().err

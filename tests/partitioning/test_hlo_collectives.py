@@ -63,6 +63,23 @@ PAIRS = ((0, 1), (2, 3))
             PAIRS,
             12,
         ),
+        # As the TPU compiler writes it, with two counters that nobody is sent.
+        (
+            "%r = (f32[80,2048]{1,0:T(8,128)}, f32[80,2048]{1,0:T(8,128)S(3)}, u32[]{:S(2)}, "
+            "u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
+            "collective-permute",
+            (("f32", (80, 2048)),),
+            ((0, 1, 2, 3),),
+            80 * 2048 * 4,
+        ),
+        (
+            "%r = (u32[], u32[]) collective-permute-start(%x), "
+            "source_target_pairs={{0,1},{1,0}}",
+            "collective-permute",
+            (("u32", ()),),
+            ((0, 1, 2, 3),),
+            4,
+        ),
         (
             "%r = (pred[1,4]{1,0}, pred[1,4]{1,0}) all-to-all(%a, %b), "
             "replica_groups={{0,1},{2,3}}",

@@ -58,6 +58,21 @@ def test_on_a_mesh_all_devices_together(spec):
     assert count(with_switch(dispatcher="einsum"), spec) == 2 * ROWS * 8 * 2
 
 
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+@pytest.mark.parametrize(
+    ("d_ff", "spec"),
+    [(16, None), (32, MeshSpec(data=2, expert=2, model=2)), (64, MeshSpec(expert=2, model=4))],
+)
+def test_a_part_of_f_as_long_as_d_counts_once(activation, d_ff, spec):
+    """The product with w_out then looks like that with w_in."""
+    config = dataclasses.replace(
+        with_switch(dispatcher="all_to_all" if spec else "sort"),
+        activation=activation, d_ff=d_ff,
+    )  # fmt: skip
+    assert config.d_model == 16
+    assert count(config, spec) == pytest.approx(2 * ROWS * 8 * 2, rel=1e-9)
+
+
 def test_without_equal_blocks_there_are_none():
     assert count(with_switch(dispatcher="dropless")) == 0
 

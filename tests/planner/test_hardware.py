@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from switchx.partitioning.topology import GENERATIONS
 from switchx.planner.hardware import SPECS, known_hardware, load_hardware, read_spec
 from tests.data.refusals import refused
 
@@ -19,6 +20,14 @@ def test_committed_specs_say_where_every_number_is_from(name):
 
 def test_there_are_the_pods_and_the_papers_clusters():
     assert known_hardware() == ["a100", "h200", "v100", "v4", "v5e", "v5p", "v6e"]
+
+
+def test_memory_is_that_which_slices_are_compiled_for():
+    both = sorted(GENERATIONS.keys() & set(known_hardware()))
+    assert both == ["h200", "v4", "v5e", "v5p", "v6e"]
+    for name in both:
+        usable = load_hardware(name).memory.usable_bytes
+        assert usable == pytest.approx(GENERATIONS[name].hbm_bytes, abs=1), name
 
 
 def test_achieved_is_the_vendors_number_times_one_efficiency():

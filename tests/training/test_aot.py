@@ -20,6 +20,7 @@ from switchx.training.aot import (
     bytes_on_one_device,
     compile_step,
     memory_in_refusal,
+    slots_per_token,
 )
 from switchx.training.program import TrainingProgram
 from tests.training.jobs import ENCODER_DECODER, SWITCH, make_job
@@ -83,6 +84,12 @@ def test_what_is_too_large_is_said_without_compiling(monkeypatch):
     assert step.memory.excess == step.memory.arguments - 10_000
     assert (step.flops, step.collectives) == (None, None)
     assert step.slots_per_token == 2.0
+
+
+def test_equal_blocks_that_are_not_found_are_an_error(monkeypatch):
+    monkeypatch.setattr("switchx.training.aot.executed_slots", lambda jaxpr, model: 0)
+    with pytest.raises(RuntimeError, match="no product"):
+        slots_per_token(TrainingProgram(job_on(MeshSpec(data=2, expert=4))))
 
 
 def test_a_compilers_refusal_is_read():
