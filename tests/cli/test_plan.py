@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx plan`: what it prints, what it writes, and what it refuses."""
 
+import copy
 import json
 
+import gin
 import pytest
 
 from switchx.cli import gin_edge
 from switchx.cli.main import main
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import SPECS
+from switchx.planner.layout import SLICED_RULES
 from switchx.training.job import TrainingJob
 
 RUN = "--gin_file=runs/pretrain_tiny.gin"
@@ -63,6 +69,23 @@ def test_the_written_mesh_is_the_first_plans(folder, capsys):
         assert getattr(job.mesh, axis) == first[axis]
     assert job.model.switch.dispatcher == first["dispatcher"]
     assert job.step.num_microbatches == first["microbatches"]
+
+
+def test_a_runs_own_rules_and_schedule_are_not_inherited(folder, capsys):
+    """gin keeps what earlier files bound; the plan was predicted with its own."""
+    assert plan("--hardware=v5e", "--devices=8", "--output=mesh.gin", "--json") == 0
+    tiny, switch_c = "runs/pretrain_tiny.gin", "runs/pretrain_switch_c.gin"
+    interleaved = ['SCHEDULE_KIND="interleaved"', "NUM_CHUNKS=2", "PIPE_PARTS=4"]
+    for earlier, bindings in (
+        ([switch_c], ['VOCABULARY_FILE="t5.model"']),
+        ([tiny, "meshes/vocab_rows.gin"], []),
+        ([tiny, "meshes/pipeline.gin"], interleaved),
+    ):
+        gin_edge.parse_files([*earlier, str(folder / "mesh.gin")], bindings)
+        mesh = gin_edge.build("MESH", MeshSpec)
+        assert mesh.rules in (Rules(), SLICED_RULES) and mesh.pipe == 1
+        pipeline = copy.deepcopy(gin.query_parameter("job.TrainingJob.pipeline"))
+        assert pipeline == ScheduleSpec("1f1b")
 
 
 def refusal(capsys, *options: str) -> str:
