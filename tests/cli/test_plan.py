@@ -122,6 +122,14 @@ def test_a_model_that_does_not_fit(folder, capsys):
     assert "devices, where" in message or "no number of devices fits it" in message
 
 
+def test_programs_are_told_that_nothing_fits(capsys):
+    assert plan("--hardware=v5e", "--devices=8", "--json", "--gin.BATCH_SIZE=7",
+                "--gin.ModelConfig.num_heads=1", "--gin.ModelConfig.d_ff=63") == 1  # fmt: skip
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["checks"] == [{"name": "fits", "value": 0, "bound": "==1", "holds": False}]
+    assert "BATCH_SIZE=8" in report["results"][0]["way_out"]
+
+
 def test_a_batch_that_does_not_divide(capsys):
     message = refusal(capsys, "--hardware=v5e", "--devices=8", "--gin.BATCH_SIZE=7",
                       "--gin.ModelConfig.num_heads=1", "--gin.ModelConfig.d_ff=63")  # fmt: skip
