@@ -20,8 +20,8 @@ from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.hlo_collectives import collectives
-from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.layout import AXES, SLICED_RULES, Layout
+from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.planner.layout import SLICED_RULES, Layout
 from switchx.planner.step_comm import compiled_on_cpu, step_collectives
 from switchx.training.adamw import AdamW
 from switchx.training.aot import batch_shapes

@@ -106,6 +106,13 @@ def _devices(hardware, asked: int | None) -> int:
             f"--devices={asked}, but --hardware={hardware.name} has {most}; give at most "
             f"{most}, or more nodes"
         )
+    if not hardware.is_whole(asked):
+        size = hardware.devices_per_node
+        below = asked - asked % size
+        raise ValueError(
+            f"--devices={asked} of {hardware.name} are no whole nodes of {size}; use "
+            f"--devices={below} or --devices={below + size}"
+        )
     return asked
 
 

@@ -114,6 +114,12 @@ def test_devices_are_asked_for(capsys):
     )
 
 
+def test_nodes_are_whole(capsys):
+    message = refusal(capsys, "--hardware=h200", "--devices=12")
+    assert "--devices=12 of h200 are no whole nodes of 8" in message
+    assert "use --devices=8 or --devices=16" in message
+
+
 def test_a_model_that_does_not_fit(folder, capsys):
     text = (SPECS / "v5e.toml").read_text().replace("num_bytes = 16e9", "num_bytes = 2.3e6")
     (folder / "tiny.toml").write_text(text)
