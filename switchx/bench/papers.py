@@ -14,7 +14,6 @@ from switchx.bench.report import Check, Report
 
 # Papers round parameters to two or three digits.
 PARAMETER_ERROR = 0.03
-ROUNDING = 0.001
 
 
 def run() -> Report:
@@ -24,23 +23,17 @@ def run() -> Report:
 
 
 def checks(cells: list[Cell]) -> list[Check]:
-    """What has to be exact, and who has to be the faster one; how much is in the rows."""
+    """Parameters within rounding, and who has to be the faster one; how much is in the rows."""
     parameters = [
         abs(cell.error)
         for cell in cells
         if "parameters" in cell.cell and cell.predicted is not None
-    ]
-    arithmetic = [
-        abs(cell.predicted - cell.published)
-        for cell in cells
-        if "arithmetic" in cell.cell and "misprint" not in cell.note
     ]
     small = pipeline_moe_paper.speedup("6.7B DPMoE DP32", "6.7B PPMoE TP8 PP4")
     large = pipeline_moe_paper.speedup("143B DPMoE DP128 TP2", "143B PPMoE TP8 PP16")
     saving = se_moe_paper.hierarchical_saving()
     return [
         Check("papers_parameters_error", max(parameters), f"<={PARAMETER_ERROR}"),
-        Check("papers_ratios_error", max(arithmetic), f"<={ROUNDING}"),
         Check("ppmoe_vs_dpmoe_small", small[1], ">=1.0"),
         Check("ppmoe_vs_dpmoe_143b", large[1], ">=1.0"),
         Check("hierarchical_saving", saving, ">=0.0"),

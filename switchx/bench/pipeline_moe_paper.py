@@ -70,8 +70,10 @@ TABLE_2 = (
     Table2Row("143B PPMoE TP8 PP16", "large", Layout(pipe=16, model=8, dispatcher="sliced"),
               323, 0.907),
 )  # fmt: skip
-# What Table 2 prints that its own throughputs do not give.
-MISPRINTS = {"6.7B PPMoE TP8 PP4": "a misprint: 2708 / 3244 is 83.5%"}
+NOTES = {
+    "6.7B DPMoE DP4 TP8": "eight tensor-parallel ranks share one node's port in redundant "
+    "all-to-alls; the planner has the bytes, not the contention"
+}
 # Tables 1 and 3, in milliseconds.
 TABLE_1 = {"total": 7617, "MoE": 6294, "1st all-to-all": 2566, "2nd all-to-all": 2423,
            "gating": 156}  # fmt: skip
@@ -83,7 +85,6 @@ def cells() -> list[Cell]:
     """Every number of Tables 1 to 3 that a cost model can be asked for."""
     return [
         *_parameters(),
-        *_printed_ratios(),
         *_throughputs(),
         *_headlines(),
         *_forward_shares(),
@@ -176,25 +177,6 @@ def _parameters() -> list[Cell]:
     return found
 
 
-def _slowest_dense(size: str) -> float:
-    return min(r.tokens_per_s for r in TABLE_2 if r.size == size and not r.layout.dispatcher)
-
-
-def _printed_ratios() -> list[Cell]:
-    """The table's ratios against its own throughputs: nothing of the planner in it."""
-    return [
-        Cell(
-            PAPER,
-            f"Table 2 arithmetic: {row.name} over the slowest dense",
-            row.printed_ratio,
-            row.tokens_per_s / _slowest_dense(row.size),
-            MISPRINTS.get(row.name, ""),
-        )
-        for row in TABLE_2
-        if row.printed_ratio is not None
-    ]
-
-
 def _throughputs() -> list[Cell]:
     return [
         Cell(
@@ -202,6 +184,7 @@ def _throughputs() -> list[Cell]:
             f"Table 2 tokens/s/GPU: {row.name}",
             row.tokens_per_s,
             predicted_tokens_per_s(row.name),
+            NOTES.get(row.name, ""),
         )
         for row in TABLE_2
     ]
@@ -284,11 +267,12 @@ def _forward_shares() -> list[Cell]:
     both = first["1st all-to-all"] + first["2nd all-to-all"]
     moe = both + first["gating"] + first["experts"]
     total = sum(first.values())
+    measured = TABLE_1["1st all-to-all"] + TABLE_1["2nd all-to-all"]
     for what, published, predicted in (
-        ("both all-to-alls of forward", 4989 / 7617, both / total),
-        ("both all-to-alls of the MoE layers", 4989 / 6294, both / moe),
-        ("MoE layers of forward", 6294 / 7617, moe / total),
-        ("gating of forward", 156 / 7617, first["gating"] / total),
+        ("both all-to-alls of forward", measured / TABLE_1["total"], both / total),
+        ("both all-to-alls of the MoE layers", measured / TABLE_1["MoE"], both / moe),
+        ("MoE layers of forward", TABLE_1["MoE"] / TABLE_1["total"], moe / total),
+        ("gating of forward", TABLE_1["gating"] / TABLE_1["total"], first["gating"] / total),
     ):
         found.append(Cell(PAPER, f"Table 1 share: {what}", published, predicted, note))
     total = sum(third.values())
@@ -301,9 +285,11 @@ def _forward_shares() -> list[Cell]:
         published = TABLE_3[what] / TABLE_3["total"]
         found.append(Cell(PAPER, f"Table 3 share: {what}", published, seconds / total))
     ratios = (
-        ("MoE all-reduce over FFN all-reduce", 1294 / 1176,
+        ("MoE all-reduce over FFN all-reduce",
+         TABLE_3["MoE all-reduce"] / TABLE_3["FFN all-reduce"],
          third["MoE all-reduce"] / third["FFN all-reduce"]),
-        ("experts over dense FFNs, products", 437 / (1714 - 1176),
+        ("experts over dense FFNs, products",
+         TABLE_3["experts"] / (TABLE_3["FFN"] - TABLE_3["FFN all-reduce"]),
          third["experts"] / third["FFN"]),
     )  # fmt: skip
     return found + [Cell(PAPER, f"Table 3: {what}", a, b) for what, a, b in ratios]
@@ -325,12 +311,10 @@ def _equations() -> list[Cell]:
 
 def _unpredictable() -> list[Cell]:
     why = {
-        "Table 2: 6.7B DPMoE DP4 TP8 over DP32": (
-            218 / 2147, "how its eight tensor-parallel ranks share one node's port in "
-            "redundant all-to-alls; the planner has the bytes, not the contention"),
         "Table 3: gating (ms)": (
-            491, "kernels that wait for memory and launches; the planner counts products"),
+            TABLE_3["gating"],
+            "kernels that wait for memory and launches; the planner counts products"),
         "Tables 1 and 3: total forward (ms)": (
-            7617, "the batch of one forward step is not given"),
+            TABLE_1["total"], "the batch of one forward step is not given"),
     }  # fmt: skip
     return [Cell(PAPER, cell, value, None, note) for cell, (value, note) in why.items()]

@@ -34,6 +34,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
     memory = pipeline.memory_rows()
     layers = layer_collectives.measured_rows(note)
     planned = planned_bytes.measured_rows(note=note)
+    left_over = planned_bytes.measured_rows(planned_bytes.LEFT_OVER, note=note)
     note("compiling token tables and buckets")
     table_ratio, tables = memory_sharding.embedding_bytes()
     bucket_ratio, buckets = memory_sharding.bucket_collectives()
@@ -49,7 +50,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         _named("training", parity)
         + memory
         + _named("layer", layers)
-        + _named("communication", planned)
+        + _named("communication", planned + left_over)
         + _named("table", tables)
         + _named("fused", buckets)
         + papers.headline_rows()

@@ -51,7 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.bench.report import Check, Report
     from switchx.cli.plan_table import print_search, row
     from switchx.data.data_dir import write_atomically
-    from switchx.partitioning.mesh import AXES
     from switchx.planner.hardware import load_hardware
     from switchx.planner.mesh_gin import mesh_gin
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, search
@@ -63,24 +62,27 @@ def run(arguments: argparse.Namespace) -> int:
     devices = _devices(hardware, arguments.devices)
     job = shared.parse_job(arguments)
     workload = workload_of(job)
-    has_pipe = "pipe" in AXES
-    found = search(workload, hardware, devices, has_pipe=has_pipe)
+    found = search(workload, hardware, devices)
     hint = ""
     if GROUPS_DO_NOT_DIVIDE in found.refused:
         size = fitting_group_size(job, devices)
         # With fewer tokens than experts most slots of a group would be empty.
         if size and job.model.switch.num_experts <= size < job.model.switch.group_size:
             hint = f"SwitchConfig.group_size={size}"
+    fits = Check("fits", len(found.plans[:1]), "==1")
     if not found.plans:
-        raise ValueError(_nothing_fits(workload, hardware, devices, found, has_pipe, hint))
+        message = _nothing_fits(workload, hardware, devices, found, hint)
+        if not arguments.json:
+            raise ValueError(message)
+        Report("plan", [{"way_out": message}], [fits]).print(as_json=True)
+        return 1
     if arguments.output:
         command = f"switchx plan --hardware={arguments.hardware} --devices={devices}"
         text = mesh_gin(found.plans[0], hardware, command)
         write_atomically(pathlib.Path(arguments.output).expanduser(), text.encode())
     if arguments.json:
         rows = [row(i, plan, workload) for i, plan in enumerate(found.plans, 1)]
-        checks = [Check("fits", 1, "==1")]
-        Report("plan", rows[: arguments.top], checks).print(as_json=True)
+        Report("plan", rows[: arguments.top], [fits]).print(as_json=True)
     else:
         print_search(found, hardware, devices, arguments.top)
         if hint:
@@ -104,10 +106,17 @@ def _devices(hardware, asked: int | None) -> int:
             f"--devices={asked}, but --hardware={hardware.name} has {most}; give at most "
             f"{most}, or more nodes"
         )
+    if not hardware.is_whole(asked):
+        size = hardware.devices_per_node
+        below = asked - asked % size
+        raise ValueError(
+            f"--devices={asked} of {hardware.name} are no whole nodes of {size}; use "
+            f"--devices={below} or --devices={below + size}"
+        )
     return asked
 
 
-def _nothing_fits(workload, hardware, devices: int, found, has_pipe, hint: str) -> str:
+def _nothing_fits(workload, hardware, devices: int, found, hint: str) -> str:
     """What is in the way, and the nearest numbers of devices or rows that work."""
     from switchx.planner.explain import num_bytes
     from switchx.planner.search import smallest_that_fits, workable_devices
@@ -116,7 +125,7 @@ def _nothing_fits(workload, hardware, devices: int, found, has_pipe, hint: str) 
     if found.smallest is None:
         reasons = sorted(found.refused.items(), key=lambda item: -item[1])
         text = "; ".join(f"{reason} ({count} meshes)" for reason, count in reasons[:3])
-        near = workable_devices(workload, hardware, devices, has_pipe=has_pipe)
+        near = workable_devices(workload, hardware, devices)
         ways = [f"--devices={number}" for number in near] + ([hint] if hint else [])
         if workload.batch_size % devices:
             ways.append(f"BATCH_SIZE={-(-workload.batch_size // devices) * devices}")
@@ -131,7 +140,7 @@ def _nothing_fits(workload, hardware, devices: int, found, has_pipe, hint: str) 
         f"({least.layout.name}) needs {num_bytes(least.memory.total)} a device, of which "
         f"{num_bytes(hardware.memory.usable_bytes)} can be used; "
     )
-    fits = smallest_that_fits(workload, hardware, devices, has_pipe=has_pipe)
+    fits = smallest_that_fits(workload, hardware, devices)
     if fits is None:
         return text + (
             "no number of devices fits it with this batch; use ModelConfig.remat='full', "

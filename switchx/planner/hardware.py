@@ -107,6 +107,12 @@ class Hardware:
     between: Network
     max_devices: int | None = None
 
+    def is_whole(self, devices: int) -> bool:
+        """Part of one node, or whole nodes; slices of a torus are not looked at here."""
+        if self.inside.torus_dims:
+            return True
+        return devices < self.devices_per_node or devices % self.devices_per_node == 0
+
 
 def known_hardware() -> list[str]:
     """Names of the committed spec files."""

@@ -9,10 +9,9 @@ import functools
 import itertools
 import math
 
+from switchx.partitioning.mesh import AXES
 from switchx.partitioning.rules import MeshAxes, Rules
 
-# Outermost first, as `partitioning.mesh` has them: neighbours share the last axes.
-AXES = ("pipe", "data", "fsdp", "node", "expert", "model")
 # Pipeline MoE (section 3.3): whole experts inside of the tensor-parallel group.
 SLICED_RULES = Rules(
     expert_params=(

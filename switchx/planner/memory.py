@@ -28,6 +28,7 @@ LOGIT_COPIES = 2
 # Arrays of `[tokens, F]` that the derivative of an activation function keeps beside the values
 # before and after it: counted in programs compiled without remat. Relu has a mask.
 ACTIVATION_RESIDUALS = {"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2}
+# As `moe.dispatchers` has them, which planning does not import; a test holds them together.
 EQUAL_BLOCKS = ("sort", "einsum", "all_to_all", "hierarchical")
 
 

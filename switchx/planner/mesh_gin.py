@@ -2,57 +2,73 @@
 """A plan as the gin file that `switchx train` reads after a run's own files."""
 
 import dataclasses
-import json
 
-from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.mesh import AXES
+from switchx.partitioning.rules import Rules
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.explain import explain
 from switchx.planner.hardware import Hardware
-from switchx.planner.layout import AXES
 from switchx.planner.search import Plan
 
-HEADER = """\
+IMPORTS = """\
 from __gin__ import dynamic_registration
 from switchx.models import config
 from switchx.partitioning import mesh
 from switchx.partitioning import rules
-
-"""
+from switchx.partitioning import schedule
+from switchx.training import job"""
 
 
 def mesh_gin(plan: Plan, hardware: Hardware, command: str) -> str:
-    """The mesh, the rules and the dispatcher; every axis is named, so nothing is inherited.
+    """The plan's mesh, rules, schedule and dispatcher, to be read after a run's own files.
+
+    gin keeps what an earlier file bound, so every axis, every field of `Rules` and the
+    pipeline's schedule are written, defaults too: a run's own rules (configs/meshes/pod.gin)
+    are not what was predicted.
 
     Args:
         command: that made the plan, for the file's head.
-
-    Raises:
-        ValueError: the plan has an axis of several devices that a mesh does not have.
     """
-    layout, fields = plan.layout, {each.name for each in dataclasses.fields(MeshSpec)}
-    words = explain(plan, hardware, plan)
-    lines = [f"# Made by {command}", "#", *_wrapped(words), "", HEADER.rstrip(), ""]
-    if layout.dispatcher is None:
-        lines.remove(HEADER.rstrip())
-        lines.append(HEADER.replace("from switchx.models import config\n", "").rstrip() + "\n")
-    lines += ["MESH = @mesh.MeshSpec()"]
-    for axis in AXES:
-        size = getattr(layout, axis)
-        if axis in fields:
-            lines.append(f"mesh.MeshSpec.{axis} = {size}")
-        elif size > 1:
-            raise ValueError(f"a mesh has no axis {axis!r}; plan with has_pipe=False")
-    lines += [
-        "mesh.MeshSpec.rules = @rules.Rules()",
-        f"rules.Rules.expert_params = {_literal(layout.rules.expert_params)}",
-        f"NUM_MICROBATCHES = {layout.num_microbatches}",
-    ]
+    layout = plan.layout
+    bound = {f"mesh.MeshSpec.{axis}": getattr(layout, axis) for axis in AXES}
+    bound |= _fields("rules.Rules", layout.rules, Rules)
+    # What the planner takes the bubble and the activations in flight of.
+    bound |= _fields("schedule.ScheduleSpec", ScheduleSpec("1f1b"), ScheduleSpec)
+    bound["NUM_MICROBATCHES"] = layout.num_microbatches
+    if layout.pipe > 1:
+        bound["config.ModelConfig.scan_layers"] = True
     if layout.dispatcher is not None:
-        lines.append(f"config.SwitchConfig.dispatcher = {json.dumps(layout.dispatcher)}")
-    return "\n".join(lines) + "\n"
+        bound["config.SwitchConfig.dispatcher"] = layout.dispatcher
+    imports = IMPORTS
+    if not any(name.startswith("config.") for name in bound):
+        imports = imports.replace("from switchx.models import config\n", "")
+    return "\n".join(
+        [
+            f"# Made by {command}",
+            "#",
+            *_wrapped(explain(plan, hardware, plan)),
+            "",
+            imports,
+            "",
+            "MESH = @mesh.MeshSpec()",
+            "mesh.MeshSpec.rules = @rules.Rules()",
+            "job.TrainingJob.pipeline = @schedule.ScheduleSpec()",
+            *(f"{name} = {_literal(value)}" for name, value in bound.items()),
+            "",
+        ]
+    )
+
+
+def _fields(name: str, value, kind: type) -> dict:
+    return {
+        f"{name}.{field.name}": getattr(value, field.name) for field in dataclasses.fields(kind)
+    }
 
 
 def _literal(value) -> str:
-    """Nested tuples with double quotes, as the configs have them."""
+    """As the configs have it: double quotes, a table of rules with one a line."""
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return "\n".join(["(", *(f"    {_literal(rule)}," for rule in value), ")"])
     return repr(value).replace("'", '"')
 
 

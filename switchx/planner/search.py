@@ -108,6 +108,8 @@ def smallest_that_fits(
     most = hardware.max_devices or MOST_DEVICES
     while 2 * devices <= most:
         devices *= 2
+        if not hardware.is_whole(devices):
+            continue
         plans = search(workload, hardware, devices, has_pipe=has_pipe).plans
         if plans:
             return devices, plans[0]
@@ -120,6 +122,8 @@ def workable_devices(
     """The nearest numbers of devices below and above that any mesh divides into."""
 
     def works(number: int) -> bool:
+        if not hardware.is_whole(number):
+            return False
         found = layouts(workload, hardware, number, collections.Counter(), has_pipe=has_pipe)
         return any(_refusal(workload, layout) is None for layout in found)
 

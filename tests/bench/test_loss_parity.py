@@ -26,6 +26,16 @@ def test_another_loss_does_not_pass():
     assert not loss_parity.check(rows).holds
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_loss_that_is_no_number_does_not_pass(place):
+    one, broken = np.array([3.0, 2.0]), np.array([3.0, np.nan])
+    rows = [
+        loss_parity._row(loss_parity.ONE_DEVICE, broken if i == place else one, one)
+        for i in range(3)
+    ]
+    assert not loss_parity.check(rows).holds
+
+
 def test_meshes_are_of_every_kind():
     axes = {"pipe", "fsdp", "node", "expert", "model"}
     used = {axis for axis in axes for case in loss_parity.CASES if getattr(case.mesh, axis) > 1}

@@ -9,12 +9,12 @@ from switchx.bench import papers, pipeline_moe_paper, se_moe_paper
 def test_every_cell_has_an_error_or_a_reason():
     report = papers.run()
     names = [(row["paper"], row["cell"]) for row in report.results]
-    assert len(set(names)) == len(names) > 60
+    assert len(set(names)) == len(names) > 50
     for row in report.results:
         assert (row["relative_error"] is None) == (row["predicted"] is None)
         assert row["predicted"] is not None or row["note"]
     assert [check.name for check in report.checks] == [
-        "papers_parameters_error", "papers_ratios_error", "ppmoe_vs_dpmoe_small",
+        "papers_parameters_error", "ppmoe_vs_dpmoe_small",
         "ppmoe_vs_dpmoe_143b", "hierarchical_saving",
     ]  # fmt: skip
     assert all(check.holds for check in report.checks)

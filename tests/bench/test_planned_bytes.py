@@ -50,3 +50,18 @@ def test_a_missing_formula_is_found(monkeypatch):
 def test_what_is_left_over_says_why():
     assert LEFT_OVER and all(case.left_over for case in LEFT_OVER)
     assert not any(case.left_over for case in CASES)
+
+
+def test_what_is_left_over_fails_a_check_of_its_own(monkeypatch):
+    errors = {case.name: 0.3 for case in LEFT_OVER}
+    monkeypatch.setattr(
+        planned_bytes,
+        "compare",
+        lambda case: {"case": case.name, "relative_error": errors.get(case.name, 0.0)},
+    )
+    report = planned_bytes.run()
+    assert {each.name: each.holds for each in report.checks} == {
+        "hlo_vs_planner_bytes": True,
+        "hlo_vs_planner_bytes_left_over": False,
+    }
+    assert len(report.results) == len(CASES) + len(LEFT_OVER)

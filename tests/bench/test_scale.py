@@ -28,7 +28,14 @@ def small(monkeypatch, tmp_path):
     layers = [{"case": name, "collectives": 2} for name in ("dense", "sliced")]
     monkeypatch.setattr(layer_collectives, "measured_rows", lambda note: layers)
     planned = [{"case": "a mesh", "relative_error": 0.01}]
-    monkeypatch.setattr(planned_bytes, "measured_rows", lambda note: planned)
+    off = [{"case": "left over", "relative_error": 0.3}]
+    monkeypatch.setattr(
+        planned_bytes,
+        "measured_rows",
+        lambda cases=planned_bytes.CASES, note=None: (
+            off if cases is planned_bytes.LEFT_OVER else planned
+        ),
+    )
     monkeypatch.setattr(memory_sharding, "embedding_bytes", lambda: (0.125, [{"case": "x"}]))
     monkeypatch.setattr(memory_sharding, "bucket_collectives", lambda: (1.0, [{"case": "y"}]))
     monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))  # which has none
@@ -51,6 +58,7 @@ def test_each_part_has_a_table_of_its_own(small, capsys):
     first = dict.fromkeys(next(iter(row)) for row in report.results)
     assert [*first][:6] == ["training", "schedule", "layer", "communication", "table", "fused"]
     assert any("PPMoE" in str(row) for row in report.results)
+    assert any("left over" in str(row) for row in report.results)
     report.print(as_json=False)
     assert "microbatches" in capsys.readouterr().out
 

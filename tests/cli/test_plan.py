@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx plan`: what it prints, what it writes, and what it refuses."""
 
+import copy
 import json
 
+import gin
 import pytest
 
 from switchx.cli import gin_edge
 from switchx.cli.main import main
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import SPECS
+from switchx.planner.layout import SLICED_RULES
 from switchx.training.job import TrainingJob
 
 RUN = "--gin_file=runs/pretrain_tiny.gin"
@@ -65,6 +71,23 @@ def test_the_written_mesh_is_the_first_plans(folder, capsys):
     assert job.step.num_microbatches == first["microbatches"]
 
 
+def test_a_runs_own_rules_and_schedule_are_not_inherited(folder, capsys):
+    """gin keeps what earlier files bound; the plan was predicted with its own."""
+    assert plan("--hardware=v5e", "--devices=8", "--output=mesh.gin", "--json") == 0
+    tiny, switch_c = "runs/pretrain_tiny.gin", "runs/pretrain_switch_c.gin"
+    interleaved = ['SCHEDULE_KIND="interleaved"', "NUM_CHUNKS=2", "PIPE_PARTS=4"]
+    for earlier, bindings in (
+        ([switch_c], ['VOCABULARY_FILE="t5.model"']),
+        ([tiny, "meshes/vocab_rows.gin"], []),
+        ([tiny, "meshes/pipeline.gin"], interleaved),
+    ):
+        gin_edge.parse_files([*earlier, str(folder / "mesh.gin")], bindings)
+        mesh = gin_edge.build("MESH", MeshSpec)
+        assert mesh.rules in (Rules(), SLICED_RULES) and mesh.pipe == 1
+        pipeline = copy.deepcopy(gin.query_parameter("job.TrainingJob.pipeline"))
+        assert pipeline == ScheduleSpec("1f1b")
+
+
 def refusal(capsys, *options: str) -> str:
     assert plan(*options) == 2
     return capsys.readouterr().err
@@ -91,12 +114,26 @@ def test_devices_are_asked_for(capsys):
     )
 
 
+def test_nodes_are_whole(capsys):
+    message = refusal(capsys, "--hardware=h200", "--devices=12")
+    assert "--devices=12 of h200 are no whole nodes of 8" in message
+    assert "use --devices=8 or --devices=16" in message
+
+
 def test_a_model_that_does_not_fit(folder, capsys):
     text = (SPECS / "v5e.toml").read_text().replace("num_bytes = 16e9", "num_bytes = 2.3e6")
     (folder / "tiny.toml").write_text(text)
     message = refusal(capsys, "--hardware=tiny.toml", "--devices=2")
     assert "the model does not fit 2 devices of tiny: the smallest of the meshes" in message
     assert "devices, where" in message or "no number of devices fits it" in message
+
+
+def test_programs_are_told_that_nothing_fits(capsys):
+    assert plan("--hardware=v5e", "--devices=8", "--json", "--gin.BATCH_SIZE=7",
+                "--gin.ModelConfig.num_heads=1", "--gin.ModelConfig.d_ff=63") == 1  # fmt: skip
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["checks"] == [{"name": "fits", "value": 0, "bound": "==1", "holds": False}]
+    assert "BATCH_SIZE=8" in report["results"][0]["way_out"]
 
 
 def test_a_batch_that_does_not_divide(capsys):

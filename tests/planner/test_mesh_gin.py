@@ -5,7 +5,8 @@ import dataclasses
 
 import pytest
 
-from switchx.partitioning.mesh import AXES
+from switchx.partitioning.rules import Rules
+from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import SLICED_RULES, Layout
 from switchx.planner.mesh_gin import mesh_gin
@@ -23,6 +24,7 @@ def text_of(layout: Layout, model=None) -> str:
 def test_every_axis_is_named():
     text = text_of(Layout(data=2, expert=4, dispatcher="all_to_all", num_microbatches=2))
     for line in (
+        "mesh.MeshSpec.pipe = 1",
         "mesh.MeshSpec.data = 2",
         "mesh.MeshSpec.fsdp = 1",
         "mesh.MeshSpec.expert = 4",
@@ -38,7 +40,8 @@ def test_every_axis_is_named():
 def test_sliced_experts_have_their_rules():
     assert SLICED_RULES.expert_params[-2:] == (("E", ("model",)), ("D", ("fsdp",)))
     text = text_of(Layout(model=8, dispatcher="sliced"))
-    assert '("E", ("model",)), ("D", ("fsdp",)))' in text
+    table = text.split("rules.Rules.expert_params = ")[1].split("\n)\n")[0]
+    assert table.splitlines()[-2:] == ['    ("E", ("model",)),', '    ("D", ("fsdp",)),']
 
 
 def test_a_dense_model_has_no_dispatcher():
@@ -46,7 +49,19 @@ def test_a_dense_model_has_no_dispatcher():
     assert "SwitchConfig" not in text and "models import config" not in text
 
 
-@pytest.mark.skipif("pipe" in AXES, reason="this mesh has stages")
-def test_stages_that_a_mesh_does_not_have():
-    with pytest.raises(ValueError, match="a mesh has no axis 'pipe'"):
-        text_of(Layout(pipe=4, num_microbatches=4), DENSE)
+@pytest.mark.parametrize(
+    "value", [Rules(), ScheduleSpec("1f1b")], ids=lambda v: type(v).__name__
+)
+def test_nothing_is_left_to_what_a_run_bound(value):
+    bound = [line.split(" = ")[0] for line in text_of(Layout(data=8), DENSE).splitlines()]
+    for field in dataclasses.fields(value):
+        assert (
+            sum(name.endswith(f".{type(value).__name__}.{field.name}") for name in bound) == 1
+        )
+
+
+def test_stages_have_a_scan_and_a_schedule():
+    text = text_of(Layout(pipe=4, num_microbatches=4), DENSE)
+    assert "config.ModelConfig.scan_layers = True" in text.splitlines()
+    assert 'schedule.ScheduleSpec.kind = "1f1b"' in text.splitlines()
+    assert "scan_layers" not in text_of(Layout(data=8), DENSE)
