@@ -9,15 +9,17 @@
 #
 # What follows the script's name are options of `switchx train`. --model_dir has to be on a
 # file system that all machines share. A process that is lost ends the step; the job then
-# begins it again, as often as RESTARTS says, from the last checkpoint.
+# begins it again, as often as RESTARTS says, from the last checkpoint. After a signal (the time
+# limit, a machine that is taken away) it goes back into the queue. `scancel JOB` ends it.
 
 #SBATCH --job-name=switchx
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
+#SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-# The system's time limit and `scancel --signal` send SIGTERM first: switchx saves and ends.
+# Before the time limit each process gets SIGTERM: they save, and leave with status 75.
 #SBATCH --signal=TERM@300
 
 set -euo pipefail
@@ -31,8 +33,13 @@ for attempt in $(seq 0 "$RESTARTS"); do
   status=0
   srun --ntasks-per-node=1 --kill-on-bad-exit=1 --label \
     "$SWITCHX" train --silence_seconds=60 --start_seconds=600 "$@" || status=$?
-  # 0: done, or saved after a signal. 2: wrong input, which another attempt does not change.
+  # 0: done. 2: wrong input, which another attempt does not change.
   if [ "$status" -eq 0 ] || [ "$status" -eq 2 ]; then
+    exit "$status"
+  fi
+  # 75: saved after a signal. This allocation may be about to end, so the job goes on in
+  # another; where jobs may not be requeued, in this one as long as there is time.
+  if [ "$status" -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"; then
     exit "$status"
   fi
   echo "attempt $attempt ended with status $status"

@@ -11,6 +11,7 @@ import yaml
 from switchx.cli import gin_edge, hosts
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser
+from switchx.cli.train import STOPPED_STATUS
 from switchx.hosts.processes import Processes
 from tests.processes import ROOT
 
@@ -62,12 +63,26 @@ def test_slurm_starts_switchx_with_options_that_exist(tmp_path):
     assert (arguments.start_seconds, arguments.silence_seconds) == (600, 60)
 
 
+# None of them asks for another place in the queue: there is no `scontrol` here.
 @pytest.mark.parametrize(("status", "attempts"), [(0, 1), (2, 1), (1, 3), (137, 3)])
 def test_slurm_begins_again_what_another_attempt_can_mend(tmp_path, status, attempts):
     body = f"echo attempt >> {tmp_path}/log; exit {status}"
     done = run_slurm(tmp_path, body, "--model_dir=run", RESTARTS="2")
     assert done.returncode == status
     assert (tmp_path / "log").read_text().split() == ["attempt"] * attempts
+
+
+@pytest.mark.parametrize(("refusal", "attempts"), [(0, 1), (1, 3)])
+def test_slurm_requeues_a_run_that_a_signal_stopped(tmp_path, refusal, attempts):
+    stub(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/asked; exit {refusal}')
+    body = f"echo attempt >> {tmp_path}/log; exit {STOPPED_STATUS}"
+    more = {"RESTARTS": "2", "SLURM_JOB_ID": "4711"}
+    done = run_slurm(tmp_path, body, "--model_dir=run", **more)
+    assert done.returncode == STOPPED_STATUS
+    # Where it may not be requeued, it begins again in the same allocation.
+    assert (tmp_path / "log").read_text().split() == ["attempt"] * attempts
+    assert (tmp_path / "asked").read_text().splitlines() == ["requeue 4711"] * attempts
+    assert "#SBATCH --requeue\n" in SLURM.read_text()
 
 
 def test_the_example_of_the_slurm_script_is_a_job():
@@ -114,3 +129,18 @@ def test_pods_of_a_job_set_find_each_other():
         found = hosts.processes_of(arguments, launcher)
         assert found == Processes(first, count, index)
     assert spec["backoffLimit"] == 0 and document["spec"]["failurePolicy"]["maxRestarts"] > 0
+
+
+def test_a_job_set_that_a_signal_stopped_begins_again_uncounted():
+    """The status of a pod fails the job by a policy, and that failure is not counted."""
+    spec, policy = pods(), manifest()["spec"]["failurePolicy"]
+    (container,) = spec["template"]["spec"]["containers"]
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    codes = rule["onExitCodes"]
+    assert rule["action"] == "FailJob" and codes["containerName"] == container["name"]
+    assert (codes["operator"], codes["values"]) == ("In", [STOPPED_STATUS])
+    (reaction,) = policy["rules"]
+    assert reaction["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert reaction["onJobFailureReasons"] == ["PodFailurePolicy"]
+    # Kubernetes takes a podFailurePolicy with this one alone.
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"

@@ -46,7 +46,7 @@ any setting of the gin files, several --gin_file are read in order:
 """
 EPILOG = """\
 `switchx COMMAND --help` explains one. Exit status: 0 done, 1 failed on the way, 2 wrong
-input (nothing was done), 130 interrupted.
+input (nothing was done), 75 saved after a signal to one of several processes, 130 interrupted.
 """
 
 # glibc backs its heap with huge pages; a training step on CPU gets 20 to 25% faster. It is
@@ -61,8 +61,8 @@ MALLOC_TUNING = (
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    0 done, 1 failed on the way, 2 wrong input, 130 interrupted. What is not meant for a
-    person, any error that switchx itself did not raise, is a traceback.
+    0 done, 1 failed on the way, 2 wrong input, 75 to be gone on with, 130 interrupted. What is
+    not meant for a person, any error that switchx itself did not raise, is a traceback.
 
     Args:
         argv: without the program's name; None takes the command line.

@@ -17,7 +17,8 @@ and the operative configuration into the run folder.
 
 Started again with the same command, it resumes from the last complete checkpoint, to the
 bit; kill -9 does no harm. SIGTERM and Ctrl-C save before they leave, a second Ctrl-C does
-not wait. It ends with a summary on standard output.
+not wait; one of several processes then leaves with status 75, for a launcher to start them
+again. It ends with a summary on standard output.
 
 Macros that every file in configs/runs honours:
 
@@ -30,6 +31,9 @@ Macros that every file in configs/runs honours:
   DATA_DIR          where corpora are (default: SWITCHX_DATA_DIR, or ~/.cache/switchx)
   INIT_FROM         run folder to start from (configs/runs/finetune.gin)
 """
+
+# EX_TEMPFAIL of sysexits.h: nothing is wrong, the same command goes on.
+STOPPED_STATUS = 75
 
 
 def add_command(commands) -> None:
@@ -65,7 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
         from switchx.training.run_folder import RunFolder
 
         summary.print_summary(job, RunFolder(arguments.model_dir), outcome, arguments)
-    return 0
+    return exit_status(outcome.is_finished, processes)
+
+
+def exit_status(is_finished: bool, processes) -> int:
+    """0, but 75 of each of several processes where a signal came before the last step.
+
+    A person who ends a single process knows why. Several have a launcher, which takes 0 for
+    the end of the run: a machine that was taken away would end it for good.
+    """
+    return 0 if is_finished or processes is None else STOPPED_STATUS
 
 
 def _reporter(processes):

@@ -68,7 +68,13 @@ def _from_slurm(environment: Mapping[str, str]) -> Processes | None:
 def _from_tpu_pod(environment: Mapping[str, str]) -> Processes | None:
     names = environment.get("TPU_WORKER_HOSTNAMES", "")
     hosts = [name.strip() for name in names.split(",") if name.strip()]
-    slices = int(environment.get("MEGASCALE_NUM_SLICES") or 1)
+    # Set and empty is what some images do where there is one slice.
+    slices = 1
+    if environment.get("MEGASCALE_NUM_SLICES"):
+        slices = _number(environment, "MEGASCALE_NUM_SLICES", "MEGASCALE_NUM_SLICES")
+    if slices > 1 and not hosts:
+        # Each slice would train alone, and write into the same run folder.
+        raise ValueError(_incomplete("MEGASCALE_NUM_SLICES", "TPU_WORKER_HOSTNAMES"))
     if len(hosts) * slices < 2:
         return None
     worker = _number(environment, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")

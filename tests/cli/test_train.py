@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `switchx train` records of the code that ran. Training: tests/integration."""
 
+import os
 import shutil
 import subprocess
 
 import pytest
 
 from switchx.cli import train
+from switchx.hosts.processes import Processes
 
 
 @pytest.fixture
@@ -49,3 +51,11 @@ def test_no_repository_and_no_git(tmp_path, monkeypatch):
     assert train.git_commit() == "unknown"
     monkeypatch.setenv("PATH", "")
     assert train.git_commit() == "unknown"
+
+
+def test_a_launcher_is_told_that_a_stopped_run_is_to_go_on():
+    several = Processes("localhost:8476", 2, 0)
+    assert train.exit_status(is_finished=True, processes=several) == 0
+    assert train.exit_status(is_finished=False, processes=several) == os.EX_TEMPFAIL == 75
+    # A person who ends a run with Ctrl-C did what was meant.
+    assert train.exit_status(is_finished=False, processes=None) == 0

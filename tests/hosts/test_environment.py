@@ -55,6 +55,7 @@ def test_launchers(environment, processes):
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"},
         # An indexed job that nobody made a run of several processes.
         {"JOB_COMPLETION_INDEX": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+        {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"},
         # One host; this is also what compiling for a pod elsewhere sets.
         {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
     ],
@@ -70,6 +71,7 @@ def test_a_process_alone(environment):
         (SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
         (JOB_SET, "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"),
         (POD, "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+        (SLICES, "MEGASCALE_NUM_SLICES", "TPU_WORKER_HOSTNAMES"),
         (SLICES, "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
         (SLICES, "MEGASCALE_NUM_SLICES", "MEGASCALE_COORDINATOR_ADDRESS"),
     ],
@@ -86,6 +88,8 @@ def test_half_of_it(environment, there, missing):
 def test_no_number():
     with refused("JAX_NUM_PROCESSES='four' in the environment is no number"):
         processes_of(JOB_SET | {"JAX_NUM_PROCESSES": "four"})
+    with refused("MEGASCALE_NUM_SLICES='two' in the environment is no number"):
+        processes_of(SLICES | {"MEGASCALE_NUM_SLICES": "two"})
 
 
 @pytest.mark.parametrize(
