@@ -28,6 +28,7 @@ from switchx.inference.generate import Generator, for_decoding, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import native
 from switchx.inference.score import Score, Scorer
+from switchx.inference.separate_experts import separate_experts
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.models.unroll import unrolled
@@ -226,7 +227,10 @@ class Model:
 
     @functools.cached_property
     def _unrolled(self):
+        """The model as generators take it, once for all of them."""
         config, params = unrolled(self.config, self.params)
+        if self.devices is ONE_DEVICE:
+            return config, separate_experts(params)
         return config, self.devices.place(params)
 
     def _read(self, texts: Texts, role: Literal["inputs", "targets"]):

@@ -16,7 +16,8 @@ def separate_experts(params: dict) -> dict:
     """The same parameters, the `w_EDF` of experts that are arrays on one CPU taken apart.
 
     Args:
-        params: of an unrolled model. Quantized matrices stay as they are.
+        params: of an unrolled model. Quantized matrices stay as they are, and so do those
+            that are taken apart already.
     """
 
     def taken_apart(name: str, leaf):

@@ -31,6 +31,14 @@ def test_takes_experts_apart_and_nothing_else():
     }
 
 
+def test_what_is_apart_stays_as_it_is():
+    _, params = for_decoding(*tiny.model())
+    apart = separate_experts(params)
+    again = separate_experts(apart)
+    for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(again), strict=True):
+        assert one is other
+
+
 def test_quantized_experts_and_those_of_a_mesh_stay_as_they_are():
     config, params = for_decoding(*tiny.model())
     _, quantized, _, _ = quantize_experts(config, params, bits=8)
