@@ -2,6 +2,7 @@
 """A connection between two of the processes: one JSON object a line, either way."""
 
 import json
+import math
 import select
 import socket
 import threading
@@ -45,7 +46,9 @@ class Channel:
             # Not the socket's own timeout, which would hold for what is sent, too.
             left = max(deadline - time.monotonic(), 0.0)
             try:
-                if not select.select([self._socket], [], [], left)[0]:
+                poll = select.poll()  # unlike select.select, for any number of open files
+                poll.register(self._socket, select.POLLIN)
+                if not poll.poll(math.ceil(1000 * left)):
                     raise Lost(f"silent for {seconds:.0f} s")
                 part = self._socket.recv(1 << 16)
             except Lost:

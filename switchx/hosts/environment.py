@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from switchx.hosts.processes import Processes
 
-# Where nobody names one. Of the ports that systems do not hand out by themselves.
+# Where nobody names one; the next one is JAX's. Systems do not hand these out by themselves.
 PORT = 8476
 
 
@@ -56,8 +56,8 @@ def _from_slurm(environment: Mapping[str, str]) -> Processes | None:
         return None
     if "SLURM_STEP_NODELIST" not in environment:
         raise ValueError(_incomplete("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"))
-    # Two jobs that share a machine meet at different ports, a job's processes at one.
-    port = PORT + _number(environment, "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS") % 1000
+    # Two jobs that share a machine take other pairs of ports, a job's processes the same.
+    port = PORT + 2 * (_number(environment, "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS") % 1000)
     return Processes(
         f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}",
         count,

@@ -3,13 +3,17 @@
 
 import dataclasses
 
+# The last there is; the one after the coordinator's port is needed, too.
+MAX_PORT = (1 << 16) - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
     """The processes that train one model together.
 
     Attributes:
-        coordinator: `HOST:PORT` at which process 0 listens; the others reach it there.
+        coordinator: `HOST:PORT` at which process 0 listens; the others reach it there, and at
+            the port after it `jax.distributed`.
         count: processes.
         index: of this one, from 0.
     """
@@ -20,10 +24,11 @@ class Processes:
 
     def __post_init__(self):
         host, _, port = self.coordinator.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        if not host or not port.isdecimal() or not 0 < int(port) < MAX_PORT:
             raise ValueError(
-                f"coordinator={self.coordinator!r} is no HOST:PORT with a port of 1 to 65535; "
-                "give the address of process 0 as the others see it, as node001:8476"
+                f"coordinator={self.coordinator!r} is no HOST:PORT with a port of 1 to "
+                f"{MAX_PORT - 1}; give the address of process 0 as the others see it, as "
+                "node001:8476"
             )
         if self.count < 1:
             raise ValueError(f"num_processes={self.count}; use at least 1")
@@ -40,6 +45,15 @@ class Processes:
     @property
     def port(self) -> int:
         return int(self.coordinator.rpartition(":")[2])
+
+    @property
+    def jax_port(self) -> int:
+        """Where `jax.distributed` listens: known before, so that a firewall can open it."""
+        return self.port + 1
+
+    @property
+    def jax_coordinator(self) -> str:
+        return f"{self.coordinator.rpartition(':')[0]}:{self.jax_port}"
 
     @property
     def is_first(self) -> bool:

@@ -4,7 +4,8 @@
 `jax.distributed` has the processes wait for each other and aborts them when one is missing,
 is there twice or has another configuration, or lets them hang in a collective. So before it
 is asked, each process tells process 0 who it is and what it is about to do; process 0 hears
-all of them out, and all get one answer. The connections stay open: see `lifeline.py`.
+all of them out, and all get one answer. The connections stay open: see `lifeline.py`. JAX
+takes the next port; that it is free and reached by all is tried here, too.
 """
 
 import contextlib
@@ -35,13 +36,11 @@ class Company:
 
     Attributes:
         names: of the processes by index, as `process 1 (node002, pid 4711)`.
-        jax_coordinator: `HOST:PORT` for `jax.distributed`.
         channels: by index; of process 0 to all others, of each other one to process 0.
     """
 
     processes: Processes
     names: tuple[str, ...]
-    jax_coordinator: str
     channels: dict[int, Channel]
 
 
@@ -59,19 +58,19 @@ def call_roll(processes: Processes, statement: dict[str, Any], seconds: float) -
     """
     if not processes.is_first:
         return _answer(processes, statement, seconds)
-    listener = _listen(processes)
-    with listener:
+    # JAX's first: whoever reaches the other one may try this one, too.
+    with _listen(processes, processes.jax_port), _listen(processes, processes.port) as listener:
         arrived, strangers = _gather(processes, listener, statement, seconds)
         faults = _faults(processes, arrived) + strangers
         names = {index: _name(hellos[0][0]) for index, hellos in arrived.items()}
         answer = {"faults": faults} if faults else {
             "names": [names[index] for index in range(processes.count)],
-            "jax_port": _free_port(),
         }  # fmt: skip
-        for hellos in arrived.values():
-            for _, channel in hellos:
-                if channel is not None:
-                    _tell(channel, answer)
+    # Not before JAX's port is free again.
+    for hellos in arrived.values():
+        for _, channel in hellos:
+            if channel is not None:
+                _tell(channel, answer)
     if faults:
         raise ValueError("\n".join(faults))
     channels = {index: hellos[0][1] for index, hellos in arrived.items() if index > 0}
@@ -136,6 +135,8 @@ def _answer(processes: Processes, statement: dict[str, Any], seconds: float) -> 
                 patience = deadline
                 logger.warning("waiting for process 0 at %s (%s)", processes.coordinator, error)
             time.sleep(0.2)
+    if fault := _jax_fault(processes):
+        statement = {FAILURE: fault}
     try:
         channel.send(_hello(processes, statement))
         # Process 0 waits as long for the others from when it started, which was later perhaps.
@@ -150,10 +151,21 @@ def _answer(processes: Processes, statement: dict[str, Any], seconds: float) -> 
     return _company(processes, answer, {0: channel})
 
 
+def _jax_fault(processes: Processes) -> str | None:
+    """Why `jax.distributed` would wait in vain: its port is not reached from here."""
+    try:
+        socket.create_connection((processes.host, processes.jax_port), PATIENCE_S).close()
+    except OSError as error:
+        return (
+            f"it reaches coordinator={processes.coordinator!r}, but not port "
+            f"{processes.jax_port} there, which jax.distributed takes ({error}); let both "
+            "ports through the firewall, or give another coordinator port"
+        )
+    return None
+
+
 def _company(processes: Processes, answer: dict, channels: dict[int, Channel]) -> Company:
-    host = processes.coordinator.rpartition(":")[0]
-    coordinator = f"{host}:{answer['jax_port']}"
-    return Company(processes, tuple(answer["names"]), coordinator, channels)
+    return Company(processes, tuple(answer["names"]), channels)
 
 
 def _hello(processes: Processes, statement: dict[str, Any]) -> dict[str, Any]:
@@ -224,8 +236,8 @@ def _difference(reference: dict[str, Any], hello: dict[str, Any]) -> str | None:
     )
 
 
-def _listen(processes: Processes) -> socket.socket:
-    """Listens at the coordinator's port, of all addresses that this machine has."""
+def _listen(processes: Processes, port: int) -> socket.socket:
+    """Listens at a port of the coordinator, of all addresses that this machine has."""
     where = f"coordinator={processes.coordinator!r}"
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(processes.host, None)}
@@ -237,12 +249,13 @@ def _listen(processes: Processes) -> socket.socket:
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         return socket.create_server(
-            ("", processes.port), family=family, backlog=processes.count, dualstack_ipv6=is_dual
+            ("", port), family=family, backlog=2 * processes.count, dualstack_ipv6=is_dual
         )
     except OSError as error:
         raise ValueError(
             f"process 0 cannot listen at {where} ({error}); give a host name that exists and a "
-            "port that is free, and start one process with process_id=0"
+            f"port that is free, as the one after it has to be for jax.distributed, and start "
+            "one process with process_id=0"
         ) from error
 
 
@@ -255,11 +268,6 @@ def _is_ours(address: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def _tell(channel: Channel, message: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ def _initialize_jax(company: Company, patience: Patience) -> None:
     # It would take SIGTERM for itself; the training loop agrees on when to stop.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        company.jax_coordinator,
+        processes.jax_coordinator,
         processes.count,
         processes.index,
         cluster_detection_method="deactivate",

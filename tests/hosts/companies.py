@@ -2,6 +2,7 @@
 """Roll calls of threads: the sockets are real, the processes are not."""
 
 import concurrent.futures
+import contextlib
 import socket
 
 from switchx.hosts.processes import Processes
@@ -9,8 +10,13 @@ from switchx.hosts.roll_call import call_roll
 
 
 def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as probe:
-        return probe.getsockname()[1]
+    """A port that is free as the next one is, which `jax.distributed` takes."""
+    for _ in range(100):
+        with socket.create_server(("", 0)) as probe:
+            port = probe.getsockname()[1]
+            with contextlib.suppress(OSError), socket.create_server(("", port + 1)):
+                return port
+    raise OSError("no two ports in a row are free")
 
 
 def call(statements, *, count=None, indices=None, seconds=10.0):

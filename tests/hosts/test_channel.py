@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import fcntl
+import resource
 import socket
 import time
 
@@ -51,3 +53,19 @@ def test_the_other_end_is_gone(pair):
     with pytest.raises(Lost):
         for _ in range(100):
             channel.send({"a": "b" * 10000})
+
+
+def test_more_files_are_open_than_select_can_take():
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1100:
+        pytest.skip("needs more open files than a process may have here")
+    here = socket.create_server(("localhost", 0))
+    with here, socket.create_connection(here.getsockname()) as there:
+        accepted, _ = here.accept()
+        high = fcntl.fcntl(accepted.fileno(), fcntl.F_DUPFD, 1050)
+        accepted.close()
+        channel = Channel(socket.socket(fileno=high))
+        there.sendall(b'{"a": 1}\n')
+        assert channel.receive(1.0) == {"a": 1}
+        with pytest.raises(Lost, match="silent for 0 s"):
+            channel.receive(0.05)
+        channel.close()

@@ -30,7 +30,7 @@ SLICES = POD | {
 @pytest.mark.parametrize(
     ("environment", "processes"),
     [
-        (SLURM, Processes("gpu012:8599", 16, 5)),
+        (SLURM, Processes("gpu012:8722", 16, 5)),
         (JOB_SET, Processes(f"{JOB_SET_FIRST}:8476", 4, 2)),
         (JOB_SET | {"JAX_COORDINATOR_ADDRESS": "a:1"}, Processes("a:1", 4, 2)),
         (

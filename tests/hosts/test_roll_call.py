@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who meets, and who is told what where something does not fit."""
 
+import concurrent.futures
 import re
 import socket
 import threading
@@ -20,7 +21,6 @@ def test_all_know_all():
     names = companies[0].names
     assert [company.names for company in companies] == [names] * 3
     assert re.fullmatch(r"process 2 \(.+, pid \d+\)", names[2])
-    assert len({company.jax_coordinator for company in companies}) == 1
     assert [sorted(company.channels) for company in companies] == [[1, 2], [0], [0]]
     close(companies)
 
@@ -68,6 +68,49 @@ def test_a_second_process_0_cannot_listen():
     assert "process 0 cannot listen at coordinator='localhost:" in errors[1]
     assert "start one process with process_id=0" in errors[1]
     assert errors[0].startswith("of num_processes=2, process 1 did not come; start all of them")
+
+
+def test_the_port_of_jax_is_taken():
+    port = free_port()
+    said = f"process 0 cannot listen at .*{port + 1}.* the one after it has to be"
+    with socket.create_server(("", port + 1)), pytest.raises(ValueError, match=said):
+        call_roll(Processes(f"localhost:{port}", 2, 0), SAME, 1.0)
+
+
+def test_a_port_of_jax_that_is_not_let_through_is_told_to_all(monkeypatch):
+    asked, connect = [], socket.create_connection
+
+    def firewall(address, *timeout, **more):
+        asked.append(address[1])
+        if address[1] != asked[0]:  # the coordinator's port, which is open
+            raise TimeoutError("timed out")
+        return connect(address, *timeout, **more)
+
+    monkeypatch.setattr(socket, "create_connection", firewall)
+    errors = call([SAME] * 2)
+    assert len(set(errors)) == 1
+    assert re.fullmatch(
+        r"process 1 \(.+\) cannot start: it reaches coordinator='localhost:(\d+)', but not "
+        r"port (\d+) there, which jax.distributed takes \(timed out\); let both ports "
+        r"through the firewall, or give another coordinator port",
+        errors[0],
+    )
+
+
+def test_jax_may_listen_as_soon_as_all_have_met():
+    address, listened = f"localhost:{free_port()}", []
+
+    def one(index):
+        processes = Processes(address, 2, index)
+        company = call_roll(processes, SAME, 10.0)
+        if index == 0:
+            with socket.create_server(("", processes.jax_port)):
+                listened.append(True)
+        return company
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        close(pool.map(one, range(2)))
+    assert listened == [True]
 
 
 def test_one_that_cannot_start_says_why_to_all():
