@@ -128,12 +128,9 @@ def run_pipeline(
     Raises:
         ValueError: the mesh has other stages than the schedule.
     """
-    num_stages = jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
-    if num_stages != schedule.num_stages:
-        raise ValueError(
-            f"a schedule of {schedule.num_stages} stages on a mesh whose axis {AXIS!r} has "
-            f"{num_stages}; build it for {num_stages}, or use {AXIS}={schedule.num_stages}"
-        )
+    there = jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
+    if there != (planned := schedule.num_stages):
+        raise ValueError(f"a schedule of {planned} stages needs {AXIS}={planned}, not {there}")
     body = _Body(schedule, tuple(lanes), link)
     whole, split, second = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
     sharded = jax.shard_map(
