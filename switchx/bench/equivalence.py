@@ -28,6 +28,7 @@ from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
+from switchx.planner.layout import SLICED_RULES
 from switchx.training.gradient_norm import global_norm
 
 NUM_DEVICES = 8
@@ -50,8 +51,6 @@ ROUTERS = {
 # Cells that are compared: a combination that is newly refused must not pass unseen.
 ALL_CELLS = 1980
 SAMPLE_CELLS = len(ROUTERS) * len(DISPATCHERS)
-# Pipeline MoE (arXiv:2304.11414): whole experts inside the tensor-parallel group.
-SLICED_RULES = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
 
 # Largest error over the largest number of the array, in float32: tens of roundings.
 TOLERANCE = 5e-6

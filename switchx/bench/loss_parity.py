@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from switchx.bench.memory_sharding import VOCABULARY_ROWS
 from switchx.bench.report import Check
 from switchx.data.corpora.python_stdlib import PythonStdlib
 from switchx.data.objectives import CausalLM
@@ -35,7 +36,6 @@ NUM_DEVICES, NUM_STEPS, NUM_BATCHES = 8, 50, 4
 ROWS, LENGTH, MICROBATCHES, EXPERTS = 32, 16, 4, 8
 # Of the loss, in float32, where roundings may send a token to another expert.
 TOLERANCE = 1e-3
-VOCABULARY_ROWS = Rules(params=(("V", ("data",)),), may_stay_whole=())
 
 
 @dataclasses.dataclass(frozen=True)
