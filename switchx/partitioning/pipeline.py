@@ -25,7 +25,7 @@ from switchx.partitioning.chunks import add_to_chunk, chunk_of, move_chunks
 from switchx.partitioning.constrain import constrain_named
 from switchx.partitioning.schedule import NONE, Ops, Schedule
 
-AXIS = "pipe"
+PIPE = "pipe"
 
 
 class Op(NamedTuple):
@@ -128,16 +128,16 @@ def run_pipeline(
     Raises:
         ValueError: the mesh has other stages than the schedule.
     """
-    there = jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
+    there = jax.sharding.get_abstract_mesh().shape.get(PIPE, 1)
     if there != (planned := schedule.num_stages):
-        raise ValueError(f"a schedule of {planned} stages needs {AXIS}={planned}, not {there}")
+        raise ValueError(f"a schedule of {planned} stages needs {PIPE}={planned}, not {there}")
     body = _Body(schedule, tuple(lanes), link)
-    whole, split, second = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
+    whole, split, second = PartitionSpec(), PartitionSpec(PIPE), PartitionSpec(None, PIPE)
     sharded = jax.shard_map(
         body,
         in_specs=(split, split, whole, whole, whole),
         out_specs=PipelineResult(split, whole, second, whole),
-        axis_names={AXIS},
+        axis_names={PIPE},
         check_vma=False,
     )
     stages = jnp.arange(schedule.num_stages)
@@ -215,9 +215,9 @@ class _Body:
         carry, _ = jax.lax.scan(tick, self._zeros(blocks, shared, inputs), rows)
         return PipelineResult(
             jax.tree.map(self._out_of_chunks, carry.blocks),
-            jax.lax.psum(carry.shared, AXIS),
+            jax.lax.psum(carry.shared, PIPE),
             carry.measured,
-            jax.lax.psum(carry.total, AXIS),
+            jax.lax.psum(carry.total, PIPE),
         )
 
     def _zeros(self, blocks, shared, inputs) -> _Carry:
@@ -336,11 +336,11 @@ class _Body:
     def _into_chunks(self, x):
         """`[N / P, ...]` -> `[v, n, ...]`: stage p gets the chunks p, P + p, ... of a stack."""
         P, v = self.schedule.num_stages, self.schedule.num_chunks
-        return move_chunks(x.reshape(v, -1, *x.shape[1:]), P, v, AXIS)
+        return move_chunks(x.reshape(v, -1, *x.shape[1:]), P, v, PIPE)
 
     def _out_of_chunks(self, x):
         P, v = self.schedule.num_stages, self.schedule.num_chunks
-        return move_chunks(x, P, v, AXIS, is_back=True).reshape(-1, *x.shape[2:])
+        return move_chunks(x, P, v, PIPE, is_back=True).reshape(-1, *x.shape[2:])
 
 
 def _shift(messages, schedule: Schedule, step: int):
@@ -349,7 +349,7 @@ def _shift(messages, schedule: Schedule, step: int):
     is_ring = schedule.num_chunks * schedule.num_lanes > 1
     senders = [p for p in range(P) if is_ring or 0 <= p + step < P]
     pairs = [(p, (p + step) % P) for p in senders]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), messages)
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE, pairs), messages)
 
 
 def _rows(schedule: Schedule, ops: Ops, tick: int | None = None) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ them is lost. Fedus et al. 2021 (arXiv:2101.03961), section 2.2. Dims: E R D F
 import math
 
 from switchx.models.config import ModelConfig
-from switchx.partitioning.pipeline import AXIS
+from switchx.partitioning.pipeline import PIPE
 
 
 def executed_slots(jaxpr, config: ModelConfig) -> float:
@@ -44,7 +44,7 @@ def _rows(jaxpr, d_model: int, d_ff: int, inputs: int) -> float:
         elif equation.primitive.name == "shard_map":
             mesh = equation.params["mesh"]
             # Stages have layers of their own, not tokens.
-            times = mesh.size // mesh.shape.get(AXIS, 1)
+            times = mesh.size // mesh.shape.get(PIPE, 1)
         is_choice = equation.primitive.name == "cond"
         rows += times * (max(inside) if is_choice else sum(inside))
     return rows

@@ -71,7 +71,8 @@ def cross_entropy(logits_BLV, targets_BL, weights_BL, config: LossConfig) -> Tok
 
     With label smoothing s the target distribution is 1 - s on the target and s / (V - 1)
     on every other token; its entropy, a constant, is subtracted (t5x does the same), so a
-    perfect prediction costs 0. Targets are 0 to V - 1; nobody checks it here.
+    perfect prediction costs 0. Targets have to be 0 to V - 1: others are
+    not told apart, `check_vocabulary` of a job is what keeps them out.
     """
     logits_BLV = logits_BLV.astype(jnp.float32)
     max_BL = jax.lax.stop_gradient(jnp.max(logits_BLV, axis=-1))

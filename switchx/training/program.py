@@ -12,7 +12,7 @@ from switchx.data.batches import Shard
 from switchx.data.features import Batch
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import batch_axes, batch_parts
-from switchx.partitioning.pipeline import AXIS
+from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.rules import Rules, param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.training.evaluate import eval_step
@@ -120,19 +120,19 @@ class TrainingProgram:
         Raises:
             ValueError: blocks or microbatches do not divide, or the rules do not split blocks.
         """
-        job, num_stages = self.job, self.mesh.shape[AXIS]
+        job, num_stages = self.job, self.mesh.shape[PIPE]
         if num_stages == 1:
             if job.pipeline != ScheduleSpec():
                 raise ValueError(
                     f"TrainingJob.pipeline={job.pipeline} on a mesh of one stage: nothing "
-                    f"would follow it; use MeshSpec.{AXIS} above 1, or leave the schedule out"
+                    f"would follow it; use MeshSpec.{PIPE} above 1, or leave the schedule out"
                 )
             return None
         for table in ("params", "expert_params"):
-            if job.mesh.rules.axes("N", self.mesh, table=table) != (AXIS,):
+            if job.mesh.rules.axes("N", self.mesh, table=table) != (PIPE,):
                 raise ValueError(
-                    f"mesh axis {AXIS!r} of size {num_stages}, but Rules.{table} does not "
-                    f'split the stacked blocks over it; add ("N", ("{AXIS}",)) to it'
+                    f"mesh axis {PIPE!r} of size {num_stages}, but Rules.{table} does not "
+                    f'split the stacked blocks over it; add ("N", ("{PIPE}",)) to it'
                 )
         return build_schedule(job.model, job.pipeline, num_stages, job.step.num_microbatches)
 
