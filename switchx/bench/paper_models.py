@@ -7,12 +7,13 @@ no length, so GPT-3's is taken), tied embeddings, learned positions.
 """
 
 import dataclasses
+import functools
 
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
-from switchx.moe.capacity import layer_capacity, layer_groups
+from switchx.moe.capacity import layer_shape
 from switchx.planner.workload import StateArray, Workload
 
 LENGTH = 2048
@@ -80,11 +81,7 @@ def paper_workload(model: ModelConfig, rows: int, *, optimizer_bytes: int) -> Wo
         state.append(StateArray(name, dims, leaf.shape, optimizer_bytes, "optimizer"))
 
     tree.map_named(add, abstract_params(model))
-
-    def routing(batch: int, length: int) -> tuple[int, int, int]:
-        groups, tokens = layer_groups(model.switch, batch, length)
-        return groups, tokens, layer_capacity(model.switch, tokens, is_training=True)
-
+    routing = functools.partial(layer_shape, model.switch)
     return Workload(model, 0, LENGTH, rows, tuple(state), routing, lambda *_: None)
 
 

@@ -53,10 +53,19 @@ def layer_groups(switch, batch: int, length: int) -> tuple[int, int]:
     return group_shape(batch * length, switch.group_size)
 
 
+def layer_shape(
+    switch, batch: int, length: int, *, is_training: bool = True
+) -> tuple[int, int, int]:
+    """(G, T, C) of `batch` rows of `length` tokens."""
+    num_groups, tokens_per_group = layer_groups(switch, batch, length)
+    capacity = layer_capacity(switch, tokens_per_group, is_training=is_training)
+    return num_groups, tokens_per_group, capacity
+
+
 def rows_per_expert(switch, batch: int, length: int, *, is_training: bool) -> int:
     """Slots of one expert for all groups of `batch` rows together: G * C."""
-    num_groups, tokens_per_group = layer_groups(switch, batch, length)
-    return num_groups * layer_capacity(switch, tokens_per_group, is_training=is_training)
+    num_groups, _, capacity = layer_shape(switch, batch, length, is_training=is_training)
+    return num_groups * capacity
 
 
 def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:

@@ -2,12 +2,13 @@
 """A training job as the planner sees it: shapes, never arrays."""
 
 import dataclasses
+import functools
 
 import jax
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.moe.capacity import layer_capacity, layer_groups
+from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.dispatchers import refusal
 from switchx.planner.layout import Layout
 from switchx.planner.workload import StateArray, Workload
@@ -19,10 +20,6 @@ def workload_of(job: TrainingJob) -> Workload:
     """What one step of `job` has to do, its mesh and dispatcher apart."""
     encoder_length, decoder_length = job.sequence_lengths
     switch = job.model.switch
-
-    def routing(rows: int, length: int) -> tuple[int, int, int]:
-        groups, tokens = layer_groups(switch, rows, length)
-        return groups, tokens, layer_capacity(switch, tokens, is_training=True)
 
     def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:
         return refusal(
@@ -39,7 +36,7 @@ def workload_of(job: TrainingJob) -> Workload:
         decoder_length=decoder_length,
         batch_size=job.batch_size,
         state=state_arrays(job),
-        routing=routing,
+        routing=functools.partial(layer_shape, switch),
         refusal=refused,
     )
 
