@@ -50,18 +50,13 @@ class Search:
         return len(self.plans) + sum(self.refused.values())
 
 
-def search(
-    workload: Workload, hardware: Hardware, devices: int, *, has_pipe: bool = True
-) -> Search:
+def search(workload: Workload, hardware: Hardware, devices: int) -> Search:
     """Predicts every layout over `devices` and ranks those that fit by time.
 
     Of several numbers of microbatches a layout is kept with the fastest one that fits.
-
-    Args:
-        has_pipe: whether to look at pipelines.
     """
     plans, refused, smallest = [], collections.Counter(), None
-    for layout in layouts(workload, hardware, devices, refused, has_pipe=has_pipe):
+    for layout in layouts(workload, hardware, devices, refused):
         best = None
         for microbatches in _microbatches(workload, layout):
             try_out = dataclasses.replace(layout, num_microbatches=microbatches)
@@ -102,7 +97,7 @@ def predict(workload: Workload, layout: Layout, hardware: Hardware) -> Plan:
 
 
 def smallest_that_fits(
-    workload: Workload, hardware: Hardware, devices: int, *, has_pipe: bool = True
+    workload: Workload, hardware: Hardware, devices: int
 ) -> tuple[int, Plan] | None:
     """The fewest devices, doubling from `devices`, on which something fits; None if never."""
     most = hardware.max_devices or MOST_DEVICES
@@ -110,21 +105,19 @@ def smallest_that_fits(
         devices *= 2
         if not hardware.is_whole(devices):
             continue
-        plans = search(workload, hardware, devices, has_pipe=has_pipe).plans
+        plans = search(workload, hardware, devices).plans
         if plans:
             return devices, plans[0]
     return None
 
 
-def workable_devices(
-    workload: Workload, hardware: Hardware, devices: int, *, has_pipe: bool = True
-) -> list[int]:
+def workable_devices(workload: Workload, hardware: Hardware, devices: int) -> list[int]:
     """The nearest numbers of devices below and above that any mesh divides into."""
 
     def works(number: int) -> bool:
         if not hardware.is_whole(number):
             return False
-        found = layouts(workload, hardware, number, collections.Counter(), has_pipe=has_pipe)
+        found = layouts(workload, hardware, number, collections.Counter())
         return any(_refusal(workload, layout) is None for layout in found)
 
     below = next((n for n in range(devices - 1, 0, -1) if works(n)), None)
@@ -137,15 +130,13 @@ def layouts(
     hardware: Hardware,
     devices: int,
     refused: collections.Counter,
-    *,
-    has_pipe: bool = True,
 ) -> Iterator[Layout]:
     """Every mesh and dispatcher that divides model and batch, with one microbatch a stage.
 
     Args:
         refused: gets the reasons of meshes that do not, counted.
     """
-    for pipe in _divisors(devices if has_pipe else 1):
+    for pipe in _divisors(devices):
         for model in _divisors(devices // pipe):
             for expert in _divisors(devices // pipe // model):
                 for node in _divisors(devices // pipe // model // expert):

@@ -61,11 +61,9 @@ def test_nodes_are_where_the_nodes_are():
     )
 
 
-def test_pipelines_only_where_there_are_any():
+def test_pipelines_only_of_stacked_blocks():
     workload = make_workload()
     assert any(plan.layout.pipe > 1 for plan in search(workload, V5E, 8).plans)
-    without = search(workload, V5E, 8, has_pipe=False)
-    assert all(plan.layout.pipe == 1 for plan in without.plans)
     flat = make_workload(dataclasses.replace(SPARSE, scan_layers=False))
     assert all(plan.layout.pipe == 1 for plan in search(flat, V5E, 8).plans)
 
@@ -87,20 +85,22 @@ def test_microbatches_make_room():
     room = predict(workload, dataclasses.replace(layout, num_microbatches=4), V5E)
     assert room.memory.total < whole.memory.total
     hardware = small(V5E, (whole.memory.total + room.memory.total) / 2)
-    plans = search(workload, hardware, 4, has_pipe=False).plans
+    plans = search(workload, hardware, 4).plans
     (data,) = (plan for plan in plans if plan.layout.data == 4)
     assert data.layout.num_microbatches > 1
 
 
 def test_the_fewest_devices_that_would_do():
-    workload = make_workload(dataclasses.replace(DENSE, remat="full"), batch_size=8)
-    plans = search(workload, V5E, 8, has_pipe=False).plans
+    workload = make_workload(
+        dataclasses.replace(DENSE, remat="full", scan_layers=False), batch_size=8
+    )
+    plans = search(workload, V5E, 8).plans
     hardware = small(V5E, 1.01 * min(plan.memory.total for plan in plans))
-    assert not search(workload, hardware, 2, has_pipe=False).plans
-    number, plan = smallest_that_fits(workload, hardware, 2, has_pipe=False)
+    assert not search(workload, hardware, 2).plans
+    number, plan = smallest_that_fits(workload, hardware, 2)
     assert number in (4, 8) and plan.layout.size == number
     limited = dataclasses.replace(hardware, max_devices=2)
-    assert smallest_that_fits(workload, limited, 2, has_pipe=False) is None
+    assert smallest_that_fits(workload, limited, 2) is None
 
 
 def test_devices_that_nothing_divides_into():
