@@ -41,7 +41,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
     checks = [
         loss_parity.check(parity),
         Check("memory_1f1b_m128_vs_m8", growth(memory, "1f1b"), "<=1.05"),
-        planned_bytes.check(planned),
+        *planned_bytes.checks(planned, left_over),
         layer_collectives.check(layers),
         Check("embedding_bytes_vs_replicated", table_ratio, f"<={EMBEDDING_BOUND:g}"),
         Check("buckets_vs_collectives", bucket_ratio, "==1"),

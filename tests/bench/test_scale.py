@@ -47,6 +47,7 @@ def test_names_of_the_checks_are_fixed(small):
         "mesh_loss_parity": True,
         "memory_1f1b_m128_vs_m8": True,
         "hlo_vs_planner_bytes": True,
+        "hlo_vs_planner_bytes_left_over": False,
         "ppmoe_extra_collectives": True,
         "embedding_bytes_vs_replicated": True,
         "buckets_vs_collectives": True,
