@@ -97,10 +97,9 @@ def contender(name: str, config: ModelConfig, optimizer=Adafactor()) -> Contende
     state = init_state(config, transformation, seed=0)
     batch = jax.device_put(make_batch())
     loss = LossConfig(layer_reduction="mean")
-    step_config = StepConfig(factor_expert_gradients=True)
 
     def one_step(state, batch):
-        return train_step(config, loss, step_config, transformation, state, batch)
+        return train_step(config, loss, StepConfig(), transformation, state, batch)
 
     compiled = jax.jit(one_step, donate_argnums=0).lower(state, batch).compile()
     memory = compiled.memory_analysis()

@@ -13,7 +13,7 @@ from pallas_kernels import QTensor
 from pallas_kernels.routing.groups import rows_of_groups
 from switchx.layers.dropout import dropout
 from switchx.layers.ffn import activate
-from switchx.moe.expert_matmul import TappedWeight, expert_matmul, rows_matmul
+from switchx.moe.expert_matmul import expert_matmul, rows_matmul
 
 
 @jax.tree_util.register_dataclass
@@ -22,26 +22,20 @@ class ExpertFFN:
     """E networks `act(x w_in + b_in) w_out + b_out`, gated where there is a `w_gate_EDF`.
 
     Attributes:
-        w_in_EDF, w_gate_EDF, w_out_EFD: arrays; `TappedWeight`s for equal blocks; or, where
-            nothing is trained, `QTensor`s.
+        w_in_EDF, w_gate_EDF, w_out_EFD: arrays, or, where nothing is trained, `QTensor`s.
         b_in_EF, b_out_ED: biases, or None.
         key: for dropout; None where nothing is random.
         activation, dropout_rate: of the hidden layer.
     """
 
-    w_in_EDF: jax.Array | TappedWeight | QTensor
-    w_out_EFD: jax.Array | TappedWeight | QTensor
-    w_gate_EDF: jax.Array | TappedWeight | QTensor | None = None
+    w_in_EDF: jax.Array | QTensor
+    w_out_EFD: jax.Array | QTensor
+    w_gate_EDF: jax.Array | QTensor | None = None
     b_in_EF: jax.Array | None = None
     b_out_ED: jax.Array | None = None
     key: jax.Array | None = None
     activation: str = dataclasses.field(default="relu", metadata={"static": True})
     dropout_rate: float = dataclasses.field(default=0.0, metadata={"static": True})
-
-    @property
-    def is_tapped(self) -> bool:
-        """Whether gradients are to be returned as factors, which equal blocks alone can."""
-        return isinstance(self.w_in_EDF, TappedWeight)
 
     def __call__(self, x_ERD):
         """Every expert on its own block of R rows, `[E, R, D]`."""

@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One matrix product an expert, and how the gradient of its weights leaves the backward pass.
-
-The gradient of `w_EDF` is `dW = X^T dY`. With few rows an expert, X and dY are much smaller
-than dW, so a weight may be passed as a `TappedWeight`: its gradient then is the pair of
-factors, and dW is never formed (see `training/outer_product.py`).
+"""One matrix product an expert.
 
 Dims: E R D F; for `w_out_EFD` read F for D and D for F.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -25,28 +19,8 @@ from pallas_kernels import (
 FEW_ROWS = 64
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TappedWeight:
-    """A weight whose gradient is to be returned as its factors.
-
-    The factors are not gradients of anything: under `jax.grad`, `x_ERD` and `dy_ERF` of
-    the result are the product's input and the gradient of its output, and `w_EDF` is zero.
-
-    Attributes:
-        w_EDF: the weight.
-        x_ERD, dy_ERF: zeros in the shapes and dtype of the product's input and output.
-    """
-
-    w_EDF: jax.Array
-    x_ERD: jax.Array
-    dy_ERF: jax.Array
-
-
-def expert_matmul(x_ERD, w: jax.Array | TappedWeight | QTensor | SeparateMatrices):
+def expert_matmul(x_ERD, w: jax.Array | QTensor | SeparateMatrices):
     """`x_ERD w_EDF` for each expert, in the dtype of x."""
-    if isinstance(w, TappedWeight):
-        return _tapped_matmul(x_ERD, w)
     if isinstance(w, QTensor | SeparateMatrices):
         E, R, D = x_ERD.shape
         y_RF = rows_matmul(x_ERD.reshape(E * R, D), w, jnp.full((E,), R, jnp.int32))
@@ -78,24 +52,6 @@ def _matmul_backward(residuals, dy_ERF):
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-@jax.custom_vjp
-def _tapped_matmul(x_ERD, w: TappedWeight):
-    return jnp.einsum("ERD,EDF->ERF", x_ERD, w.w_EDF.astype(x_ERD.dtype))
-
-
-def _tapped_forward(x_ERD, w: TappedWeight):
-    return _tapped_matmul(x_ERD, w), (x_ERD, w.w_EDF)
-
-
-def _tapped_backward(residuals, dy_ERF):
-    x_ERD, w_EDF = residuals
-    dx_ERD = _times_transposed(dy_ERF, w_EDF.astype(dy_ERF.dtype))
-    return dx_ERD, TappedWeight(jnp.zeros_like(w_EDF), x_ERD, dy_ERF)
-
-
-_tapped_matmul.defvjp(_tapped_forward, _tapped_backward)
 
 
 def _times_transposed(dy_ERF, w_EDF):

@@ -21,9 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from switchx import tree
-from switchx.training.dense_gradient import DenseGradient
 from switchx.training.factoring import Factoring, factoring_of, parameter_scale
-from switchx.training.outer_product import OuterProductUpdate, is_outer_product
 from switchx.training.schedules import Schedule, require_schedule
 from switchx.training.weight_decay import is_decayed
 
@@ -92,8 +90,7 @@ class Adafactor:
         """The transformation; its updates, float32, are what is added to the parameters.
 
         `update(gradients, state, params, gradient_scale=s)` treats every gradient as s
-        times what it is, at no cost: clipping, loss scales and averages go there. A leaf
-        may be an `OuterProductGradient`; then its update is an `OuterProductUpdate`.
+        times what it is, at no cost: clipping, loss scales and averages go there.
 
         Raises:
             ValueError: the schedule is not callable; at `update`, no parameters.
@@ -149,45 +146,38 @@ class Adafactor:
     def _update_parameter(self, step: "_Step", name, param, gradient, statistics):
         """Update and new statistics of one parameter."""
         factoring = self._factoring(name, param)
-        if is_outer_product(gradient) and not factoring.is_factored:
-            gradient = gradient.dense()
         scale = -step.learning_rate
-        if self.multiply_by_parameter_scale and not is_outer_product(gradient):
+        if self.multiply_by_parameter_scale:
             scale = scale * parameter_scale(param, factoring.within, self.epsilon2)
         scale = jnp.broadcast_to(scale, param.shape[: len(factoring.batch)])
         updated = self._factored if factoring.is_factored else self._unfactored
         update, new = updated(step, factoring, scale, gradient, statistics)
-        if isinstance(update, OuterProductUpdate) and self.multiply_by_parameter_scale:
-            update = dataclasses.replace(update, smallest_scale=self.epsilon2)
         if self.beta1 is not None:
             name_m = factoring.state_name("momentum")
-            if isinstance(update, OuterProductUpdate):
-                update = update.dense(param)
             update = self.beta1 * statistics[name_m] + (1.0 - self.beta1) * update
             new[name_m] = update
         if self.weight_decay_rate and is_decayed(name, param):
-            if isinstance(update, OuterProductUpdate):
-                update = dataclasses.replace(update, decay=self.weight_decay_rate)
-            else:
-                update = update - self.weight_decay_rate * param.astype(jnp.float32)
+            update = update - self.weight_decay_rate * param.astype(jnp.float32)
         return update, new
 
     def _factored(self, step, factoring, scale, gradient, statistics):
-        if not is_outer_product(gradient):
-            gradient = DenseGradient(gradient, factoring)
+        gradient = gradient.astype(jnp.float32)
         name_row = factoring.state_name("v_row", factoring.columns)
         name_col = factoring.state_name("v_col", factoring.rows)
-        v_row = step.average(statistics[name_row], gradient.row_mean_squares(), self.epsilon1)
-        v_col = step.average(
-            statistics[name_col], gradient.column_mean_squares(), self.epsilon1
-        )
-        num_batch = len(factoring.batch)
-        row_axes = tuple(range(num_batch, v_row.ndim))
+        of_rows = jnp.mean(jnp.square(gradient), axis=factoring.columns)
+        of_columns = jnp.mean(jnp.square(gradient), axis=factoring.rows)
+        v_row = step.average(statistics[name_row], of_rows, self.epsilon1)
+        v_col = step.average(statistics[name_col], of_columns, self.epsilon1)
+        row_axes = tuple(range(len(factoring.batch), v_row.ndim))
         row = jax.lax.rsqrt(v_row / jnp.mean(v_row, axis=row_axes, keepdims=True))
         row, column = row * step.gradient_scale, jax.lax.rsqrt(v_col)
-        scale = scale / self._clipping(gradient.mean_squares(row, column))
-        row = row * jnp.expand_dims(scale, row_axes)
-        return gradient.scaled(row, column), {name_row: v_row, name_col: v_col}
+        y = (
+            gradient
+            * jnp.expand_dims(row, factoring.columns)
+            * jnp.expand_dims(column, factoring.rows)
+        )
+        scale = scale / self._clipping(jnp.mean(jnp.square(y), axis=factoring.within))
+        return jnp.expand_dims(scale, factoring.within) * y, {name_row: v_row, name_col: v_col}
 
     def _unfactored(self, step, factoring, scale, gradient, statistics):
         gradient = gradient.astype(jnp.float32)

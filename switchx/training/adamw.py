@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from switchx.training.outer_product import is_outer_product
 from switchx.training.schedules import Schedule, require_schedule
 from switchx.training.weight_decay import decay_mask
 
@@ -45,7 +44,7 @@ class AdamW:
         """The transformation; its updates, float32, are what is added to the parameters.
 
         `update(gradients, state, params, gradient_scale=s)` treats every gradient as s
-        times what it is. `OuterProductGradient`s are multiplied out: Adam needs each entry.
+        times what it is.
 
         Raises:
             ValueError: the schedule is not callable; at `update`, no parameters.
@@ -66,19 +65,11 @@ class AdamW:
         def update(gradients, state, params=None, *, gradient_scale=1.0):
             if params is None:
                 raise ValueError("AdamW's update got params=None; pass the parameters")
-            gradients = jax.tree.map(
-                lambda _, gradient: _dense(gradient) * gradient_scale, params, gradients
-            )
+            gradients = jax.tree.map(lambda g: g * gradient_scale, _float32(gradients))
             return adamw.update(gradients, state, _float32(params))
 
         return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _dense(gradient):
-    if is_outer_product(gradient):
-        return gradient.dense()
-    return gradient.astype(jnp.float32)
-
-
-def _float32(params):
-    return jax.tree.map(lambda param: param.astype(jnp.float32), params)
+def _float32(tree):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

@@ -11,16 +11,14 @@ from jax.sharding import PartitionSpec
 from switchx import tree
 from switchx.partitioning.constrain import current_rules
 from switchx.partitioning.rules import param_spec
-from switchx.training.outer_product import is_outer_product
 
 
 def global_norm(gradients) -> jax.Array:
     """Root of the sum of squares of all gradients, float32.
 
-    As `optax.tree.norm`, for arrays and `OuterProductGradient`s.
+    As `optax.tree.norm`, whatever the dtype of the gradients.
     """
-    leaves = jax.tree.leaves(gradients, is_leaf=is_outer_product)
-    return jnp.sqrt(sum(_squared_norm(leaf) for leaf in leaves))
+    return jnp.sqrt(sum(map(_squared_norm, jax.tree.leaves(gradients))))
 
 
 def sliced_global_norm(gradients) -> jax.Array:
@@ -59,6 +57,4 @@ def clip_scale(norm, max_norm: float) -> jax.Array:
 
 
 def _squared_norm(gradient):
-    if is_outer_product(gradient):
-        return gradient.squared_norm()
     return jnp.sum(jnp.square(gradient.astype(jnp.float32)))

@@ -8,7 +8,6 @@ import optax
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.training.outer_product import OuterProductUpdate
 from switchx.training.schedules import Schedule
 
 
@@ -22,7 +21,7 @@ class Optimizer(Protocol):
 def apply_updates(params, updates):
     """`params + updates`, each in its parameter's dtype.
 
-    As `optax.apply_updates`, for dense updates and `OuterProductUpdate`s. The sum is
+    As `optax.apply_updates`. The sum is
     rounded to the nearest value: below float32, an update less than half the distance to a
     parameter's neighbour (2^-9 of a bfloat16 parameter) is lost, so keep parameters that
     are trained in float32.
@@ -31,13 +30,7 @@ def apply_updates(params, updates):
     update under `jax.lax.cond`: it works in place. `jnp.where` afterwards makes XLA copy
     moments and parameters (AdamW takes twice the time and three times the memory).
     """
-
-    def apply(param, update):
-        if isinstance(update, OuterProductUpdate):
-            return update.apply_to(param)
-        return (param + update).astype(param.dtype)
-
-    return jax.tree.map(apply, params, updates)
+    return jax.tree.map(lambda w, update: (w + update).astype(w.dtype), params, updates)
 
 
 def state_dims(state):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled programs of a job: its steps jitted over its mesh, and where arrays live."""
 
-import dataclasses
 import functools
 
 import jax
@@ -75,21 +74,15 @@ class TrainingProgram:
         self.shardings = state_shardings(job.mesh.rules, self.mesh, self.abstract_state)
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
-        step = job.step
-        if step.factor_expert_gradients and self.mesh.size > 1:
-            raise ValueError(
-                f"factor_expert_gradients on a mesh of {self.mesh.size} devices: factors are "
-                "of one device's rows; use None, which turns them on where they pay, or False"
-            )
-        if step.factor_expert_gradients is None:
-            # Measured on CPU, where memory traffic is what many experts cost.
-            is_one_cpu = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
-            pays = is_one_cpu and step.num_microbatches == 1
-            step = dataclasses.replace(step, factor_expert_gradients=pays)
         compiler_options = job.compiler.of(self.mesh.devices.flat[0].platform)
         self.train_step = jax.jit(
             functools.partial(
-                train_step, job.model, job.loss, step, self.optimizer, pipeline=self.pipeline
+                train_step,
+                job.model,
+                job.loss,
+                job.step,
+                self.optimizer,
+                pipeline=self.pipeline,
             ),
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, NamedSharding(self.mesh, PartitionSpec())),

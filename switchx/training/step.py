@@ -16,7 +16,6 @@ from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.schedule import Schedule
-from switchx.training.expert_taps import factored_gradients, tap_expert_weights
 from switchx.training.fused_loss import fused_batch_loss
 from switchx.training.gradient_norm import clip_scale, global_norm, sliced_global_norm
 from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
@@ -36,9 +35,6 @@ class StepConfig:
     Attributes:
         num_microbatches: parts the batch is split into; gradients are summed over them.
         clip_norm: largest global gradient norm; larger gradients are scaled down to it.
-        factor_expert_gradients: keep gradients of experts with few rows as their factors
-            (`training/outer_product.py`); the same numbers, less memory traffic. One device
-            and one microbatch only; a `TrainingProgram` turns it on where it pays.
         bucket_bytes: gather parameters that are sliced over `fsdp` in buckets of at most so
             many bytes, and scatter their gradients so (`training/fused_loss.py`); None
             leaves both to the compiler.
@@ -46,7 +42,6 @@ class StepConfig:
 
     num_microbatches: int = 1
     clip_norm: float | None = None
-    factor_expert_gradients: bool | None = None
     bucket_bytes: int | None = None
 
     def __post_init__(self):
@@ -54,11 +49,6 @@ class StepConfig:
             require_bucket_bytes(self.bucket_bytes)
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches}; use at least 1")
-        if self.factor_expert_gradients and self.num_microbatches > 1:
-            raise ValueError(
-                f"factor_expert_gradients with num_microbatches={self.num_microbatches}: "
-                "factors cannot be added up; use one microbatch, or False"
-            )
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm}; use a norm above 0, or None")
 
@@ -123,13 +113,10 @@ def gradients(
     """Raw gradients of `loss_scale` times the loss over the whole batch.
 
     Returns:
-        gradients (`OuterProductGradient`s among them where `step` asks for factors), the
-        unscaled loss, token sums, routing statistics (None for a dense model).
+        gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
     """
     tokens = jnp.sum(batch["decoder_loss_weights"])
     share = 1.0 / step.num_microbatches
-    if step.factor_expert_gradients:
-        params = tap_expert_weights(config, params, batch)
 
     loss_of = batch_loss
     if step.bucket_bytes is not None:
@@ -145,7 +132,6 @@ def gradients(
 
     if step.num_microbatches == 1:
         grads, (value, sums, stats) = microbatch_gradients(batch, key)
-        grads = factored_gradients(grads)
     else:
         batches = split_batch(batch, step.num_microbatches)
         keys = jax.random.split(key, step.num_microbatches)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.expert_matmul import TappedWeight
 from tests.moe.banks import ffn_bank, ffn_numbers, run_expert
 
 E, D, F, R = 3, 5, 7, 8
@@ -65,9 +64,3 @@ def test_each_device_drops_other_entries(key):
 def test_is_a_pytree_whose_leaves_have_dimensions_in_their_names():
     names = {path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(ffn_bank(NUMBERS))}
     assert names == set(NUMBERS)
-
-
-def test_tells_whether_weights_are_tapped():
-    bank = ffn_bank(NUMBERS)
-    tapped = TappedWeight(bank.w_in_EDF, jnp.zeros((E, R, D)), jnp.zeros((E, R, F)))
-    assert dataclasses.replace(bank, w_in_EDF=tapped).is_tapped and not bank.is_tapped

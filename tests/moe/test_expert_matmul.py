@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One product an expert against einsum and its autodiff; tapped weights give the factors."""
+"""One product an expert against einsum and its autodiff."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.expert_matmul import FEW_ROWS, TappedWeight, expert_matmul
+from switchx.moe.expert_matmul import FEW_ROWS, expert_matmul
 
 E, D, F = 3, 8, 12
 
@@ -36,19 +36,6 @@ def test_gradients_are_those_of_the_plain_product(rows):
     want = plain_gradients(x_ERD, w_EDF, target_ERF)
     for got_each, want_each in zip(got, want, strict=True):
         np.testing.assert_allclose(got_each, want_each, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("rows", [1, 5, FEW_ROWS + 7])
-def test_a_tapped_weight_returns_the_factors_of_its_gradient(rows):
-    x_ERD, w_EDF, target_ERF = inputs(rows)
-    tapped = TappedWeight(w_EDF, jnp.zeros((E, rows, D)), jnp.zeros((E, rows, F)))
-    dx_ERD, factors = jax.grad(loss, (0, 1))(x_ERD, tapped, target_ERF)
-    want_dx_ERD, want_dw_EDF = plain_gradients(x_ERD, w_EDF, target_ERF)
-    np.testing.assert_allclose(dx_ERD, want_dx_ERD, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(factors.x_ERD, x_ERD)
-    dw_EDF = np.einsum("erd,erf->edf", factors.x_ERD, factors.dy_ERF)
-    np.testing.assert_allclose(dw_EDF, want_dw_EDF, rtol=1e-4, atol=1e-4)
-    assert not np.any(factors.w_EDF)
 
 
 def test_the_product_is_in_the_dtype_of_the_rows():

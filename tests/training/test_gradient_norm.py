@@ -6,7 +6,6 @@ import optax
 import pytest
 
 from switchx.training.gradient_norm import clip_scale, global_norm
-from switchx.training.outer_product import OuterProductGradient
 
 
 def test_norm_by_hand():
@@ -18,25 +17,10 @@ def test_norm_by_hand():
     assert global_norm(half).dtype == jnp.float32
 
 
-def test_norm_of_outer_products_is_that_of_their_products(key):
-    x_key, dy_key = jax.random.split(key)
-    factors = OuterProductGradient(
-        jax.random.normal(x_key, (3, 4, 8)), jax.random.normal(dy_key, (3, 4, 16))
-    )
-    rest = {"scale_D": jnp.ones(8)}
-    norm = global_norm(rest | {"w_in_EDF": factors})
-    np.testing.assert_allclose(
-        norm, optax.tree.norm(rest | {"w_in_EDF": factors.dense()}), rtol=1e-6
-    )
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_norm_shows_what_is_not_finite(bad):
     x = jnp.ones((2, 3, 4)).at[1, 0, 0].set(bad)
     assert not jnp.isfinite(global_norm({"w_in_EDF": x}))
-    assert not jnp.isfinite(
-        global_norm({"w_in_EDF": OuterProductGradient(x, jnp.ones((2, 3, 5)))})
-    )
 
 
 def test_clip_scale_as_optax(key):

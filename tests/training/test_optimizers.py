@@ -8,7 +8,6 @@ import pytest
 from switchx.training.adafactor import Adafactor
 from switchx.training.adamw import AdamW
 from switchx.training.optimizers import apply_updates, state_dims
-from switchx.training.outer_product import OuterProductUpdate
 from switchx.training.schedules import Constant
 
 
@@ -20,20 +19,6 @@ def test_updates_are_added_in_the_parameters_dtype():
     assert new["scale_D"].dtype == jnp.bfloat16
     # 2^-8 is the distance of bfloat16 values around 2: the small update is lost, as said.
     np.testing.assert_array_equal(new["scale_D"].astype(jnp.float32), [1.5, 2.0])
-
-
-def test_dense_and_outer_product_updates_side_by_side():
-    params = {"w_in_EDF": jnp.zeros((1, 2, 3)), "scale_D": jnp.zeros(2)}
-    updates = {
-        "w_in_EDF": OuterProductUpdate(
-            jnp.array([[[1.0, 0.0], [2.0, 1.0]]]),
-            jnp.array([[[1.0, 0.0, 3.0], [5.0, 0.0, 0.0]]]),
-        ),
-        "scale_D": jnp.ones(2),
-    }
-    new = apply_updates(params, updates)
-    np.testing.assert_array_equal(new["w_in_EDF"], [[[1, 0, 3], [7, 0, 6]]])
-    np.testing.assert_array_equal(new["scale_D"], [1, 1])
 
 
 def test_state_dims_of_stacked_and_unstacked_parameters():

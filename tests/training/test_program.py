@@ -271,11 +271,6 @@ def test_a_schedule_without_stages_is_refused():
         make_program(DENSE, MeshSpec(), pipeline=ScheduleSpec("gpipe"))
 
 
-def test_factored_gradients_on_a_mesh_are_refused():
-    with refused("factor_expert_gradients on a mesh of 8 devices: <any>"):
-        make_program(DENSE, MeshSpec(), step=StepConfig(factor_expert_gradients=True))
-
-
 def test_experts_that_the_mesh_does_not_divide_are_refused():
     model = dataclasses.replace(
         SPARSE, switch=dataclasses.replace(SPARSE.switch, num_experts=6)
