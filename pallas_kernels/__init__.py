@@ -7,7 +7,12 @@ from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize, quantization_error, quantize
 from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
 from pallas_kernels.routing.expert_ffn import expert_ffn
-from pallas_kernels.routing.sort import SortedRows, permute, sort_by_expert, unpermute
+from pallas_kernels.routing.sort import (
+    SortedRows,
+    permute,
+    sort_by_expert,
+    unpermute,
+)
 
 __all__ = [
     "QTensor",

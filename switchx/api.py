@@ -19,24 +19,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.data.saved_vocabulary import DESCRIPTION_FILE, load_vocabulary
+from switchx.checkpoint.restore import choose_step, restore_params
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.text_format import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
+from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary
 from switchx.inference.artifact import is_artifact, read_artifact
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import native
 from switchx.inference.score import Score, Scorer
 from switchx.inference.separate_experts import separate_experts
+from switchx.manifest import NAME as CHECKPOINT_MANIFEST
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.models.unroll import unrolled
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.manifest import NAME as CHECKPOINT_MANIFEST
-from switchx.training.restore import choose_step, restore_params
-from switchx.training.run_config import read_config, read_model_config
-from switchx.training.run_folder import RunFolder
+from switchx.training.resume import read_config, read_model_config
 from switchx.tree import num_elements
 
 Texts = Sequence[str] | Sequence[Sequence[int]]

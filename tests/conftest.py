@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
-from switchx.cli import gin_edge
+from switchx.cli.config import building
 from tests.compilation import compiled_once
 
 # Broadcasting [D] against [B, D] unnoticed is how a wrong axis stays hidden.
@@ -94,7 +94,7 @@ def in_a_folder(tmp_path, monkeypatch, session_cache):
     monkeypatch.delenv("SWITCHX_DATA_DIR", raising=False)
     with compiled_once(session_cache / "compiled"):
         yield tmp_path
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ import switchx
 from pallas_kernels import dequantize
 from switchx import tree
 from switchx.api import Generated
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.data.features import EncoderDecoderFeatures, Example
 from switchx.data.objectives import SpanCorruption
 from switchx.inference.quantize import is_quantized
 from switchx.models.params import forward
-from switchx.training.run_config import write_run_config
-from switchx.training.run_folder import RunFolder
+from switchx.training.resume import write_run_config
 from tests.data.refusals import refused
 from tests.training.jobs import ENCODER_DECODER, SPARSE, TASK, make_job, make_params
 from tests.training.saved_runs import save_run

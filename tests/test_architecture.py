@@ -106,7 +106,7 @@ def test_arrows_have_no_cycle_and_the_siblings_stay_apart():
         ("switchx/inference/decode.py", "from switchx.training import step", "training.step"),
         ("switchx/data/loader.py", "def f():\n    import switchx.tree", "data may import axes"),
         ("switchx/planner/search.py", "from switchx.models import stack", "models.stack"),
-        ("switchx/analysis/load.py", "from switchx.moe.layer import SwitchFFN", "moe.layer"),
+        ("switchx/analysis/routing.py", "from switchx.moe.layer import SwitchFFN", "moe.layer"),
         ("switchx/axes.py", "import switchx.tree", "axes may import nothing of ours"),
         ("switchx/moe/plan.py", "import switchx", "imports switchx;"),
         ("pallas_kernels/grouped_matmul/api.py", "import switchx.axes", "nothing of ours"),
@@ -152,7 +152,7 @@ def test_import_cycle_is_found():
     [
         ("switchx/moe/router.py", "from flax import nnx"),
         ("switchx/training/job.py", "import gin"),
-        ("switchx/analysis/load.py", "import matplotlib.pyplot as plt"),
+        ("switchx/analysis/routing.py", "import matplotlib.pyplot as plt"),
         ("switchx/interop/huggingface.py", "def f():\n    import torch"),
         ("switchx/bench/train.py", "from transformers import T5Config"),
         ("switchx/data/corpora/c4.py", "import tensorflow as tf"),

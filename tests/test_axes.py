@@ -5,7 +5,12 @@ import re
 
 import pytest
 
-from switchx.axes import DIMENSIONS, MatrixDims, dims_of, matrix_dims
+from switchx.axes import (
+    DIMENSIONS,
+    MatrixDims,
+    dims_of,
+    matrix_dims,
+)
 
 
 def test_every_letter_has_a_name_of_its_own():

@@ -8,9 +8,9 @@ import re
 import jax
 import pytest
 
-from switchx.cli import gin_edge
-from switchx.data.saved_vocabulary import save_vocabulary
+from switchx.cli.config import building
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.data.vocabularies import save_vocabulary
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import AXES, batch_parts
@@ -38,7 +38,7 @@ RUNS = [name for name in names("runs") if name not in NOT_RUNS]
 def clean_gin():
     """Gin's configuration is global; no test leaves one behind."""
     yield
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def build_job(tmp_path):
         required = set().union(*(required_macros(name) for name in files))
         macros = {name: supplies[name] for name in required & supplies.keys()} | macros
         bindings = [f"{name}={value}" for name, value in macros.items()]
-        gin_edge.parse_files(list(files), bindings, [])
-        return gin_edge.build("JOB", TrainingJob)
+        building.parse_files(list(files), bindings, [])
+        return building.build("JOB", TrainingJob)
 
     return build
 
@@ -98,8 +98,8 @@ def test_model_builds(name, tmp_path):
         f'include "{name}"\n'
         "MODEL = @config.ModelConfig()\n"
     )
-    gin_edge.parse_files([str(file)], [], [])
-    config = gin_edge.build("MODEL", ModelConfig)
+    building.parse_files([str(file)], [], [])
+    config = building.build("MODEL", ModelConfig)
     params = abstract_params(config)
     total = count_parameters(config).total
     assert num_elements(params) == total

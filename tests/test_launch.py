@@ -8,8 +8,9 @@ import subprocess
 import pytest
 import yaml
 
-from switchx.cli import gin_edge, hosts
+from switchx.cli import hosts
 from switchx.cli.arguments import parse_job
+from switchx.cli.config import building
 from switchx.cli.main import _parse, _parser
 from switchx.cli.train import STOPPED_STATUS
 from switchx.hosts.processes import Processes
@@ -22,7 +23,7 @@ SLURM = LAUNCH / "slurm.sh"
 @pytest.fixture(autouse=True)
 def clean_gin():
     yield
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 def job_of(options):

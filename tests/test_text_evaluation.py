@@ -9,10 +9,20 @@ import switchx
 from switchx.data.features import EncoderDecoderFeatures
 from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
-from switchx.data.text_metrics import Accuracy, Bleu, ChrF, MetricResult
+from switchx.data.text_metrics import (
+    Accuracy,
+    Bleu,
+    ChrF,
+    MetricResult,
+)
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.text_evaluation import answer, mean_results, measure, read_questions
+from switchx.text_evaluation import (
+    answer,
+    mean_results,
+    measure,
+    read_questions,
+)
 from tests.data.fakes import VOCABULARY, pair_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, TASK

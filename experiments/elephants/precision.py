@@ -11,7 +11,7 @@ from cells import RESULTS
 import switchx
 from switchx.api import Model
 from switchx.data.features import EncoderDecoderFeatures
-from switchx.data.translation_mixture import multi30k_directions
+from switchx.data.mixtures import multi30k_directions
 from switchx.inference.quantize import native, quantize_experts
 from switchx.text_evaluation import Questions, read_questions
 

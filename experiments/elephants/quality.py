@@ -20,7 +20,7 @@ from cells import FinishedCells, write_section
 from precision import BITS, arguments_parser, open_model, read_sentences, with_experts
 from sacrebleu.metrics import BLEU
 
-from switchx.data.translation_mixture import multi30k_directions
+from switchx.data.mixtures import multi30k_directions
 from switchx.text_evaluation import answer
 
 FOUR = ("en_de", "de_en", "en_fr", "fr_en")

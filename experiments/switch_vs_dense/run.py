@@ -17,13 +17,13 @@ import jax
 
 from switchx.bench.report import environment
 from switchx.bench.train import Contender, ratio, take_turns
-from switchx.cli import gin_edge
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli.config import building
 from switchx.data.loader import evaluation_batches
 from switchx.data.mixtures import as_mixture
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram
-from switchx.training.run_folder import RunFolder
 
 HERE = pathlib.Path(__file__).parent
 EXPERTS = (0, 2, 8, 32)  # 0 is the dense model of equal FLOPs
@@ -50,8 +50,8 @@ def build_job(num_experts: int, seed: int, steps: int) -> TrainingJob:
     """The run's job; data order and initialization follow the seed."""
     bindings = [f"TRAIN_STEPS={steps}", f"SEED={seed}"]
     bindings.append(f"NUM_EXPERTS={num_experts}" if num_experts else "ModelConfig.switch=None")
-    gin_edge.parse_files([str(HERE / "run.gin")], bindings)
-    return gin_edge.build("JOB", TrainingJob)
+    building.parse_files([str(HERE / "run.gin")], bindings)
+    return building.build("JOB", TrainingJob)
 
 
 def name_of(num_experts: int) -> str:

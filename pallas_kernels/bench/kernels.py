@@ -13,11 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
-from pallas_kernels.bench.products import (
-    activation_dtype,
-    compiled_weight_bytes,
-    contenders,
-)
+from pallas_kernels.bench.products import activation_dtype, compiled_weight_bytes, contenders
 from pallas_kernels.bench.timing import (
     Contender,
     copy_bytes_per_s,

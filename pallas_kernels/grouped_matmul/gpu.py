@@ -25,7 +25,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
 from pallas_kernels.grouped_matmul.gpu_schedule import ROW_ALIGNMENT, row_tiles, summed_splits
-from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab, transposed
+from pallas_kernels.grouped_matmul.gpu_swap_ab import (
+    Epilogue,
+    Weights,
+    swap_ab,
+    transposed,
+)
 from pallas_kernels.grouped_matmul.gpu_tiling import (
     Tiling,
     checked,

@@ -20,7 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.gpu_schedule import ROW_ALIGNMENT, copy_and_multiply
 from pallas_kernels.grouped_matmul.gpu_swap_ab import tiled, transposed
-from pallas_kernels.grouped_matmul.gpu_tiling import Tiling, checked, fitted, sm_count
+from pallas_kernels.grouped_matmul.gpu_tiling import (
+    Tiling,
+    checked,
+    fitted,
+    sm_count,
+)
 from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
 
 # Columns that are masked or stored at a time.

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
-from pallas_kernels.routing.sort import permute, permute_gates, sort_by_expert, unpermute
+from pallas_kernels.routing.sort import (
+    permute,
+    permute_gates,
+    sort_by_expert,
+    unpermute,
+)
 
 
 def expert_ffn(

@@ -1,13 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report as one HTML page that needs nothing else: words, plots and tables in sections."""
+"""A report as one HTML page that needs nothing else: words, plots and tables in sections.
+
+What a routing report shows: each section from the numbers of one run.
+
+The page and the notebook are made of the same sections. Dims: N E T S
+"""
 
 import base64
 import dataclasses
 import html
 import io
-from collections.abc import Mapping, Sequence
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
+from switchx.analysis import plots
 from switchx.analysis.plots import Figure, write_svg
+from switchx.analysis.routing import (
+    DEAD_FRACTION,
+    RoutingHistory,
+    Snapshot,
+    class_counts,
+    comparable,
+    dead_experts,
+    even_shares,
+    layer_similarity,
+    read_history,
+    read_snapshots,
+    rows_to_shares,
+    saturation_by_step,
+    transitions,
+    typical_tokens,
+)
 
 PAGE = """\
 <!DOCTYPE html>
@@ -116,3 +142,246 @@ def _table(table: Table) -> str:
     if table.title:
         text = f"<details><summary>{html.escape(table.title)}</summary>{text}</details>"
     return text
+
+
+NUM_TYPICAL_TOKENS = 8
+_VISIBLE = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"})
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingRun:
+    """What a run recorded about its routing, and what its tokens are.
+
+    Attributes:
+        snapshots: of the same tokens, by step; the last is the final one.
+        num_others: snapshots of other tokens, left out.
+        classes: names of token classes; `class_V` has the class of every token id.
+        text_of: the text of a token id.
+    """
+
+    history: RoutingHistory
+    snapshots: Sequence[Snapshot]
+    num_others: int
+    classes: Sequence[str]
+    class_V: np.ndarray
+    text_of: Callable[[int], str]
+
+    @property
+    def final(self) -> Snapshot:
+        return self.snapshots[-1]
+
+    @property
+    def layers(self) -> list[str]:
+        return self.final.layers
+
+
+def read_run(
+    folder: pathlib.Path,
+    classes: Sequence[str],
+    class_V: np.ndarray,
+    text_of: Callable[[int], str],
+) -> RoutingRun:
+    """The routing of a run folder.
+
+    Args:
+        classes, class_V, text_of: of its vocabulary, as in `RoutingRun`.
+
+    Raises:
+        ValueError: nothing was recorded (a dense model, no logged step, no evaluation), a
+            file is damaged, or files are of other layers than others.
+    """
+    history = read_history(folder / "metrics.jsonl")
+    snapshots = read_snapshots(folder / "routing")
+    kept = comparable(snapshots)
+    num_layers = history.load.shape[1]
+    if len(kept[-1].layers) != num_layers or kept[-1].num_experts != history.num_experts:
+        raise ValueError(
+            f"{folder}: metrics.jsonl has {num_layers} Switch layers of {history.num_experts} "
+            f"experts, routing/ has {len(kept[-1].layers)} of {kept[-1].num_experts}; they are "
+            "of two runs: restore the one that does not belong there"
+        )
+    others = len(snapshots) - len(kept)
+    return RoutingRun(history, kept, others, classes, class_V, text_of)
+
+
+def all_sections(run: RoutingRun) -> list[Section]:
+    """Everything, in the order of the page."""
+    return [
+        overview(run), load(run), course(run), saturation(run), transition(run),
+        classes(run), tokens(run), similarity(run),
+    ]  # fmt: skip
+
+
+def overview(run: RoutingRun) -> Section:
+    """The last logged steps in numbers."""
+    history = run.history
+    even_NE, dead_NE = even_shares(history.load[-1]), dead_experts(history.load[-1])
+    rows = [
+        (
+            layer,
+            float(even_NE[n].max()),
+            float(even_NE[n].min()),
+            ", ".join(map(str, np.flatnonzero(dead_NE[n]))) or "none",
+            f"{history.dropped[-1, n]:.1%}",
+            float(history.entropy[-1, n]),
+            float(history.gate[-1, n]),
+        )
+        for n, layer in enumerate(run.layers)
+    ]
+    columns = (
+        "layer", "busiest expert", "idlest expert", "dead experts", "dropped", "entropy",
+        "gate",
+    )  # fmt: skip
+    return Section(
+        "At the end",
+        f"Means over the last logged steps of training, up to {history.steps[-1]}. Loads are "
+        f"in even shares. A dead expert has less than {DEAD_FRACTION:.0%} of an even share.",
+        tables=[Table(columns, rows)],
+    )
+
+
+def load(run: RoutingRun) -> Section:
+    """Load of every expert over training."""
+    even = even_shares(run.history.load)
+    return Section(
+        "Load per expert",
+        "Tokens that asked for each expert, before capacity. A balanced router is evenly "
+        "light; a dark row is an expert that too many tokens want, a white one is starving.",
+        [plots.load_figure(run.history.steps, even, run.layers)],
+    )
+
+
+def course(run: RoutingRun) -> Section:
+    """Drops, entropy, gate and dead experts over training."""
+    history = run.history
+    num_dead = dead_experts(history.load).sum(axis=-1).astype(float)
+    rows = [
+        plots.Course("dropped per token", history.dropped),
+        plots.Course(
+            "router entropy (nats)", history.entropy, math.log(history.num_experts), False
+        ),
+        plots.Course("gate of 1st choice", history.gate, 1 / history.num_experts),
+        plots.Course("dead experts", num_dead),
+    ]
+    return Section(
+        "Drops, entropy, gate, dead experts",
+        "A graph a Switch layer, named by its block, later blocks darker. Dotted: a router "
+        "that knows nothing, whose entropy is ln E and whose gate is 1/E. Dropped choices "
+        "found their expert full.",
+        [plots.course_figure(history.steps, rows, run.layers)],
+    )
+
+
+def saturation(run: RoutingRun) -> Section:
+    """How early the routing is the final one."""
+    title = "Saturation"
+    if len(run.snapshots) < 2:
+        return Section(title, "This takes two evaluations of the same tokens; there is one.")
+    steps = np.array([each.step for each in run.snapshots])
+    saturated = saturation_by_step(run.snapshots)
+    choices = max(stack.expert_NTS.shape[-1] for stack in run.final.stacks)
+    chance = choices / run.final.num_experts
+    left_out = f" {run.num_others} evaluations of other tokens are left out."
+    text = (
+        f"Share of the sample's choices that are already those of step {steps[-1]}, where it "
+        "is 1 by definition (OLMoE, arXiv:2409.02060). Dotted: chance."
+    )
+    rows = [plots.Course("saturation", saturated, chance)]
+    return Section(
+        title,
+        text + left_out * (run.num_others > 0),
+        [plots.course_figure(steps, rows, run.layers, markers=True)],
+    )
+
+
+def transition(run: RoutingRun) -> Section:
+    """From which expert to which one of the next Switch layer tokens go."""
+    shares, pairs = [], []
+    for stack in run.final.stacks:
+        counts = transitions(stack.expert_NTS, run.final.num_experts)
+        shares += list(rows_to_shares(counts))
+        pairs += list(zip(stack.layers, stack.layers[1:], strict=False))
+    title = "From expert to expert"
+    if not pairs:
+        return Section(
+            title, "No stack has two Switch layers, so there is no way between them."
+        )
+    return Section(
+        title,
+        "Of the sample's tokens that an expert gets, the percentage that goes to each expert "
+        "of the next Switch layer. Rows alike: the second layer does not care where a token "
+        "comes from. One dark cell a row: tokens travel in company. Grey: no tokens.",
+        [plots.transition_figure(shares, pairs)],
+    )
+
+
+def classes(run: RoutingRun) -> Section:
+    """Which kinds of tokens an expert gets."""
+    shares, names = [], []
+    for stack in run.final.stacks:
+        class_T = run.class_V[stack.token_T]
+        sizes = np.bincount(class_T, minlength=len(run.classes))
+        shown = np.flatnonzero(sizes)
+        labels = [f"{run.classes[i]} ({sizes[i]:,})" for i in shown]
+        for expert_TS in stack.expert_NTS:
+            counts = class_counts(expert_TS, class_T, run.final.num_experts, len(run.classes))
+            counts = np.c_[counts[:, shown], counts.sum(axis=1)]
+            shares.append(rows_to_shares(counts.T).T)
+            names.append([*labels, f"all ({len(class_T):,})"])
+    return Section(
+        "Token classes",
+        "Of the sample's tokens of a class (how many there are stands behind it), the "
+        "percentage that each expert gets; the last column is the expert's load. A cell darker "
+        "than that is what the expert is for. A decoder routes its inputs: special is mostly "
+        "the padding that begins a text.",
+        [plots.class_figure(shares, names, run.layers)],
+    )
+
+
+def tokens(run: RoutingRun) -> Section:
+    """The tokens that tell most about each expert."""
+    tables = []
+    for stack in run.final.stacks:
+        for layer, expert_TS in zip(stack.layers, stack.expert_NTS, strict=True):
+            rows = [
+                _token_row(run, expert_TS, stack.token_T, expert)
+                for expert in range(run.final.num_experts)
+            ]
+            columns = ("expert", "tokens of the sample", "typical")
+            tables.append(Table(columns, rows, title=layer, codes=("typical",)))
+    return Section(
+        "Typical tokens",
+        "Tokens that each expert gets often and more often than the others do, with the share "
+        "of the token's choices that are this expert's.",
+        tables=tables,
+    )
+
+
+def similarity(run: RoutingRun) -> Section:
+    """How much one layer's routing tells about another's."""
+    stacks = [stack for stack in run.final.stacks if len(stack.layers) > 1]
+    title = "Likeness of layers"
+    if not stacks:
+        return Section(title, "No stack has two Switch layers to compare.")
+    similarities = [layer_similarity(s.expert_NTS, run.final.num_experts) for s in stacks]
+    names = [(s.layers[0].split()[0], *s.layers) for s in stacks]
+    label = "shared information"
+    return Section(
+        title,
+        "Normalised mutual information of the layers' first choices, in percent: 100 when one "
+        "layer's expert tells the other's, 0 when it tells nothing.",
+        [plots.similarity_figure(similarities, names, label)],
+    )
+
+
+def _token_row(run: RoutingRun, expert_TS, token_T, expert: int) -> tuple:
+    typical = typical_tokens(
+        expert_TS, token_T, expert, run.final.num_experts, NUM_TYPICAL_TOKENS
+    )
+    shown = [f"{_visible(run.text_of(t.token))} {t.share:.0%}" for t in typical]
+    return expert, int(np.sum(expert_TS == expert)), "\n".join(shown)
+
+
+def _visible(text: str) -> str:
+    text = text.translate(_VISIBLE)
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)

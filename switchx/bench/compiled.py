@@ -14,8 +14,7 @@ from rich.table import Table
 from switchx.bench.report import Check, Report
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters
-from switchx.training.absent_devices import describe_devices, run_with_compiler
-from switchx.training.aot import CompiledStep, compile_step
+from switchx.training.aot import CompiledStep, compile_step, describe_devices, run_with_compiler
 from switchx.training.job import TrainingJob
 
 # The runs that docs/scale.md reports, and the slices that they are for.

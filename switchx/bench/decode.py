@@ -17,12 +17,19 @@ import numpy as np
 
 from switchx.bench import serving, torch_peer
 from switchx.bench.report import Check, Report
-from switchx.bench.train import DENSE, MEBIBYTE, Contender, ratio, switch_model, take_turns
+from switchx.bench.train import (
+    DENSE,
+    MEBIBYTE,
+    Contender,
+    ratio,
+    switch_model,
+    take_turns,
+)
+from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
-from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.generate import Generator, Hypothesis, for_decoding
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.rows import Rows
+from switchx.inference.sampling import Rows
 from switchx.interop import huggingface
 from switchx.models.params import init_params
 

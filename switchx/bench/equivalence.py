@@ -21,15 +21,20 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.bench.report import Check, Report
-from switchx.models.config import DISPATCHERS, ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.config import (
+    DISPATCHERS,
+    ModelConfig,
+    RouterConfig,
+    SwitchConfig,
+)
 from switchx.models.params import params_of, with_params
 from switchx.moe.dispatchers import refusal
 from switchx.moe.layer import SwitchFFN
+from switchx.optim.norms import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
 from switchx.planner.layout import SLICED_RULES
-from switchx.training.gradient_norm import global_norm
 
 NUM_DEVICES = 8
 ROWS, LENGTH, EXPERTS, D_MODEL, D_FF = 8, 16, 8, 8, 16

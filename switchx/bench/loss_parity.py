@@ -21,15 +21,15 @@ from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import SLICED_RULES
-from switchx.training.adafactor import Adafactor
 from switchx.training.job import TrainingJob
 from switchx.training.losses import LossConfig
 from switchx.training.program import TrainingProgram
-from switchx.training.schedules import Constant
 from switchx.training.step import StepConfig
 
 NUM_DEVICES, NUM_STEPS, NUM_BATCHES = 8, 50, 4

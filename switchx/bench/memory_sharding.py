@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.optim.adamw import AdamW
+from switchx.optim.schedules import Constant
+from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec, batch_axes
 from switchx.partitioning.rules import Rules
-from switchx.partitioning.sliced_params import Slicing
-from switchx.training.adamw import AdamW
 from switchx.training.fused_loss import count_buckets
 from switchx.training.losses import LossConfig
 from switchx.training.program import state_shardings
-from switchx.training.schedules import Constant
 from switchx.training.state import init_state
 from switchx.training.step import StepConfig, train_step
 

@@ -15,7 +15,12 @@ import numpy as np
 
 from switchx.bench import flaxformer_layer
 from switchx.bench.report import Check, Report
-from switchx.bench.train import MEBIBYTE, Contender, ratio, take_turns
+from switchx.bench.train import (
+    MEBIBYTE,
+    Contender,
+    ratio,
+    take_turns,
+)
 from switchx.layers.ffn import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import params_of, with_params

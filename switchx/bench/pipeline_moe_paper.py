@@ -14,14 +14,12 @@ import functools
 
 from switchx.bench.paper_models import gpt, paper_workload, with_dispatcher
 from switchx.bench.published import Cell
-from switchx.planner.collective_time import collective_seconds
 from switchx.planner.hardware import Hardware, load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use
-from switchx.planner.model_cost import count_parameters, flops_per_sequence
+from switchx.planner.model_cost import Workload, count_parameters, flops_per_sequence
 from switchx.planner.step_comm import StepCollective, step_collectives
-from switchx.planner.step_time import step_time
-from switchx.planner.workload import Workload
+from switchx.planner.step_time import collective_seconds, step_time
 
 PAPER = "PPMoE"
 VOCABULARY = 51200  # the paper names none: GPT-2's, padded as Megatron-LM pads it

@@ -19,16 +19,16 @@ from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.optim.adamw import AdamW
+from switchx.optim.schedules import Constant
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.planner.layout import SLICED_RULES, Layout
 from switchx.planner.step_comm import compiled_on_cpu, step_collectives
-from switchx.training.adamw import AdamW
 from switchx.training.aot import batch_shapes
 from switchx.training.job import TrainingJob
 from switchx.training.losses import LossConfig
 from switchx.training.program import TrainingProgram
-from switchx.training.schedules import Constant
 from switchx.training.workload import workload_of
 
 NUM_DEVICES = 8

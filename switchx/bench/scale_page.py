@@ -12,7 +12,12 @@ import json
 import pathlib
 import sys
 
-from switchx.bench.compiled import PODS, compiled_reports, name_of, pod_checks
+from switchx.bench.compiled import (
+    PODS,
+    compiled_reports,
+    name_of,
+    pod_checks,
+)
 from switchx.partitioning.hlo_collectives import KINDS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"

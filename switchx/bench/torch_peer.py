@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-from switchx.interop.huggingface_export import describe
+from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig
 
 TRAINING = pathlib.Path(__file__).with_name("torch_program.py")

@@ -18,10 +18,10 @@ import numpy as np
 from switchx.bench import torch_peer
 from switchx.bench.report import Check, Report
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.training.adafactor import Adafactor
-from switchx.training.adamw import AdamW
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.adamw import AdamW
+from switchx.optim.schedules import Constant
 from switchx.training.losses import LossConfig
-from switchx.training.schedules import Constant
 from switchx.training.state import init_state
 from switchx.training.step import StepConfig, train_step
 

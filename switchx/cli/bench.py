@@ -2,7 +2,6 @@
 """`switchx bench`: measurements against a baseline in the same run."""
 
 from switchx.cli import arguments as shared
-from switchx.cli import simulated_devices
 
 DESCRIPTION = """\
 Measures, in one process whose contenders take turns, and prints ratios against a baseline
@@ -52,7 +51,7 @@ def run(arguments) -> int:
                 f"--rounds={rounds}: `bench scale` takes no times, so it has no rounds; leave "
                 "--rounds out"
             )
-        simulated_devices.ask_for(8)
+        arguments.ask_for(8)
     from switchx.bench import decode, kernels, moe, scale, train
     from switchx.cli.progress import TerminalReporter
 

@@ -2,7 +2,6 @@
 """`switchx check`: promises that hold or do not, with the numbers."""
 
 from switchx.cli import arguments as shared
-from switchx.cli import simulated_devices
 
 DESCRIPTION = """\
 Checks a promise and prints the largest errors; the exit status is 1 where one does not hold.
@@ -36,7 +35,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments) -> int:
-    simulated_devices.ask_for(8)
+    arguments.ask_for(8)
     if arguments.sample and arguments.what != "equivalence":
         raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
     from switchx.bench import equivalence, papers, planned_bytes

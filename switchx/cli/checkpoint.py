@@ -75,9 +75,9 @@ def show_help(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    from switchx.training.checkpoint_items import stored_items
-    from switchx.training.manifest import find_damage, read_manifest
-    from switchx.training.run_config import read_config
+    from switchx.checkpoint.items import stored_items
+    from switchx.manifest import find_damage, read_manifest
+    from switchx.training.resume import read_config
     from switchx.tree import named_leaves
 
     run = _run(arguments)
@@ -177,7 +177,7 @@ def _size(num_bytes: int) -> str:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    from switchx.training.verify import checkpoint_faults
+    from switchx.checkpoint.verify import checkpoint_faults
 
     run = _run(arguments)
     steps = sorted(int(path.name) for path in _paths(run))
@@ -200,9 +200,9 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    from switchx.interop.new_folder import new_folder
-    from switchx.training.layout import write_converted_layout
-    from switchx.training.restore import choose_step
+    from switchx.checkpoint.restore import choose_step
+    from switchx.checkpoint.scan_conversion import write_converted_layout
+    from switchx.manifest import new_folder
 
     run = _run(arguments)
     step = choose_step(run, arguments.step)
@@ -214,13 +214,13 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace):
-    from switchx.training.run_folder import RunFolder
+    from switchx.checkpoint.run_folder import RunFolder
 
     return RunFolder(arguments.dir)
 
 
 def _paths(run) -> list:
-    from switchx.training.restore import checkpoint_paths
+    from switchx.checkpoint.restore import checkpoint_paths
 
     paths = checkpoint_paths(run.checkpoints)
     if not paths:

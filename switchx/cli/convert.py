@@ -122,11 +122,11 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
 
 
 def _write(arguments, reporter, config, params, vocabulary_file) -> None:
-    from switchx.cli.model_gin import FILE, model_gin
-    from switchx.data.token_ids import TokenIdVocabulary
-    from switchx.interop.new_folder import new_folder
-    from switchx.training.converted_folder import write_converted
-    from switchx.training.run_folder import RunFolder
+    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.checkpoint.scan_conversion import write_converted
+    from switchx.cli.config.files import FILE, model_gin
+    from switchx.data.tokenizers import TokenIdVocabulary
+    from switchx.manifest import new_folder
     from switchx.tree import num_elements
 
     if vocabulary_file is None:
@@ -172,15 +172,15 @@ def _reads_as_t5(vocabulary) -> bool:
 
 
 def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
-    from switchx.data.saved_vocabulary import load_vocabulary
+    from switchx.checkpoint.items import require_same_leaves
+    from switchx.checkpoint.restore import choose_step, restore_params
+    from switchx.checkpoint.run_folder import RunFolder
     from switchx.data.tokenizers import SentencePieceVocabulary
+    from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.huggingface import write_checkpoint
-    from switchx.interop.new_folder import new_folder
+    from switchx.manifest import new_folder
     from switchx.models.params import abstract_params
-    from switchx.training.checkpoint_items import require_same_leaves
-    from switchx.training.restore import choose_step, restore_params
-    from switchx.training.run_config import read_model_config
-    from switchx.training.run_folder import RunFolder
+    from switchx.training.resume import read_model_config
     from switchx.tree import named_leaves
 
     source = RunFolder(arguments.src)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from switchx.cli import arguments as shared
-from switchx.cli import text_metrics
+from switchx.cli.text import metrics as text_metrics
 
 DESCRIPTION = """\
 Evaluates a checkpoint of a run folder on the validation split of its task: negative log
@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, Any]]:
     # Imported here: help, and options that are not understood, do not wait for it.
     from switchx import api
+    from switchx.checkpoint.restore import choose_step
+    from switchx.checkpoint.run_folder import RunFolder
     from switchx.inference.artifact import is_artifact
-    from switchx.training.restore import choose_step
-    from switchx.training.run_config import check_same_model
-    from switchx.training.run_folder import RunFolder
+    from switchx.training.resume import check_same_model
 
     is_quantized = is_artifact(arguments.model_dir)
     folder = RunFolder(arguments.model_dir)
@@ -110,9 +110,9 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
 
 
 def _likelihood(folder, job, step: int, reporter) -> dict[str, Any]:
+    from switchx.checkpoint.restore import restore_params
     from switchx.training.loop import evaluate_job
     from switchx.training.program import TrainingProgram
-    from switchx.training.restore import restore_params
 
     program = TrainingProgram(job)
     reporter.note(f"evaluating {folder.checkpoints / str(step)}")
@@ -125,7 +125,7 @@ def _print(job, metrics: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from switchx.cli.load_table import load_table
+    from switchx.cli.report import load_table
 
     table = Table(box=None, show_header=False, pad_edge=False)
     rows = {name: value for name, value in metrics.items() if not isinstance(value, dict)}

@@ -8,7 +8,7 @@ import json
 import re
 
 from switchx.cli import arguments as shared
-from switchx.cli import line_commands
+from switchx.cli.text import lines
 
 DESCRIPTION = """\
 Writes what a model answers to each line of a file or of standard input, in their order:
@@ -37,7 +37,7 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "generate", run, "let a model write to each line of a text", DESCRIPTION
     )
-    line_commands.add_arguments(parser, "text file, an input a line")
+    lines.add_arguments(parser, "text file, an input a line")
     shared.add_decoding(parser)
     parser.add_argument(
         "--pruning",
@@ -54,7 +54,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return line_commands.run(arguments, _generate)
+    return lines.run(arguments, _generate)
 
 
 def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
@@ -66,7 +66,7 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
     encode = functools.partial(model.text_format.inputs, model.vocabulary)
 
     def prompt(line):
-        tokens = model.prompt(line_commands.encoded(arguments, encode, line))
+        tokens = model.prompt(lines.encoded(arguments, encode, line))
         if fault := generator.fault(tokens):
             raise ValueError(fault)
         return tokens
@@ -75,12 +75,12 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
         for number, (best, *_) in generator(list(map(prompt, shard)), first_number=first):
             yield number, _line(model.vocabulary.decode(best.tokens), best, arguments.json)
 
-    line_commands.check(arguments, lines, prompt)
+    lines.check(arguments, lines, prompt)
     settings = {"command": "generate", "model": model.fingerprint, "json": arguments.json}
     settings |= dataclasses.asdict(generator.decoding)
     if arguments.capacity == "dropless":
         del settings["pruning"]  # the same outputs with it and without
-    line_commands.write(arguments, lines, settings, compute, reporter)
+    lines.write(arguments, lines, settings, compute, reporter)
 
 
 def _line(text: str, hypothesis, is_json: bool) -> str:

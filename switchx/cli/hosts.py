@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from switchx.cli import log_lines
+from switchx.cli import progress
 
 FLAGS = ("coordinator", "num_processes", "process_id")
 
@@ -68,7 +68,7 @@ def statement(job, arguments: argparse.Namespace, commit: str) -> dict[str, Any]
     import jax
     import jaxlib
 
-    from switchx.training.run_config import flat_description
+    from switchx.training.resume import flat_description
 
     own = ("data_dir", "prefetch")
     fields = flat_description(job)
@@ -124,7 +124,7 @@ class SilentReporter:
 
     def __init__(self, index: int):
         self._index = index
-        self._lines = log_lines.shown_by(self._show)
+        self._lines = progress.shown_by(self._show)
 
     def __enter__(self):
         self._lines.__enter__()

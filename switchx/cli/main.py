@@ -14,10 +14,9 @@ from switchx.cli import (
     convert,
     evaluate,
     export,
-    failure,
     generate,
-    log_lines,
     plan,
+    progress,
     quantize,
     report,
     score,
@@ -80,10 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         _restart_with_malloc_tuning()
     logging.captureWarnings(True)
     try:
-        with log_lines.shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
+        with progress.shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
             return arguments.run(arguments) or 0
     except (KeyboardInterrupt, ValueError, OSError, RuntimeError) as error:
-        return failure.explain(error, arguments)
+        return progress.explain(error, arguments)
     finally:
         logging.captureWarnings(False)
 

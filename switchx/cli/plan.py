@@ -49,10 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     import pathlib
 
     from switchx.bench.report import Check, Report
-    from switchx.cli.plan_table import print_search, row
+    from switchx.cli.plan_table import mesh_gin, print_search, row
     from switchx.data.data_dir import write_atomically
     from switchx.planner.hardware import load_hardware
-    from switchx.planner.mesh_gin import mesh_gin
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, search
     from switchx.training.workload import fitting_group_size, workload_of
 
@@ -118,8 +117,7 @@ def _devices(hardware, asked: int | None) -> int:
 
 def _nothing_fits(workload, hardware, devices: int, found, hint: str) -> str:
     """What is in the way, and the nearest numbers of devices or rows that work."""
-    from switchx.planner.explain import num_bytes
-    from switchx.planner.search import smallest_that_fits, workable_devices
+    from switchx.planner.search import num_bytes, smallest_that_fits, workable_devices
 
     name = hardware.name
     if found.smallest is None:

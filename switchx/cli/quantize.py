@@ -59,10 +59,10 @@ def add_command(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # Imported here: help, and options that are not understood, do not wait for it.
     from switchx import api
-    from switchx.data.saved_vocabulary import save_vocabulary
+    from switchx.data.vocabularies import save_vocabulary
     from switchx.inference.artifact import is_artifact, write_artifact
-    from switchx.inference.checked_folder import require_free
     from switchx.inference.quantize import quantize_experts
+    from switchx.manifest import require_free
 
     if not arguments.output:
         raise ValueError("--output is empty; is a shell variable not set?")

@@ -6,7 +6,7 @@ import functools
 import json
 
 from switchx.cli import arguments as shared
-from switchx.cli import line_commands
+from switchx.cli.text import lines
 
 DESCRIPTION = """\
 Scores each line `input<TAB>target` of a file or of standard input: the natural logarithm of
@@ -27,7 +27,7 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "score", run, "log-likelihoods of texts given others", DESCRIPTION
     )
-    line_commands.add_arguments(parser, "file of lines `input<TAB>target`")
+    lines.add_arguments(parser, "file of lines `input<TAB>target`")
     parser.add_argument(
         "--json",
         action="store_true",
@@ -36,7 +36,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return line_commands.run(arguments, _score)
+    return lines.run(arguments, _score)
 
 
 def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
@@ -53,11 +53,11 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
         if len(inputs) != 1 and (inputs or model.config.is_encoder_decoder):
             raise ValueError(f"has {len(inputs)} tabs, expected input<TAB>target")
         try:
-            tokens = [line_commands.encoded(arguments, read_input, text) for text in inputs]
+            tokens = [lines.encoded(arguments, read_input, text) for text in inputs]
         except ValueError as error:
             raise ValueError(f"has an input that {error}") from None
         try:
-            targets = line_commands.encoded(arguments, read_target, target)
+            targets = lines.encoded(arguments, read_target, target)
         except ValueError as error:
             raise ValueError(f"has a target that {error}") from None
         both = (tokens[0] if tokens else [], targets)
@@ -69,9 +69,9 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
         for number, score in scorer(list(map(pair, shard)), first):
             yield number, _line(score, arguments.json)
 
-    line_commands.check(arguments, lines, pair)
+    lines.check(arguments, lines, pair)
     settings = {"command": "score", "model": model.fingerprint, "json": arguments.json}
-    written = line_commands.write(arguments, lines, settings, compute, reporter)
+    written = lines.write(arguments, lines, settings, compute, reporter)
     log_likelihoods, counts = zip(*(_score_of(line) for line in written), strict=True)
     log_likelihood, num_tokens = sum(log_likelihoods), sum(counts)
     reporter.note(

@@ -118,7 +118,7 @@ def _cell(schedule, ops, tick: int, stage: int, lane: int) -> str:
 def _draw(schedule, title: str, output: str) -> None:
     import pathlib
 
-    from switchx.analysis.schedule_figure import FORMATS, schedule_figure
+    from switchx.analysis.plots import FORMATS, schedule_figure
 
     path = pathlib.Path(output).expanduser()
     if path.suffix not in FORMATS:

@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from switchx.cli import gin_edge
-from switchx.cli.invocation import command_line, configuration_options
-from switchx.cli.load_table import load_table
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli.arguments import command_line, configuration_options
+from switchx.cli.config import building
+from switchx.cli.report import load_table
 from switchx.models.params import abstract_params
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Outcome
-from switchx.training.run_folder import RunFolder
 
 FINETUNE = "configs/runs/finetune.gin"
 
@@ -74,8 +74,8 @@ def next_commands(
 
 def _finetuning_fits(job: TrainingJob, run: RunFolder) -> bool:
     """Whether the shipped fine-tuning run has a model of the shapes that were trained."""
-    gin_edge.parse_files([FINETUNE], [f"INIT_FROM={run.path}"])
-    model = gin_edge.build("JOB", TrainingJob).model
+    building.parse_files([FINETUNE], [f"INIT_FROM={run.path}"])
+    model = building.build("JOB", TrainingJob).model
     return abstract_params(model) == abstract_params(job.model)
 
 

@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 
 from switchx.cli import arguments as shared
-from switchx.cli import failure, hosts
+from switchx.cli import hosts, progress
 
 DESCRIPTION = """\
 Trains what the gin files describe and writes checkpoints, metrics.jsonl, TensorBoard events
@@ -62,11 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
                 prepare=prepare,
                 state=lambda job: hosts.statement(job, arguments, git_commit()),
                 work=work,
-                explain=lambda error: failure.explain(error, arguments),
+                explain=lambda error: progress.explain(error, arguments),
             )
     if is_first:
+        from switchx.checkpoint.run_folder import RunFolder
         from switchx.cli import summary
-        from switchx.training.run_folder import RunFolder
 
         summary.print_summary(job, RunFolder(arguments.model_dir), outcome, arguments)
     return exit_status(outcome.is_finished, processes)
@@ -95,10 +95,10 @@ def _train(arguments: argparse.Namespace, reporter, job):
     # Imported here: help, and options that are not understood, do not wait for it.
     import jax
 
+    from switchx.checkpoint.run_folder import RunFolder
     from switchx.cli import gin_edge
     from switchx.planner.model_cost import count_parameters
     from switchx.training.loop import train
-    from switchx.training.run_folder import RunFolder
 
     folder = RunFolder(arguments.model_dir)
     records = {

@@ -5,7 +5,7 @@ import argparse
 
 from switchx.cli import arguments as shared
 
-# As `switchx.data.vocabulary_training` has it, which is slow to import; a test compares them.
+# As `switchx.data.vocabularies` has it, which is slow to import; a test compares them.
 SAMPLE_CHARACTERS = 1_500_000
 
 DESCRIPTION = """\
@@ -52,7 +52,7 @@ def add_command(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # Imported here: help, and options that are not understood, do not wait for it.
-    from switchx.data.vocabulary_training import train_sentencepiece
+    from switchx.data.vocabularies import train_sentencepiece
 
     inputs = [name for names in arguments.input for name in names.split(",") if name]
     summary = train_sentencepiece(

@@ -8,8 +8,7 @@ import grain
 import numpy as np
 
 from switchx.data.features import Batch, Features
-from switchx.data.stream_plan import StreamPlan
-from switchx.data.streams import RowStream
+from switchx.data.streams import RowStream, StreamPlan
 
 
 @dataclasses.dataclass(frozen=True)

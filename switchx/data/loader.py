@@ -16,11 +16,15 @@ import grain
 import numpy as np
 from absl import flags
 
-from switchx.data.batches import BatchConfig, RowBatches, Shard, join_rows
+from switchx.data.batches import (
+    BatchConfig,
+    RowBatches,
+    Shard,
+    join_rows,
+)
 from switchx.data.features import Batch
 from switchx.data.mixtures import Mixture, as_mixture
-from switchx.data.stream_plan import StreamPlan
-from switchx.data.streams import RowStream
+from switchx.data.streams import RowStream, StreamPlan
 from switchx.data.tasks import Task, open_task
 
 # Of what the cursors in a state mean; another number whenever streams read otherwise.

@@ -9,20 +9,28 @@ records that are examples already, `{"inputs": ..., "targets": ...}`.
 Raffel et al. 2020 (arXiv:1910.10683), sections 3.1 and 3.2.
 
 Dims: L
+
+T5 span corruption: spans of the text become sentinels, the targets spell them out.
+
+Raffel et al. 2020 (arXiv:1910.10683), section 3.1.4 and figure 2. The arithmetic is that
+of `t5.data.preprocessors` (`random_spans_helper`, `random_spans_noise_mask`,
+`noise_span_to_unique_sentinel`), in double precision throughout; T5's mask rounds in single
+precision and so has one noise token more at a few lengths, such as 190.
+
+    raw      We hold these truths to be self evident that all
+    inputs   We hold <extra_id_0> to be <extra_id_1> </s>
+    targets  <extra_id_0> these truths <extra_id_1> self evident that all </s>
+
+Dims: L
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
 
 from switchx.data.features import EncoderDecoderFeatures, Example, Features
-from switchx.data.span_corruption import (
-    corrupt_spans,
-    count_spans,
-    fit_inputs_length,
-    fit_joint_length,
-)
 from switchx.data.tokenizers import Vocabulary
 
 
@@ -179,3 +187,159 @@ class InputsToTargets:
 
 TextObjective = SpanCorruption | PrefixLM | CausalLM
 Objective = TextObjective | InputsToTargets
+
+
+@dataclasses.dataclass(frozen=True)
+class SpanCounts:
+    """What corrupting a text of `raw_length` tokens gives, whatever the random draw."""
+
+    raw_length: int
+    num_noise: int
+    num_spans: int
+
+    @property
+    def inputs_length(self) -> int:
+        """What is left of the text, a sentinel for each span, and EOS."""
+        return self.raw_length - self.num_noise + self.num_spans + 1
+
+    @property
+    def targets_length(self) -> int:
+        """The spans, a sentinel before each, and EOS."""
+        return self.num_noise + self.num_spans + 1
+
+
+def count_spans(raw_length: int, noise_density: float, mean_span_length: float) -> SpanCounts:
+    """How many tokens and spans are noise; there is at least one of each, and one not.
+
+    Raises:
+        ValueError: fewer than 2 tokens, or more spans asked for than tokens are kept to
+            stand between them.
+    """
+    if raw_length < 2:
+        raise ValueError(
+            f"span corruption of {raw_length} tokens; it needs at least 2, one to keep and "
+            "one to mask"
+        )
+    if noise_density / mean_span_length > 1 - noise_density:
+        raise ValueError(
+            f"noise_density={noise_density} leaves too few tokens between spans of "
+            f"mean_span_length={mean_span_length}; use a lower density or longer spans"
+        )
+    num_noise = min(max(round(raw_length * noise_density), 1), raw_length - 1)
+    num_spans = max(round(num_noise / mean_span_length), 1)
+    # Rounding alone can ask for a span too many, in short texts at half density.
+    return SpanCounts(raw_length, num_noise, min(num_spans, raw_length - num_noise))
+
+
+def fit_inputs_length(
+    inputs_length: int, noise_density: float = 0.15, mean_span_length: float = 3.0
+) -> SpanCounts:
+    """The longest text whose corrupted inputs, EOS included, fit `inputs_length` tokens.
+
+    T5's `random_spans_helper`: inputs of 512 come from 568 tokens and need targets of 114.
+
+    Raises:
+        ValueError: `inputs_length` is below 3: a token, a sentinel and EOS.
+    """
+    if inputs_length < 3:
+        raise ValueError(
+            f"inputs_length={inputs_length} is too short for any text; use at least 3"
+        )
+
+    def counts(raw_length):
+        return count_spans(raw_length, noise_density, mean_span_length)
+
+    found = counts(2)
+    while (longer := counts(found.raw_length + 1)).inputs_length <= inputs_length:
+        found = longer
+    # T5's own exception: at half density, targets as long as the inputs, a rounder number.
+    if noise_density == 0.5 and found.targets_length > found.inputs_length:
+        found = counts(found.raw_length - 1)
+    return found
+
+
+def fit_joint_length(
+    length: int, noise_density: float = 0.15, mean_span_length: float = 3.0
+) -> SpanCounts:
+    """The longest text whose inputs and targets together fit `length` tokens.
+
+    Raises:
+        ValueError: `length` is below 6: a token, a sentinel and EOS, twice.
+    """
+    if length < 6:
+        raise ValueError(f"length={length} is too short for any text; use at least 6")
+
+    def counts(raw_length):
+        return count_spans(raw_length, noise_density, mean_span_length)
+
+    found = counts(2)
+    while True:
+        longer = counts(found.raw_length + 1)
+        if longer.inputs_length + longer.targets_length > length:
+            return found
+        found = longer
+
+
+def noise_mask(counts: SpanCounts, rng: np.random.Generator) -> np.ndarray:
+    """A random mask, true on noise: kept and noise spans alternate, a kept one first.
+
+    Every mask with these counts is equally likely (T5's `random_spans_noise_mask`), so the
+    text always ends in a noise span.
+
+    Returns:
+        mask_L, boolean.
+    """
+
+    def segment(num_items):
+        """Lengths of `num_spans` non-empty runs that make up `num_items`."""
+        cuts = rng.permutation(num_items - 1)[: counts.num_spans - 1] + 1
+        return np.diff(np.concatenate([[0], np.sort(cuts), [num_items]]))
+
+    noise = segment(counts.num_noise)
+    kept = segment(counts.raw_length - counts.num_noise)
+    lengths = np.stack([kept, noise], axis=1).reshape(-1)
+    return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+
+
+def mark_spans(
+    tokens_L: np.ndarray, mask_L: np.ndarray, sentinel_id: Callable[[int], int]
+) -> np.ndarray:
+    """Replaces the i-th run of true in the mask by the single token `sentinel_id(i)`.
+
+    T5's `noise_span_to_unique_sentinel`; with the mask inverted it makes the targets.
+    """
+    first_L = mask_L & ~np.concatenate([[False], mask_L[:-1]])
+    marked_L = tokens_L.copy()
+    marked_L[first_L] = [sentinel_id(i) for i in range(np.count_nonzero(first_L))]
+    return marked_L[~mask_L | first_L]
+
+
+def corrupt_spans(
+    tokens_L: np.ndarray,
+    counts: SpanCounts,
+    vocabulary,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Corrupts a text: inputs and targets, both ending in EOS, of the lengths in `counts`.
+
+    The same generator gives the same result: training draws it from the run's seed,
+    evaluation from the example's index.
+
+    Args:
+        vocabulary: gives `sentinel_id(i)`, `num_sentinels` and `eos_id`.
+
+    Raises:
+        ValueError: the vocabulary has fewer sentinels than there are spans. (T5 goes on
+            with ordinary tokens there.)
+    """
+    if counts.num_spans > vocabulary.num_sentinels:
+        raise ValueError(
+            f"{counts.num_spans} spans in {counts.raw_length} tokens, but the vocabulary has "
+            f"{vocabulary.num_sentinels} sentinels; use shorter inputs, longer spans, or a "
+            "vocabulary with more sentinels"
+        )
+    mask_L = noise_mask(counts, rng)
+    eos = np.array([vocabulary.eos_id], tokens_L.dtype)
+    inputs_L = mark_spans(tokens_L, mask_L, vocabulary.sentinel_id)
+    targets_L = mark_spans(tokens_L, ~mask_L, vocabulary.sentinel_id)
+    return np.concatenate([inputs_L, eos]), np.concatenate([targets_L, eos])

@@ -1,14 +1,249 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: the examples of one row of the batch, drawn from the tasks, and packed into rows."""
+"""The plan of the streams: what all rows of the batch have in common, and their cursors.
 
-from collections.abc import Iterator
+Each of the B rows of a global batch is a stream of its own: row b reads the records b,
+b + B, b + 2B, ... of the shuffled corpus, epoch after epoch. So the rows, and with them
+the global batch, are the same however many processes share them out, and where a stream
+stands is known from a handful of counters, its cursor.
 
+Text has several streams a row, `LANES`, of which each example draws one: documents are
+longer than a chunk, and this mixes them as T5's shuffle buffer does.
+
+Shuffling: all records once an epoch, in another order each, without end.
+
+Readers: the examples of one task, as one row of the batch reads them.
+
+Dims: L
+
+Streams: the examples of one row of the batch, drawn from the tasks, and packed into rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grain
 import numpy as np
 
-from switchx.data.features import Example
-from switchx.data.packing import OPEN_ROWS, pack_rows
-from switchx.data.readers import PairReader, TextReader
-from switchx.data.stream_plan import DRAW, StreamPlan, cursor_dtype
+from switchx.data.features import OPEN_ROWS, Example, Features, pack_rows
+from switchx.data.tasks import OpenTask
+
+LANES = 8
+# Records in a row that give no example before that is an error, at most (100 epochs).
+_PATIENCE = 100_000
+
+# What the random generators are for; a part of their seed.
+DRAW, START, SHUFFLE = range(3)
+
+
+def cursor_dtype(num_tasks: int) -> np.dtype:
+    """Fields of a cursor; all are int64, so that it can also be read as a plain vector.
+
+    `emitted`: rows already handed out of the window of rows that starts here; `drawn`:
+    examples drawn before it; for each task examples `dropped` and `truncated`, and for
+    each lane the number of its next `document` and the `offset` in it, in tokens. Records
+    that are examples already have one lane, the first.
+    """
+    int64 = np.int64
+    lane = [("document", int64, LANES), ("offset", int64, LANES)]
+    task = np.dtype([("dropped", int64), ("truncated", int64), *lane])
+    return np.dtype([("emitted", int64), ("drawn", int64), ("tasks", task, (num_tasks,))])
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamPlan:
+    """What the streams of all rows have in common.
+
+    Attributes:
+        probabilities: of each task.
+        num_rows: B, rows of the global batch.
+        is_finite: evaluation: the records once and in order, one lane, in a single row.
+    """
+
+    tasks: tuple[OpenTask, ...]
+    probabilities: np.ndarray
+    features: Features
+    seed: int
+    num_rows: int = 1
+    is_finite: bool = False
+
+    @property
+    def num_lanes(self) -> int:
+        return 1 if self.is_finite else LANES
+
+    def new_cursor(self) -> np.ndarray:
+        """Where every row starts; int64, one-dimensional."""
+        return np.zeros(1, cursor_dtype(len(self.tasks))).view(np.int64)
+
+    def generator(self, *position: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, *position))
+
+    @functools.cached_property
+    def records(self) -> tuple[Sequence, ...]:
+        """Each task's records in the order they are read: without end in training."""
+        if self.is_finite:
+            return tuple(task.records for task in self.tasks)
+        return tuple(
+            Shuffled(task.records, (self.seed, SHUFFLE, index))
+            for index, task in enumerate(self.tasks)
+        )
+
+    def patience(self, index: int) -> int:
+        """Records of a task that may give no example, one after another."""
+        return min(_PATIENCE, 100 * len(self.tasks[index].records))
+
+    def counts(self, cursors: np.ndarray) -> dict[str, int]:
+        """Examples dropped and truncated before the cursors, together: `task/dropped`, ...
+
+        Args:
+            cursors: one in the last dimension; any before it.
+        """
+        tasks = cursors.view(cursor_dtype(len(self.tasks)))["tasks"]
+        return {
+            f"{task.task.name}/{what}": int(tasks[what][..., index].sum())
+            for index, task in enumerate(self.tasks)
+            for what in ("dropped", "truncated")
+        }
+
+
+# Fewer records are permuted in memory; Grain's cipher works on blocks of 16 bits and
+# would look for an index below n for 65536 / n rounds.
+_FEW = 65_536
+
+
+class Shuffled:
+    """An endless sequence of records; `[i]` is known without what stands before it.
+
+    Args:
+        seed: at least 0, as many integers as wanted.
+    """
+
+    def __init__(self, records: Sequence[Any], seed: Sequence[int]):
+        self._records = records
+        self._seed = tuple(seed)
+        self._cached = (None, None)
+
+    def __getitem__(self, index: int) -> Any:
+        epoch, position = divmod(index, len(self._records))
+        return self._records[self._position(self._order_of(epoch), position)]
+
+    def _order_of(self, epoch: int) -> np.ndarray | int:
+        """The permutation, or for many records the seed of Grain's."""
+        cached_epoch, order = self._cached
+        if cached_epoch != epoch:
+            rng = np.random.default_rng((*self._seed, epoch))
+            is_few = len(self._records) < _FEW
+            order = rng.permutation(len(self._records)) if is_few else int(rng.integers(2**32))
+            self._cached = (epoch, order)
+        return order
+
+    def _position(self, order: np.ndarray | int, position: int) -> int:
+        if isinstance(order, np.ndarray):
+            return int(order[position])
+        last = len(self._records) - 1
+        return grain.experimental.index_shuffle(position, max_index=last, seed=order, rounds=4)
+
+
+class TextReader:
+    """Chunks of a task's documents, tokenized and joined, as one row reads them."""
+
+    def __init__(self, plan: StreamPlan, index: int, row: int):
+        self._plan = plan
+        self._open = plan.tasks[index]
+        self._index = index
+        self._documents = plan.records[index]
+        self._first_lane = row * plan.num_lanes
+        self._tokens = {}  # lane -> (number of the document, its tokens)
+
+    def read(self, cursor, rng: np.random.Generator) -> Example | None:
+        task = self._open.task
+        chunk_L = self._chunk(cursor, int(rng.integers(self._plan.num_lanes)))
+        # At the end of a finite stream, less than an example may be left.
+        if len(chunk_L) < task.objective.min_tokens:
+            return None
+        return task.objective.example(chunk_L, task.vocabulary, self._plan.features, rng)
+
+    def _chunk(self, cursor, lane: int) -> np.ndarray:
+        document, offset = cursor["document"], cursor["offset"]
+        parts, missing, num_empty = [], self._open.chunk_length, 0
+        while missing and not self._is_at_end(document[lane]):
+            tokens_L = self._document(lane, int(document[lane]))
+            parts.append(tokens_L[offset[lane] : offset[lane] + missing])
+            missing -= len(parts[-1])
+            offset[lane] += len(parts[-1])
+            if offset[lane] == len(tokens_L):
+                document[lane] += 1
+                offset[lane] = 0
+            num_empty = 0 if len(tokens_L) else num_empty + 1
+            if num_empty > self._plan.patience(self._index):
+                raise ValueError(
+                    f"task {self._open.task.name!r}: {num_empty} documents in a row have no "
+                    "text; use another corpus"
+                )
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def _is_at_end(self, document: int) -> bool:
+        return self._plan.is_finite and document >= len(self._open.records)
+
+    def _document(self, lane: int, number: int) -> np.ndarray:
+        if self._tokens.get(lane, (None,))[0] != number:
+            self._tokens[lane] = (number, self._tokenize(lane, number))
+        return self._tokens[lane][1]
+
+    def _tokenize(self, lane: int, number: int) -> np.ndarray:
+        plan, task = self._plan, self._open.task
+        stream = self._first_lane + lane
+        text = self._documents[stream + number * plan.num_rows * plan.num_lanes]["text"]
+        tokens = task.vocabulary.encode(text)
+        if tokens and task.objective.joins_with_eos:
+            tokens.append(task.vocabulary.eos_id)
+        # Streams begin somewhere in their first document. With fewer documents than
+        # streams, many would otherwise read the same in step.
+        if tokens and number == 0 and not plan.is_finite:
+            rng = plan.generator(START, self._index, stream)
+            tokens = tokens[rng.integers(len(tokens)) :]
+        return np.array(tokens, np.int32)
+
+
+class PairReader:
+    """Records that are examples already, as one row reads them."""
+
+    def __init__(self, plan: StreamPlan, index: int, row: int):
+        self._plan = plan
+        self._open = plan.tasks[index]
+        self._index = index
+        self._records = plan.records[index]
+        self._row = row
+
+    def read(self, cursor, rng: np.random.Generator) -> Example | None:
+        del rng
+        task, features = self._open.task, self._plan.features
+        for _ in range(self._plan.patience(self._index)):
+            number = int(cursor["document"][0])
+            if self._plan.is_finite and number >= len(self._open.records):
+                return None
+            record = self._records[self._row + number * self._plan.num_rows]
+            cursor["document"][0] += 1
+            example = task.objective.example(record, task.vocabulary)
+            size = features.size(example)
+            if all(used <= have for used, have in zip(size, features.capacity, strict=True)):
+                return example
+            if task.too_long == "truncate":
+                cursor["truncated"] += 1
+                return features.truncate(example, task.vocabulary.eos_id)
+            if task.too_long == "error":
+                raise ValueError(
+                    f"task {task.name!r}: an example of {size} tokens, a row holds "
+                    f"{features.capacity}: {str(record)[:200]}; use longer features, or "
+                    "too_long='truncate' or 'drop' for the task"
+                )
+            cursor["dropped"] += 1
+        raise ValueError(
+            f"task {task.name!r}: {self._plan.patience(self._index)} examples in a row are too "
+            f"long for a row of {features.capacity} tokens; use longer features, or "
+            "too_long='truncate'"
+        )
 
 
 class ExampleStream:

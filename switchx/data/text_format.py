@@ -5,7 +5,12 @@ import dataclasses
 import re
 from typing import Any, Self
 
-from switchx.data.objectives import CausalLM, InputsToTargets, PrefixLM, SpanCorruption
+from switchx.data.objectives import (
+    CausalLM,
+    InputsToTargets,
+    PrefixLM,
+    SpanCorruption,
+)
 from switchx.data.tokenizers import Vocabulary
 
 OBJECTIVES = {

@@ -21,10 +21,9 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
 from pallas_kernels import QTensor
-from switchx.inference.checked_folder import check_file, sha256_of, write_checked
 from switchx.inference.quantize import EXPERTS, is_quantized, packed
-from switchx.models.config import ModelConfig
-from switchx.models.description import model_from_description
+from switchx.manifest import check_file, sha256_of, write_checked
+from switchx.models.config import ModelConfig, model_from_description
 from switchx.models.params import abstract_params
 from switchx.tree import map_named, named_leaves, path_name
 

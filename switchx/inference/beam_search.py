@@ -11,9 +11,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 from switchx.inference.largest import top_k
-from switchx.inference.rows import Rows
+from switchx.inference.sampling import Rows
 
 NEVER = -1e9
 

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.beam_search import Beams
-from switchx.inference.decoding_config import DecodingConfig
-from switchx.inference.greedy import Greedy
+from switchx.inference.config import DecodingConfig
 from switchx.inference.kv_cache import Cache, extend, new_cache
-from switchx.inference.rows import Rows
+from switchx.inference.sampling import Greedy, Rows
 from switchx.inference.untied_step import row_bias_of_step, untied_projections
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind

@@ -22,13 +22,13 @@ from pallas_kernels import QTensor
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.inference import run_exported
-from switchx.inference.checked_folder import write_checked
+from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import Decoding, prefill, run_step
-from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.generate import for_decoding, positions_needed
 from switchx.inference.model_mesh import ModelMesh
 from switchx.inference.quantize import native, packed
-from switchx.inference.rows import Rows
+from switchx.inference.sampling import Rows
+from switchx.manifest import write_checked
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import MeshSpec, batch_parts
 

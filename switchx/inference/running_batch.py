@@ -13,10 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.inference.decode import Decoding, prefill, run_until, take_rows
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
+from switchx.inference.decode import (
+    Decoding,
+    prefill,
+    run_until,
+    take_rows,
+)
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.rows import Rows, RowSettings
+from switchx.inference.sampling import Rows, RowSettings
 from switchx.models.config import ModelConfig
 
 # Of texts: each at most 1.5 times the one before, so at most a third is padding.

@@ -7,7 +7,7 @@ tokens' positions. Dims: B L M P H K
 
 import jax.numpy as jnp
 
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 
 
 def untied_projections(model, prompt_length: int, decoding: DecodingConfig):

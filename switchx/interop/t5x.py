@@ -1,25 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of T5X: T5, T5 1.1 and flaxformer's Switch Transformers."""
+"""T5X's names of T5 and of flaxformer's Switch Transformers, for each of our parameters.
+
+Two layouts. By layers: `target/encoder/layers_3/mlp/wi/kernel`. Scanned: the blocks of one run
+stacked along axis 1, `target/encoder/encoder/subblock_1/mlp/wi/kernel` `[D, N, F]`, without
+`subblock_1` where every block is alike. Kernels are `[in, out]`; heads are joined or apart.
+
+Checkpoints of T5X: T5, T5 1.1 and flaxformer's Switch Transformers.
+"""
 
 import dataclasses
+import math
 import os
 import pathlib
+import re
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.interop.t5x_folder import T5XFolder
-from switchx.interop.t5x_names import (
-    Place,
-    bias_names,
-    places,
-    shape_of,
-    take,
-    their_shapes,
+from switchx.fields import require
+from switchx.interop.safetensors_folder import (
+    letters_of,
+    nested,
+    require_same_tensors,
+    sizes_of,
 )
-from switchx.interop.tensors import letters_of, nested, require_same_tensors
+from switchx.interop.t5x_folder import T5XFolder
 from switchx.models.config import ModelConfig
-from switchx.models.require import require
+
+TABLE = "target/token_embedder/embedding"
+_SCAN_AXIS = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one of our parameters is.
+
+    Attributes:
+        name: of their array.
+        repeat: which of the blocks that are stacked in it; None where it is all ours.
+    """
+
+    name: str
+    repeat: int | None = None
+
+
+def places(config: ModelConfig, found: Iterable[str]) -> dict[str, Place]:
+    """The name of each of our parameters -> where T5X keeps it.
+
+    Args:
+        config: of an unrolled encoder-decoder.
+        found: names in the checkpoint, which tell the layout.
+    """
+    found = set(found)
+    result = {"embedding/embedding_VD": Place(TABLE)}
+    if not config.tie_embeddings:
+        result["embedding/w_logits_DV"] = Place("target/decoder/logits_dense/kernel")
+    for stack in ("encoder", "decoder"):
+        result[f"{stack}/norm/scale_D"] = Place(f"target/{stack}/{stack}_norm/scale")
+        result[f"{stack}/relative_bias/bias_UH"] = Place(bias_names(stack, found)[0])
+        for layer in range(getattr(config, f"num_{stack}_layers")):
+            folder, repeat = _block(config, stack, layer, found)
+            for ours, theirs in _names_of_block(config, stack, layer).items():
+                name = f"{stack}/blocks/layer_{layer}/{ours}"
+                result[name] = Place(f"{folder}/{theirs}", repeat)
+    return result
+
+
+def bias_names(stack: str, found: set[str]) -> list[str]:
+    """Names of a stack's relative bias: one, or one a block where blocks are scanned."""
+    shared = f"target/{stack}/relpos_bias/rel_embedding"
+    scanned = re.compile(rf"target/{stack}/{stack}/(subblock_\d+/)?relpos_bias/rel_embedding")
+    own = sorted(filter(scanned.fullmatch, found))
+    return own if own and shared not in found else [shared]
+
+
+def _block(config, stack: str, layer: int, found: set[str]) -> tuple[str, int | None]:
+    """The folder of a block, and its number in it where blocks are scanned."""
+    scanned = f"target/{stack}/{stack}/"
+    if not any(name.startswith(scanned) for name in found):
+        return f"target/{stack}/layers_{layer}", None
+    if not any(name.startswith(f"{scanned}subblock_") for name in found):
+        return scanned.removesuffix("/"), layer
+    period = len({n.split("/")[3] for n in found if n.startswith(f"{scanned}subblock_")})
+    return f"{scanned}subblock_{layer % period}", layer // period
+
+
+def _names_of_block(config: ModelConfig, stack: str, layer: int) -> dict[str, str]:
+    """Our parameters of one block -> theirs, both below the block."""
+    attentions = {"self_attention": ("attention", "pre_attention_layer_norm")}
+    if stack == "decoder":
+        attentions = {
+            "self_attention": ("self_attention", "pre_self_attention_layer_norm"),
+            "cross_attention": ("encoder_decoder_attention", "pre_cross_attention_layer_norm"),
+        }
+    names = {"ffn_norm/scale_D": "pre_mlp_layer_norm/scale"}
+    for ours, (theirs, norm) in attentions.items():
+        names[f"{ours}_norm/scale_D"] = f"{norm}/scale"
+        for part in ("query", "key", "value"):
+            names[f"{ours}/w_{part}_DHK"] = f"{theirs}/{part}/kernel"
+        names[f"{ours}/w_out_HKD"] = f"{theirs}/out/kernel"
+    is_sparse = config.is_sparse(layer, stack)
+    ours, theirs, E = ("ffn/experts", "mlp/expert", "E") if is_sparse else ("ffn", "mlp", "")
+    if is_sparse:
+        names["ffn/w_router_DE"] = "mlp/router/router_weights/w/kernel"
+    names[f"{ours}/w_in_{E}DF"] = f"{theirs}/{'wi_0' if config.is_gated else 'wi'}/kernel"
+    if config.is_gated:
+        names[f"{ours}/w_gate_{E}DF"] = f"{theirs}/wi_1/kernel"
+    names[f"{ours}/w_out_{E}FD"] = f"{theirs}/wo/kernel"
+    return names
+
+
+def shape_of(parameter: str, config: ModelConfig) -> tuple[int, ...]:
+    """Shape of one of our parameters."""
+    sizes = sizes_of(config)
+    if "/experts/" in parameter and config.switch.d_ff is not None:
+        sizes["F"] = config.switch.d_ff
+    return tuple(sizes[letter] for letter in letters_of(parameter))
+
+
+def their_shapes(parameter: str, config: ModelConfig, repeats: int | None) -> list[tuple]:
+    """Shapes in which T5X may keep a parameter, heads joined first.
+
+    Args:
+        repeats: blocks stacked in one array; None where they are not.
+    """
+    shape, letters = shape_of(parameter, config), letters_of(parameter)
+    shapes = [shape]
+    if letters == "UH":
+        shapes = [shape[::-1]]
+    elif "HK" in letters:
+        first = letters.index("HK")
+        joined = (*shape[:first], math.prod(shape[first : first + 2]), *shape[first + 2 :])
+        shapes = [joined, shape]
+    if repeats is not None:
+        shapes = [(*s[:_SCAN_AXIS], repeats, *s[_SCAN_AXIS:]) for s in shapes]
+    return shapes
+
+
+def take(value, place: Place):
+    """The block of a place out of the array that is there."""
+    return value if place.repeat is None else value.take(place.repeat, axis=_SCAN_AXIS)
+
 
 _WAY_OUT = (
     "give the gin file of the model that this is, --gin.NAME=VALUE for its sizes; what other "

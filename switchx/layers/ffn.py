@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers import initializers
-from switchx.layers.broadcast import along_last
 from switchx.layers.dropout import dropout
+from switchx.layers.initializers import along_last
 
 
 def activate(activation: str, h, gate=None):

@@ -5,6 +5,8 @@ Fedus et al. 2021 (arXiv:2101.03961), section 2.4: a matrix is drawn from a trun
 normal with standard deviation sqrt(scale / fan_in); scale 0.1 instead of T5's 1.0 keeps
 sparse models stable. Fan-in is given, not guessed from the shape: an expert's fan-in is D,
 whatever E is.
+
+Explicit broadcasting of a parameter over the leading dimensions of an activation.
 """
 
 import math
@@ -33,3 +35,8 @@ def weight(config, key, shape, *, fan_in: float, scale: float | None = None) -> 
             dtype=config.precision.params,
         )
     )
+
+
+def along_last(param, x):
+    """`param` in x's dtype with leading 1s, so that it lines up with x's last dimensions."""
+    return param.astype(x.dtype).reshape((1,) * (x.ndim - param.ndim) + param.shape)

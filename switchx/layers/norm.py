@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.broadcast import along_last
+from switchx.layers.initializers import along_last
 
 EPSILON = 1e-6
 

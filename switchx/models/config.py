@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is: frozen, validated descriptions with every derived size as a property."""
+"""What a model is: frozen, validated descriptions with every derived size as a property.
+
+A model's configuration as files hold it: nested dictionaries of JSON, and back.
+"""
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
-import jax.numpy as jnp
+import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
+import numpy as np
 
-from switchx.models.require import require, require_choice
-from switchx.models.router_config import RouterConfig
-from switchx.models.switch_config import DISPATCHERS, SwitchConfig
+from switchx.fields import require, require_choice
+from switchx.moe.config import DISPATCHERS, RouterConfig, SwitchConfig
 
 __all__ = ["DISPATCHERS", "ModelConfig", "Precision", "RouterConfig", "SwitchConfig"]
 
@@ -37,7 +40,7 @@ class Precision:
 
     @property
     def compute_dtype(self):
-        return jnp.dtype(self.compute)
+        return np.dtype(self.compute)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,3 +262,39 @@ class ModelConfig:
         if stack == "decoder" and self.switch.stacks == "encoder":
             return False
         return layer % self.period == self.period - 1
+
+
+# Fields of a model's configuration that are descriptions of their own.
+_NESTED = {"switch": SwitchConfig, "precision": Precision, "router": RouterConfig}
+
+
+def model_from_description(description: dict[str, Any], where: str) -> ModelConfig:
+    """The configuration that `dataclasses.asdict` gave this description.
+
+    Args:
+        description: `type`, a class's name, may stand in it and in what it holds.
+        where: the file that it was read from, for messages.
+
+    Raises:
+        ValueError: fields are missing or unknown, or their values are refused.
+    """
+    return _from_description(ModelConfig, description, where)
+
+
+def _from_description(cls: type, description: dict[str, Any], where: str):
+    values = {name: value for name, value in description.items() if name != "type"}
+    for name, value in values.items():
+        if name in _NESTED and isinstance(value, dict):
+            values[name] = _from_description(_NESTED[name], value, where)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+    for fault, names in (
+        ("has no", values.keys() - fields.keys()),
+        ("needs", required - values.keys()),
+    ):
+        if names:
+            raise ValueError(
+                f"{where}: {cls.__name__} {fault} {', '.join(sorted(names))}; it was written "
+                "by another version of switchx: read it with that one, or correct the file"
+            )
+    return cls(**values)

@@ -9,8 +9,7 @@ import jax
 from flax import nnx
 
 from switchx.layers.embedding import Embedding
-from switchx.models.block import BlockInputs
-from switchx.models.masks import causal_mask
+from switchx.models.block import BlockInputs, causal_mask
 from switchx.models.stack import Stack
 
 

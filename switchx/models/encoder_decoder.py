@@ -10,8 +10,7 @@ from flax import nnx
 
 from switchx.layers.dropout import split_key
 from switchx.layers.embedding import Embedding
-from switchx.models.block import BlockInputs
-from switchx.models.masks import causal_mask, segment_mask
+from switchx.models.block import BlockInputs, causal_mask, segment_mask
 from switchx.models.stack import Stack
 from switchx.moe.stats import join_stacks
 

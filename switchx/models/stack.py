@@ -12,11 +12,10 @@ from flax import nnx
 
 from switchx.layers.dropout import dropout, split_key
 from switchx.layers.norm import Norm
-from switchx.layers.relative_position import RelativeBias
-from switchx.layers.untied_positions import UntiedPositions
+from switchx.layers.positions import RelativeBias, UntiedPositions
 from switchx.models.block import Block, BlockInputs
+from switchx.partitioning.buckets import whole
 from switchx.partitioning.constrain import constrain
-from switchx.partitioning.sliced_params import whole
 
 REMAT_POLICIES = {
     "minimal": jax.checkpoint_policies.dots_saveable,

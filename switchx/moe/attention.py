@@ -16,14 +16,13 @@ from flax import nnx
 
 from switchx.layers import initializers
 from switchx.layers.attention import attend
-from switchx.layers.broadcast import along_last
 from switchx.layers.dropout import dropout, split_key
 from switchx.layers.ffn import activate
-from switchx.moe.dispatch import sort_dispatch
-from switchx.moe.dispatch_einsum import einsum_dispatch
-from switchx.moe.expert_matmul import expert_matmul
-from switchx.moe.groups import out_of_groups
-from switchx.moe.routed_layer import RoutedLayer
+from switchx.layers.initializers import along_last
+from switchx.moe.capacity import out_of_groups
+from switchx.moe.dispatch import einsum_dispatch, sort_dispatch
+from switchx.moe.experts import expert_matmul
+from switchx.moe.layer import RoutedLayer
 from switchx.partitioning.constrain import constrain
 
 DISPATCHERS = {"sort": sort_dispatch, "einsum": einsum_dispatch}

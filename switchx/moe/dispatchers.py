@@ -8,15 +8,12 @@ import functools
 
 import jax
 
-from switchx.moe.dispatch import Dispatcher, sort_dispatch
-from switchx.moe.dispatch_all_to_all import all_to_all_dispatch
-from switchx.moe.dispatch_dropless import dropless_dispatch
-from switchx.moe.dispatch_einsum import einsum_dispatch
-from switchx.moe.dispatch_hierarchical import hierarchical_dispatch
-from switchx.moe.dispatch_ragged import ragged_dispatch
-from switchx.moe.dispatch_sliced import sliced_dispatch, sliced_scatter_dispatch
+from switchx.moe.all_to_all import all_to_all_dispatch, hierarchical_dispatch, ragged_dispatch
+from switchx.moe.dispatch import Dispatcher, einsum_dispatch, sort_dispatch
+from switchx.moe.dropless import dropless_dispatch
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.shared_groups import SHARING
+from switchx.moe.tensor_parallel import sliced_dispatch, sliced_scatter_dispatch
 from switchx.partitioning.constrain import current_rules, num_devices
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules

@@ -3,11 +3,22 @@
 
 Fedus et al. 2021 (arXiv:2101.03961), section 2.1 eq. 1-2, section 2.4 (float32); Lepikhin et
 al. 2020 (arXiv:2006.16668), algorithm 1, for k = 2. Dims: G T D E S
+
+Exploration: how a router tries experts that it does not think best.
+
+Fedus et al. 2021 (arXiv:2101.03961), appendix C: argmax, sampling from the softmax, input
+dropout, input jitter (the paper's choice). Dims: G T D E
+
+Hash routing: a token's id decides its expert, and nothing is learned.
+
+Roller et al. 2021 (arXiv:2106.04426), section 3, random hash: the same word goes to the same
+expert in every place and layer. Dims: G T E
 """
 
 import jax
 import jax.numpy as jnp
 
+from switchx.layers.dropout import dropout
 from switchx.moe.capacity import assign_slots
 from switchx.moe.plan import RoutingPlan
 
@@ -60,3 +71,59 @@ def route_top1(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
     gate_GTS = chosen_gates(prob_GTE, expert_GTS)
     slot_GTS, count_GE = assign_slots(expert_GTS, num_experts)
     return RoutingPlan(expert_GTS, gate_GTS, slot_GTS, count_GE, num_experts, capacity)
+
+
+def jitter_inputs(x, jitter: float, *, key: jax.Array | None):
+    """Multiplies by U[1-jitter, 1+jitter]; a key of None (evaluation) changes nothing."""
+    if key is None or jitter == 0.0:
+        return x
+    return x * jax.random.uniform(key, x.shape, x.dtype, 1.0 - jitter, 1.0 + jitter)
+
+
+def explored_inputs(router, x_GTD, *, key: jax.Array | None):
+    """The router's inputs with the noise that a `RouterConfig` asks for.
+
+    Local to the router: the experts never see it.
+    """
+    if router.exploration == "jitter":
+        return jitter_inputs(x_GTD, router.jitter, key=key)
+    if router.exploration == "dropout":
+        return dropout(x_GTD, router.input_dropout_rate, key=key)
+    return x_GTD
+
+
+def sampling_scores(logits_GTE, temperature: float, *, key: jax.Array):
+    """Scores whose largest are a sample from softmax(logits / temperature).
+
+    Logits plus Gumbel noise: the largest is one draw, the k largest are k draws without
+    replacement (Kool et al. 2019, arXiv:1903.06059).
+    """
+    noise_GTE = jax.random.gumbel(key, logits_GTE.shape, logits_GTE.dtype)
+    return logits_GTE / temperature + noise_GTE
+
+
+# Logit of all experts but the token's own: its probability is 1, and 0 elsewhere, exactly.
+NEVER = -1e9
+
+
+def hash_expert(token, num_experts: int):
+    """int32 expert of each token id: a 32-bit mixture of its bits, modulo `num_experts`.
+
+    The mixture is the finalizer of MurmurHash3 (Appleby, public domain), under which
+    neighbouring ids, which vocabularies sort by frequency, are spread.
+    """
+    bits = token.astype(jnp.uint32)
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    bits = bits ^ (bits >> 16)
+    return (bits % jnp.uint32(num_experts)).astype(jnp.int32)
+
+
+def hash_logits(token_GT, num_experts: int):
+    """Logits `[G, T, E]` that are certain of each token's expert: 0 there, `NEVER` elsewhere.
+
+    So a hash is routed, counted and measured as any router is: gate 1, entropy 0, z-loss 0.
+    """
+    expert_GT = hash_expert(token_GT, num_experts)
+    is_expert_GTE = jax.nn.one_hot(expert_GT, num_experts, dtype=jnp.bool_)
+    return jnp.where(is_expert_GTE, 0.0, NEVER)

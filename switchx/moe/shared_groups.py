@@ -5,14 +5,28 @@ Capacity is a whole number of slots of every expert, so a group should have many
 expert: 512 tokens a core over 2048 experts leave three slots of four empty. Fedus et al. 2021
 (arXiv:2101.03961), section 2.2; Mesh-TensorFlow's groups end where a core's tokens do.
 Dims: G T S E; P devices that share a group
+
+Expert-parallel dispatch of groups that several devices share.
+
+Two steps. Along the shared axes rows travel, and no empty slots: each device gathers the
+group's slots of its share of the experts (a ragged all-to-all). Between the groups full
+slots travel, to the experts' own devices, as in `dispatch_all_to_all.py`: an all-to-all among
+devices of equal rank. Both steps carry what an even load fills, so nothing is padded.
+Dims: G T S E C D R X Q; P devices that share a group, O groups that share experts
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.moe.capacity import assign_slots
-from switchx.moe.expert_parallel import token_spec
+from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
+from switchx.moe.dropless import sort_into_rows
+from switchx.moe.plan import RoutingPlan
+from switchx.moe.sharded_dispatch import token_spec
+from switchx.partitioning.collectives import all_to_all, ragged_all_to_all
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import MeshAxes
@@ -77,3 +91,111 @@ def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
 
 def _placement() -> Placement:
     return Placement.on(jax.sharding.get_abstract_mesh(), current_rules())
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotOwners:
+    """Which device of a group keeps which of the group's slots, and where.
+
+    Experts are split over (between groups, inside of a group). The device of rank p has those
+    of every device of rank p in other groups too: O runs of E experts, Q = O E C slots.
+
+    Attributes:
+        num_groups, num_devices: O and P.
+        experts: experts on one device, E.
+        capacity: C.
+    """
+
+    num_groups: int
+    num_devices: int
+    experts: int
+    capacity: int
+
+    @property
+    def slots(self) -> int:
+        return self.num_groups * self.experts * self.capacity
+
+    @property
+    def _none(self) -> int:
+        """`RoutingPlan.position_GTS` of a choice without a slot."""
+        return self.slots * self.num_devices
+
+    def device(self, position):
+        """The rank of the device; P for a choice without a slot."""
+        rank = position // (self.experts * self.capacity) % self.num_devices
+        return jnp.where(position < self._none, rank, self.num_devices)
+
+    def place(self, position):
+        """The place among the device's Q slots."""
+        own = self.experts * self.capacity
+        return position // (own * self.num_devices) * own + position % own
+
+
+def run_shared(
+    x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement, shared: MeshAxes
+):
+    """One device's tokens, of one group, through experts that may be anywhere.
+
+    Args:
+        shared: the last of the experts' axes; see `Placement.shared_by`.
+    """
+    S = plan.expert_GTS.shape[-1]
+    between = tuple(axis for axis in placement.experts if axis not in shared)
+    num_groups, num_devices = placement.size(between), placement.size(shared)
+    owners = SlotOwners(
+        num_groups,
+        num_devices,
+        plan.num_experts // (num_groups * num_devices),
+        plan.capacity,
+    )
+    position_X = plan.position_GTS.reshape(-1)
+    sent = sort_into_rows(owners.device(position_X), num_devices, rows=position_X.size)
+    token_1R, row_1TS = (sent.choice_R // S)[None], sent.row_X.reshape(plan.expert_GTS.shape)
+    x_1RD = gather_rows(x_GTD, token_1R, row_1TS)
+
+    position_PX = jax.lax.all_gather(position_X, shared)
+    size_PP, row_1Q, slot_1R = _arrivals(owners, position_PX, jax.lax.axis_index(shared))
+    x_RD = ragged_all_to_all(x_1RD[0], size_PP, shared, owners.slots)
+    x_1QD = gather_rows(x_RD[None], row_1Q, slot_1R[..., None])
+    y_1QD = _run_slots(x_1QD, owners, experts, between)
+    y_1RD = gather_rows(y_1QD, slot_1R, row_1Q[..., None])
+    y_RD = ragged_all_to_all(y_1RD[0], size_PP.T, shared, position_X.size)
+    return gated_sum(y_RD[None], token_1R, row_1TS, plan.gate_GTS)
+
+
+def _arrivals(owners: SlotOwners, position_PX, here):
+    """Who sends how many rows to whom, and where the rows that come here belong.
+
+    Rows arrive by source, those of one source in the order of their choices.
+
+    Returns:
+        size_PP: rows from device (first index) to device (second).
+        row_1Q: the arriving row of each slot; Q in an empty one.
+        slot_1R: the slot of each arriving row; Q past the last row. R is Q.
+    """
+    device_PX, Q = owners.device(position_PX), owners.slots
+    rank_P = jnp.arange(owners.num_devices)
+    size_PP = jnp.sum(device_PX[:, :, None] == rank_P[None, None], axis=1, dtype=jnp.int32)
+    is_here_Y = (device_PX == here).reshape(-1)
+    row_Y = jnp.where(is_here_Y, jnp.cumsum(is_here_Y, dtype=jnp.int32) - 1, Q)
+    slot_Y = jnp.where(is_here_Y, owners.place(position_PX.reshape(-1)), Q)
+    nobody_Q = jnp.full_like(slot_Y, Q, shape=(Q,))
+
+    def invert(index_Y, value_Y):
+        return nobody_Q.at[index_Y].set(value_Y, mode="drop", unique_indices=True)[None]
+
+    return size_PP, invert(slot_Y, row_Y), invert(row_Y, slot_Y)
+
+
+def _run_slots(x_1QD, owners: SlotOwners, experts: ExpertBank, between: MeshAxes):
+    """Slots to the experts' devices, one block of each group, and back."""
+    groups, E, C = owners.num_groups, owners.experts, owners.capacity
+    D = x_1QD.shape[-1]
+
+    def exchange(x_OECD):
+        return all_to_all(x_OECD, between) if between else x_OECD
+
+    x_OECD = exchange(x_1QD.reshape(groups, E, C, D))
+    y_ERD = experts(x_OECD.swapaxes(0, 1).reshape(E, groups * C, D))
+    y_OECD = exchange(y_ERD.reshape(E, groups, C, D).swapaxes(0, 1))
+    return y_OECD.reshape(1, owners.slots, D)

@@ -3,14 +3,25 @@
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 2.3, Figure 2. Dims: P devices that have
 slices, X elements of one device in a bucket
+
+Parameters of which each device has a slice, gathered just before they are used.
+
+ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with the fused communication of Shen
+et al. 2022 (SE-MoE, arXiv:2205.10034), section 2.3: one all-gather a bucket, and backward one
+reduce-scatter. All of it runs inside of `jax.shard_map`; differentiate outside. Dims: P X
 """
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+
+from switchx import tree
+from switchx.partitioning.rules import MeshAxes, Rules, param_dims, param_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,3 +154,140 @@ def require_bucket_bytes(bucket_bytes: int) -> None:
             f"bucket_bytes={bucket_bytes}; use a whole number of bytes above 0, as 2**28, or "
             "None to leave gathering to the compiler"
         )
+
+
+# Of JAX's making, so that a program that was traced with other slices is traced again.
+_slicing = jax.make_user_context(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slicing:
+    """How parameters are sliced, and by how much of them a collective moves.
+
+    Attributes:
+        rules: which dimensions are split.
+        axes: mesh axes whose devices have different slices.
+        replicas: axes whose devices have the same slices and other tokens.
+        sizes: devices along each axis of the mesh.
+        bucket_bytes: most bytes of a bucket once it is gathered.
+    """
+
+    rules: Rules
+    axes: MeshAxes
+    replicas: MeshAxes
+    sizes: tuple[tuple[str, int], ...]
+    bucket_bytes: int
+
+    @classmethod
+    def on(cls, mesh, rules: Rules, bucket_bytes: int) -> "Slicing":
+        """What `rules` say of a mesh, or of anything with a `shape` like one's."""
+        axes = rules.axes("D", mesh, table="params")
+        batch = rules.axes("B", mesh, table="activations")
+        replicas = tuple(axis for axis in batch if axis not in axes)
+        return cls(rules, axes, replicas, tuple(mesh.shape.items()), bucket_bytes)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Devices along each axis, as a mesh has them."""
+        return dict(self.sizes)
+
+    @property
+    def num_parts(self) -> int:
+        """Slices of an array."""
+        return math.prod(self.shape[axis] for axis in self.axes)
+
+    @property
+    def varying(self) -> MeshAxes:
+        """All axes whose devices have other tokens."""
+        return self.replicas + self.axes
+
+    def sliced_axis(self, name: str, shape) -> int | None:
+        """The dimension of a parameter that devices have slices of; None where it is whole."""
+        dims = param_dims(name, shape)
+        for axis, letter in enumerate(dims):
+            if self.rules.axes(letter, self, table=param_table(dims)):
+                return axis
+        return None
+
+    def index(self, slices: dict) -> SliceIndex:
+        """Where the slices (arrays or shape structs) of one device are in its buckets."""
+        found = []
+        for name, leaf in slices.items():
+            axis = self.sliced_axis(name, leaf.shape)
+            if axis is not None:
+                found.append((name, leaf.shape, axis, str(leaf.dtype)))
+        return SliceIndex.of(found, num_parts=self.num_parts, bucket_bytes=self.bucket_bytes)
+
+
+@contextlib.contextmanager
+def sliced(slicing: Slicing):
+    """Within, parameters are this device's slices, and `whole` gathers them."""
+    with _slicing(slicing):
+        yield
+
+
+def whole(params):
+    """Parameters in full, of a tree or a module; as they are outside of `sliced`.
+
+    Call it inside of what is recomputed in the backward pass (`jax.checkpoint`): then they
+    are freed after their use and gathered again. Gradients come back as slices, summed
+    over all devices; those of parameters without slices are summed in one all-reduce.
+    """
+    slicing = _slicing.value
+    if slicing is None:
+        return params
+    named = {_name(name): leaf for name, leaf in tree.named_leaves(params).items()}
+    index = slicing.index(named)
+    gathered = [
+        jax.lax.all_gather(_vary(bucket, slicing.replicas), slicing.axes)
+        for bucket in index.flatten(named)
+    ]
+    arrays = _join(index, gathered)
+    rest = {name: leaf for name, leaf in named.items() if name not in arrays}
+    arrays |= _spread(slicing.varying, rest) if rest else {}
+    return tree.map_named(lambda name, _: arrays[_name(name)], params)
+
+
+def _name(name: str) -> str:
+    """A parameter's name in a module, where a leaf is the `value` of its parameter."""
+    return name.removesuffix("/value")
+
+
+def _vary(array, axes: MeshAxes):
+    """The array typed as different along `axes`: backward, its gradient is summed."""
+    return jax.lax.pcast(array, axes, to="varying") if axes else array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _join(index: SliceIndex, buckets):
+    """`index.join`. Its own transpose would add up one padded bucket an array."""
+    return index.join(buckets)
+
+
+_join.defvjp(
+    lambda index, buckets: (index.join(buckets), None),
+    lambda index, _, gradients: (index.cut(gradients),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(axes: MeshAxes, arrays):
+    """The same arrays, typed as different along `axes`."""
+    return {name: _vary(array, axes) for name, array in arrays.items()}
+
+
+def _sum_together(axes: MeshAxes, _, gradients):
+    """Gradients summed over devices, all of one dtype in one all-reduce."""
+    summed = {}
+    for dtype in dict.fromkeys(leaf.dtype for leaf in gradients.values()):
+        same = {name: leaf for name, leaf in gradients.items() if leaf.dtype == dtype}
+        vector = jnp.concatenate([leaf.reshape(-1) for leaf in same.values()])
+        vector = jax.lax.psum(vector, axes)
+        start = 0
+        for name, leaf in same.items():
+            summed[name] = vector[start : start + leaf.size].reshape(leaf.shape)
+            start += leaf.size
+    return (summed,)
+
+
+_spread.defvjp(lambda axes, arrays: (_spread(axes, arrays), None), _sum_together)

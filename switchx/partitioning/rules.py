@@ -32,7 +32,7 @@ class Rules:
         may_stay_whole: letters of parameters that are whole where they do not divide; a
             vocabulary's size is given by its tokenizer. Others are refused.
         vocab_room: where V of parameters is split over axes of the batch
-            (`layers/split_table.py`), what the buffers of the exchange have room for: times
+            (`layers/embedding.py`), what the buffers of the exchange have room for: times
             the even share of tokens that are all different. Less than a text needs costs
             time, never rows.
     """

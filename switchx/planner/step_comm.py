@@ -13,7 +13,7 @@ import math
 from switchx.partitioning.rules import MeshAxes
 from switchx.planner.comm_cost import SparseLayer, sparse_layer_collectives
 from switchx.planner.layout import Layout
-from switchx.planner.workload import STACKS, StateArray, Workload
+from switchx.planner.model_cost import STACKS, StateArray, Workload
 
 ID_BYTES = SUM_BYTES = 4
 # Sums over the vocabulary that cross-entropy takes of each token: a maximum, a denominator,

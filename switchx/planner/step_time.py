@@ -7,17 +7,32 @@
 Nothing overlaps: XLA and NCCL hide some communication behind products, so this is a bound
 from above, and `overlapped_s` (the longer of the two) one from below. The bubble is
 (P-1)/(M+P-1) of the pipelined part (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+Seconds of one collective on a cluster: bytes over achieved bandwidth, and messages.
+
+Rings behind switches as NCCL runs them: with n devices of a group, g of them in each node,
+m bytes where the array is whole, B the achieved bytes a second of a device and a the
+latency of a message,
+
+    all-gather, reduce-scatter   (n-1)/n m / min(B_in, g B_out) + (n - n/g) a_in + (n/g) a_out
+    all-reduce                   twice that
+    all-to-all                   max((g-1)/n m / B_in, (n-g)/n m / B_out)
+                                 + (g-1) a_in + (n-g) a_out
+
+where n > g; without the second network where n = g. On a torus a ring sends both ways
+through each dimension it lies along, and an all-to-all's bytes pass n/4 links on the average,
+a quarter of what an all-gather of the same array takes. Shen et al. 2022 (SE-MoE,
+arXiv:2205.10034), section 4.2, for why the hierarchical all-to-all sends fewer messages.
 """
 
 import dataclasses
+import math
 
-from switchx.planner.collective_time import collective_seconds, crosses_nodes
-from switchx.planner.hardware import Hardware
+from switchx.planner.hardware import Hardware, Network
 from switchx.planner.layout import Layout
 from switchx.planner.memory import EQUAL_BLOCKS, state_bytes
-from switchx.planner.model_cost import SequenceFlops, flops_per_sequence
+from switchx.planner.model_cost import SequenceFlops, Workload, flops_per_sequence
 from switchx.planner.step_comm import StepCollective, step_collectives
-from switchx.planner.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,3 +150,104 @@ def _update_bytes(workload: Workload, layout: Layout) -> float:
     """Read and written by the optimizer: parameters and state both ways, gradients one."""
     params = state_bytes(workload, layout, "params")
     return 3 * params + 2 * state_bytes(workload, layout, "optimizer")
+
+
+EXCHANGES = ("all-to-all", "ragged-all-to-all")
+
+
+def collective_seconds(
+    kind: str, num_bytes: float, axes: tuple[str, ...], layout: Layout, hardware: Hardware
+) -> float:
+    """Seconds of one collective over `axes`.
+
+    Args:
+        kind: as HLO names it.
+        num_bytes: on one device, where the array is whole (`PlannedCollective.num_bytes`).
+
+    Raises:
+        ValueError: the kind is not one of the planner's.
+    """
+    devices = layout.group(axes)
+    n = len(devices)
+    if n == 1 or num_bytes == 0:
+        return 0.0
+    inside = sum(device < hardware.devices_per_node for device in devices)
+    if kind == "collective-permute":
+        link = hardware.inside if inside == n else hardware.between
+        lanes = 1 if not link.torus_dims else 2
+        return num_bytes / (lanes * link.achieved_bytes_per_s) + link.latency_s
+    if kind in EXCHANGES:
+        return _exchange(num_bytes, n, inside, hardware)
+    passes = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}.get(kind)
+    if passes is None:
+        raise ValueError(
+            f"kind={kind!r} has no formula; use all-gather, reduce-scatter, all-reduce, "
+            f"collective-permute or one of {', '.join(EXCHANGES)}"
+        )
+    return passes * _ring(num_bytes, n, inside, hardware)
+
+
+def crosses_nodes(axes: tuple[str, ...], layout: Layout, hardware: Hardware) -> bool:
+    """Whether a collective over `axes` leaves a node."""
+    return max(layout.group(axes)) >= hardware.devices_per_node
+
+
+def _ring(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
+    """One pass around: every device sends all parts but one."""
+    share = (n - 1) / n * num_bytes
+    if inside == n:
+        return share / _ring_bytes_per_s(hardware.inside, n) + _hops(hardware.inside, n)
+    nodes = n // inside
+    between = inside * hardware.between.achieved_bytes_per_s
+    slowest = between
+    if inside > 1:
+        slowest = min(between, _ring_bytes_per_s(hardware.inside, inside))
+    latency = (n - nodes) * hardware.inside.latency_s + nodes * hardware.between.latency_s
+    return share / slowest + latency
+
+
+def _exchange(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
+    """Every device sends 1/n of its bytes to each."""
+    fast, slow = hardware.inside, hardware.between
+    near = 0.0
+    if inside > 1:
+        to_near = num_bytes * inside / n
+        near = _exchange_inside(fast, to_near, inside)
+    far = (n - inside) / n * num_bytes / slow.achieved_bytes_per_s
+    messages = _hops(fast, inside) + (n - inside) * slow.latency_s
+    return max(near, far) + messages
+
+
+def _exchange_inside(network: Network, num_bytes: float, n: int) -> float:
+    if not network.torus_dims:
+        return (n - 1) / n * num_bytes / network.achieved_bytes_per_s
+    side, wraps = _side(network, n)
+    # n/4 links on a ring, n/3 on a line, over two directions of one link each way.
+    return num_bytes * side / (8 if wraps else 4) / network.achieved_bytes_per_s
+
+
+def _ring_bytes_per_s(network: Network, n: int) -> float:
+    if not network.torus_dims:
+        return network.achieved_bytes_per_s
+    _, wraps = _side(network, n)
+    return (2 if wraps else 1) * _dims(network, n) * network.achieved_bytes_per_s
+
+
+def _hops(network: Network, n: int) -> float:
+    """Latency of the n - 1 messages of a device; on a torus, of the way around."""
+    if not network.torus_dims:
+        return (n - 1) * network.latency_s
+    return _dims(network, n) * (_side(network, n)[0] - 1) * network.latency_s
+
+
+def _dims(network: Network, n: int) -> int:
+    """Torus dimensions that a group of n lies along: as few as hold it."""
+    dims = math.ceil(round(math.log(n) / math.log(network.torus_side), 6))
+    return min(network.torus_dims, max(1, dims))
+
+
+def _side(network: Network, n: int) -> tuple[float, bool]:
+    """Devices along each dimension of a group of n, and whether those are rings."""
+    side = n ** (1 / _dims(network, n))
+    whole = round(side)
+    return side, abs(side - whole) > 1e-6 or whole % network.wraps_at == 0

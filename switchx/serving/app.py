@@ -1,21 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes: `POST /v1/generate`, `/healthz`, `/metrics`, and a page to try it in."""
+"""The routes: `POST /v1/generate`, `/healthz`, `/metrics`, and a page to try it in.
 
+`POST /v1/generate`: the whole answer at its end, or its tokens as they come.
+
+A stream is of server-sent events (https://html.spec.whatwg.org, section 9.2): `tokens` for
+new ones, `answer` for what an input got, `done` at the end, `error` instead of it. A search
+has no tokens before its end, so it sends answers alone.
+
+An answer in pieces: which tokens and which characters are new.
+
+JSON that always can be sent: no infinities, and half of a surrogate pair as its escape.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
 import hmac
 import importlib.resources
+import json
 import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from switchx.api import Model
+from switchx.data.tokenizers import Vocabulary
 from switchx.serving import metrics
-from switchx.serving.generate_endpoint import GenerateEndpoint
-from switchx.serving.json_response import JSONResponse
-from switchx.serving.refusal import Refusal
-from switchx.serving.service import Service
+from switchx.serving.requests import (
+    GenerateRequest,
+    Refusal,
+    read_body,
+    read_request,
+    until_gone,
+)
+from switchx.serving.scheduler import Answer
+from switchx.serving.service import Event, Service
 
 LOG = logging.getLogger(__name__)
 PAGE = importlib.resources.files("switchx.serving").joinpath("page.html").read_text("utf-8")
@@ -25,7 +50,6 @@ PAGE_POLICY = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 # Of who left before the answer: nobody reads it, it is counted.
-GONE = 499
 
 
 def make_app(service: Service, token: str | None = None):
@@ -120,3 +144,167 @@ async def _failed(request: Request, error: Exception) -> Response:
     LOG.error("a request failed", exc_info=error)
     refusal = Refusal(500, "the server failed; its log says how")
     return JSONResponse(refusal.as_json(), refusal.status)
+
+
+# For a client to read what it was sent.
+READING_S = 30.0
+GONE = 499
+
+
+class GenerateEndpoint:
+    """An ASGI application; see `Route`."""
+
+    def __init__(self, service: Service, require_token: Callable[[Request], None]):
+        self._service, self._require_token = service, require_token
+
+    async def __call__(self, scope, receive, send) -> None:
+        request = Request(scope, receive)
+        self._require_token(request)
+        service = self._service
+        with service.admitted():
+            body = await read_body(request, service.limits)
+            # Beside the loop: a long text does not keep others waiting.
+            wanted = await run_in_threadpool(read_request, body, service.model, service.limits)
+            deadline_s = asyncio.get_running_loop().time() + service.limits.request_timeout_s
+            async with service.events(wanted) as events:
+                events = self._until(deadline_s, events)
+                if wanted.is_streaming:
+                    response = StreamingResponse(
+                        self._stream(events, wanted),
+                        headers={"cache-control": "no-store"},
+                        media_type="text/event-stream",
+                    )
+                else:
+                    response = await self._whole(request, events, wanted)
+                # Who reads too slowly is cut off.
+                async with asyncio.timeout_at(deadline_s + READING_S):
+                    await response(scope, receive, send)
+
+    async def _until(self, deadline_s: float, events) -> AsyncIterator[Event]:
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    event = await anext(events)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                seconds = self._service.limits.request_timeout_s
+                raise Refusal(
+                    504, f"there was no answer within {seconds:g} s; ask for less, or later"
+                ) from None
+            yield event
+
+    async def _whole(
+        self, request: Request, events: AsyncIterator[Event], wanted: GenerateRequest
+    ) -> Response:
+        """All answers in one object; stops when the client leaves."""
+
+        async def all_answers() -> list[Answer]:
+            answers = [event async for event in events if isinstance(event, Answer)]
+            return sorted(answers, key=lambda answer: answer.number)
+
+        answering = asyncio.ensure_future(all_answers())
+        leaving = asyncio.ensure_future(until_gone(request))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return Response(status_code=GONE)
+            answers = answering.result()
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Refusal):
+                    await task
+        results = [answer_json(self._service.model, answer) for answer in answers]
+        return JSONResponse({"results": results, "usage": usage_json(wanted, answers)})
+
+    async def _stream(
+        self, events: AsyncIterator[Event], wanted: GenerateRequest
+    ) -> AsyncIterator[bytes]:
+        model = self._service.model
+        streams = [TextStream(model.vocabulary) for _ in wanted.prompts]
+        is_search, answers = wanted.settings.beam_size > 1, []
+        try:
+            async for event in events:
+                is_last = isinstance(event, Answer)
+                tokens = event.hypothesis.tokens if is_last else event.tokens
+                piece = streams[event.number].piece(tokens, is_last=is_last)
+                if piece and not is_search:
+                    yield event_bytes("tokens", {"input": event.number} | piece)
+                if is_last:
+                    answers.append(event)
+                    yield event_bytes(
+                        "answer", {"input": event.number} | answer_json(model, event)
+                    )
+            yield event_bytes("done", {"usage": usage_json(wanted, answers)})
+        except Refusal as refusal:
+            yield event_bytes("error", refusal.as_json())
+
+
+def event_bytes(name: str, content: Any) -> bytes:
+    """A server-sent event."""
+    return b"event: " + name.encode() + b"\ndata: " + encoded(content) + b"\n\n"
+
+
+def answer_json(model: Model, answer: Answer) -> dict[str, Any]:
+    values = dataclasses.asdict(answer.hypothesis)
+    if model.vocabulary is None:
+        return {"text": None} | values
+    return {"text": model.vocabulary.decode(answer.hypothesis.tokens)} | values
+
+
+def usage_json(wanted: GenerateRequest, answers: list[Answer]) -> dict[str, int]:
+    return {
+        "prompt_tokens": sum(map(len, wanted.prompts)),
+        "generation_tokens": sum(len(answer.hypothesis.tokens) for answer in answers),
+    }
+
+
+# What a vocabulary writes for bytes that are no character yet.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Of one input. The pieces together are the whole.
+
+    Where a later token changes what earlier ones said, there is no such piece: nothing more
+    is said until the end, and the answer has the text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary | None):
+        self._vocabulary = vocabulary
+        self._num_tokens, self._text = 0, ""
+
+    def piece(self, tokens: Sequence[int], *, is_last: bool = False) -> dict | None:
+        """What is new in all tokens so far, `tokens` and `text`; None where nothing is."""
+        new_tokens = list(tokens[self._num_tokens :])
+        self._num_tokens = max(self._num_tokens, len(tokens))
+        piece = {"tokens": new_tokens, "text": None}
+        if self._vocabulary is not None:
+            text = self._vocabulary.decode(list(tokens))
+            # Half of a character is kept until the other half is there.
+            text = text if is_last else text.rstrip(INCOMPLETE)
+            is_longer = text.startswith(self._text)
+            piece["text"] = text[len(self._text) :] if is_longer else ""
+            self._text = text if is_longer else self._text
+        return piece if new_tokens or piece["text"] else None
+
+
+def encoded(content: Any) -> bytes:
+    """UTF-8.
+
+    Raises:
+        ValueError: there is an infinity or a NaN in it.
+    """
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    # What cannot be encoded occurs in texts alone, where a backslash escapes it.
+    return text.encode("utf-8", errors="backslashreplace")
+
+
+class JSONResponse(Response):
+    media_type = "application/json"
+
+    def __init__(
+        self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None
+    ):
+        super().__init__(encoded(content) + b"\n", status_code, headers)

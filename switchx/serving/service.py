@@ -10,12 +10,18 @@ import math
 from collections.abc import AsyncIterator
 
 from switchx.api import Model
-from switchx.serving.generate_request import GenerateRequest
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.refusal import Refusal
-from switchx.serving.waiting_room import Group, WaitingInput, WaitingRoom
-from switchx.serving.worker import Answer, Failure, NewTokens, Worker
+from switchx.serving.requests import GenerateRequest, Refusal
+from switchx.serving.scheduler import (
+    Answer,
+    Failure,
+    Group,
+    NewTokens,
+    WaitingInput,
+    WaitingRoom,
+    Worker,
+)
 
 Event = NewTokens | Answer | Failure
 

@@ -3,23 +3,37 @@
 
 Forward, backward and the optimizer are one program; no parameter is allocated. Memory is the
 compiler's own account, collectives are read off the compiled text. Dims: B L
+
+Devices of a slice that is not here, and the process that can compile for them.
+
+A JAX that finds an accelerator's plugin takes the machine for one with accelerators, so the
+compilers are in folders of their own, on the path of a child process alone.
 """
 
 import collections
 import dataclasses
 import functools
 import math
+import os
+import pathlib
 import re
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 
 import jax
+from jax.experimental import topologies
 
+from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.moe.dispatchers import EQUAL_BLOCKS
 from switchx.partitioning.hlo_collectives import executed_collectives
-from switchx.planner.executed_slots import executed_slots
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.topology import Topology
 from switchx.planner.hlo_flops import matrix_flops
+from switchx.planner.memory import executed_slots
 from switchx.planner.model_cost import experts_per_token
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
@@ -155,7 +169,7 @@ def slots_per_token(program: TrainingProgram) -> float | None:
     if model.switch.dispatcher in EQUAL_BLOCKS:
         raise RuntimeError(
             f"dispatcher={model.switch.dispatcher!r} has equal blocks of rows, but the traced "
-            "program has no product [E, R, D] x [E, D, F]; planner/executed_slots.py has to "
+            "program has no product [E, R, D] x [E, D, F]; planner/memory.py has to "
             "learn how experts are computed now"
         )
     return experts_per_token(model.switch)
@@ -232,3 +246,82 @@ def _tokens(batch) -> tuple[int, int]:
     if "encoder_input_tokens" not in batch:
         return decoder, 0
     return math.prod(batch["encoder_input_tokens"].shape), decoder
+
+
+# Set in the process that has a compiler.
+CHILD_VARIABLE = "SWITCHX_COMPILES"
+
+
+def has_compiler() -> bool:
+    """Whether this is the process that `run_with_compiler` started."""
+    return CHILD_VARIABLE in os.environ
+
+
+def run_with_compiler(arguments: Sequence[str], topology: Topology, **options):
+    """`python -m switchx ...` in a process that can compile for the slice.
+
+    Args:
+        options: of `subprocess.run`.
+
+    Raises:
+        FileNotFoundError: no compiler is installed; the message says how to get it.
+    """
+    root = str(pathlib.Path(__file__).parents[2])
+    if topology.generation.platform == "tpu":
+        path = [root, str(tpu_compiler.compiler_folder())]
+        variables = tpu_compiler.compiler_variables(path)
+    else:
+        if reason := gpu_compiler.missing():
+            raise FileNotFoundError(reason)
+        variables = gpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "switchx", *arguments]
+    return subprocess.run(
+        command, env=os.environ | variables | {CHILD_VARIABLE: "1"}, **options
+    )
+
+
+def describe_devices(topology: Topology) -> list:
+    """The slice's devices, as the compiler describes them.
+
+    Raises:
+        ValueError: the compiler knows no such slice, with what it says.
+    """
+    try:
+        if topology.generation.platform == "tpu":
+            return topologies.get_topology_desc(
+                platform="tpu", topology_name=str(topology)
+            ).devices
+        description = pathlib.Path(gpu_compiler.__file__).with_name(
+            gpu_compiler.TARGETS[topology.kind]
+        )
+        return topologies.get_topology_desc(
+            topology.kind,
+            "cuda",
+            topology=f"1x1x{topology.num_devices}",
+            target_config=description.read_text(),
+        ).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"topology {topology}: the compiler says: {error}") from error
+
+
+def require_mesh_fits(mesh: MeshSpec, topology: Topology) -> None:
+    """Checks that a mesh uses all of a slice's devices, before anything is compiled.
+
+    Raises:
+        ValueError: it does not; the message names slices and meshes that go together.
+    """
+    there = topology.num_devices
+    needed = mesh.num_devices(there)
+    if needed == there:
+        return
+    others = mesh.num_devices(1)
+    slices = topology.with_devices(needed) or topology.with_devices(others)
+    ways = [f"--topology={slices[0]}"] if slices else []
+    if there % others == 0:
+        ways.append("leave MeshSpec.data out, which then takes the devices that are left")
+    else:
+        ways.append(f"axes whose product divides {there}")
+    raise ValueError(
+        f"mesh {mesh} needs {needed} devices, but {topology} has {there}; use "
+        f"{', or '.join(ways)}"
+    )

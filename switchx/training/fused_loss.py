@@ -17,12 +17,11 @@ from jax.sharding import PartitionSpec
 from switchx import tree
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
-from switchx.moe.capacity import layer_groups
-from switchx.moe.groups import into_groups
+from switchx.moe.capacity import into_groups, layer_groups
 from switchx.moe.stats import RoutingStats
+from switchx.partitioning.buckets import Slicing, sliced, whole
 from switchx.partitioning.constrain import current_rules
 from switchx.partitioning.rules import Rules, param_dims, param_spec
-from switchx.partitioning.sliced_params import Slicing, sliced, whole
 from switchx.training.losses import LossConfig, auxiliary_loss, cross_entropy
 
 

@@ -6,6 +6,7 @@ Gin builds it at the edge; Python can build it directly.
 
 import dataclasses
 
+from switchx.checkpoint.checkpointer import Retention
 from switchx.data.batches import BatchConfig
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
 from switchx.data.loader import Prefetch
@@ -13,13 +14,11 @@ from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
 from switchx.models.config import ModelConfig
-from switchx.partitioning.compiler_options import CompilerOptions
-from switchx.partitioning.mesh import MeshSpec
+from switchx.optim.protocol import Optimizer
+from switchx.optim.schedules import Schedule
+from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.training.losses import LossConfig
-from switchx.training.optimizers import Optimizer
-from switchx.training.retention import Retention
-from switchx.training.schedules import Schedule
 from switchx.training.step import StepConfig
 
 

@@ -11,29 +11,25 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from switchx.checkpoint.checkpointer import Checkpointer
+from switchx.checkpoint.restore import restore_by_name, restore_params
+from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.batches import Shard
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
 from switchx.data.loader import TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture
-from switchx.data.saved_vocabulary import load_vocabulary
 from switchx.data.tasks import Task
+from switchx.data.vocabularies import load_vocabulary
 from switchx.planner.model_cost import train_flops
-from switchx.training.checkpoints import Checkpointer
 from switchx.training.evaluate import evaluate
-from switchx.training.interval import Interval, Stopwatch
 from switchx.training.job import TrainingJob
-from switchx.training.metrics import MetricsLog
+from switchx.training.metrics import Interval, MetricsLog, SkippedBatches, Stopwatch
 from switchx.training.program import TrainingProgram
-from switchx.training.restore import restore_by_name, restore_params
+from switchx.training.resume import check_same_run, write_run_config
 from switchx.training.routing_sample import RoutingLog, RoutingSample
-from switchx.training.run_config import check_same_run, write_run_config
-from switchx.training.run_folder import RunFolder
-from switchx.training.shared_folder import require_shared
-from switchx.training.skipped_batches import SkippedBatches
 from switchx.training.state import TrainState
-from switchx.training.stop_agreement import StopAgreement
-from switchx.training.stop_signals import stop_signals
+from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.tree import Tree
 
 logger = logging.getLogger(__name__)

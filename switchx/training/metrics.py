@@ -3,6 +3,10 @@
 
 `metrics.jsonl` holds one line a logged step, `validation.jsonl` one line an evaluation;
 TensorBoard gets the same scalars.
+
+What happened between two logged steps: sums of the steps' metrics, and rates.
+
+Batches whose loss or gradient was not finite: who they were, kept to be looked at.
 """
 
 import dataclasses
@@ -10,6 +14,7 @@ import json
 import logging
 import math
 import pathlib
+import time
 from typing import Any
 
 import jax
@@ -17,8 +22,10 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from switchx.data.data_dir import write_atomically
+from switchx.data.features import Batch, batch_digest
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import TokenSums
+from switchx.training.step import StepMetrics
 
 # It warns of every NaN that it is given; the loop says which step was not finite.
 logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
@@ -135,3 +142,117 @@ def _finite(value):
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Stopwatch:
+    """Seconds of training, without evaluations and saves."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self._since = None
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def read(self) -> float:
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self.seconds + running
+
+
+class Interval:
+    """Adds up the steps since the last logged one."""
+
+    def __init__(self, seconds: float):
+        self._start_s = seconds
+        self._steps = self._input_tokens = self._examples = 0
+        self._losses, self._grad_norms, self._skipped = [], [], 0
+        self._sums = self._routing = None
+
+    def add(self, metrics: StepMetrics, input_tokens: int, examples: int) -> None:
+        """Adds one step.
+
+        Args:
+            metrics: on the host.
+            input_tokens: real tokens the model read, encoder and decoder together.
+            examples: packed examples in the batch.
+        """
+        self._steps += 1
+        self._input_tokens += input_tokens
+        self._examples += examples
+        self._skipped += int(metrics.is_skipped)
+        if metrics.is_skipped:
+            return  # its sums are not finite
+        self._losses.append(float(metrics.loss))
+        self._grad_norms.append(float(metrics.grad_norm))
+        added = (metrics.sums, metrics.routing)
+        if self._sums is not None:
+            added = jax.tree.map(np.add, (self._sums, self._routing), added)
+        self._sums, self._routing = added
+
+    def metrics(self, seconds: float, flops_per_step: float) -> dict[str, Any]:
+        """Means over the interval's good steps, and rates over its time."""
+        elapsed_s = max(seconds - self._start_s, 1e-9)
+        good_steps = len(self._losses)
+        metrics = {
+            "loss": float(np.mean(self._losses)) if good_steps else float("nan"),
+            "grad_norm": float(np.mean(self._grad_norms)) if good_steps else float("nan"),
+            "skipped_steps": self._skipped,
+            "steps_per_s": self._steps / elapsed_s,
+            "tokens_per_s": self._input_tokens / elapsed_s,
+            "examples_per_s": self._examples / elapsed_s,
+            "model_flops_per_s": flops_per_step * self._steps / elapsed_s,
+        }
+        if good_steps:
+            metrics |= token_metrics(self._sums) | routing_metrics(self._routing)
+            for name in ("balance_loss", "router_z_loss"):  # means already: added up above
+                if "routing" in metrics:
+                    losses = metrics["routing"][name]
+                    metrics["routing"][name] = [value / good_steps for value in losses]
+        return metrics
+
+
+class SkippedBatches:
+    """The batches of steps that were not taken.
+
+    `<step>.<process>.npz` in the folder is the batch, `.json` its identity and the numbers
+    that were not finite.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self._identities: list[dict] = []
+
+    def keep(self, step: int, batch: Batch, metrics: StepMetrics) -> str:
+        """Writes one into the folder; returns a sentence for the log.
+
+        Args:
+            metrics: of the step, on the host.
+        """
+        identity = {
+            "step": step,
+            "batch": batch_digest(batch),
+            "loss": repr(float(metrics.loss)),
+            "grad_norm": repr(float(metrics.grad_norm)),
+        }
+        self._identities.append(identity)
+        self._folder.mkdir(exist_ok=True)
+        name = f"{step}.{jax.process_index()}"
+        (self._folder / f"{name}.json").write_text(json.dumps(identity) + "\n")
+        np.savez_compressed(self._folder / f"{name}.npz", **batch)
+        return (
+            f"step {step} is skipped: loss {identity['loss']}, gradient norm "
+            f"{identity['grad_norm']}, batch {identity['batch']}; no parameter changed"
+        )
+
+    def last(self, num: int) -> str:
+        """The last `num` in words: `batches 7: 0a1b2c..., 8: ..., kept in FOLDER`."""
+        batches = ", ".join(
+            f"{each['step']}: {each['batch']}" for each in self._identities[-num:]
+        )
+        return f"batches {batches}, kept in {self._folder}"

@@ -20,9 +20,20 @@ from switchx.models.stages import (
     stack_names,
 )
 from switchx.moe.stats import join_stacks
-from switchx.partitioning.pipeline import Lane, Objective, Op, run_if, run_pipeline
+from switchx.partitioning.pipeline import (
+    Lane,
+    Objective,
+    Op,
+    run_if,
+    run_pipeline,
+)
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
-from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
+from switchx.training.losses import (
+    LossConfig,
+    TokenSums,
+    auxiliary_loss,
+    cross_entropy,
+)
 
 
 def build_schedule(

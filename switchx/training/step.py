@@ -14,12 +14,17 @@ import optax
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
+from switchx.optim.norms import clip_scale, global_norm, sliced_global_norm
+from switchx.optim.protocol import apply_updates
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.schedule import Schedule
 from switchx.training.fused_loss import fused_batch_loss
-from switchx.training.gradient_norm import clip_scale, global_norm, sliced_global_norm
-from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
-from switchx.training.optimizers import apply_updates
+from switchx.training.losses import (
+    LossConfig,
+    TokenSums,
+    auxiliary_loss,
+    cross_entropy,
+)
 from switchx.training.pipelined import pipelined_gradients
 from switchx.training.router_bias import with_balanced_biases
 from switchx.training.state import TrainState

@@ -9,9 +9,9 @@ import pathlib
 
 import numpy as np
 
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.training.run_config import write_run_config
-from switchx.training.run_folder import RunFolder
+from switchx.training.resume import write_run_config
 from tests.training.jobs import DENSE, make_job
 
 MODEL = ModelConfig(

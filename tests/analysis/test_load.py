@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from switchx.analysis.load import dead_experts, even_shares, read_history
+from switchx.analysis.routing import dead_experts, even_shares, read_history
 from tests.analysis.recorded import routing_line, write_lines
 from tests.data.refusals import refused
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from switchx.analysis.schedule_figure import schedule_boxes, schedule_figure
+from switchx.analysis.plots import schedule_boxes, schedule_figure
 from switchx.partitioning.schedule import ScheduleSpec
 
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from switchx.analysis.similarity import expert_similarity, layer_similarity
+from switchx.analysis.routing import expert_similarity, layer_similarity
 
 E = 4
 

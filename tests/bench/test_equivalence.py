@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from switchx.bench import equivalence
-from switchx.bench.equivalence import ROUTERS, all_cells, largest_errors, run_cell
+from switchx.bench.equivalence import (
+    ROUTERS,
+    all_cells,
+    largest_errors,
+    run_cell,
+)
 from switchx.models.config import DISPATCHERS, RouterConfig
 from switchx.partitioning.rules import Rules
 from tests.processes import ROOT

@@ -6,7 +6,13 @@ import collections
 import pytest
 
 from switchx.bench import planned_bytes
-from switchx.bench.planned_bytes import CASES, LEFT_OVER, check, compare, make_job
+from switchx.bench.planned_bytes import (
+    CASES,
+    LEFT_OVER,
+    check,
+    compare,
+    make_job,
+)
 
 BRIEF = ("dense model=8", "all_to_all data=2 expert=2 model=2", "sliced data=2 model=4")
 

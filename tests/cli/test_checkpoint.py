@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from switchx.checkpoint.restore import restore_params
 from switchx.cli.main import main
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params
-from switchx.training.restore import restore_params
 from switchx.tree import named_leaves, num_bytes, num_elements
 from tests.training.saved_runs import save_run
 from tests.training.train_states import damage

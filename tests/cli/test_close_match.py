@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from switchx.cli.close_match import close_match, did_you_mean
+from switchx.cli.config.files import close_match, did_you_mean
 
 NAMES = ("TRAIN_STEPS", "WARMUP_STEPS", "SEED")
 

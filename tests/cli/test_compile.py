@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.aot import tpu_compiler
 from switchx.bench import compiled
 from switchx.cli.main import main
-from switchx.training import absent_devices
+from switchx.training import aot
 
 TINY = [
     "compile", "--gin_file=runs/pretrain_tiny.gin", "--gin_file=meshes/all_to_all.gin",
@@ -22,7 +22,7 @@ TINY = [
 @pytest.fixture
 def simulated(monkeypatch):
     """This process compiles, for the devices that it simulates."""
-    monkeypatch.setenv(absent_devices.CHILD_VARIABLE, "1")
+    monkeypatch.setenv(aot.CHILD_VARIABLE, "1")
     monkeypatch.setattr(compiled, "describe_devices", lambda topology: jax.devices())
 
 
@@ -74,7 +74,7 @@ def test_process_that_is_ended(name, way_out, monkeypatch, capfd):
     def die(words, topology):
         return subprocess.run(["sh", "-c", f"kill -{name} $$"], check=False)
 
-    monkeypatch.setattr(absent_devices, "run_with_compiler", die)
+    monkeypatch.setattr(aot, "run_with_compiler", die)
     assert main([*TINY, "--topology=v5e:2x4"]) == 1
     said = capfd.readouterr().err
     assert f"was ended by SIG{name}" in said

@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from switchx.cli import gin_edge
+from switchx.checkpoint.checkpointer import Checkpointer
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli.config import building
 from switchx.cli.main import main
-from switchx.training.checkpoints import Checkpointer
 from switchx.training.job import TrainingJob
 from switchx.training.loop import evaluate_job
 from switchx.training.program import TrainingProgram
-from switchx.training.run_config import write_run_config
-from switchx.training.run_folder import RunFolder
+from switchx.training.resume import write_run_config
 from tests.integration.runs import SMALL, write_corpus
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
@@ -25,9 +25,9 @@ def untrained(tmp_path_factory, session_cache):
     run, files = RunFolder(base / "run").create(), write_corpus(base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(session_cache))
-        gin_edge.parse_files([str(SMALL)], [f"FILES={files}", "TrainingJob.eval_batches=3"])
-        job = gin_edge.build("JOB", TrainingJob)
-        run.operative_config.write_text(gin_edge.operative_config("JOB"))
+        building.parse_files([str(SMALL)], [f"FILES={files}", "TrainingJob.eval_batches=3"])
+        job = building.build("JOB", TrainingJob)
+        run.operative_config.write_text(building.operative_config("JOB"))
         write_run_config(run, job)
         program = TrainingProgram(job)
         with program.scope(), Checkpointer(run, job.retention) as checkpointer:
@@ -36,7 +36,7 @@ def untrained(tmp_path_factory, session_cache):
                 checkpointer.save(step, state, metrics={"neg_log_perplexity": score})
             metrics = evaluate_job(job, program, state.params)
         yield run.root, metrics
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 def evaluated(capsys, *options) -> dict:

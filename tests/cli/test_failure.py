@@ -5,7 +5,7 @@ import argparse
 
 import pytest
 
-from switchx.cli.failure import explain
+from switchx.cli.progress import explain
 from switchx.partitioning.mesh import MeshSpec
 
 

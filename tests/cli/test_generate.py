@@ -10,10 +10,11 @@ import types
 import pytest
 
 import switchx
-from switchx.cli import generate, shards
+from switchx.cli import generate
 from switchx.cli.main import main
+from switchx.cli.text import lines as line_commands
 from switchx.data.objectives import SpanCorruption
-from switchx.inference.decoding_config import PRUNING, DecodingConfig
+from switchx.inference.config import PRUNING, DecodingConfig
 from switchx.models.config import ModelConfig, SwitchConfig
 from tests.training.jobs import TASK
 from tests.training.saved_runs import save_run
@@ -103,8 +104,8 @@ def test_a_killed_command_goes_on_to_the_same_samples(folder, lines, tmp_path, m
     """Shards of two lines, so that samples are of the line's number, not the shard's."""
     options = [f"--input={lines}", "--temperature=1", "--json", "--batch_size=2"]
     assert main(words(folder, *options, f"--output={tmp_path / 'whole'}")) == 0
-    monkeypatch.setattr(shards, "BATCHES_PER_SHARD", 1)
-    append, written = shards.run_in_shards, tmp_path / "out"
+    monkeypatch.setattr(line_commands, "BATCHES_PER_SHARD", 1)
+    append, written = line_commands.run_in_shards, tmp_path / "out"
 
     def dies_after_one_shard(lines, output, compute, reporter, **settings):
         def some(shard, first):
@@ -115,7 +116,7 @@ def test_a_killed_command_goes_on_to_the_same_samples(folder, lines, tmp_path, m
         append(lines, output, some, reporter, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "run_in_shards", dies_after_one_shard)
+        patch.setattr(line_commands, "run_in_shards", dies_after_one_shard)
         assert main(words(folder, *options, f"--output={written}")) == 130
     assert len(written.read_text().splitlines()) == 2
     assert main(words(folder, *options, f"--output={written}")) == 0

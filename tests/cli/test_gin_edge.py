@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from switchx.cli import gin_edge
+from switchx.cli.config import building
 from switchx.training.job import TrainingJob
 from tests.integration.runs import SMALL
 from tests.processes import ROOT
@@ -20,18 +20,18 @@ BASE = ("FILES=a.txt",)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 def job_of(*bindings: str, files=(str(SMALL),), search_paths=()) -> TrainingJob:
-    gin_edge.parse_files(files, [*BASE, *bindings], search_paths)
-    return gin_edge.build("JOB", TrainingJob)
+    building.parse_files(files, [*BASE, *bindings], search_paths)
+    return building.build("JOB", TrainingJob)
 
 
 def refusal(*bindings: str, **options) -> str:
-    with pytest.raises(gin_edge.ConfigurationError) as error:
+    with pytest.raises(building.ConfigurationError) as error:
         job_of(*bindings, **options)
-        gin_edge.require_effect("JOB", [*BASE, *bindings])
+        building.require_effect("JOB", [*BASE, *bindings])
     return str(error.value)
 
 
@@ -178,17 +178,17 @@ def test_misspelt_macro_in_a_file_is_refused():
 @pytest.mark.parametrize("name", RUNS)
 def test_shipped_run_sets_nothing_that_is_taken_for_misspelt(name, monkeypatch):
     """Macros that stay unread when a run takes another part are no mistakes."""
-    from switchx.data.saved_vocabulary import save_vocabulary
     from switchx.data.tokenizers import ByteVocabulary
+    from switchx.data.vocabularies import save_vocabulary
 
     save_vocabulary(ByteVocabulary(), pathlib.Path("."))
     values = {"FILES": ".", "INIT_FROM": ".", "VOCABULARY_FILE": "t5.model"}
     for part in ("tasks/text_span_corruption.gin", "optimizers/adamw.gin"):
         required = required_macros(name) | required_macros(part)
         bindings = [f"{macro}={values[macro]}" for macro in values if macro in required]
-        gin_edge.parse_files([name, part], bindings)
-        gin_edge.build("JOB", TrainingJob)
-        gin_edge.require_effect("JOB", [])
+        building.parse_files([name, part], bindings)
+        building.build("JOB", TrainingJob)
+        building.require_effect("JOB", [])
 
 
 def test_parameter_that_files_set_in_scopes_is_asked_for_by_scope():
@@ -203,18 +203,18 @@ def test_parameter_that_files_set_in_scopes_is_asked_for_by_scope():
 
 def test_operative_config_builds_the_same_job_and_takes_bindings():
     job = job_of("RouterConfig.jitter=0.5", "DATA_DIR=x y")
-    pathlib.Path("operative.gin").write_text(gin_edge.operative_config("JOB"))
-    gin_edge.parse_files(["operative.gin"], [])
-    assert gin_edge.build("JOB", TrainingJob) == job
-    gin_edge.parse_files(["operative.gin"], ["RouterConfig.jitter=0.25", "BATCH_SIZE=4"])
-    changed = gin_edge.build("JOB", TrainingJob)
+    pathlib.Path("operative.gin").write_text(building.operative_config("JOB"))
+    building.parse_files(["operative.gin"], [])
+    assert building.build("JOB", TrainingJob) == job
+    building.parse_files(["operative.gin"], ["RouterConfig.jitter=0.25", "BATCH_SIZE=4"])
+    changed = building.build("JOB", TrainingJob)
     assert (changed.model.switch.router.jitter, changed.batch_size) == (0.25, 4)
 
 
 def test_files_without_a_job_say_how_a_run_file_ends():
-    gin_edge.parse_files(["models/switch_tiny.gin"], [])
-    with pytest.raises(gin_edge.ConfigurationError) as error:
-        gin_edge.build("JOB", TrainingJob)
+    building.parse_files(["models/switch_tiny.gin"], [])
+    with pytest.raises(building.ConfigurationError) as error:
+        building.build("JOB", TrainingJob)
     assert str(error.value) == (
         "the gin files define no macro JOB; a run file ends in `JOB = @job.TrainingJob()`; "
         "give one from configs/runs"

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from switchx.cli import gin_edge
+from switchx.cli.config import building
 from tests.integration.runs import SMALL
 
 HEAD = "from __gin__ import dynamic_registration\nfrom switchx.models import config\n"
@@ -24,15 +24,15 @@ SWITCH_FIELDS = (
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 def message(*bindings: str, text: str | bytes = "") -> str:
     """What is said of a file with this text on top of the small run, and of bindings."""
     pathlib.Path("my.gin").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(gin_edge.ConfigurationError) as error:
-        gin_edge.parse_files([str(SMALL), "my.gin"], ["FILES=a.txt", *bindings])
-        gin_edge.build("JOB", object)
+    with pytest.raises(building.ConfigurationError) as error:
+        building.parse_files([str(SMALL), "my.gin"], ["FILES=a.txt", *bindings])
+        building.build("JOB", object)
     return str(error.value)
 
 
@@ -116,16 +116,16 @@ def test_mistake_in_a_binding_is_told_with_the_binding(binding, said):
 
 
 def test_all_that_is_required_is_asked_for_at_once():
-    with pytest.raises(gin_edge.ConfigurationError) as error:
-        gin_edge.parse_files(["runs/finetune.gin", "tasks/text_span_corruption.gin"], [])
-        gin_edge.build("JOB", object)
+    with pytest.raises(building.ConfigurationError) as error:
+        building.parse_files(["runs/finetune.gin", "tasks/text_span_corruption.gin"], [])
+        building.build("JOB", object)
     assert str(error.value) == (
         "INIT_FROM, FILES are required and not set; give --gin.INIT_FROM=VALUE "
         "--gin.FILES=VALUE"
     )
-    with pytest.raises(gin_edge.ConfigurationError) as error:
-        gin_edge.parse_files([str(SMALL)], [])
-        gin_edge.build("JOB", object)
+    with pytest.raises(building.ConfigurationError) as error:
+        building.parse_files([str(SMALL)], [])
+        building.build("JOB", object)
     assert str(error.value) == "FILES is required and not set; give --gin.FILES=VALUE"
 
 

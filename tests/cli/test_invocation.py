@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from switchx.cli.invocation import command_line, configuration_options
+from switchx.cli.arguments import command_line, configuration_options
 
 
 def an_executable(path):

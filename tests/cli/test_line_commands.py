@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from switchx.cli import line_commands
+from switchx.cli.text import lines
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE
 from tests.training.saved_runs import save_run
@@ -37,29 +37,29 @@ def encode(text):
 )
 def test_texts_that_are_not_read(text, said):
     with refused(said):
-        line_commands.encoded(options(), encode, text)
-    assert line_commands.encoded(options(), encode, "abcd") == [97, 98, 99, 100]
+        lines.encoded(options(), encode, text)
+    assert lines.encoded(options(), encode, "abcd") == [97, 98, 99, 100]
 
 
 def test_all_wrong_lines_are_named():
     def read_line(line):
-        return line_commands.encoded(options(), encode, line)
+        return lines.encoded(options(), encode, line)
 
-    line_commands.check(options(), ["a", "b"], read_line)
+    lines.check(options(), ["a", "b"], read_line)
     with refused("standard input: line 2 is empty; line 3 has 9 tokens, more than <any>"):
-        line_commands.check(options(), ["a", "", "abcdefghi"], read_line)
+        lines.check(options(), ["a", "", "abcdefghi"], read_line)
 
 
 def test_output_is_not_the_input(tmp_path):
     file = tmp_path / "in.txt"
     file.write_text("a\n")
     with refused(f"--output={tmp_path}/./in.txt is the input; give another file"):
-        line_commands.read(options(input=str(file), output=f"{tmp_path}/./in.txt"), None)
-    assert line_commands.read(options(input=str(file), output="out.txt"), None) == ["a"]
+        lines.read(options(input=str(file), output=f"{tmp_path}/./in.txt"), None)
+    assert lines.read(options(input=str(file), output="out.txt"), None) == ["a"]
     with refused("--output is empty; is a shell variable not set?"):
-        line_commands.read(options(output=""), None)
+        lines.read(options(output=""), None)
     with refused("--max_input_tokens=0; use at least 1"):
-        line_commands.read(options(max_input_tokens=0), None)
+        lines.read(options(max_input_tokens=0), None)
 
 
 def test_a_model_without_a_vocabulary_reads_no_lines(tmp_path):
@@ -68,4 +68,4 @@ def test_a_model_without_a_vocabulary_reads_no_lines(tmp_path):
     (folder / "config.json").write_text(json.dumps({"model": config["model"]}))
     (folder / "vocabulary.json").unlink()
     with refused(f"{folder} has no vocabulary, so it cannot read lines of text; give <any>"):
-        line_commands.load_model(options(model_dir=str(folder)), None)
+        lines.load_model(options(model_dir=str(folder)), None)

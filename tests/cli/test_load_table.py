@@ -5,7 +5,7 @@ import dataclasses
 
 from rich.console import Console
 
-from switchx.cli.load_table import load_table
+from switchx.cli.report import load_table
 from switchx.models.config import ModelConfig, SwitchConfig
 
 MODEL = ModelConfig(

@@ -4,7 +4,7 @@
 import logging
 import warnings
 
-from switchx.cli.log_lines import shown_by
+from switchx.cli.progress import shown_by
 
 
 def test_ours_from_info_on_and_others_from_warning_on():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operative configuration without the scopes that gin evaluates macros in."""
 
-from switchx.cli.operative_config import without_scopes
+from switchx.cli.config.files import without_scopes
 
 GIN = """\
 from __gin__ import dynamic_registration

@@ -8,7 +8,7 @@ import re
 import gin
 import pytest
 
-from switchx.cli import gin_edge
+from switchx.cli.config import building
 from switchx.cli.main import main
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
@@ -63,9 +63,9 @@ def test_json_is_the_last_line(capsys):
 def test_the_written_mesh_is_the_first_plans(folder, capsys):
     assert plan("--hardware=v5e", "--devices=8", "--output=mesh.gin", "--json") == 0
     first = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
-    gin_edge.parse_files(["runs/pretrain_tiny.gin", str(folder / "mesh.gin")], [])
-    job = gin_edge.build("JOB", TrainingJob)
-    gin_edge.require_effect("JOB", [])
+    building.parse_files(["runs/pretrain_tiny.gin", str(folder / "mesh.gin")], [])
+    job = building.build("JOB", TrainingJob)
+    building.require_effect("JOB", [])
     for axis in ("data", "fsdp", "node", "expert", "model"):
         assert getattr(job.mesh, axis) == first[axis]
     assert job.model.switch.dispatcher == first["dispatcher"]
@@ -82,8 +82,8 @@ def test_a_runs_own_rules_and_schedule_are_not_inherited(folder, capsys):
         ([tiny, "meshes/vocab_rows.gin"], []),
         ([tiny, "meshes/pipeline.gin"], interleaved),
     ):
-        gin_edge.parse_files([*earlier, str(folder / "mesh.gin")], bindings)
-        mesh = gin_edge.build("MESH", MeshSpec)
+        building.parse_files([*earlier, str(folder / "mesh.gin")], bindings)
+        mesh = building.build("MESH", MeshSpec)
         assert mesh.rules in (Rules(), SLICED_RULES) and mesh.pipe == 1
         pipeline = copy.deepcopy(gin.query_parameter("job.TrainingJob.pipeline"))
         assert pipeline == ScheduleSpec("1f1b")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from switchx.cli.resumable_output import ResumableOutput, StandardOutput
+from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
 from tests.data.refusals import refused
 
 INPUTS = ["a", "b", "c", "d"]

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from switchx.cli.progress import TerminalReporter
-from switchx.cli.resumable_output import ResumableOutput
-from switchx.cli.shards import BATCHES_PER_SHARD, run_in_shards
+from switchx.cli.text.lines import BATCHES_PER_SHARD, run_in_shards
+from switchx.cli.text.resumable_output import ResumableOutput
 
 INPUTS = [str(i) for i in range(3 * BATCHES_PER_SHARD + 2)]
 

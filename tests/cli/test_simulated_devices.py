@@ -3,16 +3,16 @@
 
 import os
 
-from switchx.cli import simulated_devices
+from switchx.cli import arguments
 
 
 def test_adds_to_what_is_there(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
-    simulated_devices.ask_for(8)
+    arguments.ask_for(8)
     assert os.environ["XLA_FLAGS"] == "--xla_dump_to=x --xla_force_host_platform_device_count=8"
 
 
 def test_keeps_another_number(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
-    simulated_devices.ask_for(8)
+    arguments.ask_for(8)
     assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"

@@ -7,12 +7,13 @@ import shlex
 
 import pytest
 
-from switchx.cli import gin_edge, summary
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli import summary
 from switchx.cli.arguments import parse_job
-from switchx.data.saved_vocabulary import save_vocabulary
+from switchx.cli.config import building
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.data.vocabularies import save_vocabulary
 from switchx.training.loop import Outcome
-from switchx.training.run_folder import RunFolder
 from tests.integration.runs import SMALL
 
 FINISHED = Outcome(12, True, {})
@@ -22,9 +23,9 @@ TINY = "configs/runs/pretrain_tiny.gin"
 @pytest.fixture(autouse=True)
 def clean_gin(monkeypatch):
     monkeypatch.setattr("sys.argv", ["switchx"])
-    monkeypatch.setattr("switchx.cli.invocation.shutil.which", lambda name: None)
+    monkeypatch.setattr("switchx.cli.arguments.shutil.which", lambda name: None)
     yield
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from switchx.cli.text_lines import read_lines, refuse_lines
+from switchx.cli.text.lines import read_lines, refuse_lines
 from tests.data.refusals import refused
 
 

@@ -10,14 +10,15 @@ import pytest
 import sacrebleu
 
 import switchx
-from switchx.cli import gin_edge, text_metrics
+from switchx.checkpoint.checkpointer import Checkpointer
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli.config import building
 from switchx.cli.main import main
+from switchx.cli.text import metrics
 from switchx.data.text_metrics import METRICS
-from switchx.training.checkpoints import Checkpointer
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
-from switchx.training.run_config import write_run_config
-from switchx.training.run_folder import RunFolder
+from switchx.training.resume import write_run_config
 from tests.data.refusals import refused
 from tests.processes import ROOT
 from tests.training.jobs import TASK
@@ -55,7 +56,7 @@ SOURCE = @mixtures.Mixture()
 mixtures.Mixture.tasks = (@en_de/tasks.Task(), @de_en/tasks.Task())
 mixtures.Mixture.rates = (2.0, 1.0)
 tasks.Task.vocabulary = @tokenizers.ByteVocabulary()
-tasks.Task.metrics = (@text_metrics.Bleu(), @text_metrics.ChrF())
+tasks.Task.metrics = (@metrics.Bleu(), @metrics.ChrF())
 en_de/tasks.Task.name = "multi30k_en_de"
 en_de/tasks.Task.corpus = @en_de/multi30k.Multi30k()
 en_de/tasks.Task.objective = @en_de/objectives.InputsToTargets()
@@ -96,15 +97,15 @@ def run(tmp_path_factory):
             file.write_text("\n".join(lines + lines[:number]) + "\n", encoding="utf-8")
     (base / "run.gin").write_text(GIN)
     folder = RunFolder(base / "run").create()
-    gin_edge.parse_files([str(base / "run.gin")], [f"DATA_DIR={base / 'data'}"])
-    job = gin_edge.build("JOB", TrainingJob)
-    folder.operative_config.write_text(gin_edge.operative_config("JOB"))
+    building.parse_files([str(base / "run.gin")], [f"DATA_DIR={base / 'data'}"])
+    job = building.build("JOB", TrainingJob)
+    folder.operative_config.write_text(building.operative_config("JOB"))
     write_run_config(folder, job)
     program = TrainingProgram(job)
     with program.scope(), Checkpointer(folder, job.retention) as checkpointer:
         checkpointer.save(3, program.init_state(), metrics={"neg_log_perplexity": -1.0})
     yield folder.root
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 def evaluated(capsys, *options) -> dict:
@@ -180,7 +181,7 @@ def test_table_for_a_person():
     result = {"name": "bleu", "score": 31.234, "signature": "nrefs:1", "interval": (30.0, 32.5)}
     task = {"examples": 9, "inputs_cut": 2, "outputs_unfinished": 1000, "metrics": [result]}
     texts = {"tasks": {"a": task, "b": task}, "mean": [result | {"interval": None}]}
-    assert text_metrics.table_rows(texts) == [
+    assert metrics.table_rows(texts) == [
         ("a: bleu", "31.23", "30.00 to 32.50"),
         ("b: bleu", "31.23", "30.00 to 32.50"),
         ("mean: bleu", "31.23", ""),
@@ -189,12 +190,12 @@ def test_table_for_a_person():
         ("b: inputs cut to a row of training", "2", ""),
         ("b: outputs cut off", "1,000", ""),
     ]
-    assert text_metrics.signatures(texts) == ["bleu  nrefs:1"]
+    assert metrics.signatures(texts) == ["bleu  nrefs:1"]
 
 
 def test_names_of_metrics_are_all_of_them():
-    assert text_metrics._names(",".join(METRICS)) == list(METRICS)
-    assert text_metrics._names("none") == []
+    assert metrics._names(",".join(METRICS)) == list(METRICS)
+    assert metrics._names("none") == []
 
 
 @pytest.mark.parametrize(
@@ -218,13 +219,13 @@ def test_wrong_options(run, capsys, option, said):
 
 
 def test_metrics_need_texts_for_targets():
-    assert text_metrics.metrics_of(TASK, None) == {}
-    assert text_metrics.metrics_of(TASK, []) == {}
+    assert metrics.metrics_of(TASK, None) == {}
+    assert metrics.metrics_of(TASK, []) == {}
     with refused(
         "--metrics=bleu compares generated texts with targets, and no task (letters) is of "
         "InputsToTargets; leave it out, or give the gin file of such a task"
     ):
-        text_metrics.metrics_of(TASK, ["bleu"])
+        metrics.metrics_of(TASK, ["bleu"])
 
 
 def test_commands_of_the_page_run(run, capsys, tmp_path, monkeypatch):

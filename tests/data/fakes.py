@@ -7,8 +7,7 @@ import numpy as np
 
 from switchx.data.corpora.corpus import CorpusSource
 from switchx.data.features import DecoderOnlyFeatures
-from switchx.data.stream_plan import StreamPlan
-from switchx.data.streams import ExampleStream
+from switchx.data.streams import ExampleStream, StreamPlan
 from switchx.data.tasks import Task, open_task
 
 

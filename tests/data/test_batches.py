@@ -2,7 +2,12 @@
 import numpy as np
 import pytest
 
-from switchx.data.batches import BatchConfig, RowBatches, Shard, join_rows
+from switchx.data.batches import (
+    BatchConfig,
+    RowBatches,
+    Shard,
+    join_rows,
+)
 from switchx.data.features import EncoderDecoderFeatures
 from switchx.data.objectives import SpanCorruption
 from tests.data.fakes import make_plan, make_task, numbers, text_corpus

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from switchx.data.corpora.text_files import TextFiles
-from switchx.data.corpus_vocabulary import CorpusVocabulary
+from switchx.data.vocabularies import CorpusVocabulary
 from tests.data.refusals import refused
 from tests.data.words import sentences
 
@@ -29,7 +29,7 @@ def test_trained_once_and_found_again(corpus, tmp_path, monkeypatch):
     (model,) = (tmp_path / "data/vocabularies").iterdir()
     assert re.fullmatch("text_files_500_[0-9a-f]{16}.model", model.name)
 
-    monkeypatch.setattr("switchx.data.corpus_vocabulary.train_model", None)
+    monkeypatch.setattr("switchx.data.vocabularies.train_model", None)
     again = CorpusVocabulary(corpus, 500, data_dir=data_dir)
     assert again.fingerprint() == vocabulary.fingerprint()
 

@@ -12,7 +12,12 @@ import pytest
 
 from switchx.data.batches import BatchConfig, Shard
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, batch_digest
-from switchx.data.loader import Prefetch, TrainLoader, evaluation_batches, merge_states
+from switchx.data.loader import (
+    Prefetch,
+    TrainLoader,
+    evaluation_batches,
+    merge_states,
+)
 from switchx.data.mixtures import Mixture
 from switchx.data.objectives import CausalLM, InputsToTargets, SpanCorruption
 from switchx.data.tasks import Task

@@ -2,10 +2,10 @@
 import numpy as np
 import pytest
 
-from switchx.data.corpus_vocabulary import CorpusVocabulary
 from switchx.data.mixtures import Mixture, ProportionalRates, as_mixture
 from switchx.data.objectives import SpanCorruption
 from switchx.data.tasks import Task
+from switchx.data.vocabularies import CorpusVocabulary
 from tests.data.fakes import NumberVocabulary, text_corpus
 
 

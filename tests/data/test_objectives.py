@@ -3,7 +3,12 @@ import numpy as np
 import pytest
 
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
-from switchx.data.objectives import CausalLM, InputsToTargets, PrefixLM, SpanCorruption
+from switchx.data.objectives import (
+    CausalLM,
+    InputsToTargets,
+    PrefixLM,
+    SpanCorruption,
+)
 from tests.data.fakes import NumberVocabulary
 
 VOCABULARY = NumberVocabulary()

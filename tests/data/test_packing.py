@@ -3,8 +3,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
-from switchx.data.packing import pack_rows
+from switchx.data.features import (
+    DecoderOnlyFeatures,
+    EncoderDecoderFeatures,
+    Example,
+    pack_rows,
+)
 
 FEATURES = EncoderDecoderFeatures(10, 8)
 

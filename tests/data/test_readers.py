@@ -6,7 +6,7 @@ import pytest
 
 from switchx.data.features import EncoderDecoderFeatures
 from switchx.data.objectives import CausalLM, InputsToTargets, SpanCorruption
-from switchx.data.stream_plan import LANES
+from switchx.data.streams import LANES
 from tests.data.fakes import (
     VOCABULARY,
     make_plan,

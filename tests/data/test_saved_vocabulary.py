@@ -4,10 +4,13 @@ import json
 import pytest
 
 from switchx.data.corpora.text_files import TextFiles
-from switchx.data.corpus_vocabulary import CorpusVocabulary
-from switchx.data.saved_vocabulary import load_vocabulary, save_vocabulary
 from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary
-from switchx.data.vocabulary_training import train_model
+from switchx.data.vocabularies import (
+    CorpusVocabulary,
+    load_vocabulary,
+    save_vocabulary,
+    train_model,
+)
 from tests.data.refusals import refused
 from tests.data.words import sentences
 

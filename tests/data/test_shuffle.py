@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from switchx.data.shuffle import Shuffled
+from switchx.data.streams import Shuffled
 
 
 @pytest.mark.parametrize("num_records", [1, 7, 65_536])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from switchx.data.span_corruption import (
+from switchx.data.objectives import (
     SpanCounts,
     corrupt_spans,
     count_spans,

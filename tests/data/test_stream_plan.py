@@ -2,7 +2,7 @@
 import numpy as np
 
 from switchx.data.objectives import CausalLM, InputsToTargets
-from switchx.data.stream_plan import LANES, cursor_dtype
+from switchx.data.streams import LANES, cursor_dtype
 from tests.data.fakes import make_plan, make_task, pair_corpus, text_corpus
 
 TEXT = make_task("text", text_corpus("5 6", "7 8"), CausalLM())

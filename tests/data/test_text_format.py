@@ -8,10 +8,15 @@ import pytest
 
 from switchx.data.features import DecoderOnlyFeatures
 from switchx.data.mixtures import Mixture
-from switchx.data.objectives import CausalLM, InputsToTargets, PrefixLM, SpanCorruption
+from switchx.data.objectives import (
+    CausalLM,
+    InputsToTargets,
+    PrefixLM,
+    SpanCorruption,
+)
 from switchx.data.text_format import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.training.run_config import describe
+from switchx.training.resume import describe
 from tests.training.jobs import TASK
 
 VOCABULARY = ByteVocabulary()

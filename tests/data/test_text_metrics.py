@@ -5,7 +5,14 @@ import pytest
 import sacrebleu
 from rouge_score import rouge_scorer
 
-from switchx.data.text_metrics import Accuracy, Bleu, ChrF, Rouge, Squad, normalized_answer
+from switchx.data.text_metrics import (
+    Accuracy,
+    Bleu,
+    ChrF,
+    Rouge,
+    Squad,
+    normalized_answer,
+)
 from tests.data.refusals import refused
 
 TARGETS = ["Zwei Männer stehen am Herd.", "Ein Mädchen, allein.", "Die Hunde rennen schnell."]

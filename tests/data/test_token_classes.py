@@ -3,9 +3,14 @@
 
 import pytest
 
-from switchx.data.token_classes import BYTE_CLASSES, PIECE_CLASSES, _class_of, token_classes
+from switchx.data.token_classes import (
+    BYTE_CLASSES,
+    PIECE_CLASSES,
+    _class_of,
+    token_classes,
+)
 from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary
-from switchx.data.vocabulary_training import train_model
+from switchx.data.vocabularies import train_model
 from tests.data.words import sentences
 
 TEXTS = ["def f(x1):\n    return x1 + 42, self.__name__  # caf\u00e9 3.14\n"] * 30

@@ -3,9 +3,8 @@
 
 import pytest
 
-from switchx.data.saved_vocabulary import load_vocabulary, save_vocabulary
-from switchx.data.token_ids import TokenIdVocabulary
-from switchx.data.tokenizers import Piece
+from switchx.data.tokenizers import Piece, TokenIdVocabulary
+from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from tests.data.refusals import refused
 
 VOCABULARY = TokenIdVocabulary(50)

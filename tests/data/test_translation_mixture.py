@@ -4,8 +4,8 @@ import itertools
 import pytest
 
 from switchx.data.corpora.multi30k import Multi30k
+from switchx.data.mixtures import multi30k_directions
 from switchx.data.text_metrics import Bleu, ChrF
-from switchx.data.translation_mixture import multi30k_directions
 from tests.data.fakes import NumberVocabulary
 from tests.data.refusals import refused
 

@@ -6,7 +6,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from switchx.data.vocabulary_training import sample_evenly, train_model, train_sentencepiece
+from switchx.data.vocabularies import sample_evenly, train_model, train_sentencepiece
 from tests.data.refusals import refused
 from tests.data.words import sentences
 

@@ -5,7 +5,7 @@ import functools
 
 import jax
 
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 from switchx.inference.export import Shapes, Target, export_model
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.quantize import quantize_experts

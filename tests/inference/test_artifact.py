@@ -13,8 +13,8 @@ import safetensors.numpy
 from pallas_kernels import QTensor
 from switchx import tree
 from switchx.inference import artifact
-from switchx.inference.checked_folder import sha256_of
 from switchx.inference.quantize import quantize_experts
+from switchx.manifest import sha256_of
 from tests.data.refusals import refused
 from tests.training.jobs import ENCODER_DECODER, make_params
 

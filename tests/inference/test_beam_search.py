@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from switchx.inference.beam_search import Beams
-from switchx.inference.decoding_config import DecodingConfig
-from switchx.inference.rows import Rows
+from switchx.inference.config import DecodingConfig
+from switchx.inference.sampling import Rows
 
 EOS, V = 1, 6
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from switchx.inference.checked_folder import (
+from switchx.manifest import (
     check_file,
     require_free,
     sha256_of,

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import run_until, step_logits, take_rows
-from switchx.inference.decoding_config import DecodingConfig
 from switchx.models.params import bind
 from tests.inference.tiny import model, start
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 
 
 @pytest.mark.parametrize(

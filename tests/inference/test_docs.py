@@ -7,7 +7,7 @@ import shlex
 
 from switchx.cli.main import main
 from switchx.data.objectives import SpanCorruption
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 from switchx.models.config import ModelConfig, SwitchConfig
 from tests.processes import ROOT
 from tests.training.jobs import TASK

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.running_batch import BATCHES, LENGTHS
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
-from switchx.models.router_config import RouterConfig
+from switchx.moe.config import RouterConfig
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 

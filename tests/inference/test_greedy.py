@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.inference.decoding_config import DecodingConfig
-from switchx.inference.greedy import Greedy
-from switchx.inference.rows import Rows
+from switchx.inference.config import DecodingConfig
+from switchx.inference.sampling import Greedy, Rows
 
 CONFIG = DecodingConfig(max_new_tokens=3, eos_id=1, pad_id=0, length_penalty=0.5)
 

@@ -13,8 +13,8 @@ from switchx import tree
 from switchx.data.objectives import SpanCorruption
 from switchx.data.text_format import TextFormat
 from switchx.inference.artifact import write_artifact
+from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import run_until
-from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.generate import BATCHES, Generator, for_decoding
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import quantize_experts

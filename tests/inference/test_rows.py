@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from switchx.inference.rows import Rows
+from switchx.inference.sampling import Rows
 
 
 def test_rows_are_a_pytree_with_a_leading_batch():

@@ -6,10 +6,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator
-from switchx.inference.rows import RowSettings
 from switchx.inference.running_batch import RunningBatch
+from switchx.inference.sampling import RowSettings
 from tests.inference import tiny
 
 INPUTS = [[3, 4, 5, 8], [6, 2, 7], [5, 5, 2], [11, 4, 4, 3], [9]]

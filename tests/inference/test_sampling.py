@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 from switchx.inference.sampling import EXCLUDED, likely_logits, next_token
 
 PROB_V = np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32)

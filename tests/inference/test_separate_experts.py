@@ -7,7 +7,7 @@ import numpy as np
 
 from pallas_kernels import SeparateMatrices
 from switchx import tree
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.quantize import quantize_experts
 from switchx.inference.separate_experts import separate_experts

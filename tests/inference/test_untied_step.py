@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.inference.decoding_config import DecodingConfig
+from switchx.inference.config import DecodingConfig
 from switchx.inference.untied_step import row_bias_of_step, untied_projections
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind, init_params

@@ -6,10 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill
-from switchx.inference.decoding_config import DecodingConfig
 from switchx.inference.generate import for_decoding
-from switchx.inference.rows import Rows
+from switchx.inference.sampling import Rows
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 

@@ -17,10 +17,10 @@ import subprocess
 import jax
 import pytest
 
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
-from switchx.data.vocabulary_training import train_sentencepiece
+from switchx.data.vocabularies import train_sentencepiece
 from switchx.training.program import TrainingProgram
-from switchx.training.run_folder import RunFolder
 from tests.integration.runs import arguments, lines, write_corpus
 
 

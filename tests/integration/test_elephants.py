@@ -11,7 +11,7 @@ import pytest
 import sacrebleu
 
 from switchx.bench import torch_peer
-from switchx.cli import gin_edge
+from switchx.cli.config import building
 from switchx.cli.main import main
 from switchx.data.corpora.multi30k import LANGUAGES
 from tests.compilation import compiled_once
@@ -62,7 +62,7 @@ def folder(tmp_path_factory, session_cache):
     (base / "README.md").write_text(PAGE, encoding="utf-8")
     with compiled_once(session_cache / "compiled"):
         yield base
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 def run(command: str, scripts) -> str:

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.train import STOPPED_STATUS
-from switchx.training.restore import restore_params
-from switchx.training.run_folder import RunFolder
 from tests.hosts.companies import free_port
 from tests.integration import recorded_reads
 from tests.integration.runs import arguments, lines, write_corpus

@@ -12,7 +12,7 @@ import pytest
 
 import switchx
 from switchx import tree
-from switchx.cli import gin_edge
+from switchx.cli.config import building
 from switchx.training.job import TrainingJob
 from tests.integration.runs import SMALL, arguments, lines
 from tests.processes import run_in_turn
@@ -85,10 +85,10 @@ def test_the_summary_says_what_to_look_at_next(finished_run):
 
 
 def test_the_operative_config_builds_the_same_job(finished_run):
-    gin_edge.parse_files([str(SMALL)], [f"FILES={finished_run.files}"])
-    job = gin_edge.build("JOB", TrainingJob)
-    gin_edge.parse_files([str(finished_run.folder / "operative_config.gin")], [])
-    assert gin_edge.build("JOB", TrainingJob) == job
+    building.parse_files([str(SMALL)], [f"FILES={finished_run.files}"])
+    job = building.build("JOB", TrainingJob)
+    building.parse_files([str(finished_run.folder / "operative_config.gin")], [])
+    assert building.build("JOB", TrainingJob) == job
 
 
 def test_eval_repeats_the_last_validation(finished_run, run_cli):

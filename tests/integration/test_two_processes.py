@@ -14,10 +14,10 @@ import pytest
 
 from switchx import tree
 from switchx.analysis.routing import read_snapshots
+from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.loop import train
-from switchx.training.restore import restore_params
-from switchx.training.run_folder import RunFolder
 from tests.processes import child_environment
 from tests.training.jobs import make_job
 

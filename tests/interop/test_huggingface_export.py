@@ -5,9 +5,14 @@ import dataclasses
 
 import pytest
 
+from switchx.interop.huggingface import describe
 from switchx.interop.huggingface_config import read_config
-from switchx.interop.huggingface_export import describe
-from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from switchx.models.config import (
+    ModelConfig,
+    Precision,
+    RouterConfig,
+    SwitchConfig,
+)
 from tests.data.refusals import refused
 from tests.interop.folders import SWITCH, T5, T5_1_1
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from switchx.interop.new_folder import new_folder
+from switchx.manifest import new_folder
 from tests.data.refusals import refused
 
 

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from switchx.interop.sparse_steps import num_sparse, sparse_blocks, switch_layers
+from switchx.interop.huggingface_config import num_sparse, sparse_blocks, switch_layers
 from switchx.models.config import SwitchConfig
 from tests.interop.folders import T5
 

@@ -5,7 +5,13 @@ import dataclasses
 
 import numpy as np
 
-from switchx.interop.t5x_names import Place, bias_names, places, take, their_shapes
+from switchx.interop.t5x import (
+    Place,
+    bias_names,
+    places,
+    take,
+    their_shapes,
+)
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from switchx.interop.tensors import (
+from switchx.interop.safetensors_folder import (
     MOST_LINES,
     fill,
     from_torch,

@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from switchx.layers.relative_position import relative_buckets
+from switchx.layers.positions import relative_buckets
 
 
 def bucket(distance: int, is_bidirectional: bool) -> int:

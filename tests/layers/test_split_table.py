@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.layers.split_table import project, take_rows
+from switchx.layers.embedding import project, take_rows
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec

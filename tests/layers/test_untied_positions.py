@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 
 from switchx.layers.attention import Attention, attend
-from switchx.layers.untied_positions import UntiedPositions
+from switchx.layers.positions import UntiedPositions
 from switchx.models.config import ModelConfig
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec

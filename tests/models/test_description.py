@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
-from switchx.models.description import model_from_description
-from switchx.models.router_config import RouterConfig
+from switchx.models.config import ModelConfig, Precision, SwitchConfig, model_from_description
+from switchx.moe.config import RouterConfig
 from tests.data.refusals import refused
 
 CONFIG = ModelConfig(

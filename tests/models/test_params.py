@@ -10,8 +10,18 @@ import pytest
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
-from switchx.models.params import abstract_params, bind, forward, init_params
+from switchx.models.config import (
+    ModelConfig,
+    Precision,
+    RouterConfig,
+    SwitchConfig,
+)
+from switchx.models.params import (
+    abstract_params,
+    bind,
+    forward,
+    init_params,
+)
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules

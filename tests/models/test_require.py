@@ -3,7 +3,7 @@
 
 import pytest
 
-from switchx.models.require import require, require_choice
+from switchx.fields import require, require_choice
 
 
 def test_what_holds_passes_and_what_does_not_is_said():

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from switchx.models.router_config import RouterConfig
+from switchx.moe.config import RouterConfig
 
 
 def test_the_default_is_the_papers_router():

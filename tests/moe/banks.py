@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.moe.expert_ffn import ExpertFFN
+from switchx.moe.experts import ExpertFFN
 
 NAMES = ("w_in_EDF", "w_out_EFD", "w_gate_EDF", "b_in_EF", "b_out_ED")
 

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.moe.capacity import assign_slots
 from switchx.moe.dispatchers import DISPATCHERS, refusal
-from switchx.moe.expert_parallel import expert_specs
 from switchx.moe.plan import RoutingPlan
+from switchx.moe.sharded_dispatch import expert_specs
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import Placement

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.dispatch import gather_rows, sort_dispatch, token_of_slot
-from switchx.moe.dispatch_einsum import einsum_dispatch
+from switchx.moe.dispatch import einsum_dispatch, gather_rows, sort_dispatch, token_of_slot
 from tests.moe.plans import (
     C,
     D,

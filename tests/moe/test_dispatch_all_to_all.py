@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.moe.dispatch_all_to_all import all_to_all_dispatch, run_slots
+from switchx.moe.all_to_all import all_to_all_dispatch, run_slots
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.banks import dispatch_loop

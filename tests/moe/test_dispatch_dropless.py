@@ -11,8 +11,8 @@ import pytest
 
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import params_of, with_params
-from switchx.moe.dispatch_dropless import dropless_dispatch
-from switchx.moe.dispatch_einsum import einsum_dispatch
+from switchx.moe.dispatch import einsum_dispatch
+from switchx.moe.dropless import dropless_dispatch
 from switchx.moe.layer import SwitchFFN
 from tests.absent_devices import mesh_of
 from tests.moe.banks import dispatch_loop, ffn_bank, ffn_numbers

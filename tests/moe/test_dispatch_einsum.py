@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.dispatch_einsum import dispatch_tensor, einsum_dispatch
+from switchx.moe.dispatch import dispatch_tensor, einsum_dispatch
 from tests.moe.plans import (
     C,
     E,

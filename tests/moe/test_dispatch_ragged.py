@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from switchx.moe import dispatch_ragged
+from switchx.moe import all_to_all
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.banks import dispatch_loop
 from tests.moe.sharded import D, E, G, S, T, answer_on, make_problem
@@ -32,13 +32,13 @@ def test_equals_a_loop_over_tokens(capacity):
 )
 def test_no_more_room_than_can_be_received(monkeypatch, capacity, received):
     seen = []
-    exchange = dispatch_ragged.ragged_all_to_all
+    exchange = all_to_all.ragged_all_to_all
 
     def watched(x_RD, size_PP, axes, rows):
         seen.append((x_RD.shape, rows))
         return exchange(x_RD, size_PP, axes, rows)
 
-    monkeypatch.setattr(dispatch_ragged, "ragged_all_to_all", watched)
+    monkeypatch.setattr(all_to_all, "ragged_all_to_all", watched)
     answer_on(SPEC, "ragged_all_to_all", make_problem(capacity=capacity))
     there, back = seen[:2]
     assert there == ((T * S, D), received)
@@ -47,5 +47,5 @@ def test_no_more_room_than_can_be_received(monkeypatch, capacity, received):
 
 def test_one_device_sends_nothing():
     x_GTD, plan, bank, _ = make_problem().arguments
-    program = jax.make_jaxpr(dispatch_ragged.ragged_dispatch)(x_GTD, plan, bank)
+    program = jax.make_jaxpr(all_to_all.ragged_dispatch)(x_GTD, plan, bank)
     assert "all_gather" not in str(program) and plan.num_experts == E and x_GTD.shape[0] == G

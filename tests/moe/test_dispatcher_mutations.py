@@ -8,17 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe import (
-    dispatch_all_to_all,
-    dispatch_dropless,
-    dispatch_hierarchical,
-    dispatch_sliced,
-    expert_rows,
-)
-from switchx.moe.dispatch_all_to_all import all_to_all_dispatch
-from switchx.moe.dispatch_einsum import einsum_dispatch
-from switchx.moe.dispatch_hierarchical import hierarchical_dispatch
-from switchx.moe.dispatch_sliced import sliced_dispatch, sliced_scatter_dispatch
+from switchx.moe import all_to_all, dropless, tensor_parallel
+from switchx.moe.all_to_all import all_to_all_dispatch, hierarchical_dispatch
+from switchx.moe.dispatch import einsum_dispatch
+from switchx.moe.tensor_parallel import sliced_dispatch, sliced_scatter_dispatch
 from switchx.partitioning import collectives
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.sharded import PIPELINE_MOE, answer, answer_on, assert_same, make_problem
@@ -66,7 +59,7 @@ def rolled(token_of_slot):
 def one_row_late(sort_into_rows):
     def sort(*arguments, **options):
         rows = sort_into_rows(*arguments, **options)
-        return expert_rows.ExpertRows(jnp.roll(rows.choice_R, 1), rows.row_X, rows.count_E)
+        return dropless.ExpertRows(jnp.roll(rows.choice_R, 1), rows.row_X, rows.count_E)
 
     return sort
 
@@ -87,12 +80,12 @@ IN_PARTS = (all_to_all_dispatch, "all_to_all", MeshSpec(expert=2, model=2))
 TENSOR_SLICED = (sliced_dispatch, "sliced", SLICED)
 MUTANTS = {
     "an exchange left out": (
-        *ALL_TO_ALL, dispatch_all_to_all, "all_to_all", lambda _: lambda x, axes: x,
+        *ALL_TO_ALL, all_to_all, "all_to_all", lambda _: lambda x, axes: x,
     ),
-    "off by one slot": (*ALL_TO_ALL, dispatch_all_to_all, "token_of_slot", rolled),
-    "doubled gradient": (*ALL_TO_ALL, dispatch_all_to_all, "run_slots", doubled_gradient),
+    "off by one slot": (*ALL_TO_ALL, all_to_all, "token_of_slot", rolled),
+    "doubled gradient": (*ALL_TO_ALL, all_to_all, "run_slots", doubled_gradient),
     "doubled gradient of weights": (
-        *ALL_TO_ALL, dispatch_all_to_all, "run_slots", doubled_weight_gradient,
+        *ALL_TO_ALL, all_to_all, "run_slots", doubled_weight_gradient,
     ),
     "terms of one part of F": (
         *IN_PARTS, jax.lax, "psum", lambda f: functools.partial(first_term_only, f),
@@ -101,19 +94,19 @@ MUTANTS = {
         *TENSOR_SLICED, jax.lax, "psum", lambda f: functools.partial(first_term_only, f),
     ),
     "no gate, as Algorithm 1 is printed": (
-        *TENSOR_SLICED, dispatch_sliced, "run_choices", without_gates,
+        *TENSOR_SLICED, tensor_parallel, "run_choices", without_gates,
     ),
-    "off by one row": (*TENSOR_SLICED, dispatch_sliced, "sort_into_rows", one_row_late),
-    "another expert's rows": (*TENSOR_SLICED, dispatch_sliced, "sort_into_rows", expert_late),
+    "off by one row": (*TENSOR_SLICED, tensor_parallel, "sort_into_rows", one_row_late),
+    "another expert's rows": (*TENSOR_SLICED, tensor_parallel, "sort_into_rows", expert_late),
     "doubled gradient, sliced": (
-        *TENSOR_SLICED, dispatch_sliced, "run_choices", doubled_gradient,
+        *TENSOR_SLICED, tensor_parallel, "run_choices", doubled_gradient,
     ),
     "half of a reduce-scatter": (
-        sliced_scatter_dispatch, "sliced_scatter", SLICED, dispatch_sliced, "run_choices",
+        sliced_scatter_dispatch, "sliced_scatter", SLICED, tensor_parallel, "run_choices",
         lambda run: lambda x, *rest: run(x, *rest) / 2,
     ),
     "rows of another token": (
-        dispatch_dropless.dropless_dispatch, "dropless", MeshSpec(), dispatch_dropless,
+        dropless.dropless_dispatch, "dropless", MeshSpec(), dropless,
         "sort_into_rows", one_row_late,
     ),
 }  # fmt: skip
@@ -132,8 +125,8 @@ def test_a_broken_dispatcher_is_caught(want, monkeypatch, mutant):
 
 def test_a_doubled_gradient_leaves_the_output_alone(want, monkeypatch):
     """So no test of outputs, nor of losses under Adam, would have found it."""
-    run_slots = dispatch_all_to_all.run_slots
-    monkeypatch.setattr(dispatch_all_to_all, "run_slots", doubled_gradient(run_slots))
+    run_slots = all_to_all.run_slots
+    monkeypatch.setattr(all_to_all, "run_slots", doubled_gradient(run_slots))
     y_GTD, (dx_GTD, *_) = answer_on(MeshSpec(expert=4), "all_to_all", PROBLEM)
     assert_same(y_GTD, want[0])
     np.testing.assert_allclose(dx_GTD, 2 * np.asarray(want[1][0]), rtol=1e-4, atol=1e-5)
@@ -149,7 +142,7 @@ def test_a_dropped_psum_does_not_even_type(monkeypatch):
 def test_half_of_a_hierarchical_exchange_is_caught(want, monkeypatch):
     spec = MeshSpec(node=2, expert=2)
     monkeypatch.setattr(
-        dispatch_hierarchical,
+        all_to_all,
         "hierarchical_all_to_all",
         lambda x_P, axes: collectives.all_to_all(x_P, axes[1:]),
     )

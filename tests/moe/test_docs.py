@@ -9,11 +9,11 @@ import shlex
 import jax
 import pytest
 
-from switchx.cli import gin_edge
 from switchx.cli.arguments import parse_job
+from switchx.cli.config import building
 from switchx.cli.main import _parse, _parser, main
 from switchx.models.params import abstract_params
-from switchx.models.router_config import RouterConfig
+from switchx.moe.config import RouterConfig
 from switchx.training.step import gradients
 from switchx.tree import num_elements
 from tests.compilation import compiled_once
@@ -54,7 +54,7 @@ def name_of(command: str) -> str:
 @pytest.fixture(autouse=True)
 def clean_gin():
     yield
-    gin_edge.gin.clear_config()
+    building.gin.clear_config()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=name_of)

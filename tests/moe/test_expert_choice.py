@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.dispatch import sort_dispatch
-from switchx.moe.dispatch_einsum import einsum_dispatch
-from switchx.moe.expert_choice import route_by_experts
+from switchx.moe.assignment import route_by_experts
+from switchx.moe.dispatch import einsum_dispatch, sort_dispatch
 from tests.moe.oracle import softmax
 from tests.moe.plans import dispatch_loop, tanh_experts
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.expert_matmul import FEW_ROWS, expert_matmul
+from switchx.moe.experts import FEW_ROWS, expert_matmul
 
 E, D, F = 3, 8, 12
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from switchx.moe.dispatch_einsum import einsum_dispatch
+from switchx.moe.dispatch import einsum_dispatch
 from switchx.moe.dispatchers import DISPATCHERS
-from switchx.moe.expert_parallel import expert_specs, run_on_devices
+from switchx.moe.sharded_dispatch import expert_specs, run_on_devices
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import ONE_DEVICE

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe import expert_rows
-from switchx.moe.expert_rows import sort_into_rows
+from switchx.moe import dropless
+from switchx.moe.dropless import sort_into_rows
 
 E = 5
 
@@ -25,7 +25,7 @@ def loads():
 @pytest.mark.parametrize(("name", "expert_X"), list(loads()), ids=lambda value: str(value)[:12])
 def test_equals_a_loop(name, expert_X, room, few, monkeypatch):
     del name
-    monkeypatch.setattr(expert_rows, "FEW_CHOICES", few)
+    monkeypatch.setattr(dropless, "FEW_CHOICES", few)
     X = len(expert_X)
     R = int(X * room)
     rows = sort_into_rows(jnp.asarray(expert_X, jnp.int32), E, rows=R)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.models.config import RouterConfig
-from switchx.moe.exploration import explored_inputs, jitter_inputs, sampling_scores
+from switchx.moe.router import explored_inputs, jitter_inputs, sampling_scores
 from tests.moe.oracle import softmax
 
 

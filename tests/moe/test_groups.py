@@ -4,7 +4,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.moe.groups import into_groups, out_of_groups
+from switchx.moe.capacity import into_groups, out_of_groups
 
 
 def test_groups_hold_tokens_in_order_and_padding_at_the_end():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.hash_router import hash_expert, hash_logits
+from switchx.moe.router import hash_expert, hash_logits
 
 
 def murmur3_finalizer(bits: int) -> int:

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from switchx.models.config import (
+    ModelConfig,
+    Precision,
+    RouterConfig,
+    SwitchConfig,
+)
 from switchx.moe.layer import SwitchFFN
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax, switch_layer

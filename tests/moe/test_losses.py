@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.losses import balance_loss, router_z_loss
+from switchx.moe.stats import balance_loss, router_z_loss
 from tests.moe.oracle import softmax
 
 G, T, E = 4, 9, 5

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
-from switchx.moe.losses import balance_loss
-from switchx.moe.reroute import reroute
-from switchx.moe.routing import make_plan
+from switchx.moe.assignment import make_plan
+from switchx.moe.capacity import reroute
+from switchx.moe.stats import balance_loss
 from tests.moe.oracle import softmax
 
 G, T, E = 2, 24, 6

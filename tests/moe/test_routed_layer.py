@@ -10,9 +10,14 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
-from switchx.moe.hash_router import hash_expert
+from switchx.models.config import (
+    ModelConfig,
+    Precision,
+    RouterConfig,
+    SwitchConfig,
+)
 from switchx.moe.layer import SwitchFFN
+from switchx.moe.router import hash_expert
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings

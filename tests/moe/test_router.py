@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.router import choose_experts, chosen_gates, route_top1, router_logits
+from switchx.moe.router import (
+    choose_experts,
+    chosen_gates,
+    route_top1,
+    router_logits,
+)
 from tests.moe.oracle import softmax
 
 G, T, D, E = 2, 13, 5, 4

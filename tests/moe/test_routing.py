@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
+from switchx.moe.assignment import make_plan
 from switchx.moe.router import route_top1
-from switchx.moe.routing import make_plan
 from tests.moe.oracle import softmax
 
 G, T, E = 2, 18, 5

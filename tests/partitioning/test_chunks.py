@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from switchx.partitioning.chunks import add_to_chunk, chunk_moves, chunk_of, move_chunks
+from switchx.partitioning.chunks import (
+    add_to_chunk,
+    chunk_moves,
+    chunk_of,
+    move_chunks,
+)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.cli import gin_edge
-from switchx.partitioning.compiler_options import CompilerOptions
+from switchx.cli.config import building
+from switchx.partitioning.mesh import CompilerOptions
 from switchx.training.job import TrainingJob
 from tests.data.refusals import refused
 from tests.processes import ROOT
@@ -22,9 +22,9 @@ from tests.processes import ROOT
 @pytest.fixture
 def overlap(tmp_path) -> CompilerOptions:
     files = ["runs/pretrain_tiny.gin", "xla/overlap.gin"]
-    gin_edge.parse_files(files, [], [])
-    yield gin_edge.build("JOB", TrainingJob).compiler
-    gin_edge.gin.clear_config()
+    building.parse_files(files, [], [])
+    yield building.build("JOB", TrainingJob).compiler
+    building.gin.clear_config()
 
 
 def compiles(options: dict[str, str]) -> None:

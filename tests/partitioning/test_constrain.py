@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.partitioning.constrain import constrain, constrain_named, open_axes, use_mesh
+from switchx.partitioning.constrain import (
+    constrain,
+    constrain_named,
+    open_axes,
+    use_mesh,
+)
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 

@@ -6,8 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from switchx.partitioning.device_order import arranged, machine_of
-from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.mesh import MeshSpec, arranged, machine_of
 from tests.data.refusals import refused
 
 

@@ -5,7 +5,12 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from switchx.partitioning.mesh import AXES, MeshSpec, batch_axes, batch_parts
+from switchx.partitioning.mesh import (
+    AXES,
+    MeshSpec,
+    batch_axes,
+    batch_parts,
+)
 from switchx.partitioning.rules import Rules
 from tests.data.refusals import refused
 

@@ -11,7 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.pipeline import Lane, Objective, run_if, run_pipeline
+from switchx.partitioning.pipeline import (
+    Lane,
+    Objective,
+    run_if,
+    run_pipeline,
+)
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 

@@ -6,7 +6,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from switchx.partitioning.schedule import NONE, Ops, ScheduleSpec, check_schedule
+from switchx.partitioning.schedule import (
+    NONE,
+    Ops,
+    ScheduleSpec,
+    check_schedule,
+)
 from tests.data.refusals import refused
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from switchx import tree
+from switchx.partitioning.buckets import Slicing, sliced, whole
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_spec
-from switchx.partitioning.sliced_params import Slicing, sliced, whole
 
 RULES = Rules()
 SHAPES = {

@@ -10,7 +10,12 @@ from jax.sharding import PartitionSpec
 
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.vocab import RowOwners, look_up, requests, room_for
+from switchx.partitioning.vocab import (
+    RowOwners,
+    look_up,
+    requests,
+    room_for,
+)
 from tests.data.refusals import refused
 
 P, V, D, T = 8, 1024, 4, 64

@@ -5,9 +5,14 @@ import dataclasses
 
 import pytest
 
-from switchx.planner.collective_time import collective_seconds, crosses_nodes
-from switchx.planner.hardware import Compute, Hardware, Memory, Network
+from switchx.planner.hardware import (
+    Compute,
+    Hardware,
+    Memory,
+    Network,
+)
 from switchx.planner.layout import Layout
+from switchx.planner.step_time import collective_seconds, crosses_nodes
 from tests.data.refusals import refused
 
 FAST = Network(100.0, 1.0, 0.01, "by hand")

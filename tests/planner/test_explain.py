@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans in words say what the numbers say."""
 
-from switchx.planner.explain import explain, num_bytes, seconds
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
-from switchx.planner.search import predict
+from switchx.planner.search import explain, num_bytes, predict, seconds
 from tests.planner.workloads import make_workload
 
 H200 = load_hardware("h200")

@@ -6,7 +6,12 @@ import pathlib
 import pytest
 
 from switchx.partitioning.topology import GENERATIONS
-from switchx.planner.hardware import SPECS, known_hardware, load_hardware, read_spec
+from switchx.planner.hardware import (
+    SPECS,
+    known_hardware,
+    load_hardware,
+    read_spec,
+)
 from tests.data.refusals import refused
 
 

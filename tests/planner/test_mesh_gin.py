@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 
+from switchx.cli.plan_table import mesh_gin
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import SLICED_RULES, Layout
-from switchx.planner.mesh_gin import mesh_gin
 from switchx.planner.search import predict
 from tests.planner.workloads import DENSE, make_workload
 

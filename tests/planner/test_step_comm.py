@@ -7,13 +7,13 @@ import math
 import pytest
 
 from switchx.planner.layout import Layout
+from switchx.planner.model_cost import StateArray
 from switchx.planner.step_comm import (
     compiled_on_cpu,
     local_shape,
     rows_on_device,
     step_collectives,
 )
-from switchx.planner.workload import StateArray
 from tests.data.refusals import refused
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 

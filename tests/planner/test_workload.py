@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays and lengths of a step."""
 
-from switchx.planner.workload import StateArray
+from switchx.planner.model_cost import StateArray
 from tests.planner.workloads import make_workload
 
 

@@ -4,7 +4,7 @@
 import dataclasses
 
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.planner.workload import Workload
+from switchx.planner.model_cost import Workload
 from switchx.training.workload import workload_of
 from tests.training.jobs import make_job
 

@@ -81,7 +81,7 @@ def test_failures_of_ours_say_nothing_of_themselves(service, monkeypatch, caplog
     def fail(*arguments):
         raise ZeroDivisionError("a secret")
 
-    monkeypatch.setattr("switchx.serving.generate_endpoint.read_request", fail)
+    monkeypatch.setattr("switchx.serving.app.read_request", fail)
     client = TestClient(make_app(service), raise_server_exceptions=False)
     response = client.post("/v1/generate", json={"inputs": "gate"})
     assert response.status_code == 500 and "secret" not in response.text

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from switchx.data.objectives import SpanCorruption
-from switchx.serving.generate_request import FIELDS
 from switchx.serving.metrics import Metrics
+from switchx.serving.requests import FIELDS
 from tests.processes import ROOT
 from tests.serving import served
 from tests.training.jobs import TASK

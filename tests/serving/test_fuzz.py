@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from switchx.inference.running_batch import RunningBatch
-from switchx.serving.generate_request import FIELDS
+from switchx.serving.requests import FIELDS
 from tests.serving import served
 from tests.serving.raw_socket import exchange, request_bytes
 

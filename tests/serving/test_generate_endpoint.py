@@ -115,7 +115,7 @@ def test_a_model_that_fails_is_an_error(client, service, monkeypatch, is_streami
     def fail(*arguments, **keywords):
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr("switchx.serving.worker.RunningBatch", fail)
+    monkeypatch.setattr("switchx.serving.scheduler.RunningBatch", fail)
     request = {"inputs": "gate", "stream": is_streaming}
     response = client.post("/v1/generate", json=request)
     assert "the model failed; the server's log says how" in response.text

@@ -8,8 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from switchx.serving.generate_request import FIELDS, AnswerSettings, read_request
-from switchx.serving.refusal import Refusal
+from switchx.serving.requests import FIELDS, AnswerSettings, Refusal, read_request
 from tests.serving.served import LIMITS, model
 
 

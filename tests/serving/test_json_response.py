@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from switchx.serving.json_response import JSONResponse, encoded
+from switchx.serving.app import JSONResponse, encoded
 
 
 def test_every_text_can_be_sent():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A refusal as a client sees it."""
 
-from switchx.serving.refusal import Refusal
+from switchx.serving.requests import Refusal
 
 
 def test_status_field_and_message():

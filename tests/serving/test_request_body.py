@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from switchx.serving.refusal import Refusal
-from switchx.serving.request_body import read_body, until_gone
+from switchx.serving.requests import Refusal, read_body, until_gone
 from tests.serving.served import LIMITS
 
 JSON = ("content-type", "application/json; charset=utf-8")

@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 
-from switchx.serving.generate_request import AnswerSettings, GenerateRequest
-from switchx.serving.refusal import Refusal
+from switchx.serving.requests import AnswerSettings, GenerateRequest, Refusal
+from switchx.serving.scheduler import Answer
 from switchx.serving.service import Service
-from switchx.serving.worker import Answer
 from tests.serving import served
 
 

@@ -5,7 +5,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.serving.text_stream import TextStream
+from switchx.serving.app import TextStream
 
 
 @hypothesis.settings(deadline=None)

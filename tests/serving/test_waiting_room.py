@@ -4,9 +4,9 @@
 import threading
 import time
 
-from switchx.serving.generate_request import AnswerSettings
 from switchx.serving.limits import Limits
-from switchx.serving.waiting_room import Group, WaitingInput, WaitingRoom
+from switchx.serving.requests import AnswerSettings
+from switchx.serving.scheduler import Group, WaitingInput, WaitingRoom
 
 
 def waiting(name: int, prompt_length=16) -> WaitingInput:

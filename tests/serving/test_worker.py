@@ -12,10 +12,8 @@ from switchx.data.text_format import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
-from switchx.serving.generate_request import AnswerSettings, read_request
-from switchx.serving.refusal import Refusal
-from switchx.serving.waiting_room import Group, WaitingInput
-from switchx.serving.worker import Answer, Failure, NewTokens
+from switchx.serving.requests import AnswerSettings, Refusal, read_request
+from switchx.serving.scheduler import Answer, Failure, Group, NewTokens, WaitingInput
 from tests.serving import served
 
 WAIT_S = 60
@@ -95,7 +93,7 @@ def test_a_batch_that_fails_fails_alone(service, monkeypatch, caplog):
 
     prompts = service.model.prompts(served.TEXTS[:2])
     with monkeypatch.context() as patch:
-        patch.setattr("switchx.serving.worker.RunningBatch", fail)
+        patch.setattr("switchx.serving.scheduler.RunningBatch", fail)
         _, events = ask(service, prompts)
         failures = [events.get(timeout=WAIT_S) for _ in prompts]
     assert failures == [Failure(0), Failure(1)]

@@ -13,10 +13,10 @@ from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
-from switchx.training.adafactor import Adafactor
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.schedules import Constant
 from switchx.training.job import TrainingJob
 from switchx.training.losses import LossConfig
-from switchx.training.schedules import Constant
 from tests.data.fakes import text_corpus
 
 LENGTH = 8

@@ -6,11 +6,10 @@ import pathlib
 
 import jax.numpy as jnp
 
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import ModelConfig
-from switchx.training.checkpoints import Checkpointer
-from switchx.training.retention import Retention
-from switchx.training.run_config import write_run_config
-from switchx.training.run_folder import RunFolder
+from switchx.training.resume import write_run_config
 from switchx.training.state import init_state
 from tests.training.jobs import make_job, make_params
 

@@ -6,8 +6,8 @@ import pytest
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
-from switchx.training import absent_devices
-from switchx.training.absent_devices import require_mesh_fits, run_with_compiler
+from switchx.training import aot
+from switchx.training.aot import require_mesh_fits, run_with_compiler
 
 V5E = Topology.parse("v5e:4x4")
 
@@ -20,12 +20,12 @@ def test_the_child_alone_sees_the_compiler(tmp_path, monkeypatch):
     def run(command, env, **options):
         seen.update(command=command, env=env)
 
-    monkeypatch.setattr(absent_devices.subprocess, "run", run)
+    monkeypatch.setattr(aot.subprocess, "run", run)
     run_with_compiler(["compile", "--json"], V5E)
     assert seen["command"] == [sys.executable, "-m", "switchx", "compile", "--json"]
     assert str(tmp_path) in seen["env"]["PYTHONPATH"]
-    assert seen["env"][absent_devices.CHILD_VARIABLE]
-    assert not absent_devices.has_compiler()
+    assert seen["env"][aot.CHILD_VARIABLE]
+    assert not aot.has_compiler()
 
 
 def test_no_compiler_for_gpus_says_how_to_get_it(tmp_path, monkeypatch):

@@ -8,10 +8,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.protocol import apply_updates
+from switchx.optim.schedules import Constant, InverseSquareRoot
 from switchx.partitioning.rules import Rules, param_shardings
-from switchx.training.adafactor import Adafactor
-from switchx.training.optimizers import apply_updates
-from switchx.training.schedules import Constant, InverseSquareRoot
 from tests.training.adafactor_oracle import MatrixAdafactor
 
 RATE = 0.01

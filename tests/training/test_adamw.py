@@ -5,9 +5,9 @@ import numpy as np
 import optax
 import pytest
 
-from switchx.training.adamw import AdamW
-from switchx.training.optimizers import apply_updates
-from switchx.training.schedules import Constant, WarmupCosine
+from switchx.optim.adamw import AdamW
+from switchx.optim.protocol import apply_updates
+from switchx.optim.schedules import Constant, WarmupCosine
 
 
 def normal(seed, *shape):

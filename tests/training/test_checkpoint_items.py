@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from switchx.training import checkpoint_items
+from switchx.checkpoint import items as checkpoint_items
 from switchx.tree import named_leaves
 from tests.training.train_states import filled_state, raw
 

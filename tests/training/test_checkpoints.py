@@ -14,10 +14,9 @@ import numpy as np
 import optax
 import pytest
 
-from switchx.training.checkpoints import Checkpointer, SaveError
-from switchx.training.restore import restore_params
-from switchx.training.retention import Retention
-from switchx.training.run_folder import RunFolder
+from switchx.checkpoint.checkpointer import Checkpointer, Retention, SaveError
+from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
 from tests.training.train_states import assert_same, damage, filled_state, shapes
 
 KEEP_ALL = Retention(keep_last=100, keep_best=0)
@@ -222,9 +221,9 @@ def test_half_written_save_is_kept_and_a_cut_deletion_finished(tmp_path, caplog)
 
 TRAINER = """
 import sys, jax.numpy as jnp
-from switchx.training.checkpoints import Checkpointer
-from switchx.training.retention import Retention
-from switchx.training.run_folder import RunFolder
+from switchx.checkpoint.checkpointer import Checkpointer
+from switchx.checkpoint.checkpointer import Retention
+from switchx.checkpoint.run_folder import RunFolder
 from tests.training.train_states import filled_state
 with Checkpointer(RunFolder(sys.argv[1]), Retention(keep_last=2, keep_best=1)) as checkpointer:
     step = (checkpointer.latest_complete_step() or 0) + 1
@@ -257,7 +256,7 @@ def test_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path, caplog):
                 assert_same(got, filled_state(each, size=256))
                 assert data_state == [{"position": each}]
     # Only saves that were cut short were set aside, never a deletion that was.
-    reasons = [r.args[1] for r in caplog.records if r.name == "switchx.training.damaged"]
+    reasons = [r.args[1] for r in caplog.records if r.name == "switchx.checkpoint.checkpointer"]
     assert set(reasons) <= {"its save did not finish"}
 
 
@@ -295,7 +294,7 @@ def test_full_disk_is_seen_before_saving(small_disk):
 
 def test_disk_that_fills_while_saving(small_disk, monkeypatch, caplog):
     usage = type("Usage", (), {"free": 1 << 40})
-    monkeypatch.setattr("switchx.training.checkpoints.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("switchx.checkpoint.checkpointer.shutil.disk_usage", lambda path: usage)
     checkpointer = reopened(small_disk)
     checkpointer.save(1, big_state(2))
     checkpointer.save(2, big_state(16))
@@ -314,8 +313,8 @@ def test_disk_that_fills_while_saving(small_disk, monkeypatch, caplog):
 LIMITED = """
 import resource, sys
 from tests.training.test_checkpoints import KEEP_ALL, big_state
-from switchx.training.checkpoints import Checkpointer
-from switchx.training.run_folder import RunFolder
+from switchx.checkpoint.checkpointer import Checkpointer
+from switchx.checkpoint.run_folder import RunFolder
 with Checkpointer(RunFolder(sys.argv[1]), KEEP_ALL) as checkpointer:
     checkpointer.save(1, big_state(1))
     checkpointer.wait()

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 import switchx
-from switchx.data.token_ids import TokenIdVocabulary
-from switchx.data.tokenizers import ByteVocabulary
-from switchx.training.converted_folder import write_converted
-from switchx.training.restore import restore_params
-from switchx.training.run_folder import RunFolder
+from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.scan_conversion import write_converted
+from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.training.jobs import SPARSE, make_params

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from switchx.training.factoring import factoring_of, parameter_scale
+from switchx.optim.adafactor import factoring_of, parameter_scale
 
 
 @pytest.mark.parametrize(

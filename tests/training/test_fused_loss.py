@@ -10,13 +10,13 @@ import pytest
 
 from switchx import tree
 from switchx.models.config import RouterConfig
+from switchx.optim.adamw import AdamW
+from switchx.optim.norms import global_norm, sliced_global_norm
+from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
-from switchx.partitioning.sliced_params import Slicing
-from switchx.training.adamw import AdamW
 from switchx.training.fused_loss import count_buckets
-from switchx.training.gradient_norm import global_norm, sliced_global_norm
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from switchx.training.interval import Interval, Stopwatch
 from switchx.training.losses import TokenSums
+from switchx.training.metrics import Interval, Stopwatch
 from switchx.training.step import StepMetrics
 from tests.training.routing_stats import two_layers
 
@@ -19,7 +19,7 @@ def clock(monkeypatch):
     class Clock:
         now = 100.0
 
-    monkeypatch.setattr("switchx.training.interval.time.perf_counter", lambda: Clock.now)
+    monkeypatch.setattr("switchx.training.metrics.time.perf_counter", lambda: Clock.now)
     return Clock
 
 

@@ -10,18 +10,23 @@ import jax
 import numpy as np
 import pytest
 
+from switchx.checkpoint.checkpointer import Retention
+from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.corpora.corpus import require_split
 from switchx.data.features import batch_digest
 from switchx.data.mixtures import Mixture
-from switchx.data.saved_vocabulary import save_vocabulary
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.data.vocabularies import save_vocabulary
 from switchx.models.config import SwitchConfig
-from switchx.training.loop import Outcome, TrainingStopped, evaluate_job, train
+from switchx.optim.schedules import InverseSquareRoot
+from switchx.training.loop import (
+    Outcome,
+    TrainingStopped,
+    evaluate_job,
+    train,
+)
 from switchx.training.program import TrainingProgram
-from switchx.training.restore import restore_params
-from switchx.training.retention import Retention
-from switchx.training.run_folder import RunFolder
-from switchx.training.schedules import InverseSquareRoot
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, TASK, make_job

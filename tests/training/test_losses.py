@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from switchx.moe.stats import RoutingStats
-from switchx.training.losses import LossConfig, TokenSums, auxiliary_loss, cross_entropy
+from switchx.training.losses import (
+    LossConfig,
+    TokenSums,
+    auxiliary_loss,
+    cross_entropy,
+)
 from tests.data.refusals import refused
 
 B, L, V = 2, 5, 7

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from switchx.training.manifest import find_damage, read_manifest, write_manifest
+from switchx.manifest import find_damage, read_manifest, write_manifest
 
 
 @pytest.fixture

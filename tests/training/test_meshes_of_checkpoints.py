@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.scan_conversion import write_converted_layout
 from switchx.data.loader import TrainLoader, merge_states
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
+from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
-from switchx.training.adamw import AdamW
-from switchx.training.checkpoints import Checkpointer
-from switchx.training.layout import write_converted_layout
 from switchx.training.program import TrainingProgram
-from switchx.training.restore import restore_params
-from switchx.training.retention import Retention
-from switchx.training.run_config import write_run_config
-from switchx.training.run_folder import RunFolder
+from switchx.training.resume import write_run_config
 from switchx.training.step import StepConfig
 from tests.training.jobs import SPARSE, SWITCH, make_job
 

@@ -5,10 +5,10 @@ import numpy as np
 import optax
 import pytest
 
-from switchx.training.adafactor import Adafactor
-from switchx.training.adamw import AdamW
-from switchx.training.optimizers import apply_updates, state_dims
-from switchx.training.schedules import Constant
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.adamw import AdamW
+from switchx.optim.protocol import apply_updates, state_dims
+from switchx.optim.schedules import Constant
 
 
 def test_updates_are_added_in_the_parameters_dtype():

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from switchx import tree
+from switchx.optim.norms import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.training.gradient_norm import global_norm
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from switchx import tree
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.norms import global_norm
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.training.adafactor import Adafactor
-from switchx.training.gradient_norm import global_norm
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused

@@ -11,10 +11,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from switchx.training.checkpoints import Checkpointer
-from switchx.training.restore import restore_by_name, restore_params
-from switchx.training.retention import Retention
-from switchx.training.run_folder import RunFolder
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.restore import restore_by_name, restore_params
+from switchx.checkpoint.run_folder import RunFolder
 from tests.training.train_states import damage, filled_state, shapes
 
 

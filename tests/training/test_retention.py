@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from switchx.training.retention import Retention
+from switchx.checkpoint.checkpointer import Retention
 
 
 def test_a_higher_score_is_always_better():

@@ -12,10 +12,10 @@ import pytest
 from switchx import tree
 from switchx.models.config import RouterConfig
 from switchx.models.params import abstract_params
-from switchx.moe.routing import make_plan
-from switchx.training.adamw import AdamW
+from switchx.moe.assignment import make_plan
+from switchx.optim.adamw import AdamW
+from switchx.optim.schedules import Constant
 from switchx.training.router_bias import balanced_bias, rows_of_biases
-from switchx.training.schedules import Constant
 from switchx.training.state import init_state
 from switchx.training.step import StepConfig, train_step
 from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params

@@ -14,7 +14,7 @@ import pytest
 from switchx.analysis.routing import read_snapshots
 from switchx.data.features import Example
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.moe import routed_layer
+from switchx.moe import layer
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training import evaluate, routing_sample
 from switchx.training.program import TrainingProgram
@@ -216,11 +216,11 @@ def costs(model, num_microbatches) -> dict[str, tuple[float, float]]:
 def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches, monkeypatch):
     """Against the same steps without load, drops, entropy, gate, choices and sample."""
     with_all = costs(model, num_microbatches)
-    measure = routed_layer.measure_routing
+    measure = layer.measure_routing
 
     # Outputs nobody computes and nobody returns: XLA takes away what they were made of.
     with monkeypatch.context() as patch:
-        patch.setattr(routed_layer, "Choices", lambda *_: None)
+        patch.setattr(layer, "Choices", lambda *_: None)
         patch.setattr(evaluate, "sample_routing", lambda stats, batch: {})
         without_choices = costs(model, num_microbatches)
 
@@ -231,7 +231,7 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
                 stats, tokens=zero, load_E=zero_E, dropped=zero, entropy=zero, gate=zero
             )
 
-        patch.setattr(routed_layer, "measure_routing", losses_alone)
+        patch.setattr(layer, "measure_routing", losses_alone)
         without_all = costs(model, num_microbatches)
 
     # The training step drops the choices, and so does not compute them: not one byte.

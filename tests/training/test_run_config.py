@@ -7,19 +7,25 @@ import pathlib
 
 import pytest
 
-from switchx.data.corpus_vocabulary import CorpusVocabulary
+from switchx.checkpoint.checkpointer import Retention
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.loader import Prefetch
 from switchx.data.objectives import InputsToTargets
 from switchx.data.text_metrics import Accuracy
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
-from switchx.partitioning.compiler_options import CompilerOptions
-from switchx.partitioning.mesh import MeshSpec
+from switchx.data.vocabularies import CorpusVocabulary
+from switchx.models.config import (
+    ModelConfig,
+    Precision,
+    RouterConfig,
+    SwitchConfig,
+)
+from switchx.optim.adamw import AdamW
+from switchx.optim.schedules import Constant, InverseSquareRoot
+from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.training.adamw import AdamW
 from switchx.training.job import TrainingJob
-from switchx.training.retention import Retention
-from switchx.training.run_config import (
+from switchx.training.resume import (
     MAY_CHANGE,
     MODEL_MAY_CHANGE,
     check_same_model,
@@ -29,8 +35,6 @@ from switchx.training.run_config import (
     read_model_config,
     write_run_config,
 )
-from switchx.training.run_folder import RunFolder
-from switchx.training.schedules import Constant, InverseSquareRoot
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import LOSS, SPARSE, TASK, make_job
@@ -282,7 +286,7 @@ def test_a_kill_while_writing_leaves_no_half_written_configuration(tmp_path, mon
         path.with_suffix(".partial").write_bytes(content[:50])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("switchx.training.run_config.write_atomically", killed)
+    monkeypatch.setattr("switchx.training.resume.write_atomically", killed)
     with pytest.raises(KeyboardInterrupt):
         write_run_config(RunFolder(tmp_path), make_job())
     assert (tmp_path / "vocabulary.json").exists()  # written first

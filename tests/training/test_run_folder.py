@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from switchx.training.run_folder import RunFolder
+from switchx.checkpoint.run_folder import RunFolder
 
 
 def test_create_makes_the_folder_and_leaves_nothing_behind(tmp_path):
@@ -45,7 +45,7 @@ def test_bucket_address_is_refused():
 def test_second_trainer_is_refused_and_told_who_holds_the_folder(tmp_path):
     run = RunFolder(tmp_path).create()
     code = (
-        "import sys; from switchx.training.run_folder import RunFolder\n"
+        "import sys; from switchx.checkpoint.run_folder import RunFolder\n"
         "with RunFolder(sys.argv[1]).locked(): print('locked', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(

@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.training.schedules import Constant, InverseSquareRoot, LinearWarmup, WarmupCosine
+from switchx.optim.schedules import (
+    Constant,
+    InverseSquareRoot,
+    LinearWarmup,
+    WarmupCosine,
+)
 
 
 @pytest.mark.parametrize(

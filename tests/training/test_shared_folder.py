@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from switchx.training.run_folder import RunFolder
-from switchx.training.shared_folder import require_shared
+from switchx.checkpoint.run_folder import RunFolder, require_shared
 from tests.data.refusals import refused
 
 

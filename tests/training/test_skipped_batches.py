@@ -7,7 +7,7 @@ import types
 import numpy as np
 
 from switchx.data.features import batch_digest
-from switchx.training.skipped_batches import SkippedBatches
+from switchx.training.metrics import SkippedBatches
 from tests.training.jobs import DENSE, make_batch
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from switchx.models.config import Precision
-from switchx.training.adafactor import Adafactor
-from switchx.training.schedules import Constant
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.schedules import Constant
 from switchx.training.state import init_state
 from tests.training.jobs import DENSE, make_params
 from tests.training.train_states import assert_same

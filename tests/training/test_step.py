@@ -12,11 +12,16 @@ import pytest
 
 from switchx import tree
 from switchx.models.config import Precision, RouterConfig
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.schedules import Constant
 from switchx.training import step as training_step
-from switchx.training.adafactor import Adafactor
-from switchx.training.schedules import Constant
 from switchx.training.state import init_state
-from switchx.training.step import StepConfig, gradients, split_batch, train_step
+from switchx.training.step import (
+    StepConfig,
+    gradients,
+    split_batch,
+    train_step,
+)
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, LENGTH, LOSS, SPARSE, make_batch, make_params
 from tests.training.train_states import assert_same

@@ -6,7 +6,7 @@ import threading
 import jax
 
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.stop_agreement import StopAgreement
+from switchx.training.stopping import StopAgreement
 
 
 def test_a_process_alone_stops_at_once():

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from switchx.training.stop_signals import stop_signals
+from switchx.training.stopping import stop_signals
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.training.checkpoints import Checkpointer
-from switchx.training.manifest import read_manifest, write_manifest
-from switchx.training.retention import Retention
-from switchx.training.run_config import write_run_config
-from switchx.training.run_folder import RunFolder
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.verify import checkpoint_faults
+from switchx.manifest import read_manifest, write_manifest
+from switchx.training.resume import write_run_config
 from switchx.training.state import init_state
-from switchx.training.verify import checkpoint_faults
 from tests.training.jobs import DENSE, make_job, make_params
 from tests.training.train_states import damage
 

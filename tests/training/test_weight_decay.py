@@ -2,7 +2,7 @@
 import jax.numpy as jnp
 import pytest
 
-from switchx.training.weight_decay import decay_mask, is_decayed
+from switchx.optim.protocol import decay_mask, is_decayed
 
 
 @pytest.mark.parametrize(

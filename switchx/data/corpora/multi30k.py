@@ -22,7 +22,7 @@ from switchx.data.corpora.corpus import (
     open_prepared,
     require_split,
 )
-from switchx.data.corpora.documents import read_lines
+from switchx.data.corpora.text_files import read_lines
 
 ADDRESS = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
 LANGUAGES = ("cs", "de", "en", "fr")

@@ -16,8 +16,13 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
-from switchx.data.corpora.documents import (
+from switchx.data.corpora.corpus import (
+    CorpusSource,
+    Recipe,
+    fingerprint_of,
+    open_prepared,
+)
+from switchx.data.corpora.text_files import (
     cut_lines,
     require_cut,
     text_digest,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from switchx.data.corpora.documents import cut_lines, read_lines, validation_digests
+from switchx.data.corpora.text_files import cut_lines, read_lines, validation_digests
 from tests.data.refusals import refused
 
 

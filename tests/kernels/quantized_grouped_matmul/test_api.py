@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dequantize, grouped_matmul, quantize, quantized_grouped_matmul
+from pallas_kernels import (
+    dequantize,
+    grouped_matmul,
+    quantize,
+    quantized_grouped_matmul,
+)
 from pallas_kernels.grouped_matmul.reference import Tiling
 from tests.kernels import loops
 from tests.kernels.loops import GROUPS, E, R

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints are kept: the newest few, and the best by one metric.
+
+Damaged and half-written checkpoints: moved aside with a warning, never deleted.
+
+Only the trainer about to write moves them, to `<step>.damaged-<n>`: Orbax deletes what is in
+its way. Each warning says what all of them take, so that the disk does not fill in silence.
+
+Checkpoints by Orbax: asynchronous, atomic, the newest few and the best kept.
+
+`checkpoints/<step>/` appears by one rename when all of it, the manifest last, is on disk.
+What is not whole is skipped with a warning and never deleted. See docs/checkpoints.md.
+"""
+
+import dataclasses
+import logging
+import math
+import numbers
+import os
+import pathlib
+import shutil
+from typing import Any, Literal, Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from switchx.checkpoint.items import (
+    data_file,
+    encode_data_state,
+    from_items,
+    read_data_states,
+    read_items,
+    to_items,
+)
+from switchx.checkpoint.restore import checkpoint_paths, choose_step, first_complete
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.manifest import find_damage, read_manifest, write_manifest
+from switchx.tree import Tree, num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept.
+
+    Attributes:
+        keep_last: so many of the newest, at least 1.
+        keep_best: so many of the best among those saved with an evaluation.
+        best_metric, best_mode: the metric that is compared, and which end of it is best.
+    """
+
+    keep_last: int = 3
+    keep_best: int = 1
+    best_metric: str = "neg_log_perplexity"
+    best_mode: Literal["max", "min"] = "max"
+
+    def __post_init__(self):
+        if self.keep_last < 1:
+            raise ValueError(f"Retention.keep_last={self.keep_last}; use at least 1")
+        if self.keep_best < 0:
+            raise ValueError(f"Retention.keep_best={self.keep_best}; use 0 or more")
+        if self.best_mode not in ("max", "min"):
+            raise ValueError(f"Retention.best_mode={self.best_mode!r}; use 'max' or 'min'")
+
+    def score(self, metrics: dict[str, Any] | None) -> float | None:
+        """`best_metric`, signed so that higher is better.
+
+        Returns:
+            None without metrics, or when the metric is not finite.
+
+        Raises:
+            ValueError: there are metrics, but not this one.
+        """
+        if metrics is None:
+            return None
+        if self.best_metric not in metrics:
+            raise ValueError(
+                f"Retention.best_metric={self.best_metric!r} is not among the metrics "
+                f"{', '.join(metrics)}; use one of them"
+            )
+        value = float(metrics[self.best_metric])
+        if not math.isfinite(value):
+            return None
+        return value if self.best_mode == "max" else -value
+
+    def policy(self, scores: dict[int, float]) -> ocp.checkpoint_managers.PreservationPolicy:
+        """The same for Orbax; `scores` by step may grow."""
+        policies = ocp.checkpoint_managers
+        return policies.AnyPreservationPolicy(
+            [policies.LatestN(self.keep_last), KeepBest(self.keep_best, scores)]
+        )
+
+
+@dataclasses.dataclass
+class KeepBest:
+    """Orbax preservation policy: the `num` checkpoints with the highest scores."""
+
+    num: int
+    scores: dict[int, float]
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        del context
+        scored = [info.step for info in checkpoints if info.step in self.scores]
+        best = sorted(scored, key=self.scores.__getitem__, reverse=True)[: self.num]
+        return [info.step in best for info in checkpoints]
+
+
+def numbers_of(metrics: dict[str, Any] | None) -> dict[str, float]:
+    """The finite numbers among metrics: what a manifest keeps of an evaluation."""
+    return {
+        name: float(value)
+        for name, value in (metrics or {}).items()
+        if isinstance(value, numbers.Real) and math.isfinite(value)
+    }
+
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX  # `<step>` + this, while it is being written
+MIB = 1 << 20
+
+
+def set_aside(path: pathlib.Path, damage: str) -> None:
+    """Renames one checkpoint; `damage` says why, for the warning."""
+    stem, number = path.name.removesuffix(UNFINISHED), 1
+    while (target := path.with_name(f"{stem}.damaged-{number}")).exists():
+        number += 1
+    path.rename(target)
+    logger.warning(
+        "checkpoint %s is skipped: %s. It is kept as %s; all %s take %.1f MiB and are yours to "
+        "delete",
+        path,
+        damage,
+        target.name,
+        path.with_name("*.damaged-*"),
+        damaged_bytes(path.parent) / MIB,
+    )
+
+
+def set_aside_unfinished(checkpoints: pathlib.Path, step: int | None = None) -> None:
+    """Renames what a save that was cut short left behind, of one step or of all."""
+    for path in sorted(checkpoints.glob(f"{'*' if step is None else step}{UNFINISHED}")):
+        set_aside(path, "its save did not finish")
+
+
+def damaged_bytes(checkpoints: pathlib.Path) -> int:
+    """Bytes of everything that was set aside."""
+    return sum(os.lstat(path).st_size for path in checkpoints.glob("*.damaged-*/**/*"))
+
+
+_EXPIRED = "expired"  # a deletion that is cut short is finished at the next start
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; the complete ones before it are intact."""
+
+
+class Checkpointer:
+    """Saves and restores the training state; for the one trainer that holds the run's lock.
+
+    Not for several threads. Where several processes train, all of them call each method.
+    """
+
+    def __init__(self, run: RunFolder, retention: Retention):
+        """Opens `run.checkpoints` and sets aside what is not whole there.
+
+        Only sizes are compared here; `latest_complete_step` and `restore` read every byte.
+        """
+        self._run = run
+        self._folder = run.checkpoints
+        self._retention = retention
+        self._saving: tuple[int, float | None, dict[str, float]] = (0, None, {})
+        self._whole: int | None = None  # the step whose bytes were all read last
+        if jax.process_index() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._remove_expired()
+            set_aside_unfinished(self._folder)
+            for path in checkpoint_paths(self._folder):
+                if damage := find_damage(path, checksums=False):
+                    set_aside(path, damage)
+        multihost_utils.sync_global_devices("switchx_checkpoints_opened")
+        manifests = [read_manifest(path) for path in checkpoint_paths(self._folder)]
+        self._scores = {each.step: each.score for each in manifests if each.score is not None}
+        self._manager = self._open_manager()
+
+    def _open_manager(self) -> ocp.CheckpointManager:
+        registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        every_process = ocp.options.MultiprocessingOptions(primary_host=None)
+        handler = ocp.handlers.JsonCheckpointHandler(
+            data_file(), multiprocessing_options=every_process
+        )
+        registry.add("data", ocp.args.JsonSave, handler)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._retention.policy(self._scores),
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=self._write_manifest
+            ),
+            todelete_subdir=_EXPIRED,
+            lightweight_initialize=True,  # reads nothing that no manifest covers
+        )
+        return ocp.CheckpointManager(self._folder, options=options, handler_registry=registry)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps with a checkpoint, the one being written among them, ascending."""
+        return tuple(sorted(self._manager.all_steps()))
+
+    def save(
+        self,
+        step: int,
+        state: Tree,
+        data_state: Any = None,
+        metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Copies the state to the host, and writes it in the background.
+
+        The state may be donated as soon as this returns. Waits for the save before.
+
+        Args:
+            step: names the checkpoint.
+            state: a pytree of arrays with an attribute or entry `params`.
+            data_state: of this process' data iterator, bytes or anything that JSON takes.
+            metrics: of an evaluation at this step, for keep-best.
+
+        Raises:
+            ValueError: this step has a complete checkpoint.
+            SaveError: there is no space, or the save before failed.
+        """
+        self.wait()
+        self._clear_the_way(step)
+        score = self._retention.score(metrics)
+        self._saving = (step, score, numbers_of(metrics))
+        # NumPy leaves are copied: their owner may write to them while Orbax reads.
+        items = jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),
+            to_items(state),
+        )
+        self._require_space(num_bytes(items))
+        if score is not None:
+            self._scores[step] = score
+        arguments = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
+        arguments["data"] = ocp.args.JsonSave(encode_data_state(data_state))
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
+        except Exception as error:
+            raise self._save_error(str(error)) from error
+
+    def check(self) -> None:
+        """Raises the error of a save that has failed; cheap, for every step."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint being written is complete on disk.
+
+        Raises:
+            SaveError: it could not be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._save_error(str(error)) from error
+        if jax.process_index() == 0:
+            self._remove_expired()
+
+    def latest_complete_step(self) -> int | None:
+        """The newest checkpoint that is whole; damaged ones before it are set aside."""
+        self._whole = first_complete(checkpoint_paths(self._folder), set_aside)
+        self._manager.reload()
+        return self._whole
+
+    def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, list]:
+        """The state, and the states of the data iterators of all processes that saved it.
+
+        Args:
+            abstract_state: the state's structure, of arrays or ShapeDtypeStructs whose
+                shardings say where the leaves go (without one: the first device). The mesh
+                need not be the one that saved it.
+            step: None is the newest complete checkpoint.
+
+        Raises:
+            ValueError: there is no such complete checkpoint; leaves are missing, extra, or
+                of another shape or dtype (lists all).
+        """
+        step = self.latest_complete_step() if step is None else step
+        if step is None or step != self._whole:
+            step = choose_step(self._run, step)
+        path = self._folder / str(step)
+        items = read_items(path, to_items(abstract_state))
+        return from_items(items, abstract_state), read_data_states(path)
+
+    def close(self) -> None:
+        """Waits for the last save and ends Orbax' threads."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _write_manifest(self) -> None:
+        """Called by Orbax' thread on process 0 when all is written and nothing renamed."""
+        step, score, metrics = self._saving
+        write_manifest(self._folder / f"{step}{UNFINISHED}", step, score, metrics)
+
+    def _clear_the_way(self, step: int) -> None:
+        """Sets a damaged checkpoint of this step aside, which Orbax would delete."""
+        path = self._folder / str(step)
+        if first_complete([path] if path.exists() else [], set_aside) is not None:
+            raise ValueError(
+                f"step {step} has a complete checkpoint, {path}; save another step, or move "
+                "that checkpoint away first"
+            )
+        if jax.process_index() == 0:
+            set_aside_unfinished(self._folder, step)
+        multihost_utils.sync_global_devices("switchx_checkpoint_way_cleared")
+        self._manager.reload()
+
+    def _require_space(self, expected_bytes: int) -> None:
+        if shutil.disk_usage(self._folder).free < expected_bytes + MIB:
+            raise self._save_error(f"it needs about {expected_bytes / MIB:.1f} MiB")
+
+    def _save_error(self, reason: str) -> SaveError:
+        step = self._saving[0]
+        self._scores.pop(step, None)
+        reason = " ".join(reason.split()).replace(f"{self._folder}/", "")
+        complete = [path.name for path in reversed(checkpoint_paths(self._folder))]
+        free_mib = shutil.disk_usage(self._folder).free / MIB
+        damaged_mib = damaged_bytes(self._folder) / MIB
+        return SaveError(
+            f"checkpoint {step} could not be written to {self._folder}: {reason[-400:]}; the "
+            f"disk has {free_mib:.1f} MiB free. Intact: {', '.join(complete) or 'none'}. Make "
+            f"room or mend the disk ({damaged_mib:.1f} MiB are in *.damaged-* there), then run "
+            "the same command to resume"
+        )
+
+    def _remove_expired(self) -> None:
+        shutil.rmtree(self._folder / _EXPIRED, ignore_errors=True)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run folder (`--model_dir`): what one training run writes, and where.
+
+Its layout:
+
+    config.json            the configuration that a resumed run is compared with
+    operative_config.gin   every gin binding that was used
+    git_commit.txt         the code that ran
+    vocabulary.*           a copy of the vocabulary, see data/vocabularies.py
+    metrics.jsonl          one line a logged step
+    validation.jsonl       one line an evaluation
+    routing/step_<n>.npz   where an evaluation's tokens went, see routing_sample.py
+    tensorboard/           the same numbers as TensorBoard events
+    checkpoints/<step>/    see checkpoints.py and docs/checkpoints.md
+    skipped_batches/       identities of batches whose step was not taken
+    trainer.lock           held by the one trainer that may write here
+
+Whether all processes of a run see one folder; on local disks a checkpoint is in pieces.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Iterator
+from typing import Self
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run.
+
+    Raises:
+        ValueError: `path` is an address such as `gs://bucket/run`; Python would quietly
+            make a local folder of that name.
+    """
+
+    path: str | os.PathLike
+
+    def __post_init__(self):
+        if "://" in str(self.path):
+            raise ValueError(
+                f"model_dir={str(self.path)!r} is an address, not a folder; mount the bucket "
+                "(gcsfuse, mount-s3) and give the folder where it is mounted"
+            )
+
+    @property
+    def root(self) -> pathlib.Path:
+        """`path`, absolute: Orbax wants it so."""
+        return pathlib.Path(self.path).expanduser().absolute()
+
+    @property
+    def config(self) -> pathlib.Path:
+        return self.root / "config.json"
+
+    @property
+    def operative_config(self) -> pathlib.Path:
+        return self.root / "operative_config.gin"
+
+    @property
+    def git_commit(self) -> pathlib.Path:
+        return self.root / "git_commit.txt"
+
+    @property
+    def metrics(self) -> pathlib.Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def validation(self) -> pathlib.Path:
+        return self.root / "validation.jsonl"
+
+    @property
+    def routing(self) -> pathlib.Path:
+        return self.root / "routing"
+
+    @property
+    def tensorboard(self) -> pathlib.Path:
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        return self.root / "checkpoints"
+
+    @property
+    def skipped_batches(self) -> pathlib.Path:
+        return self.root / "skipped_batches"
+
+    @property
+    def lock_file(self) -> pathlib.Path:
+        return self.root / "trainer.lock"
+
+    def create(self) -> Self:
+        """Makes the folder, unless it is there, and proves that it can be written.
+
+        Raises:
+            ValueError: it cannot be made or written, with the system's reason.
+        """
+        probe = self.root / f".write_probe_{os.getpid()}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe.write_text("written")
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(
+                f"model_dir={str(self.path)!r} cannot be written ({error.strerror}: "
+                f"{error.filename}); give a folder that this user may write, on a disk that "
+                "has space"
+            ) from error
+        return self
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the folder for one trainer; the system frees it when the process ends.
+
+        Advisory (flock): it keeps out other trainers, not readers such as `switchx eval`.
+
+        Raises:
+            ValueError: another process holds it; says which.
+        """
+        with self.lock_file.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = json.loads(file.read() or "{}")
+                raise ValueError(
+                    f"model_dir={str(self.path)!r} is being trained by process "
+                    f"{holder.get('pid', 'unknown')} on {holder.get('host', 'this machine')}; "
+                    "wait for it, end it, or give another model_dir"
+                ) from None
+            file.truncate(0)
+            json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
+            file.flush()
+            yield
+
+    def found(self) -> str:
+        """What is at `path`, in words, for the errors of those who expected more."""
+        if not self.root.exists():
+            return "nothing is there"
+        if not self.root.is_dir():
+            return "a file is there"
+        names = sorted(child.name for child in self.root.iterdir())
+        return f"found {', '.join(names[:8])}{', ...' * (len(names) > 8)}" if names else "empty"
+
+
+# Network file systems show a new file to other machines after some seconds.
+PATIENCE_S = 60.0
+
+
+def require_shared(run: RunFolder, patience_s: float = PATIENCE_S) -> None:
+    """Checks that what process 0 writes into the run folder is there for all.
+
+    Raises:
+        ValueError: it is not; names the processes.
+    """
+    if jax.process_count() == 1:
+        return
+    nonce = int(multihost_utils.broadcast_one_to_all(np.int32(os.getpid())))
+    token = run.root / f".seen_by_all_{nonce}"
+    is_first = jax.process_index() == 0
+    if is_first:
+        token.write_text(socket.gethostname())
+    multihost_utils.sync_global_devices("switchx_token_written")
+    deadline = time.monotonic() + patience_s
+    while not (is_seen := token.exists()) and time.monotonic() < deadline:
+        os.listdir(run.root)  # NFS looks again
+        time.sleep(0.2)
+    seen = multihost_utils.process_allgather(np.array(is_seen))
+    if is_first:
+        token.unlink(missing_ok=True)
+    if blind := np.flatnonzero(~seen).tolist():
+        raise ValueError(
+            f"model_dir={str(run.path)!r} is not one folder for all processes: process "
+            f"{', '.join(map(str, blind))} does not see what process 0 writes there; give a "
+            "folder on a file system that all machines share"
+        )

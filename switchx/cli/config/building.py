@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gin, at the edge: the only file that knows how a configuration becomes objects.
+
+Core code has no decorators; gin files import what they bind
+(`from __gin__ import dynamic_registration`) and end in a macro that names the object to
+build, `JOB = @job.TrainingJob()`.
+"""
+
+import ast
+import contextlib
+import copy
+import dataclasses
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+
+import gin
+
+from switchx.cli.config.errors import explain, place_of
+from switchx.cli.config.files import config_roots, did_you_mean, missing_file, without_scopes
+
+_NAME = re.compile(r"(?:\w+/)*[A-Za-z_]\w*(?:\.\w+)*")
+# A macro that nothing reads is taken for a misspelt one above this likeness: TRAIN_STEP.
+_MISSPELT = 0.85
+
+
+class ConfigurationError(ValueError):
+    """A configuration that cannot be parsed or built; the message says what to change."""
+
+
+def parse_files(
+    files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str] = ()
+) -> None:
+    """Parses gin files in order, then bindings such as `TRAIN_STEPS=100`.
+
+    Args:
+        files: paths, or names below `search_paths` or our configs.
+
+    Raises:
+        ConfigurationError: a file or a binding is wrong; says where.
+    """
+    gin.clear_config()
+    roots = config_roots(search_paths)
+    reading: list[str] = []
+    # Gin can only append to these. Its reader of files inside of Python packages goes: it
+    # takes the `runs/` of `runs/x.gin` for a package, and any folder of that name for one.
+    gin.config._LOCATION_PREFIXES[:] = map(str, roots)
+    gin.config._FILE_READERS[:] = [(lambda path: _open(path, reading), os.path.isfile)]
+    for file in files:
+        if not any((root / file).is_file() for root in roots):
+            raise ConfigurationError(missing_file(file, roots))
+    try:
+        gin.parse_config_files_and_bindings(files, [], finalize_config=False)
+    except Exception as error:  # gin raises many kinds; each is about what was written
+        place = place_of(error, reading[-1] if reading else None)
+        raise ConfigurationError(f"{place}{explain(error)}") from error
+    for binding in bindings:
+        _check_binding(binding)
+        try:
+            gin.parse_config(_quoted(binding))
+        except Exception as error:
+            raise ConfigurationError(f"--gin.{binding}: {explain(error)}") from error
+    try:
+        gin.finalize()
+    except Exception as error:
+        raise ConfigurationError(explain(error)) from error
+
+
+def macro_names() -> list[str]:
+    """Names of all macros that the parsed files define."""
+    return sorted(scope for scope, selector in gin.config._CONFIG if selector == "gin.macro")
+
+
+def build(macro: str, expected: type):
+    """The object that `macro` names, its fields' types checked against their annotations.
+
+    Raises:
+        ConfigurationError: the files define no such macro, it is of another type, or a
+            value in it is wrong.
+    """
+    try:
+        # Gin calls a reference such as @job.TrainingJob() when it is copied.
+        value = copy.deepcopy(gin.query_parameter(f"{macro}/gin.macro.value"))
+    except Exception as error:
+        if macro not in macro_names():
+            raise ConfigurationError(
+                f"the gin files define no macro {macro}; a run file ends in "
+                f"`{macro} = @job.{expected.__name__}()`; give one from configs/runs"
+            ) from error
+        raise ConfigurationError(_wrong_type(error) or explain(error)) from error
+    if not isinstance(value, expected):
+        raise ConfigurationError(
+            f"{macro} is a {type(value).__name__}; expected a {expected.__name__}"
+        )
+    check_types(value)
+    return value
+
+
+def require_effect(macro: str, bindings: Sequence[str]) -> None:
+    """Checks, once `macro` is built, that nothing was set in vain.
+
+    Raises:
+        ConfigurationError: nothing read the name of a binding, or nothing read a macro of
+            the files and a name much like it was read.
+    """
+    used = {
+        (selector, parameter)
+        for (_, selector), parameters in gin.config._OPERATIVE_CONFIG.items()
+        for parameter in parameters
+    }
+    macros = {s for s, selector in gin.config._OPERATIVE_CONFIG if selector == "gin.macro"}
+    for binding in bindings:
+        name = binding.partition("=")[0].strip()
+        if "." not in name:
+            if name not in macros | {macro}:
+                raise ConfigurationError(
+                    f"--gin.{name} has no effect: nothing in this configuration reads {name}"
+                    f"{did_you_mean(name, macros)}; leave it out, or add the gin file that "
+                    "reads it"
+                )
+            continue
+        key = gin.config.ParsedBindingKey.parse(name)
+        if (key.complete_selector, key.arg_name) not in used:
+            raise ConfigurationError(
+                f"--gin.{name} has no effect: this configuration builds no "
+                f"{key.given_selector}; leave it out, or add the gin file that does"
+            )
+    for name in set(macro_names()) - macros - {macro}:
+        if meant := did_you_mean(name, macros, cutoff=_MISSPELT):
+            raise ConfigurationError(
+                f"a gin file sets {name}, which nothing reads{meant}; rename it, or take it out"
+            )
+
+
+def operative_config(macro: str) -> str:
+    """Everything that was read to build `macro`, as a gin file that builds it again."""
+    reference = gin.query_parameter(f"{macro}/gin.macro.value")
+    bindings = without_scopes(gin.operative_config_str())
+    return f"{bindings}\n{macro} = @{reference.selector}()\n"
+
+
+def check_types(value, path: str = "") -> None:
+    """Checks every field of nested dataclasses against its annotation.
+
+    Raises:
+        ConfigurationError: `model.d_model='64' is a str; expected int`.
+    """
+    name = path or type(value).__name__
+    hints = typing.get_type_hints(type(value))
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if not _fits(item, hints[field.name]):
+            raise ConfigurationError(
+                _type_message(f"{name}.{field.name}", item, hints[field.name])
+            )
+        for i, part in enumerate(item if isinstance(item, list | tuple) else [item]):
+            if dataclasses.is_dataclass(part) and not isinstance(part, type):
+                index = f"[{i}]" if isinstance(item, list | tuple) else ""
+                check_types(part, f"{name}.{field.name}{index}")
+
+
+def _wrong_type(error: Exception) -> str | None:
+    """Which binding made a constructor fail with a TypeError, if one has the wrong type."""
+    name = re.search(r"In call to configurable '(\w+)'", str(error))
+    if not isinstance(error, TypeError | AttributeError) or not name:
+        return None
+    for field, hint in typing.get_type_hints(gin.get_configurable(name[1])).items():
+        try:
+            value = copy.deepcopy(gin.query_parameter(f"{name[1]}.{field}"))
+        except ValueError:
+            continue  # not bound: it has its default
+        if not _fits(value, hint):
+            return _type_message(f"{name[1]}.{field}", value, hint)
+    return None
+
+
+def _type_message(name: str, value, hint) -> str:
+    expected = str(hint) if typing.get_args(hint) else getattr(hint, "__name__", str(hint))
+    expected = re.sub(r"[a-z_]\w*\.", "", expected)  # modules
+    if isinstance(value, type):
+        return (
+            f"{name} is the class {value.__name__} itself; expected {expected}: write "
+            f"@{value.__name__}() with parentheses to build one"
+        )
+    return f"{name}={value!r} is of type {type(value).__name__}; expected {expected}"
+
+
+def _fits(value, hint) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is typing.Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if getattr(hint, "_is_protocol", False) or not isinstance(origin or hint, type):
+        return True
+    if origin in (tuple, list) or getattr(origin, "__module__", "") == "collections.abc":
+        return isinstance(value, list | tuple | dict) or callable(value)
+    return isinstance(value, origin or hint)
+
+
+@contextlib.contextmanager
+def _open(path: str, reading: list[str]) -> Iterator[typing.TextIO]:
+    """Opens a file; while it is read, and if that fails, it is the last of `reading`."""
+    reading.append(path)
+    with open(path, encoding="utf-8") as file:
+        yield file
+    reading.pop()
+
+
+def _quoted(binding: str) -> str:
+    """The binding with quotes around a value that is no gin literal, as a path is not."""
+    name, equals, value = binding.partition("=")
+    if not equals or value.startswith(("@", "%")):
+        return binding
+    try:
+        ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return f"{name}={value!r}"
+    return binding
+
+
+def _check_binding(binding: str) -> None:
+    """Refuses what gin would take for something else, or for nothing."""
+    name, equals, value = binding.partition("=")
+    name = name.strip()
+    if not equals or not value.strip():
+        raise ConfigurationError(
+            f"--gin.{binding} has no value; write --gin.{name}=VALUE (is a shell variable not "
+            "set?)"
+        )
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"--gin.{binding}: {name!r} is no name of a macro or a parameter"
+            f"{did_you_mean(name, macro_names())}; write --gin.MACRO=VALUE or "
+            "--gin.CLASS.PARAMETER=VALUE"
+        )
+    if "." not in name:
+        if name not in macro_names():
+            raise ConfigurationError(
+                f"--gin.{name}: no gin file defines a macro {name}"
+                f"{did_you_mean(name, macro_names())}; there are {', '.join(macro_names())}"
+            )
+        return
+    scopes = _scopes_of(name)
+    if "/" not in name and scopes:
+        raise ConfigurationError(
+            f"--gin.{name} would not change what the gin files set in scopes; write "
+            f"{' or '.join(f'--gin.{scope}/{name}' for scope in scopes)}"
+        )
+
+
+def _scopes_of(name: str) -> list[str]:
+    """Scopes in which the files bind a parameter; none where its class is unknown."""
+    try:
+        key = gin.config.ParsedBindingKey.parse(name)
+    except Exception:  # parsing the binding will say what is wrong with it
+        return []
+    return sorted(
+        scope
+        for (scope, selector), parameters in gin.config._CONFIG.items()
+        if scope and selector == key.complete_selector and key.arg_name in parameters
+    )

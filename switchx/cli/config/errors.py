@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What gin says of a configuration, as one sentence for the person who wrote it."""
+
+import inspect
+import pkgutil
+import re
+import sys
+
+import gin
+
+from switchx.cli.config.files import close_file, config_roots, did_you_mean
+
+_PLACE = re.compile(r'In file "([^"]+)", line (\d+)')
+_TOKEN_ERROR = re.compile(r"\('([^']+)', \((\d+), \d+\)\)")
+
+
+def place_of(error: Exception, reading: str | None) -> str:
+    """`FILE:LINE: ` of what gin could not take, as far as that is known.
+
+    Args:
+        reading: the file that was being read.
+    """
+    place, token = _PLACE.search(str(error)), _TOKEN_ERROR.search(str(error))
+    if isinstance(error, SyntaxError) and error.lineno and reading:
+        return f"{reading}:{error.lineno}: "
+    if token and reading:
+        return f"{reading}:{token[2]}: "
+    if place:
+        return f"{place[1]}:{place[2]}: "
+    return f"{reading}: " if reading else ""
+
+
+def explain(error: Exception) -> str:
+    """Gin's message without its dump of the configuration, with what may be meant."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    for pattern, say in _SAYINGS:
+        if match := re.search(pattern, text):
+            return say(*match.groups())
+    text = text.partition("in config string:")[0].partition("\n  In bindings string")[0]
+    text = text.partition("\n  In file")[0]
+    if token := _TOKEN_ERROR.search(text):
+        text = token[1]
+    text = re.sub(r"\n?\s*In call to configurable '(\w+)'.*", r" (while building \1)", text)
+    return " ".join(text.split())
+
+
+def _required(name: str) -> str:
+    names = {name.partition("/")[0]: None}
+    for (scope, selector), bindings in gin.config._CONFIG.items():
+        if selector == "gin.macro" and str(bindings.get("value")) == "%gin.REQUIRED":
+            names[scope] = None
+    flags = " ".join(f"--gin.{each}=VALUE" for each in names)
+    verb = "is" if len(names) == 1 else "are"
+    return f"{', '.join(names)} {verb} required and not set; give {flags}"
+
+
+def _no_parameter(selector: str, parameter: str) -> str:
+    matches = gin.config._REGISTRY.get_all_matches(selector)
+    known = [
+        name for each in matches[:1] for name in inspect.signature(each.wrapped).parameters
+    ]
+    return (
+        f"{selector} has no parameter {parameter!r}{did_you_mean(parameter, known)}; it has "
+        f"{', '.join(known) or 'none'}"
+    )
+
+
+def _no_configurable(selector: str) -> str:
+    known = {name.rpartition(".")[2] for name, _ in gin.config._REGISTRY.items()}
+    stem = selector.rpartition(".")[2]
+    return (
+        f"there is no {selector!r}{did_you_mean(stem, known)}; a gin file has to import the "
+        "module that it is in"
+    )
+
+
+def _no_attribute(module: str, name: str) -> str:
+    known = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
+    return f"{module} has no {name!r}{did_you_mean(name, known)}"
+
+
+def _no_module(name: str) -> str:
+    parent, _, stem = name.rpartition(".")
+    folders = getattr(sys.modules.get(parent), "__path__", [])
+    known = [module.name for module in pkgutil.iter_modules(folders)]
+    return f"there is no module {name!r}{did_you_mean(stem, known)}"
+
+
+def _no_macro(name: str) -> str:
+    known = [scope for scope, selector in gin.config._CONFIG if selector == "gin.macro"]
+    return f"nothing defines the macro %{name}{did_you_mean(name, known)}"
+
+
+def _no_file(name: str) -> str:
+    return f"there is no gin file {name!r} to include; {close_file(name, config_roots())}"
+
+
+_SAYINGS = (
+    (r"([\w./]+) set to `%gin.REQUIRED`", _required),
+    (r"Configurable '([\w.]+)' doesn't have a parameter named '(\w+)'", _no_parameter),
+    (r"No configurable matching '([\w.]+)'", _no_configurable),
+    (r"No configurable matching reference '@(?:\w+/)*([\w.]+)", _no_configurable),
+    (r"'([\w.]+)' was not provided by an import statement", _no_configurable),
+    (r"<module '([\w.]+)' .*> has no attribute (\w+)", _no_attribute),
+    (r"No module named '([\w.]+)'", _no_module),
+    (r"No bindings specified for '(\w+)/gin.macro'", _no_macro),
+    (r"Unable to open file: (\S+)\. Searched", _no_file),
+)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The name that was probably meant.
+
+Where gin files are: as named, in folders to search, and the shipped `configs/`.
+
+The operative configuration: every binding that was used, as a gin file to be used again.
+
+A model's configuration as a gin file that comes after a run file and takes its place.
+"""
+
+import dataclasses
+import difflib
+import itertools
+import pathlib
+import re
+from collections.abc import Iterable
+
+from switchx.models.config import ModelConfig
+
+
+def close_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of `known` that is spelt most like `name`, if any is much like it.
+
+    Args:
+        cutoff: likeness from which on, 0 to 1.
+    """
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """` (did you mean X?)` to follow `name` in a sentence, or nothing."""
+    found = close_match(name, known, cutoff)
+    return f" (did you mean {found}?)" if found else ""
+
+
+def configs_dir() -> pathlib.Path:
+    """The folder that holds `models/`, `tasks/`, `meshes/`, `optimizers/` and `runs/`.
+
+    It is called `configs` in a checkout and installed, so `configs/runs/X.gin` is found from
+    its parent.
+
+    Raises:
+        FileNotFoundError: the installation holds neither.
+    """
+    package = pathlib.Path(__file__).parents[1]
+    # A wheel has it inside the package; next to site-packages' switchx anything may be
+    # called configs, so that is looked at last.
+    places = (package / "configs", package.parent / "configs")
+    for place in places:
+        if (place / "models").is_dir():
+            return place
+    raise FileNotFoundError(
+        f"switchx was installed without its configurations: there is no {places[0]} and no "
+        f"{places[1]}; install it from a wheel, or with `pip install --editable` in a checkout"
+    )
+
+
+def config_roots(search_paths: Iterable[str] = ()) -> list[pathlib.Path]:
+    """Folders in which a gin file's name is looked up, in this order.
+
+    The last two are ours: both `runs/x.gin` and `configs/runs/x.gin` are names.
+
+    Raises:
+        ValueError: a folder of `search_paths` does not exist.
+    """
+    folders = list(map(pathlib.Path, search_paths))
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(
+                f"--gin_search_paths: there is no folder {str(folder)!r}; name folders that "
+                "exist, separated by commas"
+            )
+    return [pathlib.Path("."), *folders, configs_dir(), configs_dir().parent]
+
+
+def missing_file(name: str, roots: Iterable[pathlib.Path]) -> str:
+    """What to say of a gin file that is in none of `roots`: where it was looked for, and
+    which one may be meant."""
+    roots = list(roots)
+    hint = close_file(name, roots)
+    if "," in name:
+        hint = "repeat --gin_file for each file"
+    elif any((root / name).is_dir() for root in roots):
+        hint = "that is a folder; name a file in it"
+    places = ", ".join(str(root) for root in roots)
+    return f"no gin file {name!r} in {places}; {hint} (--gin_search_paths adds folders)"
+
+
+def close_file(name: str, roots: Iterable[pathlib.Path]) -> str:
+    """`did you mean ...?`: files beside where `name` would be, and the shipped ones."""
+    known, ours = {}, configs_dir().parent
+    for root in roots:
+        if root.is_relative_to(ours) and root.is_absolute():
+            continue
+        for path in sorted((root / name).parent.glob("*.gin")):
+            known.setdefault(path.stem, str(path))
+    for path in sorted(configs_dir().rglob("*.gin")):
+        known.setdefault(path.stem, path.relative_to(ours).as_posix())
+    close = close_match(pathlib.Path(name).stem, known)
+    return f"did you mean {known[close]}?" if close else "runs to start from: configs/runs"
+
+
+_STATEMENT = re.compile(r"^(?:(?P<scope>[\w/]+)/)?(?P<name>[\w.]+) = (?P<value>.*)$", re.DOTALL)
+
+
+def without_scopes(text: str) -> str:
+    """Gin's operative configuration with each parameter bound once, outside of all scopes.
+
+    Gin evaluates a macro in a scope of its name and writes down `MODEL/config.d_ff = 64`,
+    which a later `config.d_ff = 32` would not change: nothing could be set on top of the
+    file. A parameter with different values in several scopes keeps its scopes.
+
+    Args:
+        text: of `gin.operative_config_str()`; comments are left out.
+    """
+    statements = [s for s in re.split(r"\n(?=\S)", text) if s and not s.startswith("#")]
+    values: dict[str, dict[str, None]] = {}
+    for match in filter(None, map(_STATEMENT.match, statements)):
+        values.setdefault(match["name"], {})[match["value"].strip()] = None
+    lines: dict[str, str] = {}
+    for statement in statements:
+        match, line = _STATEMENT.match(statement), statement.strip()
+        if match and len(values[match["name"]]) == 1:
+            line = f"{match['name']} = {match['value'].strip()}"
+        lines[line] = match["name"].rpartition(".")[0] if match else "imports"
+    sections = itertools.groupby(lines, key=lines.get)
+    return "\n\n".join("\n".join(section) for _, section in sections) + "\n"
+
+
+FILE = "model.gin"
+_HEADER = """\
+# The model of this folder, whole. It comes after a run file and takes the place of its model:
+#
+#   switchx train --gin_file=configs/runs/finetune.gin --gin_file=THIS_FOLDER/{file} \\
+#     --gin.INIT_FROM=THIS_FOLDER --model_dir=DIR
+#
+# Dropout is the run file's.
+
+from __gin__ import dynamic_registration
+from switchx.models import config
+
+MODEL = @config.ModelConfig()
+"""
+# A run's own, which decide nothing about what the parameters mean.
+_OF_THE_RUN = ("dropout_rate", "expert_dropout_rate")
+
+
+def model_gin(model: ModelConfig) -> str:
+    """Every field of a model as bindings, those with default values too."""
+    return _HEADER.format(file=FILE) + "\n" + "\n".join(_bindings(model)) + "\n"
+
+
+def _bindings(description) -> list[str]:
+    """Lines of one configuration, then those of the ones in it."""
+    name = type(description).__name__
+    lines, nested = [], []
+    for field in dataclasses.fields(description):
+        value = getattr(description, field.name)
+        if field.name in _OF_THE_RUN:
+            continue
+        if dataclasses.is_dataclass(value):
+            nested += _bindings(value)
+            value = f"@config.{type(value).__name__}()"
+        else:
+            value = repr(value)
+        lines.append(f"config.{name}.{field.name} = {value}")
+    return [*lines, "", *nested]

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `switchx generate` and `switchx score` share: lines in, a model, lines out.
+
+Lines of text that a command reads, and why it does not read some of them.
+
+Many inputs in shards: computed in any order, written in theirs, with progress.
+"""
+
+import argparse
+import codecs
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from switchx.cli import arguments as shared
+
+
+def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
+    """The model, the input, the output, and how inputs are batched."""
+    shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
+    shared.add_step(parser, "checkpoint of a run folder")
+    shared.add_mesh(parser, "one device")
+    parser.add_argument(
+        "--input",
+        default=STANDARD_INPUT,
+        metavar="FILE",
+        help=f"{input_help}; default: -, standard input",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="file to write or to go on with; default: standard output",
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=32,
+        metavar="N",
+        help="most lines at once (default: 32)",
+    )
+    parser.add_argument(
+        "--max_input_tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="longer lines are an error; attention takes the square of it in memory "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--capacity",
+        choices=("dropless", "trained"),
+        default="dropless",
+        help="of experts: dropless drops no token, and a line's result depends on that line "
+        "alone; trained drops as evaluation does, and it depends on the lines that it is "
+        "batched with (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
+    """Reads the lines, loads the model and has `answer(arguments, lines, model, reporter)` do
+    the rest; returns the exit status.
+    """
+    # Imported here: help, and options that are not understood, do not wait for it.
+    from switchx.cli.progress import TerminalReporter
+
+    with TerminalReporter(unit="line") as reporter:
+        lines = read(arguments, reporter)
+        reporter.note("loading JAX and the model")
+        answer(arguments, lines, load_model(arguments, reporter), reporter)
+    return 0
+
+
+def read(arguments: argparse.Namespace, reporter) -> list[str]:
+    """The lines of the input; see `read_lines`.
+
+    Raises:
+        ValueError: also where the output would overwrite the input.
+    """
+    if arguments.output == "":
+        raise ValueError("--output is empty; is a shell variable not set?")
+    if arguments.max_input_tokens < 1:
+        raise ValueError(f"--max_input_tokens={arguments.max_input_tokens}; use at least 1")
+    if arguments.input == STANDARD_INPUT:
+        reporter.note("reading standard input until its end")
+    elif arguments.output and _is_same_file(arguments.input, arguments.output):
+        raise ValueError(f"--output={arguments.output} is the input; give another file")
+    return read_lines(arguments.input)
+
+
+def load_model(arguments: argparse.Namespace, reporter):
+    """The `switchx.api.Model`, which has a vocabulary; says where results are not a line's own.
+
+    Raises:
+        ValueError: there is no such model, or it has no vocabulary.
+    """
+    from switchx import api
+
+    mesh = shared.mesh_spec(arguments)
+    model = api.load(arguments.model_dir, arguments.step, mesh=mesh)
+    if model.vocabulary is None:
+        raise ValueError(
+            f"{arguments.model_dir} has no vocabulary, so it cannot read lines of text; give "
+            "token ids to switchx.load(...) in Python"
+        )
+    switch = model.config.switch
+    if switch is not None and (
+        arguments.capacity == "trained" or switch.router.kind == "expert_choice"
+    ):
+        reporter.note("experts have a capacity: a line's result depends on its batch mates")
+    return model
+
+
+def encoded(arguments: argparse.Namespace, encode: Callable[[str], list[int]], text: str):
+    """Token ids of a text.
+
+    Raises:
+        ValueError: it is empty, cannot be encoded or is too long; to be said after its line's
+            number.
+    """
+    if not text.strip():
+        raise ValueError("is empty")
+    try:
+        tokens = encode(text)
+    except ValueError as error:
+        raise ValueError(f"cannot be read ({error})") from None
+    if len(tokens) > arguments.max_input_tokens:
+        raise ValueError(
+            f"has {len(tokens)} tokens, more than --max_input_tokens="
+            f"{arguments.max_input_tokens}"
+        )
+    return tokens
+
+
+def check(
+    arguments: argparse.Namespace, lines: Sequence[str], read_line: Callable[[str], Any]
+) -> None:
+    """Raises one ValueError that names all lines that `read_line` refuses, and why."""
+    faults = []
+    for number, line in enumerate(lines, 1):
+        try:
+            read_line(line)
+        except ValueError as error:
+            faults.append((number, str(error)))
+    refuse_lines(arguments.input, faults)
+
+
+def write(
+    arguments: argparse.Namespace,
+    lines: Sequence[str],
+    settings: dict[str, Any],
+    compute: Callable[[Sequence[str], int], Iterable[tuple[int, str]]],
+    reporter,
+) -> Iterator[str]:
+    """Computes and writes a line for each line, going on where the output ends.
+
+    Args:
+        settings: whatever decides what is written, the capacity apart.
+        compute: see `run_in_shards`.
+
+    Returns:
+        All lines of the output, those of before included.
+    """
+    from switchx.cli.text.lines import run_in_shards
+    from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
+
+    settings = settings | {"capacity": arguments.capacity}
+    if arguments.capacity == "trained":
+        settings["batch_size"] = arguments.batch_size
+    output = StandardOutput()
+    if arguments.output:
+        output = ResumableOutput(arguments.output, lines, settings)
+    with output:
+        run_in_shards(lines, output, compute, reporter, batch_size=arguments.batch_size)
+    return output.lines()
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    paths = [pathlib.Path(name).expanduser() for name in (one, other)]
+    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
+
+
+STANDARD_INPUT = "-"
+# More than these are counted, not listed.
+MOST_LISTED = 10
+
+
+def read_lines(name: str) -> list[str]:
+    """The lines of a UTF-8 file, or of standard input until its end (`-`).
+
+    Line feeds end lines; a carriage return before one belongs to it, and the end of the file
+    ends the last line. A byte order mark is no text.
+
+    Raises:
+        ValueError: there is no such file, it has no lines, or some are not UTF-8.
+    """
+    data, shown = _read(name)
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise ValueError(f"{shown} has no lines; write one input a line")
+    texts, faults = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            texts.append(line.removesuffix(b"\r").decode())
+        except UnicodeDecodeError as error:
+            faults.append((number, f"is not UTF-8: byte {error.start + 1} is {_hex(error)}"))
+    refuse_lines(name, faults)
+    return texts
+
+
+def refuse_lines(name: str, faults: Iterable[tuple[int, str]]) -> None:
+    """Raises one ValueError that names wrong lines, if there are any.
+
+    Args:
+        faults: numbers of lines, from 1, and what is wrong with each, to be said after it.
+    """
+    faults = list(faults)
+    if not faults:
+        return
+    listed = "; ".join(f"line {number} {fault}" for number, fault in faults[:MOST_LISTED])
+    more = len(faults) - MOST_LISTED
+    rest = f"; and {more} more lines" if more > 0 else ""
+    raise ValueError(
+        f"{_shown(name)}: {listed}{rest}. Nothing was done; correct or remove what is wrong"
+    )
+
+
+def _read(name: str) -> tuple[bytes, str]:
+    if name == STANDARD_INPUT:
+        return sys.stdin.buffer.read(), _shown(name)
+    try:
+        return pathlib.Path(name).expanduser().read_bytes(), _shown(name)
+    except OSError as error:
+        raise ValueError(
+            f"--input={name} cannot be read ({error.strerror}); name a text file, or - for "
+            "standard input"
+        ) from error
+
+
+def _shown(name: str) -> str:
+    return "standard input" if name == STANDARD_INPUT else name
+
+
+def _hex(error: UnicodeDecodeError) -> str:
+    return f"0x{error.object[error.start]:02x}"
+
+
+# A shard has several batches, so that each has inputs of about one length.
+BATCHES_PER_SHARD = 8
+NOTE_EVERY_S = 10
+
+
+def run_in_shards(
+    inputs: Sequence[Any],
+    output,
+    compute: Callable[[Sequence[Any], int], Iterable[tuple[int, str]]],
+    reporter,
+    *,
+    batch_size: int,
+    clock=time.perf_counter,
+) -> None:
+    """Writes a line for each input from `output.num_lines` on, a shard at a time.
+
+    Args:
+        output: a `ResumableOutput` or a `StandardOutput`.
+        compute: gives each input's number and its line, of a shard and its first number.
+        reporter: a `TerminalReporter`.
+    """
+    first, noted_s = output.num_lines, clock()
+    done, total = first, len(inputs)
+    if first:
+        reporter.note(f"{first:,} of {total:,} lines are there already")
+    reporter.begin(first, total)
+    while done < total:
+        shard = inputs[done : done + BATCHES_PER_SHARD * batch_size]
+        lines, first_number = [None] * len(shard), done
+        for number, line in compute(shard, first_number):
+            lines[number - first_number] = line
+            done += 1
+            reporter.stepped(done)
+            if clock() - noted_s >= NOTE_EVERY_S:
+                noted_s = clock()
+                reporter.note(f"{done:,} of {total:,} lines  {reporter.time_left(done)}")
+        output.append(lines)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of SentencePiece vocabularies that lose nothing of a text.
+
+The unigram model (Kudo 2018, arXiv:1804.10959) with bytes for what has no piece. Spaces are
+kept as they are, runs of them may be pieces (source code is full of these), and a line
+break is a piece. The one thing lost: U+2581, SentencePiece's own sign for a space, comes
+back as a space.
+
+A vocabulary trained on a corpus when it is first used, and found again afterwards.
+
+A vocabulary in a run folder: `vocabulary.json`, for SentencePiece also its model.
+
+The folder then says alone what its token ids mean. Nothing in it names a path.
+"""
+
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import sentencepiece
+
+from switchx.data import data_dir as locations
+from switchx.data.corpora.corpus import Corpus, CorpusSource, fingerprint_of
+from switchx.data.corpora.text_files import fields_of, find_files, read_examples
+from switchx.data.data_dir import write_atomically
+from switchx.data.tokenizers import (
+    EOS_ID,
+    PAD_ID,
+    UNK_ID,
+    ByteVocabulary,
+    Piece,
+    SentencePieceVocabulary,
+    TokenIdVocabulary,
+    Vocabulary,
+)
+
+SAMPLE_CHARACTERS = 1_500_000
+MODEL_FILE = "vocabulary.model"
+VOCAB_FILE = "vocabulary.vocab"
+
+# SentencePiece's model depends on the number of threads that it sums in.
+_NUM_THREADS = 4
+_DOCUMENT_CHARACTERS = 8000
+_LINE_ENDS = re.compile(r"[\n\t]")
+_TOO_LARGE = re.compile(r"Vocabulary size too high .* value <= (\d+)")
+_TOO_SMALL = re.compile(r"smaller than required_chars. \d+ vs (\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularySummary:
+    """What training made.
+
+    Attributes:
+        path: the `.model` file.
+        num_pieces: of the model; sentinels come on top.
+        num_characters: it was trained on.
+        characters_per_token: of this text.
+    """
+
+    path: Path
+    num_pieces: int
+    num_characters: int
+    characters_per_token: float
+
+
+def train_sentencepiece(
+    inputs: str | Sequence[str],
+    size: int,
+    output_dir: str,
+    sample_characters: int = SAMPLE_CHARACTERS,
+) -> VocabularySummary:
+    """Trains on text files and writes `vocabulary.model` and `vocabulary.vocab`.
+
+    Args:
+        inputs: files and folders as the corpus TextFiles takes them.
+        size: pieces of the model, T5's 32,000 say.
+        output_dir: made when it is not there.
+        sample_characters: trained on, up to twice as many, drawn evenly from all inputs.
+
+    Raises:
+        ValueError: inputs that are missing, unreadable or empty, a size that does not fit
+            the text, a folder that cannot be written.
+    """
+    if sample_characters < 1:
+        raise ValueError(
+            f"sample_characters={sample_characters}; use at least 1, usually "
+            f"{SAMPLE_CHARACTERS:,}"
+        )
+    output = Path(output_dir).expanduser()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        _log.info("reading the text")
+        texts = sample_evenly(_texts_of(inputs), sample_characters)
+        _log.info("training %d pieces on %d characters", size, sum(map(len, texts)))
+        model = train_model(texts, size)
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        write_atomically(output / VOCAB_FILE, _list_pieces(processor).encode())
+        write_atomically(output / MODEL_FILE, model)
+    except OSError as error:
+        raise ValueError(
+            f"the vocabulary cannot be written to {output}: {error}; name a folder that can"
+        ) from error
+    num_characters = sum(map(len, texts))
+    num_tokens = sum(len(processor.encode(text)) for text in texts)
+    return VocabularySummary(
+        path=output / MODEL_FILE,
+        num_pieces=processor.get_piece_size(),
+        num_characters=num_characters,
+        characters_per_token=num_characters / num_tokens,
+    )
+
+
+def train_model(texts: Iterable[str], size: int) -> bytes:
+    """Content of the `.model` file of `size` pieces; the same for the same texts.
+
+    Raises:
+        ValueError: no text, or a size that does not fit it.
+    """
+    lines = [line for text in texts for line in _LINE_ENDS.split(text) if line]
+    if not lines:
+        raise ValueError("a vocabulary cannot be trained on no text; expected some, got none")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=size,
+            pad_id=PAD_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            user_defined_symbols=["\n"],
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=1 << 20,
+            num_threads=_NUM_THREADS,
+            minloglevel=3,
+        )
+    except RuntimeError as error:
+        raise ValueError(_explain(size, sum(map(len, lines)), str(error))) from error
+    return model.getvalue()
+
+
+def sample_evenly(texts: Iterable[str], num_characters: int) -> list[str]:
+    """Every n-th text, n the power of two for which 1 to 2 times `num_characters` remain.
+
+    All texts where they are fewer. Reads the texts once and keeps no more in memory.
+    """
+    kept, size, step = [], 0, 1
+    for index, text in enumerate(texts):
+        if index % step:
+            continue
+        kept.append(text)
+        size += len(text)
+        while size > 2 * num_characters and len(kept) > 1:
+            kept, step = kept[::2], 2 * step
+            size = sum(map(len, kept))
+    return kept
+
+
+def _texts_of(inputs: str | Sequence[str]) -> Iterable[str]:
+    for file in find_files(inputs):
+        for example in read_examples([file], fields_of([file]), _DOCUMENT_CHARACTERS):
+            yield from example.values()
+
+
+def _list_pieces(processor: sentencepiece.SentencePieceProcessor) -> str:
+    r"""Piece and log probability, tab-separated, a line each; the line break as `\n`."""
+    rows = (
+        f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}".replace("\n", r"\n")
+        for i in range(processor.get_piece_size())
+    )
+    return "\n".join(rows) + "\n"
+
+
+def _explain(size: int, num_characters: int, message: str) -> str:
+    what = f"a vocabulary of {size} pieces cannot be trained on {num_characters} characters"
+    if match := _TOO_LARGE.search(message):
+        return f"{what}: use at most {match[1]} (sentinels come on top), or more text"
+    if match := _TOO_SMALL.search(message):
+        return f"{what}: use more than {match[1]}, the bytes and single characters alone"
+    return f"{what}: {message.strip()}; use some thousands, and text to match"
+
+
+# Examples looked at, of a corpus that has more.
+_MAX_EXAMPLES = 100_000
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusVocabulary:
+    """A SentencePieceVocabulary of training splits; the same wherever it is trained.
+
+    Kept in `vocabularies` below the data folder, under a name that changes with whatever
+    determines it.
+
+    Attributes:
+        corpus: what to train on, or several, such as one for each pair of languages.
+        size: rows of the embedding, sentinels included; a multiple of 128 suits accelerators.
+        num_sentinels: of them.
+        sample_characters: trained on, up to twice as many, drawn evenly from the split.
+        data_dir: of the corpora and of the vocabulary, as `Corpus.open` takes it.
+    """
+
+    pad_id: ClassVar[int] = PAD_ID
+    eos_id: ClassVar[int] = EOS_ID
+    unk_id: ClassVar[int] = UNK_ID
+
+    corpus: Corpus | tuple[Corpus, ...]
+    size: int
+    num_sentinels: int = 100
+    sample_characters: int = SAMPLE_CHARACTERS
+    data_dir: str | None = None
+
+    def __post_init__(self):
+        if self.size <= self.num_sentinels:
+            raise ValueError(
+                f"CorpusVocabulary.size={self.size} leaves no piece beside "
+                f"{self.num_sentinels} sentinels; use some thousands, such as 8192"
+            )
+
+    def sentinel_id(self, index: int) -> int:
+        return self.resolved.sentinel_id(index)
+
+    def encode(self, text: str) -> list[int]:
+        return self.resolved.encode(text)
+
+    def piece(self, token_id: int) -> Piece:
+        return self.resolved.piece(token_id)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.resolved.decode(ids)
+
+    def fingerprint(self) -> str:
+        return self.resolved.fingerprint()
+
+    @functools.cached_property
+    def resolved(self) -> SentencePieceVocabulary:
+        """The trained vocabulary; seconds at first.
+
+        Raises:
+            ValueError: what opening the corpus raises; a size that does not fit its text.
+        """
+        corpora = self.corpus if isinstance(self.corpus, tuple | list) else (self.corpus,)
+        sources = [corpus.open("train", self.data_dir) for corpus in corpora]
+        key = fingerprint_of(
+            "vocabulary 1",
+            sentencepiece.__version__,
+            *(source.fingerprint for source in sources),
+            self.size,
+            self.num_sentinels,
+            self.sample_characters,
+        )
+        joined = "+".join(corpus.name.replace("/", "_") for corpus in corpora)
+        name = f"vocabularies/{joined}_{self.size}_{key}.model"
+        path = locations.find_or_place(name, self.data_dir)
+        if not path.exists():
+            _log.info("training a vocabulary of %d ids on %s", self.size, joined)
+            texts = itertools.chain.from_iterable(map(_texts, sources))
+            sample = sample_evenly(texts, self.sample_characters)
+            locations.write_atomically(
+                path, train_model(sample, self.size - self.num_sentinels)
+            )
+        return SentencePieceVocabulary(str(path), self.num_sentinels)
+
+
+def _texts(source: CorpusSource) -> Iterator[str]:
+    """All fields of examples that are spread evenly over a split."""
+    step = -(-len(source) // _MAX_EXAMPLES)
+    return (text for i in range(0, len(source), step) for text in source[i].values())
+
+
+DESCRIPTION_FILE = "vocabulary.json"
+
+# Kind -> the numbers that describe it.
+_NUMBERS = {
+    "sentencepiece": ("num_sentinels", "pad_to_multiple_of"),
+    "bytes": ("num_sentinels",),
+    "token_ids": ("size",),
+}
+
+
+def save_vocabulary(
+    vocabulary: SentencePieceVocabulary | ByteVocabulary | TokenIdVocabulary | CorpusVocabulary,
+    directory: str | Path,
+) -> None:
+    """Writes what `load_vocabulary` needs, the description last, each file whole or not."""
+    directory = Path(directory)
+    if isinstance(vocabulary, CorpusVocabulary):
+        vocabulary = vocabulary.resolved
+    kind = "token_ids" if isinstance(vocabulary, TokenIdVocabulary) else "bytes"
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        kind = "sentencepiece"
+        model = Path(vocabulary.path).expanduser().read_bytes()
+        write_atomically(directory / MODEL_FILE, model)
+    description = {"kind": kind, "fingerprint": vocabulary.fingerprint()}
+    description |= {name: getattr(vocabulary, name) for name in _NUMBERS[kind]}
+    write_atomically(directory / DESCRIPTION_FILE, json.dumps(description, indent=2).encode())
+
+
+def load_vocabulary(directory: str | Path) -> Vocabulary:
+    """Reads what `save_vocabulary` wrote.
+
+    Raises:
+        ValueError: there is none, it is not of the form that is written (a path in it, say),
+            the model lies outside the folder, or the fingerprint is another one.
+    """
+    file = Path(directory) / DESCRIPTION_FILE
+    try:
+        description = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no vocabulary can be read from {directory}: {error}; name a run folder, or save "
+            "one there"
+        ) from error
+    kind = description.get("kind") if isinstance(description, dict) else None
+    names = _NUMBERS.get(kind, ()) if isinstance(kind, str) else ()
+    numbers = {name: description.get(name) for name in names}
+    is_known = names and set(description) == {"kind", "fingerprint", *names}
+    if not is_known or any(type(number) is not int for number in numbers.values()):
+        raise ValueError(
+            f"{file} does not describe a vocabulary: expected kind sentencepiece, bytes or "
+            f"token_ids, fingerprint and whole numbers, got {description!r}; restore the file"
+        )
+    if kind == "sentencepiece":
+        vocabulary = _load_model(Path(directory), numbers)
+    else:
+        vocabulary = {"bytes": ByteVocabulary, "token_ids": TokenIdVocabulary}[kind](**numbers)
+    if vocabulary.fingerprint() != description["fingerprint"]:
+        raise ValueError(
+            f"the vocabulary in {directory} has the fingerprint {vocabulary.fingerprint()}, "
+            f"its description says {description['fingerprint']}; restore {MODEL_FILE} from "
+            "where the run was trained"
+        )
+    return vocabulary
+
+
+def _load_model(directory: Path, numbers: dict[str, int]) -> SentencePieceVocabulary:
+    model = directory / MODEL_FILE
+    if model.resolve().parent != directory.resolve():
+        raise ValueError(
+            f"{model} leads out of the folder, to {model.resolve()}; put the file itself there"
+        )
+    return SentencePieceVocabulary(str(model), **numbers)

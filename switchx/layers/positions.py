@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T5's relative position bias: log-spaced buckets of key minus query position.
+
+Raffel et al. 2020 (arXiv:1910.10683), section 2.1: one table a stack, shared by its
+layers, added to the attention scores. Dims: L M H U
+
+TUPE: correlations of positions, untied from those of words.
+
+Ke et al. 2020 (arXiv:2006.15595), eq. 7: with H heads of size K, a score of self-attention is
+
+    ((x_i W_Q) (x_j W_K)^T + (p_i U_Q) (p_j U_K)^T) / sqrt(2 K)
+
+where p is a table of absolute positions and U_Q, U_K are projections of their own, shared by
+the layers of a stack, so that the second term is computed once a stack and added as a bias;
+with the relative bias of `RelativeBias` beside it, it is TUPE-R. Positions are counted from 0
+in each packed example. The paper's section 3.2, which unties [CLS] from positions, is about a
+symbol that sequence-to-sequence models do not have. Dims: B L M D H K
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from switchx.layers import initializers
+from switchx.partitioning.constrain import constrain
+
+
+def relative_buckets(
+    num_queries: int,
+    num_keys: int,
+    *,
+    is_bidirectional: bool,
+    num_buckets: int,
+    max_distance: int,
+    first_query: int = 0,
+) -> np.ndarray:
+    """Bucket of every (query, key) pair, as integers [L, M] in [0, num_buckets).
+
+    Distances below half the (one-sided) buckets get one each; larger ones share buckets
+    whose width grows logarithmically up to `max_distance`, where the last begins. A
+    bidirectional stack spends half of all buckets on keys that come after the query; a
+    causal one maps those to bucket 0.
+
+    Args:
+        first_query: position of the first query, for decoding step by step.
+    """
+    distance_LM = first_query + np.arange(num_queries)[:, None] - np.arange(num_keys)[None, :]
+    offset_LM = np.zeros_like(distance_LM)
+    if is_bidirectional:
+        num_buckets //= 2
+        offset_LM = np.where(distance_LM < 0, num_buckets, 0)
+        distance_LM = np.abs(distance_LM)
+    else:
+        distance_LM = np.maximum(distance_LM, 0)
+    num_exact = num_buckets // 2
+    # float32 as in T5: at exact powers the logarithm's rounding decides the bucket.
+    ratio_LM = np.maximum(distance_LM, 1).astype(np.float32) / np.float32(num_exact)
+    growth = np.log(ratio_LM) / np.float32(math.log(max_distance / num_exact))
+    far_LM = num_exact + (growth * np.float32(num_buckets - num_exact)).astype(np.int64)
+    far_LM = np.minimum(far_LM, num_buckets - 1)
+    return (offset_LM + np.where(distance_LM < num_exact, distance_LM, far_LM)).astype(np.int32)
+
+
+class RelativeBias(nnx.Module):
+    """One bias a bucket and head, shared by the layers of a stack."""
+
+    def __init__(self, config, *, is_bidirectional: bool, key):
+        self.is_bidirectional = is_bidirectional
+        self.max_distance = config.relative_max_distance
+        buckets, heads = config.relative_buckets, config.num_heads
+        # Fan average, as T5's variance scaling of this table.
+        self.bias_UH = initializers.weight(
+            config, key, (buckets, heads), fan_in=(buckets + heads) / 2
+        )
+
+    def __call__(self, num_queries: int, num_keys: int, *, first_query: int = 0):
+        """The bias of every head, query and key: `bias_HLM`, float32."""
+        bias_UH = self.bias_UH[...].astype(jnp.float32)
+        bucket_LM = relative_buckets(
+            num_queries,
+            num_keys,
+            is_bidirectional=self.is_bidirectional,
+            num_buckets=bias_UH.shape[0],
+            max_distance=self.max_distance,
+            first_query=first_query,
+        )
+        # A matmul with constant one-hots: its gradient is a matmul too, not a scatter.
+        is_bucket_LMU = np.eye(bias_UH.shape[0], dtype=np.float32)[bucket_LM]
+        return jnp.einsum("LMU,UH->HLM", is_bucket_LMU, bias_UH)
+
+
+class UntiedPositions(nnx.Module):
+    """The position table of a stack and its two projections."""
+
+    def __init__(self, config, *, key):
+        self.config = config
+        keys = jax.random.split(key, 3)
+        D, H, K = config.d_model, config.num_heads, config.d_head
+        # Of unit variance, as normed words are; the authors put a LayerNorm behind the table.
+        table_LD = jax.random.normal(keys[0], (config.max_length, D), config.precision.params)
+        self.positions_LD = nnx.Param(table_LD)
+        self.w_query_DHK = initializers.weight(config, keys[1], (D, H, K), fan_in=D)
+        self.w_key_DHK = initializers.weight(config, keys[2], (D, H, K), fan_in=D)
+
+    def projected(self, num_positions: int):
+        """`query_LHK`, divided by sqrt(2 K), and `key_LHK` of the first positions, or of all
+        where there are fewer."""
+        dtype = self.config.precision.compute_dtype
+        table_LD = self.positions_LD[...][:num_positions].astype(dtype)
+        query_LHK, key_LHK = (
+            jnp.einsum("LD,DHK->LHK", table_LD, weight[...].astype(dtype))
+            for weight in (self.w_query_DHK, self.w_key_DHK)
+        )
+        return query_LHK * jnp.asarray((2 * self.config.d_head) ** -0.5, dtype), key_LHK
+
+    def __call__(self, position_BL, position_BM):
+        """What positions add to the scores: `bias_BHLM`, float32.
+
+        Args:
+            position_BL, position_BM: of queries and keys, each below the longer of L and M.
+                Padding may have any.
+        """
+        num_positions = max(position_BL.shape[1], position_BM.shape[1])
+        query_LHK, key_MHK = self.projected(num_positions)
+        bias_BHLM = jnp.einsum(
+            "BLHK,BMHK->BHLM",
+            jnp.take(query_LHK, position_BL, axis=0, mode="clip"),
+            jnp.take(key_MHK, position_BM, axis=0, mode="clip"),
+            preferred_element_type=jnp.float32,
+        )
+        return constrain(bias_BHLM, "BHLM")

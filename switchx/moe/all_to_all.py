@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert-parallel dispatch: slots travel to their experts' devices and back.
+
+Lepikhin et al. 2020 (GShard, arXiv:2006.16668); Fedus et al. 2021 (arXiv:2101.03961),
+section 5.4. Dims: G T E C D R; P devices of the exchange
+
+Expert-parallel dispatch whose all-to-all is one inside of nodes and one between them.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2, Figure 8: bit for bit what
+`dispatch_all_to_all` gives. Dims: G T D; P devices of the exchange
+
+Expert-parallel dispatch that sends rows and no empty slots: a ragged all-to-all.
+
+The dropless form over devices. CPU emulates the collective (`ragged_all_to_all`), all else is
+the code that accelerators run. Dims: G T S E C D R X; P devices of the exchange
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.routing.groups import rows_of_groups
+from switchx.moe.dispatch import (
+    ExpertBank,
+    gated_sum,
+    gather_from_slots,
+    gather_into_slots,
+    gather_rows,
+    token_of_slot,
+)
+from switchx.moe.dropless import sort_into_rows
+from switchx.moe.plan import RoutingPlan
+from switchx.moe.sharded_dispatch import run_on_devices
+from switchx.moe.shared_groups import run_shared, shared_axes
+from switchx.partitioning.collectives import (
+    all_to_all,
+    hierarchical_all_to_all,
+    ragged_all_to_all,
+)
+from switchx.partitioning.placement import Placement
+
+
+def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+    """One all-to-all of all slots over the experts' axes there, and one back.
+
+    Where there are fewer groups than devices, those that share one gather its slots first.
+    """
+    if shared := shared_axes("all_to_all", plan.expert_GTS.shape[0]):
+        local = functools.partial(run_shared, shared=shared)
+        return run_on_devices(local, x_GTD, plan, experts, shared=shared)
+
+    def local(x_GTD, plan, experts, placement: Placement):
+        def exchange(x_PERD):
+            return all_to_all(x_PERD, placement.experts) if placement.experts else x_PERD
+
+        num_parts = placement.size(placement.experts)
+        return run_slots(x_GTD, plan, experts, exchange, num_parts)
+
+    return run_on_devices(local, x_GTD, plan, experts)
+
+
+def run_slots(
+    x_GTD,
+    plan: RoutingPlan,
+    experts: ExpertBank,
+    exchange: Callable[[jax.Array], jax.Array],
+    num_parts: int,
+):
+    """One device's groups through experts that are on `num_parts` devices.
+
+    Args:
+        exchange: `[P, E / P, R, D]` by destination -> the same by source.
+    """
+    token_GQ = token_of_slot(plan)
+    x_ERD = gather_into_slots(x_GTD, plan, token_GQ)
+    E, R, D = x_ERD.shape
+    x_PERD = exchange(x_ERD.reshape(num_parts, E // num_parts, R, D))
+    # Rows of one expert lie together, those of device 0 first.
+    y_ERD = experts(x_PERD.swapaxes(0, 1).reshape(E // num_parts, num_parts * R, D))
+    y_PERD = y_ERD.reshape(E // num_parts, num_parts, R, D).swapaxes(0, 1)
+    return gather_from_slots(exchange(y_PERD).reshape(E, R, D), plan, token_GQ)
+
+
+def hierarchical_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+    """Slots travel inside of their node first, then between devices of equal rank."""
+
+    def local(x_GTD, plan, experts, placement: Placement):
+        def exchange(x_PERD):
+            axes = placement.experts
+            return hierarchical_all_to_all(x_PERD, axes) if axes else x_PERD
+
+        num_parts = placement.size(placement.experts)
+        return run_slots(x_GTD, plan, experts, exchange, num_parts)
+
+    return run_on_devices(local, x_GTD, plan, experts)
+
+
+def ragged_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+    """Rows sorted by expert travel to their experts' devices and back."""
+    return run_on_devices(_local, x_GTD, plan, experts)
+
+
+def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
+    (G, T, S), E, axes = plan.expert_GTS.shape, plan.num_experts, placement.experts
+    num_parts = placement.size(axes)
+    expert_X = jnp.where(plan.is_kept_GTS, plan.expert_GTS, E).reshape(-1)
+    sent = sort_into_rows(expert_X, E, rows=expert_X.size)
+    token_1R, row_1TS = (sent.choice_R // S)[None], sent.row_X.reshape(1, G * T, S)
+    x_1RD = gather_rows(x_GTD.reshape(1, G * T, -1), token_1R, row_1TS)
+
+    # Who has how many rows for which expert: everybody knows, so everybody knows where.
+    count_PE = jax.lax.all_gather(sent.count_E, axes) if axes else sent.count_E[None]
+    size_PP = count_PE.reshape(num_parts, num_parts, -1).sum(axis=2)
+    # No device receives more than its experts' slots, nor more than there is.
+    rows = min(num_parts * expert_X.size, E * G * plan.capacity)
+
+    def exchange(x_RD, size_PP, rows):
+        return ragged_all_to_all(x_RD, size_PP, axes, rows) if axes else x_RD[:rows]
+
+    here = jax.lax.axis_index(axes) if axes else 0
+    count_PE = count_PE.reshape(num_parts, num_parts, -1)[:, here]
+    y_RD = _run_received(exchange(x_1RD[0], size_PP, rows), count_PE, experts)
+    y_RD = exchange(y_RD, size_PP.T, expert_X.size)
+    gate_1TS = plan.gate_GTS.reshape(1, G * T, S)
+    return gated_sum(y_RD[None], token_1R, row_1TS, gate_1TS).reshape(x_GTD.shape)
+
+
+def _run_received(x_RD, count_PE, experts: ExpertBank):
+    """Received rows, by source and then by expert, each through its expert."""
+    rows, E = x_RD.shape[0], count_PE.shape[1]
+    run_R, is_row_R = rows_of_groups(count_PE.reshape(-1), rows)
+    expert_R = jnp.where(is_row_R, run_R % E, E).astype(jnp.int32)
+    own = sort_into_rows(expert_R, E, rows=rows)
+    into_1R, back_1R = own.choice_R[None], own.row_X[None]
+    x_1RD = gather_rows(x_RD[None], into_1R, back_1R[..., None])
+    y_RD = experts.run_rows(x_1RD[0], own.count_E)
+    return gather_rows(y_RD[None], back_1R, into_1R[..., None])[0]

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a router is: who chooses, in which order, with what noise; what a full expert does.
+
+What Switch layers are: how many experts, in which blocks, and how tokens reach them.
+"""
+
+import dataclasses
+import itertools
+from typing import Literal
+
+from switchx.fields import require, require_choice
+
+KINDS = ("top_k", "expert_choice", "hash")
+GATES = ("softmax", "normalized")
+PRIORITIES = ("position", "gate")
+EXPLORATIONS = ("none", "jitter", "sample", "dropout")
+OVERFLOWS = ("drop", "reroute", "dropless", "identity")
+BALANCE_COUNTS = ("first_choice", "all_rounds")
+SCOPES = ("group", "batch")
+PADDING = ("ignored", "counted")
+
+# Fields that mean nothing where the tokens do not choose by a router's probabilities.
+_ONLY_TOP_K = {
+    "num_selected": 1,
+    "gate": "softmax",
+    "priority": "position",
+    "bias_update_rate": None,
+}
+_REASONS = {
+    "expert_choice": "the experts choose, each as many tokens as it has slots",
+    "hash": "a token's id alone decides, and there is no router",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """Which experts a token goes to, in which order, and what happens where one is full.
+
+    Attributes:
+        kind: who chooses. `top_k`: each token its most probable experts (Fedus et al. 2021,
+            arXiv:2101.03961; k = 2: Lepikhin et al. 2020, arXiv:2006.16668).
+            `expert_choice`: each expert its most probable tokens (Zhou et al. 2022,
+            arXiv:2202.09368), in encoders only. `hash`: a fixed hash of the token's id
+            (Roller et al. 2021, arXiv:2106.04426); no router, every gate is 1.
+        num_selected: k, how many experts a token chooses.
+        gate: `softmax`, the probability of each chosen expert under all experts (Switch);
+            `normalized`, divided by the sum over the chosen ones (GShard).
+        priority: whose choice gets a slot first: by `position` in the group, or by `gate`,
+            the surest token first (batch-prioritized routing, Riquelme et al. 2021,
+            arXiv:2106.05974). First choices come before second ones either way.
+        exploration: in training (Switch, appendix C): `none`; `jitter` multiplies the
+            router's inputs by U[1-jitter, 1+jitter]; `sample` draws experts from the
+            softmax with `temperature`; `dropout` drops `input_dropout_rate` of the
+            router's inputs.
+        overflow: where an expert is full. `drop` leaves the token to the residual
+            connection; `reroute` sends it to its next expert that has a slot
+            (No-Token-Left-Behind, Switch, appendix B); `dropless` gives every expert as many
+            slots as the group has tokens; `identity` adds the layer's input times the gate,
+            as transformers did up to 4.51.
+        max_rounds: of `reroute`: experts that a token tries, the first one included.
+        balance_counts: of `reroute`: choices that the balance loss counts: each token's
+            `first_choice`, as without rerouting, or `all_rounds`, each token's `max_rounds`
+            best experts (Mesh-TensorFlow).
+        balance_scope: tokens that the balance loss compares: those of each `group`, then
+            averaged, or of the whole `batch` together.
+        bias_update_rate: how far the bias that is added to the probabilities for choosing,
+            not for gating, moves after every step towards an even load (Wang et al. 2024,
+            arXiv:2408.15664: 0.001). None has no bias.
+        padding: `ignored`: neither routed nor counted. `counted`: routed and counted as
+            tokens are, for parity with Hugging Face's and flaxformer's Switch models.
+    """
+
+    kind: Literal["top_k", "expert_choice", "hash"] = "top_k"
+    num_selected: int = 1
+    gate: Literal["softmax", "normalized"] = "softmax"
+    priority: Literal["position", "gate"] = "position"
+    exploration: Literal["none", "jitter", "sample", "dropout"] = "jitter"
+    jitter: float = 0.01
+    temperature: float = 1.0
+    input_dropout_rate: float = 0.1
+    overflow: Literal["drop", "reroute", "dropless", "identity"] = "drop"
+    max_rounds: int = 4
+    balance_counts: Literal["first_choice", "all_rounds"] = "first_choice"
+    balance_scope: Literal["group", "batch"] = "group"
+    bias_update_rate: float | None = None
+    padding: Literal["ignored", "counted"] = "ignored"
+
+    def __post_init__(self):
+        self._check_ranges()
+        if self.kind == "top_k":
+            self._check_top_k()
+        else:
+            self._check_other_kinds()
+
+    def _check_ranges(self) -> None:
+        choices = {
+            "kind": KINDS,
+            "gate": GATES,
+            "priority": PRIORITIES,
+            "exploration": EXPLORATIONS,
+            "overflow": OVERFLOWS,
+            "balance_counts": BALANCE_COUNTS,
+            "balance_scope": SCOPES,
+            "padding": PADDING,
+        }
+        for name, allowed in choices.items():
+            require_choice(f"RouterConfig.{name}", getattr(self, name), allowed)
+        for name in ("num_selected", "max_rounds"):
+            require(
+                getattr(self, name) >= 1,
+                f"RouterConfig.{name}={getattr(self, name)}; use a whole number of at least 1",
+            )
+        require(0 <= self.jitter < 1, f"RouterConfig.jitter={self.jitter}; use 0 <= jitter < 1")
+        require(
+            self.temperature > 0,
+            f"RouterConfig.temperature={self.temperature}; use a temperature above 0, or "
+            "exploration='none' for the most probable expert",
+        )
+        require(
+            0 <= self.input_dropout_rate < 1,
+            f"RouterConfig.input_dropout_rate={self.input_dropout_rate}; use 0 <= rate < 1",
+        )
+        require(
+            self.bias_update_rate is None or self.bias_update_rate >= 0,
+            f"RouterConfig.bias_update_rate={self.bias_update_rate}; use 0 or more, or None "
+            "for no bias",
+        )
+
+    def _check_top_k(self) -> None:
+        require(
+            self.gate == "softmax" or self.num_selected > 1,
+            "RouterConfig.gate='normalized' with num_selected=1: the gate would be 1 whatever "
+            "the router says, and the router would get no gradient; use gate='softmax', or "
+            "num_selected=2",
+        )
+        require(
+            self.overflow != "reroute" or self.num_selected == 1,
+            f"RouterConfig.overflow='reroute' with num_selected={self.num_selected}: a token "
+            "is rerouted to one expert; use num_selected=1, or overflow='drop'",
+        )
+        require(
+            self.balance_counts == "first_choice" or self.overflow == "reroute",
+            f"RouterConfig.balance_counts={self.balance_counts!r} with "
+            f"overflow={self.overflow!r}: there are no rounds to count; use "
+            "balance_counts='first_choice', or overflow='reroute'",
+        )
+        require(
+            self.bias_update_rate is None or self.exploration != "sample",
+            f"RouterConfig.bias_update_rate={self.bias_update_rate} with exploration='sample': "
+            "the bias is added to probabilities that are compared, not drawn from; use "
+            "bias_update_rate=None, or exploration='jitter'",
+        )
+
+    def _check_other_kinds(self) -> None:
+        only = dict(_ONLY_TOP_K)
+        only["overflow"] = ("drop", "dropless") if self.kind == "hash" else ("drop",)
+        only["exploration"] = ("none",)
+        if self.kind == "expert_choice":
+            only["exploration"] = ("none", "jitter", "dropout")
+        for name, allowed in only.items():
+            value = getattr(self, name)
+            allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+            require(
+                value in allowed,
+                f"RouterConfig.{name}={value!r} does not go with kind={self.kind!r}: "
+                f"{_REASONS[self.kind]}; use {name}={' or '.join(map(repr, allowed))}, or "
+                "kind='top_k'",
+            )
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a router at all, to learn and to explore."""
+        return self.kind != "hash"
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias_update_rate is not None
+
+
+DISPATCHERS = (
+    "sort",
+    "einsum",
+    "dropless",
+    "all_to_all",
+    "hierarchical",
+    "ragged_all_to_all",
+    "sliced",
+    "sliced_scatter",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchConfig:
+    """Switch layers: how many experts, in which blocks, and how tokens reach them.
+
+    Attributes:
+        num_experts: E, in every sparse block.
+        every: the last block of each run of `every` blocks is sparse; 1 makes all sparse.
+        stacks: whose blocks: `all`, or those of the `encoder` alone.
+        encoder_layers, decoder_layers: numbers of the sparse blocks, from 0, ascending, where
+            they are others than `every` and `stacks` say (Hugging Face's 1, 5, 9 of 12); both
+            or neither.
+        sublayers: what is sparse in a sparse block: its `ffn`, its self-`attention` (Switch,
+            appendix A) or `both`.
+        attention_experts: experts of a Switch attention are `linear` maps, or each an `ffn`.
+        capacity_factor: slots of an expert over its even share of tokens, in training
+            (section 2.2, eq. 3); `eval_capacity_factor` where nothing is trained.
+        min_capacity: fewest slots an expert has.
+        expert_capacity: slots that an expert has for each row of a batch, whatever the row's
+            length, where rows are routed apart as Hugging Face does; then no factor, no
+            `min_capacity` and no `group_size` counts. None counts slots by factor and group.
+        capacity_rounding: `up` (a factor of 1 has a slot for each of perfectly balanced
+            tokens), `down` (Mesh-TensorFlow) or `nearest`, halves to the even number
+            (flaxformer).
+        group_size: tokens routed together, at most; groups never depend on the devices.
+        d_ff: F of an expert; None takes the model's.
+        shared_d_ff: F of a dense FFN that every token passes beside its expert (a residual
+            or shared expert: Rajbhandari et al. 2022, arXiv:2201.05596; Dai et al. 2024,
+            arXiv:2401.06066); None has none.
+        expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
+            the model's `dropout_rate`.
+        expert_bias: biases in the experts.
+        dispatcher: how tokens reach their experts, the same numbers from each: `sort`
+            (gathers, the default), `einsum` (one-hot, the readable oracle), or another of
+            `DISPATCHERS`; docs/dispatchers.md says which is for what.
+        buffer_factor: in the sliced dispatchers, tokens that a device keeps room for over
+            its even share; a device with more of them computes the layer again with room
+            for all. None always has room for all.
+        router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
+            else, flaxformer took normal(0.02) and published checkpoints that way.
+        router: which experts a token goes to, and what happens where one is full.
+    """
+
+    num_experts: int
+    every: int = 2
+    stacks: Literal["all", "encoder"] = "all"
+    encoder_layers: tuple[int, ...] | None = None
+    decoder_layers: tuple[int, ...] | None = None
+    sublayers: Literal["ffn", "attention", "both"] = "ffn"
+    attention_experts: Literal["linear", "ffn"] = "linear"
+    capacity_factor: float = 1.25
+    eval_capacity_factor: float = 2.0
+    min_capacity: int = 4
+    expert_capacity: int | None = None
+    capacity_rounding: Literal["up", "down", "nearest"] = "up"
+    group_size: int = 8192
+    d_ff: int | None = None
+    shared_d_ff: int | None = None
+    expert_dropout_rate: float | None = None
+    expert_bias: bool = False
+    dispatcher: Literal[DISPATCHERS] = "sort"
+    buffer_factor: float | None = None
+    router_init_scale: float = 0.1
+    router: RouterConfig = RouterConfig()
+
+    def __post_init__(self):
+        require_choice("SwitchConfig.dispatcher", self.dispatcher, DISPATCHERS)
+        for name, choices in (
+            ("capacity_rounding", ("up", "down", "nearest")),
+            ("stacks", ("all", "encoder")),
+            ("sublayers", ("ffn", "attention", "both")),
+            ("attention_experts", ("linear", "ffn")),
+        ):
+            require_choice(f"SwitchConfig.{name}", getattr(self, name), choices)
+        for name in ("num_experts", "every", "min_capacity", "group_size"):
+            require(
+                getattr(self, name) >= 1,
+                f"SwitchConfig.{name}={getattr(self, name)}; use a whole number of at least 1",
+            )
+        require(
+            self.expert_capacity is None or self.expert_capacity >= 1,
+            f"SwitchConfig.expert_capacity={self.expert_capacity}; use a whole number of at "
+            "least 1, or None for slots by capacity_factor",
+        )
+        self._check_layers()
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            require(
+                getattr(self, name) > 0,
+                f"SwitchConfig.{name}={getattr(self, name)}; "
+                "use a factor above 0, usually 1.0 to 2.0",
+            )
+        require(
+            self.d_ff is None or self.d_ff >= 1,
+            f"SwitchConfig.d_ff={self.d_ff}; use a whole number of at least 1, or None for the "
+            "model's",
+        )
+        require(
+            self.shared_d_ff is None or (self.shared_d_ff >= 1 and self.has_ffn),
+            f"SwitchConfig.shared_d_ff={self.shared_d_ff} with sublayers={self.sublayers!r}; "
+            "use a whole number of at least 1 where FFNs are sparse, or None",
+        )
+        rate = self.expert_dropout_rate
+        require(
+            rate is None or 0 <= rate < 1,
+            f"SwitchConfig.expert_dropout_rate={rate}; use 0 <= rate < 1, or None for the "
+            "model's",
+        )
+        require(
+            self.buffer_factor is None or self.buffer_factor > 0,
+            f"SwitchConfig.buffer_factor={self.buffer_factor}; use a factor above 0, usually "
+            "1.5 to 4, or None for room for all",
+        )
+        require(
+            self.router_init_scale > 0,
+            f"SwitchConfig.router_init_scale={self.router_init_scale}; use a scale above 0",
+        )
+        require(
+            not self.has_attention or self.dispatcher in ("sort", "einsum"),
+            f"SwitchConfig.dispatcher={self.dispatcher!r} with sublayers={self.sublayers!r}: "
+            "experts in attention are dispatched by sort or einsum; use one of them, or "
+            "sublayers='ffn'",
+        )
+        require(
+            self.router.overflow != "identity" or self.sublayers == "ffn",
+            f"RouterConfig.overflow='identity' with sublayers={self.sublayers!r}: only a "
+            "feed-forward expert has an output like its input; use sublayers='ffn', or "
+            "overflow='drop'",
+        )
+        tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
+        for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
+            require(
+                count <= self.num_experts,
+                f"RouterConfig.{name}={count} with num_experts={self.num_experts}: a token "
+                f"meets an expert once; use {name}={self.num_experts} at most",
+            )
+
+    def _check_layers(self) -> None:
+        require(
+            (self.encoder_layers is None) == (self.decoder_layers is None),
+            f"SwitchConfig.encoder_layers={self.encoder_layers} with decoder_layers="
+            f"{self.decoder_layers}; give both, () for a stack without sparse blocks",
+        )
+        if not self.has_named_layers:
+            return
+        for name in ("encoder_layers", "decoder_layers"):
+            layers = tuple(getattr(self, name))
+            object.__setattr__(self, name, layers)  # JSON gives a list, which is no key
+            require(
+                all(a < b for a, b in itertools.pairwise((-1, *layers))),
+                f"SwitchConfig.{name}={layers}; use numbers of blocks from 0, ascending",
+            )
+        require(
+            bool(self.encoder_layers or self.decoder_layers),
+            "SwitchConfig.encoder_layers=() with decoder_layers=(); use "
+            "ModelConfig.switch=None for a dense model",
+        )
+        require(
+            self.stacks == "all",
+            f"SwitchConfig.stacks={self.stacks!r} with encoder_layers={self.encoder_layers}; "
+            "use stacks='all', and decoder_layers=() for none in the decoder",
+        )
+
+    @property
+    def has_named_layers(self) -> bool:
+        """Whether the sparse blocks are listed, and not every `every`-th one."""
+        return self.encoder_layers is not None
+
+    @property
+    def has_ffn(self) -> bool:
+        """Whether the FFN of a sparse block is a Switch layer."""
+        return self.sublayers in ("ffn", "both")
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the self-attention of a sparse block is a Switch layer."""
+        return self.sublayers in ("attention", "both")

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW: Optax's, with float32 moments and decay of the layers' matrices only.
+
+Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2; as in Optax and PyTorch the
+decay is multiplied by the learning rate.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from switchx.optim.protocol import decay_mask
+from switchx.optim.schedules import Schedule, require_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """AdamW's settings.
+
+    Attributes:
+        beta1, beta2: decay of the first and second moment.
+        epsilon: added to the root of the second moment.
+        weight_decay: times the learning rate, the part of every decayed parameter
+            (`is_decayed`: layers' matrices) that each step takes away.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+
+    def __post_init__(self):
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"AdamW.{name}={getattr(self, name)}; use 0 <= {name} < 1")
+        if not self.epsilon > 0:
+            raise ValueError(f"AdamW.epsilon={self.epsilon}; use a number above 0")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"AdamW.weight_decay={self.weight_decay}; use 0 or more")
+
+    def build(self, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+        """The transformation; its updates, float32, are what is added to the parameters.
+
+        `update(gradients, state, params, gradient_scale=s)` treats every gradient as s
+        times what it is.
+
+        Raises:
+            ValueError: the schedule is not callable; at `update`, no parameters.
+        """
+        require_schedule(schedule)
+        adamw = optax.adamw(
+            schedule,
+            b1=self.beta1,
+            b2=self.beta2,
+            eps=self.epsilon,
+            weight_decay=self.weight_decay,
+            mask=decay_mask,
+        )
+
+        def init(params):
+            return adamw.init(_float32(params))
+
+        def update(gradients, state, params=None, *, gradient_scale=1.0):
+            if params is None:
+                raise ValueError("AdamW's update got params=None; pass the parameters")
+            gradients = jax.tree.map(lambda g: g * gradient_scale, _float32(gradients))
+            return adamw.update(gradients, state, _float32(params))
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _float32(tree):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

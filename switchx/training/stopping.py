@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals that end training after the step that is running.
+
+Several processes agree on the step after which they stop.
+
+A signal reaches them at different steps, or one of them alone (a preempted machine). If each
+stopped at its own, the others would wait in a collective for ever.
+"""
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and the first Ctrl-C set; a second Ctrl-C interrupts at once.
+
+    Outside of the main thread, where Python takes no signals, nothing sets it.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def request(number, frame):
+        if not stop.is_set():
+            # From a thread, as this may have interrupted a write to the same stream.
+            text = "%s: stopping after this step; Ctrl-C, once more, does not wait"
+            name = signal.Signals(number).name
+            threading.Thread(target=logger.info, args=(text, name)).start()
+        stop.set()
+        signal.signal(signal.SIGINT, previous[signal.SIGINT])
+
+    previous = {s: signal.signal(s, request) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class StopAgreement:
+    """Called once a step by all processes; true in all of them, or in none.
+
+    The answer is one step old where there are several: nobody waits for the step that runs.
+    """
+
+    def __init__(self, stop: threading.Event, mesh: Mesh):
+        """Asks nothing yet.
+
+        Args:
+            stop: set when this process is asked to stop.
+            mesh: of the devices that vote, those of all processes.
+        """
+        self._stop = stop
+        self._asked: jax.Array | None = None
+        self._size = mesh.size
+        self._one_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._is_any_set = jax.jit(jnp.any, out_shardings=everywhere)
+
+    def __call__(self) -> bool:
+        if jax.process_count() == 1:
+            return self._stop.is_set()
+        before, self._asked = self._asked, self._ask()
+        return before is not None and bool(before)
+
+    def _ask(self) -> jax.Array:
+        vote = np.array([self._stop.is_set()])
+        votes = jax.make_array_from_callback((self._size,), self._one_each, lambda _: vote)
+        return self._is_any_set(votes)
