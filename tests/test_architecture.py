@@ -1,249 +1,193 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the house hold, and every rule finds what it is for."""
+"""The layout of the house: which package imports which, no cycles, sizes, headers, paths."""
 
-import functools
+import ast
 import graphlib
 import pathlib
-
-import pytest
-
-from tests.house_rules import (
-    ALL,
-    ARROWS,
-    SPDX,
-    Source,
-    below,
-    import_cycles,
-    missing_headers,
-    oversized,
-    roundabout_imports,
-    unfinished_or_local,
-    unmirrored,
-    vague_names,
-    wrong_arrows,
-    wrong_places,
-)
+import re
 
 ROOT = pathlib.Path(__file__).parents[1]
 
+# `a: (b, c)`: a imports b, c and whatever stands below them. A row of its own for one file
+# of a package means that others may import that file and not the package.
+ALL = "everything"
+ARROWS = {
+    "pallas_kernels": (),
+    "axes": (),
+    "tree": (),
+    "fields": (),
+    "hosts": (),
+    "manifest": ("tree",),
+    "partitioning": ("axes", "tree", "fields"),
+    "partitioning.schedule": (),
+    "data": ("axes", "fields"),
+    "optim": ("axes", "tree", "fields", "partitioning"),
+    "layers": ("axes", "partitioning", "pallas_kernels"),
+    "moe": ("layers", "partitioning", "pallas_kernels"),
+    "moe.config": ("fields",),
+    "moe.stats": ("axes", "tree"),
+    "models": ("moe", "layers", "partitioning"),
+    "models.config": ("moe.config", "fields"),
+    "planner": ("models.config", "partitioning"),
+    "interop": ("models", "tree", "manifest"),
+    "analysis": ("moe.stats", "partitioning.schedule"),
+    "checkpoint": ("partitioning", "tree", "manifest", "models", "data"),
+    "training": ("models", "moe", "data", "optim", "checkpoint", "planner", "tree"),
+    "inference": ("models", "moe", "layers", "checkpoint", "planner", "tree"),
+    "api": ("training", "inference", "interop", "analysis"),
+    "text_evaluation": ("api",),
+    "serving": ("api", "inference"),
+    "bench": ("api", "training", "inference", "interop", "analysis", "serving"),
+    "cli": (ALL,),
+    "__init__": ("api",),
+    "__main__": ("cli",),
+}
 
-@functools.cache
-def package_sources() -> tuple[Source, ...]:
-    paths = [*ROOT.glob("switchx/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
-    return tuple(
-        Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
-        for path in sorted(paths)
-    )
+# Modules of others that only these files import: Flax where parameters are owned, gin at the
+# edge, PyTorch in processes that `bench` starts beside ours.
+ONLY_IN = {
+    "flax": (
+        "switchx/layers/",
+        "switchx/moe/layer.py",
+        "switchx/moe/experts.py",
+        "switchx/moe/attention.py",
+        "switchx/models/",
+        "switchx/interop/t5x_folder.py",
+    ),
+    "gin": ("switchx/cli/config/",),
+    "matplotlib": ("switchx/analysis/plots.py",),
+    "tensorflow_datasets": ("switchx/data/",),
+    "tensorflow": (),
+    "torch": ("switchx/bench/torch_program.py", "switchx/bench/torch_generate_program.py"),
+    "transformers": (
+        "switchx/bench/torch_program.py",
+        "switchx/bench/torch_generate_program.py",
+    ),
+    "starlette": ("switchx/serving/",),
+    "uvicorn": ("switchx/serving/",),
+    "prometheus_client": ("switchx/serving/",),
+    "flaxformer": ("switchx/bench/flaxformer_layer.py",),
+    "tests": (),
+    "experiments": (),
+}
+
+MAX_LINES = {"switchx": 400, "pallas_kernels": 500}
+MAX_FUNCTION_LINES = 80
+# Of switchx/, experts in storage and what later steps add apart.
+MAX_FILES = 217
+SPDX = "# SPDX-License-Identifier: Apache-2.0"
+
+# Spelt in pieces, so that this file does not offend.
+UNFINISHED = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "XX" + r"X\b"]))
+_FOLDERS = ("wo" + "rk/", "ro" + "ot/", "opt/", "mnt/", r"(?:home|Users)/(?!someone\b|user\b)")
+MACHINE_PATH = re.compile(rf"(?<![\w.~])/(?:{'|'.join(_FOLDERS)})")
+
+PATHS = sorted([*ROOT.glob("switchx/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in PATHS}
+MODULES = {
+    path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in TREES
+}
 
 
-@functools.cache
-def all_texts() -> tuple[Source, ...]:
-    """Every text of the repository that is ours; not the licence, nor runs and data."""
-    folders = ("switchx", "pallas_kernels", "tests", "configs", "experiments", "docs", ".ci")
-    paths = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*")]
-    paths += ROOT.glob("*")
-    suffixes = (".py", ".gin", ".md", ".cfg", ".toml", ".json", ".ipynb")
-    names = ("Makefile", ".gitignore", "run")
-    return tuple(
-        Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
-        for path in sorted(paths)
-        if path.is_file() and (path.suffix in suffixes or path.name in names)
-    )
+def imported_modules(tree: ast.Module) -> set[str]:
+    """Modules that a file imports anywhere in it; `from a import b` is a.b where a.b is one."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno} imports relatively"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & MODULES.keys()) or {node.module}
+    return found
 
 
-def python_files(folder: str) -> list[str]:
-    return [path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"{folder}/**/*.py")]
+IMPORTS = {module: imported_modules(TREES[path]) for module, path in MODULES.items()}
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [wrong_arrows, import_cycles, wrong_places, roundabout_imports, oversized],
-)
-def test_packages_keep(rule):
-    assert rule(package_sources()) == []
+def package_of(module: str) -> str:
+    """The row of ARROWS: `moe` of `switchx.moe.layer`."""
+    top, *rest = module.split(".")
+    return top if top == "pallas_kernels" else rest[0] if rest else "__init__"
 
 
-def test_python_files_have_licence_and_concept():
-    assert missing_headers(text for text in all_texts() if text.path.endswith(".py")) == []
+def below(package: str) -> set[str]:
+    """All that stands below a package, in ARROWS' names."""
+    direct = ARROWS[package]
+    if ALL in direct:
+        return set(ARROWS)
+    return set(direct).union(*map(below, direct))
 
 
-def test_names_say_something():
-    paths = [source.path for source in package_sources()] + python_files("tests")
-    assert vague_names(paths) == []
+def test_arrows():
+    wrong = []
+    for module, imports in IMPORTS.items():
+        package = package_of(module)
+        allowed = below(package) | {package}
+        wrong += [
+            f"{module} imports {other}; {package} may import {', '.join(sorted(allowed))}"
+            for other in imports
+            if other.split(".")[0] in ("switchx", "pallas_kernels")
+            and package_of(other) not in allowed
+            and other.removeprefix("switchx.") not in allowed
+        ]
+    assert wrong == []
 
 
-def test_every_file_has_its_test():
-    assert (
-        unmirrored((source.path for source in package_sources()), python_files("tests")) == []
-    )
+def test_no_cycles():
+    graph = {module: imports & MODULES.keys() - {module} for module, imports in IMPORTS.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+    graphlib.TopologicalSorter(
+        {package: set(direct) - {ALL} for package, direct in ARROWS.items()}
+    ).prepare()
+    assert "inference" not in below("training") and "training" not in below("inference")
+
+
+def test_modules_of_others_are_imported_in_their_places():
+    wrong = [
+        f"{path} imports {other}; only {', '.join(ONLY_IN[top]) or 'nothing'} may"
+        for module, path in MODULES.items()
+        for other in IMPORTS[module]
+        if (top := other.split(".")[0]) in ONLY_IN and not path.startswith(ONLY_IN[top])
+    ]
+    assert wrong == []
+
+
+def test_sizes():
+    wrong = []
+    for path, tree in TREES.items():
+        lines = (ROOT / path).read_text().count("\n")
+        if lines > MAX_LINES[path.split("/")[0]]:
+            wrong.append(f"{path} has {lines} lines")
+        wrong += [
+            f"{path}:{node.lineno} {node.name} has more than {MAX_FUNCTION_LINES} lines"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
+        ]
+    assert wrong == []
+    assert sum(path.startswith("switchx/") for path in TREES) <= MAX_FILES
+
+
+def test_headers():
+    wrong = [
+        path
+        for path, tree in TREES.items()
+        if (ROOT / path).read_text().partition("\n")[0] != SPDX
+        or not (path.endswith("__init__.py") or ast.get_docstring(tree))
+    ]
+    assert wrong == []
 
 
 def test_nothing_is_unfinished_or_bound_to_a_machine():
-    assert unfinished_or_local(all_texts()) == []
-
-
-def test_arrows_have_no_cycle_and_the_siblings_stay_apart():
-    graphlib.TopologicalSorter(
-        {room: set(direct) - {ALL} for room, direct in ARROWS.items()}
-    ).prepare()
-    assert "inference" not in below("training")
-    assert "training" not in below("inference")
-    assert below("partitioning") == {"axes", "tree"}
-
-
-# From here on: every rule finds what it is for.
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "offence"),
-    [
-        (
-            "switchx/moe/router.py",
-            "import switchx.models.config",
-            "moe may import axes, layers",
-        ),
-        ("switchx/training/loop.py", "from switchx import inference", "switchx.inference"),
-        ("switchx/inference/decode.py", "from switchx.training import step", "training.step"),
-        ("switchx/data/loader.py", "def f():\n    import switchx.tree", "data may import axes"),
-        ("switchx/planner/search.py", "from switchx.models import stack", "models.stack"),
-        ("switchx/analysis/routing.py", "from switchx.moe.layer import SwitchFFN", "moe.layer"),
-        ("switchx/axes.py", "import switchx.tree", "axes may import nothing of ours"),
-        ("switchx/moe/plan.py", "import switchx", "imports switchx;"),
-        ("pallas_kernels/grouped_matmul/api.py", "import switchx.axes", "nothing of ours"),
-        ("switchx/storage/cache.py", "importlib.import_module('switchx.cli')", "switchx.cli"),
-        ("switchx/attic/box.py", "", "attic has no row in ARROWS"),
-    ],
-)
-def test_wrong_arrow_is_found(path, text, offence):
-    others = {Source(f"switchx/{name}.py", "") for name in ("models/stack", "training/step")}
-    others |= {Source("switchx/inference/__init__.py", "")}
-    (found,) = wrong_arrows([Source(path, text), *others])
-    assert path in found
-    assert offence in found
-
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("switchx/planner/search.py", "from switchx.models.config import ModelConfig"),
-        ("switchx/planner/search.py", "from switchx.models import config"),
-        ("switchx/training/job.py", "from switchx.partitioning.mesh import MeshSpec"),
-        ("switchx/cli/train.py", "from switchx.training.loop import train\nimport gin"),
-        ("switchx/__main__.py", "from switchx.cli.main import main"),
-        ("switchx/moe/experts.py", "import pallas_kernels.grouped_matmul"),
-    ],
-)
-def test_arrows_of_the_design_are_allowed(path, text):
-    assert wrong_arrows([Source(path, text), Source("switchx/models/config.py", "")]) == []
-
-
-def test_import_cycle_is_found():
-    sources = [
-        Source("switchx/moe/a.py", "from switchx.moe import b"),
-        Source("switchx/moe/b.py", "def f():\n    from switchx.moe.a import g"),
-        Source("switchx/moe/__init__.py", ""),
+    folders = ("switchx", "pallas_kernels", "tests", "configs", "experiments", "docs", ".ci")
+    paths = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*")]
+    suffixes = (".py", ".gin", ".md", ".cfg", ".toml", ".json", ".ipynb")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number} {line.strip()}"
+        for path in [*paths, *ROOT.glob("*")]
+        if path.suffix in suffixes or path.name in ("Makefile", "run")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if UNFINISHED.search(line) or MACHINE_PATH.search(line)
     ]
-    assert len(import_cycles(sources)) == 1
-    assert import_cycles(sources[::2]) == []
-
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("switchx/moe/router.py", "from flax import nnx"),
-        ("switchx/training/job.py", "import gin"),
-        ("switchx/analysis/routing.py", "import matplotlib.pyplot as plt"),
-        ("switchx/interop/huggingface.py", "def f():\n    import torch"),
-        ("switchx/bench/train.py", "from transformers import T5Config"),
-        ("switchx/data/corpora/c4.py", "import tensorflow as tf"),
-        ("switchx/training/loop.py", "import tensorflow_datasets as tfds"),
-        ("switchx/bench/moe.py", "from experiments.switch_vs_dense import run"),
-    ],
-)
-def test_import_in_the_wrong_place_is_found(path, text):
-    assert [line.split()[0] for line in wrong_places([Source(path, text)])] == [path]
-
-
-def test_import_in_its_place_is_allowed():
-    assert wrong_places([Source("switchx/moe/layer.py", "from flax import nnx")]) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["from . import plan", "from ..layers import ffn", "from typing import TYPE_CHECKING"],
-)
-def test_roundabout_import_is_found(text):
-    assert len(roundabout_imports([Source("switchx/moe/router.py", text)])) == 1
-
-
-def test_oversized_file_and_function_are_found():
-    function = "def long():\n" + "    pass\n" * 79
-    assert oversized([Source("switchx/a.py", function)]) == []
-    assert "has 81 lines" in oversized([Source("switchx/a.py", function + "    pass\n")])[0]
-    assert oversized([Source("switchx/a.py", "\n" * 400)]) == []
-    assert "the cap is 400" in oversized([Source("switchx/a.py", "\n" * 401)])[0]
-    assert oversized([Source("pallas_kernels/a.py", "\n" * 500)]) == []
-    assert "the cap is 500" in oversized([Source("pallas_kernels/a.py", "\n" * 501)])[0]
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "count"),
-    [
-        ("switchx/a.py", f'{SPDX}\n"""A concept."""\n', 0),
-        ("switchx/a.py", f"{SPDX}\n", 1),
-        ("switchx/a.py", '"""A concept."""\n', 1),
-        ("switchx/moe/__init__.py", f"{SPDX}\n", 0),
-        ("tests/test_a.py", f"{SPDX}\n", 0),
-        ("tests/test_a.py", "import a\n", 1),
-        ("tests/__init__.py", "", 0),
-    ],
-)
-def test_missing_header_is_found(path, text, count):
-    assert len(missing_headers([Source(path, text)])) == count
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["switchx/utils.py", "switchx/common/a.py", "tests/test_utils.py", "switchx/moe_lib.py"],
-)
-def test_vague_name_is_found(path):
-    assert len(vague_names([path])) == 1
-
-
-def test_file_without_its_test_is_found():
-    packages = [
-        "switchx/tree.py",
-        "switchx/moe/layer.py",
-        "switchx/__main__.py",
-        "pallas_kernels/grouped_matmul/tpu.py",
-        "pallas_kernels/quantized/gpu.py",
-    ]
-    tests = [
-        "tests/test_tree.py",
-        "tests/kernels/test_grouped_matmul.py",
-        "tests/test_layer.py",
-    ]
-    assert unmirrored(packages, tests) == [
-        "switchx/moe/layer.py has no tests/moe/test_layer.py",
-        "switchx/__main__.py has no tests/test___main__.py",
-        "pallas_kernels/quantized/gpu.py has no tests/kernels/quantized/test_gpu.py or "
-        "tests/kernels/test_quantized.py",
-    ]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "# TO" + "DO: later",
-        "x = 1  # FIX" + "ME",
-        'p = "/wo' + 'rk/main"',
-        "cd /home" + "/me/x",
-    ],
-)
-def test_unfinished_or_local_line_is_found(line):
-    assert len(unfinished_or_local([Source("docs/a.md", f"fine\n{line}\n")])) == 1
-
-
-def test_ordinary_lines_are_neither():
-    lines = "see docs/ and experiments/run/x, https://a.org/home/b, ../shared, ~/opt/x\n"
-    assert unfinished_or_local([Source("docs/a.md", lines)]) == []
+    assert wrong == []
