@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.checkpoint.restore import choose_step, restore_params
-from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.text_format import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary
@@ -36,7 +36,6 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.models.unroll import unrolled
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.resume import read_config, read_model_config
 from switchx.tree import num_elements
 
 Texts = Sequence[str] | Sequence[Sequence[int]]

@@ -1,5 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusing a description that cannot be, in a sentence."""
+"""Fields of frozen configurations: their checks, their JSON, and what may change in a run.
+
+A configuration is a frozen dataclass. Its types say what values a field takes (`Literal`), its
+fields say whether a run that is resumed or evaluated may have another value (`at_resume`,
+`at_evaluation`), and `config.json` of a run folder holds it as `describe` gives it.
+"""
+
+import dataclasses
+import functools
+import importlib
+import os
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+OCCASION = "may change on"
 
 
 def require(condition: bool, message: str) -> None:
@@ -14,3 +30,198 @@ def require_choice(name: str, value, choices) -> None:
         value in choices,
         f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}",
     )
+
+
+def check_choices(config) -> None:
+    """Raises ValueError where a field typed `Literal[...]` has a value that is not listed."""
+    for name, hint in _hints(type(config)).items():
+        if typing.get_origin(hint) is Literal:
+            choices = typing.get_args(hint)
+            require_choice(f"{type(config).__name__}.{name}", getattr(config, name), choices)
+
+
+def require_at_least(config, least: float, *names: str) -> None:
+    """Raises ValueError where a field is below `least`; None is no number and passes."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            value is None or value >= least,
+            f"{type(config).__name__}.{name}={value}; use at least {least}",
+        )
+
+
+def at_resume(default=dataclasses.MISSING, **options):
+    """A field that may have another value when a run is resumed, and when it is evaluated.
+
+    It changes no mathematics, or decides only how long, how often and where.
+
+    Args:
+        options: of `dataclasses.field`.
+    """
+    return dataclasses.field(default=default, metadata={OCCASION: "resume"}, **options)
+
+
+def at_evaluation(default=dataclasses.MISSING, **options):
+    """A field that may have another value when a run is evaluated.
+
+    The trained parameters mean the same; training would go on in another way.
+    """
+    return dataclasses.field(default=default, metadata={OCCASION: "evaluation"}, **options)
+
+
+def may_change(field: dataclasses.Field, on: Literal["resume", "evaluation"]) -> bool:
+    """Whether a field may have another value on such an occasion."""
+    return field.metadata.get(OCCASION) in ("resume", on)
+
+
+def type_name(of: type) -> str:
+    """The name that a description has for a class: the module too, unless it is switchx's."""
+    is_ours = of.__module__.split(".")[0] == "switchx"
+    return of.__name__ if is_ours else f"{of.__module__}.{of.__qualname__}"
+
+
+def describe(value, where: str = "the configuration") -> Any:
+    """Nested dataclasses as JSON; a dataclass keeps its type's name under `type`.
+
+    Functions are written by name, so that a reader imports them again.
+
+    Args:
+        where: name of the value, for messages.
+
+    Raises:
+        ValueError: a value has no JSON and no name to import it by.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        described = {
+            field.name: describe(getattr(value, field.name), f"{where}.{field.name}")
+            for field in dataclasses.fields(value)
+        }
+        return {"type": type_name(type(value))} | described
+    if isinstance(value, dict):
+        return {str(name): describe(item, f"{where}.{name}") for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [describe(item, f"{where}.{i}") for i, item in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    if not callable(value) or "<" in name or name.startswith((".", "__main__.")):
+        raise ValueError(
+            f"{where}={value!r} cannot be written into a run folder and read again; use a "
+            "frozen dataclass or a function that a module defines by name"
+        )
+    return name
+
+
+def from_description(cls: type, description: dict[str, Any], where: str):
+    """The configuration that `describe` gave this description.
+
+    Args:
+        cls: expected class. A description with the name of another module's class is of
+            that class, which has to be a subclass.
+        where: the file that it was read from, for messages.
+
+    Raises:
+        ValueError: fields are missing or unknown, their values are refused, or the class
+            cannot be imported.
+    """
+    if "." in (name := description.get("type", cls.__name__)):
+        cls = import_named(name, cls, where)
+    values = {name: value for name, value in description.items() if name != "type"}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name, hint in _hints(cls).items():
+        inner = [each for each in _alternatives(hint) if dataclasses.is_dataclass(each)]
+        if inner and isinstance(values.get(name), dict):
+            values[name] = from_description(inner[0], values[name], where)
+    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+    for fault, names in (
+        ("has no", values.keys() - fields.keys()),
+        ("needs", required - values.keys()),
+    ):
+        if names:
+            raise ValueError(
+                f"{where}: {cls.__name__} {fault} {', '.join(sorted(names))}; it was written "
+                "by another version of switchx: read it with that one, or correct the file"
+            )
+    return cls(**values)
+
+
+def import_named(name: str, expected: type, where: str) -> type:
+    """The class of a dotted name, `my_package.tasks.MyObjective`.
+
+    Raises:
+        ValueError: it cannot be imported, or is no subclass of what is expected.
+    """
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), last)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{where} names {name}, which cannot be imported ({error}); run the command in the "
+            "folder that has it, or put that folder on PYTHONPATH"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, expected)):
+        raise ValueError(f"{where} names {name}, which is no {expected.__name__}")
+    return found
+
+
+def differences(
+    saved, current, on: Literal["resume", "evaluation"], name: str = ""
+) -> Iterator[str]:
+    """Fields that a saved description and a configuration have apart, each with both values.
+
+    A field that the saved description does not have yet had its default there.
+
+    Args:
+        saved: what `describe` gave, read from JSON.
+        current: a configuration, or a value in it.
+        on: fields that may change on this occasion are left out.
+        name: dotted, of the value.
+    """
+    if dataclasses.is_dataclass(current) and isinstance(saved, dict):
+        yield from _differences_of_fields(saved, current, on, name)
+    elif isinstance(current, list | tuple) and isinstance(saved, list):
+        if len(saved) != len(current):
+            yield f"{name}: {len(saved)} there, {len(current)} here"
+        else:
+            for i, (there, here) in enumerate(zip(saved, current, strict=True)):
+                yield from differences(there, here, on, f"{name}.{i}")
+    elif saved != (here := describe(current, name)):
+        yield f"{name}: {saved!r} there, {here!r} here"
+
+
+def _differences_of_fields(saved: dict, current, on, name: str) -> Iterator[str]:
+    of = type_name(type(current))
+    if saved.get("type", of) != of:
+        yield f"{name}: {saved['type']} there, {of} here"
+        return
+    fields = {field.name: field for field in dataclasses.fields(current)}
+    for field in fields.values():
+        path = f"{name}.{field.name}".lstrip(".")
+        here = getattr(current, field.name)
+        if may_change(field, on):
+            continue
+        if field.name in saved:
+            yield from differences(saved[field.name], here, on, path)
+        elif here != (default := _default(field)):
+            yield f"{path}: {default!r} there, {here!r} here"
+    for unknown in sorted(saved.keys() - fields.keys() - {"type"}):
+        yield f"{name}.{unknown}: {saved[unknown]!r} there, unknown here".lstrip(".")
+
+
+def _default(field: dataclasses.Field):
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _alternatives(hint) -> tuple:
+    """`(A, B)` of `A | B`."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)

@@ -21,13 +21,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.bench.report import Check, Report
-from switchx.models.config import (
-    DISPATCHERS,
-    ModelConfig,
-    RouterConfig,
-    SwitchConfig,
-)
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
+from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatchers import refusal
 from switchx.moe.layer import SwitchFFN
 from switchx.optim.norms import global_norm

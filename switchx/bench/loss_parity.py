@@ -44,7 +44,7 @@ class Case:
 
     name: str
     mesh: MeshSpec
-    dispatcher: str = "sort"
+    dispatcher: str = "gather"
     schedule: ScheduleSpec = ScheduleSpec()
     bucket_bytes: int | None = None
     is_random: bool = True

@@ -56,7 +56,7 @@ CASES = (
     Case("dense fsdp=8", MeshSpec(data=1, fsdp=8)),
     Case("dense model=8 full remat", MeshSpec(data=1, model=8), remat="full"),
     Case("T5 model=8", MeshSpec(data=1, model=8), is_encoder_decoder=True),
-    Case("sort data=4 model=2", MeshSpec(model=2), "sort"),
+    Case("gather data=4 model=2", MeshSpec(model=2), "gather"),
     Case("all_to_all data=2 expert=4", MeshSpec(expert=4), "all_to_all"),
     Case("all_to_all expert=4 full remat", MeshSpec(expert=4), "all_to_all", "full"),
     Case("all_to_all data=2 expert=2 model=2", MeshSpec(expert=2, model=2), "all_to_all"),

@@ -27,11 +27,13 @@ import pathlib
 import socket
 import time
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from switchx.models.config import ModelConfig, model_from_description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +151,35 @@ class RunFolder:
             return "a file is there"
         names = sorted(child.name for child in self.root.iterdir())
         return f"found {', '.join(names[:8])}{', ...' * (len(names) > 8)}" if names else "empty"
+
+
+def read_config(run: RunFolder) -> dict[str, Any]:
+    """`config.json` of a run folder, as a run of today would have written it.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    try:
+        config = json.loads(run.config.read_text(encoding="utf-8"))
+        if not (isinstance(config, dict) and isinstance(config.get("model"), dict)):
+            raise ValueError("it describes no model")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{run.root} is not a run folder, its config.json cannot be read ({error}): "
+            f"{run.found()}; give the model_dir of a run"
+        ) from error
+    # Runs of before kept some experts' gradients as factors: the same numbers.
+    config.get("step", {}).pop("factor_expert_gradients", None)
+    return config
+
+
+def read_model_config(run: RunFolder) -> ModelConfig:
+    """The model's configuration in a run folder.
+
+    Raises:
+        ValueError: it is missing, or its fields are not those of a ModelConfig.
+    """
+    return model_from_description(read_config(run)["model"], str(run.config))
 
 
 # Network file systems show a new file to other machines after some seconds.

@@ -18,14 +18,14 @@ import shutil
 import orbax.checkpoint as ocp
 
 from switchx.checkpoint.items import items_of, read_items, require_same_leaves
-from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.data_dir import write_atomically
 from switchx.data.vocabularies import save_vocabulary
+from switchx.fields import describe
 from switchx.manifest import read_manifest, write_manifest
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
-from switchx.training.resume import describe, read_config, read_model_config
 from switchx.tree import Tree, named_leaves
 
 # What of a run is true of the converted one, too; its metrics and routing stay behind.

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.checkpoint.items import items_of, read_data_states, read_items, require_same_leaves
-from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.loader import merge_states
 from switchx.manifest import damages
 from switchx.models.params import abstract_params
-from switchx.training.resume import read_config, read_model_config
 from switchx.tree import named_leaves
 
 

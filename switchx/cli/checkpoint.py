@@ -76,8 +76,8 @@ def show_help(arguments: argparse.Namespace) -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     from switchx.checkpoint.items import stored_items
+    from switchx.checkpoint.run_folder import read_config
     from switchx.manifest import find_damage, read_manifest
-    from switchx.training.resume import read_config
     from switchx.tree import named_leaves
 
     run = _run(arguments)

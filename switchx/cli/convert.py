@@ -174,13 +174,12 @@ def _reads_as_t5(vocabulary) -> bool:
 def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.checkpoint.items import require_same_leaves
     from switchx.checkpoint.restore import choose_step, restore_params
-    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.data.tokenizers import SentencePieceVocabulary
     from switchx.data.vocabularies import load_vocabulary
     from switchx.interop.huggingface import write_checkpoint
     from switchx.manifest import new_folder
     from switchx.models.params import abstract_params
-    from switchx.training.resume import read_model_config
     from switchx.tree import named_leaves
 
     source = RunFolder(arguments.src)

@@ -38,11 +38,10 @@ def add_command(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # Imported here: help, and options that are not understood, do not wait for it.
     from switchx.analysis.report import all_sections, page, read_run
-    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.data.data_dir import write_atomically
     from switchx.data.token_classes import token_classes
     from switchx.data.vocabularies import load_vocabulary
-    from switchx.training.resume import read_model_config
 
     if arguments.output == "":
         raise ValueError("--output is empty; is a shell variable not set?")

@@ -9,8 +9,7 @@ from switchx.data.features import Features
 from switchx.data.objectives import InputsToTargets, Objective
 from switchx.data.text_metrics import TextMetric
 from switchx.data.tokenizers import Vocabulary
-
-TOO_LONG = ("drop", "truncate", "error")
+from switchx.fields import at_resume, check_choices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,19 +28,15 @@ class Task:
 
     name: str
     corpus: Corpus
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary = at_resume()
     objective: Objective
     too_long: Literal["drop", "truncate", "error"] = "drop"
     train_split: str = "train"
     evaluation_split: str = "validation"
-    metrics: tuple[TextMetric, ...] = ()
+    metrics: tuple[TextMetric, ...] = at_resume(())
 
     def __post_init__(self):
-        if self.too_long not in TOO_LONG:
-            raise ValueError(
-                f"task {self.name!r}: too_long={self.too_long!r} is unknown; use one of "
-                f"{', '.join(TOO_LONG)}"
-            )
+        check_choices(self)
         if self.metrics and not isinstance(self.objective, InputsToTargets):
             raise ValueError(
                 f"task {self.name!r}: metrics compare texts with targets, and the objective "

@@ -4,10 +4,7 @@
 import dataclasses
 from typing import Literal
 
-from switchx.fields import require, require_choice
-
-PRUNING = ("none", "experts", "compact")
-EARLY_STOPPING = (True, False, "never")
+from switchx.fields import check_choices, require, require_at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,26 +45,17 @@ class DecodingConfig:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "beam_size"):
-            value = getattr(self, name)
-            require(
-                value >= 1, f"DecodingConfig.{name}={value}; use a whole number of at least 1"
-            )
+        check_choices(self)
+        require_at_least(self, 1, "max_new_tokens", "beam_size", "top_k")
         require(
             self.temperature >= 0,
             f"DecodingConfig.temperature={self.temperature}; use 0 for the likeliest token, or "
             "more to sample",
         )
         require(
-            self.top_k is None or self.top_k >= 1,
-            f"DecodingConfig.top_k={self.top_k}; use at least 1, or None for all tokens",
-        )
-        require(
             self.top_p is None or 0 < self.top_p <= 1,
             f"DecodingConfig.top_p={self.top_p}; use 0 < top_p <= 1, or None for all tokens",
         )
-        require_choice("DecodingConfig.early_stopping", self.early_stopping, EARLY_STOPPING)
-        require_choice("DecodingConfig.pruning", self.pruning, PRUNING)
         require(
             not (self.is_sampling and self.beam_size > 1),
             f"DecodingConfig.temperature={self.temperature} with beam_size={self.beam_size}; "

@@ -53,7 +53,7 @@ def without_capacity(config: ModelConfig) -> ModelConfig:
         switch.router, overflow="dropless", balance_counts="first_choice", padding="ignored"
     )
     dispatcher = switch.dispatcher
-    if dispatcher in ("sort", "einsum") and not switch.has_attention:
+    if dispatcher in ("gather", "einsum") and not switch.has_attention:
         dispatcher = "dropless"
     switch = dataclasses.replace(switch, router=router, dispatcher=dispatcher)
     return dataclasses.replace(config, switch=switch)

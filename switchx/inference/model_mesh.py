@@ -68,7 +68,7 @@ class ModelMesh:
                     "(dropless=True, --capacity=dropless), on one device, or not quantized"
                 )
             return dataclasses.replace(
-                config, switch=dataclasses.replace(switch, dispatcher="sort")
+                config, switch=dataclasses.replace(switch, dispatcher="gather")
             )
         place = Placement.on(self.mesh, self.rules)
         dispatcher = "dropless"

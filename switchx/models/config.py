@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is: frozen, validated descriptions with every derived size as a property.
-
-A model's configuration as files hold it: nested dictionaries of JSON, and back.
-"""
+"""What a model is: frozen, validated descriptions with every derived size as a property."""
 
 import dataclasses
 import math
@@ -11,12 +8,18 @@ from typing import Any, Literal
 import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
-from switchx.fields import require, require_choice
-from switchx.moe.config import DISPATCHERS, RouterConfig, SwitchConfig
+from switchx.fields import (
+    at_evaluation,
+    at_resume,
+    check_choices,
+    from_description,
+    require,
+    require_at_least,
+)
+from switchx.moe.config import RouterConfig, SwitchConfig
 
-__all__ = ["DISPATCHERS", "ModelConfig", "Precision", "RouterConfig", "SwitchConfig"]
+__all__ = ["ModelConfig", "Precision", "RouterConfig", "SwitchConfig"]
 
-POSITIONS = ("relative", "learned", "tupe", "tupe_relative")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -29,14 +32,13 @@ class Precision:
     float32 except the gates.
     """
 
-    params: str = "float32"
-    compute: str = "float32"
-    router: str = "float32"
-    logits: str = "float32"
+    params: Literal[DTYPES] = "float32"
+    compute: Literal[DTYPES] = "float32"
+    router: Literal[DTYPES] = "float32"
+    logits: Literal[DTYPES] = "float32"
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            require_choice(f"Precision.{field.name}", getattr(self, field.name), DTYPES)
+        check_choices(self)
 
     @property
     def compute_dtype(self):
@@ -83,32 +85,24 @@ class ModelConfig:
     activation: Literal["relu", "gelu", "geglu", "swiglu"] = "geglu"
     norm: Literal["rms", "layer"] = "rms"
     positions: Literal["relative", "learned", "tupe", "tupe_relative"] = "relative"
-    max_length: int | None = None
+    max_length: int | None = at_evaluation(None)
     relative_buckets: int = 32
     relative_max_distance: int = 128
     use_bias: bool = False
     scale_attention: bool = False
     tie_embeddings: bool = True
     scale_tied_logits: bool = True
-    init_scale: float = 1.0
-    dropout_rate: float = 0.0
+    init_scale: float = at_evaluation(1.0)
+    dropout_rate: float = at_evaluation(0.0)
     switch: SwitchConfig | None = None
-    scan_layers: bool = False
-    remat: Literal["none", "minimal", "full"] = "none"
-    precision: Precision = Precision()
+    scan_layers: bool = at_resume(False)
+    remat: Literal["none", "minimal", "full"] = at_resume("none")
+    precision: Precision = at_evaluation(Precision())
 
     def __post_init__(self):
-        require_choice("architecture", self.architecture, ("encoder_decoder", "decoder_only"))
-        require_choice("activation", self.activation, ("relu", "gelu", "geglu", "swiglu"))
-        require_choice("norm", self.norm, ("rms", "layer"))
-        require_choice("positions", self.positions, POSITIONS)
-        require_choice("remat", self.remat, ("none", "minimal", "full"))
+        check_choices(self)
         sizes = ("vocab_size", "d_model", "d_ff", "num_heads", "d_head", "num_decoder_layers")
-        for name in sizes:
-            require(
-                getattr(self, name) >= 1,
-                f"ModelConfig.{name}={getattr(self, name)}; use a whole number of at least 1",
-            )
+        require_at_least(self, 1, *sizes, "max_length")
         fewest, most = (1, math.inf) if self.is_encoder_decoder else (0, 0)
         require(
             fewest <= self.num_encoder_layers <= most,
@@ -123,10 +117,6 @@ class ModelConfig:
             not self.has_untied_positions or self.scale_attention,
             f"positions={self.positions!r} with scale_attention=False: TUPE divides its scores "
             "by sqrt(2 d_head); use scale_attention=True",
-        )
-        require(
-            self.max_length is None or self.max_length >= 1,
-            f"max_length={self.max_length}; use a whole number of at least 1",
         )
         # Half of a stack's buckets hold one distance each, in an encoder half of a half.
         require(
@@ -264,37 +254,17 @@ class ModelConfig:
         return layer % self.period == self.period - 1
 
 
-# Fields of a model's configuration that are descriptions of their own.
-_NESTED = {"switch": SwitchConfig, "precision": Precision, "router": RouterConfig}
-
-
 def model_from_description(description: dict[str, Any], where: str) -> ModelConfig:
-    """The configuration that `dataclasses.asdict` gave this description.
+    """The configuration that `fields.describe`, or `dataclasses.asdict`, gave this description.
 
     Args:
-        description: `type`, a class's name, may stand in it and in what it holds.
         where: the file that it was read from, for messages.
 
     Raises:
-        ValueError: fields are missing or unknown, or their values are refused.
+        ValueError: see `fields.from_description`.
     """
-    return _from_description(ModelConfig, description, where)
-
-
-def _from_description(cls: type, description: dict[str, Any], where: str):
-    values = {name: value for name, value in description.items() if name != "type"}
-    for name, value in values.items():
-        if name in _NESTED and isinstance(value, dict):
-            values[name] = _from_description(_NESTED[name], value, where)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
-    for fault, names in (
-        ("has no", values.keys() - fields.keys()),
-        ("needs", required - values.keys()),
-    ):
-        if names:
-            raise ValueError(
-                f"{where}: {cls.__name__} {fault} {', '.join(sorted(names))}; it was written "
-                "by another version of switchx: read it with that one, or correct the file"
-            )
-    return cls(**values)
+    switch = description.get("switch")
+    if isinstance(switch, dict) and switch.get("dispatcher") == "sort":
+        # The name of `gather` in files written before it was renamed.
+        description = description | {"switch": switch | {"dispatcher": "gather"}}
+    return from_description(ModelConfig, description, where)

@@ -20,12 +20,10 @@ from switchx.layers.dropout import dropout, split_key
 from switchx.layers.ffn import activate
 from switchx.layers.initializers import along_last
 from switchx.moe.capacity import out_of_groups
-from switchx.moe.dispatch import einsum_dispatch, sort_dispatch
+from switchx.moe.dispatchers import FUNCTIONS
 from switchx.moe.experts import expert_matmul
 from switchx.moe.layer import RoutedLayer
 from switchx.partitioning.constrain import constrain
-
-DISPATCHERS = {"sort": sort_dispatch, "einsum": einsum_dispatch}
 
 
 class ProjectionExperts(nnx.Module):
@@ -132,7 +130,7 @@ class SwitchAttention(RoutedLayer):
             y_ERF = self.projections(constrain(x_ERD, "ERD"), key=key_experts)
             return constrain(y_ERF, "ERF")
 
-        y_GTF = DISPATCHERS[switch.dispatcher](routed.x_GTD, routed.plan, run_experts)
+        y_GTF = FUNCTIONS[switch.dispatcher](routed.x_GTD, routed.plan, run_experts)
         heads = out_of_groups(y_GTF, B, L).reshape(B, L, 2, config.num_heads, config.d_head)
         query_BLHK, memory_BMHK = heads[:, :, 0], heads[:, :, 1]
         if config.scale_attention:

@@ -1,23 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router is: who chooses, in which order, with what noise; what a full expert does.
+"""What a router and a Switch layer are: frozen descriptions, refused where they cannot be.
 
-What Switch layers are: how many experts, in which blocks, and how tokens reach them.
+Fedus et al. 2021 (arXiv:2101.03961); the papers of single choices stand beside them.
 """
 
 import dataclasses
 import itertools
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from switchx.fields import require, require_choice
+from switchx.fields import at_evaluation, at_resume, check_choices, require, require_at_least
 
-KINDS = ("top_k", "expert_choice", "hash")
-GATES = ("softmax", "normalized")
-PRIORITIES = ("position", "gate")
-EXPLORATIONS = ("none", "jitter", "sample", "dropout")
-OVERFLOWS = ("drop", "reroute", "dropless", "identity")
-BALANCE_COUNTS = ("first_choice", "all_rounds")
-SCOPES = ("group", "batch")
-PADDING = ("ignored", "counted")
+
+class DispatcherTraits(NamedTuple):
+    """What planners have to know of a dispatcher.
+
+    Attributes:
+        has_equal_blocks: in training, every expert gets a block of as many rows.
+        is_automatic: the compiler decides what is sent between devices.
+    """
+
+    has_equal_blocks: bool
+    is_automatic: bool = False
+
+
+DISPATCHERS = {
+    "gather": DispatcherTraits(has_equal_blocks=True, is_automatic=True),
+    "einsum": DispatcherTraits(has_equal_blocks=True, is_automatic=True),
+    "dropless": DispatcherTraits(has_equal_blocks=False),
+    "all_to_all": DispatcherTraits(has_equal_blocks=True),
+    "hierarchical": DispatcherTraits(has_equal_blocks=True),
+    "ragged_all_to_all": DispatcherTraits(has_equal_blocks=False),
+    "sliced": DispatcherTraits(has_equal_blocks=False),
+    "sliced_scatter": DispatcherTraits(has_equal_blocks=False),
+}
 
 # Fields that mean nothing where the tokens do not choose by a router's probabilities.
 _ONLY_TOP_K = {
@@ -73,17 +88,17 @@ class RouterConfig:
     kind: Literal["top_k", "expert_choice", "hash"] = "top_k"
     num_selected: int = 1
     gate: Literal["softmax", "normalized"] = "softmax"
-    priority: Literal["position", "gate"] = "position"
-    exploration: Literal["none", "jitter", "sample", "dropout"] = "jitter"
-    jitter: float = 0.01
-    temperature: float = 1.0
-    input_dropout_rate: float = 0.1
-    overflow: Literal["drop", "reroute", "dropless", "identity"] = "drop"
-    max_rounds: int = 4
-    balance_counts: Literal["first_choice", "all_rounds"] = "first_choice"
-    balance_scope: Literal["group", "batch"] = "group"
+    priority: Literal["position", "gate"] = at_evaluation("position")
+    exploration: Literal["none", "jitter", "sample", "dropout"] = at_evaluation("jitter")
+    jitter: float = at_evaluation(0.01)
+    temperature: float = at_evaluation(1.0)
+    input_dropout_rate: float = at_evaluation(0.1)
+    overflow: Literal["drop", "reroute", "dropless", "identity"] = at_evaluation("drop")
+    max_rounds: int = at_evaluation(4)
+    balance_counts: Literal["first_choice", "all_rounds"] = at_evaluation("first_choice")
+    balance_scope: Literal["group", "batch"] = at_evaluation("group")
     bias_update_rate: float | None = None
-    padding: Literal["ignored", "counted"] = "ignored"
+    padding: Literal["ignored", "counted"] = at_evaluation("ignored")
 
     def __post_init__(self):
         self._check_ranges()
@@ -93,23 +108,9 @@ class RouterConfig:
             self._check_other_kinds()
 
     def _check_ranges(self) -> None:
-        choices = {
-            "kind": KINDS,
-            "gate": GATES,
-            "priority": PRIORITIES,
-            "exploration": EXPLORATIONS,
-            "overflow": OVERFLOWS,
-            "balance_counts": BALANCE_COUNTS,
-            "balance_scope": SCOPES,
-            "padding": PADDING,
-        }
-        for name, allowed in choices.items():
-            require_choice(f"RouterConfig.{name}", getattr(self, name), allowed)
-        for name in ("num_selected", "max_rounds"):
-            require(
-                getattr(self, name) >= 1,
-                f"RouterConfig.{name}={getattr(self, name)}; use a whole number of at least 1",
-            )
+        check_choices(self)
+        require_at_least(self, 1, "num_selected", "max_rounds")
+        require_at_least(self, 0, "bias_update_rate")
         require(0 <= self.jitter < 1, f"RouterConfig.jitter={self.jitter}; use 0 <= jitter < 1")
         require(
             self.temperature > 0,
@@ -119,11 +120,6 @@ class RouterConfig:
         require(
             0 <= self.input_dropout_rate < 1,
             f"RouterConfig.input_dropout_rate={self.input_dropout_rate}; use 0 <= rate < 1",
-        )
-        require(
-            self.bias_update_rate is None or self.bias_update_rate >= 0,
-            f"RouterConfig.bias_update_rate={self.bias_update_rate}; use 0 or more, or None "
-            "for no bias",
         )
 
     def _check_top_k(self) -> None:
@@ -177,18 +173,6 @@ class RouterConfig:
         return self.bias_update_rate is not None
 
 
-DISPATCHERS = (
-    "sort",
-    "einsum",
-    "dropless",
-    "all_to_all",
-    "hierarchical",
-    "ragged_all_to_all",
-    "sliced",
-    "sliced_scatter",
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class SwitchConfig:
     """Switch layers: how many experts, in which blocks, and how tokens reach them.
@@ -220,9 +204,9 @@ class SwitchConfig:
         expert_dropout_rate: dropout inside the experts (section 2.4, Table 4); None takes
             the model's `dropout_rate`.
         expert_bias: biases in the experts.
-        dispatcher: how tokens reach their experts, the same numbers from each: `sort`
-            (gathers, the default), `einsum` (one-hot, the readable oracle), or another of
-            `DISPATCHERS`; docs/dispatchers.md says which is for what.
+        dispatcher: how tokens reach their experts, the same numbers from each: `gather` (the
+            default), `einsum` (one-hot, the readable oracle), or another of `DISPATCHERS`;
+            docs/dispatchers.md says which is for what.
         buffer_factor: in the sliced dispatchers, tokens that a device keeps room for over
             its even share; a device with more of them computes the layer again with room
             for all. None always has room for all.
@@ -238,40 +222,25 @@ class SwitchConfig:
     decoder_layers: tuple[int, ...] | None = None
     sublayers: Literal["ffn", "attention", "both"] = "ffn"
     attention_experts: Literal["linear", "ffn"] = "linear"
-    capacity_factor: float = 1.25
-    eval_capacity_factor: float = 2.0
-    min_capacity: int = 4
-    expert_capacity: int | None = None
-    capacity_rounding: Literal["up", "down", "nearest"] = "up"
-    group_size: int = 8192
+    capacity_factor: float = at_evaluation(1.25)
+    eval_capacity_factor: float = at_evaluation(2.0)
+    min_capacity: int = at_evaluation(4)
+    expert_capacity: int | None = at_evaluation(None)
+    capacity_rounding: Literal["up", "down", "nearest"] = at_evaluation("up")
+    group_size: int = at_evaluation(8192)
     d_ff: int | None = None
     shared_d_ff: int | None = None
-    expert_dropout_rate: float | None = None
+    expert_dropout_rate: float | None = at_evaluation(None)
     expert_bias: bool = False
-    dispatcher: Literal[DISPATCHERS] = "sort"
-    buffer_factor: float | None = None
-    router_init_scale: float = 0.1
+    dispatcher: Literal[*DISPATCHERS] = at_resume("gather")
+    buffer_factor: float | None = at_resume(None)
+    router_init_scale: float = at_evaluation(0.1)
     router: RouterConfig = RouterConfig()
 
     def __post_init__(self):
-        require_choice("SwitchConfig.dispatcher", self.dispatcher, DISPATCHERS)
-        for name, choices in (
-            ("capacity_rounding", ("up", "down", "nearest")),
-            ("stacks", ("all", "encoder")),
-            ("sublayers", ("ffn", "attention", "both")),
-            ("attention_experts", ("linear", "ffn")),
-        ):
-            require_choice(f"SwitchConfig.{name}", getattr(self, name), choices)
-        for name in ("num_experts", "every", "min_capacity", "group_size"):
-            require(
-                getattr(self, name) >= 1,
-                f"SwitchConfig.{name}={getattr(self, name)}; use a whole number of at least 1",
-            )
-        require(
-            self.expert_capacity is None or self.expert_capacity >= 1,
-            f"SwitchConfig.expert_capacity={self.expert_capacity}; use a whole number of at "
-            "least 1, or None for slots by capacity_factor",
-        )
+        check_choices(self)
+        require_at_least(self, 1, "num_experts", "every", "min_capacity", "group_size")
+        require_at_least(self, 1, "expert_capacity", "d_ff", "shared_d_ff")
         self._check_layers()
         for name in ("capacity_factor", "eval_capacity_factor"):
             require(
@@ -280,14 +249,9 @@ class SwitchConfig:
                 "use a factor above 0, usually 1.0 to 2.0",
             )
         require(
-            self.d_ff is None or self.d_ff >= 1,
-            f"SwitchConfig.d_ff={self.d_ff}; use a whole number of at least 1, or None for the "
-            "model's",
-        )
-        require(
-            self.shared_d_ff is None or (self.shared_d_ff >= 1 and self.has_ffn),
+            self.shared_d_ff is None or self.has_ffn,
             f"SwitchConfig.shared_d_ff={self.shared_d_ff} with sublayers={self.sublayers!r}; "
-            "use a whole number of at least 1 where FFNs are sparse, or None",
+            "use it where FFNs are sparse, or None",
         )
         rate = self.expert_dropout_rate
         require(
@@ -305,9 +269,9 @@ class SwitchConfig:
             f"SwitchConfig.router_init_scale={self.router_init_scale}; use a scale above 0",
         )
         require(
-            not self.has_attention or self.dispatcher in ("sort", "einsum"),
+            not self.has_attention or self.dispatcher in ("gather", "einsum"),
             f"SwitchConfig.dispatcher={self.dispatcher!r} with sublayers={self.sublayers!r}: "
-            "experts in attention are dispatched by sort or einsum; use one of them, or "
+            "experts in attention are dispatched by gather or einsum; use one of them, or "
             "sublayers='ffn'",
         )
         require(

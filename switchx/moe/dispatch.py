@@ -171,7 +171,7 @@ def _gate_of_place(gate_GTS, place_GTS, y_GQD):
     return gate_GQ.astype(y_GQD.dtype)[..., None]
 
 
-def sort_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+def gather_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
     """Gathers tokens into `[E, G * C, D]`, runs the experts, gathers back and gates."""
     token_GQ = token_of_slot(plan)
     x_ERD = constrain(gather_into_slots(x_GTD, plan, token_GQ), "ERD")

@@ -9,7 +9,8 @@ import functools
 import jax
 
 from switchx.moe.all_to_all import all_to_all_dispatch, hierarchical_dispatch, ragged_dispatch
-from switchx.moe.dispatch import Dispatcher, einsum_dispatch, sort_dispatch
+from switchx.moe.config import DISPATCHERS
+from switchx.moe.dispatch import Dispatcher, einsum_dispatch, gather_dispatch
 from switchx.moe.dropless import dropless_dispatch
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.shared_groups import SHARING
@@ -18,8 +19,9 @@ from switchx.partitioning.constrain import current_rules, num_devices
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
 
-DISPATCHERS = {
-    "sort": sort_dispatch,
+# Those that `moe.config.DISPATCHERS` names.
+FUNCTIONS = {
+    "gather": gather_dispatch,
     "einsum": einsum_dispatch,
     "dropless": dropless_dispatch,
     "all_to_all": all_to_all_dispatch,
@@ -28,34 +30,36 @@ DISPATCHERS = {
     "sliced": sliced_dispatch,
     "sliced_scatter": sliced_scatter_dispatch,
 }
-# The compiler decides what these communicate; the others say it themselves.
-LEFT_TO_THE_COMPILER = ("sort", "einsum")
-# In training, these give every expert a block of as many rows; the others what it has.
-EQUAL_BLOCKS = ("sort", "einsum", "all_to_all", "hierarchical")
 
 
 def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispatcher:
-    """The function that runs a `SwitchConfig`'s layer on one plan.
+    """The function that runs a `SwitchConfig`'s layer on one plan, on the mesh in use.
 
-    `sort` computes every slot of every expert, and each expert has some. With no more
-    choices than experts (a step of decoding) most slots are empty, so those go through
-    `dropless`, which gives the same numbers: other experts' matrices are not even read.
+    It is the configured one, but where nothing is trained and slots would be empty, the numbers
+    being the same: with no more choices than experts (a decode step) `gather` is replaced by
+    `dropless`, which does not read the other experts' matrices; and `dropless` on a mesh that
+    splits the experts sends rows (`ragged_all_to_all`), or computes slices (`sliced`) where the
+    devices have the same tokens.
 
     Raises:
         ValueError: the mesh is not one that this dispatcher can run on.
     """
-    name = switch.dispatcher
-    is_few = plan.expert_GTS.size <= plan.num_experts
-    if num_devices() > 1:
-        mesh, (G, T, _) = jax.sharding.get_abstract_mesh(), plan.expert_GTS.shape
-        reason = refusal(name, mesh, current_rules(), num_groups=G, tokens_per_group=T)
-        if reason:
+    name, mesh, rules = switch.dispatcher, jax.sharding.get_abstract_mesh(), current_rules()
+    if num_devices() == 1:
+        is_few = plan.expert_GTS.size <= plan.num_experts
+        if name == "gather" and is_few and not is_training:
+            name = "dropless"
+    else:
+        place = Placement.on(mesh, rules)
+        if name == "dropless" and place.experts and not is_training:
+            is_sent = set(place.experts) <= set(place.batch)
+            name = "ragged_all_to_all" if is_sent else "sliced"
+        G, T, _ = plan.expert_GTS.shape
+        if reason := refusal(name, mesh, rules, num_groups=G, tokens_per_group=T):
             raise ValueError(reason)
-    elif name == "sort" and is_few and not is_training:
-        return dropless_dispatch
     if name.startswith("sliced"):
-        return functools.partial(DISPATCHERS[name], buffer_factor=switch.buffer_factor)
-    return DISPATCHERS[name]
+        return functools.partial(FUNCTIONS[name], buffer_factor=switch.buffer_factor)
+    return FUNCTIONS[name]
 
 
 def refusal(
@@ -72,7 +76,7 @@ def refusal(
         mesh: a mesh, or an `AbstractMesh` of the same axes.
         num_groups, tokens_per_group: G and T; None where they are to be thought to fit.
     """
-    if name in LEFT_TO_THE_COMPILER:
+    if DISPATCHERS[name].is_automatic:
         return None
     place = Placement.on(mesh, rules)
     return _wrong_axes(name, mesh, place) or _wrong_sizes(
@@ -87,7 +91,7 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
         return (
             f"dispatcher={name!r} gathers slices of D over devices with different tokens, but "
             f"{'*'.join(place.gathered)!r} does not split the batch; put G on it in "
-            "Rules.activations, or use dispatcher='sort'"
+            "Rules.activations, or use dispatcher='gather'"
         )
     if name == "dropless":
         if place.experts:
@@ -101,7 +105,7 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
                 f"dispatcher={name!r} needs experts on devices that share their tokens, as "
                 f"configs/meshes/pipeline_moe.gin puts them on 'model'; this mesh has none "
                 f"{axes}".rstrip()
-                + "; use that file with model > 1, or dispatcher='sort'"
+                + "; use that file with model > 1, or dispatcher='gather'"
             )
         if place.parts:
             return (
@@ -112,7 +116,7 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
         return (
             f"dispatcher={name!r} needs experts on devices that have different tokens, and "
             f"this mesh has none {axes}".rstrip()
-            + "; use expert > 1, or dispatcher='sort'"
+            + "; use expert > 1, or dispatcher='gather'"
         )
     elif name == "hierarchical" and len(place.experts) != 2:
         sizes = " x ".join(f"{axis}={mesh.shape.get(axis, 1)}" for axis in ("node", "expert"))
@@ -162,7 +166,7 @@ def _wrong_sizes(name: str, place: Placement, G: int | None, T: int | None) -> s
             f"dispatcher={name!r} keeps routing groups whole, and {G} of them do not divide "
             f"over the {parts} devices that split the batch; use a SwitchConfig.group_size"
             f"{most} (groups never follow the devices by themselves){_to_share(name, place)}, "
-            "a larger batch, or dispatcher='sort'"
+            "a larger batch, or dispatcher='gather'"
         )
     shared = place.size(place.summed)
     if name == "sliced_scatter" and T is not None and T % shared:

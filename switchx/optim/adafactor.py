@@ -263,13 +263,15 @@ class Adafactor:
         row_axes = tuple(range(len(factoring.batch), v_row.ndim))
         row = jax.lax.rsqrt(v_row / jnp.mean(v_row, axis=row_axes, keepdims=True))
         row, column = row * step.gradient_scale, jax.lax.rsqrt(v_col)
-        y = (
-            gradient
-            * jnp.expand_dims(row, factoring.columns)
-            * jnp.expand_dims(column, factoring.rows)
-        )
-        scale = scale / self._clipping(jnp.mean(jnp.square(y), axis=factoring.within))
-        return jnp.expand_dims(scale, factoring.within) * y, {name_row: v_row, name_col: v_col}
+        # The mean square of row * gradient * column, rows first: XLA fuses the factor of a row
+        # into a reduction, and writes out an array of the gradient's size for that of a column.
+        by_row = gradient * jnp.expand_dims(row, factoring.columns)
+        means = jnp.mean(jnp.square(by_row), axis=factoring.rows) * jnp.square(column)
+        means = jnp.mean(means, axis=tuple(range(len(factoring.batch), means.ndim)))
+        row = row * jnp.expand_dims(scale / self._clipping(means), row_axes)
+        by_row = gradient * jnp.expand_dims(row, factoring.columns)
+        update = by_row * jnp.expand_dims(column, factoring.rows)
+        return update, {name_row: v_row, name_col: v_col}
 
     def _unfactored(self, step, factoring, scale, gradient, statistics):
         gradient = gradient.astype(jnp.float32)

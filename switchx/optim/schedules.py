@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from switchx.fields import at_resume
+
 # Updates so far (an int or an int32 scalar, 0 for the first) -> learning rate, float32.
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
@@ -79,7 +81,7 @@ class WarmupCosine:
 
     peak: float
     warmup_steps: int
-    total_steps: int
+    total_steps: int = at_resume()
     final: float = 0.0
 
     def __post_init__(self):

@@ -3,7 +3,7 @@
 
 Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3.4; Shen et al. 2022 (SE-MoE,
 arXiv:2205.10034), section 4.2. Counted as the dispatchers say them, before XLA combines
-those of equal groups into one instruction. `sort` and `einsum` have no formula: there the
+those of equal groups into one instruction. `gather` and `einsum` have no formula: there the
 compiler decides. Dims: G T S E C D F
 """
 

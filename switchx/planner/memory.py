@@ -18,6 +18,7 @@ import functools
 import math
 
 from switchx.models.config import ModelConfig
+from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
@@ -35,8 +36,6 @@ LOGIT_COPIES = 2
 # Arrays of `[tokens, F]` that the derivative of an activation function keeps beside the values
 # before and after it: counted in programs compiled without remat. Relu has a mask.
 ACTIVATION_RESIDUALS = {"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2}
-# As `moe.dispatchers` has them, which planning does not import; a test holds them together.
-EQUAL_BLOCKS = ("sort", "einsum", "all_to_all", "hierarchical")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +196,7 @@ def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
     groups = layer.num_groups / layout.parts(
         layout.rules.axes("G", layout, table="activations")
     )
-    if layout.dispatcher in EQUAL_BLOCKS:
+    if DISPATCHERS[layout.dispatcher].has_equal_blocks:
         return groups * layer.num_experts * layer.capacity
     return groups * layer.tokens_per_group * layer.num_choices
 

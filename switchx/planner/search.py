@@ -200,7 +200,7 @@ def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[s
         # On GPUs it reaches 2 to 3% of NVLink (openxla/xla issue 33386).
         return ["all_to_all", *(["ragged_all_to_all"] if hardware.inside.torus_dims else [])]
     sliced = mesh.model > 1 and switch.num_experts % mesh.model == 0
-    return ["sort", "dropless", *(["sliced", "sliced_scatter"] if sliced else [])]
+    return ["gather", "dropless", *(["sliced", "sliced_scatter"] if sliced else [])]
 
 
 def _microbatches(workload: Workload, layout: Layout) -> Iterator[int]:

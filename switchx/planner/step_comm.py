@@ -10,6 +10,7 @@ arXiv:2304.11414), section 3.3.5. Dims: B L D H F V N
 import dataclasses
 import math
 
+from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.rules import MeshAxes
 from switchx.planner.comm_cost import SparseLayer, sparse_layer_collectives
 from switchx.planner.layout import Layout
@@ -19,8 +20,6 @@ ID_BYTES = SUM_BYTES = 4
 # Sums over the vocabulary that cross-entropy takes of each token: a maximum, a denominator,
 # the target's logit.
 SOFTMAX_SUMS = 3
-# As `moe.dispatchers` has them; a test holds them together.
-LEFT_TO_THE_COMPILER = ("sort", "einsum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +219,7 @@ def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollecti
             "communicate is left to the compiler and has no formula; plan sublayers='ffn'"
         )
     dispatcher = layout.dispatcher
-    if dispatcher in LEFT_TO_THE_COMPILER and layout.node == layout.expert == 1:
+    if DISPATCHERS[dispatcher].is_automatic and layout.node == layout.expert == 1:
         dispatcher = "dropless"  # all experts are on every device: only weights travel
     layer = sparse_layer(workload, layout, stack)
     planned = sparse_layer_collectives(dispatcher, layer, layout, layout.rules)

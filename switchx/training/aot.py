@@ -28,7 +28,7 @@ from jax.experimental import topologies
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
-from switchx.moe.dispatchers import EQUAL_BLOCKS
+from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
@@ -166,7 +166,7 @@ def slots_per_token(program: TrainingProgram) -> float | None:
     )
     if slots := executed_slots(traced.jaxpr, model):
         return slots / routed
-    if model.switch.dispatcher in EQUAL_BLOCKS:
+    if DISPATCHERS[model.switch.dispatcher].has_equal_blocks:
         raise RuntimeError(
             f"dispatcher={model.switch.dispatcher!r} has equal blocks of rows, but the traced "
             "program has no product [E, R, D] x [E, D, F]; planner/memory.py has to "

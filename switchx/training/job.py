@@ -13,6 +13,7 @@ from switchx.data.loader import Prefetch
 from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
+from switchx.fields import at_resume, require, require_at_least
 from switchx.models.config import ModelConfig
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
@@ -54,46 +55,30 @@ class TrainingJob:
     loss: LossConfig
     inputs_length: int
     targets_length: int
-    train_steps: int
+    train_steps: int = at_resume()
     batch_size: int
     seed: int
-    log_every: int
-    eval_every: int
-    checkpoint_every: int
-    eval_batches: int | None = 20
+    log_every: int = at_resume()
+    eval_every: int = at_resume()
+    checkpoint_every: int = at_resume()
+    eval_batches: int | None = at_resume(20)
     packed: bool = True
-    retention: Retention = Retention()
-    max_skipped_in_a_row: int = 10
+    retention: Retention = at_resume(Retention())
+    max_skipped_in_a_row: int = at_resume(10)
     init_from: str | None = None
-    data_dir: str | None = None
-    mesh: MeshSpec = MeshSpec()
+    data_dir: str | None = at_resume(None)
+    mesh: MeshSpec = at_resume(MeshSpec())
     step: StepConfig = StepConfig()
-    pipeline: ScheduleSpec = ScheduleSpec()
-    prefetch: Prefetch = Prefetch()
-    compiler: CompilerOptions = CompilerOptions()
+    pipeline: ScheduleSpec = at_resume(ScheduleSpec())
+    prefetch: Prefetch = at_resume(Prefetch())
+    compiler: CompilerOptions = at_resume(CompilerOptions())
 
     def __post_init__(self):
-        positive = (
-            "inputs_length",
-            "targets_length",
-            "batch_size",
-            "log_every",
-            "eval_every",
-            "checkpoint_every",
-            "max_skipped_in_a_row",
-        )
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; use at least 1")
-        for name in ("train_steps", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
-        if self.seed >= 2**32:
-            raise ValueError(f"seed={self.seed}; use one below 2**32")
-        if self.eval_batches is not None and self.eval_batches < 1:
-            raise ValueError(
-                f"eval_batches={self.eval_batches}; use at least 1, or None for the whole split"
-            )
+        require_at_least(self, 1, "inputs_length", "targets_length", "batch_size", "log_every")
+        require_at_least(self, 1, "eval_every", "checkpoint_every", "eval_batches")
+        require_at_least(self, 1, "max_skipped_in_a_row")
+        require_at_least(self, 0, "train_steps", "seed")
+        require(self.seed < 2**32, f"TrainingJob.seed={self.seed}; use one below 2**32")
         if self.batch_size % self.step.num_microbatches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not divisible by num_microbatches="

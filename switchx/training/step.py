@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from switchx.fields import at_resume
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
@@ -45,9 +46,9 @@ class StepConfig:
             leaves both to the compiler.
     """
 
-    num_microbatches: int = 1
+    num_microbatches: int = at_resume(1)
     clip_norm: float | None = None
-    bucket_bytes: int | None = None
+    bucket_bytes: int | None = at_resume(None)
 
     def __post_init__(self):
         if self.bucket_bytes is not None:

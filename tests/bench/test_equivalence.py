@@ -14,7 +14,8 @@ from switchx.bench.equivalence import (
     largest_errors,
     run_cell,
 )
-from switchx.models.config import DISPATCHERS, RouterConfig
+from switchx.models.config import RouterConfig
+from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.rules import Rules
 from tests.processes import ROOT
 

@@ -36,7 +36,7 @@ def test_with_our_weights_it_gives_our_outputs(key, monkeypatch):
     It makes at least as many groups as there are experts, times the devices.
     """
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    config = moe.switch_model(4, "sort")
+    config = moe.switch_model(4, "gather")
     switch = dataclasses.replace(config.switch, group_size=64 // 4)
     config = dataclasses.replace(config, d_model=16, d_ff=32, switch=switch)
     ours = SwitchFFN(config, key=key)

@@ -34,7 +34,7 @@ def test_report_has_every_layer(small):
 def test_experts_do_the_dense_layers_work():
     """At capacity factor 1.0 and balanced loads; the router comes on top."""
     D, F, tokens = 256, 1024, bench.ROWS * bench.LENGTH
-    config = bench.switch_model(8, "sort")
+    config = bench.switch_model(8, "gather")
     layer = SwitchFFN(config, key=jax.random.key(0))
     x_BLD = jnp.zeros((bench.ROWS, bench.LENGTH, D))
     is_token_BL = jnp.ones(x_BLD.shape[:2], bool)

@@ -12,7 +12,10 @@ from switchx.partitioning.mesh import MeshSpec
 
 @pytest.fixture
 def two_cells(monkeypatch):
-    cells = [Cell("hash", "sort", MeshSpec(expert=8)), Cell("hash", "einsum", MeshSpec(data=8))]
+    cells = [
+        Cell("hash", "gather", MeshSpec(expert=8)),
+        Cell("hash", "einsum", MeshSpec(data=8)),
+    ]
     monkeypatch.setattr(equivalence, "all_cells", lambda: (cells, {("sliced", "data=8"): "no"}))
     monkeypatch.setattr(equivalence, "sample_of", lambda cells: cells)
     monkeypatch.setattr(equivalence, "ROUTERS", {"hash": equivalence.ROUTERS["hash"]})

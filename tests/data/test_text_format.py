@@ -16,7 +16,7 @@ from switchx.data.objectives import (
 )
 from switchx.data.text_format import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.training.resume import describe
+from switchx.fields import describe
 from tests.training.jobs import TASK
 
 VOCABULARY = ByteVocabulary()

@@ -38,7 +38,7 @@ def dequantized(params):
     )
 
 
-@pytest.mark.parametrize("dispatcher", ["sort", "einsum", "dropless"])
+@pytest.mark.parametrize("dispatcher", ["gather", "einsum", "dropless"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_logits_are_those_of_the_weights_it_stands_for(bits, dispatcher, key):
     switch = dataclasses.replace(CONFIG.switch, dispatcher=dispatcher)

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from switchx.models.config import (
-    DISPATCHERS,
     ModelConfig,
     Precision,
     RouterConfig,
     SwitchConfig,
 )
+from switchx.moe.config import DISPATCHERS
+from tests.data.refusals import refused
 
 SWITCH = SwitchConfig(8)
 T5 = ModelConfig("encoder_decoder", 100, 16, 32, 2, 8, 4, 6)
@@ -87,9 +88,8 @@ EXPERT_CHOICE = RouterConfig(kind="expert_choice")
     ],
 )
 def test_switch_layers_that_do_not_fit_a_model_are_refused(model, switch, message):
-    with pytest.raises(ValueError) as error:
+    with refused(message):
         dataclasses.replace(model, switch=switch)
-    assert str(error.value) == message
 
 
 def test_expert_choice_fits_an_encoder():
@@ -199,9 +199,8 @@ def test_descriptions_are_frozen_and_can_be_keys():
     ],
 )
 def test_a_model_that_cannot_be_is_refused(changes, message):
-    with pytest.raises(ValueError) as error:
+    with refused(message):
         dataclasses.replace(T5, **changes)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
@@ -230,8 +229,7 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
         ),
         (
             {"shared_d_ff": 0},
-            "SwitchConfig.shared_d_ff=0 with sublayers='ffn'; use a whole number of at least 1 "
-            "where FFNs are sparse, or None",
+            "SwitchConfig.shared_d_ff=0; use at least 1",
         ),
         (
             {"shared_d_ff": 8, "sublayers": "attention"},
@@ -241,7 +239,7 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
         (
             {"dispatcher": "sliced", "sublayers": "attention"},
             "SwitchConfig.dispatcher='sliced' with sublayers='attention': experts in attention "
-            "are dispatched by sort or einsum; use one of them, or sublayers='ffn'",
+            "are dispatched by gather or einsum; use one of them, or sublayers='ffn'",
         ),
         ({"num_experts": 0}, "SwitchConfig.num_experts=0; use a whole number of at least 1"),
         ({"every": 0}, "SwitchConfig.every=0; use a whole number of at least 1"),
@@ -284,9 +282,8 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
     ],
 )
 def test_switch_layers_that_cannot_be_are_refused(changes, message):
-    with pytest.raises(ValueError) as error:
+    with refused(message):
         dataclasses.replace(SWITCH, **changes)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("field", ["params", "compute", "router", "logits"])

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx.moe.capacity import assign_slots
-from switchx.moe.dispatchers import DISPATCHERS, refusal
+from switchx.moe.dispatchers import FUNCTIONS, refusal
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.sharded_dispatch import expert_specs
 from switchx.partitioning.constrain import use_mesh
@@ -125,7 +125,7 @@ def answer_on(spec: MeshSpec, name: str, problem: Problem, dispatch=None, **opti
     reason = refusal(name, mesh, spec.rules, num_groups=G, tokens_per_group=T)
     assert reason is None, reason
     with use_mesh(mesh, spec.rules):
-        dispatch = dispatch or DISPATCHERS[name]
+        dispatch = dispatch or FUNCTIONS[name]
         return answer(functools.partial(dispatch, **options), problem)
 
 
@@ -155,7 +155,7 @@ def compiled_hlo(spec: MeshSpec, name: str, problem: Problem, dtype=jnp.float32,
     Inputs and results are where the layer has them, so that nothing else moves; the
     gradient of the output is the output, as it cannot be there before it.
     """
-    mesh, rules, dispatch = spec.build(devices), spec.rules, DISPATCHERS[name]
+    mesh, rules, dispatch = spec.build(devices), spec.rules, FUNCTIONS[name]
     place = Placement.on(mesh, rules)
 
     def on(spec):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.dispatch import einsum_dispatch, gather_rows, sort_dispatch, token_of_slot
+from switchx.moe.dispatch import einsum_dispatch, gather_dispatch, gather_rows, token_of_slot
 from tests.moe.plans import (
     C,
     D,
@@ -81,7 +81,7 @@ def test_token_of_slot_equals_a_loop(num_choices):
 @pytest.mark.parametrize("num_choices", [1, 2])
 def test_output_equals_a_loop(num_choices, capacity):
     plan, (x_GTD, w_EDD, _) = fixed_plan(num_choices, capacity), numbers()
-    y_GTD = sort_dispatch(jnp.asarray(x_GTD), plan, tanh_experts(w_EDD))
+    y_GTD = gather_dispatch(jnp.asarray(x_GTD), plan, tanh_experts(w_EDD))
     np.testing.assert_allclose(y_GTD, dispatch_loop(x_GTD, plan, w_EDD), rtol=1e-5, atol=1e-6)
 
 
@@ -101,7 +101,7 @@ def gradients(dispatch, plan, experts=tanh_experts):
 def test_gradients_equal_those_of_the_einsum_form(num_choices):
     plan = fixed_plan(num_choices)
     assert np.any(plan.is_routed_GTS & ~plan.is_kept_GTS)
-    got, want = gradients(sort_dispatch, plan), gradients(einsum_dispatch, plan)
+    got, want = gradients(gather_dispatch, plan), gradients(einsum_dispatch, plan)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
     (_, gate_gradient_GTS, _), _ = got
     assert not np.any(np.asarray(gate_gradient_GTS)[~np.asarray(plan.is_kept_GTS)])
@@ -109,7 +109,7 @@ def test_gradients_equal_those_of_the_einsum_form(num_choices):
 
 def test_gradients_equal_finite_differences():
     plan, (x_GTD, w_EDD, target_GTD) = fixed_plan(), numbers()
-    grads, _ = gradients(sort_dispatch, plan)
+    grads, _ = gradients(gather_dispatch, plan)
     rng = np.random.default_rng(2)
     arguments = [np.asarray(a, np.float64) for a in (x_GTD, plan.gate_GTS, w_EDD)]
     for i, grad in enumerate(grads):
@@ -165,15 +165,15 @@ def test_what_experts_return_for_empty_slots_changes_nothing(num_choices, poison
     token_GQ = np.asarray(token_of_slot(plan)).reshape(G, E, 5)
     is_used_ERD = (token_GQ < T).transpose(1, 0, 2).reshape(E, G * 5, 1)
     assert 0 < np.sum(~is_used_ERD) < is_used_ERD.size
-    want = gradients(sort_dispatch, plan)
-    got = gradients(sort_dispatch, plan, poisoned(jnp.asarray(is_used_ERD), poison))
+    want = gradients(gather_dispatch, plan)
+    got = gradients(gather_dispatch, plan, poisoned(jnp.asarray(is_used_ERD), poison))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_empty_slots_hold_zeros():
     plan, (x_GTD, _, _) = fixed_plan(), numbers()
     seen = []
-    sort_dispatch(jnp.asarray(x_GTD), plan, lambda x_ERD: seen.append(x_ERD) or x_ERD)
+    gather_dispatch(jnp.asarray(x_GTD), plan, lambda x_ERD: seen.append(x_ERD) or x_ERD)
     x_EGCD = np.asarray(seen[0]).reshape(E, G, C, D)
     token_GEC = np.asarray(token_of_slot(plan)).reshape(G, E, C)
     for e, g, c in np.ndindex(E, G, C):
@@ -200,7 +200,7 @@ def test_no_direction_scatters_activations():
 
     def loss(x_GTD, gate_GTS):
         changed = dataclasses.replace(plan, gate_GTS=gate_GTS)
-        return jnp.sum(sort_dispatch(x_GTD, changed, tanh_experts(w_EDD)) ** 2)
+        return jnp.sum(gather_dispatch(x_GTD, changed, tanh_experts(w_EDD)) ** 2)
 
     program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x_GTD, plan.gate_GTS)
     scatters = {dtype for name, dtype in primitives(program.jaxpr) if "scatter" in name}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from switchx.moe.dispatchers import DISPATCHERS
+from switchx.moe.dispatchers import FUNCTIONS
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.banks import NAMES
@@ -30,7 +30,7 @@ from tests.moe.sharded import (
 )
 
 HERE = MeshSpec(data=1)
-ALL = [("sort", HERE), ("einsum", HERE), ("sort", MeshSpec(data=2, expert=4))]
+ALL = [("gather", HERE), ("einsum", HERE), ("gather", MeshSpec(data=2, expert=4))]
 ALL += list(dict(HOMES).items())
 
 
@@ -38,7 +38,7 @@ ALL += list(dict(HOMES).items())
 def compiled(name, spec):
     """A dispatcher compiled once for all plans, and the mesh it runs on."""
     devices = jax.devices() if spec != HERE else jax.devices()[:1]
-    return answerer(DISPATCHERS[name]), spec.build(devices)
+    return answerer(FUNCTIONS[name]), spec.build(devices)
 
 
 def run(name, spec, problem: Problem):
@@ -186,7 +186,7 @@ def test_the_poison_is_one():
 
     def careless(x_GTD, plan, experts):
         return (
-            DISPATCHERS["sort"](x_GTD, plan, experts) + experts(jnp.zeros((E, 1, 8)))[0, 0, 0]
+            FUNCTIONS["gather"](x_GTD, plan, experts) + experts(jnp.zeros((E, 1, 8)))[0, 0, 0]
         )
 
     x_GTD, plan, bank, _ = problem.arguments

@@ -8,7 +8,7 @@ import pytest
 
 from switchx.models import config
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.moe.dispatchers import DISPATCHERS, choose_dispatcher, refusal
+from switchx.moe.dispatchers import FUNCTIONS, choose_dispatcher, refusal
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
@@ -19,7 +19,7 @@ from tests.moe.sharded import HOMES, PIPELINE_MOE, make_problem, name_of
 E, D, F, TOKENS = 128, 64, 256, 4
 
 
-def layer(dispatcher="sort", d_model=D, d_ff=F):
+def layer(dispatcher="gather", d_model=D, d_ff=F):
     switch = SwitchConfig(E, every=1, dispatcher=dispatcher, router_init_scale=1.0)
     config = ModelConfig(
         "decoder_only", 8, d_model, d_ff, 2, 4, 1, activation="relu", switch=switch
@@ -64,7 +64,7 @@ def test_training_computes_slots_whatever_their_number():
 
 
 def test_the_configuration_names_what_there_is():
-    assert tuple(DISPATCHERS) == config.DISPATCHERS
+    assert FUNCTIONS.keys() == config.DISPATCHERS.keys()
 
 
 def why_not(name, spec, **sizes):
@@ -80,7 +80,7 @@ def test_at_home_nothing_is_refused(name, spec):
 @pytest.mark.parametrize(
     "spec", [MeshSpec(), MeshSpec(expert=4), MeshSpec(model=4)], ids=name_of
 )
-@pytest.mark.parametrize("name", ["sort", "einsum"])
+@pytest.mark.parametrize("name", ["gather", "einsum"])
 def test_what_the_compiler_splits_runs_anywhere(name, spec):
     assert why_not(name, spec, num_groups=1, tokens_per_group=3) is None
 
@@ -92,14 +92,14 @@ def test_what_the_compiler_splits_runs_anywhere(name, spec):
             "all_to_all",
             MeshSpec(),
             "dispatcher='all_to_all' needs experts on devices that have different tokens, and "
-            "this mesh has none; use expert > 1, or dispatcher='sort'",
+            "this mesh has none; use expert > 1, or dispatcher='gather'",
         ),
         (
             "ragged_all_to_all",
             MeshSpec(model=4, rules=PIPELINE_MOE),
             "dispatcher='ragged_all_to_all' needs experts on devices that have different "
             "tokens, and this mesh has none (rules put them on 'model'); use expert > 1, or "
-            "dispatcher='sort'",
+            "dispatcher='gather'",
         ),
         (
             "hierarchical",
@@ -119,7 +119,7 @@ def test_what_the_compiler_splits_runs_anywhere(name, spec):
             MeshSpec(expert=4),
             "dispatcher='sliced' needs experts on devices that share their tokens, as "
             "configs/meshes/pipeline_moe.gin puts them on 'model'; this mesh has none (rules "
-            "put them on 'expert'); use that file with model > 1, or dispatcher='sort'",
+            "put them on 'expert'); use that file with model > 1, or dispatcher='gather'",
         ),
         (
             "sliced",
@@ -140,7 +140,7 @@ def test_what_the_compiler_splits_runs_anywhere(name, spec):
             ),
             "dispatcher='all_to_all' gathers slices of D over devices with different tokens, "
             "but 'model' does not split the batch; put G on it in Rules.activations, or use "
-            "dispatcher='sort'",
+            "dispatcher='gather'",
         ),
     ],
 )
@@ -153,7 +153,7 @@ def test_groups_and_tokens_that_do_not_divide_are_refused_with_the_ways_out():
         "dispatcher='all_to_all' keeps routing groups whole, and 3 of them do not divide over "
         "the 8 devices that split the batch; use a SwitchConfig.group_size of at most 24 "
         "(groups never follow the devices by themselves), one that makes 2 of them, a larger "
-        "batch, or dispatcher='sort'"
+        "batch, or dispatcher='gather'"
     )
     # Those that devices can share are no reason.
     assert why_not("all_to_all", MeshSpec(expert=4), num_groups=2, tokens_per_group=64) is None
@@ -172,4 +172,4 @@ def test_a_layer_on_the_wrong_mesh_says_why():
         refused(why_not("all_to_all", spec)),
     ):
         choose_dispatcher(switch, plan, is_training=True)
-    assert choose_dispatcher(switch, plan, is_training=True) is DISPATCHERS["all_to_all"]
+    assert choose_dispatcher(switch, plan, is_training=True) is FUNCTIONS["all_to_all"]

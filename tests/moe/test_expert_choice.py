@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from switchx.moe.assignment import route_by_experts
-from switchx.moe.dispatch import einsum_dispatch, sort_dispatch
+from switchx.moe.dispatch import einsum_dispatch, gather_dispatch
 from tests.moe.oracle import softmax
 from tests.moe.plans import dispatch_loop, tanh_experts
 
@@ -50,7 +50,7 @@ def test_every_expert_takes_its_best_tokens():
         assert s == np.argmax(prob_GTE[g, t])
 
 
-@pytest.mark.parametrize("dispatch", [sort_dispatch, einsum_dispatch])
+@pytest.mark.parametrize("dispatch", [gather_dispatch, einsum_dispatch])
 def test_dispatchers_read_the_plan(dispatch):
     rng = np.random.default_rng(1)
     plan = route_by_experts(*map(jnp.asarray, inputs()), 4)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from switchx.moe.dispatch import einsum_dispatch
-from switchx.moe.dispatchers import DISPATCHERS
+from switchx.moe.dispatchers import FUNCTIONS
 from switchx.moe.sharded_dispatch import expert_specs, run_on_devices
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
@@ -60,16 +60,16 @@ def want():
 @pytest.mark.parametrize(("name", "spec"), HOMES, ids=name_of)
 def test_whatever_the_load_numbers_are_those_of_one_device(want, name, spec):
     problems, answers = want
-    run = answerer(DISPATCHERS[name])
+    run = answerer(FUNCTIONS[name])
     with use_mesh(spec.build(), spec.rules):
         for load, problem in problems.items():
             assert_same(run(*problem.arguments), answers[load])
 
 
-@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_on_one_device_all_are_the_same(want, name):
     problems, answers = want
-    run = answerer(DISPATCHERS[name])
+    run = answerer(FUNCTIONS[name])
     for load, problem in problems.items():
         assert_same(run(*problem.arguments), answers[load])
 
@@ -100,7 +100,7 @@ def test_dropout_differs_between_devices_and_not_between_calls(key):
         lambda a: jnp.broadcast_to(a[:1], a.shape), (problem.x_GTD, problem.plan)
     )
     with use_mesh(spec.build(), spec.rules):
-        run = jax.jit(lambda x, plan, bank: DISPATCHERS["all_to_all"](x, plan, bank))
+        run = jax.jit(lambda x, plan, bank: FUNCTIONS["all_to_all"](x, plan, bank))
         y_GTD = run(*same, bank)
         np.testing.assert_array_equal(y_GTD, run(*same, bank))
     # The groups are alike, so all that tells them apart is what was dropped.

@@ -21,7 +21,7 @@ from tests.moe.oracle import softmax, switch_layer
 B, L, D, F, E = 3, 20, 12, 16, 4
 
 
-def make(dispatcher="sort", group_size=1000, factor=1.0, **changes):
+def make(dispatcher="gather", group_size=1000, factor=1.0, **changes):
     switch = SwitchConfig(
         E,
         capacity_factor=factor,
@@ -70,7 +70,7 @@ def test_layer_equals_a_loop_over_tokens(group_size, factor):
     x_BLD, is_token_BL = inputs()
     layers = [
         with_weights(make(dispatcher, group_size, factor), weights())
-        for dispatcher in ("sort", "einsum")
+        for dispatcher in ("gather", "einsum")
     ]
     both = jax.jit(
         lambda x_BLD: [layer(x_BLD, is_token_BL, is_training=True) for layer in layers]
@@ -121,7 +121,7 @@ def test_both_dispatchers_have_the_same_gradients():
 
     w = jax.tree.map(jnp.asarray, weights())
     grad = jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)
-    got, want = (grad(w, jnp.asarray(x_BLD), d) for d in ("sort", "einsum"))
+    got, want = (grad(w, jnp.asarray(x_BLD), d) for d in ("gather", "einsum"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
@@ -135,7 +135,7 @@ def test_gradients_equal_finite_differences():
         @jax.value_and_grad
         def loss(w_and_x):
             w, x_BLD = w_and_x
-            layer = make("sort", 30)
+            layer = make("gather", 30)
             layer.config = dataclasses.replace(layer.config, precision=precision)
             y_BLD, _ = with_weights(layer, w)(x_BLD, jnp.asarray(is_token_BL), is_training=True)
             return jnp.sum(y_BLD * target)
@@ -230,7 +230,7 @@ def test_a_shared_expert_changes_no_other_weight():
     np.testing.assert_array_equal(alone.experts.w_in_EDF[...], layer.experts.w_in_EDF[...])
 
 
-@pytest.mark.parametrize("dispatcher", ["sort", "dropless"])
+@pytest.mark.parametrize("dispatcher", ["gather", "dropless"])
 def test_a_token_without_a_slot_may_keep_its_input(dispatcher):
     """As transformers 4.30 has it: hidden states are cloned, those with a slot replaced by
     their expert's output, and all multiplied by the router's probability."""

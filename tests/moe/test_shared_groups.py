@@ -36,7 +36,7 @@ def test_who_shares_what():
         assert shared_axes("all_to_all", 2) == ("expert",)
         assert shared_axes("all_to_all", 1) == ("data", "expert")
         assert shared_axes("all_to_all", 4) == ()  # refused
-        assert shared_axes("sort", 2) == ()
+        assert shared_axes("gather", 2) == ()
 
 
 def test_meshes_that_cannot_share_are_refused_with_a_way_out():

@@ -234,7 +234,7 @@ def test_a_layer_of_a_model():
 
 def test_what_the_compiler_decides_has_no_formula():
     with refused(
-        "dispatcher='sort' leaves its communication to the compiler; use one of dropless, "
+        "dispatcher='gather' leaves its communication to the compiler; use one of dropless, "
         "all_to_all, hierarchical, ragged_all_to_all, sliced, sliced_scatter"
     ):
-        sparse_layer_collectives("sort", LAYER, MeshSpec().build(), PIPELINE_MOE)
+        sparse_layer_collectives("gather", LAYER, MeshSpec().build(), PIPELINE_MOE)

@@ -66,7 +66,7 @@ def test_on_a_mesh_all_devices_together(spec):
 def test_a_part_of_f_as_long_as_d_counts_once(activation, d_ff, spec):
     """The product with w_out then looks like that with w_in."""
     config = dataclasses.replace(
-        with_switch(dispatcher="all_to_all" if spec else "sort"),
+        with_switch(dispatcher="all_to_all" if spec else "gather"),
         activation=activation, d_ff=d_ff,
     )  # fmt: skip
     assert config.d_model == 16

@@ -21,15 +21,15 @@ def test_the_first_plan():
 
 def test_another_plan_says_what_makes_it_slower():
     workload = make_workload()
-    first = predict(workload, Layout(data=8, dispatcher="sort"), H200)
-    other = predict(workload, Layout(model=8, dispatcher="sort"), H200)
+    first = predict(workload, Layout(data=8, dispatcher="gather"), H200)
+    other = predict(workload, Layout(model=8, dispatcher="gather"), H200)
     slow, fast = sorted((first, other), key=lambda plan: -plan.time.step_s)
     text = explain(slow, H200, fast)
     assert f"{slow.time.step_s / fast.time.step_s - 1:.1%} slower than the first" in text
 
 
 def test_pipelines_wait_and_nodes_are_left():
-    layout = Layout(pipe=4, data=4, dispatcher="sort", num_microbatches=4)
+    layout = Layout(pipe=4, data=4, dispatcher="gather", num_microbatches=4)
     plan = predict(make_workload(), layout, H200)
     text = explain(plan, H200, plan)
     assert "4 pipeline stages" in text and "4 microbatches" in text

@@ -4,9 +4,7 @@
 import jax
 import numpy as np
 
-from switchx.moe import dispatchers
 from switchx.partitioning.mesh import AXES, MeshSpec
-from switchx.planner import memory, step_comm
 from switchx.planner.layout import SLICED_RULES, Layout
 from tests.data.refusals import refused
 
@@ -33,9 +31,3 @@ def test_sizes_and_names():
 def test_sizes_are_positive():
     with refused("expert=0; use at least 1"):
         Layout(expert=0)
-
-
-def test_dispatchers_are_the_layers():
-    """Planning does not import the layers, so it names their dispatchers again."""
-    assert memory.EQUAL_BLOCKS == dispatchers.EQUAL_BLOCKS
-    assert step_comm.LEFT_TO_THE_COMPILER == dispatchers.LEFT_TO_THE_COMPILER

@@ -74,8 +74,8 @@ def test_remat_keeps_less():
 
 
 def test_microbatches_halve_activations_and_double_gradients():
-    one = memory_use(make_workload(), Layout(dispatcher="sort"))
-    two = memory_use(make_workload(), Layout(dispatcher="sort", num_microbatches=2))
+    one = memory_use(make_workload(), Layout(dispatcher="gather"))
+    two = memory_use(make_workload(), Layout(dispatcher="gather", num_microbatches=2))
     assert two.activations == pytest.approx(one.activations / 2)
     assert two.gradients == 2 * one.gradients
     assert two.state == one.state

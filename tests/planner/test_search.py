@@ -45,7 +45,7 @@ def test_plans_are_ranked_and_use_the_devices():
     assert all(plan.layout.size == 8 for plan in found.plans)
     assert found.looked_at == len(found.plans) + sum(found.refused.values())
     used = {plan.layout.dispatcher for plan in found.plans}
-    assert {"sort", "dropless", "all_to_all", "ragged_all_to_all", "sliced"} <= used
+    assert {"gather", "dropless", "all_to_all", "ragged_all_to_all", "sliced"} <= used
 
 
 def test_nodes_are_where_the_nodes_are():

@@ -124,4 +124,4 @@ def test_experts_in_attention_have_no_formula():
     switch = dataclasses.replace(SWITCH, sublayers="both")
     workload = make_workload(dataclasses.replace(SPARSE, switch=switch))
     with refused("SwitchConfig.sublayers='both': <any>; plan sublayers='ffn'"):
-        step_collectives(workload, Layout(data=8, dispatcher="sort"))
+        step_collectives(workload, Layout(data=8, dispatcher="gather"))

@@ -12,6 +12,7 @@ from switchx.optim.adafactor import Adafactor
 from switchx.optim.protocol import apply_updates
 from switchx.optim.schedules import Constant, InverseSquareRoot
 from switchx.partitioning.rules import Rules, param_shardings
+from tests.data.refusals import refused
 from tests.training.adafactor_oracle import MatrixAdafactor
 
 RATE = 0.01
@@ -285,7 +286,8 @@ def test_donated_update_is_in_place():
     compiled = (
         jax.jit(step, donate_argnums=(0, 1)).lower(params, state, gradient, True).compile()
     )
-    assert compiled.memory_analysis().temp_size_in_bytes < params["w_in_EDF"].nbytes / 2
+    # One array of squares; parameters and state are updated where they are.
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * params["w_in_EDF"].nbytes
     kept = jax.tree.map(np.array, params)  # a copy: a view would keep the buffers from donation
     old, (params, state) = params, compiled(params, state, gradient, False)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
@@ -349,9 +351,8 @@ def test_experts_over_eight_devices_as_on_one():
     ],
 )
 def test_bad_setting(setting, message):
-    with pytest.raises(ValueError) as error:
+    with refused(message):
         Adafactor(**setting)
-    assert str(error.value) == message
 
 
 def test_bad_call():

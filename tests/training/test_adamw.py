@@ -8,6 +8,7 @@ import pytest
 from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import apply_updates
 from switchx.optim.schedules import Constant, WarmupCosine
+from tests.data.refusals import refused
 
 
 def normal(seed, *shape):
@@ -101,9 +102,8 @@ def test_donated_update_is_in_place():
     ],
 )
 def test_bad_setting(setting, message):
-    with pytest.raises(ValueError) as error:
+    with refused(message):
         AdamW(**setting)
-    assert str(error.value) == message
 
 
 def test_bad_call():

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.checkpoint.scan_conversion import write_converted_layout
 from switchx.manifest import find_damage, read_manifest
 from switchx.models.config import RouterConfig, SwitchConfig
-from switchx.training.resume import check_same_run, read_model_config
+from switchx.training.resume import check_same_run
 from tests.data.refusals import refused
 from tests.training.jobs import SPARSE, make_job
 from tests.training.saved_runs import save_run

@@ -52,7 +52,7 @@ def stacked(config, layers: int, *, dropout_rate=0.0, dispatcher=None):
 def unpipelined(config, num_microbatches=MICROBATCHES):
     """Gradients, loss, token sums and statistics on one device."""
     if config.switch is not None:
-        switch = dataclasses.replace(config.switch, dispatcher="sort")
+        switch = dataclasses.replace(config.switch, dispatcher="gather")
         config = dataclasses.replace(config, switch=switch)
     step = StepConfig(num_microbatches=num_microbatches)
     compute = functools.partial(gradients, config, WEIGHTY, step)

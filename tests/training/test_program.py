@@ -85,16 +85,16 @@ def want():
 
 # Switch Transformers, Figure 9: its columns on eight devices; then what it does not have.
 MESHES = {
-    "data": (MeshSpec(), "sort"),
-    "model and data": (MeshSpec(model=2), "sort"),
-    "expert and data": (MeshSpec(data=2, expert=4), "sort"),
-    "expert, model and data": (MeshSpec(expert=2, model=2), "sort"),
-    "fsdp": (MeshSpec(fsdp=4), "sort"),
+    "data": (MeshSpec(), "gather"),
+    "model and data": (MeshSpec(model=2), "gather"),
+    "expert and data": (MeshSpec(data=2, expert=4), "gather"),
+    "expert, model and data": (MeshSpec(expert=2, model=2), "gather"),
+    "fsdp": (MeshSpec(fsdp=4), "gather"),
     "fsdp, dropless": (MeshSpec(fsdp=2, model=2), "dropless"),
     "all-to-all": (MeshSpec(fsdp=2, expert=2, model=2), "all_to_all"),
     "hierarchical": (MeshSpec(node=2, expert=2), "hierarchical"),
     "ragged": (MeshSpec(expert=4), "ragged_all_to_all"),
-    "vocabulary rows": (MeshSpec(rules=VOCABULARY_ROWS), "sort"),
+    "vocabulary rows": (MeshSpec(rules=VOCABULARY_ROWS), "gather"),
     "vocabulary rows, fsdp": (MeshSpec(fsdp=2, expert=2, rules=VOCABULARY_ROWS), "all_to_all"),
     "pipeline moe": (MeshSpec(model=2, rules=PIPELINE_MOE), "sliced"),
     "pipeline moe, split tokens": (MeshSpec(model=2, rules=PIPELINE_MOE), "sliced_scatter"),
