@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's checkpoint in another layout of layers: scanned, or unrolled.
+"""Run folders made of others: layers scanned or unrolled, and models from elsewhere.
 
-Parameters and all that the optimizer keeps for them are cut or stacked over N; not a number
-changes. Meshes need no conversion: a checkpoint is restored on any.
-
-A model from elsewhere as a run folder, whose checkpoint 0 holds parameters alone.
-
-Whatever reads a run's parameters reads it: `switchx.load`, `INIT_FROM`, `switchx eval`.
+In another layout of layers, parameters and all that the optimizer keeps for them are cut or
+stacked over N; not a number changes. (A run that is resumed, evaluated or loaded needs no such
+folder: `restore.py` does the same on the way.) A model from elsewhere becomes a run folder
+whose checkpoint 0 holds parameters alone. Whatever reads a run's parameters reads both.
 """
 
 import dataclasses
@@ -17,12 +15,18 @@ import shutil
 
 import orbax.checkpoint as ocp
 
-from switchx.checkpoint.items import items_of, read_items, require_same_leaves
+from switchx.checkpoint.items import (
+    Manifest,
+    items_of,
+    read_items,
+    read_manifest,
+    require_same_leaves,
+    write_manifest,
+)
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.data_dir import write_atomically
 from switchx.data.vocabularies import save_vocabulary
 from switchx.fields import describe
-from switchx.manifest import read_manifest, write_manifest
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
@@ -66,8 +70,8 @@ def write_converted_layout(
     if (source / "data").is_dir():
         shutil.copytree(source / "data", target / "data")
     _write_records(run, folder, is_scanned)
-    manifest = read_manifest(source)
-    write_manifest(target, step, manifest.score, manifest.metrics)
+    was = read_manifest(source)
+    write_manifest(target, Manifest(step, was.score, was.metrics))
 
 
 def _require_model(config, params: Tree) -> None:
@@ -127,6 +131,6 @@ def write_converted(
     folder.mkdir(parents=True)
     with ocp.StandardCheckpointer() as writer:
         writer.save(folder / "params", params)
-    write_manifest(folder, STEP, None, {})
+    write_manifest(folder, Manifest(STEP, None, {}))
     description = {"type": "ConvertedModel", "origin": origin, "model": describe(config)}
     write_atomically(run.config, (json.dumps(description, indent=2) + "\n").encode())

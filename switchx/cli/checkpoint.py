@@ -75,9 +75,8 @@ def show_help(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    from switchx.checkpoint.items import stored_items
+    from switchx.checkpoint.items import find_damage, read_manifest, stored_items
     from switchx.checkpoint.run_folder import read_config
-    from switchx.manifest import find_damage, read_manifest
     from switchx.tree import named_leaves
 
     run = _run(arguments)

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.config import DecodingConfig
-from switchx.inference.largest import top_k
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, top_k
 
 NEVER = -1e9
 

@@ -58,7 +58,8 @@ class Scorer:
     ):
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
-        self.config, self.params = devices.config(config, params), params
+        devices.check(config, params)
+        self.config, self.params = config, params
         self.is_prompt_bidirectional = is_prompt_bidirectional
         self.batch_size, self.devices = batch_size, devices
         self.batches = devices.batches(config, BATCHES)

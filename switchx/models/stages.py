@@ -101,7 +101,7 @@ class Chunk:
             return jnp.where(op.is_first, stack.enter(embedded_BLD, key=key), x_BLD)
 
         x_BLD = jax.lax.cond(op.any_first, embedded, lambda x_BLD: x_BLD, message["x_BLD"])
-        x_BLD, stats = stack.run(
+        x_BLD, stats, _ = stack.run(
             x_BLD, inputs, is_training=True, key=key, first_run=op.place * self.num_runs
         )
         if self.stack == "encoder":

@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from switchx.layers.dropout import dropout
-from switchx.moe.capacity import assign_slots
-from switchx.moe.plan import RoutingPlan
 
 
 def router_logits(x_GTD, w_router_DE, *, dtype="float32"):
@@ -56,21 +54,6 @@ def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):
         return gate_GTS
     # The floor keeps a token that chooses nothing at 0.
     return gate_GTS / jnp.maximum(jnp.sum(gate_GTS, axis=-1, keepdims=True), 1e-9)
-
-
-def route_top1(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
-    """Sends each token to its most probable expert, gated by that probability (eq. 2).
-
-    The paper's router, to read; `routing.py` makes the same plan by its default policies.
-
-    Args:
-        is_token_GT: false for padding, which is neither routed nor counted.
-    """
-    num_experts = prob_GTE.shape[-1]
-    expert_GTS = jnp.where(is_token_GT[..., None], choose_experts(prob_GTE, 1), num_experts)
-    gate_GTS = chosen_gates(prob_GTE, expert_GTS)
-    slot_GTS, count_GE = assign_slots(expert_GTS, num_experts)
-    return RoutingPlan(expert_GTS, gate_GTS, slot_GTS, count_GE, num_experts, capacity)
 
 
 def jitter_inputs(x, jitter: float, *, key: jax.Array | None):

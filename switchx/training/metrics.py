@@ -9,7 +9,6 @@ What happened between two logged steps: sums of the steps' metrics, and rates.
 Batches whose loss or gradient was not finite: who they were, kept to be looked at.
 """
 
-import dataclasses
 import json
 import logging
 import math
@@ -53,22 +52,12 @@ def routing_metrics(stats: RoutingStats | None) -> dict[str, Any]:
     """
     if stats is None:
         return {}
-    means = {
-        field.name: np.asarray(getattr(stats.per_token(), field.name), np.float64)
-        for field in dataclasses.fields(stats)
-        if field.name != "choices"
-    }
+    means = {name: np.asarray(mean, np.float64) for name, mean in stats.means().items()}
+    means["load"] = means["load"].round(6)
     num_choices = max(float(np.sum(stats.load_E)), 1.0)
     return {
         "dropped_fraction": float(np.sum(stats.dropped)) / num_choices,
-        "routing": {
-            "load": means["load_E"].round(6).tolist(),
-            "dropped": means["dropped"].tolist(),
-            "entropy": means["entropy"].tolist(),
-            "gate": means["gate"].tolist(),
-            "balance_loss": means["balance_loss"].tolist(),
-            "router_z_loss": means["router_z_loss"].tolist(),
-        },
+        "routing": {name: mean.tolist() for name, mean in means.items()},
     }
 
 
@@ -210,10 +199,6 @@ class Interval:
         }
         if good_steps:
             metrics |= token_metrics(self._sums) | routing_metrics(self._routing)
-            for name in ("balance_loss", "router_z_loss"):  # means already: added up above
-                if "routing" in metrics:
-                    losses = metrics["routing"][name]
-                    metrics["routing"][name] = [value / good_steps for value in losses]
         return metrics
 
 
