@@ -26,7 +26,6 @@ from switchx.tree import Tree, named_leaves
 MANIFEST = "manifest.json"
 # Orbax changes these after the manifest is written; nothing is read from them.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
-
 # What matters of Orbax' log it also raises, and then our errors and warnings say it.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 

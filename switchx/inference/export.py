@@ -3,7 +3,9 @@
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, steps 3 to 6: the model as a static
 graph (`jax.export`), split over a mesh with its communication in it, with the kernels of the
-platform, to be deployed. `run_exported.py` runs it, without this package. Dims: B L M P T
+platform, to be deployed. `run_exported.py` runs it, without this package.
+
+Dims: B batch, L length, M input length, P prompt, T new tokens
 """
 
 import dataclasses

@@ -2,7 +2,9 @@
 """A model in use on a device mesh: where its arrays are.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, Table 2: decoding with the experts
-over devices. Parameters follow the rules that training follows. Dims: B G T E
+over devices. Parameters follow the rules that training follows.
+
+Dims: B batch
 """
 
 import contextlib

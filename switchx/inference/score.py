@@ -2,7 +2,9 @@
 """How likely texts are: log-likelihoods of targets given inputs, by whole forward passes.
 
 log p(y | x) is the sum over the target's tokens of log p(y_l | x, y_1 .. y_{l-1}), natural
-logarithms. Dims: B L V
+logarithms.
+
+Dims: B batch, L length, V vocabulary
 """
 
 import dataclasses

@@ -3,7 +3,8 @@
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 2.3. Every device computes the terms of
 its own rows, inside of `jax.shard_map`; the loss is their sum, and is differentiated outside.
-Dims: B L N G
+
+Dims: B batch, L length, D model
 """
 
 import math

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step, pure: gradients over microbatches, clipping, update or skip.
 
-Dims: B L V N
+Dims: B batch, L length, V vocabulary
 """
 
 import dataclasses
@@ -208,7 +208,9 @@ def train_step(
         is_finite, update, lambda *kept: kept, state.params, state.opt_state
     )
     is_skipped = 1 - is_finite.astype(jnp.int32)
-    skipped_in_a_row = (state.skipped_in_a_row + 1) * is_skipped
+    # An overflow that a smaller loss scale may mend is no sign that training has diverged.
+    is_counted = is_skipped * (state.loss_scale <= 1) if is_half else is_skipped
+    skipped_in_a_row = (state.skipped_in_a_row + is_counted) * is_skipped
     loss_scale, good_steps = (
         _next_loss_scale(state, is_finite) if is_half else (state.loss_scale, state.good_steps)
     )

@@ -6,11 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.router import (
-    choose_experts,
-    chosen_gates,
-    router_logits,
-)
+from switchx.moe.assignment import choose_experts, chosen_gates
+from switchx.moe.router import router_logits
 from tests.moe.oracle import softmax
 from tests.moe.plans import top1_plan
 
@@ -78,6 +75,21 @@ def test_the_gate_is_the_probability_under_all_experts_and_has_its_gradient():
     p_E = softmax(logits_E)
     np.testing.assert_allclose(value, p_E[1], rtol=1e-6)
     np.testing.assert_allclose(grad, p_E[1] * (np.eye(4)[1] - p_E), rtol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_products_of_the_router_are_float32_everywhere(platform):
+    """Forward and both gradients: accelerators multiply in bfloat16 or TF32 if not told."""
+
+    def loss(x_GTD, w_router_DE):
+        return jnp.sum(router_logits(x_GTD, w_router_DE) ** 2)
+
+    x_GTD, w_router_DE, _ = map(jnp.asarray, inputs())
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(x_GTD, w_router_DE)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3
+    assert all(line.count("HIGHEST") == 2 for line in products)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -203,9 +203,12 @@ def test_float16_halves_and_doubles_its_loss_scale(monkeypatch):
     assert int(metrics.is_skipped) == 1
     assert_same(skipped.params, high.params)
     assert float(skipped.loss_scale) == 2.0**39 and int(skipped.good_steps) == 0
+    # The scale may still come down: nothing counts towards giving up yet.
+    assert int(skipped.skipped) == 1 and int(skipped.skipped_in_a_row) == 0
 
     bad, _ = step(dataclasses.replace(third, loss_scale=jnp.float32(1)), spoilt(batch))
     assert float(bad.loss_scale) == 1  # and not below
+    assert int(bad.skipped_in_a_row) == 1
 
 
 def test_other_dtypes_have_no_loss_scale(noisy):
