@@ -233,7 +233,11 @@ class Checkpointer:
         return self._whole
 
     def restore(
-        self, abstract_state: Tree, model: ModelConfig, step: int | None = None
+        self,
+        abstract_state: Tree,
+        step: int | None = None,
+        *,
+        model: ModelConfig | None = None,
     ) -> tuple[Tree, list]:
         """The state, and the states of the data iterators of all processes that saved it.
 
@@ -241,9 +245,9 @@ class Checkpointer:
             abstract_state: the state's structure, of arrays or ShapeDtypeStructs whose
                 shardings say where the leaves go (without one: the first device). The mesh
                 need not be the one that saved it.
-            model: whose state it is; its layers may be scanned or unrolled, however they were
-                saved.
             step: None is the newest complete checkpoint.
+            model: whose state it is, where its layers may be scanned and the checkpoint's
+                unrolled, or the other way round. None where they are the same.
 
         Raises:
             ValueError: there is no such complete checkpoint; leaves are missing, extra, or

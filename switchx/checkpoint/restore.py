@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import jax
@@ -117,44 +117,34 @@ def restore_params(
     """
     folder = RunFolder(run)
     path = folder.checkpoints / str(choose_step(folder, step))
-    if model is None:
-        return read_items(path, {"params": target})["params"]
     return restore_items(path, {"params": target}, model)["params"]
 
 
 def restore_items(
-    path: pathlib.Path, targets: dict[str, Tree], model: ModelConfig
+    path: pathlib.Path, targets: dict[str, Tree | None], model: ModelConfig | None
 ) -> dict[str, Tree]:
     """Items of a checkpoint as arrays of `model`, on any mesh and in its layout of layers.
 
     Layers that were saved in the other layout, scanned or unrolled, are read as they are
-    stored, each device its part, and cut or stacked there.
+    stored, each device its part, and cut or stacked there, one array at a time.
 
     Args:
-        targets: nested dictionaries of ShapeDtypeStructs with shardings, by item.
+        targets: nested dictionaries of ShapeDtypeStructs with shardings, by item; see
+            `read_items`.
+        model: None reads the layers as they are stored.
 
     Raises:
         ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
     """
-    is_scanned = stored_model(path, model).scan_layers
-    if is_scanned == model.scan_layers:
+    if model is None or stored_model(path, model) == model:
         return read_items(path, targets)
-
-    def to_stored(items):
-        if is_scanned:
-            return scanned_blocks(items, model.period, _stack_targets)
-        return unrolled_blocks(jax.tree.map(_Target, items))
-
-    stored = jax.tree.map(lambda leaf: getattr(leaf, "struct", leaf), to_stored(targets))
-    items = read_items(path, stored)
-
-    def convert(items):
-        if is_scanned:
-            return unrolled_blocks(items)
-        return scanned_blocks(items, model.period, jnp.stack)
-
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, targets)
-    return jax.jit(convert, out_shardings=shardings, donate_argnums=0)(items)
+    if model.scan_layers:
+        stored = jax.tree.map(_struct, unrolled_blocks(jax.tree.map(_StackedStruct, targets)))
+        repeats = scanned_blocks(read_items(path, stored), model.period, _Repeats)
+        return jax.tree.map(_stack, repeats, targets)
+    repeats = scanned_blocks(targets, model.period, _Repeats)
+    arrays = read_items(path, jax.tree.map(_stacked_struct, repeats))
+    return unrolled_blocks(jax.tree.map(_cut, repeats, arrays))
 
 
 def stored_model(path: pathlib.Path, model: ModelConfig) -> ModelConfig:
@@ -174,8 +164,22 @@ def _shapes(params: Tree) -> dict[str, tuple[int, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Target:
-    """A ShapeDtypeStruct of stacked layers, of which one can be taken: its sharding's too."""
+class _Repeats:
+    """What the repeats of a scanned layer have of one parameter: N arrays or structs."""
+
+    layers: Sequence[jax.Array | jax.ShapeDtypeStruct]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.layers), *self.layers[0].shape
+
+    def __getitem__(self, repeat: int) -> jax.Array | jax.ShapeDtypeStruct:
+        return self.layers[repeat]
+
+
+@dataclasses.dataclass(frozen=True)
+class _StackedStruct:
+    """A ShapeDtypeStruct of N stacked layers, of which one can be taken, whole or in parts."""
 
     struct: jax.ShapeDtypeStruct
 
@@ -183,16 +187,41 @@ class _Target:
     def shape(self) -> tuple[int, ...]:
         return self.struct.shape
 
-    def __getitem__(self, layer: int) -> jax.ShapeDtypeStruct:
+    def __getitem__(self, repeat: int) -> jax.ShapeDtypeStruct:
         sharding = self.struct.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
         return jax.ShapeDtypeStruct(self.shape[1:], self.struct.dtype, sharding=sharding)
 
 
-def _stack_targets(layers) -> jax.ShapeDtypeStruct:
-    """The ShapeDtypeStruct of layers stacked over N, whole along it."""
-    first, sharding = layers[0], layers[0].sharding
+def _struct(leaf) -> jax.ShapeDtypeStruct:
+    return leaf.struct if isinstance(leaf, _StackedStruct) else leaf
+
+
+def _stacked_struct(leaf) -> jax.ShapeDtypeStruct:
+    """The struct of all repeats together, every device with its part of each of them."""
+    if not isinstance(leaf, _Repeats):
+        return leaf
+    one = leaf[0]
+    sharding = one.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    return jax.ShapeDtypeStruct((len(layers), *first.shape), first.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, one.dtype, sharding=sharding)
+
+
+def _stack(leaf, target: jax.ShapeDtypeStruct) -> jax.Array:
+    if not isinstance(leaf, _Repeats):
+        return leaf
+    stacked = jax.jit(jnp.stack, out_shardings=target.sharding)(leaf.layers)
+    for layer in leaf.layers:
+        layer.delete()
+    return stacked
+
+
+def _cut(target, array: jax.Array) -> jax.Array | _Repeats:
+    if not isinstance(target, _Repeats):
+        return array
+    shardings = [layer.sharding for layer in target.layers]
+    layers = jax.jit(list, out_shardings=shardings)(array)
+    array.delete()
+    return _Repeats(layers)

@@ -24,7 +24,12 @@ from switchx.data.vocabularies import load_vocabulary
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import evaluate
 from switchx.training.job import TrainingJob
-from switchx.training.metrics import Interval, MetricsLog, SkippedBatches, Stopwatch
+from switchx.training.metrics import (
+    Interval,
+    MetricsLog,
+    SkippedBatches,
+    Stopwatch,
+)
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
 from switchx.training.routing_sample import RoutingLog, RoutingSample
@@ -157,7 +162,7 @@ def _start(job, run, program, params) -> TrainState:
 def _resume(run, program, checkpointer, loader, step) -> TrainState:
     logger.info("reading %s", run.checkpoints / str(step))
     target = program.restore_target()
-    state, data_states = checkpointer.restore(target, program.job.model, step)
+    state, data_states = checkpointer.restore(target, step, model=program.job.model)
     loader.restore(merge_states(data_states))
     return state
 
