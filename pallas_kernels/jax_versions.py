@@ -10,6 +10,8 @@ import contextlib
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shard_map_types import vary_like
+
 try:  # JAX 0.11 and later
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams, force_gpu_interpret_mode
 except ImportError:
@@ -46,7 +48,8 @@ def mosaic_gpu_kernel(body, *, out_type, scratch_types, grid, num_threads, inter
 
     def run(*operands):
         with interpreted_gpu() if interpret else contextlib.nullcontext():
-            return kernel(*operands)
+            # `plgpu.kernel` types every result as the same on all devices of a `shard_map`.
+            return vary_like(kernel(*operands), *operands)
 
     return run
 

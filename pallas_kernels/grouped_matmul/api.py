@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels.implementations import choose
 from pallas_kernels.operands import check_grouped
 from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.shard_map_types import sum_over_replicas
 from pallas_kernels.tiling.tuned import Key, lookup
 
 
@@ -88,6 +89,7 @@ def _grouped_backward(module, tiling, options, residuals, dy_RF):
     dw_EDF = module.weight_gradient(
         x_RD, dy_RF, group_sizes_E, out_dtype=w_EDF.dtype, **dict(options)
     )
+    dx_RD, dw_EDF = sum_over_replicas(dx_RD, x_RD), sum_over_replicas(dw_EDF, w_EDF)
     return dx_RD, dw_EDF, np.zeros(group_sizes_E.shape, jax.dtypes.float0)
 
 

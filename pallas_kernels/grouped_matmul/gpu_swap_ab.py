@@ -386,19 +386,16 @@ class _Consumer:
 
     def _of_feature_or_zero(self, name, index):
         """As above; zero for tiles of no expert, which have nothing to look up."""
-        shape = (self.walk.tiling.tile_m,)
-
-        def zero():
-            value_M = jnp.zeros(shape, jnp.float32)
-            if self.interpret:
-                return value_M
-            return plgpu.layout_cast(value_M, plgpu.Layout.WGMMA.reduce(1))
-
-        value_M = lax.cond(
-            index[0] < self.walk.num_experts,
-            lambda: self._load(self.extra_gmem[name].at[index], axis=0),
-            zero,
-        )
+        expert, *rest = index
+        # Another expert's values are loaded and dropped. Not a `lax.cond`: inside
+        # `jax.shard_map` the type of a loaded value names mesh axes, that of a zero does not.
+        some_expert = lax.min(expert, jnp.int32(self.walk.num_experts - 1))
+        value_M = self._load(self.extra_gmem[name].at[(some_expert, *rest)], axis=0)
+        zero_M = jnp.zeros((self.walk.tiling.tile_m,), jnp.float32)
+        if not self.interpret:
+            zero_M = plgpu.layout_cast(zero_M, plgpu.Layout.WGMMA.reduce(1))
+        is_used_M = lax.broadcast(expert < self.walk.num_experts, zero_M.shape)
+        value_M = lax.select(is_used_M, value_M, zero_M)
         return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
 
     def _load(self, ref, axis):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.routing.stable_sort import stable_argsort
+from pallas_kernels.shard_map_types import vary_like
 
 # Bytes of a block of a matrix. As large as caches hold where products are added up over
 # blocks, which costs a pass over the sums for each; smaller where every block has its own.
@@ -177,6 +178,7 @@ def forward_on_cpu(x_RD, w, group_sizes_E, transpose_w: bool, tiling: Tiling):
         corner, shape = (e, k * tiling.weight_rows, 0), (1, tiling.weight_rows, w.shape[2])
         return jax.lax.dynamic_slice(w, corner, shape)[0]
 
+    x_RD = vary_like(x_RD, w, group_sizes_E)
     y_RF = add_up_blocks(x_RD, weight_block, w.shape[1:], group_sizes_E, transpose_w, tiling)
     return y_RF.astype(x_RD.dtype)
 
@@ -185,6 +187,8 @@ def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling:
     """`[R, F]` float32 of the products of rows with blocks of their experts' matrices.
 
     Args:
+        x_RD: varies over the mesh axes that the matrices and the sizes vary over, as the sums
+            do (`vary_like`).
         weight_block: `(e, k)` to the k-th block of `tiling.weight_rows` rows of expert e's
             matrix, floating point; computed once for each.
         shape: of an expert's matrix, as it is stored.
@@ -193,7 +197,6 @@ def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling:
     b = min(tiling.rows, R)
     F = shape[0] if transpose_w else shape[1]
     visits = Visits.of(group_sizes_E)
-    # Like x, which varies over the devices of a `shard_map` where the sums do.
     zeros_RF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(R, F))
 
     def expert(i, y_RF):
@@ -227,6 +230,7 @@ def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling
     """The loops of the CPU; see the module."""
     (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
     b, K = min(tiling.rows, R), tiling.weight_rows
+    x_RD = vary_like(x_RD, dy_RF, group_sizes_E)
     visits = Visits.of(group_sizes_E)
     zeros_EDF = jax.lax.full_like(x_RD, 0, out_dtype, shape=(E, D, F))
     zeros_KF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(K, F))

@@ -15,6 +15,7 @@ from pallas_kernels.grouped_matmul.reference import Tiling
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize
 from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.shard_map_types import vary_like
 
 
 def forward(
@@ -74,6 +75,7 @@ def candidates(R: int, D: int, F: int, E: int) -> list[Tiling]:
 def product_on_cpu(x_RD, w: QTensor, group_sizes_E, tiling: Tiling):
     """float32 `[R, F]`, one block of features of one expert at a time."""
     _, D, F = w.shape
+    x_RD = vary_like(x_RD, w, group_sizes_E)
     K, C = tiling.weight_rows, D // w.scales_EFG.shape[2]
     # Low nibbles of a block, then its high ones, are even channels, then odd ones. Ordering x
     # like that is little work; interleaving nibbles takes as long as the product.

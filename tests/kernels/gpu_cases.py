@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of the GPU kernels' tests, their answer by NumPy in float64, and the comparison."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,12 +62,17 @@ def assert_agrees(got, want: np.ndarray, dtype):
 
 
 def interpreted(run, *operands):
-    """The result of an interpreted kernel, which had no race; on the CPU if JAX has it."""
+    """The result of an interpreted kernel, which had no race; on the CPU if JAX has it.
+
+    It runs inside `jax.shard_map` on one device, where the types of arrays name a mesh axis.
+    """
     try:
-        place = jax.default_device(jax.devices("cpu")[0])
+        device = jax.devices("cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names the GPU alone.
-        place = contextlib.nullcontext()
-    with place:
-        result = jax.block_until_ready(jax.jit(run)(*operands))
+        device = jax.devices()[0]
+    mesh = jax.sharding.Mesh([device], ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+    result = jax.block_until_ready(jax.jit(mapped)(*operands))
     assert not gpu_races_found()
     return result
