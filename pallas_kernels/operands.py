@@ -48,8 +48,8 @@ def check_quantized(x_RD, w: QTensor, group_sizes_E, bias_EF, activation, gate_R
 def check_group_sizes(group_sizes_E, R: int, E: int) -> None:
     """Raises ValueError where these are no sizes of E groups among R rows.
 
-    Values that are being traced cannot be looked at: there the sizes are the caller's
-    responsibility, and what does not fit gives results that mean nothing.
+    Values that are being traced cannot be looked at. There `group_bounds` cuts groups at row
+    R, and a negative size gives results that mean nothing.
     """
     _check_array("group_sizes_E", group_sizes_E, "the rows of each expert", 1, (jnp.int32,))
     if group_sizes_E.shape[0] != E:

@@ -38,8 +38,8 @@ def grouped_matmul(
 
     Args:
         x_RD, w_EDF, bias_EF: float32, bfloat16 or float16.
-        group_sizes_E: int32, summing to at most R. Checked where they are concrete; while
-            they are traced that is the caller's responsibility.
+        group_sizes_E: int32, summing to at most R. Checked where they are concrete. While they
+            are traced they may sum to more: rows past R are neither read nor written.
         implementation: `reference`, `tpu`, `gpu`, or None: see `implementations.choose`.
         tiling: the implementation's `Tiling` of the forward product; None is the tuned one,
             where `switchx tune kernels` has written one, or its heuristic. Gradients take

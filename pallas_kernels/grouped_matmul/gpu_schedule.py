@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.routing.groups import group_bounds
+
 ROW_ALIGNMENT = 8
 PRODUCER_REGISTERS = 40
 
@@ -63,13 +65,11 @@ def aligned(num_rows: int) -> int:
 def row_tiles(group_sizes_E, num_rows: int, block: int) -> RowTiles:
     """Covers `num_rows` rows, sorted by expert, and those up to a multiple of 8 with tiles."""
     num_experts = group_sizes_E.shape[0]
-    sizes_E = group_sizes_E.astype(jnp.int32)
-    rest = aligned(num_rows) - jnp.sum(sizes_E)
-    sizes_G = jnp.concatenate([sizes_E, rest[None]])
-    end_G = jnp.cumsum(sizes_G)
-    begin_G = end_G - sizes_G
+    begin_E, end_E = group_bounds(group_sizes_E, num_rows)
+    begin_G = jnp.append(begin_E, end_E[-1])
+    end_G = jnp.append(end_E, aligned(num_rows))
     first_G = begin_G // ROW_ALIGNMENT * ROW_ALIGNMENT
-    tiles_G = jnp.where(sizes_G > 0, -(-(end_G - first_G) // block), 0)
+    tiles_G = jnp.where(end_G > begin_G, -(-(end_G - first_G) // block), 0)
     tiles_end_G = jnp.cumsum(tiles_G)
     tile_P = jnp.arange(max_row_tiles(num_rows, num_experts, block), dtype=jnp.int32)
     # Comparing all with all is one small fused loop; a search is a chain of launches.

@@ -22,6 +22,7 @@ from pallas_kernels.grouped_matmul.gpu_schedule import ROW_ALIGNMENT, copy_and_m
 from pallas_kernels.grouped_matmul.gpu_swap_ab import tiled, transposed
 from pallas_kernels.grouped_matmul.gpu_tiling import Tiling, checked, fitted, sm_count
 from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
+from pallas_kernels.routing.groups import group_bounds
 
 # Columns that are masked or stored at a time.
 CHUNK = 64
@@ -48,14 +49,12 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, interpret)
     x_RD = jnp.pad(x_RD, ((0, row_block - num_rows), (0, d_block)))
     dy_RF = jnp.pad(dy_RF, ((0, row_block - num_rows), (0, f_block)))
 
-    sizes_E = group_sizes_E.astype(jnp.int32)
-    end_E = jnp.cumsum(sizes_E)
-    begin_E = end_E - sizes_E
+    begin_E, end_E = group_bounds(group_sizes_E, num_rows)
     first_E = begin_E // ROW_ALIGNMENT * ROW_ALIGNMENT
-    steps_E = jnp.where(sizes_E > 0, -(-(end_E - first_E) // tiling.tile_k), 0)
+    steps_E = jnp.where(end_E > begin_E, -(-(end_E - first_E) // tiling.tile_k), 0)
     walk = _Walk(
         tiling=dataclasses.replace(tiling, num_sms=tiling.num_sms or sm_count(interpret)),
-        num_experts=sizes_E.shape[0],
+        num_experts=begin_E.shape[0],
         D=x_RD.shape[1],
         F=dy_RF.shape[1],
     )

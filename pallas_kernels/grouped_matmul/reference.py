@@ -14,6 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.routing.groups import group_bounds
 from pallas_kernels.routing.stable_sort import stable_argsort
 from pallas_kernels.shard_map_types import vary_like
 
@@ -149,11 +150,10 @@ class Visits:
     end_E: jax.Array
 
     @classmethod
-    def of(cls, group_sizes_E) -> "Visits":
-        size_E = group_sizes_E.astype(jnp.int32)
-        end_E = jnp.cumsum(size_E, dtype=jnp.int32)
-        expert_E = stable_argsort(jnp.int32(size_E == 0))
-        return cls(expert_E, jnp.sum(size_E > 0, dtype=jnp.int32), end_E - size_E, end_E)
+    def of(cls, group_sizes_E, R: int) -> "Visits":
+        begin_E, end_E = group_bounds(group_sizes_E, R)
+        expert_E = stable_argsort(jnp.int32(end_E == begin_E))
+        return cls(expert_E, jnp.sum(end_E > begin_E, dtype=jnp.int32), begin_E, end_E)
 
     def tiles(self, e, rows: int):
         """How many tiles of `rows` rows expert e has."""
@@ -196,7 +196,7 @@ def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling:
     R, K = x_RD.shape[0], tiling.weight_rows
     b = min(tiling.rows, R)
     F = shape[0] if transpose_w else shape[1]
-    visits = Visits.of(group_sizes_E)
+    visits = Visits.of(group_sizes_E, R)
     zeros_RF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(R, F))
 
     def expert(i, y_RF):
@@ -231,7 +231,7 @@ def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling
     (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
     b, K = min(tiling.rows, R), tiling.weight_rows
     x_RD = vary_like(x_RD, dy_RF, group_sizes_E)
-    visits = Visits.of(group_sizes_E)
+    visits = Visits.of(group_sizes_E, R)
     zeros_EDF = jax.lax.full_like(x_RD, 0, out_dtype, shape=(E, D, F))
     zeros_KF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(K, F))
 
@@ -270,12 +270,13 @@ def forward_by_ragged_dot(x_RD, w, group_sizes_E, transpose_w: bool):
         lhs_ragged_dimensions=(0,),
         rhs_group_dimensions=(0,),
     )
-    x_RD = _zero_past_groups(x_RD, group_sizes_E)
+    begin_E, end_E = group_bounds(group_sizes_E, x_RD.shape[0])
+    x_RD = _zero_from(x_RD, end_E[-1])
     w = w.astype(x_RD.dtype)
     y_RF = jax.lax.ragged_dot_general(
-        x_RD, w, group_sizes_E, numbers, preferred_element_type=jnp.float32
+        x_RD, w, end_E - begin_E, numbers, preferred_element_type=jnp.float32
     )
-    return _zero_past_groups(y_RF, group_sizes_E).astype(x_RD.dtype)
+    return _zero_from(y_RF, end_E[-1]).astype(x_RD.dtype)
 
 
 def weight_gradient_by_ragged_dot(x_RD, dy_RF, group_sizes_E, out_dtype):
@@ -285,13 +286,14 @@ def weight_gradient_by_ragged_dot(x_RD, dy_RF, group_sizes_E, out_dtype):
         lhs_ragged_dimensions=(0,),
         rhs_group_dimensions=(),
     )
-    x_RD, dy_RF = (_zero_past_groups(array, group_sizes_E) for array in (x_RD, dy_RF))
+    begin_E, end_E = group_bounds(group_sizes_E, x_RD.shape[0])
+    x_RD, dy_RF = (_zero_from(array, end_E[-1]) for array in (x_RD, dy_RF))
     dw_EDF = jax.lax.ragged_dot_general(
-        x_RD, dy_RF, group_sizes_E, numbers, preferred_element_type=jnp.float32
+        x_RD, dy_RF, end_E - begin_E, numbers, preferred_element_type=jnp.float32
     )
     return dw_EDF.astype(out_dtype)
 
 
-def _zero_past_groups(x_RX, group_sizes_E):
-    is_used_R = jax.lax.iota(jnp.int32, x_RX.shape[0]) < jnp.sum(group_sizes_E)
+def _zero_from(x_RX, row):
+    is_used_R = jax.lax.iota(jnp.int32, x_RX.shape[0]) < row
     return jnp.where(is_used_R[:, None], x_RX, 0)

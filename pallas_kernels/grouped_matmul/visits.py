@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.routing.groups import group_bounds
+
 
 class Visits(NamedTuple):
     """Visits in order; of each array the first `count[0]` mean something.
@@ -43,9 +45,11 @@ def visits_of_blocks(group_sizes_E, num_rows: int, block: int) -> Visits:
     A block past the last expert's rows is visited once, so that zeros are written to it. It
     names the expert of the visit before, whose matrix is there already.
     """
-    end_E, first_E, last_E = _blocks_of_experts(group_sizes_E, block)
-    per_expert_E = jnp.where(group_sizes_E > 0, last_E - first_E + 1, 0)
-    last_expert = jnp.max(jnp.where(group_sizes_E > 0, jnp.arange(end_E.size), 0))
+    begin_E, end_E = group_bounds(group_sizes_E, num_rows)
+    first_E, last_E = begin_E // block, (end_E - 1) // block
+    has_rows_E = end_E > begin_E
+    per_expert_E = jnp.where(has_rows_E, last_E - first_E + 1, 0)
+    last_expert = jnp.max(jnp.where(has_rows_E, jnp.arange(end_E.size), 0))
     used_blocks = -(-end_E[-1] // block)
     with_rows = jnp.sum(per_expert_E)
     count = with_rows + num_blocks(num_rows, block) - used_blocks
@@ -61,7 +65,7 @@ def visits_of_blocks(group_sizes_E, num_rows: int, block: int) -> Visits:
     )
     # Past the end, where nothing is visited, indices stay within bounds.
     block_V = jnp.minimum(block_V, num_blocks(num_rows, block) - 1)
-    return _visits(group_sizes_E, expert_V, block_V, block, jnp.stack([count, with_rows]))
+    return _visits(begin_E, end_E, expert_V, block_V, block, jnp.stack([count, with_rows]))
 
 
 def visits_of_experts(group_sizes_E, num_rows: int, block: int) -> Visits:
@@ -70,9 +74,10 @@ def visits_of_experts(group_sizes_E, num_rows: int, block: int) -> Visits:
     That visit writes the zeros of its gradient. It names the block of the visit before,
     which is there already. Blocks past the last expert's rows are not visited.
     """
-    end_E, first_E, last_E = _blocks_of_experts(group_sizes_E, block)
-    per_expert_E = jnp.where(group_sizes_E > 0, last_E - first_E + 1, 1)
-    first_E = jnp.where(group_sizes_E > 0, first_E, jnp.maximum(end_E - 1, 0) // block)
+    begin_E, end_E = group_bounds(group_sizes_E, num_rows)
+    has_rows_E, last_E = end_E > begin_E, (end_E - 1) // block
+    first_E = jnp.where(has_rows_E, begin_E // block, jnp.maximum(end_E - 1, 0) // block)
+    per_expert_E = jnp.where(has_rows_E, last_E - first_E + 1, 1)
     count = jnp.sum(per_expert_E)
     size = num_blocks(num_rows, block) + end_E.size - 1
     visit_V = jnp.arange(size, dtype=jnp.int32)
@@ -80,12 +85,7 @@ def visits_of_experts(group_sizes_E, num_rows: int, block: int) -> Visits:
     first_visit_E = jnp.cumsum(per_expert_E) - per_expert_E
     block_V = first_E[expert_V] + visit_V - first_visit_E[expert_V]
     block_V = jnp.clip(block_V, 0, num_blocks(num_rows, block) - 1)
-    return _visits(group_sizes_E, expert_V, block_V, block, jnp.stack([count, count]))
-
-
-def _blocks_of_experts(group_sizes_E, block: int):
-    end_E = jnp.cumsum(group_sizes_E)
-    return end_E, (end_E - group_sizes_E) // block, (end_E - 1) // block
+    return _visits(begin_E, end_E, expert_V, block_V, block, jnp.stack([count, count]))
 
 
 def _expert_of_visit(per_expert_E, visit_V):
@@ -95,10 +95,9 @@ def _expert_of_visit(per_expert_E, visit_V):
     )
 
 
-def _visits(group_sizes_E, expert_V, block_V, block: int, count) -> Visits:
-    end_E = jnp.cumsum(group_sizes_E)
+def _visits(begin_E, end_E, expert_V, block_V, block: int, count) -> Visits:
     start_V = block_V * block
-    begin_V = jnp.clip((end_E - group_sizes_E)[expert_V] - start_V, 0, block)
+    begin_V = jnp.clip(begin_E[expert_V] - start_V, 0, block)
     end_V = jnp.clip(end_E[expert_V] - start_V, 0, block)
     # A block past the last rows names an expert whose rows end before it: 0 to 0.
     arrays = (expert_V, block_V, jnp.minimum(begin_V, end_V), end_V, count)

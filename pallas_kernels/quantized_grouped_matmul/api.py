@@ -44,8 +44,8 @@ def quantized_grouped_matmul(
         x_RD: float32, bfloat16 or float16.
         w: of `quantize`. Kernels read native values: `w.native()` once, when weights are
             loaded, spares a conversion in every call.
-        group_sizes_E: int32, summing to at most R. Checked where they are concrete; while
-            they are traced that is the caller's responsibility.
+        group_sizes_E: int32, summing to at most R. Checked where they are concrete. While they
+            are traced they may sum to more: rows past R are neither read nor written.
         bias_EF: added before the activation.
         activation: None or `relu`.
         gate_R: the weight of each row's result.

@@ -35,7 +35,7 @@ def test_with_bias_against_a_loop(groups, jit):
     function = jax.jit(grouped_matmul) if jit else grouped_matmul
     y_RF = function(x_RD, w_EDF, jnp.array(GROUPS[groups]), bias_EF=bias_EF)
     expected_RF = loops.product(x_RD, w_EDF, GROUPS[groups])
-    for r, e in enumerate(loops.expert_of_rows(GROUPS[groups])):
+    for r, e in enumerate(loops.expert_of_rows(GROUPS[groups], R)):
         expected_RF[r] += bias_EF[e]
     np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-5, atol=1e-5)
 

@@ -9,10 +9,9 @@ import pytest
 
 from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.grouped_matmul.tpu_tiling import Tiling
+from tests.kernels import loops
 from tests.kernels.tpu_interpreter import (
     assert_close,
-    loop_forward,
-    loop_weight_gradient,
     matrices_of,
     rows_of,
 )
@@ -31,13 +30,13 @@ def test_default_tilings_serve_all_three_products():
     x_RD, w_EDF, dy_RF = operands()
     counts = np.array(GROUP_SIZES, np.int32)
     y_RF = tpu.forward(x_RD, w_EDF, counts, interpret=True)
-    assert_close(np.asarray(y_RF), loop_forward(x_RD, w_EDF, GROUP_SIZES), "float32")
+    assert_close(np.asarray(y_RF), loops.product(x_RD, w_EDF, GROUP_SIZES), "float32")
     # The same array, contracted over its other axis: no transposed copy is handed in.
     dx_RD = tpu.forward(dy_RF, w_EDF, counts, transpose_w=True, interpret=True)
-    expected = loop_forward(dy_RF, w_EDF.swapaxes(1, 2), GROUP_SIZES)
+    expected = loops.product(dy_RF, w_EDF.swapaxes(1, 2), GROUP_SIZES)
     assert_close(np.asarray(dx_RD), expected, "float32")
     dw_EDF = tpu.weight_gradient(x_RD, dy_RF, counts, out_dtype="float32", interpret=True)
-    expected = loop_weight_gradient(x_RD, dy_RF, GROUP_SIZES)
+    expected = loops.weight_gradient(x_RD, dy_RF, GROUP_SIZES)
     assert_close(np.asarray(dw_EDF), expected, "float32")
 
 

@@ -13,12 +13,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul.tpu_rows import multiply_rows
 from pallas_kernels.grouped_matmul.tpu_tiling import Tiling
+from tests.kernels import loops
 from tests.kernels.tpu_interpreter import (
     EDGES,
     ROWS,
     assert_close,
     compiled,
-    loop_forward,
     matrices_of,
     racing_params,
     rows_of,
@@ -56,7 +56,7 @@ def test_rows_meet_the_matrix_of_their_expert(dtype, size, depth, is_output_majo
     run = compiled(multiply_rows, tiling=tiling, is_output_major=is_output_major)
     y_RF = run_without_races(run, x_RD, w, np.array(group_sizes, np.int32))
     assert y_RF.dtype == jnp.dtype(dtype)
-    assert_close(y_RF, loop_forward(x_RD, w_EDF, group_sizes), dtype)
+    assert_close(y_RF, loops.product(x_RD, w_EDF, group_sizes), dtype)
     assert not y_RF[sum(group_sizes) :].any()
 
 
@@ -67,7 +67,7 @@ def test_rows_that_fill_no_block(R):
     w_EDF = matrices_of(1, (4, 128, 128), group_sizes, "float32")
     run = compiled(multiply_rows, tiling=Tiling(16, 128, 128), is_output_major=False)
     y_RF = run_without_races(run, x_RD, w_EDF, np.array(group_sizes, np.int32))
-    assert_close(y_RF, loop_forward(x_RD, w_EDF, group_sizes), "float32")
+    assert_close(y_RF, loops.product(x_RD, w_EDF, group_sizes), "float32")
 
 
 def test_two_cores_share_the_columns():
@@ -78,7 +78,7 @@ def test_two_cores_share_the_columns():
     tiling = Tiling(16, 128, 128, cores=2)
     run = compiled(multiply_rows, num_cores=2, tiling=tiling, is_output_major=False)
     y_RF = run_without_races(run, x_RD, w_EDF, np.array(group_sizes, np.int32))
-    assert_close(y_RF, loop_forward(x_RD, w_EDF, group_sizes), "float32")
+    assert_close(y_RF, loops.product(x_RD, w_EDF, group_sizes), "float32")
 
 
 def test_race_detection_finds_a_race():

@@ -7,12 +7,12 @@ import pytest
 
 from pallas_kernels.grouped_matmul.tpu_tiling import Tiling
 from pallas_kernels.grouped_matmul.tpu_weight_gradient import sum_outer_products
+from tests.kernels import loops
 from tests.kernels.tpu_interpreter import (
     EDGES,
     ROWS,
     assert_close,
     compiled,
-    loop_weight_gradient,
     rows_of,
     run_without_races,
 )
@@ -40,7 +40,7 @@ def test_every_expert_sums_over_its_rows(dtype, out_dtype, size, edge):
     run = compiled(sum_outer_products, tiling=Tiling(16, 128, 128), out_dtype=out_dtype)
     dw_EDF = run_without_races(run, x_RD, dy_RF, np.array(group_sizes, np.int32))
     assert dw_EDF.dtype == jnp.dtype(out_dtype)
-    assert_close(dw_EDF, loop_weight_gradient(x_RD, dy_RF, group_sizes), out_dtype)
+    assert_close(dw_EDF, loops.weight_gradient(x_RD, dy_RF, group_sizes), out_dtype)
     assert not dw_EDF[np.array(group_sizes) == 0].any()
 
 
@@ -51,4 +51,4 @@ def test_two_cores_share_the_blocks():
     tiling = Tiling(16, 128, 128, cores=2)
     run = compiled(sum_outer_products, num_cores=2, tiling=tiling, out_dtype="float32")
     dw_EDF = run_without_races(run, x_RD, dy_RF, np.array(group_sizes, np.int32))
-    assert_close(dw_EDF, loop_weight_gradient(x_RD, dy_RF, group_sizes), "float32")
+    assert_close(dw_EDF, loops.weight_gradient(x_RD, dy_RF, group_sizes), "float32")

@@ -53,7 +53,7 @@ def test_epilogue_against_a_loop_with_poison_in_unused_gates(groups):
     rng = np.random.default_rng(2)
     bias_EF, gate_R = rng.normal(size=(E, F)), rng.normal(size=R)
     expected_RF = loops.product(x_RD, weights_of(q), GROUPS[groups])
-    for r, e in enumerate(loops.expert_of_rows(GROUPS[groups])):
+    for r, e in enumerate(loops.expert_of_rows(GROUPS[groups], R)):
         expected_RF[r] = gate_R[r] * np.maximum(expected_RF[r] + bias_EF[e], 0)
     gate_R[sum(GROUPS[groups]) :] = np.nan
     y_RF = reference.forward(

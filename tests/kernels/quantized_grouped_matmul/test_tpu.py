@@ -10,11 +10,11 @@ import pytest
 
 from pallas_kernels.grouped_matmul.tpu_tiling import Tiling
 from pallas_kernels.quantized_grouped_matmul import tpu
+from tests.kernels import loops
 from tests.kernels.tpu_interpreter import (
     EDGES,
     ROWS,
     assert_close,
-    loop_forward,
     racing_params,
     rows_of,
     run_without_races,
@@ -71,7 +71,7 @@ def device_values(values_EFD, bits: int):
 
 def epilogue_by_loop(y_RF, bias_EF, gate_R, group_sizes) -> np.ndarray:
     expected = np.zeros_like(y_RF)
-    for row, expert in enumerate(np.repeat(np.arange(len(group_sizes)), group_sizes)):
+    for row, expert in enumerate(loops.expert_of_rows(group_sizes, ROWS)):
         expected[row] = gate_R[row] * np.maximum(y_RF[row] + bias_EF[expert], 0)
     return expected
 
@@ -83,7 +83,7 @@ def test_rows_meet_the_dequantized_matrix(bits, dtype, size, depth, has_epilogue
     group_sizes = EDGES[edge]
     x_RD = rows_of(0, ROWS, D, group_sizes, dtype)
     values_EFD, scales_EFG = quantized(bits, (4, F, D), 1)
-    expected = loop_forward(x_RD, dequantized(values_EFD, scales_EFG), group_sizes)
+    expected = loops.product(x_RD, dequantized(values_EFD, scales_EFG), group_sizes)
     extras = {}
     if has_epilogue:
         rng = np.random.default_rng(3)
@@ -123,7 +123,7 @@ def test_groups_of_channels_have_scales_of_their_own(bits, block_D, edge):
         scales_EFG,
         np.array(group_sizes, np.int32),
     )
-    expected = loop_forward(x_RD, dequantized(values_EFD, scales_EFG), group_sizes)
+    expected = loops.product(x_RD, dequantized(values_EFD, scales_EFG), group_sizes)
     assert_close(y_RF, expected, "float32")
 
 
@@ -138,7 +138,7 @@ def test_default_tiling_serves():
         scales_EFG,
         np.array(group_sizes, np.int32),
     )
-    expected = loop_forward(x_RD, dequantized(values_EFD, scales_EFG), group_sizes)
+    expected = loops.product(x_RD, dequantized(values_EFD, scales_EFG), group_sizes)
     assert_close(y_RF, expected, "bfloat16")
 
 
