@@ -11,7 +11,6 @@ import math
 
 import jax
 
-from pallas_kernels.implementations import current_device
 from switchx.inference.quantize import is_quantized
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.constrain import use_mesh
@@ -51,16 +50,13 @@ class ModelMesh:
         splits them.
 
         Raises:
-            ValueError: experts have a capacity and are quantized, or are quantized where the
-                kernels cannot run on a mesh.
+            ValueError: experts have a capacity and are quantized.
         """
         switch = config.switch
         if self.mesh is None or switch is None or switch.has_attention:
             return config
         leaves = jax.tree.leaves(params, is_leaf=is_quantized)
         has_quantized = any(map(is_quantized, leaves))
-        if has_quantized and self.mesh.size > 1:
-            self._require_kernels(config)
         if has_capacity(switch):
             if has_quantized:
                 raise ValueError(
@@ -78,18 +74,6 @@ class ModelMesh:
         # Any `expert_capacity` makes a row a group; where nothing is dropped it is not read.
         switch = dataclasses.replace(switch, dispatcher=dispatcher, expert_capacity=1)
         return dataclasses.replace(config, switch=switch)
-
-    def _require_kernels(self, config: ModelConfig) -> None:
-        # Hopper's kernel looks up scales in a branch whose two sides `jax.shard_map` types
-        # differently; float32 is for plain JAX.
-        with self.use():
-            platform = current_device().platform
-        if platform == "gpu" and config.precision.compute != "float32":
-            raise ValueError(
-                "quantized experts do not run on a mesh of GPUs in "
-                f"{config.precision.compute} yet: use one GPU, experts that are not quantized, "
-                "or `switchx quantize --rest=float32`"
-            )
 
     def abstract(self, params: dict) -> dict:
         """Shape structs of parameters, with where they are to be.

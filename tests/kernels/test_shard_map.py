@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import QTensor, grouped_matmul, quantized_grouped_matmul
-from pallas_kernels.shard_map_types import result_type
 from tests.absent_devices import mesh_of
 from tests.kernels import loops
 
@@ -44,9 +43,7 @@ def mapped(function, mesh, rows: PartitionSpec, weights: PartitionSpec):
     """`function(x, w, sizes)` on every device; the sizes are of whatever is split further."""
     sizes = rows or weights
     # The rows that a device returns are as different as its operands are.
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=(rows, weights, sizes), out_specs=sizes
-    )
+    return jax.shard_map(function, mesh=mesh, in_specs=(rows, weights, sizes), out_specs=sizes)
 
 
 def lowered(function, platform, mesh, *operands_and_specs) -> str:
