@@ -31,8 +31,7 @@ _SEMANTICS = (
 def mosaic_gpu_kernel(body, *, out_type, scratch_types, grid, num_threads, interpret, name):
     """A Mosaic GPU kernel: `grid` blocks, axis `sm`, of `num_threads` warpgroups, axis `wg`.
 
-    Interpreted, it runs on the CPU and looks for races between warpgroups, copies included;
-    `gpu_races_found` tells whether the last run had one.
+    Interpreted, it runs on the CPU and looks for races between warpgroups, copies included.
     """
     kernel = plgpu.kernel(
         body,
@@ -47,32 +46,12 @@ def mosaic_gpu_kernel(body, *, out_type, scratch_types, grid, num_threads, inter
     )
 
     def run(*operands):
-        with interpreted_gpu() if interpret else contextlib.nullcontext():
+        interpreter = force_gpu_interpret_mode(InterpretGPUParams(detect_races=True))
+        with interpreter if interpret else contextlib.nullcontext():
             # `plgpu.kernel` types every result as the same on all devices of a `shard_map`.
             return vary_like(kernel(*operands), *operands)
 
     return run
-
-
-@contextlib.contextmanager
-def interpreted_gpu():
-    """Mosaic GPU kernels traced below it are interpreted, with race detection."""
-    with force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
-        yield
-
-
-def gpu_races_found() -> bool:
-    """Whether the last interpreted kernel had a race."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    return gpu_callbacks.get_races().races_found
-
-
-def reset_gpu_interpreter() -> None:
-    """Forgets the interpreter's memory, which an exception leaves half used."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def load_as(ref, layout, *, optimized: bool = True) -> jax.Array:

@@ -5,13 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.jax_versions import (
-    gpu_races_found,
-    mosaic_gpu_kernel,
-    reset_gpu_interpreter,
-)
+from pallas_kernels.jax_versions import mosaic_gpu_kernel
 
 
 def doubled(x, *, waits: bool):
@@ -47,7 +44,7 @@ def doubled(x, *, waits: bool):
 def test_interpreted_kernel_runs_without_race():
     x = jnp.arange(128, dtype=jnp.float32)
     np.testing.assert_array_equal(doubled(x, waits=True), 2 * x)
-    assert not gpu_races_found()
+    assert not gpu_callbacks.get_races().races_found
 
 
 def test_race_is_found():
@@ -56,6 +53,6 @@ def test_race_is_found():
         jax.block_until_ready(doubled(x, waits=False))
     except Exception as error:  # JAX 0.12 raises, earlier ones remember.
         assert "RACE" in str(error)
-        reset_gpu_interpreter()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
     else:
-        assert gpu_races_found()
+        assert gpu_callbacks.get_races().races_found
