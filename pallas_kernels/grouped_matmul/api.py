@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.implementations import choose
-from pallas_kernels.operands import check_grouped
+from pallas_kernels.operands import check_grouped, sum_over_replicas
 from pallas_kernels.routing.groups import rows_of_groups
-from pallas_kernels.shard_map_types import sum_over_replicas
-from pallas_kernels.tiling.tuned import Key, lookup
+from pallas_kernels.tiling.tuned import tuned_tiling
 
 
 def grouped_matmul(
@@ -60,9 +59,7 @@ def grouped_matmul(
         interpret=interpret,
     )
     if tiling is None and not interpret:
-        name = module.__name__.rpartition(".")[2]
-        key = Key.of("grouped_matmul", name, x_RD.dtype, None, None, R, D, F, E)
-        tiling = lookup(key, module.Tiling)
+        tiling = tuned_tiling(module, x_RD.dtype, None, None, R, D, F, E)
     # Only kernels know the option.
     options = (("interpret", True),) if interpret else ()
     y_RF = _grouped(module, tiling, options, x_RD, w_EDF, group_sizes_E)

@@ -21,9 +21,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.gpu_schedule import RowTiles, copy_and_multiply
-from pallas_kernels.grouped_matmul.gpu_tiling import STORED, Tiling, bits_of
-from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
+from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
+from pallas_kernels.mosaic_gpu import (
+    copy_and_multiply,
+    load_as,
+    mosaic_gpu_kernel,
+    tiled_smem,
+)
+from pallas_kernels.tiling.gpu import STORED, Tiling
 
 # Rows of the smallest part of a tile that has a product of its own.
 SMALLEST = 64
@@ -70,24 +75,6 @@ class Epilogue:
         return {name: array for name, array in named.items() if array is not None}
 
 
-def tiled(columns: int, dtype) -> tuple:
-    """The transforms that the tensor core asks of a matrix in shared memory."""
-    swizzle = min(128, columns * bits_of(dtype) // 8)
-    columns = swizzle * 8 // bits_of(dtype)
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
-
-
-def transposed(ref, scratch, interpret: bool):
-    """The transpose of a tile: a view, or, interpreted, a copy: 0.10.2 interprets no view."""
-    if not interpret:
-        return plgpu.transpose_ref(ref, (1, 0))
-    scratch = scratch.at[:, : ref.shape[0]]
-    scratch[...] = ref[...].T
-    # The next copy into `ref` must come after this read.
-    plgpu.commit_smem()
-    return scratch
-
-
 def swap_ab(x_RD, w, tiles: RowTiles, tiling: Tiling, weights: Weights, epilogue: Epilogue, *,
             interpret: bool, name: str):  # fmt: skip
     """The product, `[R, F]` in the dtype of x; R is a multiple of 8.
@@ -128,10 +115,7 @@ def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, interpret) -> dict:
     stages, rows, depth, groups = tiling.stages, tiling.tile_n, tiling.tile_k, tiling.warpgroups
     minor = (tiling.tile_m, depth) if weights.is_depth_minor else (depth, tiling.tile_m)
 
-    def smem(shape, dtype):
-        transforms = () if interpret else tiled(shape[-1], dtype)
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
+    smem = functools.partial(tiled_smem, interpret=interpret)
     # Rows are stored from any one on, so that these are not in tiles of 8.
     by_row = () if interpret else (plgpu.SwizzleTransform(128),)
     y_smem = plgpu.SMEM(

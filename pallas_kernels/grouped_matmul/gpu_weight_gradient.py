@@ -18,11 +18,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.gpu_schedule import ROW_ALIGNMENT, copy_and_multiply
-from pallas_kernels.grouped_matmul.gpu_swap_ab import tiled, transposed
-from pallas_kernels.grouped_matmul.gpu_tiling import Tiling, checked, fitted, sm_count
-from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
+from pallas_kernels.grouped_matmul.tile_schedule import ROW_ALIGNMENT
+from pallas_kernels.mosaic_gpu import (
+    copy_and_multiply,
+    load_as,
+    mosaic_gpu_kernel,
+    tiled_smem,
+    transposed,
+)
 from pallas_kernels.routing.groups import group_bounds
+from pallas_kernels.tiling.gpu import Tiling, checked, fitted, sm_count
 
 # Columns that are masked or stored at a time.
 CHUNK = 64
@@ -83,10 +88,7 @@ def _tiling(tiling: Tiling | None, D: int, F: int, dtype, out_dtype) -> Tiling:
 def _scratch(tiling: Tiling, dtype, out_dtype, interpret: bool) -> dict:
     m, n, k, groups = tiling.tile_m, tiling.tile_n, tiling.tile_k, tiling.warpgroups
 
-    def smem(shape, dtype):
-        transforms = () if interpret else tiled(shape[-1], dtype)
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
+    smem = functools.partial(tiled_smem, interpret=interpret)
     return dict(
         x_smem=smem((tiling.stages, groups, k, m), dtype),
         # In chunks of columns, which are masked one by one.

@@ -14,9 +14,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.operands import vary_like
 from pallas_kernels.routing.groups import group_bounds
 from pallas_kernels.routing.stable_sort import stable_argsort
-from pallas_kernels.shard_map_types import vary_like
 
 # Bytes of a block of a matrix. As large as caches hold where products are added up over
 # blocks, which costs a pass over the sums for each; smaller where every block has its own.
@@ -136,7 +136,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
 
 
 @dataclasses.dataclass(frozen=True)
-class Visits:
+class _Groups:
     """Which experts have rows, and which rows: what the loops of the CPU run over.
 
     Attributes:
@@ -150,7 +150,7 @@ class Visits:
     end_E: jax.Array
 
     @classmethod
-    def of(cls, group_sizes_E, R: int) -> "Visits":
+    def of(cls, group_sizes_E, R: int) -> "_Groups":
         begin_E, end_E = group_bounds(group_sizes_E, R)
         expert_E = stable_argsort(jnp.int32(end_E == begin_E))
         return cls(expert_E, jnp.sum(end_E > begin_E, dtype=jnp.int32), begin_E, end_E)
@@ -196,17 +196,17 @@ def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling:
     R, K = x_RD.shape[0], tiling.weight_rows
     b = min(tiling.rows, R)
     F = shape[0] if transpose_w else shape[1]
-    visits = Visits.of(group_sizes_E, R)
+    groups = _Groups.of(group_sizes_E, R)
     zeros_RF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(R, F))
 
     def expert(i, y_RF):
-        e = visits.expert_E[i]
+        e = groups.expert_E[i]
 
         def block(k, y_RF):
             w_KX = weight_block(e, k).astype(jnp.float32)
 
             def tile(t, y_RF):
-                first, counts_b = visits.tile(e, t, b, R)
+                first, counts_b = groups.tile(e, t, b, R)
                 if transpose_w:  # the block is of F
                     x_bD = jax.lax.dynamic_slice_in_dim(x_RD, first, b).astype(jnp.float32)
                     add_bX, corner = _dot(w_KX, x_bD, 1, 1).T, (first, k * K)
@@ -219,11 +219,11 @@ def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling:
                 new_bX = jnp.where(counts_b[:, None], old_bX + add_bX, old_bX)
                 return jax.lax.dynamic_update_slice(y_RF, new_bX, corner)
 
-            return jax.lax.fori_loop(0, visits.tiles(e, b), tile, y_RF)
+            return jax.lax.fori_loop(0, groups.tiles(e, b), tile, y_RF)
 
         return jax.lax.fori_loop(0, shape[0] // K, block, y_RF)
 
-    return jax.lax.fori_loop(0, visits.num_experts, expert, zeros_RF)
+    return jax.lax.fori_loop(0, groups.num_experts, expert, zeros_RF)
 
 
 def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling):
@@ -231,16 +231,16 @@ def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling
     (R, D), F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
     b, K = min(tiling.rows, R), tiling.weight_rows
     x_RD = vary_like(x_RD, dy_RF, group_sizes_E)
-    visits = Visits.of(group_sizes_E, R)
+    groups = _Groups.of(group_sizes_E, R)
     zeros_EDF = jax.lax.full_like(x_RD, 0, out_dtype, shape=(E, D, F))
     zeros_KF = jax.lax.full_like(x_RD, 0, jnp.float32, shape=(K, F))
 
     def expert(i, dw_EDF):
-        e = visits.expert_E[i]
+        e = groups.expert_E[i]
 
         def block(k, dw_EDF):
             def tile(t, dw_KF):
-                first, counts_b = visits.tile(e, t, b, R)
+                first, counts_b = groups.tile(e, t, b, R)
                 # Both, as 0 times NaN is NaN.
                 x_bK = jax.lax.dynamic_slice(x_RD, (first, k * K), (b, K))
                 dy_bF = jax.lax.dynamic_slice_in_dim(dy_RF, first, b)
@@ -250,13 +250,13 @@ def weight_gradient_on_cpu(x_RD, dy_RF, group_sizes_E, out_dtype, tiling: Tiling
                 )
                 return dw_KF + _dot(x_bK, dy_bF, 0, 0)
 
-            dw_KF = jax.lax.fori_loop(0, visits.tiles(e, b), tile, zeros_KF)
+            dw_KF = jax.lax.fori_loop(0, groups.tiles(e, b), tile, zeros_KF)
             corner = (e, k * K, 0)
             return jax.lax.dynamic_update_slice(dw_EDF, dw_KF[None].astype(out_dtype), corner)
 
         return jax.lax.fori_loop(0, D // K, block, dw_EDF)
 
-    return jax.lax.fori_loop(0, visits.num_experts, expert, zeros_EDF)
+    return jax.lax.fori_loop(0, groups.num_experts, expert, zeros_EDF)
 
 
 def _dot(a, b, contract_a: int, contract_b: int):

@@ -14,7 +14,7 @@ import jax
 from pallas_kernels.implementations import REFERENCE, choose
 from pallas_kernels.operands import check_quantized
 from pallas_kernels.quantization.qtensor import QTensor
-from pallas_kernels.tiling.tuned import Key, lookup
+from pallas_kernels.tiling.tuned import tuned_tiling
 
 
 def quantized_grouped_matmul(
@@ -69,9 +69,7 @@ def quantized_grouped_matmul(
         interpret=interpret,
     )
     if tiling is None and not interpret:
-        name, op = module.__name__.rpartition(".")[2], "quantized_grouped_matmul"
-        key = Key.of(op, name, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
-        tiling = lookup(key, module.Tiling)
+        tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
     options = (("activation", activation), ("tiling", tiling))
     options += (("interpret", True),) if interpret else ()
     return _without_gradient(module, options, x_RD, w, group_sizes_E, bias_EF, gate_R)

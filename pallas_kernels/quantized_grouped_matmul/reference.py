@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import reference as unquantized
 from pallas_kernels.grouped_matmul.reference import Tiling
+from pallas_kernels.operands import vary_like
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize
 from pallas_kernels.routing.groups import rows_of_groups
-from pallas_kernels.shard_map_types import vary_like
 
 
 def forward(
@@ -53,13 +53,19 @@ def forward(
         default=product_of_dequantized,
     )
     expert_R, is_used_R = rows_of_groups(group_sizes_E, R)
+    y_RF = apply_epilogue(y_RF, expert_R, is_used_R, bias_EF, activation, gate_R)
+    return y_RF.astype(x_RD.dtype)
+
+
+def apply_epilogue(y_RF, expert_R, is_used_R, bias_EF, activation: str | None, gate_R):
+    """`gate_r act(y_r + bias_e)`, float32; 0 in unused rows."""
     if bias_EF is not None:
         y_RF = y_RF + bias_EF.astype(jnp.float32)[expert_R]
     if activation == "relu":
         y_RF = jax.nn.relu(y_RF)
     if gate_R is not None:
         y_RF = gate_R.astype(jnp.float32)[:, None] * y_RF
-    return jnp.where(is_used_R[:, None], y_RF, 0).astype(x_RD.dtype)
+    return jnp.where(is_used_R[:, None], y_RF, 0)
 
 
 def default_tiling(R: int, D: int, F: int, E: int) -> Tiling:

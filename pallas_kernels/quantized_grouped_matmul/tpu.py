@@ -11,11 +11,10 @@ Dims: R D F E G
 
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import tpu_tiling
+from pallas_kernels.grouped_matmul import tpu as plain
 from pallas_kernels.grouped_matmul.tpu_rows import Epilogue, multiply_rows
-from pallas_kernels.grouped_matmul.tpu_tiling import LANES, Problem, Tiling
-
-DTYPES = ("bfloat16", "float32")
+from pallas_kernels.tiling import tpu as tpu_tiling
+from pallas_kernels.tiling.tpu import LANES, Problem, Tiling
 
 
 def refusal(
@@ -25,19 +24,10 @@ def refusal(
 
     Any sizes will do but for the groups of channels that share a scale.
     """
-    name = jnp.dtype(x_dtype).name
-    if name not in DTYPES:
-        return (
-            f"rows are {name}, which the TPU kernels do not multiply; use "
-            f"{' or '.join(DTYPES)}, or implementation='reference'"
-        )
+    if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
+        return reason
     if bits not in (4, 8):
         return f"weights have {bits} bits; use 4 or 8"
-    if 0 in (R, D, F, E):
-        return (
-            f"R={R}, D={D}, F={F}, E={E} has a size of 0, of which there are no blocks; use "
-            "implementation='reference'"
-        )
     if group_size not in (None, D) and (group_size % LANES or D % group_size):
         return (
             f"group_size={group_size} is not a multiple of {LANES} that divides D={D}; use "

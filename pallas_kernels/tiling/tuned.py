@@ -83,6 +83,13 @@ def shipped_files() -> tuple[pathlib.Path, ...]:
     return tuple(sorted(pathlib.Path(__file__).parent.glob("*.json")))
 
 
+def tuned_tiling(module, x_dtype, bits, group_size, R, D, F, E) -> Any:
+    """The tuned tiling of `pallas_kernels.<op>.<implementation>`; see `lookup`."""
+    _, op, implementation = module.__name__.split(".")
+    key = Key.of(op, implementation, x_dtype, bits, group_size, R, D, F, E)
+    return lookup(key, module.Tiling)
+
+
 def lookup(key: Key, tiling_type: type) -> Any:
     """The tuned tiling, or None where there is none.
 

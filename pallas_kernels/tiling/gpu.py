@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of the Hopper kernels: what they may be, what they take, which are tried first.
 
-Dims: R D F E
+Dims: R rows, D inputs, F outputs, E experts
 """
 
+import contextlib
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +129,27 @@ def fitted(
     stage = shared_bytes(one, x_dtype, w_dtype, stored_bytes) - fixed
     stages = (SHARED_BYTES - _BARRIER_BYTES - fixed) // stage
     return dataclasses.replace(tiling, stages=max(2, min(most, stages)))
+
+
+def candidates_around(
+    first: Tiling, R: int, E: int, depths, x_dtype, w_dtype, check: Callable[[Tiling], Any]
+) -> list[Tiling]:
+    """Tilings of the forward product worth a measurement, `first` before the others.
+
+    Args:
+        depths: steps along D.
+        check: raises ValueError for a tiling that the kernel cannot run with.
+    """
+    found = [first]
+    rows = sorted({max(8, first.tile_n // 2), first.tile_n, min(256, 2 * first.tile_n)})
+    splits = (1, 2, 4) if rows_per_expert(R, E) <= 16 else (1,)
+    for tile_n, tile_m, tile_k, parts in itertools.product(rows, (64, 128), depths, splits):
+        tiling = Tiling(tile_m, tile_n, tile_k, splits=parts, panel=first.panel)
+        tiling = fitted(tiling, x_dtype, w_dtype, most=8)
+        with contextlib.suppress(ValueError):
+            check(tiling)
+            found += [tiling] if tiling not in found else []
+    return found
 
 
 def rows_per_expert(R: int, E: int) -> int:

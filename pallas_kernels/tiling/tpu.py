@@ -6,7 +6,7 @@ longer. In a step a matrix block is pushed into the matrix unit, which takes the
 whatever the number of rows it meets, and multiplied. The constants were read off the
 instructions that the compiler schedules (`aot/tpu_compiler.py`); no chip has been timed, and
 `candidates` is for who has one.
-Dims: R D F E
+Dims: R rows, D inputs, F outputs, E experts
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul.visits import num_blocks
+from pallas_kernels.grouped_matmul.tile_schedule import num_blocks
 from pallas_kernels.tpu_chip import MIB, Chip, current_chip
 
 # From schedules of v5e and v6e: control of the pipeline, and a weight's way into the matrix
@@ -180,8 +180,8 @@ def _seconds(problem: Problem, tiling: Tiling, chip: Chip) -> float:
     R, D, F, E = problem.R, problem.D, problem.F, problem.E
     r, d, f = tiling.block_R, tiling.block_D, tiling.block_F
     num_R, num_D, num_F = (num_blocks(*pair) for pair in ((R, r), (D, d), (F, f)))
-    visits = num_R + min(E, R) - 1
-    steps = visits * num_D * (-(-num_F // tiling.cores) * tiling.cores)
+    tiles = num_R + min(E, R) - 1
+    steps = tiles * num_D * (-(-num_F // tiling.cores) * tiling.cores)
     # A float32 product is made of six bfloat16 ones.
     passes = 6 if problem.x_bytes == 4 else 1
     products_s = passes * 2 * r * d * f / chip.flops_per_s
@@ -193,8 +193,8 @@ def _seconds(problem: Problem, tiling: Tiling, chip: Chip) -> float:
     else:
         step_s = STEP_S + products_s + passes * _push_s(problem, chip) * d * f
         # An uncut matrix block stays for all its rows, and rows for all their experts.
-        times_w = min(E, R) if num_D == 1 else visits
-        rows_x = R if num_D == 1 else visits * r
+        times_w = min(E, R) if num_D == 1 else tiles
+        rows_x = R if num_D == 1 else tiles * r
         traffic = times_w * D * F * problem.w_bits // 8
         traffic += (rows_x * D * num_F + R * F) * problem.x_bytes
         first = r * d * problem.x_bytes + d * f * problem.w_bits // 8

@@ -24,7 +24,7 @@ def test_equals_a_loop(sizes_E, is_traced):
     np.testing.assert_allclose(y_RF, loops.product(x_RD, w_EDF, sizes_E), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("R", "E"), [(0, 3), (1, 1), (1, 64), (70, 2), (64, 64)])
+@pytest.mark.parametrize(("R", "E"), [(0, 3), (1, 64), (70, 2)])
 def test_any_number_of_rows(R, E):
     rng = np.random.default_rng(R)
     x_RD = rng.normal(size=(R, D)).astype(np.float32)

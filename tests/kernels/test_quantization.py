@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization against loops over channels, and against errors published for normal weights."""
+"""Quantization against loops and published errors, QTensor's layout, the magic numbers."""
 
 import dataclasses
 
@@ -8,6 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.quantization.magic_numbers import (
+    bias_int4,
+    bias_int8,
+    int4_to_float16,
+    int8_to_float16,
+)
+from pallas_kernels.quantization.qtensor import QTensor, pack_int4
 from pallas_kernels.quantization.quantize import (
     CLIP_RATIOS,
     METHODS,
@@ -144,3 +151,98 @@ def test_another_layout_is_refused():
         quantization_error(weights(), q)
     with pytest.raises(ValueError, match="expected one"):
         quantization_error(weights(D=4), quantize(weights(), 8))
+
+
+def int4_tensor(E=2, D=6, F=3, group_size=None) -> QTensor:
+    values_EFD = np.random.default_rng(0).integers(-8, 8, (E, F, D)).astype(np.int8)
+    G = 1 if group_size is None else D // group_size
+    return QTensor(
+        pack_int4(jnp.array(values_EFD)), jnp.ones((E, F, G)), bits=4, group_size=group_size
+    )
+
+
+def test_even_elements_lie_in_low_nibbles():
+    packed = pack_int4(jnp.array([[[1, 2, -1, -8]]], jnp.int8))
+    assert np.asarray(packed).tolist() == [[[0x21, 0x8F]]]
+
+
+def test_native_and_packed_are_each_others_inverse():
+    every_pair = np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8)), -1).reshape(1, 1, -1)
+    q = QTensor(pack_int4(jnp.array(every_pair)), jnp.ones((1, 1, 1)), bits=4)
+    native = q.native()
+    assert native.values.dtype == jnp.int4
+    assert native.shape == q.shape == (1, 512, 1)
+    np.testing.assert_array_equal(np.asarray(native.values.astype(jnp.int8)), every_pair)
+    np.testing.assert_array_equal(np.asarray(native.packed().values), np.asarray(q.values))
+
+
+def test_bytes_are_those_of_a_device():
+    q = int4_tensor(E=2, D=8, F=16)
+    assert q.values_nbytes == q.native().values_nbytes == 2 * 8 * 16 // 2
+    assert q.nbytes == q.native().nbytes == 2 * 8 * 16 // 2 + 2 * 16 * 4
+    # XLA holds a native int4 in half a byte, whatever `.nbytes` of the array says.
+    compiled = jax.jit(lambda q: q.values.astype(jnp.int8)).lower(q.native()).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes == q.values_nbytes
+
+
+def test_a_pytree_keeps_its_static_fields():
+    q = int4_tensor(group_size=2)
+    mapped = jax.tree.map(lambda array: array[:1], q)
+    assert mapped.shape == (1, 6, 3)
+    assert (mapped.bits, mapped.group_size, mapped.layout_version) == (4, 2, 1)
+    assert jax.jit(lambda q: q)(q).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout_version": 2}, "layout version 2; this code reads version 1: quantize"),
+        ({"bits": 3}, "bits=3; use 8 or 4"),
+        ({"bits": 8}, "bits=8 has values of uint8; expected int8"),
+        ({"scales_EFG": jnp.ones((2, 3))}, r"expected \[E, F, D\]"),
+        ({"scales_EFG": jnp.ones((2, 3, 2))}, r"expected scales \(2, 3, 1\)"),
+        ({"group_size": 2}, r"expected scales \(2, 3, 3\)"),
+        ({"group_size": 4}, "group_size=4"),
+        ({"scales_EFG": jnp.ones((2, 3, 1), jnp.bfloat16)}, "scales of bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("consumer", ["native", "packed"])
+def test_a_qtensor_that_does_not_fit_is_refused(changes, message, consumer):
+    q = dataclasses.replace(int4_tensor(), **changes)
+    with pytest.raises(ValueError, match=message):
+        getattr(q, consumer)()
+
+
+def float16_bits(array) -> np.ndarray:
+    return np.asarray(array).view(np.uint16)
+
+
+def test_every_int8_in_every_byte():
+    every = np.arange(-128, 128, dtype=np.int8)
+    values_N4 = np.stack([np.roll(every, shift) for shift in (0, 1, 77, 200)], axis=-1)
+    converted = int8_to_float16(bias_int8(jnp.array(values_N4)))
+    np.testing.assert_array_equal(
+        float16_bits(converted), float16_bits(values_N4.astype(np.float16))
+    )
+
+
+def test_every_int4_in_every_nibble():
+    every = np.arange(-8, 8, dtype=np.int8)
+    values_N8 = np.stack([np.roll(every, shift) for shift in (0, 1, 3, 4, 7, 9, 11, 14)], -1)
+    for values in (values_N8, values_N8[:, ::-1]):
+        converted = int4_to_float16(bias_int4(jnp.array(values)))
+        np.testing.assert_array_equal(
+            float16_bits(converted), float16_bits(values.astype(np.float16))
+        )
+    native = jnp.array(values_N8).astype(jnp.int4)
+    np.testing.assert_array_equal(
+        np.asarray(bias_int4(native)), np.asarray(bias_int4(jnp.array(values_N8)))
+    )
+
+
+def test_the_papers_example_and_layouts():
+    """3 in the mantissa of 1024 is 0x6403; the 4-bit layout has even elements first."""
+    assert int(np.float16(1027).view(np.uint16)) == 0x6400 | 3
+    assert hex(int(bias_int8(jnp.array([[-128, -127, -126, -125]]))[0])) == "0x3020100"
+    registers = bias_int4(jnp.arange(8)[None] - 8)
+    assert hex(int(registers[0])) == "0x75316420"

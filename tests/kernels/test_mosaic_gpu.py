@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place of JAX' differences: a kernel runs interpreted, and its race is found."""
+"""A Mosaic GPU kernel runs interpreted, and its race is found; swizzles follow the row."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.jax_versions import mosaic_gpu_kernel
+from pallas_kernels.mosaic_gpu import mosaic_gpu_kernel, tiled
 
 
 def doubled(x, *, waits: bool):
@@ -56,3 +56,15 @@ def test_race_is_found():
         gpu_callbacks.reset_gpu_interpret_mode_state()
     else:
         assert gpu_callbacks.get_races().races_found
+
+
+def test_swizzle_follows_the_row():
+    def swizzle(columns, dtype):
+        tile, swizzle = tiled(columns, dtype)
+        return tile.tiling, swizzle.swizzle
+
+    assert swizzle(64, jnp.bfloat16) == ((8, 64), 128)
+    assert swizzle(128, jnp.bfloat16) == ((8, 64), 128)
+    assert swizzle(256, jnp.int4) == ((8, 256), 128)
+    assert swizzle(64, jnp.int4) == ((8, 64), 32)
+    assert swizzle(16, jnp.float32) == ((8, 16), 64)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sort against Python's, and its gradients under `jax.shard_map` against one device."""
+"""The sort against Python's and its gradients in `jax.shard_map`; which group a row is of."""
 
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from pallas_kernels.routing.groups import group_bounds, rows_of_groups
 from pallas_kernels.routing.stable_sort import stable_argsort
+from tests.kernels import loops
 from tests.processes import ROOT
 
 E, T, D = 8, 32, 5
@@ -68,3 +71,18 @@ def test_nothing_else_sorts():
             found = re.findall(r"\b(?:argsort|sort_key_val|lax\.sort)\(", path.read_text())
             assert not found, f"{path} uses {found}; use pallas_kernels/routing/stable_sort.py"
     assert len(paths) > 50
+
+
+@pytest.mark.parametrize("groups", loops.GROUPS)
+def test_rows_of_groups(groups):
+    sizes, R, E = loops.GROUPS[groups], loops.R, loops.E
+    expert_R, is_used_R = map(np.asarray, rows_of_groups(jnp.array(sizes), R))
+    used = min(sum(sizes), R)
+    assert is_used_R.tolist() == [True] * used + [False] * (R - used)
+    np.testing.assert_array_equal(expert_R[:used], loops.expert_of_rows(sizes, R))
+    assert np.all((expert_R >= 0) & (expert_R < E))
+
+
+def test_groups_are_cut_at_the_last_row():
+    begin_E, end_E = group_bounds(jnp.array([3, 0, 9, 4]), 10)
+    assert (begin_E.tolist(), end_E.tolist()) == ([0, 3, 3, 10], [3, 3, 10, 10])
