@@ -295,6 +295,7 @@ BFLOAT16 = (jnp.bfloat16, jnp.bfloat16)
             "weights are float16 and rows bfl",
         ),
         (gpu.refusal(*BFLOAT16, 0, 64, 64, 2), "R=0 and E=2; nothing to multiply"),
+        (gpu.refusal(*BFLOAT16, 8, 64, 65, 2), "pad the weights once to F=128"),
         (quantized.refusal(jnp.float32, 8, 8, 64, 64, 2), "cast them, or use implementation="),
         (quantized.refusal(jnp.bfloat16, 2, 8, 64, 64, 2), "quantize to one of these"),
         (quantized.refusal(jnp.bfloat16, 4, 8, 128, 64, 2, 32), "divides D=128"),
@@ -322,3 +323,8 @@ def test_bad_arguments_raise():
     ):
         with pytest.raises(ValueError, match=message):
             quantized.forward(x, values_EFD, jnp.ones((1, 64, G)), jnp.asarray([8]), **options)
+    x_RD = x_RD.astype(jnp.float32)
+    with pytest.raises(ValueError, match="tensor cores take bfloat16"):
+        gpu.forward(x_RD, jnp.ones((1, 128, 64)), jnp.asarray([8]))
+    with pytest.raises(ValueError, match="tensor cores take bfloat16"):
+        gpu.weight_gradient(x_RD, x_RD, jnp.asarray([8]), out_dtype=jnp.float32)

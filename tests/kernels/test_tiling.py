@@ -6,6 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.grouped_matmul import gpu as plain_gpu
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
 from pallas_kernels.quantized_grouped_matmul import gpu as quantized_gpu
 from pallas_kernels.quantized_grouped_matmul import tpu as quantized_tpu
@@ -166,14 +167,16 @@ def test_default_tiles_are_no_wider_than_the_gradient():
     assert widths == [64, 128, 128, 256]
 
 
-def test_candidates_of_the_gpu_run_and_start_with_the_default():
-    for R in (1, 256, 8192):
-        for bits in (8, 4):
-            for group_size in (None, 128):
-                found = quantized_gpu.candidates(
-                    R, 1024, 4096, 32, bits, jnp.bfloat16, group_size
-                )
-                assert found[0] == quantized_gpu.default_tiling(
-                    R, 1024, 4096, 32, bits, jnp.bfloat16, group_size
-                )
-                assert len(set(found)) == len(found) >= 4
+@pytest.mark.parametrize("R", [1, 32, 256, 8192])
+def test_candidates_of_the_gpu_run_and_start_with_the_default(R):
+    sizes, dtype = (R, 1024, 4096, 32), jnp.bfloat16
+    found = plain_gpu.candidates(*sizes)
+    assert found[0] == plain_gpu.default_tiling(*sizes)
+    assert len(set(found)) == len(found) >= 4
+    assert all(checked(tiling, 1024, dtype, dtype) == tiling for tiling in found)
+    for bits in (8, 4):
+        for group_size in (None, 128):
+            options = (*sizes, bits, dtype, group_size)
+            found = quantized_gpu.candidates(*options)
+            assert found[0] == quantized_gpu.default_tiling(*options)
+            assert len(set(found)) == len(found) >= 4
