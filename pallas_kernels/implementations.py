@@ -64,7 +64,7 @@ class _Device:
 
 
 def current_device() -> _Device:
-    """What programs are compiled for that are traced now."""
+    """The device that programs which are traced now are compiled for."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract is not None:
         kind = abstract.device_kind
@@ -94,5 +94,5 @@ def unable(name: str, device: _Device) -> str | None:
 
 
 def _module(op: str, name: str) -> ModuleType:
-    # When it is used: nobody needs the compiler of the other hardware.
+    # Imported when it is used: the compiler of the other hardware is not needed.
     return importlib.import_module(f"pallas_kernels.{op}.{name}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both Hopper kernels are made of: their start, warpgroups, shared memory and registers.
+"""Parts of both Hopper kernels: their start, warpgroups, shared memory and registers.
 
 Mosaic GPU is Pallas' compiler for Hopper and later. What differs between JAX 0.10.2, 0.11 and
 0.12 stands here alone: 0.10.2 has the interpreter on private paths, lowers by lanes unless told

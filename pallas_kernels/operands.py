@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both operations ask of their operands, and over which mesh axes these vary.
+"""Checks of the operands of both operations, and the mesh axes over which these vary.
 
 Operands are checked before anything is launched. Inside `jax.shard_map` JAX tracks the mesh
 axes over which each array varies; it does not look inside a kernel or a `custom_vjp`, so both

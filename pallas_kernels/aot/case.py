@@ -24,7 +24,7 @@ ROWS = {"few": 8, "many": 256}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is compiled.
+    """One product to compile.
 
     Attributes:
         op: one of `OPS`.

@@ -36,7 +36,7 @@ BUDGETS = pathlib.Path(__file__).with_name("gpu_budgets.json")
 
 
 def budget_cases() -> dict[str, Case]:
-    """What the table holds, by name."""
+    """The cases that the table holds, by name."""
     found = benchmark_cases()
     quantized = "quantized_grouped_matmul"
     for bits in (8, 4):

@@ -47,7 +47,7 @@ RESOURCES = ("vmem_bytes", "bundles", "temp_bytes")
 
 
 def budget_cases() -> dict[str, Case]:
-    """What the table holds, by name."""
+    """The cases that the table holds, by name."""
     quantized, int4 = "quantized_grouped_matmul", {"bits": 4}
     return benchmark_cases() | {
         "int4 epilogue 1024x4096 few": variant(quantized, **int4, epilogue=True),
@@ -78,7 +78,7 @@ def write_budgets(target: str) -> None:
 
 
 def compiler_folder() -> pathlib.Path:
-    """Where libtpu is.
+    """The folder that holds libtpu.
 
     Raises:
         FileNotFoundError: it is not there; the message says how to install it.

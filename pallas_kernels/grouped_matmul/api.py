@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`grouped_matmul`: rows sorted by expert, each times its expert's matrix, and its gradients.
 
-Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. Dims: R D F E
+Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3.
+Dims: R rows, D inputs, F outputs, E experts
 """
 
 import functools

@@ -15,7 +15,7 @@ stands in for the rest, with the same arithmetic in the same order:
     int4 and int8 conversion by prmt and lop3                   XLA's conversion
     zeros for copies out of bounds                              operands padded to whole tiles
     copies that are still under way                             copies that are done at once
-Dims: R D F E; P tiles of rows
+Dims: R rows, D inputs, F outputs, E experts; P tiles of rows
 """
 
 import dataclasses
@@ -67,7 +67,10 @@ def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
 
 
 def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> Tiling:
-    """By rows per expert: deep steps for few, whose time is the weights', else wide tiles."""
+    """The tiling by rows per expert: deep steps for few, wide tiles for many.
+
+    With few rows the time is that of reading the weights.
+    """
     tile_n = tile_of_rows(R, E)
     deep = 128 if D % 128 == 0 and tile_n <= 64 else 64
     tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=deep)
@@ -134,7 +137,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
 
 
 def padded(array, axis: int, multiple: int):
-    """Zeros up to a multiple."""
+    """The array with zeros after it, up to a multiple of its size along an axis."""
     missing = -array.shape[axis] % multiple
     widths = [(0, missing if i == axis else 0) for i in range(array.ndim)]
     return jnp.pad(array, widths) if missing else array

@@ -6,7 +6,8 @@ The tensor core takes 64 rows at least and 8 columns at least, so with the weigh
 many tokens lose nothing. One warpgroup copies (TMA), the others multiply; a ring of stages
 runs through the tiles of a block without a stop, so the next tile's weights are on their way
 while the last one is stored. Blocks stay on their SM and take tiles in turn.
-Dims: R D F E; P tiles of rows, T rows of a tile, K one step of D, M features of a warpgroup,
+Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
+K one step of D, M features of a warpgroup,
 N tiles of M features, C warpgroups that multiply
 """
 
@@ -57,7 +58,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What happens to the float32 accumulator: `gate (relu(scale acc + bias))`.
+    """The function of the float32 accumulator: `gate (relu(scale acc + bias))`.
 
     Attributes:
         scale_ENMG: float32, the features cut into those of a warpgroup, whole blocks of them.
@@ -163,7 +164,7 @@ def _body(
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Which tile is whose turn."""
+    """The order in which the blocks of the GPU take tiles."""
 
     tiling: Tiling
     features: int
@@ -335,7 +336,7 @@ class _Consumer:
         return pl.run_scoped(accumulate, self._acc)
 
     def _accumulate_scaled(self, steps, first_step, expert, column, split):
-        """As above with a scale for each group of D, applied to each step's own sum."""
+        """The accumulator with a scale for each group of D, applied to each step's own sum."""
         walk, scale_gmem = self.walk, self.extra_gmem["scale"]
         per_group = self.weights.depth_per_scale // walk.tiling.tile_k
 
@@ -369,7 +370,7 @@ class _Consumer:
         return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
 
     def _of_feature_or_zero(self, name, index):
-        """As above; zero for tiles of no expert, which have nothing to look up."""
+        """Values of this warpgroup's features by name; zero for tiles of no expert."""
         expert, *rest = index
         # Another expert's values are loaded and dropped. Not a `lax.cond`: inside
         # `jax.shard_map` the type of a loaded value names mesh axes, that of a zero does not.

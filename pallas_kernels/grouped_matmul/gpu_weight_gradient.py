@@ -5,7 +5,8 @@ The rows of an expert are a range of any length at any place. Steps of K rows st
 multiple of 8; where the first or the last step reaches into a neighbour, its rows are set to
 zero in both operands (a NaN of another expert times zero would be a NaN), and only there. x is
 read transposed by the tensor core itself.
-Dims: R D F E; K rows of a step, M of D of a warpgroup, N of F, S stages
+Dims: R rows, D inputs, F outputs, E experts; K rows of a step, M of D of a warpgroup,
+N of F of a tile
 """
 
 import dataclasses
@@ -103,7 +104,7 @@ def _scratch(tiling: Tiling, dtype, out_dtype, interpret: bool) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Which tile of which expert's gradient is whose turn."""
+    """The order in which the blocks of the GPU take tiles of the experts' gradients."""
 
     tiling: Tiling
     num_experts: int

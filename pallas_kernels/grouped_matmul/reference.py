@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matrix product in plain JAX: what the kernels are held to, and the path of CPUs.
+"""Grouped matrix product in plain JAX: the kernels' reference, and what CPUs run.
 
 Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. On TPU and GPU `jax.lax.ragged_dot`,
 on CPU, where that multiplies every row by every expert's matrix, loops: over the experts that
 have rows, over blocks of the expert's matrix that stay in the cache (a dot in a loop first
 copies its operand; from memory that would be as slow as the product), over tiles of the
 expert's rows. What a tile has of other experts' rows is masked.
-Dims: R D F E; b rows of a tile; K rows of a block of the matrix as it is stored
+Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; K rows of a block of the
+matrix as it is stored
 """
 
 import dataclasses
@@ -81,7 +82,7 @@ def candidates(
 
 
 def _divisor(number: int, at_most: int) -> int:
-    """The largest divisor up to `at_most`; the number itself where that is a mere splinter."""
+    """The largest divisor up to `at_most`; the number itself where that is far smaller."""
     largest = max(d for d in range(1, min(number, at_most) + 1) if number % d == 0)
     return largest if 4 * largest >= min(number, at_most) else number
 
@@ -160,7 +161,7 @@ class _Groups:
         return (self.end_E[e] - self.start_E[e] + rows - 1) // rows
 
     def tile(self, e, t, rows: int, R: int):
-        """Where the rows of tile t begin that are read, and which of them count.
+        """The first row that tile t reads, and which of its rows are its own.
 
         Tiles begin at any row; one that would end behind R begins earlier, its rows before
         the group, or of the tile before, masked.
@@ -264,7 +265,7 @@ def _dot(a, b, contract_a: int, contract_b: int):
 
 
 def forward_by_ragged_dot(x_RD, w, group_sizes_E, transpose_w: bool):
-    """What TPU and GPU run; what it leaves in rows of no expert may be anything."""
+    """The product by `jax.lax.ragged_dot`, which TPU and GPU run; 0 past the groups."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transpose_w else 1,)), ((), ())),
         lhs_ragged_dimensions=(0,),
@@ -280,7 +281,7 @@ def forward_by_ragged_dot(x_RD, w, group_sizes_E, transpose_w: bool):
 
 
 def weight_gradient_by_ragged_dot(x_RD, dy_RF, group_sizes_E, out_dtype):
-    """What TPU and GPU run."""
+    """The gradient by `jax.lax.ragged_dot`, which TPU and GPU run."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=(0,),

@@ -30,7 +30,7 @@ from pallas_kernels.tpu_chip import (
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What is applied to the float32 sums before they are rounded: all of it is optional.
+    """The function of the float32 sums before they are rounded; all of it is optional.
 
     Attributes:
         scale_EGF: a factor a feature and group of D / G channels.
@@ -47,7 +47,7 @@ class Epilogue:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What the kernel's body knows when it is traced."""
+    """The constants of the kernel's body."""
 
     tiling: Tiling
     D: int
@@ -167,7 +167,7 @@ def _scratch(plan: _Plan):
 
 
 def _cost(plan: _Plan, x_RD, w) -> pl.CostEstimate:
-    """For XLA's scheduler: as if every expert had rows."""
+    """The cost for XLA's scheduler, as if every expert had rows."""
     R = x_RD.shape[0]
     bits = jax.dtypes.itemsize_bits(w.dtype)
     item = x_RD.dtype.itemsize

@@ -2,7 +2,7 @@
 """`quantized_grouped_matmul`: rows sorted by expert, times int8 or int4 matrices.
 
 Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), sections 3.3 to 3.5.
-Dims: R D F E G
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
 
 import functools

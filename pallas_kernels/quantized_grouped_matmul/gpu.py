@@ -16,7 +16,8 @@ JAX converts for them one by one, 6.
 Through shared memory (`Tiling.through_smem`), the converted weights are written there and
 read by wgmma from there: the same products in the same order, and what the interpreter runs,
 which knows no register operand.
-Dims: R D F E G; M features of a warpgroup, T rows of a tile, K one step of D, P tiles of rows
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; T rows
+of a tile, K one step of D, M features of a warpgroup, P tiles of rows, N tiles of M features
 """
 
 import dataclasses
@@ -64,7 +65,7 @@ def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
 
 def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
                    group_size: int | None = None) -> Tiling:  # fmt: skip
-    """By rows per expert, as deep as the copies of one row of weights like: 128 bytes."""
+    """The tiling by rows per expert; a row of weights is copied in 128 bytes where it can."""
     tile_n = tile_of_rows(R, E)
     most = group_size or D
     if group_size is not None and group_size < D:

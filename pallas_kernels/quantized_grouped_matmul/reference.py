@@ -4,7 +4,7 @@
 Kim et al. 2022 (arXiv:2211.10017), section 3.4. On CPU a block of one expert's matrix is
 dequantized at a time, in the loops of `grouped_matmul.reference`. On TPU and GPU, where the
 kernels are for use and this for comparison, `jax.lax.ragged_dot` of all matrices dequantized.
-Dims: R D F E G; K features of a block
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; K of F of a block
 """
 
 import jax
@@ -69,7 +69,7 @@ def apply_epilogue(y_RF, expert_R, is_used_R, bias_EF, activation: str | None, g
 
 
 def default_tiling(R: int, D: int, F: int, E: int) -> Tiling:
-    """That of the transposed product: matrices are stored output-major."""
+    """The tiling of the transposed product: matrices are stored output-major."""
     return unquantized.default_tiling(R, F, D, E, transpose_w=True)
 
 

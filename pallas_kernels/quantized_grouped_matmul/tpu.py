@@ -6,7 +6,7 @@ matrix unit, from native int4: v6e and later convert it in one instruction, and 
 are unpacked by hand take 1.2 to 1.6 times the instructions. The scale is multiplied to the
 float32 sums after the last channel, so it costs nothing per weight. (Kim et al. 2022, Who
 Says Elephants Can't Run, arXiv:2211.10017, sections 3.3 to 3.5.)
-Dims: R D F E G
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
 
 import jax.numpy as jnp

@@ -5,7 +5,7 @@ The estimate is a roofline: the memory traffic or the steps of the pipeline, whi
 longer. In a step a matrix block is pushed into the matrix unit, which takes the same time
 whatever the number of rows it meets, and multiplied. The constants were read off the
 instructions that the compiler schedules (`aot/tpu_compiler.py`); no chip has been timed, and
-`candidates` is for who has one.
+`candidates` are for a machine that has one.
 Dims: R rows, D inputs, F outputs, E experts
 """
 
@@ -78,7 +78,7 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a tiling is for.
+    """One product, for which tile sizes are chosen.
 
     Attributes:
         R, D, F, E: rows, contraction, output features, experts; for a weight gradient the
@@ -162,7 +162,7 @@ def vmem_bytes(problem: Problem, tiling: Tiling) -> int:
 
 
 def vmem_limit_bytes(problem: Problem, tiling: Tiling) -> int:
-    """What the kernel may take: its buffers and room for the compiler.
+    """The vector memory that the kernel may take: its buffers and room for the compiler.
 
     No more, because XLA keeps operands of other operations in the rest.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`grouped_matmul` and its reference: against loops, gradients, poison, refusals, tilings."""
+"""`grouped_matmul` and its reference: against loops, gradients, NaN, refusals, tilings."""
 
 import types
 
@@ -59,8 +59,8 @@ def output_and_gradients(x_RD, w_EDF, bias_EF, sizes_E, dy_RF):
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_gradients_against_loops_with_poison_in_unused_rows(groups):
-    """Poison in x, in w of empty groups, and in the incoming gradient of unused rows."""
+def test_gradients_against_loops_with_nan_in_unused_rows(groups):
+    """NaN in x, in w of empty groups, and in the incoming gradient of unused rows."""
     x_RD, w_EDF, dy_RF = loops.operands(GROUPS[groups], D, F)
     y_RF, (dx_RD, dw_EDF, dbias_EF) = output_and_gradients(
         x_RD, w_EDF, jnp.ones((E, F)), jnp.array(GROUPS[groups]), dy_RF

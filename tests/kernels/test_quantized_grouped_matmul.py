@@ -134,7 +134,7 @@ def test_both_paths_against_a_loop(groups, bits, group_size, is_native):
 
 
 @pytest.mark.parametrize("groups", ["uneven", "pruned_tail", "nothing"])
-def test_epilogue_against_a_loop_with_poison_in_unused_gates(groups):
+def test_epilogue_against_a_loop_with_nan_in_unused_gates(groups):
     x_RD, w_EDF, _ = loops.operands(GROUPS[groups], D, F)
     q = quantize(np.nan_to_num(w_EDF), 8)
     rng = np.random.default_rng(2)
