@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.implementations import choose
 from pallas_kernels.operands import check_grouped, sum_over_replicas
-from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.sorted_rows import rows_of_groups
 from pallas_kernels.tiling.tuned import tuned_tiling
 
 

@@ -27,7 +27,7 @@ from pallas_kernels.mosaic_gpu import (
     tiled_smem,
     transposed,
 )
-from pallas_kernels.routing.groups import group_bounds
+from pallas_kernels.sorted_rows import group_bounds
 from pallas_kernels.tiling.gpu import Tiling, checked, fitted, sm_count
 
 # Columns that are masked or stored at a time.

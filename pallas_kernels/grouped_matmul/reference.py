@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.operands import vary_like
-from pallas_kernels.routing.groups import group_bounds
-from pallas_kernels.routing.stable_sort import stable_argsort
+from pallas_kernels.sorted_rows import group_bounds, stable_argsort
 
 # Bytes of a block of a matrix. As large as caches hold where products are added up over
 # blocks, which costs a pass over the sums for each; smaller where every block has its own.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.routing.groups import group_bounds
+from pallas_kernels.sorted_rows import group_bounds
 
 # Hopper's copy engine reads tiled rows from a multiple of 8 on.
 ROW_ALIGNMENT = 8

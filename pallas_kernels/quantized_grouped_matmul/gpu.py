@@ -31,7 +31,7 @@ from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, row_tiles, sum
 from pallas_kernels.mosaic_gpu import load_as
 from pallas_kernels.operands import check_activation
 from pallas_kernels.quantized_grouped_matmul.reference import apply_epilogue
-from pallas_kernels.routing.groups import group_bounds
+from pallas_kernels.sorted_rows import group_bounds
 from pallas_kernels.tiling.gpu import (
     Tiling,
     candidates_around,

@@ -15,7 +15,7 @@ from pallas_kernels.grouped_matmul.reference import Tiling
 from pallas_kernels.operands import vary_like
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize
-from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.sorted_rows import rows_of_groups
 
 
 def forward(

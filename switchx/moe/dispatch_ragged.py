@@ -8,7 +8,7 @@ the code that accelerators run. Dims: G T S E C D R X; P devices of the exchange
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.sorted_rows import rows_of_groups
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
 from switchx.moe.expert_parallel import run_on_devices
 from switchx.moe.expert_rows import sort_into_rows

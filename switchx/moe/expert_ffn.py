@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import QTensor
-from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.sorted_rows import rows_of_groups
 from switchx.layers.dropout import dropout
 from switchx.layers.ffn import activate
 from switchx.moe.expert_matmul import TappedWeight, expert_matmul, rows_matmul

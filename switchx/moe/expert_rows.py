@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.routing.stable_sort import stable_argsort
+from pallas_kernels.sorted_rows import stable_argsort
 
 # Up to so many choices, comparing all with all takes less time than a sort and a scatter,
 # which are loops on a CPU.

@@ -8,7 +8,7 @@ the priority. Dims: G T S E
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.routing.stable_sort import stable_argsort
+from pallas_kernels.sorted_rows import stable_argsort
 
 
 def by_gate(gate_GT, place):
