@@ -53,24 +53,9 @@ def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
     return None
 
 
-def default_tiling(
-    R: int, D: int, F: int, E: int, x_dtype, w_dtype, *, direction: str = "forward"
-) -> Tiling:
-    """The tiling of the least estimated time on the current chip.
-
-    Args:
-        D, F: as the direction sees them: an `input_gradient` contracts over D and has F
-            output features like a forward pass; a `weight_gradient` writes [E, D, F].
-        direction: `forward`, `input_gradient` or `weight_gradient`.
-    """
-    return tpu_tiling.default_tiling(_problem(R, D, F, E, x_dtype, w_dtype, direction))
-
-
-def candidates(
-    R: int, D: int, F: int, E: int, x_dtype, w_dtype, *, direction: str = "forward"
-) -> list[Tiling]:
-    """Tilings that fit the current chip, the best estimate first; see `default_tiling`."""
-    return tpu_tiling.candidates(_problem(R, D, F, E, x_dtype, w_dtype, direction))
+def candidates(R: int, D: int, F: int, E: int, x_dtype, w_dtype) -> list[Tiling]:
+    """Tilings that fit the current chip, the best estimate first."""
+    return tpu_tiling.candidates(Problem.of(R, D, F, E, x_dtype, w_dtype))
 
 
 def forward(
@@ -96,7 +81,7 @@ def forward(
     """
     R, D = x_RD.shape
     F = w.shape[1] if transpose_w else w.shape[2]
-    tiling = tiling or default_tiling(R, D, F, w.shape[0], x_RD.dtype, w.dtype)
+    tiling = tiling or candidates(R, D, F, w.shape[0], x_RD.dtype, w.dtype)[0]
     return multiply_rows(
         x_RD,
         w,
@@ -118,17 +103,11 @@ def weight_gradient(
         ValueError: a tiling that cannot be.
     """
     [R, D], F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
-    tiling = tiling or default_tiling(
-        R, D, F, E, x_RD.dtype, out_dtype, direction="weight_gradient"
-    )
+    problem = Problem.of(R, D, F, E, x_RD.dtype, out_dtype, is_weight_gradient=True)
+    tiling = tiling or tpu_tiling.candidates(problem)[0]
     return sum_outer_products(
         x_RD, dy_RF, group_sizes_E, out_dtype=out_dtype, tiling=tiling, interpret=interpret
     )
-
-
-def _problem(R, D, F, E, x_dtype, w_dtype, direction) -> Problem:
-    is_weight_gradient = direction == "weight_gradient"
-    return Problem.of(R, D, F, E, x_dtype, w_dtype, is_weight_gradient=is_weight_gradient)
 
 
 def sum_outer_products(

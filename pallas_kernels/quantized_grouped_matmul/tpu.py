@@ -36,13 +36,6 @@ def refusal(
     return None
 
 
-def default_tiling(
-    R: int, D: int, F: int, E: int, x_dtype, bits: int, group_size: int | None = None
-) -> Tiling:
-    """The tiling of the least estimated time on the current chip."""
-    return candidates(R, D, F, E, x_dtype, bits, group_size)[0]
-
-
 def candidates(
     R: int, D: int, F: int, E: int, x_dtype, bits: int, group_size: int | None = None
 ) -> list[Tiling]:
@@ -81,7 +74,7 @@ def forward(
     [R, D], [E, F, G] = x_RD.shape, scales_EFG.shape
     if tiling is None:
         bits = 4 if values_EFD.dtype == jnp.int4 else 8
-        tiling = default_tiling(R, D, F, E, x_RD.dtype, bits, D // G)
+        tiling = candidates(R, D, F, E, x_RD.dtype, bits, D // G)[0]
     if tiling.block_D % (D // G) and G > 1:
         raise ValueError(
             f"block_D={tiling.block_D} cuts groups of {D // G} channels with one scale; use "

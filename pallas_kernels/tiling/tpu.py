@@ -103,11 +103,6 @@ class Problem:
         return cls(R, D, F, E, x_bytes, jax.dtypes.itemsize_bits(w_dtype), **fields)
 
 
-def default_tiling(problem: Problem) -> Tiling:
-    """The tiling of the least estimated time."""
-    return candidates(problem)[0]
-
-
 def candidates(problem: Problem) -> list[Tiling]:
     """Tilings that fit the memory of the current chip, the best estimate first.
 

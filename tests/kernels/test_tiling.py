@@ -16,7 +16,6 @@ from pallas_kernels.tiling.tpu import (
     Problem,
     Tiling,
     candidates,
-    default_tiling,
     vmem_bytes,
     vmem_limit_bytes,
 )
@@ -47,15 +46,15 @@ def test_every_candidate_can_be_and_fits(kind, cores, D, F):
 def test_memory_decides_whether_the_contraction_is_cut():
     # A matrix block of all 14336 channels and 128 columns, three times: 11 MB of bfloat16.
     with described_tpu("TPU v5 lite"):
-        assert default_tiling(decoding(14336, 4096)).block_D == 14336
+        assert candidates(decoding(14336, 4096))[0].block_D == 14336
     with described_tpu("TPU v4"):
-        assert default_tiling(decoding(14336, 4096)).block_D < 14336
+        assert candidates(decoding(14336, 4096))[0].block_D < 14336
 
 
 def test_rows_of_a_block_follow_the_rows_of_an_expert():
     with described_tpu("TPU v6 lite"):
         blocks = [
-            default_tiling(Problem(32 * rows, 1024, 4096, 32, 2, 16)).block_R
+            candidates(Problem(32 * rows, 1024, 4096, 32, 2, 16))[0].block_R
             for rows in (1, 8, 64, 256)
         ]
     assert blocks == sorted(blocks)
@@ -64,7 +63,7 @@ def test_rows_of_a_block_follow_the_rows_of_an_expert():
 
 
 def test_blocks_follow_small_sizes():
-    assert default_tiling(Problem(3, 20, 24, 2, 4, 32)) == Tiling(16, 20, 24)
+    assert candidates(Problem(3, 20, 24, 2, 4, 32))[0] == Tiling(16, 20, 24)
 
 
 def test_a_size_without_even_pieces_is_cut_with_a_remainder():
