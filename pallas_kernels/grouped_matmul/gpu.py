@@ -117,7 +117,8 @@ def forward(x_RD, w, group_sizes_E, *, transpose_w: bool = False, tiling: Tiling
         Epilogue(), interpret=interpret, name="grouped_matmul",
     )  # fmt: skip
     if tiling.splits > 1:
-        y = summed_splits(y, tiles, group_sizes_E, num_rows)
+        y, expert_R = summed_splits(y, tiles, num_rows)
+        y = jnp.where((expert_R < w.shape[0])[:, None], y, 0.0)
     return y[:num_rows, :features].astype(x_RD.dtype)
 
 

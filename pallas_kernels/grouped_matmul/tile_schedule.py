@@ -152,9 +152,8 @@ def _aligned(num_rows: int) -> int:
 def row_tiles(group_sizes_E, num_rows: int, block: int) -> RowTiles:
     """Tiles of up to `block` rows over `num_rows` rows, and those up to a multiple of 8."""
     num_experts = group_sizes_E.shape[0]
-    begin_E, end_E = group_bounds(group_sizes_E, num_rows)
-    begin_G = jnp.append(begin_E, end_E[-1])
-    end_G = jnp.append(end_E, _aligned(num_rows))
+    _, end_E = group_bounds(group_sizes_E, num_rows)
+    begin_G, end_G = jnp.pad(end_E, (1, 0)), jnp.append(end_E, _aligned(num_rows))
     first_G = begin_G // ROW_ALIGNMENT * ROW_ALIGNMENT
     tiles_G = jnp.where(end_G > begin_G, -(-(end_G - first_G) // block), 0)
     tiles_end_G = jnp.cumsum(tiles_G)
@@ -176,11 +175,14 @@ def row_tiles(group_sizes_E, num_rows: int, block: int) -> RowTiles:
     )
 
 
-def summed_splits(parts_SPFT, tiles: RowTiles, group_sizes_E, num_rows: int):
-    """Rows out of tiles that hold parts of their sums, `[R, F]` float32; of no expert zero.
+def summed_splits(parts_SPFT, tiles: RowTiles, num_rows: int):
+    """Rows out of tiles that hold parts of their sums, `[R, F]` float32, and whose they are.
 
     Args:
         parts_SPFT: S parts for each tile; what a tile has of other groups is not used.
+
+    Returns:
+        (y_RF, expert_R): expert_R is E for rows of no expert, of which y_RF means nothing.
     """
     block = parts_SPFT.shape[-1]
     row_R = jnp.arange(num_rows, dtype=jnp.int32)
@@ -190,5 +192,4 @@ def summed_splits(parts_SPFT, tiles: RowTiles, group_sizes_E, num_rows: int):
     tile_R = jnp.sum(is_begun_RP, axis=1, dtype=jnp.int32) - 1
     within_R = jnp.clip(row_R - tiles.start_P[tile_R], 0, block - 1)
     y_RF = jnp.sum(parts_SPFT[:, tile_R, :, within_R], axis=1)
-    is_real_R = row_R < jnp.sum(group_sizes_E)
-    return jnp.where(is_real_R[:, None], y_RF, 0.0)
+    return y_RF, tiles.expert_P[tile_R]

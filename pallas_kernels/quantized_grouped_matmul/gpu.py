@@ -31,7 +31,6 @@ from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, row_tiles, sum
 from pallas_kernels.mosaic_gpu import load_as
 from pallas_kernels.operands import check_activation
 from pallas_kernels.quantized_grouped_matmul.reference import apply_epilogue
-from pallas_kernels.sorted_rows import group_bounds
 from pallas_kernels.tiling.gpu import (
     Tiling,
     candidates_around,
@@ -159,13 +158,9 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activa
     if tiling.splits == 1:
         y = y[:num_rows, :F]
     else:
-        y = summed_splits(y, tiles, group_sizes_E, num_rows)[:, :F]
-        # Comparing with all: a search of `rows_of_groups` would be a chain of launches.
-        end_E = group_bounds(group_sizes_E, num_rows)[1]
-        expert_R = jnp.sum(jnp.arange(num_rows)[:, None] >= end_E[None], axis=1)
-        y = apply_epilogue(
-            y, jnp.minimum(expert_R, E - 1), expert_R < E, bias_EF, activation, gate_R
-        )
+        y, expert_R = summed_splits(y, tiles, num_rows)
+        expert_R, is_used_R = jnp.minimum(expert_R, E - 1), expert_R < E
+        y = apply_epilogue(y[:, :F], expert_R, is_used_R, bias_EF, activation, gate_R)
     return y.astype(x_RD.dtype)
 
 

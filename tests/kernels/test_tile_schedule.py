@@ -141,14 +141,15 @@ def test_parts_are_summed_for_the_rows_of_experts():
     sizes, block = jnp.asarray([3, 0, 20]), 16
     tiles = tiles_of(sizes, 32, block)
     parts = np.random.default_rng(0).standard_normal((3, tiles.expert_P.shape[0], 4, block))
-    y = jax.jit(summed_splits, static_argnums=3)(jnp.float32(parts), tiles, sizes, 30)
+    y, expert_R = jax.jit(summed_splits, static_argnums=2)(jnp.float32(parts), tiles, 30)
+    assert expert_R.tolist() == [0] * 3 + [2] * 20 + [3] * 7
     expert, start, offset, size, count = map(np.asarray, tiles.arrays())
     want = np.zeros((30, 4))
     for p in range(count[0]):
         if expert[p] < 3:
             for row in range(start[p] + offset[p], start[p] + offset[p] + size[p]):
                 want[row] = parts[:, p, :, row - start[p]].sum(0)
-    np.testing.assert_allclose(np.asarray(y), want, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(y)[:23], want[:23], atol=1e-6)
 
 
 @pytest.mark.parametrize(("panel", "splits"), [(1, 1), (2, 2), (3, 1), (16, 2)])
