@@ -97,32 +97,19 @@ def weight_gradient(
 ):
     """`dw_e = x_e^T dy_e` over the rows of each expert: `[E, D, F]`, zero where it has none.
 
-    Summed in float32. What is in rows past the last expert's does not matter.
+    The rows are what is summed over, so they are the innermost axis of the pipeline: one
+    expert's sum stays in fast memory, in float32, until its last tile of rows has been added.
+    `x` is contracted over its first axis as it lies; no transposed copy of it is made. What is
+    in rows past the last expert's does not matter.
 
     Raises:
         ValueError: a tiling that cannot be.
     """
     [R, D], F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
+    out_dtype = jnp.dtype(out_dtype)
     problem = Problem.of(R, D, F, E, x_RD.dtype, out_dtype, is_weight_gradient=True)
     tiling = tiling or tpu_tiling.candidates(problem)[0]
-    return sum_outer_products(
-        x_RD, dy_RF, group_sizes_E, out_dtype=out_dtype, tiling=tiling, interpret=interpret
-    )
-
-
-def sum_outer_products(
-    x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling, interpret=False
-):
-    """`dw_e = x_e^T dy_e`, `[E, D, F]` in `out_dtype`; zero for an expert without rows.
-
-    The rows are what is summed over, so they are the innermost axis of the pipeline: one
-    expert's sum stays in fast memory, in float32, until its last tile of rows has been added.
-    `x` is contracted over its first axis as it lies; no transposed copy of it is made.
-    """
-    [R, D], F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
-    out_dtype = jnp.dtype(out_dtype)
     tiling.check(D, F)
-    problem = Problem.of(R, D, F, E, x_RD.dtype, out_dtype, is_weight_gradient=True)
     tiles = tiles_by_expert(group_sizes_E, R, tiling.block_R)
     out_shape = E, D, F
     if interpret:

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import tpu
-from pallas_kernels.grouped_matmul.tpu import sum_outer_products
 from pallas_kernels.grouped_matmul.tpu_rows import multiply_rows
 from pallas_kernels.quantized_grouped_matmul import tpu as quantized
 from pallas_kernels.tiling.tpu import Tiling
@@ -174,7 +173,7 @@ def test_weight_gradient_sums_over_the_rows_of_each_expert(dtype, out_dtype, siz
     (D, F), group_sizes = SIZES[size], EDGES[edge]
     x_RD = rows_of(0, ROWS, D, group_sizes, dtype)
     dy_RF = rows_of(1, ROWS, F, group_sizes, dtype)
-    run = compiled(sum_outer_products, tiling=Tiling(16, 128, 128), out_dtype=out_dtype)
+    run = compiled(tpu.weight_gradient, tiling=Tiling(16, 128, 128), out_dtype=out_dtype)
     dw_EDF = run_without_races(run, x_RD, dy_RF, counts(group_sizes))
     assert_close(dw_EDF, loops.weight_gradient(x_RD, dy_RF, group_sizes), out_dtype)
     assert not dw_EDF[np.array(group_sizes) == 0].any()
@@ -185,7 +184,7 @@ def test_two_cores_share_the_blocks_of_the_gradient():
     x_RD = rows_of(0, 37, 128, group_sizes, "float32")
     dy_RF = rows_of(1, 37, 384, group_sizes, "float32")
     tiling = Tiling(16, 128, 128, cores=2)
-    run = compiled(sum_outer_products, num_cores=2, tiling=tiling, out_dtype="float32")
+    run = compiled(tpu.weight_gradient, num_cores=2, tiling=tiling, out_dtype="float32")
     dw_EDF = run_without_races(run, x_RD, dy_RF, counts(group_sizes))
     assert_close(dw_EDF, loops.weight_gradient(x_RD, dy_RF, group_sizes), "float32")
 
