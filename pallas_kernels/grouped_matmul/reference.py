@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matrix product in plain JAX: the kernels' reference, and what CPUs run.
 
-Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. TPU and GPU run `jax.lax.ragged_dot`.
-On CPU that multiplies every row by every expert's matrix (512x1024, measured: 5 times as long for
-8 experts, 10 times for 32), so there are loops: over the experts that have rows, over blocks of
-the expert's matrix that stay in the cache (a dot in a loop first copies its operand; from memory
-that would be as slow as the product), over tiles of the expert's rows. What a tile has of other
-experts' rows is masked. Tests lower both paths for every platform.
+Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. TPU and GPU run
+`jax.lax.ragged_dot`. On CPU that multiplies every row by every expert's matrix (of 512x1024,
+measured: 5 times as long for 8 experts, 10 times for 32), so there are loops: over the experts
+that have rows, over blocks of the expert's matrix that stay in the cache (a dot in a loop first
+copies its operand; from memory that would be as slow as the product), over tiles of the
+expert's rows. What a tile has of other experts' rows is masked. Tests lower both paths.
 Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; K rows of a block of the
 matrix as it is stored
 """
