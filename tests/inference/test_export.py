@@ -119,22 +119,19 @@ def test_a_mesh_that_is_not_here_is_in_the_program(tmp_path):
     assert cache["axes"] == [["expert"], ["model"], [], []]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("bits", "platform"), [(None, "tpu"), (8, "tpu"), (4, "tpu"), (None, "cuda")]
+    ("bits", "platform"),
+    [
+        pytest.param(bits, platform, marks=() if bits == 4 else pytest.mark.slow)
+        for bits in (None, 8, 4)
+        for platform in ("tpu", "cuda")
+    ],
 )
 def test_kernels_run_on_meshes_too(tmp_path, bits, platform):
     options = {} if bits is None else {"rest": "bfloat16"}
     manifest = export(tmp_path / "m", trained(bits, WIDE, **options), (platform,), mesh=MESH)
     step = program(tmp_path / "m", manifest, platform, "step")
     assert f"custom_call @{KERNELS[platform]}" in step.mlir_module()
-
-
-def test_quantized_experts_on_a_mesh_of_gpus_are_refused(tmp_path):
-    with refused(
-        "quantized experts do not run on a mesh of GPUs in bfloat16 yet: use one <any>"
-    ):
-        export(tmp_path / "m", trained(4, WIDE, rest="bfloat16"), ("cuda",), mesh=MESH)
 
 
 def test_the_kind_of_a_device_decides_its_kernels():
