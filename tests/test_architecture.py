@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of the house: which package imports which, no cycles, sizes, headers, paths."""
+"""The layout of the house: which package imports which, no cycles, sizes, headers, paths.
+
+`python -m tests.test_architecture` prints the picture for docs/architecture.md.
+"""
 
 import ast
 import graphlib
@@ -191,3 +194,59 @@ def test_nothing_is_unfinished_or_bound_to_a_machine():
         if UNFINISHED.search(line) or MACHINE_PATH.search(line)
     ]
     assert wrong == []
+
+
+def drawing() -> str:
+    """The packages and their arrows, those left out that follow from others (Mermaid)."""
+    graph = {package_of(module): set() for module in MODULES}
+    for module, imports in IMPORTS.items():
+        ours = {package_of(other) for other in imports if other in MODULES}
+        graph[package_of(module)] |= ours - {package_of(module)}
+
+    def reachable(package):
+        return graph[package].union(*map(reachable, graph[package]))
+
+    lines = ["graph TD"]
+    for package in sorted(graph.keys() - {"__init__", "__main__"}):
+        indirect = set().union(*map(reachable, graph[package]))
+        lines += [f"    {package} --> {other}" for other in sorted(graph[package] - indirect)]
+    return "\n".join(lines)
+
+
+PAGE = ROOT / "docs/architecture.md"
+
+
+def test_the_picture_is_what_the_imports_are():
+    (picture,) = re.findall(r"```mermaid\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
+    assert picture == drawing(), "python -m tests.test_architecture prints the picture of today"
+
+
+def defined_in(path: pathlib.Path) -> set[str]:
+    """Classes, functions, their methods and fields, and constants of a Python file."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else []
+        for each in [node, *inner]:
+            targets = getattr(each, "targets", [getattr(each, "target", each)])
+            found = {getattr(target, "id", getattr(target, "name", None)) for target in targets}
+            names |= found if each is node else {f"{node.name}.{name}" for name in found}
+    return names
+
+
+def test_questions_have_their_answers_where_the_page_says():
+    text = PAGE.read_text()
+    rows = re.findall(r"^\| (Where would I .*?) \| (.*?) \|$", text, re.MULTILINE)
+    assert len(rows) >= 15
+    for question, answer in rows:
+        symbols = re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/.]+)\)", answer)
+        assert symbols, question
+        for symbol, file in symbols:
+            assert (ROOT / file).exists(), file
+            if file.endswith(".py"):
+                assert symbol in defined_in(ROOT / file), f"{symbol} in {file}"
+    for link in re.findall(r"\]\((?!https:)([^)#]+)\)", text):
+        assert (PAGE.parent / link).exists(), link
+
+
+if __name__ == "__main__":
+    print(drawing())
