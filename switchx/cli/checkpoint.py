@@ -40,7 +40,7 @@ there already is left alone. The whole state has to fit into this machine's memo
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "checkpoint", show_help, "inspect, verify or convert checkpoints", DESCRIPTION
+        commands, "checkpoint", _ask, "inspect, verify or convert checkpoints", DESCRIPTION
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     for name, run, description in (
@@ -63,24 +63,20 @@ def add_command(commands) -> None:
                 "--layout", required=True, choices=["scanned", "unrolled"], help="of DST"
             )
         else:
-            action.add_argument("--json", action="store_true", help="print one JSON object")
+            shared.add_json(action)
         if name == "verify":
             action.add_argument("--step", type=int, metavar="N", help="this one; default: all")
         else:
             shared.add_step(action, "checkpoint")
 
 
-def show_help(arguments: argparse.Namespace) -> int:
-    arguments.parser.error("give an action: inspect, verify or convert")
-
-
 def inspect(arguments: argparse.Namespace) -> int:
     from switchx.checkpoint.items import stored_items
-    from switchx.checkpoint.run_folder import read_config
+    from switchx.checkpoint.run_folder import RunFolder, read_config
     from switchx.manifest import find_damage, read_manifest
     from switchx.tree import named_leaves
 
-    run = _run(arguments)
+    run = RunFolder(arguments.dir)
     checkpoints = []
     for path in reversed(_paths(run)):
         row = {"step": int(path.name), "fault": find_damage(path, checksums=False)}
@@ -97,21 +93,13 @@ def inspect(arguments: argparse.Namespace) -> int:
         for item, tree in items.items()
         for name, leaf in named_leaves(tree).items()
     ]
-    config = read_config(run)
+    found = {
+        "step": step, "checkpoints": checkpoints, "arrays": arrays, "config": read_config(run)
+    }  # fmt: skip
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "command": "checkpoint inspect",
-                    "step": step,
-                    "checkpoints": checkpoints,
-                    "arrays": arrays,
-                    "config": config,
-                }
-            )
-        )
-        return 0
-    _print_inspection(run, step, checkpoints, arrays, config)
+        print(json.dumps({"command": "checkpoint inspect"} | found))
+    else:
+        _print_inspection(run, **found)
     return 0
 
 
@@ -177,9 +165,10 @@ def _size(num_bytes: int) -> str:
 
 
 def verify(arguments: argparse.Namespace) -> int:
+    from switchx.checkpoint.run_folder import RunFolder
     from switchx.checkpoint.verify import checkpoint_faults
 
-    run = _run(arguments)
+    run = RunFolder(arguments.dir)
     steps = sorted(int(path.name) for path in _paths(run))
     if arguments.step is not None:
         if arguments.step not in steps:
@@ -201,22 +190,20 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def convert(arguments: argparse.Namespace) -> int:
     from switchx.checkpoint.restore import choose_step
+    from switchx.checkpoint.run_folder import RunFolder
     from switchx.checkpoint.scan_conversion import write_converted_layout
     from switchx.manifest import new_folder
 
-    run = _run(arguments)
+    run = RunFolder(arguments.dir)
     step = choose_step(run, arguments.step)
     with new_folder(arguments.dst) as folder:
-        is_scanned = arguments.layout == "scanned"
-        write_converted_layout(run, step, folder, is_scanned=is_scanned)
+        write_converted_layout(run, step, folder, is_scanned=arguments.layout == "scanned")
     print(f"{arguments.dst}: checkpoint {step} with layers {arguments.layout}")
     return 0
 
 
-def _run(arguments: argparse.Namespace):
-    from switchx.checkpoint.run_folder import RunFolder
-
-    return RunFolder(arguments.dir)
+def _ask(arguments: argparse.Namespace) -> int:
+    arguments.parser.error("give an action: inspect, verify or convert")
 
 
 def _paths(run) -> list:

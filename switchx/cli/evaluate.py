@@ -45,11 +45,7 @@ def add_command(commands) -> None:
     )  # fmt: skip
     shared.add_step(parser, "checkpoint to evaluate")
     text_metrics.add_arguments(parser)
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object, with the routing of each layer, on standard output",
-    )
+    shared.add_json(parser, "print one JSON object, with the routing of each layer")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -125,7 +121,7 @@ def _print(job, metrics: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from switchx.cli.report import load_table
+    from switchx.cli.summary import load_table
 
     table = Table(box=None, show_header=False, pad_edge=False)
     rows = {name: value for name, value in metrics.items() if not isinstance(value, dict)}

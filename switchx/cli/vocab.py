@@ -40,7 +40,7 @@ def add_command(commands) -> None:
         metavar="N",
         help="pieces; 100 sentinels come on top when it is used",
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write into")
+    shared.add_output(parser, "folder to write into", required=True, metavar="DIR")
     parser.add_argument(
         "--sample_characters",
         type=int,

@@ -9,6 +9,7 @@ import threading
 import time
 
 import jax
+from switchx.serving.service import Service
 
 from switchx.api import Model
 from switchx.data.text_format import TextFormat
@@ -17,7 +18,6 @@ from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
 from switchx.serving.server import Server, open_socket
-from switchx.serving.service import Service
 
 CONFIG = ModelConfig(
     "encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1), init_scale=4.0

@@ -5,10 +5,10 @@ import asyncio
 import dataclasses
 
 import pytest
+from switchx.serving.service import Service
 
 from switchx.serving.requests import AnswerSettings, GenerateRequest, Refusal
 from switchx.serving.scheduler import Answer
-from switchx.serving.service import Service
 from tests.serving import served
 
 

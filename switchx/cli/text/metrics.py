@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.inference.config import DecodingConfig
 
 NOTE_EVERY_S = 10
 
@@ -29,35 +30,25 @@ def add_arguments(parser: shared.CommandParser) -> None:
     )
     parser.add_argument("--split", metavar="NAME", help="of the corpora; default: the tasks'")
     parser.add_argument(
-        "--max_examples", type=_positive, metavar="N", help="answer the first N of each task"
+        "--max_examples", type=shared.positive, metavar="N", help="answer N of each task"
     )
-    parser.add_argument(
-        "--beam_size", type=_positive, default=1, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--max_new_tokens",
-        type=_positive,
-        default=128,
-        metavar="N",
-        help="of an output (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--length_penalty",
-        type=float,
-        default=1.0,
-        metavar="N",
-        help="an output of n tokens scores log p / n ** N (default: %(default)s)",
+    # Searched for, not sampled: a score is to be the same again.
+    shared.add_options(
+        parser,
+        DecodingConfig,
+        ("beam_size", "max_new_tokens", "length_penalty"),
+        max_new_tokens=128,
     )
     parser.add_argument(
         "--batch_size",
-        type=_positive,
+        type=shared.positive,
         default=32,
         metavar="N",
         help="most inputs at once in generation (default: %(default)s)",
     )
     parser.add_argument(
         "--bootstrap",
-        type=_positive,
+        type=shared.positive,
         default=0,
         metavar="N",
         help="samples of sacreBLEU's bootstrap, for intervals of 95%% of BLEU and chrF, such "
@@ -65,6 +56,7 @@ def add_arguments(parser: shared.CommandParser) -> None:
     )
     parser.add_argument(
         "--predictions",
+        type=shared.not_empty,
         metavar="FILE",
         help="file to write: JSON lines of task, inputs, target, prediction",
     )
@@ -132,8 +124,6 @@ def require_options(arguments: argparse.Namespace) -> None:
         raise ValueError("--bootstrap=1 is no sample to tell an interval by; use 1000")
     if arguments.predictions is None:
         return
-    if not arguments.predictions:
-        raise ValueError("--predictions is empty; is a shell variable not set?")
     path = pathlib.Path(arguments.predictions).expanduser().absolute()
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ValueError(
@@ -153,10 +143,7 @@ def evaluate_texts(
     from switchx.data.mixtures import as_mixture
     from switchx.text_evaluation import mean_results, measure, read_questions
 
-    decoding = {
-        name: getattr(arguments, name)
-        for name in ("beam_size", "max_new_tokens", "length_penalty")
-    }
+    decoding = shared.options_of(arguments, DecodingConfig)
     generator = model.generator(batch_size=arguments.batch_size, **decoding)
     questions = [
         read_questions(
@@ -265,9 +252,3 @@ def _names(text: str) -> list[str]:
             f"there is no metric {wrong[0]!r}; use some of {','.join(known)}, or none"
         )
     return list(dict.fromkeys(names))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
