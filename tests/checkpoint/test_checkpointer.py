@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: bit-equal on any mesh, kept by recency and score, whole or not loaded."""
 
+import logging
+import math
 import os
 import pathlib
 import signal
@@ -14,9 +16,11 @@ import numpy as np
 import optax
 import pytest
 
+from switchx.checkpoint import checkpointer
 from switchx.checkpoint.checkpointer import Checkpointer, Retention, SaveError
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
+from tests.data.refusals import refused
 from tests.training.train_states import assert_same, damage, filled_state, shapes
 
 KEEP_ALL = Retention(keep_last=100, keep_best=0)
@@ -125,18 +129,6 @@ def test_keeps_the_last_and_the_best_together_also_after_reopening(tmp_path):
     save_all(tmp_path / "lowest", range(1, 9), lowest, metrics)
     assert kept(tmp_path / "lowest") == [6, 8]
     assert not list(tmp_path.glob("**/expired"))
-
-
-def test_retention_is_validated():
-    with pytest.raises(ValueError, match="keep_last=0; use at least 1"):
-        Retention(keep_last=0)
-    with pytest.raises(ValueError, match="keep_best=-1; use 0 or more"):
-        Retention(keep_best=-1)
-    with pytest.raises(ValueError, match="best_mode='least'; use 'max' or 'min'"):
-        Retention(best_mode="least")
-    message = "best_metric='neg_log_perplexity' is not among the metrics loss; use one of them"
-    with pytest.raises(ValueError, match=message):
-        Retention().score({"loss": 1.0})
 
 
 def truncate(path):
@@ -312,7 +304,7 @@ def test_disk_that_fills_while_saving(small_disk, monkeypatch, caplog):
 
 LIMITED = """
 import resource, sys
-from tests.training.test_checkpoints import KEEP_ALL, big_state
+from tests.checkpoint.test_checkpointer import KEEP_ALL, big_state
 from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.run_folder import RunFolder
 with Checkpointer(RunFolder(sys.argv[1]), KEEP_ALL) as checkpointer:
@@ -341,3 +333,59 @@ def test_orbax_says_nothing_of_its_own(tmp_path, capfd):
     with reopened(tmp_path) as checkpointer:
         checkpointer.restore(shapes(filled_state(0)))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_higher_score_is_always_better():
+    metrics = {"neg_log_perplexity": -2.0, "loss": 2.0}
+    assert Retention().score(metrics) == -2.0
+    lowest = Retention(best_metric="loss", best_mode="min")
+    assert lowest.score({"loss": 1.0}) > lowest.score({"loss": 2.0})
+
+
+def test_without_metrics_or_a_finite_one_there_is_no_score():
+    assert Retention().score(None) is None
+    assert Retention().score({"neg_log_perplexity": math.nan}) is None
+
+
+def test_an_unknown_metric_is_named_with_those_there_are():
+    with pytest.raises(ValueError, match="best_metric=.bleu. is not among the metrics loss"):
+        Retention(best_metric="bleu").score({"loss": 1.0, "acc": 0.5})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"keep_last": 0}, {"keep_best": -1}, {"best_mode": "most"}], ids=str
+)
+def test_wrong_settings_are_refused(wrong):
+    ((name, value),) = wrong.items()
+    with refused(f"Retention.{name}={value!r}"):
+        Retention(**wrong)
+
+
+def make(path, content=b"12345678"):
+    path.mkdir(parents=True)
+    (path / "data").write_bytes(content)
+    return path
+
+
+def test_what_is_set_aside_keeps_its_bytes_and_is_counted(tmp_path, caplog):
+    for content in (b"first", b"second"):
+        with caplog.at_level(logging.WARNING):
+            checkpointer.set_aside(make(tmp_path / "8", content), "its checksum differs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["8.damaged-1", "8.damaged-2"]
+    assert (tmp_path / "8.damaged-1" / "data").read_bytes() == b"first"
+    assert (tmp_path / "8.damaged-2" / "data").read_bytes() == b"second"
+    assert checkpointer.damaged_bytes(tmp_path) == len(b"first" + b"second")
+    assert f"checkpoint {tmp_path / '8'} is skipped: its checksum differs" in caplog.text
+
+
+def test_only_unfinished_saves_are_taken_for_unfinished(tmp_path):
+    make(tmp_path / "4")
+    make(tmp_path / f"6{checkpointer.UNFINISHED}")
+    make(tmp_path / f"8{checkpointer.UNFINISHED}")
+    checkpointer.set_aside_unfinished(tmp_path, step=6)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "4" in names and f"8{checkpointer.UNFINISHED}" in names
+    assert f"6{checkpointer.UNFINISHED}" not in names
+    checkpointer.set_aside_unfinished(tmp_path)
+    assert (tmp_path / "4").exists()
+    assert sum(".damaged-" in path.name for path in tmp_path.iterdir()) == 2
