@@ -111,8 +111,8 @@ class Option:
     def range(self) -> str:
         """The bounds in words: `1 to 4`, `at least 1`."""
         if self.least is None or self.most is None:
-            return f"at least {self.least:g}" if self.most is None else f"at most {self.most:g}"
-        return f"{self.least:g} to {self.most:g}"
+            return f"at least {self.least}" if self.most is None else f"at most {self.most}"
+        return f"{self.least} to {self.most}"
 
     def allows(self, value: float) -> bool:
         """Whether a number is within the bounds; infinities and NaN never are."""

@@ -239,9 +239,9 @@ class RequestQueue:
 
     def take(self) -> list[QueuedInput]:
         """The next batch, when it is full or has waited; empty when the queue is closed."""
-        batch_size = self._limits.batch_size
         with self._changed:
             while not self.is_closed:
+                batch_size = self._limits.batch_size
                 if not self._inputs:
                     self._changed.wait()
                     continue

@@ -5,11 +5,11 @@ import contextlib
 import functools
 import http.client
 import json
+import socket
 import threading
 import time
 
 import jax
-from switchx.serving.service import Service
 
 from switchx.api import Model
 from switchx.data.text_format import TextFormat
@@ -17,6 +17,7 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
+from switchx.serving.scheduler import Service
 from switchx.serving.server import Server, open_socket
 
 CONFIG = ModelConfig(
@@ -103,3 +104,37 @@ def events(text: str) -> list[tuple[str, dict]]:
         (name.removeprefix("event: "), json.loads(data.removeprefix("data: ")))
         for name, data in lines
     ]
+
+
+def request_bytes(body: bytes, *headers: str, length: int | None = None) -> bytes:
+    """A whole `POST /v1/generate`; `length` may lie."""
+    lines = [
+        "POST /v1/generate HTTP/1.1", "Host: x", "Content-Type: application/json",
+        f"Content-Length: {len(body) if length is None else length}", *headers,
+    ]  # fmt: skip
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def exchange(address, data: bytes, *, is_ended: bool = False, timeout_s: float = 20.0) -> bytes:
+    """Sends bytes and reads until the server closes.
+
+    Args:
+        is_ended: the client says that it sends no more.
+        timeout_s: whatever came until then is what came.
+    """
+    received = b""
+    with socket.create_connection(address, timeout=timeout_s) as client:
+        try:
+            client.sendall(data)
+            if is_ended:
+                client.shutdown(socket.SHUT_WR)
+            while part := client.recv(65536):
+                received += part
+        except (ConnectionError, TimeoutError):
+            pass
+    return received
+
+
+def status_and_json(received: bytes) -> tuple[int, dict]:
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
