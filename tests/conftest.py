@@ -10,6 +10,8 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import sysconfig
+import types
 from collections.abc import Callable
 
 from tests.processes import ROOT, child_environment, xla_flags
@@ -109,9 +111,24 @@ def programs_compiled_once(session_cache):
         yield
 
 
+@pytest.fixture(scope="session")
+def small_stdlib(made_once) -> pathlib.Path:
+    """Some packages of Python's standard library: text enough, and prepared in no time."""
+
+    def copy(folder):
+        for name in ("email", "http", "json", "logging", "xml"):
+            skip = shutil.ignore_patterns("__pycache__")
+            root = pathlib.Path(sysconfig.get_path("stdlib"))
+            shutil.copytree(root / name, folder / name, ignore=skip)
+
+    return made_once("small_stdlib", copy)
+
+
 @pytest.fixture
-def in_a_folder(tmp_path, monkeypatch, session_cache):
+def in_a_folder(tmp_path, monkeypatch, session_cache, small_stdlib):
     """Commands called in this process work in `tmp_path`, and see no data of the user's."""
+    stdlib = types.SimpleNamespace(get_path=lambda name: str(small_stdlib))
+    monkeypatch.setattr("switchx.data.corpora.python_stdlib.sysconfig", stdlib)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(session_cache))
     monkeypatch.delenv("SWITCHX_DATA_DIR", raising=False)

@@ -14,7 +14,6 @@ from switchx.fields import options
 from switchx.inference.config import DecodingConfig
 from switchx.serving.requests import (
     FIELDS,
-    DecodingConfig,
     Refusal,
     read_body,
     read_request,
