@@ -10,8 +10,8 @@ from typing import Any
 def git_commit() -> str:
     """The commit of the checkout this code runs from, or `unknown` outside of one.
 
-    An installed copy may lie in a repository of somebody else's, whose commit says nothing
-    about it: git is believed only where it tracks this file.
+    An installed copy may lie in another repository, whose commit says nothing about it: git
+    is believed only where it tracks this file.
     """
     here = pathlib.Path(__file__)
     git = ["git", "-C", str(here.parent)]

@@ -63,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, Any]]:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx import api
     from switchx.checkpoint.restore import choose_step
     from switchx.checkpoint.run_folder import RunFolder

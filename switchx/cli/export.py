@@ -61,9 +61,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx import api
-    from switchx.data.vocabularies import save_vocabulary
     from switchx.inference.export import Shapes, Target, export_model
     from switchx.manifest import require_free
 
@@ -81,10 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
         **shared.options_of(arguments, DecodingConfig),
     )
 
-    def add_vocabulary(folder):
-        if model.vocabulary is not None:
-            save_vocabulary(model.vocabulary, folder)
-
     content, num_bytes = export_model(
         output,
         model.config,
@@ -93,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         shapes,
         [Target(name, arguments.device_kind, mesh) for name in arguments.platform],
         _provenance(arguments, model),
-        add_vocabulary,
+        model.save_vocabulary,
     )
     report = {
         "command": "export",

@@ -43,7 +43,6 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     import pathlib
 
     from switchx.bench.report import Check, Report

@@ -13,6 +13,7 @@ from rich.table import Column
 from switchx.cli.messages import shown_by
 
 ONE_LINE = Column(no_wrap=True)
+NOTE_EVERY_S = 10
 
 
 class TerminalReporter:
@@ -34,7 +35,7 @@ class TerminalReporter:
         self._unit = unit
         self.console = console or Console(stderr=True, highlight=False)
         self._clock = clock
-        self._start_s = clock()
+        self._start_s = self._noted_s = clock()
         self._pace = _Pace(clock)
         self._last_step = 0
         self._contexts = contextlib.ExitStack()
@@ -75,12 +76,16 @@ class TerminalReporter:
             self._task,
             completed=step,
             description=f"{self._unit} {step}/{self._last_step}",
-            time_left=self.time_left(step),
+            time_left=self._pace.time_left(step, self._last_step),
         )
 
-    def time_left(self, step: int) -> str:
-        """`0:01:05 left`; nothing while the pace is not known."""
-        return self._pace.time_left(step, self._last_step)
+    def counted(self, number: int) -> None:
+        """So much is done, of work without metrics: a line of it now and then."""
+        self.stepped(number)
+        if self._clock() - self._noted_s >= NOTE_EVERY_S:
+            self._noted_s = self._clock()
+            left = self._pace.time_left(number, self._last_step)
+            self.note(f"{number:,} of {self._last_step:,} {self._unit}s  {left}")
 
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
         loss, rate = metrics["loss"], metrics["tokens_per_s"]

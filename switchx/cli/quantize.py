@@ -55,9 +55,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx import api
-    from switchx.data.vocabularies import save_vocabulary
     from switchx.inference.artifact import is_artifact, write_artifact
     from switchx.inference.quantize import quantize_experts
     from switchx.manifest import require_free
@@ -77,12 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         rest=arguments.rest,
     )
     about = _provenance(arguments, model)
-
-    def add_vocabulary(folder):
-        if model.vocabulary is not None:
-            save_vocabulary(model.vocabulary, folder)
-
-    num_bytes = write_artifact(output, config, params, about, add_vocabulary)
+    num_bytes = write_artifact(output, config, params, about, model.save_vocabulary)
     report = {
         "command": "quantize",
         "output": str(output),

@@ -27,7 +27,6 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx.analysis.report import all_sections, page, read_run
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.data.data_dir import write_atomically

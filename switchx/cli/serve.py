@@ -56,7 +56,6 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx.cli.progress import TerminalReporter
 
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]

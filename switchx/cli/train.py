@@ -91,7 +91,6 @@ def _reporter(processes):
 
 def _train(arguments: argparse.Namespace, reporter, job):
     """Trains the job in its run folder; the Outcome."""
-    # Imported here: help, and options that are not understood, do not wait for it.
     import jax
 
     from switchx.checkpoint.run_folder import RunFolder

@@ -51,7 +51,6 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx.data.vocabularies import train_sentencepiece
 
     inputs = [name for names in arguments.input for name in names.split(",") if name]

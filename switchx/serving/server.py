@@ -108,8 +108,8 @@ class Server(uvicorn.Server):
 class HeadTimeoutProtocol(H11Protocol):
     """Uvicorn's HTTP/1.1, which closes connections whose next head has not arrived in time.
 
-    Uvicorn itself waits for ever for the rest of a head: clients that send a byte now and then
-    would hold all connections.
+    Uvicorn itself has no time limit for a head: clients that send a byte now and then would
+    hold all connections.
 
     Attributes:
         head_timeout_s: from the connection, or the head's first byte, to its end.

@@ -145,10 +145,10 @@ def backwards(shard, first):
 def run(path, compute, inputs=MANY):
     said = Console(file=io.StringIO(), width=80)
     with (
-        TerminalReporter(said, unit="line") as reporter,
+        TerminalReporter(said, Clock(), unit="line") as reporter,
         ResumableOutput(path, inputs, {}) as output,
     ):
-        run_in_shards(inputs, output, compute, reporter, batch_size=1, clock=Clock())
+        run_in_shards(inputs, output, compute, reporter, batch_size=1)
     return said.file.getvalue()
 
 

@@ -23,7 +23,7 @@ from switchx.serving.server import Server, open_socket
 CONFIG = ModelConfig(
     "encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1), init_scale=4.0
 )
-# One length of prompts and one room for answers: few programs.
+# One bucket of prompts and one of answers: few programs.
 LIMITS = Limits(
     batch_size=4,
     max_waiting=16,

@@ -9,7 +9,6 @@ import argparse
 import codecs
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ STANDARD_INPUT = "-"
 MOST_LISTED = 10
 # A shard has several batches, so that each has inputs of about one length.
 BATCHES_PER_SHARD = 8
-NOTE_EVERY_S = 10
 
 
 def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
@@ -215,7 +213,6 @@ def run_in_shards(
     reporter,
     *,
     batch_size: int,
-    clock=time.perf_counter,
 ) -> None:
     """Writes a line for each input from `output.num_lines` on, a shard at a time.
 
@@ -224,7 +221,7 @@ def run_in_shards(
         compute: gives each input's number and its line, of a shard and its first number.
         reporter: a `TerminalReporter`.
     """
-    done, total, noted_s = output.num_lines, len(inputs), clock()
+    done, total = output.num_lines, len(inputs)
     if done:
         reporter.note(f"{done:,} of {total:,} lines are there already")
     reporter.begin(done, total)
@@ -234,10 +231,7 @@ def run_in_shards(
         for number, line in compute(shard, first_number):
             lines[number - first_number] = line
             done += 1
-            reporter.stepped(done)
-            if clock() - noted_s >= NOTE_EVERY_S:
-                noted_s = clock()
-                reporter.note(f"{done:,} of {total:,} lines  {reporter.time_left(done)}")
+            reporter.counted(done)
         output.append(lines)
 
 

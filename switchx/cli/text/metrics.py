@@ -6,13 +6,10 @@ import dataclasses
 import json
 import os
 import pathlib
-import time
 from typing import Any
 
 from switchx.cli import arguments as shared
 from switchx.inference.config import DecodingConfig
-
-NOTE_EVERY_S = 10
 
 
 def add_arguments(parser: shared.CommandParser) -> None:
@@ -203,21 +200,14 @@ def signatures(texts: dict[str, Any]) -> list[str]:
 def _answer(model, generator, questions, file: str | None, reporter) -> list:
     from switchx.text_evaluation import answer
 
-    total, answers, lines = sum(len(each.prompts) for each in questions), [], []
-    noted_s, before = time.perf_counter(), 0
-    reporter.begin(0, total)
+    def counted_from(before: int):
+        return lambda number: reporter.counted(before + number)
 
-    def progressed(num_done):
-        nonlocal noted_s
-        reporter.stepped(before + num_done)
-        if time.perf_counter() - noted_s >= NOTE_EVERY_S:
-            noted_s = time.perf_counter()
-            left = reporter.time_left(before + num_done)
-            reporter.note(f"{before + num_done:,} of {total:,} examples  {left}")
-
+    answers, lines, before = [], [], 0
+    reporter.begin(0, sum(len(each.prompts) for each in questions))
     for asked in questions:
         reporter.note(f"answering {len(asked.prompts):,} examples of {asked.task.name}")
-        answers.append(answer(model, generator, asked, progressed))
+        answers.append(answer(model, generator, asked, counted_from(before)))
         before += len(asked.prompts)
         if file:
             lines += _lines(asked, answers[-1])
