@@ -33,7 +33,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 # Files that run commands one after another: begun last, they would keep one worker busy alone.
-LONGEST = ("test_readme.py", "test_elephants.py", "test_docs.py", "test_next_commands.py")
+LONGEST = ("test_readme.py", "test_several_hosts.py", "test_train.py", "test_docs.py")
 
 
 def pytest_collection_modifyitems(items):
@@ -213,3 +213,24 @@ def start_cli(session_cache, tmp_path):
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+@pytest.fixture
+def run_cli(session_cache, tmp_path):
+    """`run_cli("eval", "--model_dir=...")` -> a finished `CompletedProcess` with its texts.
+
+    The same surroundings as `start_cli`; a non-zero exit status does not raise.
+    """
+
+    def run(*words, cwd=tmp_path, devices=1, env=None, timeout=240):
+        return subprocess.run(
+            [sys.executable, "-m", "switchx", *map(str, words)],
+            cwd=cwd,
+            env=child_environment(session_cache, devices) | (env or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run
