@@ -11,7 +11,7 @@ Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.routing.stable_sort import stable_argsort
+from pallas_kernels.sorted_rows import stable_argsort
 from switchx.layers.initializers import along_last
 from switchx.moe.capacity import assign_slots, reroute
 from switchx.moe.plan import RoutingPlan

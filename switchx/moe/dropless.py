@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.routing.stable_sort import stable_argsort
+from pallas_kernels.sorted_rows import stable_argsort
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.sharded_dispatch import run_on_devices

@@ -19,7 +19,7 @@ from pallas_kernels import (
     quantized_grouped_matmul,
     separate_matmul,
 )
-from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.sorted_rows import rows_of_groups
 from switchx.layers import initializers
 from switchx.layers.dropout import dropout
 from switchx.layers.ffn import activate
