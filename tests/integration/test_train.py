@@ -186,7 +186,7 @@ def test_finetuning_starts_from_the_named_parameters(finished_run, run, tmp_path
     folder = tmp_path / "finetuned"
     bindings = (f"INIT_FROM={finished_run.folder}", "TRAIN_STEPS=2")
     said = run("train", *arguments(folder, finished_run.files, *bindings))
-    assert "restored all" in said.err
+    assert "restored 28 parameter arrays" in said.err
     first = lines(folder / "validation.jsonl")[0]
     last = lines(finished_run.folder / "validation.jsonl")[-1]
     assert first["step"] == 0
@@ -276,6 +276,6 @@ def test_the_commands_that_the_summary_ends_in_run_as_they_stand(finished_run, r
         said[f"{name} {len(said)}"] = run(name, *options)
     assert list(said) == ["eval 0", "train 1", "train 2", "report 3"]
     assert switchx.load(tmp_path / "my run").step == 2
-    assert "restored all" in said["train 2"].err
+    assert "restored 28 parameter arrays" in said["train 2"].err
     assert switchx.load(tmp_path / "my run_finetuned").step == 1
     assert (tmp_path / "my run/report.html").is_file()
