@@ -18,6 +18,9 @@ WORKERS ?= 2
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
+# glibc's malloc with huge pages, and memory that is not given back (docs/command_line.md).
+MALLOC := glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000$\
+	:glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1
 
 .PHONY: help train test test-all test-aot scale lint clean
 
@@ -31,7 +34,7 @@ help:
 	@echo 'make clean     remove $(VENV), builds and caches; run folders stay'
 
 train: $(VENV)/.installed
-	$(BIN)/switchx train --gin_file=configs/runs/pretrain_tiny.gin --model_dir=$(MODEL_DIR) $(ARGS)
+	GLIBC_TUNABLES=$(MALLOC) $(BIN)/switchx train --gin_file=configs/runs/pretrain_tiny.gin --model_dir=$(MODEL_DIR) $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not aot" $(ARGS)

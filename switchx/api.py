@@ -24,7 +24,7 @@ from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.text_format import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
-from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary
+from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
 from switchx.inference.artifact import is_artifact, read_artifact
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import (
@@ -214,6 +214,11 @@ class Model:
             batch_size=batch_size,
             devices=self.devices,
         )
+
+    def save_vocabulary(self, folder) -> None:
+        """Writes the vocabulary into a folder, if the model has one."""
+        if self.vocabulary is not None:
+            save_vocabulary(self.vocabulary, folder)
 
     def prompts(self, inputs: Texts) -> list[list[int]]:
         """What a generator reads of texts or lists of token ids.

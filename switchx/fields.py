@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 OCCASION = "may change on"
+OPTION = "option"
 
 
 def require(condition: bool, message: str) -> None:
@@ -72,6 +73,79 @@ def at_evaluation(default=dataclasses.MISSING, **options):
 def may_change(field: dataclasses.Field, on: Literal["resume", "evaluation"]) -> bool:
     """Whether a field may have another value on such an occasion."""
     return field.metadata.get(OCCASION) in ("resume", on)
+
+
+class FieldError(ValueError):
+    """A field of a configuration cannot have its value.
+
+    Attributes:
+        field: its name.
+    """
+
+    def __init__(self, config, field: str, way_out: str):
+        value = f"{getattr(config, field)!r:.40}"
+        super().__init__(f"{type(config).__name__}.{field}={value}; {way_out}")
+        self.field = field
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A field that users set: a flag of a command line, or a field of a request.
+
+    Attributes:
+        type: of its values; where `choices` are listed, that of the first.
+        choices: all values of a `Literal`, otherwise None.
+        help: one line.
+        least, most: bounds of its numbers, both included; None is no bound.
+    """
+
+    name: str
+    type: type
+    choices: tuple | None
+    default: Any
+    help: str
+    least: float | None
+    most: float | None
+
+    @property
+    def range(self) -> str:
+        """The bounds in words: `1 to 4`, `at least 1`."""
+        if self.least is None or self.most is None:
+            return f"at least {self.least}" if self.most is None else f"at most {self.most}"
+        return f"{self.least} to {self.most}"
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is within the bounds; infinities and NaN never are."""
+        is_above = self.least is None or value >= self.least
+        is_below = self.most is None or value <= self.most
+        return is_above and is_below and abs(value) < float("inf")
+
+
+def option(default, help: str, least: float | None = None, most: float | None = None):
+    """A field with what `Option` says; its type and choices are those of the annotation."""
+    return dataclasses.field(default=default, metadata={OPTION: (help, least, most)})
+
+
+def options(cls: type) -> dict[str, Option]:
+    """The options of a configuration class, by name."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        if OPTION in field.metadata:
+            hint, *_ = _alternatives(_hints(cls)[field.name])
+            choices = typing.get_args(hint) or None
+            of = type(choices[0]) if choices else hint
+            found[field.name] = Option(
+                field.name, of, choices, field.default, *field.metadata[OPTION]
+            )
+    return found
+
+
+def check_options(config) -> None:
+    """Raises FieldError where a number is out of its option's bounds; None is no number."""
+    for name, each in options(type(config)).items():
+        value = getattr(config, name)
+        if each.choices is None and value is not None and not each.allows(value):
+            raise FieldError(config, name, f"use {each.range}")
 
 
 def type_name(of: type) -> str:

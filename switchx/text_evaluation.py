@@ -40,7 +40,7 @@ class Answers:
     """Texts that a model wrote.
 
     Attributes:
-        num_unfinished: those that did not come to an end in their room.
+        num_unfinished: those that did not end within `max_new_tokens`.
     """
 
     texts: list[str]

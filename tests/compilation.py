@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that a test compiles again and again, compiled once."""
+"""Programs that a test compiles again and again, compiled once, and for few devices."""
 
 import contextlib
 import pathlib
 from collections.abc import Iterator
 
 import jax
+import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+ALL_DEVICES = jax.devices
 
 
 @contextlib.contextmanager
@@ -23,3 +26,11 @@ def compiled_once(folder: pathlib.Path) -> Iterator[None]:
         for name, value in zip(names, before, strict=True):
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def on_devices(number: int) -> Iterator[None]:
+    """A mesh that takes all devices takes so many of those that are simulated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *backend: ALL_DEVICES(*backend)[:number])
+        yield

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: eight simulated devices, strict ranks, child processes, data."""
 
+import contextlib
+import dataclasses
+import fcntl
 import importlib.util
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import sysconfig
+import types
+from collections.abc import Callable
 
 from tests.processes import ROOT, child_environment, xla_flags
 
@@ -18,14 +24,16 @@ import jax
 import pytest
 
 from switchx.cli.config import building
-from tests.compilation import compiled_once
+from switchx.cli.main import main
+from tests.compilation import compiled_once, on_devices
+from tests.integration.runs import arguments, write_corpus
 
 # Broadcasting [D] against [B, D] unnoticed is how a wrong axis stays hidden.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 # Files that run commands one after another: begun last, they would keep one worker busy alone.
-LONGEST = ("test_readme.py", "test_elephants.py", "test_docs.py", "test_next_commands.py")
+LONGEST = ("test_readme.py", "test_several_hosts.py", "test_train.py", "test_docs.py")
 
 
 def pytest_collection_modifyitems(items):
@@ -65,18 +73,35 @@ def shared_dir(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def session_cache(tmp_path_factory) -> pathlib.Path:
-    """The cache of all child processes: a corpus is prepared once a session.
+def made_once(tmp_path_factory):
+    """`made_once("name", make)`: a folder that `make(folder)` fills, once for all workers.
 
-    Workers that run beside each other share its corpora and vocabularies, which are written
-    whole or not at all; each keeps its own compiled programs, which are not.
+    Tests must not change what is in it.
     """
-    cache = tmp_path_factory.mktemp("session_cache")
     base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prepared"
-    shared.mkdir(exist_ok=True)
-    (cache / "switchx").symlink_to(shared)
-    return cache
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def made(name: str, make: Callable[[pathlib.Path], None] = lambda folder: None):
+        folder, is_whole = base / name, base / f"{name}.is_whole"
+        with (base / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_whole.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                is_whole.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def session_cache(made_once) -> pathlib.Path:
+    """The user's cache, for all workers and child processes: corpora, vocabularies, programs.
+
+    What is compiled below `compiled` is compiled once, whoever needs it first.
+    """
+    return made_once("session_cache")
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +111,24 @@ def programs_compiled_once(session_cache):
         yield
 
 
+@pytest.fixture(scope="session")
+def small_stdlib(made_once) -> pathlib.Path:
+    """Some packages of Python's standard library: text enough, and prepared in no time."""
+
+    def copy(folder):
+        for name in ("email", "http", "json", "logging", "xml"):
+            skip = shutil.ignore_patterns("__pycache__")
+            root = pathlib.Path(sysconfig.get_path("stdlib"))
+            shutil.copytree(root / name, folder / name, ignore=skip)
+
+    return made_once("small_stdlib", copy)
+
+
 @pytest.fixture
-def in_a_folder(tmp_path, monkeypatch, session_cache):
+def in_a_folder(tmp_path, monkeypatch, session_cache, small_stdlib):
     """Commands called in this process work in `tmp_path`, and see no data of the user's."""
+    stdlib = types.SimpleNamespace(get_path=lambda name: str(small_stdlib))
+    monkeypatch.setattr("switchx.data.corpora.python_stdlib.sysconfig", stdlib)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(session_cache))
     monkeypatch.delenv("SWITCHX_DATA_DIR", raising=False)
@@ -98,21 +138,67 @@ def in_a_folder(tmp_path, monkeypatch, session_cache):
 
 
 @pytest.fixture
-def start_cli(session_cache, tmp_path):
-    """`start_cli("train", "--model_dir=...", devices=1)` -> a running `Popen`.
+def one_device():
+    """Commands called in this process train and evaluate on one device."""
+    with on_devices(1):
+        yield
 
-    It works in `tmp_path` unless `cwd` is given, sees neither the user's cache nor the
-    user's data folder, and writes both its outputs to the file `process.log`. What still
-    runs at the end of the test is killed.
+
+@dataclasses.dataclass(frozen=True)
+class FinishedRun:
+    """A run folder, the corpus it read, and what the command printed."""
+
+    folder: pathlib.Path
+    files: pathlib.Path
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="session")
+def finished_run(made_once, session_cache) -> FinishedRun:
+    """The small run of 12 steps on one device, uninterrupted; tests must not change it."""
+
+    def train(base: pathlib.Path) -> None:
+        words = arguments(base / "run", write_corpus(base))
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            compiled_once(session_cache / "compiled"),
+            on_devices(1),
+            (base / "stdout").open("w") as out,
+            (base / "stderr").open("w") as err,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            patch.setenv("XDG_CACHE_HOME", str(session_cache))
+            patch.chdir(base)
+            assert main(["train", *words]) == 0
+        building.gin.clear_config()
+
+    base = made_once("finished_run", train)
+    texts = [(base / name).read_text() for name in ("stdout", "stderr")]
+    return FinishedRun(base / "run", base / "corpus.txt", *texts)
+
+
+@pytest.fixture
+def start_cli(session_cache, tmp_path):
+    """`start_cli("train", "--model_dir=...")` -> a running `Popen`.
+
+    It works in `tmp_path`, sees neither the user's cache nor the user's data folder, and
+    writes both its outputs to the file `process.log`. `program` is Python that takes the
+    place of the command. What still runs at the end of the test is killed.
     """
     processes = []
 
-    def start(*arguments, cwd=tmp_path, devices=1, env=None) -> subprocess.Popen:
+    def start(*words, program=None, devices=1, env=None) -> subprocess.Popen:
         log = tmp_path / f"cli_{len(processes)}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "switchx", *map(str, arguments)],
-                cwd=cwd,
+                [
+                    sys.executable,
+                    *(["-c", program] if program else ["-m", "switchx"]),
+                    *map(str, words),
+                ],
+                cwd=tmp_path,
                 env=child_environment(session_cache, devices) | (env or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -136,9 +222,9 @@ def run_cli(session_cache, tmp_path):
     The same surroundings as `start_cli`; a non-zero exit status does not raise.
     """
 
-    def run(*arguments, cwd=tmp_path, devices=1, env=None, timeout=240):
+    def run(*words, cwd=tmp_path, devices=1, env=None, timeout=240):
         return subprocess.run(
-            [sys.executable, "-m", "switchx", *map(str, arguments)],
+            [sys.executable, "-m", "switchx", *map(str, words)],
             cwd=cwd,
             env=child_environment(session_cache, devices) | (env or {}),
             stdin=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from switchx.tree import num_elements
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 FOLDERS = ("models", "tasks", "meshes", "optimizers", "runs", "xla")
-# What every run includes and nobody runs.
+# What every run includes, and is no run.
 NOT_RUNS = {"runs/defaults.gin"}
 
 

@@ -147,24 +147,15 @@ def test_wheel_holds_all_code_and_configurations_and_nothing_else(wheel):
 def test_wheel_finds_its_configurations_away_from_the_checkout(wheel, tmp_path):
     target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        target,
-    ]
-    subprocess.run([*install, wheel], check=True)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    subprocess.run([*install, target, wheel], check=True)
     program = (
-        "from switchx.cli import config_files, gin_edge\n"
+        "from switchx.cli.config import building, files\n"
         "from switchx.training.job import TrainingJob\n"
-        "print(config_files.configs_dir())\n"
+        "print(files.configs_dir())\n"
         "for name in ('configs/runs/pretrain_tiny.gin', 'runs/pretrain_tiny.gin'):\n"
-        "    gin_edge.parse_files([name], [], [])\n"
-        "    print(gin_edge.build('JOB', TrainingJob).model.switch.num_experts)\n"
+        "    building.parse_files([name], [], [])\n"
+        "    print(building.build('JOB', TrainingJob).model.switch.num_experts)\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", program],

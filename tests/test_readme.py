@@ -2,23 +2,25 @@
 """The README is true: its commands run, its links lead somewhere, its key is the key.
 
 A command is a line of a ```bash block, or an inline code span that starts like one. Each
-has to be in `RUNS`, in `TESTED_ELSEWHERE`, or be a make target: a new one without a row
-fails. Commands are told apart by their text, so the README is the only place that says them.
+has to be in `CHAIN`, `VARIANTS` or `TESTED_ELSEWHERE`, or be a make target: a new one without
+a row fails. Commands are told apart by their text, so the page is the only place that says
+them. By default variants of training are begun, up to what would be compiled; `slow` runs them.
 """
 
 import ast
 import configparser
-import itertools
 import os
 import re
 import shlex
 import subprocess
-import sys
 
 import pytest
 
 from switchx.axes import DIMENSIONS
-from tests.processes import ROOT, child_environment, run_in_turn
+from switchx.cli.main import main
+from switchx.training.program import TrainingProgram
+from tests.compilation import on_devices
+from tests.processes import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -27,15 +29,14 @@ INLINE = re.compile(r"`([^`\n]+)`")
 STARTS = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:switchx|python -m switchx|make|pip|pytest) \S")
 
 # What is added to a command so that it takes seconds; a later flag wins over an earlier one.
-GPT = (
-    "--gin.TRAIN_STEPS=2",
-    "--gin.TrainingJob.eval_batches=1",
-    "--gin.VOCAB_SIZE=500",
-    "--gin.ModelConfig.d_model=32",
-    "--gin.ModelConfig.d_ff=64",
-    "--gin.ModelConfig.num_decoder_layers=1",
-    "--gin.SwitchConfig.every=1",
-)
+GPT = tuple(
+    f"--gin.{each}"
+    for each in (
+        "TRAIN_STEPS=2", "TrainingJob.eval_batches=1", "VOCAB_SIZE=500",
+        "ModelConfig.d_model=32", "ModelConfig.d_ff=64", "ModelConfig.num_decoder_layers=1",
+        "SwitchConfig.every=1",
+    )
+)  # fmt: skip
 T5 = (*GPT, "--gin.ModelConfig.num_encoder_layers=1")
 T5_OF_2 = (
     *GPT,
@@ -45,32 +46,19 @@ T5_OF_2 = (
 
 # Command -> what is added. They run in this order in one folder: later ones read what earlier
 # ones wrote. `make train` stands for the switchx command that it ends in.
-TINY = "switchx train --gin_file=configs/runs/pretrain_tiny.gin"
-FINETUNE = (
-    "switchx train --gin_file=configs/runs/finetune.gin "
-    "--gin.INIT_FROM=runs/pretrain_tiny --model_dir=runs/finetuned"
-)
-EVAL = "switchx eval --gin_file=configs/runs/pretrain_tiny.gin --model_dir=runs/pretrain_tiny"
-RUNS = {
+EIGHT = "XLA_FLAGS=--xla_force_host_platform_device_count=8 switchx"
+TINY = "train --gin_file=configs/runs/pretrain_tiny.gin"
+TUNE = "train --gin_file=configs/runs/finetune.gin --gin.INIT_FROM=runs/pretrain_tiny"
+EVAL = "eval --gin_file=configs/runs/pretrain_tiny.gin --model_dir=runs/pretrain_tiny"
+CHAIN = {
     "switchx --help": (),
     "make train": T5,
-    EVAL: T5,
-    f"{EVAL} --step=best --json": T5,
-    f"{TINY} --gin.TRAIN_STEPS=800 --model_dir=runs/pretrain_tiny": (
-        *T5,
-        "--gin.TRAIN_STEPS=3",
+    f"switchx {EVAL}": T5,
+    f"switchx {EVAL} --step=best --json": T5,
+    f"switchx {TINY} --gin.TRAIN_STEPS=800 --model_dir=runs/pretrain_tiny": (
+        *T5, "--gin.TRAIN_STEPS=3",
     ),
-    FINETUNE: T5,
-    f"{TINY} --gin.NUM_EXPERTS=32 --model_dir=runs/experts_32": T5,
-    "switchx train --gin_file=configs/runs/pretrain_gpt_tiny.gin --model_dir=runs/gpt_tiny": (
-        *GPT,
-        "--gin.WARMUP_STEPS=1",
-    ),
-    f"{TINY} --gin_file=configs/tasks/text_span_corruption.gin --gin.FILES=my_text "
-    "--model_dir=runs/my_text": T5,
-    f"{TINY} --gin_file=configs/models/elephants_tiny.gin --model_dir=runs/elephants": T5,
-    f"{TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
-    f"{TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" --model_dir=runs/dropless": T5,
+    f"switchx {TUNE} --model_dir=runs/finetuned": T5,
     "switchx report --model_dir=runs/pretrain_tiny": (),
     "switchx checkpoint verify runs/pretrain_tiny": (),
     "switchx show schedule --stages=4 --microbatches=8": (),
@@ -84,48 +72,55 @@ RUNS = {
     "switchx export --model_dir=runs/pretrain_tiny --output=exports/tiny --platform=cpu,tpu "
     "--beam_size=4": (),
     "switchx vocab --input=my_text --size=8000 --output=vocabularies/mine": ("--size=500",),
-    "XLA_FLAGS=--xla_force_host_platform_device_count=8 switchx generate "
-    "--model_dir=runs/pretrain_tiny --input=questions.txt --mesh=expert=4,model=2": (
-        "--max_new_tokens=2",
+    f"{EIGHT} generate --model_dir=runs/pretrain_tiny --input=questions.txt "
+    "--mesh=expert=4,model=2": ("--max_new_tokens=2",),
+}  # fmt: skip
+VARIANTS = {
+    f"switchx {TINY} --gin.NUM_EXPERTS=32 --model_dir=runs/experts_32": T5,
+    "switchx train --gin_file=configs/runs/pretrain_gpt_tiny.gin --model_dir=runs/gpt_tiny": (
+        *GPT, "--gin.WARMUP_STEPS=1",
     ),
-    "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
-    f"{TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,
-    "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
-    f"{TINY} --gin_file=configs/meshes/pipeline_moe_stages.gin "
+    f"switchx {TINY} --gin_file=configs/tasks/text_span_corruption.gin --gin.FILES=my_text "
+    "--model_dir=runs/my_text": T5,
+    f"switchx {TINY} --gin_file=configs/models/elephants_tiny.gin "
+    "--model_dir=runs/elephants": T5,
+    f"switchx {TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
+    f"switchx {TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" "
+    "--model_dir=runs/dropless": T5,
+    f"{EIGHT} {TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,
+    f"{EIGHT} {TINY} --gin_file=configs/meshes/pipeline_moe_stages.gin "
     "--gin.SwitchConfig.group_size=64 --model_dir=runs/stages": T5_OF_2,
-    "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
-    f"{TINY} --gin_file=configs/meshes/fsdp_fused.gin "
+    f"{EIGHT} {TINY} --gin_file=configs/meshes/fsdp_fused.gin "
     "--gin.SwitchConfig.group_size=64 --model_dir=runs/fused": T5,
-}
+}  # fmt: skip
 
 # Command -> the test that runs it.
+MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
-    "switchx bench train --json": "tests/cli/test_bench.py::test_train_prints_one_json_object",
-    "switchx bench moe --json": "tests/cli/test_bench.py::test_moe_prints_one_json_object",
-    "switchx bench kernels --json": (
-        "tests/cli/test_bench.py::test_kernels_prints_one_json_object"
-    ),
+    "switchx bench train --json": MEASURING + "::test_train_prints_one_json_object",
+    "switchx bench moe --json": MEASURING + "::test_moe_prints_one_json_object",
+    "switchx bench kernels --json": (MEASURING + "::test_kernels_prints_one_json_object"),
     "switchx bench decode --json": (
         "tests/bench/test_decode.py::test_without_pytorch_ours_is_measured_alone"
     ),
     "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
-        "tests/cli/test_text_metrics.py::test_commands_of_the_page_run"
+        "tests/cli/test_evaluate.py::test_commands_of_the_page_run"
     ),
     "switchx serve --model_dir=runs/pretrain_tiny": (
         "tests/cli/test_serve.py::test_a_process_serves_drains_and_ends_well"
     ),
-    "switchx tune kernels": "tests/cli/test_tune.py::test_rows_are_printed_and_tilings_written",
+    "switchx tune kernels": MEASURING + "::test_rows_are_printed_and_tilings_written",
     "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (
         "tests/interop/test_docs.py::test_every_block_runs"
     ),
     "switchx check papers": "tests/planner/test_docs.py::test_commands_run",
     "switchx compile --gin_file=configs/runs/pretrain_switch_c.gin --topology=v4:8x8x16": (
-        "tests/cli/test_compile.py::test_the_four_switch_models"
+        MEASURING + "::test_the_four_switch_models"
     ),
     "switchx bench scale --json": (
         "tests/bench/test_scale.py::test_names_of_the_checks_are_fixed"
     ),
-    "switchx check equivalence --json": "tests/cli/test_check.py::test_report_and_exit_status",
+    "switchx check equivalence --json": MEASURING + "::test_report_and_exit_status",
 }
 
 
@@ -152,7 +147,7 @@ def python_blocks(text: str) -> list[str]:
 
 def kind(command: str) -> str:
     """How a command is checked: `runs`, `elsewhere`, `make`, `pip`, or `unknown`."""
-    if command in RUNS:
+    if command in CHAIN | VARIANTS:
         return "runs"
     if command in TESTED_ELSEWHERE:
         return "elsewhere"
@@ -182,11 +177,9 @@ def switchx_of(command: str) -> tuple[dict[str, str], list[str]]:
 
 
 def devices_of(environment: dict[str, str]) -> int:
-    """Simulated devices that a command's own environment asks for, and nothing else."""
-    if not environment:
-        return 1
-    (flags,) = environment.values()
-    assert environment.keys() == {"XLA_FLAGS"}
+    """Simulated devices that a command's own environment asks for."""
+    assert environment.keys() <= {"XLA_FLAGS", "GLIBC_TUNABLES"}
+    flags = environment.get("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
     return int(re.fullmatch(r"--xla_force_host_platform_device_count=(\d+)", flags)[1])
 
 
@@ -195,33 +188,64 @@ def test_every_command_has_a_check():
 
 
 def test_no_check_is_left_over():
-    assert (RUNS.keys() | TESTED_ELSEWHERE.keys()) - set(commands(README)) == set()
+    checked = CHAIN | VARIANTS | TESTED_ELSEWHERE
+    assert checked.keys() - set(commands(README)) == set()
+
+
+@pytest.fixture
+def folder(in_a_folder):
+    """Where commands run: text, questions and pairs of one's own."""
+    (in_a_folder / "my_text").mkdir()
+    for page in ROOT.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        (in_a_folder / "my_text" / f"{page.stem}.txt").write_text(text)
+    (in_a_folder / "questions.txt").write_text("def <extra_id_0>(self):\n")
+    (in_a_folder / "pairs.tsv").write_text("def <extra_id_0>(self):\t<extra_id_0> close\n")
+    return in_a_folder
+
+
+def run(command: str, added, capsys) -> str:
+    """Runs a command on as many devices as it asks for; what it printed."""
+    environment, words = switchx_of(command)
+    with on_devices(devices_of(environment)):
+        try:
+            status = main([*words, *added])
+        except SystemExit as end:  # --help
+            status = end.code
+    said = capsys.readouterr()
+    assert status == 0, f"{command}\n{said.err}"
+    return said.out
 
 
 @pytest.mark.timeout(1200)
-def test_commands_and_snippets_run_in_one_folder(session_cache, tmp_path):
-    (tmp_path / "my_text").mkdir()
-    for page in ROOT.glob("*.md"):
-        (tmp_path / "my_text" / f"{page.stem}.txt").write_text(page.read_text(encoding="utf-8"))
-    (tmp_path / "questions.txt").write_text("def <extra_id_0>(self):\n")
-    (tmp_path / "pairs.tsv").write_text("def <extra_id_0>(self):\t<extra_id_0> close\n")
-    found = [(*switchx_of(command), added) for command, added in RUNS.items()]
-    # Commands on as many devices share a process.
-    for environment, group in itertools.groupby(found, key=lambda each: each[0]):
-        devices = devices_of(environment)
-        words = [[*arguments, *added] for _, arguments, added in group]
-        result = run_in_turn(words, tmp_path, session_cache, devices)
-        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+def test_commands_and_snippets_run_in_one_folder(folder, capsys):
+    for command, added in CHAIN.items():
+        assert run(command, added, capsys) or "--output=answers.txt" in command
     for snippet in python_blocks(README):
-        result = subprocess.run(
-            [sys.executable, "-c", snippet],
-            cwd=tmp_path,
-            env=child_environment(session_cache, devices=1),
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == 0, f"{snippet}\n{result.stderr}"
-        assert result.stdout
+        with on_devices(1):
+            exec(compile(snippet, "README.md", "exec"), {})
+        assert capsys.readouterr().out
+
+
+class WouldCompile(Exception):
+    """Options, gin files and data are what a run needs; a program comes next."""
+
+
+@pytest.mark.parametrize(("command", "added"), VARIANTS.items())
+def test_variants_of_training_begin(folder, capsys, monkeypatch, command, added):
+    def stop(program, params):
+        raise WouldCompile
+
+    monkeypatch.setattr(TrainingProgram, "init_state", stop)
+    with pytest.raises(WouldCompile):
+        run(command, added, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("command", "added"), VARIANTS.items())
+def test_variants_of_training_run(folder, capsys, command, added):
+    assert "Training finished" in run(command, added, capsys)
 
 
 @pytest.mark.parametrize("command", [c for c in commands(README) if c.startswith("make ")])
@@ -281,7 +305,6 @@ def test_commands_of_a_page_are_found():
 
 def test_environment_and_arguments_of_a_command():
     assert switchx_of("A=b switchx eval --y=1") == ({"A": "b"}, ["eval", "--y=1"])
-    assert switchx_of("make train") == (
-        {},
-        [*TINY.split()[1:], "--model_dir=runs/pretrain_tiny"],
-    )
+    environment, words = switchx_of("make train")
+    assert list(environment) == ["GLIBC_TUNABLES"]
+    assert words == [*TINY.split(), "--model_dir=runs/pretrain_tiny"]

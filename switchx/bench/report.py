@@ -5,14 +5,12 @@ import dataclasses
 import itertools
 import json
 import operator
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
+
+from switchx.provenance import environment
 
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
 
@@ -94,24 +92,3 @@ def _shown(value) -> str:
         if isinstance(value, float) and abs(value) < 100
         else (f"{value:,.0f}" if isinstance(value, int | float) else str(value))
     )
-
-
-def environment() -> dict[str, Any]:
-    """Device, cores, JAX and commit of a measurement."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "jax": jax.__version__,
-        "commit": git_commit(),
-    }
-
-
-def git_commit() -> str:
-    """The commit of the checkout this code runs from, or `unknown` outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(
-            [*command, "--abbrev=40"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

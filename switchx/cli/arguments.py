@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that several commands share, spelt as T5X spells them.
 
-How this command was started, written so that it can be pasted into a shell again.
-
-Devices that are simulated on CPU, for commands that look at meshes.
+In this order: the parser, groups of arguments, the job that they describe, devices that are
+simulated on CPU, and the command line written so that a shell reads it again.
 """
 
 import argparse
-import functools
 import os
 import pathlib
 import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from switchx.cli.config.files import close_match, did_you_mean
+from switchx.fields import options
 
 GIN_PREFIX = "--gin."
 # Those of a MeshSpec, whose module imports JAX; not `pipe`, which is for training.
 MESH_AXES = ("data", "fsdp", "node", "expert", "model")
+DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
 class UsageError(ValueError):
@@ -33,12 +35,12 @@ class UsageError(ValueError):
 class CommandParser(argparse.ArgumentParser):
     """Shows texts as they are written, takes no abbreviations, raises instead of exiting."""
 
-    def __init__(self, prog: str, **options):
+    def __init__(self, prog: str, **settings):
         super().__init__(
             prog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
-            **options,
+            **settings,
         )
 
     def error(self, message: str):
@@ -55,10 +57,10 @@ class CommandParser(argparse.ArgumentParser):
         """Raises UsageError for an argument that means nothing here."""
         if not argument.startswith("-"):
             self.error(f"unexpected {argument!r}; options are written --NAME=VALUE")
-        options = [name for action in self._actions for name in action.option_strings]
+        flags = [name for action in self._actions for name in action.option_strings]
         name = argument.partition("=")[0]
-        # Dashes apart, which would make all options alike.
-        stems = {option.lstrip("-").replace("_", "-"): option for option in options}
+        # Dashes apart, which would make all flags alike.
+        stems = {flag.lstrip("-").replace("_", "-"): flag for flag in flags}
         close = close_match(name.lstrip("-").replace("_", "-"), stems)
         self.error(
             f"unknown option {name}" + (f" (did you mean {stems[close]}?)" if close else "")
@@ -87,7 +89,7 @@ def add_gin_arguments(parser: CommandParser, default: str | None = None) -> None
         "--gin_file",
         action="append",
         required=default is None,
-        type=_not_empty,
+        type=not_empty,
         metavar="FILE",
         help="gin file: a path, or a name below configs/ such as runs/pretrain_tiny.gin; "
         "several are read in order, the later one wins"
@@ -109,11 +111,21 @@ def add_gin_arguments(parser: CommandParser, default: str | None = None) -> None
 
 def add_model_dir(parser: CommandParser, help_text: str) -> None:
     parser.add_argument(
-        "--model_dir", required=True, type=_not_empty, metavar="DIR", help=help_text
+        "--model_dir", required=True, type=not_empty, metavar="DIR", help=help_text
     )
 
 
-def add_step(parser: CommandParser, help_text: str) -> None:
+def add_json(parser: argparse.ArgumentParser, help_text: str = "print one JSON object") -> None:
+    parser.add_argument("--json", action="store_true", help=help_text)
+
+
+def add_output(parser: CommandParser, help_text: str, **settings) -> None:
+    parser.add_argument(
+        "--output", type=not_empty, help=help_text, **({"metavar": "FILE"} | settings)
+    )
+
+
+def add_step(parser: argparse.ArgumentParser, help_text: str) -> None:
     parser.add_argument(
         "--step",
         type=_step,
@@ -123,21 +135,34 @@ def add_step(parser: CommandParser, help_text: str) -> None:
     )
 
 
-def add_decoding(parser: CommandParser) -> None:
-    """How texts are generated: fields of a DecodingConfig."""
-    number = functools.partial(parser.add_argument, metavar="N")
-    number("--beam_size", type=int, default=1, help="1 takes the likeliest token, or samples")
-    number("--max_new_tokens", type=int, default=64, help="of an output (default: %(default)s)")
-    number("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    number("--top_k", type=int, help="sample among the N likeliest tokens")
-    number("--top_p", type=float, help="sample among the fewest tokens of probability N")
-    number("--seed", type=int, default=0, help="of samples (default: %(default)s)")
-    number(
-        "--length_penalty",
-        type=float,
-        default=1.0,
-        help="an output of n tokens scores log p / n ** N (default: %(default)s)",
-    )
+def add_options(
+    parser: CommandParser, config: type, names: Iterable[str] | None = None, **defaults
+) -> None:
+    """A flag for each option of a configuration class (`switchx.fields.option`).
+
+    Args:
+        names: of the options; None is all of them.
+        defaults: that differ from the class' own.
+    """
+    for each in options(config).values():
+        if names is not None and each.name not in names:
+            continue
+        default = defaults.get(each.name, each.default)
+        shown = "" if default is None else f" (default: {default})"
+        parser.add_argument(
+            f"--{each.name}",
+            type=each.type,
+            choices=each.choices,
+            default=default,
+            metavar=None if each.choices else "N",
+            help=f"{each.help}{shown}".replace("%", "%%"),
+        )
+
+
+def options_of(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
+    """Values of those options of a configuration class that the command has as flags."""
+    given = vars(arguments)
+    return {name: given[name] for name in options(config) if name in given}
 
 
 def add_mesh(parser: CommandParser, default: str) -> None:
@@ -158,42 +183,19 @@ def mesh_spec(arguments: argparse.Namespace):
     return None if arguments.mesh is None else MeshSpec(**arguments.mesh)
 
 
-def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
-    """Sets `arguments.gin_bindings` from what the parser left over.
-
-    Raises:
-        UsageError: there is anything else, or a binding without a value.
-    """
-    parser = arguments.parser
-    takes_bindings = hasattr(arguments, "gin_file")
-    for i, argument in enumerate(rest):
-        if not (argument.startswith(GIN_PREFIX) and takes_bindings):
-            parser.unknown(argument)
-        if "=" not in argument:
-            value = rest[i + 1] if i + 1 < len(rest) else "-"
-            value = "VALUE" if value.startswith("-") else value
-            parser.error(f"{argument} has no value; write {argument}={value}")
-    arguments.gin_bindings = [argument.removeprefix(GIN_PREFIX) for argument in rest]
+# Types of arguments.
 
 
-def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
-    """The TrainingJob that the command line describes.
+def not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; is a shell variable not set?")
+    return text
 
-    Args:
-        default_file: read where the command line names no gin file.
 
-    Raises:
-        ConfigurationError: it describes none; the message says what to change.
-    """
-    from switchx.cli import gin_edge
-    from switchx.training.job import TrainingJob
-
-    search_paths = [path for path in arguments.gin_search_paths.split(",") if path]
-    files = arguments.gin_file or [default_file]
-    gin_edge.parse_files(files, arguments.gin_bindings, search_paths)
-    job = gin_edge.build("JOB", TrainingJob)
-    gin_edge.require_effect("JOB", arguments.gin_bindings)
-    return job
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def _step(text: str) -> int | str:
@@ -217,30 +219,85 @@ def _mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def _not_empty(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty; is a shell variable not set?")
-    return text
+# Gin's arguments, and what they describe.
 
 
-def command_line(name: str, *options: str) -> str:
-    """`switchx NAME OPTIONS`, quoted for a shell in the same folder and environment."""
-    return " ".join([*_program(), *(shlex.quote(word) for word in (name, *options))])
+def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Sets `arguments.gin_bindings` from what the parser left over.
+
+    Raises:
+        UsageError: there is anything else, or a binding without a value.
+    """
+    parser = arguments.parser
+    takes_bindings = hasattr(arguments, "gin_file")
+    for i, argument in enumerate(rest):
+        if not (argument.startswith(GIN_PREFIX) and takes_bindings):
+            parser.unknown(argument)
+        if "=" not in argument:
+            value = rest[i + 1] if i + 1 < len(rest) else "-"
+            value = "VALUE" if value.startswith("-") else value
+            parser.error(f"{argument} has no value; write {argument}={value}")
+    arguments.gin_bindings = [argument.removeprefix(GIN_PREFIX) for argument in rest]
 
 
-def configuration_options(arguments: argparse.Namespace, without: str = "") -> list[str]:
+def parse_gin(arguments: argparse.Namespace, files: list[str] | None = None) -> None:
+    """Parses the gin files and bindings of the command line; see `building.parse_files`.
+
+    Args:
+        files: read instead of those that were given.
+    """
+    from switchx.cli.config import building
+
+    search_paths = [path for path in arguments.gin_search_paths.split(",") if path]
+    building.parse_files(files or arguments.gin_file, arguments.gin_bindings, search_paths)
+
+
+def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
+    """The TrainingJob that the command line describes.
+
+    Args:
+        default_file: read where the command line names no gin file.
+
+    Raises:
+        ConfigurationError: it describes none; the message says what to change.
+    """
+    from switchx.cli.config import building
+    from switchx.training.job import TrainingJob
+
+    parse_gin(arguments, arguments.gin_file or [default_file])
+    job = building.build("JOB", TrainingJob)
+    building.require_effect("JOB", arguments.gin_bindings)
+    return job
+
+
+def simulate_devices(number: int) -> None:
+    """So many devices on CPU, unless XLA_FLAGS says how many. JAX reads it at its first use."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DEVICES_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}={number}".strip()
+
+
+# Command lines for a shell.
+
+
+def command_line(name: str, *words: str) -> str:
+    """`switchx NAME WORDS`, quoted for a shell in the same folder and environment."""
+    return " ".join([*_program(), *(shlex.quote(word) for word in (name, *words))])
+
+
+def configuration_words(arguments: argparse.Namespace, without: str = "") -> list[str]:
     """The gin files, search paths and bindings that were given, in their order.
 
     Args:
         without: name of a macro whose binding is left out.
     """
-    options = [f"--gin_file={file}" for file in arguments.gin_file or ()]
+    words = [f"--gin_file={file}" for file in arguments.gin_file or ()]
     if arguments.gin_search_paths:
-        options.append(f"--gin_search_paths={arguments.gin_search_paths}")
+        words.append(f"--gin_search_paths={arguments.gin_search_paths}")
     for binding in arguments.gin_bindings:
         if binding.partition("=")[0].strip() != without:
-            options.append(f"--gin.{binding}")
-    return options
+            words.append(f"--gin.{binding}")
+    return words
 
 
 def _program() -> list[str]:
@@ -253,13 +310,3 @@ def _program() -> list[str]:
     # Not by what a link leads to: a virtual environment's python may be one to the system's.
     is_default = shutil.which("python") == str(python.with_name("python"))
     return ["python" if is_default else shlex.quote(str(python)), "-m", "switchx"]
-
-
-FLAG = "--xla_force_host_platform_device_count"
-
-
-def ask_for(number: int) -> None:
-    """So many devices on CPU, unless XLA_FLAGS says how many. JAX reads it at its first use."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={number}".strip()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench`: measurements against a baseline in the same run."""
+"""`switchx bench` and `switchx tune`: what this machine does, measured."""
 
 from switchx.cli import arguments as shared
 
-DESCRIPTION = """\
+BENCH = """\
 Measures, in one process whose contenders take turns, and prints ratios against a baseline
 measured in the same run. Medians; the machine should have nothing else to do.
 
@@ -21,40 +21,50 @@ measured in the same run. Medians; the machine should have nothing else to do.
                                compilation: losses, a pipeline's memory, collectives and
                                their bytes against the planner's; no times
   switchx bench train --json   the same as one JSON object on the last line
-"""
 
-ROUNDS = 9
+`environment` of the object says whether malloc was tuned (docs/command_line.md).
+"""
+TUNE = """\
+Measures the candidate tilings of the grouped products on this machine, and writes the
+quickest ones to the file that `pallas_kernels` looks them up in: $SWITCHX_KERNEL_TILINGS,
+or switchx/kernel_tilings.json in the user's cache folder. The machine should have nothing
+else to do.
+
+  switchx tune kernels          float, int8 and int4 weights; on CPU a minute
+  switchx tune kernels --json   one JSON object on the last line
+"""
+BENCH_ROUNDS, TUNE_ROUNDS = 9, 7
 
 
 def add_command(commands) -> None:
-    parser = shared.add_command(
-        commands, "bench", run, "measure speed against a baseline", DESCRIPTION
+    bench = shared.add_command(
+        commands, "bench", run_bench, "measure speed against a baseline", BENCH
     )
-    parser.add_argument(
-        "what",
-        choices=["train", "moe", "kernels", "decode", "scale"],
-        help="what to measure",
+    what = ["train", "moe", "kernels", "decode", "scale"]
+    bench.add_argument("what", choices=what, help="what to measure")
+    tune = shared.add_command(
+        commands, "tune", run_tune, "find the quickest tilings of this machine", TUNE
     )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help=f"turns (default: {ROUNDS}); scale takes none"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    tune.add_argument("what", choices=["kernels"], help="what to tune")
+    for parser, rounds in ((bench, f"{BENCH_ROUNDS}; scale takes none"), (tune, TUNE_ROUNDS)):
+        parser.add_argument(
+            "--rounds", type=shared.positive, metavar="N", help=f"turns (default: {rounds})"
+        )
+        shared.add_json(parser)
 
 
-def run(arguments) -> int:
-    rounds = ROUNDS if arguments.rounds is None else arguments.rounds
-    if rounds < 1:
-        raise ValueError(f"--rounds={rounds}; use at least 1")
+def run_bench(arguments) -> int:
     if arguments.what == "scale":
         if arguments.rounds is not None:
             raise ValueError(
-                f"--rounds={rounds}: `bench scale` takes no times, so it has no rounds; leave "
-                "--rounds out"
+                f"--rounds={arguments.rounds}: `bench scale` takes no times, so it has no "
+                "rounds; leave --rounds out"
             )
-        arguments.ask_for(8)
+        shared.simulate_devices(8)
     from switchx.bench import decode, kernels, moe, scale, train
     from switchx.cli.progress import TerminalReporter
 
+    rounds = arguments.rounds or BENCH_ROUNDS
     if arguments.what in ("kernels", "scale"):
         with TerminalReporter() as reporter:
             if arguments.what == "scale":
@@ -65,4 +75,17 @@ def run(arguments) -> int:
         bench = {"train": train, "moe": moe, "decode": decode}[arguments.what]
         report = bench.run(rounds)
     report.print(arguments.json)
+    return 0
+
+
+def run_tune(arguments) -> int:
+    from pallas_kernels.bench import tune
+    from pallas_kernels.tiling.tuned import user_file
+    from switchx.bench.report import Report
+    from switchx.cli.progress import TerminalReporter
+
+    with TerminalReporter() as reporter:
+        rows = tune.run(arguments.rounds or TUNE_ROUNDS, note=reporter.note)
+        reporter.note(f"written to {user_file()}")
+    Report("tune kernels", rows, []).print(arguments.json)
     return 0

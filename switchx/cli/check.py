@@ -31,11 +31,11 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--sample", action="store_true", help="each router with each dispatcher once"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    shared.add_json(parser)
 
 
 def run(arguments) -> int:
-    arguments.ask_for(8)
+    shared.simulate_devices(8)
     if arguments.sample and arguments.what != "equivalence":
         raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
     from switchx.bench import equivalence, papers, planned_bytes

@@ -30,7 +30,7 @@ states of the data that do not belong to the step. Exit status 1 where there is 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "checkpoint", show_help, "inspect or verify checkpoints", DESCRIPTION
+        commands, "checkpoint", _ask, "inspect or verify checkpoints", DESCRIPTION
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     for name, run, description in (
@@ -46,23 +46,19 @@ def add_command(commands) -> None:
         action.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
         action.add_argument("dir", metavar="DIR", help="run folder of `switchx train`")
         action.set_defaults(run=run, parser=action)
-        action.add_argument("--json", action="store_true", help="print one JSON object")
+        shared.add_json(action)
         if name == "verify":
             action.add_argument("--step", type=int, metavar="N", help="this one; default: all")
         else:
             shared.add_step(action, "checkpoint")
 
 
-def show_help(arguments: argparse.Namespace) -> int:
-    arguments.parser.error("give an action: inspect or verify")
-
-
 def inspect(arguments: argparse.Namespace) -> int:
     from switchx.checkpoint.items import find_damage, read_manifest, stored_items
-    from switchx.checkpoint.run_folder import read_config
+    from switchx.checkpoint.run_folder import RunFolder, read_config
     from switchx.tree import named_leaves
 
-    run = _run(arguments)
+    run = RunFolder(arguments.dir)
     checkpoints = []
     for path in reversed(_paths(run)):
         row = {"step": int(path.name), "fault": find_damage(path, checksums=False)}
@@ -79,21 +75,13 @@ def inspect(arguments: argparse.Namespace) -> int:
         for item, tree in items.items()
         for name, leaf in named_leaves(tree).items()
     ]
-    config = read_config(run)
+    found = {
+        "step": step, "checkpoints": checkpoints, "arrays": arrays, "config": read_config(run)
+    }  # fmt: skip
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "command": "checkpoint inspect",
-                    "step": step,
-                    "checkpoints": checkpoints,
-                    "arrays": arrays,
-                    "config": config,
-                }
-            )
-        )
-        return 0
-    _print_inspection(run, step, checkpoints, arrays, config)
+        print(json.dumps({"command": "checkpoint inspect"} | found))
+    else:
+        _print_inspection(run, **found)
     return 0
 
 
@@ -159,9 +147,10 @@ def _size(num_bytes: int) -> str:
 
 
 def verify(arguments: argparse.Namespace) -> int:
+    from switchx.checkpoint.run_folder import RunFolder
     from switchx.checkpoint.verify import checkpoint_faults
 
-    run = _run(arguments)
+    run = RunFolder(arguments.dir)
     steps = sorted(int(path.name) for path in _paths(run))
     if arguments.step is not None:
         if arguments.step not in steps:
@@ -181,10 +170,8 @@ def verify(arguments: argparse.Namespace) -> int:
     return 1 if any(faults.values()) else 0
 
 
-def _run(arguments: argparse.Namespace):
-    from switchx.checkpoint.run_folder import RunFolder
-
-    return RunFolder(arguments.dir)
+def _ask(arguments: argparse.Namespace) -> int:
+    arguments.parser.error("give an action: inspect or verify")
 
 
 def _paths(run) -> list:

@@ -34,7 +34,7 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--topology", required=True, metavar="KIND:SIDES", help="such as v4:8x8x16, or h200:8"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    shared.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,13 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     topology = Topology.parse(arguments.topology)
     from switchx.cli.progress import TerminalReporter
-    from switchx.training import absent_devices
+    from switchx.training import aot
 
     job = shared.parse_job(arguments)
-    absent_devices.require_mesh_fits(job.mesh, topology)
-    if not absent_devices.has_compiler():
+    aot.require_mesh_fits(job.mesh, topology)
+    if not aot.has_compiler():
         sys.stdout.flush()
-        child = absent_devices.run_with_compiler(_again(arguments), topology)
+        child = aot.run_with_compiler(_again(arguments), topology)
         return _status(child.returncode)
     from switchx.bench import compiled
 
@@ -83,9 +83,5 @@ def _status(returncode: int) -> int:
 def _again(arguments: argparse.Namespace) -> list[str]:
     """The command line once more."""
     words = ["compile", f"--topology={arguments.topology}"]
-    words += [f"--gin_file={file}" for file in arguments.gin_file]
-    words += [f"--gin.{binding}" for binding in arguments.gin_bindings]
-    if arguments.gin_search_paths:
-        words.append(f"--gin_search_paths={arguments.gin_search_paths}")
-    words += ["--json"] * arguments.json + ["--traceback"] * arguments.traceback
-    return words
+    words += shared.configuration_words(arguments)
+    return words + ["--json"] * arguments.json + ["--traceback"] * arguments.traceback

@@ -101,21 +101,19 @@ def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
 
 
 def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
-    from switchx.cli import gin_edge
+    from switchx.cli.config import building
     from switchx.interop.t5x import read_checkpoint
     from switchx.models.config import ModelConfig
 
-    search_paths = [path for path in arguments.gin_search_paths.split(",") if path]
-    files, bindings = arguments.gin_file, arguments.gin_bindings
-    gin_edge.parse_files(files, bindings, search_paths)
-    with tempfile.TemporaryDirectory() as folder:
-        if "MODEL" not in gin_edge.macro_names():  # a file of configs/models has parts alone
+    shared.parse_gin(arguments)
+    if "MODEL" not in building.macro_names():  # a file of configs/models has parts alone
+        with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder, "model.gin")
-            includes = "".join(f"include {str(each)!r}\n" for each in files)
+            includes = "".join(f"include {str(each)!r}\n" for each in arguments.gin_file)
             file.write_text(f"{_IMPORTS}{includes}MODEL = @config.ModelConfig()\n")
-            gin_edge.parse_files([str(file)], bindings, search_paths)
-    config = gin_edge.build("MODEL", ModelConfig)
-    gin_edge.require_effect("MODEL", bindings)
+            shared.parse_gin(arguments, [str(file)])
+    config = building.build("MODEL", ModelConfig)
+    building.require_effect("MODEL", arguments.gin_bindings)
     reporter.note(f"reading {arguments.src}")
     config, params = read_checkpoint(arguments.src, config)
     _write(arguments, reporter, config, params, arguments.vocabulary)
@@ -124,7 +122,7 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
 def _write(arguments, reporter, config, params, vocabulary_file) -> None:
     from switchx.checkpoint.converted import write_converted
     from switchx.checkpoint.run_folder import RunFolder
-    from switchx.cli.config.files import FILE, model_gin
+    from switchx.cli.config.files import MODEL_FILE, model_gin
     from switchx.data.tokenizers import TokenIdVocabulary
     from switchx.manifest import new_folder
     from switchx.tree import num_elements
@@ -140,7 +138,7 @@ def _write(arguments, reporter, config, params, vocabulary_file) -> None:
     with new_folder(arguments.dst) as folder:
         origin = f"{arguments.source}: {pathlib.Path(arguments.src).name}"
         write_converted(RunFolder(folder), config, params, vocabulary, origin)
-        (folder / FILE).write_text(model_gin(config), encoding="utf-8")
+        (folder / MODEL_FILE).write_text(model_gin(config), encoding="utf-8")
     print(f"{arguments.dst}: {num_elements(params):,} parameters; open it with switchx.load")
 
 

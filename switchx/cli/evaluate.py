@@ -45,11 +45,7 @@ def add_command(commands) -> None:
     )  # fmt: skip
     shared.add_step(parser, "checkpoint to evaluate")
     text_metrics.add_arguments(parser)
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object, with the routing of each layer, on standard output",
-    )
+    shared.add_json(parser, "print one JSON object, with the routing of each layer")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, Any]]:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx import api
     from switchx.checkpoint.restore import choose_step
     from switchx.checkpoint.run_folder import RunFolder
@@ -126,7 +121,7 @@ def _print(job, metrics: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from switchx.cli.report import load_table
+    from switchx.cli.summary import load_table
 
     table = Table(box=None, show_header=False, pad_edge=False)
     rows = {name: value for name, value in metrics.items() if not isinstance(value, dict)}

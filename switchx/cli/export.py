@@ -9,6 +9,8 @@ import shlex
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.fields import options
+from switchx.inference.config import DecodingConfig
 
 DESCRIPTION = """\
 Writes a model as two programs of fixed shapes (jax.export), one that reads a batch of inputs
@@ -25,10 +27,6 @@ The platform and the mesh need not be here: programs are lowered for them, with 
 and compiled where they run. What runs them checks platform, devices and JAX's version.
 """
 PLATFORMS = ("cpu", "tpu", "cuda")
-# Options that are fields of a DecodingConfig.
-DECODING = (
-    "beam_size", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "length_penalty",
-)  # fmt: skip
 
 
 def add_command(commands) -> None:
@@ -36,8 +34,8 @@ def add_command(commands) -> None:
         commands, "export", run, "make programs of a model, to run without switchx", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
-    parser.add_argument(
-        "--output", required=True, metavar="DIR", help="folder to write; nothing may be there"
+    shared.add_output(
+        parser, "folder to write; nothing may be there", required=True, metavar="DIR"
     )
     parser.add_argument(
         "--platform",
@@ -57,22 +55,16 @@ def add_command(commands) -> None:
     number = functools.partial(parser.add_argument, metavar="N")
     number("--batch_size", type=int, default=8, help="inputs at once (default: %(default)s)")
     number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
-    shared.add_decoding(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
+    # What makes a batch smaller makes another program of it.
+    shared.add_options(parser, DecodingConfig, options(DecodingConfig).keys() - {"pruning"})
+    shared.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx import api
-    from switchx.data.vocabularies import save_vocabulary
-    from switchx.inference.config import DecodingConfig
     from switchx.inference.export import Shapes, Target, export_model
     from switchx.manifest import require_free
 
-    if not arguments.output:
-        raise ValueError("--output is empty; is a shell variable not set?")
     if arguments.device_kind and len(arguments.platform) > 1:
         raise ValueError(
             f"--device_kind={arguments.device_kind} with --platform="
@@ -84,12 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = api.load(arguments.model_dir, arguments.step)
     decoding = DecodingConfig(
         is_prompt_bidirectional=model.text_format.is_prompt_bidirectional,
-        **{name: getattr(arguments, name) for name in DECODING},
+        **shared.options_of(arguments, DecodingConfig),
     )
-
-    def add_vocabulary(folder):
-        if model.vocabulary is not None:
-            save_vocabulary(model.vocabulary, folder)
 
     content, num_bytes = export_model(
         output,
@@ -99,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         shapes,
         [Target(name, arguments.device_kind, mesh) for name in arguments.platform],
         _provenance(arguments, model),
-        add_vocabulary,
+        model.save_vocabulary,
     )
     report = {
         "command": "export",
@@ -118,15 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     """Where the export comes from, how to make it again, and what texts become for it."""
-    from switchx.bench.report import git_commit
     from switchx.inference.artifact import is_artifact
+    from switchx.provenance import git_commit
 
-    given = {
-        name: getattr(arguments, name)
-        for name in (
-            "model_dir", "output", "device_kind", "batch_size", "input_length", *DECODING
-        )
-    }  # fmt: skip
+    names = ("model_dir", "output", "device_kind", "batch_size", "input_length")
+    given = {name: getattr(arguments, name) for name in names}
+    given |= shared.options_of(arguments, DecodingConfig)
     if not is_artifact(arguments.model_dir):
         given["step"] = model.step
     given["platform"] = ",".join(arguments.platform)

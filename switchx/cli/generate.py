@@ -8,7 +8,8 @@ import json
 import re
 
 from switchx.cli import arguments as shared
-from switchx.cli.text import lines
+from switchx.cli.text import lines as text
+from switchx.inference.config import DecodingConfig
 
 DESCRIPTION = """\
 Writes what a model answers to each line of a file or of standard input, in their order:
@@ -26,47 +27,31 @@ added to the input: FILE.progress.json says of which inputs and settings the lin
 All lines are read and checked before anything is generated: empty ones, those that are not
 UTF-8, and those that are too long are errors.
 """
-# Options that are fields of a DecodingConfig.
-DECODING = (
-    "beam_size", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "length_penalty",
-    "pruning",
-)  # fmt: skip
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "generate", run, "let a model write to each line of a text", DESCRIPTION
     )
-    lines.add_arguments(parser, "text file, an input a line")
-    shared.add_decoding(parser)
-    parser.add_argument(
-        "--pruning",
-        choices=("none", "experts", "compact"),
-        default="compact",
-        help="of finished outputs: experts leaves them out of the Switch layers, compact also "
-        "makes the batch smaller (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="write a JSON object a line: output, tokens, score, is_finished",
-    )
+    text.add_arguments(parser, "text file, an input a line")
+    shared.add_options(parser, DecodingConfig)
+    shared.add_json(parser, "write a JSON object a line: output, tokens, score, is_finished")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return lines.run(arguments, _generate)
+    return text.run(arguments, _generate)
 
 
 def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
     generator = model.generator(
         batch_size=arguments.batch_size,
         dropless=arguments.capacity == "dropless",
-        **{name: getattr(arguments, name) for name in DECODING},
+        **shared.options_of(arguments, DecodingConfig),
     )
     encode = functools.partial(model.text_format.inputs, model.vocabulary)
 
     def prompt(line):
-        tokens = model.prompt(lines.encoded(arguments, encode, line))
+        tokens = model.prompt(text.encoded(arguments, encode, line))
         if fault := generator.fault(tokens):
             raise ValueError(fault)
         return tokens
@@ -75,16 +60,16 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
         for number, (best, *_) in generator(list(map(prompt, shard)), first_number=first):
             yield number, _line(model.vocabulary.decode(best.tokens), best, arguments.json)
 
-    lines.check(arguments, lines, prompt)
+    text.check(arguments.input, lines, prompt)
     settings = {"command": "generate", "model": model.fingerprint, "json": arguments.json}
     settings |= dataclasses.asdict(generator.decoding)
     if arguments.capacity == "dropless":
         del settings["pruning"]  # the same outputs with it and without
-    lines.write(arguments, lines, settings, compute, reporter)
+    text.write(arguments, lines, settings, compute, reporter)
 
 
-def _line(text: str, hypothesis, is_json: bool) -> str:
+def _line(output: str, hypothesis, is_json: bool) -> str:
     if not is_json:
-        return re.sub(r"[\r\n]+", " ", text)
-    values = {"output": text} | dataclasses.asdict(hypothesis)
+        return re.sub(r"[\r\n]+", " ", output)
+    values = {"output": output} | dataclasses.asdict(hypothesis)
     return json.dumps(values, ensure_ascii=False)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from switchx.cli import progress
+from switchx.cli.messages import shown_by
 
 FLAGS = ("coordinator", "num_processes", "process_id")
 
@@ -124,7 +124,7 @@ class SilentReporter:
 
     def __init__(self, index: int):
         self._index = index
-        self._lines = progress.shown_by(self._show)
+        self._lines = shown_by(self._show)
 
     def __enter__(self):
         self._lines.__enter__()

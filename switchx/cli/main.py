@@ -2,7 +2,6 @@
 """The `switchx` command: its subcommands, and how errors reach a person."""
 
 import logging
-import os
 import sys
 
 # These are quick to import; each imports JAX and what else it needs when it is run.
@@ -15,15 +14,14 @@ from switchx.cli import (
     evaluate,
     export,
     generate,
+    messages,
     plan,
-    progress,
     quantize,
     report,
     score,
     serve,
     show,
     train,
-    tune,
     vocab,
 )
 from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
@@ -48,24 +46,18 @@ EPILOG = """\
 input (nothing was done), 75 saved after a signal to one of several processes, 130 interrupted.
 """
 
-# glibc backs its heap with huge pages; a training step on CPU gets 20 to 25% faster. It is
-# read before main() starts, so the process starts itself again with it set.
-MALLOC_TUNING = (
-    "GLIBC_TUNABLES",
-    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000:"
-    "glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1",
-)
-
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status.
+    """Runs one command; returns the exit status, see EPILOG.
 
-    0 done, 1 failed on the way, 2 wrong input, 75 to be gone on with, 130 interrupted. What is
-    not meant for a person, any error that switchx itself did not raise, is a traceback.
+    What is not meant for a person, any error that switchx itself did not raise, is a traceback.
 
     Args:
         argv: without the program's name; None takes the command line.
     """
+    if "" not in sys.path:
+        # As with `python -m`: a gin file may import modules of the working directory.
+        sys.path.insert(0, "")
     parser = _parser()
     try:
         arguments = _parse(parser, sys.argv[1:] if argv is None else argv)
@@ -75,14 +67,12 @@ def main(argv: list[str] | None = None) -> int:
     if arguments is None:
         parser.print_help()
         return 2
-    if argv is None:
-        _restart_with_malloc_tuning()
     logging.captureWarnings(True)
     try:
-        with progress.shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
+        with messages.shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
             return arguments.run(arguments) or 0
     except (KeyboardInterrupt, ValueError, OSError, RuntimeError) as error:
-        return progress.explain(error, arguments)
+        return messages.explain(error, arguments)
     finally:
         logging.captureWarnings(False)
 
@@ -92,7 +82,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        checkpoint, show, plan, compile, bench, tune, check,
+        checkpoint, show, plan, compile, bench, check,
     ):  # fmt: skip
         module.add_command(commands)
     return parser
@@ -111,11 +101,3 @@ def _parse(parser: CommandParser, argv: list[str]):
         return None
     accept_gin_bindings(arguments, rest)
     return arguments
-
-
-def _restart_with_malloc_tuning() -> None:
-    name, value = MALLOC_TUNING
-    if sys.platform != "linux" or name in os.environ:
-        return
-    os.environ[name] = value
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

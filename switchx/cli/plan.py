@@ -33,19 +33,16 @@ def add_command(commands) -> None:
         help="v5p, h200x8x16 (16 nodes of 8), or a spec file FILE.toml",
     )
     parser.add_argument(
-        "--devices", type=_count, metavar="N", help="default: all that h200x8x16 names"
+        "--devices", type=shared.positive, metavar="N", help="default: all h200x8x16 names"
     )
     parser.add_argument(
-        "--top", type=_count, default=10, metavar="N", help="rows to show (default: 10)"
+        "--top", type=shared.positive, default=10, metavar="N", help="rows (default: 10)"
     )
-    parser.add_argument(
-        "--output", metavar="FILE", help="write the first plan's mesh as a gin file"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    shared.add_output(parser, "write the first plan's mesh as a gin file")
+    shared.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     import pathlib
 
     from switchx.bench.report import Check, Report
@@ -55,8 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, search
     from switchx.training.workload import fitting_group_size, workload_of
 
-    if arguments.output == "":
-        raise ValueError("--output is empty; is a shell variable not set?")
     hardware = load_hardware(arguments.hardware)
     devices = _devices(hardware, arguments.devices)
     job = shared.parse_job(arguments)
@@ -149,9 +144,3 @@ def _nothing_fits(workload, hardware, devices: int, found, hint: str) -> str:
         f"use {number} devices, where {plan.layout.name} needs "
         f"{num_bytes(plan.memory.total)}, ModelConfig.remat='full', or a smaller model"
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; give a whole number of at least 1")
-    return int(text)

@@ -18,6 +18,9 @@ from switchx.planner.model_cost import Workload
 from switchx.planner.search import Plan, Search, explain, num_bytes, seconds
 from switchx.planner.step_comm import step_collectives
 
+COLUMNS = ("", "mesh", "step", "tokens/s", "products", "collectives", "bubble", "memory")
+MEMORY_PARTS = ("state", "gradients", "activations", "working", "logits", "gathered")
+
 
 def row(rank: int, plan: Plan, workload: Workload) -> dict[str, Any]:
     """A plan as one JSON object; units are in the names."""
@@ -40,12 +43,7 @@ def row(rank: int, plan: Plan, workload: Workload) -> dict[str, Any]:
         "bubble_s": time.bubble_s,
         "bubble_fraction": time.bubble,
         "memory_bytes": memory.total,
-        "memory_state_bytes": memory.state,
-        "memory_gradients_bytes": memory.gradients,
-        "memory_activations_bytes": memory.activations,
-        "memory_working_bytes": memory.working,
-        "memory_logits_bytes": memory.logits,
-        "memory_gathered_bytes": memory.gathered,
+        **{f"memory_{part}_bytes": getattr(memory, part) for part in MEMORY_PARTS},
         "collective_bytes": kinds,
     }
 
@@ -59,14 +57,10 @@ def print_search(found: Search, hardware: Hardware, devices: int, top: int) -> N
         f"{found.looked_at:,} layouts, {len(plans):,} fit"
     )
     table = Table(box=None)
-    columns = ("", "mesh", "step", "tokens/s", "products", "collectives", "bubble", "memory")
-    for column in columns:
-        table.add_column(
-            column,
-            justify="left" if column == "mesh" else "right",
-            no_wrap=column != "mesh",
-            overflow="fold",
-        )
+    for column in COLUMNS:
+        is_mesh = column == "mesh"
+        justify = "left" if is_mesh else "right"
+        table.add_column(column, justify=justify, no_wrap=not is_mesh, overflow="fold")
     for i, plan in enumerate(plans[:top], 1):
         table.add_row(
             str(i),

@@ -1,21 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live progress on standard error: a bar on a terminal, and lines everywhere.
+"""Live progress on standard error: a bar on a terminal, and lines everywhere."""
 
-Log records as lines for a person.
-
-Ours from INFO on: what takes time says that it begins. Those of libraries from WARNING on,
-Python's warnings (`logging.captureWarnings`) among them.
-
-How an error that ends a command reaches a person, and with which exit status.
-"""
-
-import argparse
 import contextlib
-import logging
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from rich.console import Console
@@ -23,7 +10,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from switchx.cli.messages import shown_by
+
 ONE_LINE = Column(no_wrap=True)
+NOTE_EVERY_S = 10
 
 
 class TerminalReporter:
@@ -45,7 +35,7 @@ class TerminalReporter:
         self._unit = unit
         self.console = console or Console(stderr=True, highlight=False)
         self._clock = clock
-        self._start_s = clock()
+        self._start_s = self._noted_s = clock()
         self._pace = _Pace(clock)
         self._last_step = 0
         self._contexts = contextlib.ExitStack()
@@ -86,12 +76,16 @@ class TerminalReporter:
             self._task,
             completed=step,
             description=f"{self._unit} {step}/{self._last_step}",
-            time_left=self.time_left(step),
+            time_left=self._pace.time_left(step, self._last_step),
         )
 
-    def time_left(self, step: int) -> str:
-        """`0:01:05 left`; nothing while the pace is not known."""
-        return self._pace.time_left(step, self._last_step)
+    def counted(self, number: int) -> None:
+        """So much is done, of work without metrics: a line of it now and then."""
+        self.stepped(number)
+        if self._clock() - self._noted_s >= NOTE_EVERY_S:
+            self._noted_s = self._clock()
+            left = self._pace.time_left(number, self._last_step)
+            self.note(f"{number:,} of {self._last_step:,} {self._unit}s  {left}")
 
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
         loss, rate = metrics["loss"], metrics["tokens_per_s"]
@@ -138,66 +132,3 @@ class _Pace:
         minutes, seconds = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02} left"
-
-
-class _LineHandler(logging.Handler):
-    def __init__(self, show: Callable[[str], None]):
-        super().__init__(logging.INFO)
-        self._show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        is_ours = record.name.partition(".")[0] == "switchx"
-        if record.levelno < logging.WARNING and not is_ours:
-            return
-        self._show(line_of(record))
-
-
-def line_of(record: logging.LogRecord) -> str:
-    """`warning: ...` (or `error: ...`) for what is worse than information."""
-    text = record.getMessage().strip()
-    if record.name == "py.warnings":
-        text = text.partition("\n")[0]  # the line of code that follows says nothing to a user
-    return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
-
-
-@contextlib.contextmanager
-def shown_by(show: Callable[[str], None]) -> Iterator[None]:
-    """Gives every line to `show`, and to nobody else, until the end of the context."""
-    root, ours = logging.getLogger(), logging.getLogger("switchx")
-    handlers, level = root.handlers[:], ours.level
-    root.handlers[:] = [_LineHandler(show)]
-    ours.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        ours.setLevel(level)
-
-
-OURS = ("switchx", "pallas_kernels")
-
-
-def explain(error: BaseException, arguments: argparse.Namespace) -> int:
-    """Prints the error in one paragraph; returns the exit status.
-
-    130 interrupted, 2 wrong input, 1 failed on the way. What is not meant for a person, any
-    error that switchx itself did not raise, is raised again: a traceback.
-    """
-    if isinstance(error, KeyboardInterrupt):
-        print("switchx: interrupted", file=sys.stderr)
-        return 130
-    if arguments.traceback or not _is_for_a_person(error):
-        raise error
-    print(f"switchx {arguments.command}: error: {error}", file=sys.stderr)
-    return 2 if isinstance(error, ValueError) else 1
-
-
-def _is_for_a_person(error: BaseException) -> bool:
-    """Whether its message suffices: our own code raised it, or the system refused something."""
-    if isinstance(error, OSError):
-        return True
-    if not isinstance(error, ValueError | RuntimeError):
-        return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_ours = frame.f_globals.get("__name__", "").split(".")[0] in OURS
-    return is_ours and not type(error).__module__.startswith("jax")

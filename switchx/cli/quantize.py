@@ -29,8 +29,8 @@ def add_command(commands) -> None:
         commands, "quantize", run, "make a model's experts int8 or int4", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
-    parser.add_argument(
-        "--output", required=True, metavar="DIR", help="folder to write; nothing may be there"
+    shared.add_output(
+        parser, "folder to write; nothing may be there", required=True, metavar="DIR"
     )
     parser.add_argument("--bits", type=int, choices=(4, 8), required=True, help="of a weight")
     parser.add_argument(
@@ -51,21 +51,15 @@ def add_command(commands) -> None:
         help="dtype of all other parameters, routers apart; default: as they are",
     )
     shared.add_step(parser, "checkpoint to quantize")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
+    shared.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx import api
-    from switchx.data.vocabularies import save_vocabulary
     from switchx.inference.artifact import is_artifact, write_artifact
     from switchx.inference.quantize import quantize_experts
     from switchx.manifest import require_free
 
-    if not arguments.output:
-        raise ValueError("--output is empty; is a shell variable not set?")
     output = require_free(arguments.output)
     if is_artifact(arguments.model_dir):
         raise ValueError(
@@ -81,12 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         rest=arguments.rest,
     )
     about = _provenance(arguments, model)
-
-    def add_vocabulary(folder):
-        if model.vocabulary is not None:
-            save_vocabulary(model.vocabulary, folder)
-
-    num_bytes = write_artifact(output, config, params, about, add_vocabulary)
+    num_bytes = write_artifact(output, config, params, about, model.save_vocabulary)
     report = {
         "command": "quantize",
         "output": str(output),
@@ -110,7 +99,7 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     import jax
     import safetensors
 
-    from switchx.bench.report import git_commit
+    from switchx.provenance import git_commit
 
     method = arguments.method or ("mse" if arguments.bits == 4 else "absmax")
     return {

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx report`: how a run's tokens were routed, as one page to look at.
-
-Load per expert and Switch layer, as a table for a person.
-"""
+"""`switchx report`: how a run's tokens were routed, as one page to look at."""
 
 import argparse
 import pathlib
 
-from rich.console import Group
-from rich.table import Table
-
 from switchx.cli import arguments as shared
-from switchx.models.config import ModelConfig
 
 DESCRIPTION = """\
 Writes one HTML page, which needs no other file and no network, about the routing of a run:
@@ -30,21 +23,16 @@ training goes on. Nothing is computed with the model.
 def add_command(commands) -> None:
     parser = shared.add_command(commands, "report", run, "plot a run's routing", DESCRIPTION)
     shared.add_model_dir(parser, "run folder of `switchx train`")
-    parser.add_argument(
-        "--output", metavar="FILE", help="page to write; default: report.html of the run folder"
-    )
+    shared.add_output(parser, "page to write; default: report.html of the run folder")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx.analysis.report import all_sections, page, read_run
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.data.data_dir import write_atomically
     from switchx.data.token_classes import token_classes
     from switchx.data.vocabularies import load_vocabulary
 
-    if arguments.output == "":
-        raise ValueError("--output is empty; is a shell variable not set?")
     folder = RunFolder(arguments.model_dir)
     model = read_model_config(folder)
     if model.switch is None:
@@ -76,31 +64,3 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _stack(stack) -> str:
     return stack.layers[0].split()[0]
-
-
-# More experts than fit a line are shown by their extremes.
-MAX_COLUMNS = 16
-
-
-def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
-    """A row a Switch layer, named by its stack and block.
-
-    Args:
-        load: choices by expert over the layer's tokens, so k in sum; the encoder's layers
-            first.
-    """
-    num_experts = model.switch.num_experts
-    table = Table(box=None, pad_edge=False)
-    is_short = num_experts <= MAX_COLUMNS
-    table.add_column("layer")
-    for column in map(str, range(num_experts)) if is_short else ("least", "median", "most"):
-        table.add_column(column, justify="right")
-    for name, shares in zip(model.sparse_layer_names, load, strict=True):
-        even_share = sum(shares) / num_experts or 1.0
-        even = sorted(share / even_share for share in shares)
-        shown = [even[0], even[num_experts // 2], even[-1]]
-        if is_short:
-            shown = [share / even_share for share in shares]
-        table.add_row(name, *(f"{value:.2f}" for value in shown))
-    # Not the table's title, which would be broken to the table's width.
-    return Group("load per expert (1.00 is an even share)", table)

@@ -6,7 +6,7 @@ import functools
 import json
 
 from switchx.cli import arguments as shared
-from switchx.cli.text import lines
+from switchx.cli.text import lines as text
 
 DESCRIPTION = """\
 Scores each line `input<TAB>target` of a file or of standard input: the natural logarithm of
@@ -27,16 +27,12 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "score", run, "log-likelihoods of texts given others", DESCRIPTION
     )
-    lines.add_arguments(parser, "file of lines `input<TAB>target`")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="write a JSON object a line: log_likelihood, num_tokens",
-    )
+    text.add_arguments(parser, "file of lines `input<TAB>target`")
+    shared.add_json(parser, "write a JSON object a line: log_likelihood, num_tokens")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return lines.run(arguments, _score)
+    return text.run(arguments, _score)
 
 
 def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
@@ -52,15 +48,10 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
         *inputs, target = line.split("\t")
         if len(inputs) != 1 and (inputs or model.config.is_encoder_decoder):
             raise ValueError(f"has {len(inputs)} tabs, expected input<TAB>target")
-        try:
-            tokens = [lines.encoded(arguments, read_input, text) for text in inputs]
-        except ValueError as error:
-            raise ValueError(f"has an input that {error}") from None
-        try:
-            targets = lines.encoded(arguments, read_target, target)
-        except ValueError as error:
-            raise ValueError(f"has a target that {error}") from None
-        both = (tokens[0] if tokens else [], targets)
+        tokens = []
+        for each in inputs:
+            tokens = text.encoded(arguments, read_input, each, "has an input that ")
+        both = (tokens, text.encoded(arguments, read_target, target, "has a target that "))
         if fault := scorer.fault(both):
             raise ValueError(fault)
         return both
@@ -69,9 +60,9 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
         for number, score in scorer(list(map(pair, shard)), first):
             yield number, _line(score, arguments.json)
 
-    lines.check(arguments, lines, pair)
+    text.check(arguments.input, lines, pair)
     settings = {"command": "score", "model": model.fingerprint, "json": arguments.json}
-    written = lines.write(arguments, lines, settings, compute, reporter)
+    written = text.write(arguments, lines, settings, compute, reporter)
     log_likelihoods, counts = zip(*(_score_of(line) for line in written), strict=True)
     log_likelihood, num_tokens = sum(log_likelihoods), sum(counts)
     reporter.note(

@@ -2,7 +2,6 @@
 """`switchx serve`: a trained model over HTTP."""
 
 import argparse
-import functools
 import importlib.util
 import os
 import pathlib
@@ -10,6 +9,7 @@ import sys
 import threading
 
 from switchx.cli import arguments as shared
+from switchx.serving.limits import Limits
 
 DESCRIPTION = """\
 Answers requests over HTTP until it is stopped:
@@ -18,8 +18,8 @@ Answers requests over HTTP until it is stopped:
   curl --json '{"inputs": ["a red house"]}' http://127.0.0.1:8000/v1/generate
 
 POST /v1/generate takes inputs (a text, or a list of texts or of lists of token ids), stream,
-max_new_tokens, beam_size, temperature, top_k, top_p, seed, length_penalty. An answer is what
-`switchx generate` gives: it does not depend on the requests that it is batched with.
+and the options of `switchx generate` from max_new_tokens to length_penalty. An answer is what
+that command gives: it does not depend on the requests that it is batched with.
 GET / is a page to try it in, /healthz says whether it is ready, /metrics is for Prometheus.
 
 It listens on this machine alone unless --host says otherwise. A token, from --token_file or
@@ -42,44 +42,20 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
-    number = functools.partial(parser.add_argument, metavar="N")
-    number("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="0 takes a free one (default: %(default)s)",
+    )
     parser.add_argument(
         "--token_file", metavar="FILE", help="its first line is the token that clients send"
     )
-    number("--batch_size", type=int, default=8, help="most inputs at once (default: 8)")
-    number(
-        "--batch_wait_ms",
-        type=float,
-        default=5.0,
-        help="how long an input waits for others to join it (default: 5)",
-    )
-    number("--max_waiting", type=int, default=256, help="inputs in the queue (default: 256)")
-    number("--max_inputs", type=int, default=64, help="of a request (default: 64)")
-    number("--max_input_tokens", type=int, default=1024, help="of an input (default: 1024)")
-    number("--max_new_tokens", type=int, default=256, help="of an answer (default: 256)")
-    number("--max_beam_size", type=int, default=4, help="of a request (default: 4)")
-    number("--max_body_bytes", type=int, default=1 << 20, help="of a request (default: 1 MiB)")
-    number("--max_connections", type=int, default=512, help="open at once (default: 512)")
-    number("--body_timeout_s", type=float, default=10.0, help="to send a request (default: 10)")
-    number("--request_timeout_s", type=float, default=60.0, help="to be answered (default: 60)")
-    number(
-        "--drain_timeout_s",
-        type=float,
-        default=60.0,
-        help="for requests that run when it is stopped (default: 60)",
-    )
-    number(
-        "--warm_up_tokens",
-        type=int,
-        default=64,
-        help="programs for inputs of up to so many tokens are compiled before it is ready "
-        "(default: 64)",
-    )
+    shared.add_options(parser, Limits)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx.cli.progress import TerminalReporter
 
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
@@ -95,23 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     from switchx import api
-    from switchx.serving.limits import Limits
+    from switchx.serving.scheduler import Service
     from switchx.serving.server import Server, is_loopback, open_socket
-    from switchx.serving.service import Service
 
-    names = (
-        "batch_size", "max_waiting", "max_inputs", "max_input_tokens", "max_new_tokens",
-        "max_beam_size", "max_body_bytes", "max_connections", "body_timeout_s",
-        "request_timeout_s", "drain_timeout_s", "warm_up_tokens",
-    )  # fmt: skip
-    limits = Limits(
-        batch_wait_s=arguments.batch_wait_ms / 1e3,
-        **{name: getattr(arguments, name) for name in names},
-    )
+    limits = Limits(**shared.options_of(arguments, Limits))
     model = api.load(arguments.model_dir, arguments.step)
     switch = model.config.switch
     if switch is not None and switch.router.kind == "expert_choice":
-        reporter.note("experts choose their tokens: an answer depends on its batch mates")
+        reporter.note("experts choose their tokens: an answer depends on those in its batch")
     # Before it compiles: an address that is taken is said at once.
     with open_socket(arguments.host, arguments.port) as listener:
         host, port = listener.getsockname()[:2]

@@ -37,8 +37,8 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--stacks", type=int, choices=[1, 2], default=1, help="2 for an encoder-decoder"
     )
-    parser.add_argument("--output", metavar="FILE", help="also draw it: .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    shared.add_output(parser, "also draw it: .png, .svg or .pdf")
+    shared.add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary at the end of training: what was learnt, how fast, where it is, what next."""
+"""What a command shows a person at its end: the summary of training, and load per expert.
+
+The summary says what was learnt, how fast, where it is, and what to run next.
+"""
 
 import argparse
 import json
@@ -7,17 +10,20 @@ import os
 from typing import Any
 
 from rich.console import Console, Group
+from rich.table import Table
 from rich.text import Text
 
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.cli.arguments import command_line, configuration_options
+from switchx.cli.arguments import command_line, configuration_words
 from switchx.cli.config import building
-from switchx.cli.report import load_table
+from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Outcome
 
 FINETUNE = "configs/runs/finetune.gin"
+# More experts than fit a line are shown by their extremes.
+MAX_COLUMNS = 16
 
 
 def print_summary(
@@ -54,15 +60,15 @@ def next_commands(
     """What to try next: evaluate, go on, fine-tune, look at the routing. Each runs as it
     stands."""
     folder = f"--model_dir={run.path}"
-    same = configuration_options(arguments, without="TRAIN_STEPS")
+    same = configuration_words(arguments, without="TRAIN_STEPS")
     steps = [f"--gin.TRAIN_STEPS={max(2 * job.train_steps, 1)}"]
     if not outcome.is_finished:
-        same, steps = configuration_options(arguments), []
+        same, steps = configuration_words(arguments), []
     other = f"{str(run.path).rstrip(os.sep)}_finetuned"
     files = [f"--gin_file={FINETUNE}"]
     if not _finetuning_fits(job, run):
         # The same task with a fresh optimizer; other gin files say what to learn instead.
-        files = configuration_options(arguments, without="INIT_FROM")
+        files = configuration_words(arguments, without="INIT_FROM")
     finetune = [*files, f"--gin.INIT_FROM={run.path}", f"--model_dir={other}"]
     commands = [
         command_line("eval", folder),
@@ -70,6 +76,30 @@ def next_commands(
         command_line("train", *finetune),
     ]
     return commands if job.model.switch is None else [*commands, command_line("report", folder)]
+
+
+def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
+    """A row a Switch layer, named by its stack and block.
+
+    Args:
+        load: choices by expert over the layer's tokens, so k in sum; the encoder's layers
+            first.
+    """
+    num_experts = model.switch.num_experts
+    table = Table(box=None, pad_edge=False)
+    is_short = num_experts <= MAX_COLUMNS
+    table.add_column("layer")
+    for column in map(str, range(num_experts)) if is_short else ("least", "median", "most"):
+        table.add_column(column, justify="right")
+    for name, shares in zip(model.sparse_layer_names, load, strict=True):
+        even_share = sum(shares) / num_experts or 1.0
+        even = sorted(share / even_share for share in shares)
+        shown = [even[0], even[num_experts // 2], even[-1]]
+        if is_short:
+            shown = [share / even_share for share in shares]
+        table.add_row(name, *(f"{value:.2f}" for value in shown))
+    # Not the table's title, which would be broken to the table's width.
+    return Group("load per expert (1.00 is an even share)", table)
 
 
 def _finetuning_fits(job: TrainingJob, run: RunFolder) -> bool:

@@ -3,11 +3,10 @@
 
 import argparse
 import functools
-import pathlib
-import subprocess
 
 from switchx.cli import arguments as shared
-from switchx.cli import hosts, progress
+from switchx.cli import hosts, messages
+from switchx.provenance import git_commit
 
 DESCRIPTION = """\
 Trains what the gin files describe and writes checkpoints, metrics.jsonl, TensorBoard events
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
                 prepare=prepare,
                 state=lambda job: hosts.statement(job, arguments, git_commit()),
                 work=work,
-                explain=lambda error: progress.explain(error, arguments),
+                explain=lambda error: messages.explain(error, arguments),
             )
     if is_first:
         from switchx.checkpoint.run_folder import RunFolder
@@ -92,35 +91,19 @@ def _reporter(processes):
 
 def _train(arguments: argparse.Namespace, reporter, job):
     """Trains the job in its run folder; the Outcome."""
-    # Imported here: help, and options that are not understood, do not wait for it.
     import jax
 
     from switchx.checkpoint.run_folder import RunFolder
-    from switchx.cli import gin_edge
+    from switchx.cli.config import building
     from switchx.planner.model_cost import count_parameters
     from switchx.training.loop import train
 
     folder = RunFolder(arguments.model_dir)
     records = {
-        folder.operative_config: gin_edge.operative_config("JOB"),
+        folder.operative_config: building.operative_config("JOB"),
         folder.git_commit: git_commit() + "\n",
     }
     reporter.note(f"a model of {count_parameters(job.model).total:,} parameters")
     if (num_processes := jax.process_count()) > 1:
         reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
     return train(job, folder, reporter, records)
-
-
-def git_commit() -> str:
-    """The commit of the checkout this code runs from, or `unknown` outside of one."""
-    here = pathlib.Path(__file__)
-    git = ["git", "-C", str(here.parent)]
-    # An installed copy may lie in a repository of somebody else's.
-    is_tracked = [*git, "ls-files", "--error-unmatch", here.name]
-    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        for command in (is_tracked, describe):
-            process = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return process.stdout.strip()

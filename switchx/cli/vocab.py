@@ -40,7 +40,7 @@ def add_command(commands) -> None:
         metavar="N",
         help="pieces; 100 sentinels come on top when it is used",
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to write into")
+    shared.add_output(parser, "folder to write into", required=True, metavar="DIR")
     parser.add_argument(
         "--sample_characters",
         type=int,
@@ -51,7 +51,6 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx.data.vocabularies import train_sentencepiece
 
     inputs = [name for names in arguments.input for name in names.split(",") if name]

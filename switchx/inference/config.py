@@ -1,10 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How text is generated: lengths, beams, sampling, pruning. Defaults are greedy decoding."""
+"""How text is generated: lengths, beams, sampling, pruning. Defaults are greedy decoding.
 
+Flags of commands, fields of a server's requests and their checks are made from the options
+of `DecodingConfig`; adding one is a line here. No JAX is imported: help does not wait for it.
+"""
+
+import bisect
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
-from switchx.fields import check_choices, require, require_at_least
+from switchx.fields import FieldError, check_choices, check_options, option
+
+# Of texts: each at most 1.5 times the one before, so at most a third is padding.
+LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)} | {1}))
+# Of batches: a program is compiled for each that a shrinking batch passes.
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# A divisor; below it logits overflow.
+LEAST_TEMPERATURE = 0.01
+MAX_INT32 = 2**31 - 1
+
+
+def rounded_up(size: int, sizes: Sequence[int]) -> int:
+    """The smallest of the sizes that is enough."""
+    return sizes[bisect.bisect_left(sizes, size)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,60 +31,66 @@ class DecodingConfig:
     """Names and meanings are those of Hugging Face's `generate` where it has them.
 
     Attributes:
-        max_new_tokens: a sentence ends after so many, or with `eos_id`.
-        beam_size: 1 takes the likeliest token, or samples; more search.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: sample among the k likeliest; None among all.
-        top_p: sample among the fewest tokens whose probabilities reach p; None among all.
-        length_penalty: a hypothesis of n new tokens scores log p / n ** length_penalty.
-        early_stopping: when a sentence's search ends, all beams being finished: `True` at
-            once; `False` when the best running beam, as long as it is, scores no better than
-            the worst finished one; `never` when it could not even at full length.
         pruning: of finished sentences (Kim et al. 2022, arXiv:2211.10017, section 3.5):
             `none`; `experts` leaves them out of the Switch layers; `compact` also gathers
             the live ones into the next smaller batch.
+        seed: a sentence's samples depend on it and on the sentence's number alone.
+        early_stopping: when a sentence's search ends, all beams being finished: `True` at
+            once; `False` when the best running beam, as long as it is, scores no better than
+            the worst finished one; `never` when it could not even at full length.
         eos_id, pad_id, start_id: token ids. `start_id` begins a decoder's input where the
             model has an encoder.
         is_prompt_bidirectional: a decoder-only model's prompt sees itself whole (prefix LM).
-        seed: of sampling. A sentence's samples depend on it and the sentence's number alone.
     """
 
-    max_new_tokens: int = 64
-    beam_size: int = 1
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    length_penalty: float = 1.0
+    max_new_tokens: int = option(64, "most tokens of an output, its end included", 1)
+    beam_size: int = option(1, "1 takes the likeliest token, or samples; more search", 1)
+    temperature: float = option(0.0, "divides logits; 0 takes the likeliest token", 0, 100)
+    top_k: int | None = option(None, "sample among the N likeliest tokens", 1, MAX_INT32)
+    top_p: float | None = option(None, "sample among the fewest of probability N", 0, 1)
+    seed: int = option(0, "of samples", 0, MAX_INT32)
+    length_penalty: float = option(1.0, "n tokens score log p / n ** N", -10, 10)
+    pruning: Literal["none", "experts", "compact"] = option(
+        "compact",
+        "of finished outputs: experts leaves them out of the Switch layers, compact also "
+        "makes the batch smaller",
+    )
     early_stopping: Literal[True, False, "never"] = False
-    pruning: Literal["none", "experts", "compact"] = "compact"
     eos_id: int = 1
     pad_id: int = 0
     start_id: int = 0
     is_prompt_bidirectional: bool = False
-    seed: int = 0
 
     def __post_init__(self):
+        """Raises FieldError: a value is out of its bounds, or contradicts another one."""
         check_choices(self)
-        require_at_least(self, 1, "max_new_tokens", "beam_size", "top_k")
-        require(
-            self.temperature >= 0,
-            f"DecodingConfig.temperature={self.temperature}; use 0 for the likeliest token, or "
-            "more to sample",
-        )
-        require(
-            self.top_p is None or 0 < self.top_p <= 1,
-            f"DecodingConfig.top_p={self.top_p}; use 0 < top_p <= 1, or None for all tokens",
-        )
-        require(
-            not (self.is_sampling and self.beam_size > 1),
-            f"DecodingConfig.temperature={self.temperature} with beam_size={self.beam_size}; "
-            "sample with beam_size=1, or search with temperature=0",
-        )
-        require(
-            self.is_sampling or (self.top_k is None and self.top_p is None),
-            "DecodingConfig.top_k and top_p choose what is sampled, and temperature=0 does not "
-            "sample; set a temperature",
-        )
+        check_options(self)
+        temperature, is_sampling = self.temperature, self.is_sampling
+        for is_wrong, field, way_out in (
+            (
+                0 < temperature < LEAST_TEMPERATURE,
+                "temperature",
+                f"use 0 for the likeliest token, or {LEAST_TEMPERATURE} to 100 to sample",
+            ),
+            (self.top_p == 0, "top_p", "use more than 0, up to 1, or None for all tokens"),
+            (
+                is_sampling and self.beam_size > 1,
+                "beam_size",
+                f"temperature={temperature} samples; use beam_size=1 with it, or temperature=0",
+            ),
+            (
+                self.top_k is not None and not is_sampling,
+                "top_k",
+                "temperature=0 does not sample; set a temperature",
+            ),
+            (
+                self.top_p is not None and not is_sampling,
+                "top_p",
+                "temperature=0 does not sample; set a temperature",
+            ),
+        ):
+            if is_wrong:
+                raise FieldError(self, field, way_out)
 
     @property
     def is_sampling(self) -> bool:

@@ -4,14 +4,9 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from switchx.inference.config import DecodingConfig
+from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.running_batch import (
-    BATCHES,
-    LENGTHS,
-    Hypothesis,
-    RunningBatch,
-)
+from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.inference.separate_experts import separate_experts
 from switchx.models.config import ModelConfig
 

@@ -7,7 +7,6 @@ compiled.
 Dims: B batch, M input length, P prompt, T new tokens
 """
 
-import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.inference.config import DecodingConfig
+from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
 from switchx.inference.decode import (
     Decoding,
     prefill,
@@ -25,11 +24,6 @@ from switchx.inference.decode import (
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.sampling import Rows, RowSettings
 from switchx.models.config import ModelConfig
-
-# Of texts: each at most 1.5 times the one before, so at most a third is padding.
-LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)} | {1}))
-# Of batches: a program is compiled for each that a shrinking batch passes.
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +194,6 @@ class RunningBatch:
         ends = np.flatnonzero(token_T == self._decoding.eos_id)
         length = int(ends[0]) if len(ends) else len(token_T)
         return token_T[:length].tolist(), bool(len(ends))
-
-
-def rounded_up(size: int, sizes: Sequence[int]) -> int:
-    """The smallest of the sizes that is enough."""
-    return sizes[bisect.bisect_left(sizes, size)]
 
 
 def _padded(inputs, B: int, length: int, pad_id: int, *, on_the_left: bool):

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.inference.config import BATCHES, LENGTHS, rounded_up
 from switchx.inference.generate import token_fault
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.running_batch import BATCHES, LENGTHS, rounded_up
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 

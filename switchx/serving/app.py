@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes: `POST /v1/generate`, `/healthz`, `/metrics`, and a page to try it in.
 
-`POST /v1/generate`: the whole answer at its end, or its tokens as they come.
-
-A stream is of server-sent events (https://html.spec.whatwg.org, section 9.2): `tokens` for
-new ones, `answer` for what an input got, `done` at the end, `error` instead of it. A search
-has no tokens before its end, so it sends answers alone.
-
-An answer in pieces: which tokens and which characters are new.
-
-JSON that always can be sent: no infinities, and half of a surrogate pair as its escape.
+An answer is sent whole, or streamed as server-sent events (https://html.spec.whatwg.org,
+section 9.2): `tokens` for new ones, `answer` for what an input got, `done` at the end, `error`
+instead of it. A search has no tokens before its end, so it sends answers alone.
 """
 
 import asyncio
@@ -37,10 +31,9 @@ from switchx.serving.requests import (
     Refusal,
     read_body,
     read_request,
-    until_gone,
+    until_disconnected,
 )
-from switchx.serving.scheduler import Answer
-from switchx.serving.service import Event, Service
+from switchx.serving.scheduler import Answer, Event, Service
 
 LOG = logging.getLogger(__name__)
 PAGE = importlib.resources.files("switchx.serving").joinpath("page.html").read_text("utf-8")
@@ -49,7 +42,12 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# Of who left before the answer: nobody reads it, it is counted.
+# For a client to read what it was sent.
+READING_S = 30.0
+# Of a client that disconnected before the answer: it is counted, not sent.
+DISCONNECTED = 499
+# What a vocabulary writes for bytes that are no character yet.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def make_app(service: Service, token: str | None = None):
@@ -99,7 +97,7 @@ def make_app(service: Service, token: str | None = None):
         exception_handlers={
             Refusal: _refused,
             HTTPException: _no_such_route,
-            ClientDisconnect: _gone,
+            ClientDisconnect: _disconnected,
             Exception: _failed,
         },
     )
@@ -136,19 +134,14 @@ async def _no_such_route(request: Request, error: HTTPException) -> Response:
     return JSONResponse(refusal.as_json(), refusal.status, headers)
 
 
-async def _gone(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=GONE)
+async def _disconnected(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=DISCONNECTED)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     LOG.error("a request failed", exc_info=error)
     refusal = Refusal(500, "the server failed; its log says how")
     return JSONResponse(refusal.as_json(), refusal.status)
-
-
-# For a client to read what it was sent.
-READING_S = 30.0
-GONE = 499
 
 
 class GenerateEndpoint:
@@ -176,7 +169,7 @@ class GenerateEndpoint:
                     )
                 else:
                     response = await self._whole(request, events, wanted)
-                # Who reads too slowly is cut off.
+                # A client that reads too slowly is cut off.
                 async with asyncio.timeout_at(deadline_s + READING_S):
                     await response(scope, receive, send)
 
@@ -197,18 +190,18 @@ class GenerateEndpoint:
     async def _whole(
         self, request: Request, events: AsyncIterator[Event], wanted: GenerateRequest
     ) -> Response:
-        """All answers in one object; stops when the client leaves."""
+        """All answers in one object; stops when the client disconnects."""
 
         async def all_answers() -> list[Answer]:
             answers = [event async for event in events if isinstance(event, Answer)]
             return sorted(answers, key=lambda answer: answer.number)
 
         answering = asyncio.ensure_future(all_answers())
-        leaving = asyncio.ensure_future(until_gone(request))
+        leaving = asyncio.ensure_future(until_disconnected(request))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
-                return Response(status_code=GONE)
+                return Response(status_code=DISCONNECTED)
             answers = answering.result()
         finally:
             for task in (answering, leaving):
@@ -260,15 +253,11 @@ def usage_json(wanted: GenerateRequest, answers: list[Answer]) -> dict[str, int]
     }
 
 
-# What a vocabulary writes for bytes that are no character yet.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
 class TextStream:
-    """Of one input. The pieces together are the whole.
+    """An input's answer in pieces: which tokens and which characters are new.
 
-    Where a later token changes what earlier ones said, there is no such piece: nothing more
-    is said until the end, and the answer has the text.
+    The pieces together are the whole. Where a later token changes the text of earlier ones,
+    no further text is sent until the end, and the answer has it.
     """
 
     def __init__(self, vocabulary: Vocabulary | None):
@@ -291,7 +280,7 @@ class TextStream:
 
 
 def encoded(content: Any) -> bytes:
-    """UTF-8.
+    """JSON in UTF-8, half of a surrogate pair as its escape.
 
     Raises:
         ValueError: there is an infinity or a NaN in it.

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a request is not answered: an HTTP status and a sentence for who sent it.
+"""What `POST /v1/generate` is asked for: a body, its JSON, its checks; or why it is refused.
 
-The body of a request, from a client that may be slow, endless or gone.
-
-What `POST /v1/generate` is asked for: JSON from anybody, read without trust.
+A client may be slow, send without end, or disconnect, and nothing that it sends is trusted.
+The fields of a request are `inputs`, `stream`, and the options of `DecodingConfig`.
 """
 
 import asyncio
 import dataclasses
 import json
-import math
 import time
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from switchx.api import Model
+from switchx.fields import FieldError, Option, options
+from switchx.inference.config import DecodingConfig
 from switchx.serving.limits import Limits
+
+# What is decoded together is pruned together: the server's choice.
+OPTIONS = {name: each for name, each in options(DecodingConfig).items() if name != "pruning"}
+FIELDS = ("inputs", "stream", *OPTIONS)
+# What is read of a body that is too big, so that its sender gets to read why.
+DISCARDED_BYTES, DISCARDING_S = 1 << 26, 2.0
 
 
 class Refusal(Exception):
@@ -45,17 +51,13 @@ class Refusal(Exception):
         return {"error": {"status": self.status, "field": self.field, "message": self.message}}
 
 
-# What is read of a body that is too big, so that its sender gets to read why.
-DISCARDED_BYTES, DISCARDING_S = 1 << 26, 2.0
-
-
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole of it.
+    """The whole body of a request.
 
     Raises:
         Refusal: 408, it took too long; 413, it is too big; 415, it is not said to be JSON;
             400, its length is no number.
-        ClientDisconnect: the client is gone.
+        ClientDisconnect: the client disconnected.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" or request.headers.get("content-encoding"):
@@ -98,35 +100,13 @@ async def _refuse_size(request: Request, limits: Limits) -> None:
     raise Refusal(413, f"the body is too big; send {limits.max_body_bytes} bytes at most")
 
 
-async def until_gone(request: Request) -> None:
-    """Returns when the client has left; to be awaited when the body is read."""
+async def until_disconnected(request: Request) -> None:
+    """Returns when the client has disconnected; to be awaited when the body is read."""
     try:
         while (await request.receive())["type"] != "http.disconnect":
             pass
     except ClientDisconnect:
         pass
-
-
-FIELDS = (
-    "inputs", "stream", "max_new_tokens", "beam_size", "temperature", "top_k", "top_p", "seed",
-    "length_penalty",
-)  # fmt: skip
-# A divisor; below it logits overflow.
-LEAST_TEMPERATURE = 0.01
-MOST_SEED = 2**31 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class AnswerSettings:
-    """How answers are generated; fields of `DecodingConfig`."""
-
-    max_new_tokens: int
-    beam_size: int = 1
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    length_penalty: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +115,12 @@ class GenerateRequest:
 
     Attributes:
         prompts: what the model reads, for each input.
+        settings: how all of them are answered.
         is_streaming: tokens are sent as they come.
     """
 
     prompts: list[list[int]]
-    settings: AnswerSettings
+    settings: DecodingConfig
     is_streaming: bool
 
 
@@ -157,7 +138,7 @@ def read_request(body: bytes, model: Model, limits: Limits) -> GenerateRequest:
     values = {name: value for name, value in values.items() if value is not None}
     if "inputs" not in values:
         raise _wrong("inputs", "inputs is missing; give a text, or a list of texts")
-    settings = _settings(values, limits)
+    generator = _generator(values, model, limits)
     is_streaming = values.get("stream", False)
     if not isinstance(is_streaming, bool):
         raise _wrong("stream", f"stream is {_shown(is_streaming)}; expected true or false")
@@ -169,12 +150,11 @@ def read_request(body: bytes, model: Model, limits: Limits) -> GenerateRequest:
         raise _wrong(
             "inputs", f"inputs has {len(inputs)} items; expected 1 to {limits.max_inputs}"
         )
-    # Read once for all: what a model refuses depends on how much it is to write.
-    fault = model.generator(**dataclasses.asdict(settings)).fault
     prompts = [
-        _prompt(model, limits, fault, f"inputs[{i}]", item) for i, item in enumerate(inputs)
+        _prompt(model, limits, generator.fault, f"inputs[{i}]", item)
+        for i, item in enumerate(inputs)
     ]
-    return GenerateRequest(prompts, settings, is_streaming)
+    return GenerateRequest(prompts, generator.decoding, is_streaming)
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -206,61 +186,34 @@ def _no_constant(name: str):
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _settings(values: dict[str, Any], limits: Limits) -> AnswerSettings:
-    wanted = {
-        "max_new_tokens": _whole(
-            values, "max_new_tokens", limits.default_new_tokens, 1, limits.max_new_tokens
-        ),
-        "beam_size": _whole(values, "beam_size", 1, 1, limits.max_beam_size),
-        "temperature": _real(values, "temperature", 0.0, 0, 100),
-        "top_k": _whole(values, "top_k", None, 1, MOST_SEED),
-        "top_p": _real(values, "top_p", None, 0, 1),
-        "seed": _whole(values, "seed", 0, 0, MOST_SEED),
-        "length_penalty": _real(values, "length_penalty", 1.0, -10, 10),
+def _generator(values: dict[str, Any], model: Model, limits: Limits):
+    """The model's generator with the settings of a request."""
+    settings = {"max_new_tokens": limits.default_new_tokens}
+    settings |= {
+        name: _number(each, values[name]) for name, each in OPTIONS.items() if name in values
     }
-    temperature, top_p = wanted["temperature"], wanted["top_p"]
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise _wrong(
-            "temperature",
-            f"temperature is {temperature}; expected 0 for the likeliest token, or "
-            f"{LEAST_TEMPERATURE} to 100",
-        )
-    if top_p == 0:
-        raise _wrong("top_p", "top_p is 0; expected more than 0, up to 1")
-    if temperature > 0 and wanted["beam_size"] > 1:
-        raise _wrong("beam_size", "beam_size with a temperature; expected one of both")
-    for name in ("top_k", "top_p"):
-        if wanted[name] is not None and temperature == 0:
-            raise _wrong(name, f"{name} without a temperature, so nothing is drawn; set one")
-    return AnswerSettings(**wanted)
-
-
-def _whole(values, name: str, default, low: int, high: int):
-    value = values.get(name, default)
-    if name not in values:
-        return value
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _wrong(
-            name, f"{name} is {_shown(value)}; expected a whole number, {low} to {high}"
-        )
-    return value
-
-
-def _real(values, name: str, default, low: float, high: float):
-    value = values.get(name, default)
-    if name not in values:
-        return value
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(_float(value)) or not low <= value <= high:
-        raise _wrong(name, f"{name} is {_shown(value)}; expected a number, {low} to {high}")
-    return float(value)
-
-
-def _float(value: int | float) -> float:
+    most = {"max_new_tokens": limits.max_new_tokens, "beam_size": limits.max_beam_size}
+    for name, number in most.items():
+        if settings.get(name, 1) > number:
+            raise _wrong(name, f"{name} is {_shown(settings[name])}; expected 1 to {number}")
     try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+        return model.generator(**settings)
+    except FieldError as error:
+        raise _wrong(error.field, str(error).removeprefix("DecodingConfig.")) from None
+
+
+def _number(option: Option, value) -> int | float:
+    """The value of a field; its bounds are checked by `DecodingConfig`."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if option.type is int and is_whole:
+        return value
+    # A whole number that no float holds is out of all bounds.
+    if option.type is float and (is_whole or isinstance(value, float)):
+        return value if abs(value) > 2**53 else float(value)
+    kind = "a whole number" if option.type is int else "a number"
+    raise _wrong(
+        option.name, f"{option.name} is {_shown(value)}; expected {kind}, {option.range}"
+    )
 
 
 def _prompt(model: Model, limits: Limits, fault, name: str, item) -> list[int]:

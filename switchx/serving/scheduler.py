@@ -1,136 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of inputs: bounded, left by whoever lost interest, taken from by groups.
+"""The request queue, the batches that are taken from it, and the thread that decodes them.
 
-Inputs that one compiled program answers are a group. The oldest input's group is next, so
-nobody waits for ever.
-
-The one thread that runs the model: takes batches from the queue, delivers what is said.
+`Service` is the event loop's side: requests in, what happens to them out, as events. `Worker`
+is the thread that runs the model. `RequestQueue` stands between them: it is bounded, and a
+batch is of inputs that one compiled program answers, the oldest input's first.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
 from switchx.api import Model
+from switchx.inference.config import BATCHES, DecodingConfig, rounded_up
 from switchx.inference.generate import Generator
-from switchx.inference.running_batch import BATCHES, Hypothesis, RunningBatch, rounded_up
+from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.inference.sampling import RowSettings
 from switchx.serving.limits import PROMPT_LENGTHS, Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.requests import AnswerSettings
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """What inputs of one batch have in common.
-
-    Attributes:
-        prompt_length, room: that prompts and answers are padded to.
-    """
-
-    prompt_length: int
-    room: int
-    beam_size: int
-    is_sampling: bool
-
-    @classmethod
-    def of(cls, prompt: Sequence[int], settings: AnswerSettings, limits: Limits) -> "Group":
-        return cls(
-            limits.prompt_length(len(prompt)),
-            limits.room(settings.max_new_tokens),
-            settings.beam_size,
-            settings.temperature > 0,
-        )
-
-
-@dataclasses.dataclass(eq=False)
-class WaitingInput:
-    """One input of a request, in the queue or being answered.
-
-    Attributes:
-        number: its place in the request; samples depend on it.
-        deliver: called by the worker's thread with what happens to it.
-        is_streaming: tokens are delivered as they come.
-        arrival_s: of the clock `time.monotonic`.
-        is_abandoned: nobody wants the answer any more.
-    """
-
-    prompt: list[int]
-    settings: AnswerSettings
-    number: int
-    group: Group
-    deliver: Callable[[Any], None]
-    is_streaming: bool = False
-    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
-    is_abandoned: bool = False
-
-
-class WaitingRoom:
-    """Inputs that wait; any thread may call anything.
-
-    Attributes:
-        size: most of them.
-        is_closed: nothing is taken any more.
-    """
-
-    def __init__(self, size: int, batch_size: int, batch_wait_s: float):
-        self.size, self._batch_size, self._batch_wait_s = size, batch_size, batch_wait_s
-        self._inputs: list[WaitingInput] = []
-        self.is_closed = False
-        self._changed = threading.Condition()
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def put(self, inputs: Sequence[WaitingInput]) -> bool:
-        """Adds all of them or, where they do not fit, none; says which."""
-        with self._changed:
-            if self.is_closed or len(self._inputs) + len(inputs) > self.size:
-                return False
-            self._inputs += inputs
-            self._changed.notify_all()
-            return True
-
-    def abandon(self, inputs: Sequence[WaitingInput]) -> None:
-        """Nobody wants these any more: they leave the queue, or are answered no further."""
-        with self._changed:
-            for each in inputs:
-                each.is_abandoned = True
-            self._inputs = [each for each in self._inputs if not each.is_abandoned]
-
-    def take(self) -> list[WaitingInput]:
-        """The next batch, when it is full or has waited; empty when the room is closed."""
-        with self._changed:
-            while not self.is_closed:
-                if not self._inputs:
-                    self._changed.wait()
-                    continue
-                oldest = self._inputs[0]
-                batch = [each for each in self._inputs if each.group == oldest.group]
-                wait_s = oldest.arrival_s + self._batch_wait_s - time.monotonic()
-                if wait_s <= 0 or len(batch) >= self._batch_size:
-                    batch = batch[: self._batch_size]
-                    self._inputs = [each for each in self._inputs if each not in batch]
-                    return batch
-                self._changed.wait(wait_s)
-            return []
-
-    def close(self) -> None:
-        """Nothing is taken any more."""
-        with self._changed:
-            self.is_closed = True
-            self._changed.notify_all()
-
+from switchx.serving.requests import GenerateRequest, Refusal
 
 LOG = logging.getLogger(__name__)
 
-# Between two looks at who is gone; fewer where somebody reads along.
-STEPS, STEPS_OF_STREAMS = 16, 4
+# Decoding steps between two looks at who disconnected: without streams, and with some.
+STEPS = (16, 4)
+
+
+# What happens to an input; `number` is its place in the request, on which samples depend.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +58,212 @@ class Failure:
     number: int
 
 
+Event = NewTokens | Answer | Failure
+
+
+class Service:
+    """A model that answers requests.
+
+    Attributes:
+        num_open: requests that are being read or answered.
+        is_draining: no new ones are taken.
+    """
+
+    def __init__(self, model: Model, limits: Limits):
+        """Starts the worker, which compiles first.
+
+        Raises:
+            ValueError: the model cannot generate.
+        """
+        model.generator()
+        self.model, self.limits, self.metrics = model, limits, Metrics()
+        self._queue = RequestQueue(limits)
+        self.worker = Worker(model, limits, self._queue, self.metrics)
+        self.metrics.waiting.set_function(lambda: len(self._queue))
+        self.metrics.running.set_function(lambda: len(self.worker.running))
+        self.num_open, self.is_draining = 0, False
+        self.worker.start()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.worker.is_ready and not self.is_draining
+
+    @contextlib.contextmanager
+    def admitted(self):
+        """A request from its head to its response.
+
+        Raises:
+            Refusal: 503; the server stops, the worker ended, or it is still compiling.
+        """
+        if self.is_draining:
+            raise Refusal(503, "the server is stopping; ask another one", retry_after_s=10)
+        if self.worker.error is not None:
+            raise Refusal(503, "the model is not running any more; the server's log says why")
+        if not self.worker.is_ready:
+            raise Refusal(503, "the server is still compiling; try later", retry_after_s=5)
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    @contextlib.asynccontextmanager
+    async def events(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[Event]]:
+        """What happens to a request's inputs, until each has its answer.
+
+        On leaving the context before that the inputs are abandoned: they leave the queue, or
+        are decoded no further.
+
+        Raises:
+            Refusal: 429, the queue is full; 500, the model failed.
+        """
+        events, loop = asyncio.Queue(), asyncio.get_running_loop()
+
+        def deliver(event: Event) -> None:
+            # A loop that is closed has no clients any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        settings, inputs = request.settings, []
+        for number, prompt in enumerate(request.prompts):
+            group = Group.of(prompt, settings, self.limits)
+            inputs.append(
+                QueuedInput(prompt, settings, number, group, deliver, request.is_streaming)
+            )
+        if not self._queue.put(inputs):
+            waiting = len(self._queue)
+            raise Refusal(
+                429,
+                f"the queue has {waiting} of {self.limits.max_waiting} inputs, and "
+                f"{len(inputs)} more do not fit; try later",
+                # A guess: all that waits, at a second a batch.
+                retry_after_s=max(1, math.ceil(waiting / self.limits.batch_size)),
+            )
+        unanswered = set(range(len(inputs)))
+
+        async def each_event() -> AsyncIterator[Event]:
+            while unanswered:
+                event = await events.get()
+                if event.number not in unanswered:
+                    continue  # its batch failed after it had its answer
+                if isinstance(event, Failure):
+                    raise Refusal(500, "the model failed; the server's log says how")
+                if isinstance(event, Answer):
+                    unanswered.discard(event.number)
+                yield event
+
+        try:
+            yield each_event()
+        finally:
+            self._queue.abandon(inputs)
+            self.metrics.abandoned.inc(len(unanswered))
+
+    def close(self) -> None:
+        """Stops the worker after its batch."""
+        self._queue.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What inputs of one batch have in common.
+
+    Attributes:
+        prompt_length, answer_length: that prompts and answers are padded to.
+    """
+
+    prompt_length: int
+    answer_length: int
+    beam_size: int
+    is_sampling: bool
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], settings: DecodingConfig, limits: Limits) -> "Group":
+        return cls(
+            limits.prompt_length(len(prompt)),
+            limits.answer_length(settings.max_new_tokens),
+            settings.beam_size,
+            settings.is_sampling,
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class QueuedInput:
+    """One input of a request, in the queue or being answered.
+
+    Attributes:
+        deliver: called by the worker's thread with what happens to it.
+        arrival_s: of the clock `time.monotonic`.
+        is_abandoned: its client disconnected or ran out of time.
+    """
+
+    prompt: list[int]
+    settings: DecodingConfig
+    number: int
+    group: Group
+    deliver: Callable[[Event], None]
+    is_streaming: bool = False
+    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+    is_abandoned: bool = False
+
+
+class RequestQueue:
+    """Inputs that wait to be decoded; any thread may call anything.
+
+    Attributes:
+        is_closed: nothing is taken any more.
+    """
+
+    def __init__(self, limits: Limits):
+        self._limits, self._inputs = limits, []
+        self.is_closed = False
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def put(self, inputs: Sequence[QueuedInput]) -> bool:
+        """Adds all of them or, where they do not fit, none; says which."""
+        with self._changed:
+            if self.is_closed or len(self._inputs) + len(inputs) > self._limits.max_waiting:
+                return False
+            self._inputs += inputs
+            self._changed.notify_all()
+            return True
+
+    def abandon(self, inputs: Sequence[QueuedInput]) -> None:
+        """Takes inputs out of the queue; those in a batch are decoded no further."""
+        with self._changed:
+            for each in inputs:
+                each.is_abandoned = True
+            self._inputs = [each for each in self._inputs if not each.is_abandoned]
+
+    def take(self) -> list[QueuedInput]:
+        """The next batch, when it is full or has waited; empty when the queue is closed."""
+        with self._changed:
+            while not self.is_closed:
+                batch_size = self._limits.batch_size
+                if not self._inputs:
+                    self._changed.wait()
+                    continue
+                oldest = self._inputs[0]
+                batch = [each for each in self._inputs if each.group == oldest.group]
+                end_s = oldest.arrival_s + self._limits.batch_wait_ms / 1e3
+                wait_s = end_s - time.monotonic()
+                if wait_s <= 0 or len(batch) >= batch_size:
+                    batch = batch[:batch_size]
+                    self._inputs = [each for each in self._inputs if each not in batch]
+                    return batch
+                self._changed.wait(wait_s)
+            return []
+
+    def close(self) -> None:
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()
+
+
 class Worker(threading.Thread):
-    """Answers what is in a waiting room, until it is closed.
+    """Answers what is in a queue, until it is closed.
 
     Attributes:
         is_ready: the programs of short prompts are compiled.
@@ -165,19 +271,19 @@ class Worker(threading.Thread):
         running: the inputs being answered.
     """
 
-    def __init__(self, model: Model, limits: Limits, room: WaitingRoom, metrics: Metrics):
+    def __init__(self, model: Model, limits: Limits, queue: RequestQueue, metrics: Metrics):
         super().__init__(name="switchx-worker", daemon=True)
-        self._model, self._limits, self._room = model, limits, room
+        self._model, self._limits, self._queue = model, limits, queue
         self._metrics = metrics
         self._generators: dict[Group, Generator] = {}
         self.is_ready, self.error = False, None
-        self.running: Sequence[WaitingInput] = ()
+        self.running: Sequence[QueuedInput] = ()
 
     def run(self) -> None:
         try:
             self._warm_up()
-            self.is_ready = not self._room.is_closed
-            while batch := self._room.take():
+            self.is_ready = not self._queue.is_closed
+            while batch := self._queue.take():
                 self._answer_or_fail(batch)
         except BaseException as error:
             self.error = error
@@ -185,7 +291,7 @@ class Worker(threading.Thread):
         finally:
             self.is_ready = False
 
-    def _answer_or_fail(self, batch: list[WaitingInput]) -> None:
+    def _answer_or_fail(self, batch: list[QueuedInput]) -> None:
         self.running = batch
         try:
             self._answer(batch)
@@ -196,48 +302,34 @@ class Worker(threading.Thread):
         finally:
             self.running = ()
 
-    def _answer(self, batch: list[WaitingInput]) -> None:
-        start_s = time.monotonic()
+    def _answer(self, batch: list[QueuedInput]) -> None:
         self._metrics.batch_size.observe(len(batch))
-        for each in batch:
-            self._metrics.queue_s.observe(start_s - each.arrival_s)
-        group = batch[0].group
-        running = self._start(
-            [each.prompt for each in batch],
-            [each.settings for each in batch],
-            [each.number for each in batch],
-            group,
-        )
-        steps = STEPS_OF_STREAMS if any(each.is_streaming for each in batch) else STEPS
+        self._observe_seconds(self._metrics.queue_s, batch)
+        running = self._start(batch)
         # A search has no first token before its end.
-        is_search = group.beam_size > 1
+        is_search = batch[0].group.beam_size > 1
+        has_streams = any(each.is_streaming for each in batch)
         if not is_search:
             running.tokens_so_far()  # waits for the device
-            self._observe_first_token(batch)
+            self._observe_seconds(self._metrics.first_token_s, batch)
         while running.waiting:
             running.abandon(i for i, each in enumerate(batch) if each.is_abandoned)
-            if not is_search:
+            if has_streams and not is_search:
                 self._deliver_tokens(batch, running)
-            for i, hypotheses in running.advance(steps).items():
+            for i, hypotheses in running.advance(STEPS[has_streams]).items():
                 if is_search:
-                    self._observe_first_token([batch[i]])
+                    self._observe_seconds(self._metrics.first_token_s, [batch[i]])
                 self._deliver_answer(batch[i], hypotheses[0])
 
-    def _start(
-        self,
-        prompts: Sequence[list[int]],
-        settings: Sequence[AnswerSettings],
-        numbers: Sequence[int],
-        group: Group,
-    ) -> RunningBatch:
-        generator = self._generator(group)
-        all_tokens = self._model.config.vocab_size
+    def _start(self, batch: Sequence[QueuedInput]) -> RunningBatch:
+        group, settings = batch[0].group, [each.settings for each in batch]
+        generator, all_tokens = self._generator(group), self._model.config.vocab_size
         return RunningBatch(
             generator.config,
             generator.params,
             generator.decoding,
-            prompts,
-            numbers=numbers,
+            [each.prompt for each in batch],
+            numbers=[each.number for each in batch],
             rooms=[each.max_new_tokens for each in settings],
             settings=RowSettings(
                 np.array([each.seed for each in settings], np.int32),
@@ -256,26 +348,25 @@ class Worker(threading.Thread):
             # What is each input's own is given with it: one program for all.
             self._generators[key] = self._model.generator(
                 batch_size=self._limits.batch_size,
-                max_new_tokens=group.room,
+                max_new_tokens=group.answer_length,
                 beam_size=group.beam_size,
                 temperature=float(group.is_sampling),
             )
         return self._generators[key]
 
-    def _observe_first_token(self, inputs: Sequence[WaitingInput]) -> None:
+    def _observe_seconds(self, histogram, inputs: Sequence[QueuedInput]) -> None:
+        """Counts how long ago each input arrived."""
         now_s = time.monotonic()
         for each in inputs:
-            self._metrics.first_token_s.observe(now_s - each.arrival_s)
+            histogram.observe(now_s - each.arrival_s)
 
-    def _deliver_tokens(self, batch: list[WaitingInput], running: RunningBatch) -> None:
-        if not any(each.is_streaming for each in batch):
-            return
+    def _deliver_tokens(self, batch: list[QueuedInput], running: RunningBatch) -> None:
         for i, tokens in running.tokens_so_far().items():
             if batch[i].is_streaming:
                 batch[i].deliver(NewTokens(batch[i].number, tokens))
 
-    def _deliver_answer(self, each: WaitingInput, best: Hypothesis) -> None:
-        self._metrics.latency_s.observe(time.monotonic() - each.arrival_s)
+    def _deliver_answer(self, each: QueuedInput, best: Hypothesis) -> None:
+        self._observe_seconds(self._metrics.latency_s, [each])
         self._metrics.prompt_tokens.inc(len(each.prompt))
         self._metrics.generation_tokens.inc(len(best.tokens))
         self._metrics.success.labels("stop" if best.is_finished else "length").inc()
@@ -283,26 +374,27 @@ class Worker(threading.Thread):
 
     def _warm_up(self) -> None:
         """Compiles greedy decoding of short prompts, for all batches and ways to shrink."""
-        limits, start_s = self._limits, time.monotonic()
+        limits = self._limits
         lengths = [length for length in PROMPT_LENGTHS if length <= limits.warm_up_tokens]
         sizes = [size for size in BATCHES if size <= rounded_up(limits.batch_size, BATCHES)]
-        room = limits.room(limits.default_new_tokens)
+        answer, total = limits.answer_length(limits.default_new_tokens), len(lengths)
         for number, length in enumerate(lengths, 1):
-            LOG.info("compiling for prompts of up to %d tokens (%d of %d)", length, number,
-                     len(lengths))  # fmt: skip
-            group = Group(length, room, 1, is_sampling=False)
+            LOG.info("compiling for prompts up to %d tokens (%d of %d)", length, number, total)
+            group = Group(length, answer, 1, is_sampling=False)
             for size in sizes:
                 for left in [0, *(other for other in sizes if other < size)]:
-                    if self._room.is_closed:
+                    if self._queue.is_closed:
                         return
                     self._run_down(group, size, left)
-        LOG.info("compiled in %.0f s", time.monotonic() - start_s)
 
     def _run_down(self, group: Group, size: int, left: int) -> None:
         """A batch of `size` of which all but `left` end at once, and those soon after."""
-        settings = [AnswerSettings(min(2, group.room))] * (left or size)
-        settings += [AnswerSettings(1)] * (size - len(settings))
-        running = self._start([[1]] * size, settings, range(size), group)
+        longest = min(2, group.answer_length)
+        batch = [
+            QueuedInput([1], DecodingConfig(1 if 0 < left <= i else longest), i, group, id)
+            for i in range(size)
+        ]
+        running = self._start(batch)
         running.tokens_so_far()
         while running.waiting:
-            running.advance(STEPS)
+            running.advance(STEPS[0])

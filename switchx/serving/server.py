@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process: a socket, uvicorn, and an end that loses no answer.
+"""The process: a socket, uvicorn with a time limit for heads, and an end that loses no answer.
 
 SIGTERM (or Ctrl-C) stops new requests, which get 503, and waits for those that run; a second
 one does not wait.
-
-Uvicorn's HTTP/1.1, whose patience with a request's head has an end.
-
-Uvicorn waits for ever for the rest of a head: clients that send a byte now and then would
-hold all connections.
 """
 
 import asyncio
@@ -22,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from switchx.serving.app import make_app
-from switchx.serving.service import Service
+from switchx.serving.scheduler import Service
 
 LOG = logging.getLogger(__name__)
 
@@ -56,7 +51,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service, token: str | None = None):
-        class Protocol(PatientProtocol):
+        class Protocol(HeadTimeoutProtocol):
             head_timeout_s = service.limits.body_timeout_s
 
         config = uvicorn.Config(
@@ -71,7 +66,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=5,
         )
         super().__init__(config)
-        # What broken clients do is their affair; failures of ours are logged by the routes.
+        # Faults of clients are not logged; failures of ours are, by the routes.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._service, self._drain_until_s = service, None
         self._was_ready = self.is_cut_short = False
@@ -110,8 +105,11 @@ class Server(uvicorn.Server):
         return not self.is_cut_short
 
 
-class PatientProtocol(H11Protocol):
-    """Closes connections whose next head has not arrived in time.
+class HeadTimeoutProtocol(H11Protocol):
+    """Uvicorn's HTTP/1.1, which closes connections whose next head has not arrived in time.
+
+    Uvicorn itself has no time limit for a head: clients that send a byte now and then would
+    hold all connections.
 
     Attributes:
         head_timeout_s: from the connection, or the head's first byte, to its end.

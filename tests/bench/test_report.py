@@ -26,7 +26,9 @@ def test_json_has_the_agreed_form(capsys):
     report.print(as_json=True)
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed["command"] == "bench x"
-    assert printed["environment"].keys() == {"device", "cores", "jax", "commit"}
+    assert printed["environment"].keys() == {
+        "device", "cores", "jax", "commit", "glibc_tunables"
+    }  # fmt: skip
     assert printed["results"] == [{"model": "dense", "step_ms": 1.5}]
     assert printed["checks"] == [{"name": "c", "value": 1.0, "bound": ">=0.9", "holds": True}]
 

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of options: unknown ones, missing values, values that are empty."""
+"""What the command line takes, what is said of it, and how it is written down again."""
 
 import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from typing import Literal
 
 import pytest
 
@@ -14,9 +19,16 @@ from switchx.cli.arguments import (
     add_gin_arguments,
     add_mesh,
     add_model_dir,
+    add_options,
+    command_line,
+    configuration_words,
     mesh_spec,
+    options_of,
     parse_job,
+    simulate_devices,
 )
+from switchx.cli.config.files import close_match, did_you_mean
+from switchx.fields import FieldError, check_choices, check_options, option
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.training.job import TrainingJob
 from tests.integration.runs import SMALL
@@ -128,6 +140,49 @@ def test_job_has_no_binding_in_vain(tmp_path):
         parse_job(arguments)
 
 
+@dataclasses.dataclass(frozen=True)
+class Oven:
+    """Of bread."""
+
+    minutes: int = option(40, "of baking, at 100%", 1, 90)
+    crust: Literal["thin", "thick"] = option("thin", "of a loaf")
+    steam: float | None = option(None, "share of the air", 0, 1)
+    owner: str = "the baker"
+
+    def __post_init__(self):
+        check_choices(self)
+        check_options(self)
+
+
+def test_flags_are_the_options_of_a_configuration(capsys):
+    parser = CommandParser("switchx")
+    add_options(parser, Oven, minutes=50)
+    given = parser.parse_args(["--crust=thick"])
+    assert options_of(given, Oven) == {"minutes": 50, "crust": "thick", "steam": None}
+    given = parser.parse_args(["--minutes", "91", "--steam=0.5"])
+    assert (given.minutes, given.steam) == (91, 0.5)
+    with pytest.raises(FieldError, match="Oven.minutes=91; use 1 to 90") as error:
+        Oven(**options_of(given, Oven))
+    assert error.value.field == "minutes"
+    with pytest.raises(UsageError, match="'thic'.*did you mean thick"):
+        parser.parse_args(["--crust=thic"])
+    with pytest.raises(UsageError, match="--minutes: invalid int value: 'x'"):
+        parser.parse_args(["--minutes=x"])
+    parser.print_help()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--minutes N of baking, at 100% (default: 50)" in said
+    assert "--steam N share of the air" in said and "owner" not in said
+    few = CommandParser("switchx")
+    add_options(few, Oven, ("steam",))
+    assert options_of(few.parse_args([]), Oven) == {"steam": None}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 10**400])
+def test_numbers_out_of_bounds_are_refused(value):
+    with pytest.raises(FieldError, match=r"Oven.steam=.{1,40}; use 0 to 1"):
+        Oven(steam=value)
+
+
 def test_a_mesh_is_its_axes():
     parser = CommandParser("switchx")
     add_mesh(parser, "one device")
@@ -141,3 +196,98 @@ def test_a_mesh_is_its_axes():
     for text in ("", "expert", "experts=4", "expert=-1", "expert=2,expert=2", "model=2,"):
         with pytest.raises(UsageError, match="is no axis of a mesh; write AXIS=N"):
             parser.parse_args([f"--mesh={text}"])
+
+
+def an_executable(path):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def called(tmp_path, monkeypatch):
+    """`called("bin/switchx")` makes this the program that runs, in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    (tmp_path / "path").mkdir()
+
+    def called(program):
+        monkeypatch.setattr(sys, "argv", [program, "train"])
+
+    return called
+
+
+def test_switchx_on_the_path_goes_by_its_name(called, tmp_path):
+    an_executable(tmp_path / "path/switchx")
+    called("path/switchx")
+    assert command_line("eval", "--model_dir=a b") == "switchx eval '--model_dir=a b'"
+
+
+def test_switchx_beside_the_path_goes_by_how_it_was_called(called, tmp_path):
+    """`make train` runs .venv/bin/switchx in a shell that has not activated it."""
+    an_executable(tmp_path / ".venv/switchx")
+    called(".venv/switchx")
+    assert command_line("eval") == ".venv/switchx eval"
+    an_executable(tmp_path / "path/switchx")  # somebody else's
+    assert command_line("eval") == ".venv/switchx eval"
+
+
+def test_module_goes_by_its_python(called, tmp_path, monkeypatch):
+    called("checkout/switchx/__main__.py")
+    python = an_executable(tmp_path / "path/python")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "path/python3"))
+    assert command_line("eval") == "python -m switchx eval"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "other venv/python3"))
+    os.makedirs(tmp_path / "other venv")
+    (tmp_path / "other venv/python3").symlink_to(python)
+    assert command_line("eval") == f"'{tmp_path}/other venv/python3' -m switchx eval"
+
+
+def test_configuration_is_repeated_so_that_a_shell_gives_it_back():
+    given = argparse.Namespace(
+        gin_file=["a b.gin", "c.gin"],
+        gin_search_paths="x,y",
+        gin_bindings=["TRAIN_STEPS=3", "FILES=['it is', \"$HOME\"]", "A.TRAIN_STEPS=4"],
+    )
+    options = configuration_words(given, without="TRAIN_STEPS")
+    assert options == [
+        "--gin_file=a b.gin",
+        "--gin_file=c.gin",
+        "--gin_search_paths=x,y",
+        "--gin.FILES=['it is', \"$HOME\"]",
+        "--gin.A.TRAIN_STEPS=4",
+    ]
+    assert shlex.split(command_line("train", *options))[-5:] == options
+    assert "--gin.TRAIN_STEPS=3" in configuration_words(given)
+
+
+def test_nothing_given_is_nothing_repeated():
+    given = argparse.Namespace(gin_file=None, gin_search_paths="", gin_bindings=[])
+    assert configuration_words(given) == []
+
+
+NAMES = ("TRAIN_STEPS", "WARMUP_STEPS", "SEED")
+
+
+def test_nearest_name_is_found():
+    assert close_match("TRAIN_STEP", NAMES) == "TRAIN_STEPS"
+    assert did_you_mean("TRAIN_STEP", NAMES) == " (did you mean TRAIN_STEPS?)"
+
+
+def test_nothing_is_made_up():
+    assert close_match("LEARNING", NAMES) is None
+    assert did_you_mean("LEARNING", NAMES) == ""
+    assert did_you_mean("STEPS", NAMES, cutoff=0.85) == ""
+
+
+def test_adds_to_what_is_there(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    simulate_devices(8)
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=x --xla_force_host_platform_device_count=8"
+
+
+def test_keeps_another_number(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    simulate_devices(8)
+    assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"

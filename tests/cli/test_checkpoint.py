@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from switchx.checkpoint.restore import restore_params
 from switchx.cli.main import main
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params
@@ -70,28 +69,9 @@ def test_verify_names_every_fault_and_fails(folder, capsys):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_convert_writes_a_new_folder_or_none(folder, tmp_path, capsys):
-    target = tmp_path / "scanned"
-    words = ["checkpoint", "convert", str(folder), str(target), "--layout=scanned"]
-    assert main(words) == 0
-    assert "checkpoint 9 with layers scanned" in capsys.readouterr().out
-    got = named_leaves(restore_params(target))
-    assert got["encoder/blocks/layer_0/ffn/experts/w_in_EDF"].shape == (2, 2, 8, 8)
-    assert main(words) == 2  # never over something
-    assert f"{target} exists; give a folder that is not there yet" in capsys.readouterr().err
-    other = ["checkpoint", "convert", str(folder), str(tmp_path / "x"), "--layout=unrolled"]
-    assert main(other) == 2
-    assert "are unrolled already; nothing to convert" in capsys.readouterr().err
-    for file in (folder / "checkpoints").glob("*/params/**/d/*"):
-        damage(file)
-    assert main([*other[:-1], "--layout=scanned"]) == 2
-    assert "no complete checkpoint" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "scanned"}
-
-
 def test_what_is_not_understood(tmp_path, capsys):
     assert main(["checkpoint"]) == 2
-    assert "give an action: inspect, verify or convert" in capsys.readouterr().err
+    assert "give an action: inspect or verify" in capsys.readouterr().err
     for action in ("inspect", "verify"):
         assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
         assert "has no checkpoints: nothing is there" in capsys.readouterr().err

@@ -59,8 +59,11 @@ def test_from_huggingface_and_back(in_a_folder, capsys):
         ).read_bytes()
 
 
-def test_fine_tuning_starts_from_a_converted_model(in_a_folder, capsys, spiece):
-    config = dataclasses.replace(SWITCH, vocab_size=ROWS)
+def test_fine_tuning_starts_from_a_converted_model(in_a_folder, one_device, capsys, spiece):
+    switch = dataclasses.replace(SWITCH.switch, encoder_layers=(1,), decoder_layers=(1,))
+    config = dataclasses.replace(
+        SWITCH, vocab_size=ROWS, num_encoder_layers=2, num_decoder_layers=2, switch=switch
+    )
     folder, params = huggingface_folder(in_a_folder / "theirs", config)
     shutil.copy(spiece, folder / "spiece.model")
     assert convert("--from=huggingface", "theirs", "ours") == 0
@@ -81,7 +84,7 @@ def test_fine_tuning_starts_from_a_converted_model(in_a_folder, capsys, spiece):
     assert main(["train", *options, "--gin.TRAIN_STEPS=1", "--model_dir=tuned"]) == 0
     tuned = switchx.load("tuned")
     assert (tuned.step, tuned.vocabulary.fingerprint()) == (1, vocabulary.fingerprint())
-    assert tuned.config.switch.encoder_layers == (1, 3)
+    assert tuned.config.sparse_layer_names == ["encoder 1", "decoder 1"]
     before = params["encoder"]["norm"]["scale_D"]
     after = tuned.params["encoder"]["norm"]["scale_D"]
     assert 0 < abs(after - before).max() < 0.1

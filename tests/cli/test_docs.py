@@ -9,20 +9,11 @@ import pytest
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser, main
 from tests.processes import ROOT
+from tests.test_readme import T5, dry_run
 
 PAGE = (ROOT / "docs/command_line.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = [line for block in BLOCK.findall(PAGE) for line in block.splitlines()]
-
-# So that a run takes seconds; a later flag wins.
-MODEL = ["d_model=8", "d_ff=8", "num_heads=1", "num_encoder_layers=1", "num_decoder_layers=1"]
-BRIEF = [
-    *(f"--gin.ModelConfig.{each}" for each in MODEL),
-    "--gin.SwitchConfig.every=1",
-    "--gin.NUM_EXPERTS=2",
-    "--gin.VOCAB_SIZE=500",
-    "--gin.TrainingJob.eval_batches=1",
-]
 
 
 @pytest.fixture
@@ -36,18 +27,23 @@ def my_text(in_a_folder):
     (in_a_folder / "pairs.tsv").write_text("import <extra_id_0>\t<extra_id_0> jax\n")
 
 
-def test_commands_run(my_text, capsys):
-    assert len(COMMANDS) == 13
+def test_commands_run(my_text, one_device, capsys):
+    assert COMMANDS
     steps = 0
     for command in COMMANDS:
-        program, name, *options = shlex.split(command)
-        assert program == "switchx"
+        words = shlex.split(command)
+        name, *options = words[words.index("switchx") + 1 :]
         if name == "train":
             steps += 1
-            options += [*BRIEF, f"--gin.TRAIN_STEPS={steps}"]
+            options += [*T5, f"--gin.TRAIN_STEPS={steps}"]
         options = [each.replace("--size=2000", "--size=400") for each in options]
         assert main([name, *options]) == 0, f"{command}\n{capsys.readouterr().err}"
         assert capsys.readouterr().out
+
+
+def test_malloc_is_tuned_as_make_train_does():
+    (said,) = re.findall(r"GLIBC_TUNABLES=\S+", PAGE)
+    assert f"{said} .venv/bin/switchx train " in dry_run("train").stdout
 
 
 def test_macros_are_those_of_the_runs(in_a_folder):

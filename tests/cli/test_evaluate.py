@@ -1,85 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx eval` on an untrained run: by the folder alone, with other settings, as JSON."""
+"""`switchx eval`: by the folder alone, with other settings, and by what the model writes."""
 
 import json
+import re
+import shlex
+import shutil
 
 import pytest
+import sacrebleu
 
+import switchx
 from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.config import building
 from switchx.cli.main import main
+from switchx.cli.text import metrics
+from switchx.data.text_metrics import METRICS
 from switchx.training.job import TrainingJob
-from switchx.training.loop import evaluate_job
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import write_run_config
-from tests.integration.runs import SMALL, write_corpus
+from tests.compilation import on_devices
+from tests.data.refusals import refused
+from tests.integration.runs import lines
+from tests.processes import ROOT
+from tests.training.jobs import TASK
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
-
-
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory, session_cache):
-    """A run folder with checkpoints at 0 and 5, step 0 the best; and its metrics."""
-    base = tmp_path_factory.mktemp("untrained")
-    run, files = RunFolder(base / "run").create(), write_corpus(base)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(session_cache))
-        building.parse_files([str(SMALL)], [f"FILES={files}", "TrainingJob.eval_batches=3"])
-        job = building.build("JOB", TrainingJob)
-        run.operative_config.write_text(building.operative_config("JOB"))
-        write_run_config(run, job)
-        program = TrainingProgram(job)
-        with program.scope(), Checkpointer(run, job.retention) as checkpointer:
-            state = program.init_state()
-            for step, score in ((0, -1.0), (5, -2.0)):
-                checkpointer.save(step, state, metrics={"neg_log_perplexity": score})
-            metrics = evaluate_job(job, program, state.params)
-        yield run.root, metrics
-    building.gin.clear_config()
+pytestmark = pytest.mark.usefixtures("programs_compiled_once", "one_device")
 
 
 def evaluated(capsys, *options) -> dict:
-    assert main(["eval", "--json", *map(str, options)]) == 0
-    captured = capsys.readouterr()
-    assert "evaluating" in captured.err
-    return json.loads(captured.out)
+    assert main(["eval", "--json", *map(str, options)]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
 
 
-def test_folder_alone_says_what_to_evaluate(untrained, capsys, monkeypatch, tmp_path):
-    folder, metrics = untrained
+def test_a_checkpoint_is_chosen_and_nothing_is_written(
+    finished_run, capsys, monkeypatch, tmp_path
+):
+    folder = finished_run.folder
     monkeypatch.chdir(tmp_path)
     before = sorted(path for path in folder.rglob("*"))
-    assert evaluated(capsys, f"--model_dir={folder}") == {"step": 5} | metrics
-    assert evaluated(capsys, f"--model_dir={folder}", "--step=best")["step"] == 0
-    assert evaluated(capsys, f"--model_dir={folder}", "--step=0") == {"step": 0} | metrics
+    newest = evaluated(capsys, f"--model_dir={folder}")
+    assert newest == lines(folder / "validation.jsonl")[-1]
+    assert evaluated(capsys, f"--model_dir={folder}", "--step=best") == newest
+    earlier = evaluated(capsys, f"--model_dir={folder}", "--step=4")
+    assert earlier["step"] == 4
+    assert earlier["neg_log_perplexity"] < newest["neg_log_perplexity"]
     assert sorted(path for path in folder.rglob("*")) == before
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_data_batch_and_capacity_may_be_evaluated(untrained, capsys):
-    folder, metrics = untrained
-    options = ["BATCH_SIZE=16", "SwitchConfig.eval_capacity_factor=8.0", "SEED=4"]
+def test_other_data_batch_and_capacity_may_be_evaluated(finished_run, capsys):
+    folder = finished_run.folder
+    metrics = lines(folder / "validation.jsonl")[-1]
+    options = ["BATCH_SIZE=4", "TrainingJob.eval_batches=1", "SEED=4"]
+    options.append("SwitchConfig.eval_capacity_factor=8.0")
     got = evaluated(capsys, f"--model_dir={folder}", *(f"--gin.{each}" for each in options))
-    assert got["target_tokens"] > metrics["target_tokens"]
+    assert 0 < got["target_tokens"] < metrics["target_tokens"]
     assert got["dropped_fraction"] == 0.0 < metrics["dropped_fraction"]
 
 
-def test_gin_files_may_be_given(untrained, capsys):
-    folder, metrics = untrained
+def test_gin_files_may_be_given(finished_run, capsys):
+    """Another mesh changes no number."""
+    folder = finished_run.folder
     files = [f"--gin_file={folder}/operative_config.gin", "--gin_file=meshes/data_expert.gin"]
-    got = evaluated(capsys, *files, f"--model_dir={folder}")
-    assert got["neg_log_perplexity"] == pytest.approx(metrics["neg_log_perplexity"], rel=1e-5)
+    with on_devices(8):
+        got = evaluated(capsys, *files, f"--model_dir={folder}")
+    want = lines(folder / "validation.jsonl")[-1]["neg_log_perplexity"]
+    assert got["neg_log_perplexity"] == pytest.approx(want, rel=1e-5)
 
 
-def test_table_for_a_person(untrained, capsys):
-    folder, metrics = untrained
-    assert main(["eval", f"--model_dir={folder}"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["step", "5"]
-    assert ["neg_log_perplexity", f"{metrics['neg_log_perplexity']:.4f}"] in lines
-    assert ["target_tokens", f"{metrics['target_tokens']:,.0f}"] in lines
-    assert lines[-2][:2] == ["encoder", "1"] and len(lines[-2]) == 10
+def test_table_of_likelihood_for_a_person(finished_run, capsys):
+    metrics = lines(finished_run.folder / "validation.jsonl")[-1]
+    assert main(["eval", f"--model_dir={finished_run.folder}"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["step", "12"]
+    assert ["neg_log_perplexity", f"{metrics['neg_log_perplexity']:.4f}"] in rows
+    assert ["target_tokens", f"{metrics['target_tokens']:,.0f}"] in rows
+    assert rows[-2][:2] == ["encoder", "0"] and len(rows[-2]) == 10
 
 
 def test_table_of_several_tasks(capsys):
@@ -93,3 +90,225 @@ def test_table_of_several_tasks(capsys):
         ["a:", "neg_log_perplexity", "-1.0000"],
         ["a:", "accuracy", "0.5000"],
     ]
+
+
+PAGE = (ROOT / "docs/text_metrics.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+GIN = """
+from __gin__ import dynamic_registration
+from switchx.data import mixtures
+from switchx.data import objectives
+from switchx.data import tasks
+from switchx.data import text_metrics
+from switchx.data import tokenizers
+from switchx.data.corpora import multi30k
+from switchx.models import config
+
+include "runs/defaults.gin"
+include "models/switch_tiny.gin"
+include "optimizers/adafactor.gin"
+
+MODEL = @config.ModelConfig()
+config.ModelConfig.vocab_size = 384
+config.ModelConfig.d_model = 8
+config.ModelConfig.d_ff = 8
+config.ModelConfig.num_heads = 1
+config.ModelConfig.num_encoder_layers = 1
+config.ModelConfig.num_decoder_layers = 1
+config.SwitchConfig.num_experts = 2
+config.SwitchConfig.every = 1
+
+SOURCE = @mixtures.Mixture()
+mixtures.Mixture.tasks = (@en_de/tasks.Task(), @de_en/tasks.Task())
+mixtures.Mixture.rates = (2.0, 1.0)
+tasks.Task.vocabulary = @tokenizers.ByteVocabulary()
+tasks.Task.metrics = (@text_metrics.Bleu(), @text_metrics.ChrF())
+en_de/tasks.Task.name = "multi30k_en_de"
+en_de/tasks.Task.corpus = @en_de/multi30k.Multi30k()
+en_de/tasks.Task.objective = @en_de/objectives.InputsToTargets()
+en_de/objectives.InputsToTargets.prefix = "to de: "
+en_de/multi30k.Multi30k.source = "en"
+en_de/multi30k.Multi30k.target = "de"
+de_en/tasks.Task.name = "multi30k_de_en"
+de_en/tasks.Task.corpus = @de_en/multi30k.Multi30k()
+de_en/tasks.Task.objective = @de_en/objectives.InputsToTargets()
+de_en/objectives.InputsToTargets.prefix = "to en: "
+de_en/multi30k.Multi30k.source = "de"
+de_en/multi30k.Multi30k.target = "en"
+
+TRAIN_STEPS = 1
+BATCH_SIZE = 8
+INPUTS_LENGTH = 64
+TARGETS_LENGTH = 64
+LEARNING_RATE = 1.0
+WARMUP_STEPS = 1
+"""
+LINES = {
+    "en": ["Two men at a stove.", "A girl.", "Dogs run fast."],
+    "de": ["Zwei Männer am Herd.", "Ein Mädchen.", "Hunde rennen schnell."],
+}
+TEST = "test_2016_flickr"
+BRIEF = ["--max_new_tokens=4", f"--split={TEST}"]
+
+
+def texts(language: str, number: int) -> list[str]:
+    """Of a split; 5 to 8 are decoded by one program."""
+    return (LINES[language] * 3)[:number]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of an untrained model of both directions."""
+    base = tmp_path_factory.mktemp("translation")
+    splits = ("train", "val", TEST, "test_2017_flickr")
+    for number, split in enumerate(splits):
+        for language in LINES:
+            file = base / "data" / "multi30k" / f"{split}.{language}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("\n".join(texts(language, 5 + number)) + "\n", encoding="utf-8")
+    (base / "run.gin").write_text(GIN)
+    folder = RunFolder(base / "run").create()
+    building.parse_files([str(base / "run.gin")], [f"DATA_DIR={base / 'data'}"])
+    job = building.build("JOB", TrainingJob)
+    folder.operative_config.write_text(building.operative_config("JOB"))
+    write_run_config(folder, job)
+    with on_devices(1):
+        program = TrainingProgram(job)
+    with program.scope(), Checkpointer(folder, job.retention) as checkpointer:
+        checkpointer.save(3, program.init_state(), metrics={"neg_log_perplexity": -1.0})
+    yield folder.root
+    building.gin.clear_config()
+
+
+def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, capsys, tmp_path):
+    file = tmp_path / "predictions.jsonl"
+    options = [*BRIEF, "--beam_size=2", "--bootstrap=9", f"--predictions={file}"]
+    got = evaluated(capsys, f"--model_dir={run}", *options)
+    assert got["step"] == 3
+    assert got["tasks"].keys() == {"multi30k_en_de", "multi30k_de_en"}  # likelihood, as ever
+    written = got["texts"]
+    assert written["decoding"] == {"beam_size": 2, "max_new_tokens": 4, "length_penalty": 1.0}
+    answers = lines(file)
+    model, means = switchx.load(run), []
+    for name, prefix, languages in (
+        ("multi30k_en_de", "to de: ", ("en", "de")),
+        ("multi30k_de_en", "to en: ", ("de", "en")),
+    ):
+        mine = [each for each in answers if each["task"] == name]
+        # Of the test split, which has seven lines, in the corpus' order: pairs, as they were.
+        pairs = [(each["inputs"], each["target"]) for each in mine]
+        both = [texts(language, 7) for language in languages]
+        assert sorted(pairs) == sorted(zip(*both, strict=True))
+        said = model.generate([prefix + i for i, _ in pairs], beam_size=2, max_length=4)
+        assert [each["prediction"] for each in mine] == said
+        bleu = sacrebleu.metrics.BLEU()
+        want = bleu.corpus_score(said, [[t for _, t in pairs]], n_bootstrap=9)
+        first, second = written["tasks"][name].pop("metrics")
+        assert first == {
+            "name": "bleu", "score": want.score, "signature": str(bleu.get_signature()),
+            "interval": [want._mean - want._ci, want._mean + want._ci],
+        }  # fmt: skip
+        assert second["name"] == "chrf"
+        means.append((first["score"], second["score"]))
+        assert written["tasks"][name] == {
+            "split": TEST, "examples": 7, "inputs_cut": 0, "outputs_unfinished": 7,
+        }  # fmt: skip
+    for each, pair in zip(written["mean"], zip(*means, strict=True), strict=True):
+        assert each["score"] == pytest.approx(sum(pair) / 2)
+
+
+def test_metrics_may_be_named_or_left_out(run, capsys):
+    options = [f"--model_dir={run}", *BRIEF, "--max_examples=5"]
+    got = evaluated(capsys, *options, "--metrics=accuracy,rouge,squad")
+    names = [each["name"] for each in got["texts"]["mean"]]
+    assert names == ["accuracy", "rouge1", "rouge2", "rougeLsum", "exact_match", "f1"]
+    assert got["texts"]["tasks"]["multi30k_de_en"]["examples"] == 5
+    without = evaluated(capsys, *options, "--metrics=none")
+    assert "texts" not in without and without["tasks"] == got["tasks"]
+
+
+def test_table_of_metrics_for_a_person():
+    result = {"name": "bleu", "score": 31.234, "signature": "nrefs:1", "interval": (30.0, 32.5)}
+    task = {"examples": 9, "inputs_cut": 2, "outputs_unfinished": 1000, "metrics": [result]}
+    texts = {"tasks": {"a": task, "b": task}, "mean": [result | {"interval": None}]}
+    assert metrics.table_rows(texts) == [
+        ("a: bleu", "31.23", "30.00 to 32.50"),
+        ("b: bleu", "31.23", "30.00 to 32.50"),
+        ("mean: bleu", "31.23", ""),
+        ("a: inputs cut to a row of training", "2", ""),
+        ("a: outputs cut off", "1,000", ""),
+        ("b: inputs cut to a row of training", "2", ""),
+        ("b: outputs cut off", "1,000", ""),
+    ]
+    assert metrics.signatures(texts) == ["bleu  nrefs:1"]
+
+
+def test_names_of_metrics_are_all_of_them():
+    assert metrics._names(",".join(METRICS)) == list(METRICS)
+    assert metrics._names("none") == []
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--metrics=bleu,blue", "there is no metric 'blue'; use some of bleu,chrf,rouge,squad"),
+        ("--split=tset", "has no split 'tset'; use one of train, validation, test_2016_flickr"),
+        (
+            "--tasks=multi30k_de_en,multi30k_de_fr",
+            "--tasks names 'multi30k_de_fr'; there are metrics for multi30k_en_de, multi30k_de",
+        ),
+        ("--max_examples=0", "'0' is no whole number of at least 1"),
+        ("--bootstrap=1", "--bootstrap=1 is no sample to tell an interval by; use 1000"),
+        ("--predictions=", "--predictions: it is empty; is a shell variable not set?"),
+        ("--predictions=no/such/file", "cannot be written: its folder is not there"),
+    ],
+)
+def test_wrong_options(run, capsys, option, said):
+    assert main(["eval", f"--model_dir={run}", "--metrics=bleu", option]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_metrics_need_texts_for_targets():
+    assert metrics.metrics_of(TASK, None) == {}
+    assert metrics.metrics_of(TASK, []) == {}
+    with refused(
+        "--metrics=bleu compares generated texts with targets, and no task (letters) is of "
+        "InputsToTargets; leave it out, or give the gin file of such a task"
+    ):
+        metrics.metrics_of(TASK, ["bleu"])
+
+
+def test_commands_of_the_page_run(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(run, tmp_path / "runs/translation")
+    commands = [line for block in BLOCK.findall(PAGE) for line in block.splitlines()]
+    assert any("quantize" in command for command in commands)
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == "switchx"
+        if words[0] == "eval":
+            words += ["--max_new_tokens=4"]
+        assert main(words) == 0, f"{command}\n{capsys.readouterr().err}"
+        said = capsys.readouterr().out
+        assert words[0] == "quantize" or "bleu" in said
+    assert (tmp_path / "predictions.jsonl").is_file()
+
+    # A quantized model is evaluated by its texts alone, on the tasks of gin files.
+    options = ["--model_dir=runs/translation_int4", *BRIEF, "--tasks=multi30k_de_en"]
+    gin = "--gin_file=runs/translation/operative_config.gin"
+    got = evaluated(capsys, gin, *options)
+    assert got.keys() == {"step", "texts"} and got["step"] == 3
+    assert list(got["texts"]["tasks"]) == ["multi30k_de_en"] and got["texts"]["mean"] == []
+    assert main(["eval", *options]) == 2
+    assert "is quantized, and does not know its tasks" in capsys.readouterr().err
+    assert main(["eval", gin, *options[:-1], "--metrics=none"]) == 2
+    assert "is quantized: it is evaluated by the texts" in capsys.readouterr().err
+
+
+def test_links_and_metrics_of_the_page_are_there():
+    for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)\(", PAGE, re.MULTILINE))
+    assert rows == {name: metric.__name__ for name, metric in METRICS.items()}

@@ -2,10 +2,11 @@
 """The options of several hosts; processes that use them: tests/integration."""
 
 import logging
+import os
 
 import pytest
 
-from switchx.cli import hosts
+from switchx.cli import hosts, train
 from switchx.cli.arguments import UsageError
 from switchx.cli.main import _parse, _parser, main
 from switchx.hosts.processes import Processes
@@ -70,3 +71,11 @@ def test_other_processes_show_what_went_wrong_alone(capsys):
         logging.getLogger("switchx.x").info("opening")
         logging.getLogger("switchx.x").warning("the disk is slow")
     assert capsys.readouterr().err == "process 3: warning: the disk is slow\n"
+
+
+def test_a_launcher_is_told_that_a_stopped_run_is_to_go_on():
+    several = Processes("localhost:8476", 2, 0)
+    assert train.exit_status(is_finished=True, processes=several) == 0
+    assert train.exit_status(is_finished=False, processes=several) == os.EX_TEMPFAIL == 75
+    # A person who ends a run with Ctrl-C did what was meant.
+    assert train.exit_status(is_finished=False, processes=None) == 0

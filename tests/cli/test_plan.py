@@ -10,12 +10,15 @@ import pytest
 
 from switchx.cli.config import building
 from switchx.cli.main import main
+from switchx.cli.plan_table import print_search, row
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.hardware import SPECS
-from switchx.planner.layout import SLICED_RULES
+from switchx.planner.hardware import SPECS, load_hardware
+from switchx.planner.layout import SLICED_RULES, Layout
+from switchx.planner.search import predict, search
 from switchx.training.job import TrainingJob
+from tests.planner.workloads import make_workload
 
 RUN = "--gin_file=runs/pretrain_tiny.gin"
 SMALL = [
@@ -110,9 +113,7 @@ def test_devices_are_asked_for(capsys):
     assert "--hardware=v5e does not say how many devices there are; give --devices=N" in message
     message = refusal(capsys, "--hardware=h200x4x2", "--devices=16")
     assert "--devices=16, but --hardware=h200x4x2 has 8; give at most 8" in message
-    assert "give a whole number of at least 1" in refusal(
-        capsys, "--hardware=v5e", "--devices=0"
-    )
+    assert "no whole number of at least 1" in refusal(capsys, "--hardware=v5e", "--devices=0")
 
 
 def test_nodes_are_whole(capsys):
@@ -123,7 +124,7 @@ def test_nodes_are_whole(capsys):
 
 def test_a_model_that_does_not_fit(folder, capsys):
     text = (SPECS / "v5e.toml").read_text()
-    text, number = re.subn(r"^num_bytes = .*$", "num_bytes = 2.3e6", text, flags=re.MULTILINE)
+    text, number = re.subn(r"^num_bytes = .*$", "num_bytes = 6e6", text, flags=re.MULTILINE)
     assert number == 1
     (folder / "tiny.toml").write_text(text)
     message = refusal(capsys, "--hardware=tiny.toml", "--devices=2")
@@ -147,4 +148,28 @@ def test_a_batch_that_does_not_divide(capsys):
 
 
 def test_nowhere_to_write(capsys):
-    assert "--output is empty" in refusal(capsys, "--hardware=v5e", "--devices=8", "--output=")
+    assert "--output: it is empty" in refusal(
+        capsys, "--hardware=v5e", "--devices=8", "--output="
+    )
+
+
+V5E = load_hardware("v5e")
+
+
+def test_a_rows_parts_add_up():
+    workload = make_workload()
+    plan = predict(workload, Layout(data=2, expert=4, dispatcher="all_to_all"), V5E)
+    found = row(1, plan, workload)
+    parts = ("compute_s", "communication_s", "update_s", "bubble_s")
+    assert found["step_s"] == pytest.approx(sum(found[name] for name in parts))
+    # Two Switch layers, four exchanges each of 4 groups' slots: 2 of 8 experts, 64 numbers.
+    assert found["collective_bytes"]["all-to-all"] == 2 * 4 * (2 * 8 * 2 * 64 * 4)
+    assert found["tokens_per_s"] == pytest.approx(256 / found["step_s"])
+
+
+def test_the_table_has_as_many_rows_as_asked_for(capsys):
+    found = search(make_workload(), V5E, 8)
+    print_search(found, V5E, 8, top=2)
+    out = capsys.readouterr().out
+    assert f"{found.looked_at:,} layouts, {len(found.plans):,} fit" in out
+    assert " 2  " in out and "\n 3  " not in out

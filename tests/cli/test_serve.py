@@ -16,7 +16,6 @@ import switchx
 from switchx.cli import serve
 from switchx.cli.main import main
 from switchx.data.objectives import SpanCorruption
-from switchx.serving.limits import Limits
 from tests.data.refusals import refused
 from tests.serving import served
 from tests.training.jobs import TASK
@@ -75,6 +74,7 @@ def test_a_process_serves_drains_and_ends_well(folder, start_cli):
     assert status == 200 and [each["text"] for each in body["results"]] == want
 
 
+@pytest.mark.slow
 def test_it_can_be_stopped_while_it_compiles(folder, start_cli):
     process = start_cli("serve", f"--model_dir={folder}", "--port=0", "--warm_up_tokens=512")
     address = ("127.0.0.1", int(line_of(process, r"listening on http://127.0.0.1:(\d+)")[1]))
@@ -104,28 +104,11 @@ def metrics_of(address, headers) -> bytes:
     return connection.getresponse().read()
 
 
-def test_every_limit_is_an_option():
-    help_text = " ".join(action.dest for action in parser()._actions)
-    for field in dataclasses.fields(Limits):
-        assert field.name.replace("wait_s", "wait_ms") in help_text
-    defaults = {action.dest: action.default for action in parser()._actions}
-    for field in dataclasses.fields(Limits):
-        if field.name != "batch_wait_s":
-            assert defaults[field.name] == field.default
-    assert defaults["batch_wait_ms"] == Limits().batch_wait_s * 1e3
-
-
-def parser():
-    from switchx.cli.main import _parse, _parser
-
-    return _parse(_parser(), ["serve", "--model_dir=x"]).parser
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--port=70000"], "--port=70000; use 0 to 65535"),
-        (["--batch_size=0"], "batch_size=0; use at least 1"),
+        (["--batch_size=0"], "Limits.batch_size=0; use 1 to 1024"),
         (["--token_file=nothing.txt"], "--token_file=nothing.txt cannot be read: "),
         (["--model_dir=nothing"], "nothing is not a run folder"),
     ],

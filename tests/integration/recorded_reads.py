@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx` as a child process that writes down every row that it reads.
+"""`switchx` in a process that writes down every row that it reads.
 
 `python -c 'from tests.integration.recorded_reads import main; main()' FOLDER train ...`:
 `FOLDER/<process>/<n>.npz` is the n-th batch this process placed, with the numbers of its rows.
 """
 
+import contextlib
 import pathlib
 import sys
 
 import jax
 import numpy as np
+import pytest
 
 from switchx.cli.main import main as switchx
 from switchx.training.program import TrainingProgram
@@ -18,7 +20,13 @@ PROGRAM = f"from {__name__} import main; main()"
 
 
 def main() -> None:
-    folder, *arguments = sys.argv[1:]
+    folder, *words = sys.argv[1:]
+    with recording(folder):
+        sys.exit(switchx(words))
+
+
+@contextlib.contextmanager
+def recording(folder):
     place = TrainingProgram.place
     written = []
 
@@ -30,8 +38,9 @@ def main() -> None:
         written.append(mine)
         return place(self, batch)
 
-    TrainingProgram.place = placed
-    sys.exit(switchx(arguments))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingProgram, "place", placed)
+        yield
 
 
 def read(folder: pathlib.Path) -> dict[int, list[dict[str, np.ndarray]]]:

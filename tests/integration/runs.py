@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small run that the integration tests train, kill, damage and resume."""
+"""The small run that tests train, kill, damage, resume and evaluate."""
 
 import json
 import pathlib

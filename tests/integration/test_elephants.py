@@ -80,6 +80,7 @@ def run(command: str, scripts) -> str:
     return name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_commands_run_in_their_order(folder, scripts, monkeypatch, capsys):
     monkeypatch.chdir(folder)

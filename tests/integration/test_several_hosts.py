@@ -18,38 +18,41 @@ import pytest
 from switchx import tree
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli.main import main
 from switchx.cli.train import STOPPED_STATUS
+from tests.compilation import on_devices
 from tests.hosts.companies import free_port
 from tests.integration import recorded_reads
 from tests.integration.runs import arguments, lines, write_corpus
 from tests.processes import child_environment
 
-# Half of the small run's blocks: most of the time is compilation.
-SMALLER = (
-    "ModelConfig.num_encoder_layers=1",
-    "ModelConfig.num_decoder_layers=1",
-    "SwitchConfig.every=1",
-    "TrainingJob.eval_batches=1",
-)
+BRIEF = ("TrainingJob.eval_batches=1",)
 NAMES = ("loss", "grad_norm", "neg_log_perplexity", "target_tokens", "dropped_fraction")
 
 
 class Cluster:
-    """Starts runs; what is still running at the end of the test is killed."""
+    """Starts runs; what is still running at the end of the test is killed.
+
+    `alone` is a run in this process.
+    """
 
     def __init__(self, folder: pathlib.Path, cache: pathlib.Path):
         self.folder, self._cache = folder, cache
         self.files = write_corpus(folder)
         self._started: list[subprocess.Popen] = []
 
+    def alone(self, name: str, devices: int, *bindings) -> None:
+        words = arguments(self.folder / name, self.files, *BRIEF, *bindings)
+        with recorded_reads.recording(self.folder / f"{name}.reads"), on_devices(devices):
+            assert main(["train", *words]) == 0
+
     def start(self, name: str, count: int, devices: int, *bindings, options=()):
-        """`count` processes (alone where it is 1) that train in the run folder `name`."""
+        """`count` processes that train in the run folder `name`."""
         port, processes = free_port(), []
         for index in range(count):
-            words = arguments(self.folder / name, self.files, *SMALLER, *bindings)
-            if count > 1:
-                words += [f"--coordinator=localhost:{port}", f"--num_processes={count}"]
-                words += [f"--process_id={index}", "--start_seconds=120", *options]
+            words = arguments(self.folder / name, self.files, *BRIEF, *bindings)
+            words += [f"--coordinator=localhost:{port}", f"--num_processes={count}"]
+            words += [f"--process_id={index}", "--start_seconds=120", *options]
             command = [sys.executable, "-c", recorded_reads.PROGRAM]
             with (self.folder / f"{name}.{index}.log").open("ab") as log:
                 process = subprocess.Popen(
@@ -91,8 +94,8 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path, session_cache):
-    cluster = Cluster(tmp_path, session_cache)
+def cluster(in_a_folder, session_cache):
+    cluster = Cluster(in_a_folder, session_cache)
     yield cluster
     cluster.kill_all()
 
@@ -133,9 +136,8 @@ def test_two_processes_train_as_one(cluster):
     """Experts over both machines, `data` inside each: rows of a process have gaps."""
     sizes = mesh(data=2, node=2) + ["TRAIN_STEPS=2", "LOG_EVERY=1"]
     together = cluster.start("together", 2, 2, *sizes)
-    alone = cluster.start("alone", 1, 4, *sizes)
+    cluster.alone("alone", 4, *sizes)
     cluster.finish("together", together)
-    cluster.finish("alone", alone)
     assert_same_run(cluster, "together", "alone")
     held = {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
     assert_same_rows(cluster, "together", "alone", held)
@@ -168,7 +170,7 @@ def test_two_processes_train_as_one(cluster):
 )
 def test_four_processes_train_as_one(cluster, sizes, held):
     more = [*mesh(**sizes), "TRAIN_STEPS=2", "LOG_EVERY=1", "ModelConfig.num_heads=4"]
-    cluster.finish("alone", cluster.start("alone", 1, 8, *more))
+    cluster.alone("alone", 8, *more)
     cluster.finish("together", cluster.start("together", 4, 2, *more))
     assert_same_run(cluster, "together", "alone")
     assert_same_rows(cluster, "together", "alone", held)
@@ -195,7 +197,7 @@ def test_a_killed_process_ends_the_run_and_the_restart_resumes(cluster, victim):
     steps = [f"TRAIN_STEPS={newest + 2}", *often]
     cluster.finish("together", cluster.start("together", 2, 2, *steps))
     assert f"resumed from step {newest} " in cluster.log("together")
-    cluster.finish("alone", cluster.start("alone", 1, 4, *steps))
+    cluster.alone("alone", 4, *steps)
     assert_same_run(cluster, "together", "alone", rtol=1e-4)
 
 
@@ -234,12 +236,13 @@ def test_another_number_of_processes_goes_on(cluster):
     """Two processes begin, one goes on, with the data where they left off."""
     first, steps = ["TRAIN_STEPS=2", "LOG_EVERY=1"], ["TRAIN_STEPS=4", "LOG_EVERY=1"]
     more = ["EVAL_EVERY=2", "CHECKPOINT_EVERY=2"]
-    cluster.finish("alone", cluster.start("alone", 1, 4, *steps, *more))
+    cluster.alone("alone", 4, *steps, *more)
     cluster.finish("changing", cluster.start("changing", 2, 2, *first, *more))
-    cluster.finish("changing", cluster.start("changing", 1, 4, *steps, *more))
+    cluster.alone("changing", 4, *steps, *more)
     assert_same_run(cluster, "changing", "alone", rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_differing_commands_are_refused_by_name(cluster):
     port, processes = free_port(), []
     for index in range(2):

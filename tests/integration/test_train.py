@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx train`, `eval` and `load` on a whole small run, and how it survives faults."""
 
+import contextlib
 import json
-import os
+import shlex
 import shutil
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -13,9 +15,37 @@ import pytest
 import switchx
 from switchx import tree
 from switchx.cli.config import building
+from switchx.cli.main import main
 from switchx.training.job import TrainingJob
-from tests.integration.runs import SMALL, arguments, lines
-from tests.processes import run_in_turn
+from tests.integration.runs import arguments, lines
+
+# A run whose steps take a while, for signals to come in time. It has as many devices as this
+# process, though it uses one: they decide how products are split over threads, so their bits.
+SLOWLY = """
+import sys, time
+from switchx.cli.main import main
+from switchx.training.program import TrainingProgram
+from tests.compilation import on_devices
+place = TrainingProgram.place
+def place_later(self, batch):
+    time.sleep(0.3)
+    return place(self, batch)
+TrainingProgram.place = place_later
+with on_devices(1):
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def run(in_a_folder, one_device, capsys):
+    """`run("train", ...)` in this process: what it printed; `status` is what it ends with."""
+
+    def run(*words, status: int = 0):
+        capsys.readouterr()
+        assert main(list(map(str, words))) == status, capsys.readouterr().err
+        return capsys.readouterr()
+
+    return run
 
 
 def final_params(folder) -> dict[str, np.ndarray]:
@@ -84,18 +114,20 @@ def test_the_summary_says_what_to_look_at_next(finished_run):
         assert text in out
 
 
-def test_the_operative_config_builds_the_same_job(finished_run):
-    building.parse_files([str(SMALL)], [f"FILES={finished_run.files}"])
+def test_eval_of_the_folder_alone_repeats_the_last_validation(finished_run, run):
+    """The operative configuration builds the job that was trained."""
+    said = run("eval", f"--model_dir={finished_run.folder}", "--json")
+    metrics = json.loads(said.out.splitlines()[-1])
+    assert metrics == lines(finished_run.folder / "validation.jsonl")[-1]
+    words = arguments("x", finished_run.files)
+    files, bindings = (
+        [word.partition("=")[2] for word in words if word.startswith("--gin_file")],
+        [word.removeprefix("--gin.") for word in words if word.startswith("--gin.")],
+    )
+    building.parse_files(files, bindings)
     job = building.build("JOB", TrainingJob)
     building.parse_files([str(finished_run.folder / "operative_config.gin")], [])
     assert building.build("JOB", TrainingJob) == job
-
-
-def test_eval_repeats_the_last_validation(finished_run, run_cli):
-    process = run_cli("eval", *arguments(finished_run.folder, finished_run.files), "--json")
-    assert process.returncode == 0, process.stderr
-    metrics = json.loads(process.stdout.splitlines()[-1])
-    assert metrics == lines(finished_run.folder / "validation.jsonl")[-1]
 
 
 def test_load_gives_config_params_and_vocabulary(finished_run):
@@ -105,40 +137,37 @@ def test_load_gives_config_params_and_vocabulary(finished_run):
     assert model.vocabulary.decode(model.vocabulary.encode("gate")) == "gate"
 
 
-def test_kill_9_and_the_same_command_end_bit_equal(finished_run, start_cli, run_cli, tmp_path):
-    folder = tmp_path / "killed"
-    command = arguments(folder, finished_run.files, "CHECKPOINT_EVERY=2")
-    process = start_cli("train", *command)
-    wait_for(folder / "checkpoints" / "4", process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    again = run_cli("train", *command)
-    assert again.returncode == 0, again.stderr
-    assert "resumed from step" in again.stderr
-    require_bit_equal(folder, finished_run.folder)
-    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [2, 4, 6, 8, 10, 12]
-
-
-def test_sigterm_saves_and_leaves_cleanly(finished_run, start_cli, run_cli, tmp_path):
+def test_sigterm_and_kill_9_and_the_same_command_end_bit_equal(
+    finished_run, start_cli, run, tmp_path
+):
     folder = tmp_path / "stopped"
-    command = arguments(folder, finished_run.files, "CHECKPOINT_EVERY=1000")
-    process = start_cli("train", *command, "--gin.TRAIN_STEPS=100000")
+    saved = folder / "checkpoints"
+    words = arguments(folder, finished_run.files, "CHECKPOINT_EVERY=100")
+    process = start_cli("train", *words, program=SLOWLY, devices=8)
     wait_for(folder / "metrics.jsonl", process)
     while not lines(folder / "metrics.jsonl"):
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0, process.log.read_text()
-    saved = [int(path.name) for path in (folder / "checkpoints").iterdir()]
-    assert len(saved) == 1 and saved[0] >= 2
-    assert (
-        f"stopped by a signal; the state is saved at step {saved[0]}" in process.log.read_text()
-    )
-    if saved[0] < 12:
-        assert run_cli("train", *command).returncode == 0
-        require_bit_equal(folder, finished_run.folder)
+    (stopped,) = [int(path.name) for path in saved.iterdir()]
+    assert 2 <= stopped < 10
+    said = f"stopped by a signal; the state is saved at step {stopped}"
+    assert said in process.log.read_text()
+
+    words = arguments(folder, finished_run.files, "CHECKPOINT_EVERY=2")
+    process = start_cli("train", *words, program=SLOWLY, devices=8)
+    killed = stopped + 2 - stopped % 2
+    wait_for(saved / str(killed), process)
+    process.kill()
+    process.wait()
+    assert f"resumed from step {stopped}" in process.log.read_text()
+    said = run("train", *words)
+    assert "resumed from step" in said.err
+    require_bit_equal(folder, finished_run.folder)
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_damaged_checkpoint_is_skipped_and_kept(finished_run, run_cli, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_kept(finished_run, run, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(finished_run.folder, folder)
     newest = folder / "checkpoints" / "12"
@@ -146,48 +175,29 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(finished_run, run_cli, tmp_pat
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 0xFF
     data.write_bytes(content)
-    process = run_cli("train", *arguments(folder, finished_run.files))
-    assert process.returncode == 0, process.stderr
-    assert str(newest) in process.stderr and "is skipped" in process.stderr
-    assert "resumed from step 8" in process.stderr
+    said = run("train", *arguments(folder, finished_run.files)).err
+    assert str(newest) in said and "is skipped" in said and "resumed from step 8" in said
     kept = next((folder / "checkpoints").glob("12.damaged*"))
     assert (kept / data.relative_to(newest)).read_bytes() == bytes(content)
     require_bit_equal(folder, finished_run.folder)
 
 
-def test_finetuning_starts_from_the_named_parameters(finished_run, session_cache, tmp_path):
+def test_finetuning_starts_from_the_named_parameters(finished_run, run, tmp_path):
     folder = tmp_path / "finetuned"
-    commands = [
-        ["train"]
-        + arguments(
-            folder,
-            finished_run.files,
-            f"INIT_FROM={finished_run.folder}",
-            f"TRAIN_STEPS={steps}",
-            "SwitchConfig.expert_dropout_rate=0.4",
-        )
-        for steps in (0, 2)
-    ]
-    process = run_in_turn(commands, tmp_path, session_cache)
-    assert process.returncode == 0, process.stderr
-    assert "restored all" in process.stderr
+    bindings = (f"INIT_FROM={finished_run.folder}", "TRAIN_STEPS=2")
+    said = run("train", *arguments(folder, finished_run.files, *bindings))
+    assert "restored 28 parameter arrays" in said.err
     first = lines(folder / "validation.jsonl")[0]
     last = lines(finished_run.folder / "validation.jsonl")[-1]
     assert first["step"] == 0
     assert first["neg_log_perplexity"] == pytest.approx(last["neg_log_perplexity"], rel=1e-6)
 
 
-def test_data_and_expert_parallel_training_gives_the_same_losses(
-    finished_run, run_cli, tmp_path
-):
-    folder = tmp_path / "sharded"
-    process = run_cli(
-        "train",
-        *arguments(folder, finished_run.files, "TRAIN_STEPS=4"),
-        "--gin_file=configs/meshes/data_expert.gin",
-        devices=8,
-    )
-    assert process.returncode == 0, process.stderr
+@pytest.mark.slow
+def test_data_and_expert_parallel_training_gives_the_same_losses(finished_run, in_a_folder):
+    folder = in_a_folder / "sharded"
+    words = arguments(folder, finished_run.files, "TRAIN_STEPS=4")
+    assert main(["train", *words, "--gin_file=configs/meshes/data_expert.gin"]) == 0
     for got, want in zip(
         lines(folder / "metrics.jsonl"),
         lines(finished_run.folder / "metrics.jsonl"),
@@ -197,30 +207,75 @@ def test_data_and_expert_parallel_training_gives_the_same_losses(
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-3)
 
 
-def test_non_finite_steps_change_nothing_and_stop_after_n(finished_run, run_cli, tmp_path):
+@pytest.mark.slow
+def test_non_finite_steps_change_nothing_and_stop_after_n(finished_run, run, tmp_path):
     folder = tmp_path / "nan"
-    process = run_cli(
-        "train",
-        *arguments(
-            folder,
-            finished_run.files,
-            "LossConfig.z_loss=1e38",
-            "TrainingJob.max_skipped_in_a_row=3",
-        ),
-    )
-    assert process.returncode == 1
-    assert "3 steps in a row had a loss or gradient that is not finite" in process.stderr
+    bindings = ("LossConfig.z_loss=1e38", "TrainingJob.max_skipped_in_a_row=3")
+    words = arguments(folder, finished_run.files, *bindings)
+    said = run("train", *words, status=1).err
+    assert "3 steps in a row had a loss or gradient that is not finite" in said
     assert len(list((folder / "skipped_batches").glob("*.npz"))) >= 3
     identity = json.loads((folder / "skipped_batches" / "1.0.json").read_text())
     assert identity["step"] == 1 and len(identity["batch"]) == 12
-    model = switchx.load(folder)
-    assert model.step >= 3
+    assert switchx.load(folder).step >= 3
     assert all(np.all(np.isfinite(leaf)) for leaf in final_params(folder).values())
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_model_dir_that_cannot_be_written(finished_run, run_cli, tmp_path):
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o500)
-    process = run_cli("train", *arguments(locked / "run", finished_run.files))
-    assert process.returncode == 2 and "cannot be written" in process.stderr
+@contextlib.contextmanager
+def small_disk(folder, mebibytes: int):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs to mount a tmpfs: root, outside of a sandbox")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_disk_that_is_full_while_saving(finished_run, run, tmp_path):
+    """Nothing is lost: with space made, the same command goes on and ends bit-equal."""
+    disk = tmp_path / "disk"
+    with small_disk(disk, mebibytes=5):
+        words = arguments(disk / "run", finished_run.files)
+        run("train", *words, "--gin.TRAIN_STEPS=4")
+        filler = disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            while shutil.disk_usage(disk).free > 1 << 20:
+                file.write(bytes(1 << 16))
+        said = run("train", *words, status=1).err
+        for part in (
+            f"checkpoint 8 could not be written to {disk}/run/checkpoints: it needs about ",
+            " MiB free. Intact: 4. ",
+            "then run the same command to resume\n",
+        ):
+            assert part in said
+        filler.unlink()
+        said = run("train", *words).err
+        assert "resumed from step 4" in said
+        got = lines(disk / "run/metrics.jsonl")
+    want = lines(finished_run.folder / "metrics.jsonl")
+    assert [row["step"] for row in got] == [row["step"] for row in want]
+    assert [row["loss"] for row in got] == [row["loss"] for row in want]
+
+
+def test_the_commands_that_the_summary_ends_in_run_as_they_stand(finished_run, run, tmp_path):
+    """Of a run whose paths need quoting and whose gin file requires a macro."""
+    shutil.copy(finished_run.files, tmp_path / "my corpus.txt")
+    bindings = ("TRAIN_STEPS=1", "TrainingJob.eval_batches=1")
+    said = run("train", *arguments("my run/", "my corpus.txt", *bindings))
+    commands = said.out.rpartition("\nNext\n")[2].splitlines()
+    assert len(commands) == 4
+    said = {}
+    for command in commands:
+        # The shell says what words it makes of a line.
+        shell = f"set -- {command}\nprintf '%s\\0' \"$@\""
+        words = subprocess.check_output(["sh", "-c", shell], text=True).split("\0")[:-1]
+        assert words == shlex.split(command)
+        name, *options = words[words.index("switchx") + 1 :]
+        said[f"{name} {len(said)}"] = run(name, *options)
+    assert list(said) == ["eval 0", "train 1", "train 2", "report 3"]
+    assert switchx.load(tmp_path / "my run").step == 2
+    assert "restored 28 parameter arrays" in said["train 2"].err
+    assert switchx.load(tmp_path / "my run_finetuned").step == 1
+    assert (tmp_path / "my run/report.html").is_file()

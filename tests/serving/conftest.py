@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One service, whose programs are compiled once, for all tests of serving."""
 
+import copy
+
 import pytest
 
 from tests.compilation import compiled_once
@@ -20,3 +22,17 @@ def address(service):
     """Host and port of a server of the service, over real sockets."""
     with served.listening(service) as address:
         yield address
+
+
+@pytest.fixture
+def limited(service, monkeypatch):
+    """`limited(max_waiting=0)`: the service has other limits, which may make no sense."""
+
+    def limited(**changes):
+        limits = copy.copy(service.limits)
+        for name, value in changes.items():
+            object.__setattr__(limits, name, value)
+        monkeypatch.setattr(service, "limits", limits)
+        monkeypatch.setattr(service._queue, "_limits", limits)
+
+    return limited

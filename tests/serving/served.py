@@ -5,6 +5,7 @@ import contextlib
 import functools
 import http.client
 import json
+import socket
 import threading
 import time
 
@@ -16,13 +17,13 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
+from switchx.serving.scheduler import Service
 from switchx.serving.server import Server, open_socket
-from switchx.serving.service import Service
 
 CONFIG = ModelConfig(
     "encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1), init_scale=4.0
 )
-# One length of prompts and one room for answers: few programs.
+# One bucket of prompts and one of answers: few programs.
 LIMITS = Limits(
     batch_size=4,
     max_waiting=16,
@@ -103,3 +104,37 @@ def events(text: str) -> list[tuple[str, dict]]:
         (name.removeprefix("event: "), json.loads(data.removeprefix("data: ")))
         for name, data in lines
     ]
+
+
+def request_bytes(body: bytes, *headers: str, length: int | None = None) -> bytes:
+    """A whole `POST /v1/generate`; `length` may lie."""
+    lines = [
+        "POST /v1/generate HTTP/1.1", "Host: x", "Content-Type: application/json",
+        f"Content-Length: {len(body) if length is None else length}", *headers,
+    ]  # fmt: skip
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def exchange(address, data: bytes, *, is_ended: bool = False, timeout_s: float = 20.0) -> bytes:
+    """Sends bytes and reads until the server closes.
+
+    Args:
+        is_ended: the client says that it sends no more.
+        timeout_s: whatever came until then is what came.
+    """
+    received = b""
+    with socket.create_connection(address, timeout=timeout_s) as client:
+        try:
+            client.sendall(data)
+            if is_ended:
+                client.shutdown(socket.SHUT_WR)
+            while part := client.recv(65536):
+                received += part
+        except (ConnectionError, TimeoutError):
+            pass
+    return received
+
+
+def status_and_json(received: bytes) -> tuple[int, dict]:
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)

@@ -1,19 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes, in one process: statuses, types, the token, the page."""
+"""The routes: answers are `model.generate`'s, whole or streamed, or an error."""
 
+import json
 import re
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from switchx.serving.app import PAGE, make_app
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.serving.app import PAGE, JSONResponse, TextStream, encoded, make_app
+from tests.serving import served
 
-TOKEN = "0123456789abcdef"
+HEADERS = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
 def client(service):
     return TestClient(make_app(service))
+
+
+def test_answers_are_the_models_own(client):
+    response = client.post("/v1/generate", json={"inputs": served.TEXTS})
+    assert response.status_code == 200
+    body = response.json()
+    assert all(map(served.is_said, body["results"], served.TEXTS))
+    want = list(served.said().values())
+    for got, text in zip(body["results"], served.TEXTS, strict=True):
+        assert served.model().vocabulary.decode(got["tokens"]) == served.said()[text].output
+    assert len({each.output for each in want}) > 3  # they can be told apart
+    prompts = served.model().prompts(served.TEXTS)
+    assert body["usage"] == {
+        "prompt_tokens": sum(map(len, prompts)),
+        "generation_tokens": sum(len(each["tokens"]) for each in body["results"]),
+    }
+
+
+def test_so_they_are_with_beams(client):
+    """Samples are in the worker's tests."""
+    texts, settings = served.TEXTS[:3], {"beam_size": 2, "length_penalty": 0.5}
+    body = client.post("/v1/generate", json={"inputs": texts} | settings).json()
+    want = served.model().generate(texts, max_length=8, with_scores=True, **settings)
+    for got, each in zip(body["results"], want, strict=True):
+        assert (got["text"], got["is_finished"]) == (each.output, each.is_finished)
+        assert got["score"] == pytest.approx(each.score, rel=1e-4)
+
+
+def test_token_ids_are_read_as_they_are(client):
+    tokens = served.model().prompts(["gate"])[0]
+    body = client.post("/v1/generate", json={"inputs": [tokens, "gate"]}).json()
+    assert body["results"][0] == body["results"][1]
+
+
+def test_a_stream_is_its_answer_in_pieces(client):
+    response = client.post("/v1/generate", json={"inputs": served.TEXTS[:4], "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = served.events(response.text)
+    assert [name for name, _ in events].count("answer") == 4 and events[-1][0] == "done"
+    for number, text in enumerate(served.TEXTS[:4]):
+        own = [(name, data) for name, data in events if data.get("input") == number]
+        *pieces, (last, answer) = own
+        assert last == "answer" and {name for name, _ in pieces} == {"tokens"}
+        assert served.is_said(answer, text)
+        assert sum((data["tokens"] for _, data in pieces), []) == answer["tokens"]
+        assert "".join(data["text"] for _, data in pieces) == answer["text"]
+
+
+def test_a_search_streams_answers_alone(client):
+    request = {"inputs": served.TEXTS[:2], "stream": True, "beam_size": 2}
+    events = served.events(client.post("/v1/generate", json=request).text)
+    assert [name for name, _ in events] == ["answer", "answer", "done"]
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b'{"inputs": ', HEADERS, 400),
+        (b'{"inputs": "a", "beam_size": 99}', HEADERS, 400),
+        (b"x" * 5000, HEADERS, 413),
+        (b'{"inputs": "a"}', {"Content-Type": "text/plain"}, 415),
+        (b'{"inputs": "a"}', HEADERS | {"Content-Encoding": "gzip"}, 415),
+    ],
+)
+def test_refusals_have_their_status(client, content, headers, status):
+    response = client.post("/v1/generate", content=content, headers=headers)
+    assert response.status_code == status == response.json()["error"]["status"]
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_an_answer_that_takes_too_long_is_an_error(service, limited, is_streaming):
+    limited(batch_wait_ms=500, request_timeout_s=0.05)
+    client = TestClient(make_app(service))
+    request = {"inputs": "gate", "stream": is_streaming}
+    response = client.post("/v1/generate", json=request)
+    message = "there was no answer within 0.05 s; ask for less, or later"
+    if is_streaming:
+        ((name, data),) = served.events(response.text)
+        assert name == "error" and data["error"]["message"] == message
+    else:
+        assert response.status_code == 504
+        assert response.json()["error"]["message"] == message
+    assert len(service._queue) == 0 and service.num_open == 0
+
+
+def test_a_full_queue_says_when_to_come_again(client, limited):
+    limited(max_waiting=0)
+    for is_streaming in (False, True):
+        request = {"inputs": "gate", "stream": is_streaming}
+        response = client.post("/v1/generate", json=request)
+        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_model_that_fails_is_an_error(client, service, monkeypatch, is_streaming):
+    def fail(*arguments, **keywords):
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr("switchx.serving.scheduler.RunningBatch", fail)
+    request = {"inputs": "gate", "stream": is_streaming}
+    response = client.post("/v1/generate", json=request)
+    assert "the model failed; the server's log says how" in response.text
+    assert "secret" not in response.text
+    assert response.status_code == (200 if is_streaming else 500)
+
+
+TOKEN = "0123456789abcdef"
 
 
 def test_health_says_what_it_does(client, service, monkeypatch):
@@ -87,3 +199,63 @@ def test_failures_of_ours_say_nothing_of_themselves(service, monkeypatch, caplog
     assert response.status_code == 500 and "secret" not in response.text
     assert response.json()["error"]["message"] == "the server failed; its log says how"
     assert "a secret" in caplog.text and service.num_open == 0
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(st.text(max_size=12), st.lists(st.integers(0, 48), max_size=6))
+def test_pieces_are_the_whole(text, cuts):
+    vocabulary = ByteVocabulary()
+    tokens, stream = vocabulary.encode(text), TextStream(vocabulary)
+    pieces = [stream.piece(tokens[:cut]) for cut in sorted(cuts) if cut < len(tokens)]
+    pieces = [p for p in (*pieces, stream.piece(tokens, is_last=True)) if p is not None]
+    assert sum((piece["tokens"] for piece in pieces), []) == tokens
+    assert "".join(piece["text"] for piece in pieces) == vocabulary.decode(tokens)
+
+
+def test_half_a_character_waits_for_the_other_half():
+    vocabulary, stream = ByteVocabulary(), TextStream(ByteVocabulary())
+    tokens = vocabulary.encode("aé")
+    assert stream.piece(tokens[:2]) == {"tokens": tokens[:2], "text": "a"}
+    assert stream.piece(tokens[:2]) is None
+    assert stream.piece(tokens) == {"tokens": tokens[2:], "text": "é"}
+
+
+def test_without_a_vocabulary_there_are_tokens():
+    stream = TextStream(None)
+    assert stream.piece([5, 6]) == {"tokens": [5, 6], "text": None}
+    assert stream.piece([5, 6], is_last=True) is None
+
+
+class Fickle:
+    """A vocabulary in which the third token changes the first one's text."""
+
+    def decode(self, tokens):
+        return "ab" if len(tokens) < 3 else "XYZ"
+
+
+def test_a_text_that_changes_is_not_sent_in_part():
+    stream = TextStream(Fickle())
+    pieces = [stream.piece([1] * n) for n in (1, 2, 3)]
+    assert [piece["text"] for piece in pieces] == ["ab", "", ""]
+
+
+def test_every_text_can_be_sent():
+    for text in ("é🙂", "\ud800", '"\\\n\x00', "\ud83d\ude42 \udfff"):
+        assert json.loads(encoded({"text": text}).decode("utf-8", "strict"))["text"] in (
+            text,
+            text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
+            "🙂 \udfff",
+        )
+    assert encoded("é") == '"é"'.encode()
+
+
+def test_infinities_are_not():
+    with pytest.raises(ValueError, match="Out of range"):
+        encoded({"score": float("inf")})
+
+
+def test_a_response_ends_its_line_and_has_a_type():
+    response = JSONResponse({"a": 1}, 418, {"x": "y"})
+    assert response.body == b'{"a": 1}\n' and response.status_code == 418
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x"] == "y"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from switchx.inference.running_batch import RunningBatch
 from switchx.serving.requests import FIELDS
 from tests.serving import served
-from tests.serving.raw_socket import exchange, request_bytes
+from tests.serving.served import exchange, request_bytes
 
 # Values near the right ones, so that some requests pass, but no program is compiled for them.
 VALUES = st.one_of(
@@ -94,7 +94,7 @@ def attack(address, examples: int):
 
 def assert_unharmed(service):
     assert service.is_ready and service.worker.error is None
-    assert len(service._room) == 0
+    assert len(service._queue) == 0
 
 
 def test_broken_requests_beside_good_ones(service, address):
@@ -104,10 +104,10 @@ def test_broken_requests_beside_good_ones(service, address):
     assert_unharmed(service)
 
 
-def test_a_flood_is_refused_and_the_rest_is_answered(service, address, monkeypatch):
+def test_a_flood_is_refused_and_the_rest_is_answered(service, address, limited):
     """More requests than the queue holds: each gets its own answer, or 429."""
 
-    monkeypatch.setattr(service._room, "size", 4)
+    limited(max_waiting=4)
 
     def ask(number):
         texts = [served.TEXTS[number % 8]] * 4
@@ -123,9 +123,9 @@ def test_a_flood_is_refused_and_the_rest_is_answered(service, address, monkeypat
     assert_unharmed(service)
 
 
-def test_clients_that_leave_are_not_answered_for(service, address, monkeypatch):
-    """Nothing is decoded for those who close while they wait, whole answers and streams."""
-    monkeypatch.setattr(service._room, "_batch_wait_s", 0.5)
+def test_clients_that_disconnect_are_not_answered(service, address, limited):
+    """Nothing is decoded for inputs that wait, of whole answers and streams."""
+    limited(batch_wait_ms=500)
     metrics = service.metrics
     before = (metrics.abandoned._value.get(), metrics.batch_size._sum.get())
     whole = request_bytes(b'{"inputs": ["gate"]}')
@@ -133,7 +133,7 @@ def test_clients_that_leave_are_not_answered_for(service, address, monkeypatch):
     with socket.create_connection(address) as one, socket.create_connection(address) as other:
         one.sendall(whole)
         other.sendall(stream)
-        while len(service._room) < 2:
+        while len(service._queue) < 2:
             time.sleep(0.001)
     while service.num_open:
         time.sleep(0.001)
@@ -143,15 +143,15 @@ def test_clients_that_leave_are_not_answered_for(service, address, monkeypatch):
     assert_unharmed(service)
 
 
-def test_clients_that_leave_in_a_batch_end_it(service, address, monkeypatch):
-    """Of two inputs in one batch, who stays is answered as if there was nobody else."""
+def test_clients_that_disconnect_leave_a_batch(service, address, limited, monkeypatch):
+    """Of two inputs in one batch, the other one is answered as if it were alone."""
     left, advance = threading.Event(), RunningBatch.advance
 
     def advance_later(batch, most_steps):
         assert left.wait(20)
         return advance(batch, 1)
 
-    monkeypatch.setattr(service._room, "_batch_wait_s", 0.2)
+    limited(batch_wait_ms=200)
     monkeypatch.setattr(RunningBatch, "advance", advance_later)
     before = service.metrics.abandoned._value.get()
     with concurrent.futures.ThreadPoolExecutor() as pool:

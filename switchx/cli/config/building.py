@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gin, at the edge: the only file that knows how a configuration becomes objects.
+"""Gin, at the edge: how a configuration becomes objects.
 
 Core code has no decorators; gin files import what they bind
 (`from __gin__ import dynamic_registration`) and end in a macro that names the object to
@@ -10,7 +10,9 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import io
 import os
+import pathlib
 import re
 import types
 import typing
@@ -18,8 +20,14 @@ from collections.abc import Iterator, Sequence
 
 import gin
 
-from switchx.cli.config.errors import explain, place_of
-from switchx.cli.config.files import config_roots, did_you_mean, missing_file, without_scopes
+from switchx.cli.config.errors import explain, module_that_failed, place_of
+from switchx.cli.config.files import (
+    as_of_today,
+    config_roots,
+    did_you_mean,
+    missing_file,
+    without_scopes,
+)
 
 _NAME = re.compile(r"(?:\w+/)*[A-Za-z_]\w*(?:\.\w+)*")
 # A macro that nothing reads is taken for a misspelt one above this likeness: TRAIN_STEP.
@@ -54,7 +62,7 @@ def parse_files(
     try:
         gin.parse_config_files_and_bindings(files, [], finalize_config=False)
     except Exception as error:  # gin raises many kinds; each is about what was written
-        place = place_of(error, reading[-1] if reading else None)
+        place = place_of(error, reading[-1] if reading else None) + module_that_failed(error)
         raise ConfigurationError(f"{place}{explain(error)}") from error
     for binding in bindings:
         _check_binding(binding)
@@ -210,8 +218,9 @@ def _fits(value, hint) -> bool:
 def _open(path: str, reading: list[str]) -> Iterator[typing.TextIO]:
     """Opens a file; while it is read, and if that fails, it is the last of `reading`."""
     reading.append(path)
-    with open(path, encoding="utf-8") as file:
-        yield file
+    file = io.StringIO(as_of_today(pathlib.Path(path).read_text(encoding="utf-8")))
+    file.name = path  # gin's errors say it
+    yield file
     reading.pop()
 
 

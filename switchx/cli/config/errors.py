@@ -2,13 +2,15 @@
 """What gin says of a configuration, as one sentence for the person who wrote it."""
 
 import inspect
+import os
 import pkgutil
 import re
 import sys
+import traceback
 
 import gin
 
-from switchx.cli.config.files import close_file, config_roots, did_you_mean
+from switchx.cli.config.files import MOVED, close_file, config_roots, did_you_mean
 
 _PLACE = re.compile(r'In file "([^"]+)", line (\d+)')
 _TOKEN_ERROR = re.compile(r"\('([^']+)', \((\d+), \d+\)\)")
@@ -22,12 +24,29 @@ def place_of(error: Exception, reading: str | None) -> str:
     """
     place, token = _PLACE.search(str(error)), _TOKEN_ERROR.search(str(error))
     if isinstance(error, SyntaxError) and error.lineno and reading:
-        return f"{reading}:{error.lineno}: "
+        is_of_python = str(error.filename).endswith(".py")
+        return f"{reading}: " if is_of_python else f"{reading}:{error.lineno}: "
     if token and reading:
         return f"{reading}:{token[2]}: "
     if place:
         return f"{place[1]}:{place[2]}: "
     return f"{reading}: " if reading else ""
+
+
+def module_that_failed(error: Exception) -> str:
+    """`importing FILE:LINE failed with NameError: ` where a module that a gin file imports did
+    not get to its end; nothing otherwise."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    names = [code.co_name for code, _ in frames]
+    if "process_import" not in names:  # gin's
+        return ""
+    inside = frames[names.index("process_import") + 1 :]
+    file, line = (inside[-1][0].co_filename, inside[-1][1]) if inside else ("", 0)
+    if isinstance(error, SyntaxError):
+        file, line = str(error.filename), error.lineno
+    if not file.endswith(".py"):
+        return ""
+    return f"importing {file}:{line} failed with {type(error).__name__}: "
 
 
 def explain(error: Exception) -> str:
@@ -81,9 +100,17 @@ def _no_attribute(module: str, name: str) -> str:
 
 def _no_module(name: str) -> str:
     parent, _, stem = name.rpartition(".")
-    folders = getattr(sys.modules.get(parent), "__path__", [])
+    if name in MOVED:
+        return f"there is no module {name!r}; it is {MOVED[name]} now"
+    folders = getattr(sys.modules.get(parent), "__path__", []) if parent else ["."]
     known = [module.name for module in pkgutil.iter_modules(folders)]
-    return f"there is no module {name!r}{did_you_mean(stem, known)}"
+    where = ""
+    if name.partition(".")[0] != "switchx":
+        where = (
+            f"; modules are looked up in the working directory, {os.getcwd()}, and on "
+            "PYTHONPATH: run the command in the folder that has it, or add that folder"
+        )
+    return f"there is no module {name!r}{did_you_mean(stem, known)}{where}"
 
 
 def _no_macro(name: str) -> str:

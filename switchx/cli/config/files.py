@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name that was probably meant.
+"""Gin files: where they are, what those of earlier versions call things, what switchx writes.
 
-Where gin files are: as named, in folders to search, and the shipped `configs/`.
-
-The operative configuration: every binding that was used, as a gin file to be used again.
-
-A model's configuration as a gin file that comes after a run file and takes its place.
+A gin file is looked up as it is named, in folders to search, and below the shipped `configs/`.
+Files of earlier versions, such as the `operative_config.gin` of their run folders, name modules
+that are elsewhere now: they are read as if they named today's.
 """
 
 import dataclasses
@@ -15,7 +13,47 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-from switchx.models.config import ModelConfig
+# Module of an earlier version -> where its configurations are now.
+MOVED = {
+    "switchx.data.corpus_vocabulary": "switchx.data.vocabularies",
+    "switchx.data.saved_vocabulary": "switchx.data.vocabularies",
+    "switchx.data.span_corruption": "switchx.data.objectives",
+    "switchx.data.token_ids": "switchx.data.tokenizers",
+    "switchx.data.translation_mixture": "switchx.data.mixtures",
+    "switchx.models.router_config": "switchx.moe.config",
+    "switchx.models.switch_config": "switchx.moe.config",
+    "switchx.partitioning.compiler_options": "switchx.partitioning.mesh",
+    "switchx.training.adafactor": "switchx.optim.adafactor",
+    "switchx.training.adamw": "switchx.optim.adamw",
+    "switchx.training.retention": "switchx.checkpoint.checkpointer",
+    "switchx.training.schedules": "switchx.optim.schedules",
+}
+# Bindings of earlier versions: a value that has another name, parameters without successors,
+# which changed no mathematics.
+_RENAMED = ((r"(SwitchConfig\.dispatcher = )(['\"])sort\2", r"\1\2gather\2"),)
+_GONE = ("StepConfig.factor_expert_gradients",)
+_IMPORT = re.compile(r"^from +([\w.]+) +import +(\w+)(?: +as +(\w+))?", re.MULTILINE)
+
+
+MODEL_FILE = "model.gin"
+_MODEL_HEADER = """\
+# The model of this folder, whole. It comes after a run file and takes the place of its model:
+#
+#   switchx train --gin_file=configs/runs/finetune.gin --gin_file=THIS_FOLDER/{file} \\
+#     --gin.INIT_FROM=THIS_FOLDER --model_dir=DIR
+#
+# Dropout is the run file's.
+
+from __gin__ import dynamic_registration
+from switchx.models import config
+
+MODEL = @config.ModelConfig()
+"""
+# A run's own, which decide nothing about what the parameters mean.
+_OF_THE_RUN = ("dropout_rate", "expert_dropout_rate")
+
+
+_STATEMENT = re.compile(r"^(?:(?P<scope>[\w/]+)/)?(?P<name>[\w.]+) = (?P<value>.*)$", re.DOTALL)
 
 
 def close_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -43,7 +81,7 @@ def configs_dir() -> pathlib.Path:
     Raises:
         FileNotFoundError: the installation holds neither.
     """
-    package = pathlib.Path(__file__).parents[1]
+    package = pathlib.Path(__file__).parents[2]
     # A wheel has it inside the package; next to site-packages' switchx anything may be
     # called configs, so that is looked at last.
     places = (package / "configs", package.parent / "configs")
@@ -101,7 +139,26 @@ def close_file(name: str, roots: Iterable[pathlib.Path]) -> str:
     return f"did you mean {known[close]}?" if close else "runs to start from: configs/runs"
 
 
-_STATEMENT = re.compile(r"^(?:(?P<scope>[\w/]+)/)?(?P<name>[\w.]+) = (?P<value>.*)$", re.DOTALL)
+def as_of_today(text: str) -> str:
+    """A gin file's text in the names of today; lines keep their numbers.
+
+    A module that moved is imported under the name that the rest of the file has for it.
+    """
+
+    def moved(match: re.Match) -> str:
+        package, module, alias = match.groups()
+        if (now := MOVED.get(f"{package}.{module}")) is None:
+            return match[0]
+        package, _, name = now.rpartition(".")
+        bound = alias or module
+        return f"from {package} import {name}" + (f" as {bound}" if bound != name else "")
+
+    text = _IMPORT.sub(moved, text)
+    for pattern, replacement in _RENAMED:
+        text = re.sub(pattern, replacement, text)
+    for name in _GONE:
+        text = re.sub(rf"^[\w/.]*\b{re.escape(name)} = .*$", "", text, flags=re.MULTILINE)
+    return text
 
 
 def without_scopes(text: str) -> str:
@@ -128,27 +185,9 @@ def without_scopes(text: str) -> str:
     return "\n\n".join("\n".join(section) for _, section in sections) + "\n"
 
 
-FILE = "model.gin"
-_HEADER = """\
-# The model of this folder, whole. It comes after a run file and takes the place of its model:
-#
-#   switchx train --gin_file=configs/runs/finetune.gin --gin_file=THIS_FOLDER/{file} \\
-#     --gin.INIT_FROM=THIS_FOLDER --model_dir=DIR
-#
-# Dropout is the run file's.
-
-from __gin__ import dynamic_registration
-from switchx.models import config
-
-MODEL = @config.ModelConfig()
-"""
-# A run's own, which decide nothing about what the parameters mean.
-_OF_THE_RUN = ("dropout_rate", "expert_dropout_rate")
-
-
-def model_gin(model: ModelConfig) -> str:
-    """Every field of a model as bindings, those with default values too."""
-    return _HEADER.format(file=FILE) + "\n" + "\n".join(_bindings(model)) + "\n"
+def model_gin(model) -> str:
+    """Every field of a `ModelConfig` as bindings, those with default values too."""
+    return _MODEL_HEADER.format(file=MODEL_FILE) + "\n" + "\n".join(_bindings(model)) + "\n"
 
 
 def _bindings(description) -> list[str]:

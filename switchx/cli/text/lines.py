@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `switchx generate` and `switchx score` share: lines in, a model, lines out.
 
-Lines of text that a command reads, and why it does not read some of them.
-
-Many inputs in shards: computed in any order, written in theirs, with progress.
+All lines are read and checked before anything is computed. Then they are computed in shards,
+in any order inside of one, and written in theirs.
 """
 
 import argparse
 import codecs
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from switchx.cli import arguments as shared
+
+STANDARD_INPUT = "-"
+# More faults than these are counted, not listed.
+MOST_LISTED = 10
+# A shard has several batches, so that each has inputs of about one length.
+BATCHES_PER_SHARD = 8
 
 
 def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
@@ -28,21 +32,13 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
         metavar="FILE",
         help=f"{input_help}; default: -, standard input",
     )
+    shared.add_output(parser, "file to write or to go on with; default: standard output")
     parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="file to write or to go on with; default: standard output",
-    )
-    parser.add_argument(
-        "--batch_size",
-        type=int,
-        default=32,
-        metavar="N",
-        help="most lines at once (default: 32)",
+        "--batch_size", type=int, default=32, metavar="N", help="lines at once (default: 32)"
     )
     parser.add_argument(
         "--max_input_tokens",
-        type=int,
+        type=shared.positive,
         default=2048,
         metavar="N",
         help="longer lines are an error; attention takes the square of it in memory "
@@ -53,8 +49,8 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
         choices=("dropless", "trained"),
         default="dropless",
         help="of experts: dropless drops no token, and a line's result depends on that line "
-        "alone; trained drops as evaluation does, and it depends on the lines that it is "
-        "batched with (default: %(default)s)",
+        "alone; trained drops as evaluation does, and it depends on the other lines of its "
+        "batch (default: %(default)s)",
     )
 
 
@@ -62,31 +58,17 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
     """Reads the lines, loads the model and has `answer(arguments, lines, model, reporter)` do
     the rest; returns the exit status.
     """
-    # Imported here: help, and options that are not understood, do not wait for it.
     from switchx.cli.progress import TerminalReporter
 
     with TerminalReporter(unit="line") as reporter:
-        lines = read(arguments, reporter)
+        if arguments.input == STANDARD_INPUT:
+            reporter.note("reading standard input until its end")
+        elif arguments.output and _is_same_file(arguments.input, arguments.output):
+            raise ValueError(f"--output={arguments.output} is the input; give another file")
+        lines = read_lines(arguments.input)
         reporter.note("loading JAX and the model")
         answer(arguments, lines, load_model(arguments, reporter), reporter)
     return 0
-
-
-def read(arguments: argparse.Namespace, reporter) -> list[str]:
-    """The lines of the input; see `read_lines`.
-
-    Raises:
-        ValueError: also where the output would overwrite the input.
-    """
-    if arguments.output == "":
-        raise ValueError("--output is empty; is a shell variable not set?")
-    if arguments.max_input_tokens < 1:
-        raise ValueError(f"--max_input_tokens={arguments.max_input_tokens}; use at least 1")
-    if arguments.input == STANDARD_INPUT:
-        reporter.note("reading standard input until its end")
-    elif arguments.output and _is_same_file(arguments.input, arguments.output):
-        raise ValueError(f"--output={arguments.output} is the input; give another file")
-    return read_lines(arguments.input)
 
 
 def load_model(arguments: argparse.Namespace, reporter):
@@ -97,8 +79,7 @@ def load_model(arguments: argparse.Namespace, reporter):
     """
     from switchx import api
 
-    mesh = shared.mesh_spec(arguments)
-    model = api.load(arguments.model_dir, arguments.step, mesh=mesh)
+    model = api.load(arguments.model_dir, arguments.step, mesh=shared.mesh_spec(arguments))
     if model.vocabulary is None:
         raise ValueError(
             f"{arguments.model_dir} has no vocabulary, so it cannot read lines of text; give "
@@ -108,34 +89,68 @@ def load_model(arguments: argparse.Namespace, reporter):
     if switch is not None and (
         arguments.capacity == "trained" or switch.router.kind == "expert_choice"
     ):
-        reporter.note("experts have a capacity: a line's result depends on its batch mates")
+        reporter.note("experts have a capacity: a result depends on the lines of its batch")
     return model
 
 
-def encoded(arguments: argparse.Namespace, encode: Callable[[str], list[int]], text: str):
-    """Token ids of a text.
+def read_lines(name: str) -> list[str]:
+    """The lines of a UTF-8 file, or of standard input until its end (`-`).
+
+    Line feeds end lines; a carriage return before one belongs to it, and the end of the file
+    ends the last line. A byte order mark is no text.
 
     Raises:
-        ValueError: it is empty, cannot be encoded or is too long; to be said after its line's
-            number.
+        ValueError: there is no such file, it has no lines, or some are not UTF-8.
+    """
+    try:
+        if name == STANDARD_INPUT:
+            data = sys.stdin.buffer.read()
+        else:
+            data = pathlib.Path(name).expanduser().read_bytes()
+        lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    except OSError as error:
+        raise ValueError(
+            f"--input={name} cannot be read ({error.strerror}); name a text file, or - for "
+            "standard input"
+        ) from error
+    if not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise ValueError(f"{_shown(name)} has no lines; write one input a line")
+    texts, faults = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            texts.append(line.removesuffix(b"\r").decode())
+        except UnicodeDecodeError as error:
+            byte = f"0x{error.object[error.start]:02x}"
+            faults.append((number, f"is not UTF-8: byte {error.start + 1} is {byte}"))
+    refuse_lines(name, faults)
+    return texts
+
+
+def encoded(
+    arguments: argparse.Namespace, encode: Callable[[str], list[int]], text: str, of: str = ""
+) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+        of: begins an error's text, which is to be said after a line's number.
+
+    Raises:
+        ValueError: it is empty, cannot be encoded or is too long.
     """
     if not text.strip():
-        raise ValueError("is empty")
+        raise ValueError(f"{of}is empty")
     try:
         tokens = encode(text)
     except ValueError as error:
-        raise ValueError(f"cannot be read ({error})") from None
-    if len(tokens) > arguments.max_input_tokens:
-        raise ValueError(
-            f"has {len(tokens)} tokens, more than --max_input_tokens="
-            f"{arguments.max_input_tokens}"
-        )
+        raise ValueError(f"{of}cannot be read ({error})") from None
+    if len(tokens) > (most := arguments.max_input_tokens):
+        raise ValueError(f"{of}has {len(tokens)} tokens, more than --max_input_tokens={most}")
     return tokens
 
 
-def check(
-    arguments: argparse.Namespace, lines: Sequence[str], read_line: Callable[[str], Any]
-) -> None:
+def check(name: str, lines: Sequence[str], read_line: Callable[[str], Any]) -> None:
     """Raises one ValueError that names all lines that `read_line` refuses, and why."""
     faults = []
     for number, line in enumerate(lines, 1):
@@ -143,7 +158,23 @@ def check(
             read_line(line)
         except ValueError as error:
             faults.append((number, str(error)))
-    refuse_lines(arguments.input, faults)
+    refuse_lines(name, faults)
+
+
+def refuse_lines(name: str, faults: Sequence[tuple[int, str]]) -> None:
+    """Raises one ValueError that names wrong lines of a file, if there are any.
+
+    Args:
+        faults: numbers of lines, from 1, and what is wrong with each, to be said after it.
+    """
+    if not faults:
+        return
+    listed = "; ".join(f"line {number} {fault}" for number, fault in faults[:MOST_LISTED])
+    more = len(faults) - MOST_LISTED
+    rest = f"; and {more} more lines" if more > 0 else ""
+    raise ValueError(
+        f"{_shown(name)}: {listed}{rest}. Nothing was done; correct or remove what is wrong"
+    )
 
 
 def write(
@@ -162,7 +193,6 @@ def write(
     Returns:
         All lines of the output, those of before included.
     """
-    from switchx.cli.text.lines import run_in_shards
     from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
 
     settings = settings | {"capacity": arguments.capacity}
@@ -176,83 +206,6 @@ def write(
     return output.lines()
 
 
-def _is_same_file(one: str, other: str) -> bool:
-    paths = [pathlib.Path(name).expanduser() for name in (one, other)]
-    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
-
-
-STANDARD_INPUT = "-"
-# More than these are counted, not listed.
-MOST_LISTED = 10
-
-
-def read_lines(name: str) -> list[str]:
-    """The lines of a UTF-8 file, or of standard input until its end (`-`).
-
-    Line feeds end lines; a carriage return before one belongs to it, and the end of the file
-    ends the last line. A byte order mark is no text.
-
-    Raises:
-        ValueError: there is no such file, it has no lines, or some are not UTF-8.
-    """
-    data, shown = _read(name)
-    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    if not lines:
-        raise ValueError(f"{shown} has no lines; write one input a line")
-    texts, faults = [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            texts.append(line.removesuffix(b"\r").decode())
-        except UnicodeDecodeError as error:
-            faults.append((number, f"is not UTF-8: byte {error.start + 1} is {_hex(error)}"))
-    refuse_lines(name, faults)
-    return texts
-
-
-def refuse_lines(name: str, faults: Iterable[tuple[int, str]]) -> None:
-    """Raises one ValueError that names wrong lines, if there are any.
-
-    Args:
-        faults: numbers of lines, from 1, and what is wrong with each, to be said after it.
-    """
-    faults = list(faults)
-    if not faults:
-        return
-    listed = "; ".join(f"line {number} {fault}" for number, fault in faults[:MOST_LISTED])
-    more = len(faults) - MOST_LISTED
-    rest = f"; and {more} more lines" if more > 0 else ""
-    raise ValueError(
-        f"{_shown(name)}: {listed}{rest}. Nothing was done; correct or remove what is wrong"
-    )
-
-
-def _read(name: str) -> tuple[bytes, str]:
-    if name == STANDARD_INPUT:
-        return sys.stdin.buffer.read(), _shown(name)
-    try:
-        return pathlib.Path(name).expanduser().read_bytes(), _shown(name)
-    except OSError as error:
-        raise ValueError(
-            f"--input={name} cannot be read ({error.strerror}); name a text file, or - for "
-            "standard input"
-        ) from error
-
-
-def _shown(name: str) -> str:
-    return "standard input" if name == STANDARD_INPUT else name
-
-
-def _hex(error: UnicodeDecodeError) -> str:
-    return f"0x{error.object[error.start]:02x}"
-
-
-# A shard has several batches, so that each has inputs of about one length.
-BATCHES_PER_SHARD = 8
-NOTE_EVERY_S = 10
-
-
 def run_in_shards(
     inputs: Sequence[Any],
     output,
@@ -260,7 +213,6 @@ def run_in_shards(
     reporter,
     *,
     batch_size: int,
-    clock=time.perf_counter,
 ) -> None:
     """Writes a line for each input from `output.num_lines` on, a shard at a time.
 
@@ -269,19 +221,24 @@ def run_in_shards(
         compute: gives each input's number and its line, of a shard and its first number.
         reporter: a `TerminalReporter`.
     """
-    first, noted_s = output.num_lines, clock()
-    done, total = first, len(inputs)
-    if first:
-        reporter.note(f"{first:,} of {total:,} lines are there already")
-    reporter.begin(first, total)
+    done, total = output.num_lines, len(inputs)
+    if done:
+        reporter.note(f"{done:,} of {total:,} lines are there already")
+    reporter.begin(done, total)
     while done < total:
         shard = inputs[done : done + BATCHES_PER_SHARD * batch_size]
         lines, first_number = [None] * len(shard), done
         for number, line in compute(shard, first_number):
             lines[number - first_number] = line
             done += 1
-            reporter.stepped(done)
-            if clock() - noted_s >= NOTE_EVERY_S:
-                noted_s = clock()
-                reporter.note(f"{done:,} of {total:,} lines  {reporter.time_left(done)}")
+            reporter.counted(done)
         output.append(lines)
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    paths = [pathlib.Path(name).expanduser() for name in (one, other)]
+    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
+
+
+def _shown(name: str) -> str:
+    return "standard input" if name == STANDARD_INPUT else name

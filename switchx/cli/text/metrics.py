@@ -6,12 +6,10 @@ import dataclasses
 import json
 import os
 import pathlib
-import time
 from typing import Any
 
 from switchx.cli import arguments as shared
-
-NOTE_EVERY_S = 10
+from switchx.inference.config import DecodingConfig
 
 
 def add_arguments(parser: shared.CommandParser) -> None:
@@ -29,35 +27,25 @@ def add_arguments(parser: shared.CommandParser) -> None:
     )
     parser.add_argument("--split", metavar="NAME", help="of the corpora; default: the tasks'")
     parser.add_argument(
-        "--max_examples", type=_positive, metavar="N", help="answer the first N of each task"
+        "--max_examples", type=shared.positive, metavar="N", help="answer N of each task"
     )
-    parser.add_argument(
-        "--beam_size", type=_positive, default=1, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--max_new_tokens",
-        type=_positive,
-        default=128,
-        metavar="N",
-        help="of an output (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--length_penalty",
-        type=float,
-        default=1.0,
-        metavar="N",
-        help="an output of n tokens scores log p / n ** N (default: %(default)s)",
+    # Searched for, not sampled: a score is to be the same again.
+    shared.add_options(
+        parser,
+        DecodingConfig,
+        ("beam_size", "max_new_tokens", "length_penalty"),
+        max_new_tokens=128,
     )
     parser.add_argument(
         "--batch_size",
-        type=_positive,
+        type=shared.positive,
         default=32,
         metavar="N",
         help="most inputs at once in generation (default: %(default)s)",
     )
     parser.add_argument(
         "--bootstrap",
-        type=_positive,
+        type=shared.positive,
         default=0,
         metavar="N",
         help="samples of sacreBLEU's bootstrap, for intervals of 95%% of BLEU and chrF, such "
@@ -65,6 +53,7 @@ def add_arguments(parser: shared.CommandParser) -> None:
     )
     parser.add_argument(
         "--predictions",
+        type=shared.not_empty,
         metavar="FILE",
         help="file to write: JSON lines of task, inputs, target, prediction",
     )
@@ -132,8 +121,6 @@ def require_options(arguments: argparse.Namespace) -> None:
         raise ValueError("--bootstrap=1 is no sample to tell an interval by; use 1000")
     if arguments.predictions is None:
         return
-    if not arguments.predictions:
-        raise ValueError("--predictions is empty; is a shell variable not set?")
     path = pathlib.Path(arguments.predictions).expanduser().absolute()
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ValueError(
@@ -153,10 +140,7 @@ def evaluate_texts(
     from switchx.data.mixtures import as_mixture
     from switchx.text_evaluation import mean_results, measure, read_questions
 
-    decoding = {
-        name: getattr(arguments, name)
-        for name in ("beam_size", "max_new_tokens", "length_penalty")
-    }
+    decoding = shared.options_of(arguments, DecodingConfig)
     generator = model.generator(batch_size=arguments.batch_size, **decoding)
     questions = [
         read_questions(
@@ -216,21 +200,14 @@ def signatures(texts: dict[str, Any]) -> list[str]:
 def _answer(model, generator, questions, file: str | None, reporter) -> list:
     from switchx.text_evaluation import answer
 
-    total, answers, lines = sum(len(each.prompts) for each in questions), [], []
-    noted_s, before = time.perf_counter(), 0
-    reporter.begin(0, total)
+    def counted_from(before: int):
+        return lambda number: reporter.counted(before + number)
 
-    def progressed(num_done):
-        nonlocal noted_s
-        reporter.stepped(before + num_done)
-        if time.perf_counter() - noted_s >= NOTE_EVERY_S:
-            noted_s = time.perf_counter()
-            left = reporter.time_left(before + num_done)
-            reporter.note(f"{before + num_done:,} of {total:,} examples  {left}")
-
+    answers, lines, before = [], [], 0
+    reporter.begin(0, sum(len(each.prompts) for each in questions))
     for asked in questions:
         reporter.note(f"answering {len(asked.prompts):,} examples of {asked.task.name}")
-        answers.append(answer(model, generator, asked, progressed))
+        answers.append(answer(model, generator, asked, counted_from(before)))
         before += len(asked.prompts)
         if file:
             lines += _lines(asked, answers[-1])
@@ -265,9 +242,3 @@ def _names(text: str) -> list[str]:
             f"there is no metric {wrong[0]!r}; use some of {','.join(known)}, or none"
         )
     return list(dict.fromkeys(names))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)

@@ -38,7 +38,6 @@ class StandardOutput:
         self.num_lines += len(lines)
 
     def lines(self) -> Iterator[str]:
-        """All that were written."""
         return iter(self._lines)
 
 

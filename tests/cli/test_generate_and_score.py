@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx generate`: what the Python API says, a line each, in order, and on after a kill."""
+"""`switchx generate` and `score`: what the Python API says, a line each, in order."""
 
 import dataclasses
 import io
@@ -10,11 +10,9 @@ import types
 import pytest
 
 import switchx
-from switchx.cli import generate
 from switchx.cli.main import main
-from switchx.cli.text import lines as line_commands
+from switchx.cli.text import lines as text
 from switchx.data.objectives import SpanCorruption
-from switchx.inference.config import PRUNING, DecodingConfig
 from switchx.models.config import ModelConfig, SwitchConfig
 from tests.training.jobs import TASK
 from tests.training.saved_runs import save_run
@@ -22,7 +20,10 @@ from tests.training.saved_runs import save_run
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1))
-LINES = ["gate", "an expert", "<extra_id_0> slot", "of", "a token or two"]
+DECODER = ModelConfig("decoder_only", 384, 8, 8, 1, 8, 1)
+# As many tokens each, so that few programs are compiled.
+LINES = ["gate", "<extra_id_0> at", "an x", "slot"]
+PAIRS = [("a gate", "of"), ("x", "an expert"), ("slot", "y")]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,16 @@ def lines(tmp_path):
     file = tmp_path / "in.txt"
     file.write_text("\n".join(LINES))
     return file
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    def pairs_of(*lines):
+        file = tmp_path / "pairs.tsv"
+        file.write_text("\n".join(lines))
+        return file
+
+    return pairs_of
 
 
 def words(folder, *options):
@@ -66,46 +77,28 @@ def test_lines_are_those_of_the_api(folder, model, lines, capsys, monkeypatch):
     assert "reading standard input until its end" in captured.err
 
 
-def test_every_way_of_decoding_is_an_option(folder, model, lines, tmp_path):
-    fields = {field.name for field in dataclasses.fields(DecodingConfig)}
-    assert set(generate.DECODING) == fields - {
-        "early_stopping", "eos_id", "pad_id", "start_id", "is_prompt_bidirectional",
-    }  # fmt: skip
-    for number, (options, settings) in enumerate(
+def test_options_are_settings_of_the_api(folder, model, lines, tmp_path):
+    for number, settings in enumerate(
         [
-            (
-                ["--beam_size=2", "--length_penalty=0.5"],
-                {"beam_size": 2, "length_penalty": 0.5},
-            ),
-            (
-                ["--temperature=1", "--top_k=9", "--top_p=0.9", "--seed=3"],
-                {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": 3},
-            ),
+            {"beam_size": 2, "length_penalty": 0.5},
+            {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": 3},
         ]
     ):
         output = tmp_path / f"{number}.jsonl"
+        options = [f"--{name}={value}" for name, value in settings.items()]
         options += [f"--input={lines}", f"--output={output}", "--json"]
         assert main(words(folder, *options)) == 0
         got = [json.loads(line)["output"] for line in output.read_text().splitlines()]
         assert got == model.generate(LINES, max_length=3, **settings)
-    choices = next(
-        action.choices for action in parser_of("generate")._actions if action.dest == "pruning"
-    )
-    assert choices == PRUNING
-
-
-def parser_of(name):
-    from switchx.cli.main import _parse, _parser
-
-    return _parse(_parser(), [name, "--model_dir=x"]).parser
 
 
 def test_a_killed_command_goes_on_to_the_same_samples(folder, lines, tmp_path, monkeypatch):
     """Shards of two lines, so that samples are of the line's number, not the shard's."""
     options = [f"--input={lines}", "--temperature=1", "--json", "--batch_size=2"]
+    options.append("--pruning=none")
     assert main(words(folder, *options, f"--output={tmp_path / 'whole'}")) == 0
-    monkeypatch.setattr(line_commands, "BATCHES_PER_SHARD", 1)
-    append, written = line_commands.run_in_shards, tmp_path / "out"
+    monkeypatch.setattr(text, "BATCHES_PER_SHARD", 1)
+    append, written = text.run_in_shards, tmp_path / "out"
 
     def dies_after_one_shard(lines, output, compute, reporter, **settings):
         def some(shard, first):
@@ -116,7 +109,7 @@ def test_a_killed_command_goes_on_to_the_same_samples(folder, lines, tmp_path, m
         append(lines, output, some, reporter, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(line_commands, "run_in_shards", dies_after_one_shard)
+        patch.setattr(text, "run_in_shards", dies_after_one_shard)
         assert main(words(folder, *options, f"--output={written}")) == 130
     assert len(written.read_text().splitlines()) == 2
     assert main(words(folder, *options, f"--output={written}")) == 0
@@ -136,7 +129,7 @@ def test_other_settings_do_not_go_on(folder, lines, tmp_path, capsys):
 
 
 def test_a_capacity_is_told(folder, lines, capsys):
-    note = "experts have a capacity: a line's result depends on its batch mates"
+    note = "experts have a capacity: "
     assert main(words(folder, f"--input={lines}")) == 0
     assert note not in capsys.readouterr().err
     assert main(words(folder, f"--input={lines}", "--capacity=trained")) == 0
@@ -158,9 +151,12 @@ def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--beam_size=0", "DecodingConfig.beam_size=0; use a whole number"),
-        ("--top_k=3", "temperature=0 does not sample"),
+        ("--beam_size=0", "DecodingConfig.beam_size=0; use at least 1"),
+        ("--top_k=3", "top_k=3; temperature=0 does not sample"),
+        ("--pruning=some", "there is no 'some'; use none, experts, compact"),
         ("--batch_size=0", "batch_size=0; use 1 to"),
+        ("--max_input_tokens=0", "--max_input_tokens: '0' is no whole number of at least 1"),
+        ("--output=", "--output: it is empty"),
         ("--capacity=some", "there is no 'some'"),
         ("--beam_sise=2", "unknown option --beam_sise (did you mean --beam_size?)"),
         ("--mesh=experts=2", "argument --mesh: 'experts=2' is no axis of a mesh; write AXIS=N"),
@@ -171,3 +167,59 @@ def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, capsys):
 def test_wrong_options(folder, lines, capsys, option, said):
     assert main(words(folder, f"--input={lines}", option)) == 2
     assert said in capsys.readouterr().err
+
+
+def test_scores_are_those_of_the_api_on_a_mesh_too(folder, model, pairs, capsys):
+    file = pairs(*map("\t".join, PAIRS))
+    want = model.score(*zip(*PAIRS, strict=True))
+    for options in ([], ["--mesh=expert=2"]):
+        assert main(["score", f"--model_dir={folder}", f"--input={file}", *options]) == 0
+        captured = capsys.readouterr()
+        rows = [line.split("\t") for line in captured.out.splitlines()]
+        assert [int(num_tokens) for _, num_tokens in rows] == [3, 10, 2]  # bytes, and eos
+        for (log_likelihood, _), score in zip(rows, want, strict=True):
+            assert float(log_likelihood) == pytest.approx(score.log_likelihood, rel=1e-5)
+    total = sum(score.log_likelihood for score in want)
+    said = f"3 lines, 15 target tokens: log-likelihood {total:.4f}, {total / 15:.4f} a token"
+    assert said in captured.err
+
+
+def test_a_file_goes_on_and_the_sum_is_of_all_its_lines(folder, pairs, tmp_path, capsys):
+    lines, output = ["a gate\tof", "a slot\tin"], tmp_path / "scores.jsonl"
+    words = ["score", f"--model_dir={folder}", f"--output={output}", "--json"]
+    assert main([*words, f"--input={pairs(*lines[:1])}"]) == 0
+    capsys.readouterr()
+    assert main([*words, f"--input={pairs(*lines)}"]) == 0
+    got = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [each["num_tokens"] for each in got] == [3, 3]
+    total = sum(each["log_likelihood"] for each in got)
+    said = capsys.readouterr().err
+    assert "1 of 2 lines are there already" in said
+    assert f"2 lines, 6 target tokens: log-likelihood {total:.4f}" in said
+
+
+def test_a_decoder_scores_texts_from_their_beginning(tmp_path, pairs, capsys):
+    folder = save_run(tmp_path / "decoder", DECODER)
+    want = switchx.load(folder).score(["", "a"], ["a gate", "gate"])
+    file = pairs("a gate", "a\tgate")
+    assert main(["score", f"--model_dir={folder}", f"--input={file}"]) == 0
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    for (log_likelihood, num_tokens), score in zip(rows, want, strict=True):
+        assert float(log_likelihood) == pytest.approx(score.log_likelihood, abs=1e-5)
+        assert int(num_tokens) == score.num_tokens
+
+
+def test_wrong_pairs_are_all_named(folder, pairs, capsys):
+    file = pairs("a\tb", "no tab", "a\tb\tc", "\tb", "a\t", "", "a\t" + "b" * 2048)
+    assert main(["score", f"--model_dir={folder}", f"--input={file}"]) == 2
+    said = capsys.readouterr().err
+    for fault in (
+        "line 2 has 0 tabs",
+        "line 3 has 2 tabs",
+        "line 4 has an input that is empty",
+        "line 5 has a target that is empty",
+        "line 6 has 0 tabs",
+        "line 7 has a target that has 2049 tokens, more than --max_input_tokens=2048",
+    ):
+        assert fault in said
+    assert "line 1 " not in said

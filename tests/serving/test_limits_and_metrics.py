@@ -1,9 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted reads as Prometheus has it, under vLLM's names."""
+"""Limits that contradict each other, and what is counted, under vLLM's names."""
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
+from tests.data.refusals import refused
+
+
+def test_sizes_of_compiled_programs():
+    limits = Limits(max_new_tokens=100)
+    assert [limits.prompt_length(n) for n in (1, 16, 17, 1000)] == [16, 16, 32, 1024]
+    assert [limits.answer_length(n) for n in (1, 16, 17, 65, 100)] == [16, 16, 64, 100, 100]
+    assert limits.default_new_tokens == 64
+    assert Limits(max_new_tokens=8).default_new_tokens == 8
+    assert Limits(max_new_tokens=8).answer_length(3) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, "Limits.batch_size=0; use 1 to 1024"),
+        ({"body_timeout_s": 0}, "body_timeout_s=0; use at least 0.01"),
+        ({"batch_wait_ms": -1}, "batch_wait_ms=-1; use at least 0"),
+        ({"batch_size": 2000}, "batch_size=2000; use 1 to 1024"),
+        ({"max_waiting": 3}, "max_inputs=64; use at most max_waiting=3"),
+        ({"max_new_tokens": 5000}, "max_new_tokens=5000; use 1 to 4096"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, message):
+    with refused(message):
+        Limits(**changes)
+
 
 # Of vLLM's documentation, without its prefix.
 VLLM = {

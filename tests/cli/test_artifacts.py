@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx quantize` and `switchx export`: what they print is what they wrote."""
+
+import json
+import shlex
+
+import pytest
+
+import switchx
+from pallas_kernels.quantization.quantize import METHODS
+from switchx.cli import export, quantize
+from switchx.cli.main import main
+from switchx.inference.export import DEVICE_KINDS
+from switchx.inference.quantize import model_bytes
+from switchx.models.config import ModelConfig, SwitchConfig
+from tests.training.jobs import DENSE
+from tests.training.saved_runs import save_run
+
+MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("run"), MODEL)
+
+
+def test_names_are_those_of_what_is_imported_late():
+    assert quantize.METHODS == METHODS
+    assert tuple(DEVICE_KINDS) == export.PLATFORMS
+
+
+def test_quantized_report_is_that_of_the_folder(folder, tmp_path, capsys):
+    output = tmp_path / "int4"
+    options = ["--bits=4", "--rest=bfloat16", "--group_size=8", "--method=absmax", "--json"]
+    assert main(["quantize", f"--model_dir={folder}", f"--output={output}", *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    before, after = switchx.load(folder), switchx.load(output)
+    assert report["bytes_before"] == model_bytes(before.params)
+    assert report["bytes_after"] == model_bytes(after.params)
+    assert report["bytes_of_files"] == sum(file.stat().st_size for file in output.iterdir())
+    assert report["share_of_expert_bytes_quantized"] == 1.0
+    assert len(report["matrices"]) == 6  # gate, in and out, of a layer of each stack
+    assert all(0.02 < each["error"] < 0.2 for each in report["matrices"])
+    about = report["about"]
+    assert (about["source"], about["source_fingerprint"]) == (str(folder), before.fingerprint)
+    assert (about["step"], about["method"], about["group_size"]) == (9, "absmax", 8)
+    assert after.config.precision.params == "bfloat16"
+
+
+def test_tables_for_a_person(folder, tmp_path, capsys):
+    output = tmp_path / "int8"
+    words = ["quantize", f"--model_dir={folder}", f"--output={output}", "--bits=8"]
+    assert main([*words, "--step=best"]) == 0
+    said = capsys.readouterr().out
+    assert "encoder/blocks/layer_0/ffn/experts/w_in_EDF" in said
+    assert "100.0% of the experts' bytes are quantized" in said
+    assert "bytes before" in said and str(output) in said
+    assert switchx.load(output).step == 5
+    assert main(words) == 2
+    assert f"{output} exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--bits=8", "--output="], "--output: it is empty"),
+        (["--bits=3", "--output=x"], "invalid choice: 3 (choose from 4, 8)"),
+        (["--bits=8", "--output=x", "--group_size=5"], "group_size=5 does not divide D="),
+        (["--bits=8", "--output=x", "--step=7"], "no complete checkpoint of step 7"),
+    ],
+)
+def test_wrong_options_of_quantize_write_nothing(
+    folder, capsys, tmp_path, monkeypatch, options, said
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["quantize", f"--model_dir={folder}", *options]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dense_and_quantized_models_are_refused(tmp_path, capsys):
+    dense, output = save_run(tmp_path / "dense", DENSE), tmp_path / "out"
+    words = ["quantize", f"--output={output}", "--bits=8"]
+    assert main([*words, f"--model_dir={dense}"]) == 2
+    assert "no experts to quantize" in capsys.readouterr().err
+    (tmp_path / "artifact.json").touch()
+    assert main([*words, f"--model_dir={tmp_path}"]) == 2
+    assert f"{tmp_path} is quantized already" in capsys.readouterr().err
+
+
+def test_the_recipe_in_an_export_makes_it_again(folder, tmp_path, capsys):
+    options = ["--platform=cpu", "--batch_size=2", "--input_length=5", "--max_new_tokens=3"]
+    words = ["export", f"--model_dir={folder}", f"--output={tmp_path / 'a'}", *options]
+    assert main([*words, "--json", "--mesh=expert=2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    files = list((tmp_path / "a").iterdir())
+    assert report["bytes_of_files"] == sum(file.stat().st_size for file in files)
+    assert report["platforms"] == {"cpu": {"device_kind": "cpu", "needs_same_jax": False}}
+    assert {"export.json", "run.py", "vocabulary.json"} <= {file.name for file in files}
+    about = report["about"]
+    assert about["fingerprint"] == switchx.load(folder).fingerprint
+    program, *recipe = shlex.split(about["rebuild"].replace("/a ", "/b "))
+    assert program == "switchx" and "--step=9" in recipe
+    assert main(recipe) == 0
+    said = capsys.readouterr().out
+    assert "cpu: cpu, mesh expert=2" in said and str(tmp_path / "b") in said
+    first, again = (json.loads((tmp_path / name / "export.json").read_text()) for name in "ab")
+    for manifest in (first, again):
+        for name in ("about", "sha256"):
+            del manifest[name]
+    # Programs name the lines that they come from, as does the order of their parts.
+    for name in ("weights.safetensors", "run.py", "vocabulary.json"):
+        assert first["files"][name] == again["files"][name]
+    del first["files"], again["files"]
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--platform=gpu"], "'gpu' is no platform; use cpu, tpu, cuda, each once at most"),
+        (["--platform=cpu,cpu"], "'cpu' is no platform; use cpu, tpu, cuda, each once"),
+        ([], "give: --platform"),
+        (["--platform=cpu", "--pruning=none"], "unknown option --pruning"),
+        (["--platform=cpu", "--output="], "--output: it is empty"),
+        (["--platform=cpu", "--input_length=0"], "input_length=0; use at least 1"),
+        (["--platform=cpu", "--top_k=3"], "temperature=0 does not sample"),
+        (["--platform=cpu,tpu", "--device_kind=x"], "export for one platform at a time"),
+        (["--platform=cpu", "--mesh=expert=2", "--batch_size=3"], "is not divisible by the 2"),
+        (["--platform=cpu", "--mesh=expert=4"], "expert dimension E=2 is not divisible by"),
+    ],
+)
+def test_wrong_options_of_export_write_nothing(folder, capsys, tmp_path, options, said):
+    words = [f"--model_dir={folder}", f"--output={tmp_path / 'out'}", *options]
+    assert main(["export", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx bench`, `tune`, `check` and `compile`, of models shrunk to seconds."""
+
+import dataclasses
+import json
+import os
+import subprocess
+
+import jax
+import pytest
+
+from pallas_kernels.aot import tpu_compiler
+from pallas_kernels.bench import kernels, products, tune
+from pallas_kernels.bench.cells import Cell
+from pallas_kernels.tiling.tuned import read
+from switchx.bench import compiled, equivalence, moe, torch_peer, train
+from switchx.bench.report import Check, Report
+from switchx.cli.main import main
+from switchx.partitioning.mesh import MeshSpec
+from switchx.training import aot
+
+
+def last_object(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+# bench: a contender's compilation is tested in tests/bench; all of a bench here, slowly.
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    """Models of the same form that compile and run in seconds."""
+    small = dataclasses.replace(
+        train.DENSE, d_model=8, d_ff=16, num_heads=1, d_head=8, num_encoder_layers=2,
+        num_decoder_layers=2, vocab_size=64,
+    )  # fmt: skip
+    monkeypatch.setattr(train, "DENSE", small)
+    monkeypatch.setattr(train, "BATCH", 2)
+    monkeypatch.setattr(train, "NUM_EXPERTS", (8, 64))
+    monkeypatch.setattr(torch_peer, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_train_prints_one_json_object(small_models, monkeypatch, capsys, is_real):
+    if not is_real:
+
+        def untimed(name, config):
+            return train.Contender(name, lambda: None, peak_bytes=2**20)
+
+        monkeypatch.setattr(train, "contender", untimed)
+    assert main(["bench", "train", "--rounds=1", "--json"]) == 0
+    printed = last_object(capsys)
+    assert "glibc_tunables" in printed["environment"]
+    models = [row["model"] for row in printed["results"]]
+    assert models == ["dense", "switch 8", "switch 64"]
+    assert all(row["step_ms"] > 0 and row["peak_mib"] > 0 for row in printed["results"])
+    checks = {check["name"]: check["bound"] for check in printed["checks"]}
+    assert checks == {"switch8_vs_dense": ">=0.93", "switch64_vs_dense": ">=0.68"}
+
+
+@pytest.mark.slow
+def test_moe_prints_one_json_object(monkeypatch, capsys):
+    small = dataclasses.replace(moe.DENSE, d_model=8, d_ff=16, num_heads=1, d_head=8)
+    for name, value in (
+        ("DENSE", small), ("ROWS", 2), ("LENGTH", 16), ("NUM_EXPERTS", (8, 32)),
+        ("DECODING_EXPERTS", 8),
+    ):  # fmt: skip
+        monkeypatch.setattr(moe, name, value)
+    assert main(["bench", "moe", "--rounds=1", "--json"]) == 0
+    printed = last_object(capsys)
+    assert printed["command"] == "bench moe"
+    checks = {check["name"]: check["bound"] for check in printed["checks"]}
+    assert checks == {
+        "default8_vs_dense": ">=0.8",
+        "default32_vs_einsum": ">=2",
+        "decode_flops_vs_ideal": "<=4",
+        "decode_time_vs_ideal": "<=4",
+    }
+
+
+def test_kernels_prints_one_json_object(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "cells_of_a_cpu", lambda: [Cell(8, 12, 4, 4, 3)])
+    monkeypatch.setitem(products.ROTATED_BYTES, "cpu", 2**11)
+    assert main(["bench", "kernels", "--rounds=1", "--json"]) == 0
+    output = capsys.readouterr()
+    printed = json.loads(output.out.splitlines()[-1])
+    assert printed["command"] == "bench kernels"
+    assert {check["name"] for check in printed["checks"]} == {
+        "reference_vs_batched_einsum", "int8_bytes_vs_f32", "int4_bytes_vs_f32",
+        "max_error_vs_float64",
+    }  # fmt: skip
+    assert "1/1" in output.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("bench train --rounds=0", "--rounds: '0' is no whole number of at least 1"),
+        ("bench scale --rounds=3", "leave --rounds out"),
+        ("tune kernels --rounds=0", "--rounds: '0' is no whole number of at least 1"),
+        ("tune kernel", "there is no 'kernel' (did you mean kernels?)"),
+        ("check equivalance", "'equivalance' (did you mean equivalence?)"),
+    ],
+)
+def test_nonsense_is_refused(words, said, capsys):
+    assert main(words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+# tune
+
+
+@pytest.fixture
+def file(monkeypatch, tmp_path):
+    path = tmp_path / "folder" / "tilings.json"
+    monkeypatch.setenv("SWITCHX_KERNEL_TILINGS", str(path))
+    monkeypatch.setattr(tune, "cells_to_tune", lambda: [Cell(8, 12, 4, 4, 3)])
+    monkeypatch.setitem(products.ROTATED_BYTES, "cpu", 2**11)
+    return path
+
+
+def test_rows_are_printed_and_tilings_written(file, capsys):
+    assert main(["tune", "kernels", "--rounds=1", "--json"]) == 0
+    output = capsys.readouterr()
+    printed = json.loads(output.out.splitlines()[-1])
+    assert printed["command"] == "tune kernels"
+    assert [row["weights"] for row in printed["results"]] == ["float32", "int8", "int4"]
+    assert len(read(file)) == 3
+    assert "written to" in output.err
+
+
+def test_a_damaged_file_is_named_and_kept(file, capsys):
+    file.parent.mkdir()
+    file.write_text("{")
+    assert main(["tune", "kernels", "--rounds=1"]) == 2
+    assert "holds no tuned tilings" in capsys.readouterr().err
+    assert file.read_text() == "{"
+
+
+# check
+
+
+@pytest.fixture
+def two_cells(monkeypatch):
+    cells = [
+        equivalence.Cell("hash", "gather", MeshSpec(expert=8)),
+        equivalence.Cell("hash", "einsum", MeshSpec(data=8)),
+    ]
+    monkeypatch.setattr(equivalence, "all_cells", lambda: (cells, {("sliced", "data=8"): "no"}))
+    monkeypatch.setattr(equivalence, "sample_of", lambda cells: cells)
+    monkeypatch.setattr(equivalence, "ROUTERS", {"hash": equivalence.ROUTERS["hash"]})
+    monkeypatch.setattr(equivalence, "SAMPLE_CELLS", 2)
+
+
+def test_report_and_exit_status(two_cells, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_x=1")
+    assert main(["check", "equivalence", "--sample", "--json"]) == 0
+    assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=8 --xla_x=1"
+    report = last_object(capsys)
+    assert report["command"] == "check equivalence"
+    assert [check["name"] for check in report["checks"]] == [
+        "cells", "max_forward_error", "max_aux_loss_error", "max_gradient_error",
+        "max_grad_norm_error",
+    ]  # fmt: skip
+    assert all(check["holds"] for check in report["checks"])
+    assert report["results"][-1] == {
+        "router": "all", "dispatcher": "sliced", "meshes": 1, "refused": "no",
+    }  # fmt: skip
+    failed = Report("check equivalence", [{"cells": 2}], [Check("cells", 2, ">=3")])
+    monkeypatch.setattr(equivalence, "run", lambda **settings: failed)
+    assert main(["check", "equivalence", "--sample"]) == 1
+    assert "does not hold" in capsys.readouterr().out
+
+
+# compile
+
+TINY = [
+    "compile", "--gin_file=runs/pretrain_tiny.gin", "--gin_file=meshes/all_to_all.gin",
+    "--gin.SwitchConfig.group_size=64", "--gin.ModelConfig.num_encoder_layers=1",
+    "--gin.ModelConfig.num_decoder_layers=1", "--gin.SwitchConfig.every=1",
+]  # fmt: skip
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """This process compiles, for the devices that it simulates."""
+    monkeypatch.setenv(aot.CHILD_VARIABLE, "1")
+    monkeypatch.setattr(compiled, "describe_devices", lambda topology: jax.devices())
+
+
+def test_compiled_step_is_reported(simulated, in_a_folder, capsys):
+    assert main([*TINY, "--topology=v5e:2x4", "--json"]) == 0
+    report = last_object(capsys)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert list(checks) == [
+        "fits", "parameters", "devices", "tokens_per_batch", "slots_per_token",
+    ]  # fmt: skip
+    assert all(one["holds"] for one in checks.values())
+    assert checks["devices"]["value"] == 8
+    [row] = report["results"]
+    assert row["collectives"]["all-to-all"]["count_per_step"] > 0
+    assert row["needed_bytes_per_device"] < row["hbm_bytes_per_device"]
+
+
+def refused(words, capsys) -> str:
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+def test_topology_that_does_not_exist(capsys):
+    assert "use v4:8x8x4" in refused([*TINY, "--topology=v4:8x8x5"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("topology", "way_out"),
+    [("v5e:2x2", "--topology=v5e:2x4"), ("v5e:4x4", "--topology=v5e:2x4")],
+)
+def test_mesh_of_other_devices_than_the_slice(topology, way_out, capsys):
+    words = [*TINY, f"--topology={topology}", "--gin.MeshSpec.data=2"]
+    said = refused(words, capsys)
+    assert "needs 8 devices" in said
+    assert way_out in said
+
+
+def test_no_compiler(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
+    assert main([*TINY, "--topology=v5e:2x4"]) == 1
+    said = capsys.readouterr().err
+    assert "python -m pallas_kernels.aot.install tpu" in said
+
+
+@pytest.mark.parametrize(("name", "way_out"), [("KILL", "memory runs out"), ("SEGV", "")])
+def test_process_that_is_ended(name, way_out, monkeypatch, capfd):
+    def die(words, topology):
+        return subprocess.run(["sh", "-c", f"kill -{name} $$"], check=False)
+
+    monkeypatch.setattr(aot, "run_with_compiler", die)
+    assert main([*TINY, "--topology=v5e:2x4"]) == 1
+    said = capfd.readouterr().err
+    assert f"was ended by SIG{name}" in said
+    assert way_out in said
+
+
+def test_model_that_fits_nowhere(simulated, in_a_folder, capsys):
+    words = [*TINY, "--topology=v5e:2x4", "--gin.NUM_EXPERTS=100000"]
+    words.append("--gin.ModelConfig.d_ff=1000000000")
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    assert "fits 0 ==1: does not hold" in said
+    assert "fit no slice there is" in said.replace("\n", " ")
+
+
+def test_model_that_fits_elsewhere(simulated, in_a_folder, capsys):
+    words = [*TINY, "--topology=v5e:2x4", "--gin.NUM_EXPERTS=100000"]
+    assert main(words) == 1
+    assert "v5p from" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("run_file", "topology"), compiled.PODS)
+def test_the_four_switch_models(run_file, topology):
+    """Minutes each; each in a process of its own."""
+    try:
+        tpu_compiler.compiler_folder()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    [report] = compiled.compiled_reports([(run_file, topology)])
+    failed = [check for check in report["checks"] if not check["holds"]]
+    assert not failed

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx report` and `switchx show`: pictures, and clear words where there are none."""
+
+import json
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from switchx.cli.arguments import parse_job
+from switchx.cli.main import _parse, _parser, main
+from tests.analysis.recorded import write_dense_run, write_run
+from tests.processes import ROOT
+
+
+@pytest.fixture
+def recorded(tmp_path) -> pathlib.Path:
+    return write_run(tmp_path / "some run")
+
+
+def refusal(capsys, *options) -> str:
+    assert main(["report", *map(str, options)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_page_is_written_into_the_run_folder(recorded, capsys):
+    assert main(["report", f"--model_dir={recorded}"]) == 0
+    path = recorded / "report.html"
+    assert capsys.readouterr().out == f"{path}\n"
+    text = path.read_text()
+    assert "<h1>Routing of some run</h1>" in text
+    assert "2 in each of 3 layers" in text
+    sample = "5 encoder and 3 decoder tokens of the validation data, 3 evaluations, the last"
+    assert sample in text and text.count('<img alt="') == 6
+    assert "http" not in text.replace("http://www.w3.org", "")
+
+
+@pytest.fixture
+def nothing_is_drawn(monkeypatch):
+    monkeypatch.setattr("switchx.analysis.report.all_sections", lambda routing: [])
+
+
+def test_page_may_go_elsewhere(recorded, nothing_is_drawn, capsys, tmp_path):
+    output = tmp_path / "new folder" / "page.html"
+    assert main(["report", f"--model_dir={recorded}", f"--output={output}"]) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    assert output.read_text().startswith("<!DOCTYPE html>")
+    assert not (recorded / "report.html").exists()
+
+
+def test_a_dense_run_is_refused(tmp_path, capsys):
+    folder = write_dense_run(tmp_path / "dense")
+    assert refusal(capsys, f"--model_dir={folder}") == (
+        f"switchx report: error: {folder} is the run of a dense model, which routes nothing; "
+        "give the model_dir of a run with Switch layers\n"
+    )
+
+
+def test_a_run_without_evaluations_is_refused(recorded, capsys):
+    for path in (recorded / "routing").iterdir():
+        path.unlink()
+    assert refusal(capsys, f"--model_dir={recorded}") == (
+        f"switchx report: error: {recorded}/routing holds no routing sample; each evaluation "
+        "in training writes one, so train a model with Switch layers until it is evaluated "
+        "(EVAL_EVERY)\n"
+    )
+    assert not (recorded / "report.html").exists()
+
+
+def test_a_run_that_has_logged_nothing_is_refused(recorded, capsys):
+    (recorded / "metrics.jsonl").unlink()
+    assert "has logged a step" in refusal(capsys, f"--model_dir={recorded}")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("")
+    said = refusal(capsys, f"--model_dir={tmp_path}")
+    assert said.startswith(f"switchx report: error: {tmp_path} is not a run folder")
+    assert "found notes.txt; give the model_dir of a run" in said
+    assert "nothing is there" in refusal(capsys, f"--model_dir={tmp_path / 'none'}")
+
+
+def test_an_empty_output_is_refused(recorded, capsys):
+    assert "--output: it is empty" in refusal(capsys, f"--model_dir={recorded}", "--output=")
+
+
+def test_an_output_that_cannot_be_written_is_one_line(recorded, nothing_is_drawn, capsys):
+    (recorded / "file").write_text("")
+    assert main(["report", f"--model_dir={recorded}", f"--output={recorded}/file/x"]) == 1
+    assert capsys.readouterr().err.startswith("switchx report: error: ")
+
+
+PAGE = (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
+
+
+def test_text_has_a_line_a_stage_and_direction(capsys):
+    assert main(["show", "schedule", "--stages=2", "--microbatches=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
+        "tick        0 1 2 3 4",
+        "stage 0   F 0 1 2 . .",
+        "          B . . 0 1 2",
+        "stage 1   F . 0 1 2 .",
+        "          B . 0 1 2 .",
+    ]
+    assert "bubble 25.0%" in lines[-1]
+
+
+def test_json_has_the_bubble_and_its_check(capsys):
+    words = "show schedule --stages=4 --microbatches=8 --schedule=interleaved --chunks=2 --json"
+    assert main(words.split()) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["command"] == "show schedule"
+    assert found["results"][0]["bubble"] == pytest.approx(3 / 19)
+    assert [check["holds"] for check in found["checks"]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--stages=4 --microbatches=6 --schedule=interleaved --chunks=2", "use 4 or 8 microb"),
+        ("--stages=0 --microbatches=6", "use at least 1"),
+        ("--stages=2 --microbatches=2 --output=a.jpeg", "ends in .png, .svg, .pdf"),
+        ("--stages=2 --microbatches=2 --output=no/where/a.png", "there is no folder"),
+    ],
+)
+def test_wrong_options_are_refused(options, words, capsys, in_a_folder):
+    assert main(["show", "schedule", *options.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_commands_of_the_page_run(capsys, in_a_folder):
+    """Those that draw run; those that train are understood, and describe pipelines."""
+    drawn, trained = 0, 0
+    for command in COMMANDS:
+        words = shlex.split(command)
+        words = words[words.index("switchx") + 1 :]
+        if words[0] == "show":
+            assert main(words) == 0, command
+            drawn += 1
+        else:
+            job = parse_job(_parse(_parser(), words))
+            assert job.mesh.pipe > 1 or "data_expert" in command
+            trained += 1
+    assert capsys.readouterr().out and (in_a_folder / "1f1b.png").is_file()
+    assert drawn >= 3 and trained >= 3

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request queue, the worker whose answers are the model's own, and who is admitted."""
+
+import asyncio
+import dataclasses
+import queue
+import threading
+import time
+
+import jax
+import pytest
+
+from switchx.api import Model
+from switchx.data.text_format import TextFormat
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import init_params
+from switchx.serving.limits import Limits
+from switchx.serving.requests import DecodingConfig, GenerateRequest, Refusal, read_request
+from switchx.serving.scheduler import (
+    Answer,
+    Failure,
+    Group,
+    NewTokens,
+    QueuedInput,
+    RequestQueue,
+    Service,
+)
+from tests.serving import served
+
+
+def waiting(name: int, prompt_length=16) -> QueuedInput:
+    group = Group(prompt_length, 16, 1, False)
+    return QueuedInput([5], DecodingConfig(4), name, group, deliver=lambda event: None)
+
+
+def numbers(batch):
+    return [each.number for each in batch]
+
+
+def test_groups_are_of_sizes_and_kinds():
+    limits = Limits(max_new_tokens=100)
+
+    def group(prompt=20, **settings):
+        settings = DecodingConfig(**({"max_new_tokens": 5} | settings))
+        return Group.of([5] * prompt, settings, limits)
+
+    assert group() == group(prompt=30, max_new_tokens=16, length_penalty=2.0)
+    assert group(temperature=0.5, seed=1) == group(temperature=2.0, top_k=4)
+    kinds = [group(), group(9), group(max_new_tokens=20), group(beam_size=2),
+             group(temperature=1.0)]  # fmt: skip
+    assert len(set(kinds)) == 5
+
+
+def queue_of(size: int, batch_size: int, batch_wait_ms: float = 0.0) -> RequestQueue:
+    limits = Limits(
+        max_waiting=size, max_inputs=1, batch_size=batch_size, batch_wait_ms=batch_wait_ms
+    )
+    return RequestQueue(limits)
+
+
+def test_all_or_none_are_taken_in():
+    queued = queue_of(3, 8)
+    assert queued.put([waiting(0), waiting(1)])
+    assert not queued.put([waiting(2), waiting(3)]) and len(queued) == 2
+    assert queued.put([waiting(4)]) and len(queued) == 3
+    queued.close()
+    assert not queued.put([])
+
+
+def test_the_oldest_group_is_next_in_order():
+    queued = queue_of(99, 3)
+    queued.put([waiting(0, 16), waiting(1, 32), waiting(2, 16), waiting(3, 16), waiting(4, 16)])
+    assert numbers(queued.take()) == [0, 2, 3]
+    assert numbers(queued.take()) == [1]
+    assert numbers(queued.take()) == [4]
+
+
+def test_an_input_waits_for_others_but_not_for_ever():
+    queued = queue_of(99, 2, batch_wait_ms=200)
+    queued.put([waiting(0)])
+    timer = threading.Timer(0.02, lambda: queued.put([waiting(1)]))
+    timer.start()
+    start_s = time.monotonic()
+    assert numbers(queued.take()) == [0, 1] and time.monotonic() - start_s < 0.2
+    queued.put([waiting(2)])
+    assert numbers(queued.take()) == [2] and time.monotonic() - start_s > 0.2
+
+
+def test_abandoned_inputs_leave_the_queue():
+    queued = queue_of(2, 8)
+    gone = waiting(0)
+    queued.put([gone, waiting(1)])
+    queued.abandon([gone])
+    assert gone.is_abandoned and len(queued) == 1
+    assert queued.put([waiting(2)]) and numbers(queued.take()) == [1, 2]
+
+
+def test_a_closed_queue_lets_its_worker_end():
+    queued, taken = queue_of(9, 8), []
+    thread = threading.Thread(target=lambda: taken.append(queued.take()))
+    thread.start()
+    queued.close()
+    thread.join(5)
+    assert taken == [[]]
+
+
+WAIT_S = 60
+
+
+def ask(service, prompts, settings=None, *, is_streaming=False):
+    """Inputs that are put into the queue at once, and the queue of their events."""
+    events, settings = queue.Queue(), settings or [DecodingConfig(8)] * len(prompts)
+    inputs = [
+        QueuedInput(
+            prompt, own, number, Group.of(prompt, own, service.limits), events.put, is_streaming
+        )
+        for number, (prompt, own) in enumerate(zip(prompts, settings, strict=True))
+    ]
+    assert service._queue.put(inputs)
+    return inputs, events
+
+
+def answers(events, count):
+    found = {}
+    while len(found) < count:
+        event = events.get(timeout=WAIT_S)
+        assert not isinstance(event, Failure)
+        if isinstance(event, Answer):
+            assert event.number not in found
+            found[event.number] = event.hypothesis
+    return [found[number] for number in sorted(found)]
+
+
+def same(got, want):
+    assert (got.tokens, got.is_finished) == (want.tokens, want.is_finished)
+    assert got.score == pytest.approx(want.score, rel=1e-4)
+
+
+def test_different_settings_in_one_batch_are_each_ones_own(service):
+    """Samples of other seeds and temperatures in one program, as if each were alone."""
+    prompt = service.model.prompts(["gate"])[0]
+    settings = [
+        DecodingConfig(8, temperature=0.7, seed=3, top_k=9, length_penalty=0.0),
+        DecodingConfig(5, temperature=1.3, seed=3, top_p=0.8),
+    ]
+    _, events = ask(service, [prompt] * 2, settings)
+    for number, got in enumerate(answers(events, 2)):
+        generator = service.model.generator(**dataclasses.asdict(settings[number]))
+        ((_, (want, *_)),) = generator([prompt], first_number=number)
+        same(got, want)
+
+
+def test_streams_grow_to_their_answers(service):
+    prompts = service.model.prompts(served.TEXTS[:2])
+    _, events = ask(service, prompts, is_streaming=True)
+    so_far = {0: [], 1: []}
+    left = {0, 1}
+    while left:
+        event = events.get(timeout=WAIT_S)
+        tokens = event.tokens if isinstance(event, NewTokens) else event.hypothesis.tokens
+        assert tokens[: len(so_far[event.number])] == so_far[event.number]
+        so_far[event.number] = tokens
+        left -= {event.number} if isinstance(event, Answer) else set()
+    assert all(so_far.values())
+
+
+def test_abandoned_inputs_are_not_answered(service):
+    prompts = service.model.prompts(served.TEXTS[:3])
+    inputs, events = ask(service, prompts)
+    service._queue.abandon(inputs[1:])
+    inputs_of_others, others = ask(service, prompts)
+    answers(others, 3)
+    assert not inputs_of_others[0].is_abandoned
+    # It may have been decoded already; the first is there in any case.
+    assert 0 in {events.get(timeout=1).number for _ in range(events.qsize())}
+
+
+def test_a_batch_that_fails_fails_alone(service, monkeypatch, caplog):
+    def fail(*arguments, **keywords):
+        raise RuntimeError("out of memory, say")
+
+    prompts = service.model.prompts(served.TEXTS[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr("switchx.serving.scheduler.RunningBatch", fail)
+        _, events = ask(service, prompts)
+        failures = [events.get(timeout=WAIT_S) for _ in prompts]
+    assert failures == [Failure(0), Failure(1)]
+    assert "out of memory, say" in caplog.text
+    _, events = ask(service, prompts)
+    assert len(answers(events, 2)) == 2
+    assert service.worker.is_ready and service.worker.error is None
+
+
+def test_a_decoder_only_model_with_few_positions():
+    """The program has space for more than there are positions; a request may not."""
+    switch = SwitchConfig(2, every=1)
+    config = ModelConfig(
+        "decoder_only", 384, 8, 8, 1, 8, 1, switch=switch, positions="learned", max_length=12
+    )
+    params = init_params(config, jax.random.key(1))
+    format_ = TextFormat(False, True, False)
+    model = Model(config, params, ByteVocabulary(), 0, format_, "")
+    limits = dataclasses.replace(served.LIMITS, max_new_tokens=16, warm_up_tokens=0)
+    service = served.start(limits, model)
+    prompts = model.prompts(["ab", "c"])
+    assert prompts[1] == [0, *model.vocabulary.encode("c")]
+    _, events = ask(service, prompts, [DecodingConfig(9)] * 2)
+    want = model.generate(["ab", "c"], max_length=9)
+    got = [model.vocabulary.decode(each.tokens) for each in answers(events, 2)]
+    service.close()
+    assert got == want
+    with pytest.raises(Refusal, match="needs 13 positions, the model has 12"):
+        read_request(b'{"inputs": "ab", "max_new_tokens": 10}', model, limits)
+
+
+def request_of(texts, is_streaming=False):
+    return GenerateRequest(served.model().prompts(texts), DecodingConfig(8), is_streaming)
+
+
+def refusal(raising) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        raising()
+    return caught.value
+
+
+def admit(service):
+    with service.admitted():
+        pass
+
+
+async def all_events(service, request):
+    async with service.events(request) as events:
+        return [event async for event in events]
+
+
+def test_each_input_is_answered_once(service):
+    found = asyncio.run(all_events(service, request_of(served.TEXTS)))
+    answers = {event.number: event.hypothesis for event in found if isinstance(event, Answer)}
+    assert len(answers) == sum(isinstance(event, Answer) for event in found) == 8
+    for number, text in enumerate(served.TEXTS):
+        assert served.model().vocabulary.decode(answers[number].tokens) == (
+            served.said()[text].output
+        )
+
+
+def test_an_answer_stands_though_its_batch_fails_later(service, limited, monkeypatch):
+    """Of two inputs in two batches; the first one's batch fails once it is answered."""
+    deliver = type(service.worker)._deliver_answer
+
+    def deliver_and_fail(worker, each, best):
+        deliver(worker, each, best)
+        if each.number == 0:
+            raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(type(service.worker), "_deliver_answer", deliver_and_fail)
+    limited(batch_size=1)
+    found = asyncio.run(all_events(service, request_of(served.TEXTS[:2])))
+    assert [event.number for event in found if isinstance(event, Answer)] == [0, 1]
+
+
+def test_a_full_queue_refuses_whole_requests(service, limited):
+    limited(max_waiting=2)
+    many = refusal(lambda: asyncio.run(all_events(service, request_of(served.TEXTS[:3]))))
+    assert many.status == 429 and many.retry_after_s >= 1
+    assert "of 2 inputs, and 3 more do not fit" in many.message
+    assert len(asyncio.run(all_events(service, request_of(served.TEXTS[:2])))) >= 2
+
+
+def test_clients_that_disconnect_are_counted_and_not_waited_for(service):
+    async def leave():
+        async with service.events(request_of(served.TEXTS)):
+            pass
+
+    before = service.metrics.abandoned._value.get()
+    asyncio.run(leave())
+    assert len(service._queue) == 0
+    assert service.metrics.abandoned._value.get() == before + 8
+
+
+def test_no_request_is_admitted_when_it_stops_or_has_not_begun(service, monkeypatch):
+    admit(service)
+    assert service.is_ready and service.num_open == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "is_draining", True)
+        assert "is stopping" in refusal(lambda: admit(service)).message
+        assert not service.is_ready
+    with monkeypatch.context() as patch:
+        patch.setattr(service.worker, "is_ready", False)
+        early = refusal(lambda: admit(service))
+        assert early.status == 503 and "compiling" in early.message and early.retry_after_s
+        patch.setattr(service.worker, "error", MemoryError())
+        assert "not running any more" in refusal(lambda: admit(service)).message
+
+
+def test_a_model_that_cannot_generate_is_refused_at_once():
+    model = served.model()
+    switch = dataclasses.replace(model.config.switch, sublayers="attention")
+    config = dataclasses.replace(model.config, switch=switch)
+    with pytest.raises(ValueError, match="experts in self-attention have no cache"):
+        Service(dataclasses.replace(model, config=config), served.LIMITS)
