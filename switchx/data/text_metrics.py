@@ -97,7 +97,8 @@ class ChrF:
 class Rouge:
     """Mean F-measures of rouge-score (Lin 2004), in percent.
 
-    ROUGE-Lsum takes a line for a sentence, so a summary has a sentence a line.
+    For ROUGE-Lsum a sentence ends at a newline, and at ` . ` as in T5's metric (texts that
+    were tokenized, such as CNN/Daily Mail). T5 reports a bootstrap's median of the mean.
 
     Attributes:
         types: of rouge-score; those of T5 by default.
@@ -118,9 +119,12 @@ class Rouge:
         from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer(list(self.types), use_stemmer=self.use_stemmer)
-        scores = [scorer.score(*pair) for pair in zip(targets, predictions, strict=True)]
-        version = importlib.metadata.version("rouge-score")
-        signature = f"rouge-score|stemmer:{'yes' if self.use_stemmer else 'no'}|v:{version}"
+        scores = [
+            scorer.score(*map(_sentence_lines, pair))
+            for pair in zip(targets, predictions, strict=True)
+        ]
+        stemmer, version = self.use_stemmer, importlib.metadata.version("rouge-score")
+        signature = f"rouge-score|stemmer:{'yes' if stemmer else 'no'}|v:{version}"
         return [
             MetricResult(name, _percent([score[name].fmeasure for score in scores]), signature)
             for name in self.types
@@ -164,6 +168,11 @@ def normalized_answer(text: str) -> str:
     """An answer as SQuAD compares it."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _sentence_lines(text: str) -> str:
+    """A line a sentence: rouge-score splits at newlines alone."""
+    return " .\n".join(text.split(" . "))
 
 
 def _token_f1(prediction: str, target: str) -> float:
