@@ -9,7 +9,7 @@ Load, drops, entropy and gate of every Switch layer over training, from `metrics
 
 The first axis of what is read counts the logged steps. Dims: N E
 
-How alike layers route, and how alike the tokens of experts are.
+How alike layers route.
 
 Dims: N T S E
 """
@@ -331,20 +331,6 @@ def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
             np.add.at(counts_EE, (first_NT[a][is_both_T], first_NT[b][is_both_T]), 1)
             similarity_NN[a, b] = _normalised_information(counts_EE)
     return similarity_NN
-
-
-def expert_similarity(
-    expert_TS: np.ndarray, token_T: np.ndarray, num_experts: int
-) -> np.ndarray:
-    """Cosine of how often each token id goes to two experts of a layer, `[E, E]`.
-
-    0 where they share no token id, and for an expert without tokens.
-    """
-    ids, class_T = np.unique(token_T, return_inverse=True)
-    counts = class_counts(expert_TS, class_T, num_experts, len(ids)).astype(np.float64)
-    norm_E = np.linalg.norm(counts, axis=1)
-    counts /= np.maximum(norm_E, 1e-12)[:, None]
-    return counts @ counts.T
 
 
 def _normalised_information(counts: np.ndarray) -> float:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Likeness of layers and experts: what is known in closed form, and loops."""
+"""Likeness of layers: what is known in closed form."""
 
 import math
 
 import numpy as np
 
-from switchx.analysis.routing import expert_similarity, layer_similarity
+from switchx.analysis.routing import layer_similarity
 
 E = 4
 
@@ -36,25 +36,3 @@ def test_tokens_without_an_expert_and_further_choices_do_not_count():
 def test_a_layer_with_one_expert_tells_nothing():
     got = layer_similarity(np.stack([np.zeros(6, int), np.arange(6) % E])[..., None], E)
     np.testing.assert_allclose(got, [[0, 0], [0, 1]])
-
-
-def test_expert_similarity_equals_cosines_in_a_loop():
-    rng = np.random.default_rng(0)
-    token_T, expert_TS = rng.integers(0, 6, 50), rng.integers(0, E, (50, 2))
-    expert_TS[expert_TS == 3] = E  # expert 3 gets nothing
-    counts = np.zeros((E, 6))
-    for t, experts in enumerate(expert_TS):
-        for e in experts:
-            if e < E:
-                counts[e, token_T[t]] += 1
-    got = expert_similarity(expert_TS, token_T, E)
-    for a in range(3):
-        for b in range(3):
-            norm = math.sqrt(sum(counts[a] ** 2) * sum(counts[b] ** 2))
-            assert math.isclose(got[a, b], sum(counts[a] * counts[b]) / norm)
-    assert not got[3].any() and not got[:, 3].any()
-
-
-def test_experts_of_other_tokens_are_unlike():
-    token_T, expert_TS = np.array([5, 5, 6, 7]), np.array([0, 0, 1, 2])[:, None]
-    np.testing.assert_allclose(expert_similarity(expert_TS, token_T, 3), np.eye(3))
