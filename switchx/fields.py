@@ -96,7 +96,7 @@ def describe(value, where: str = "the configuration") -> Any:
             field.name: describe(getattr(value, field.name), f"{where}.{field.name}")
             for field in dataclasses.fields(value)
         }
-        return {"type": type_name(type(value))} | described
+        return {"type": _importable(type(value), type_name(type(value)), where)} | described
     if isinstance(value, dict):
         return {str(name): describe(item, f"{where}.{name}") for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -106,7 +106,12 @@ def describe(value, where: str = "the configuration") -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    if not callable(value) or "<" in name or name.startswith((".", "__main__.")):
+    return _importable(value, name if callable(value) else "", where)
+
+
+def _importable(value, name: str, where: str) -> str:
+    """`name`, by which a class or a function can be imported again; checks that it can be."""
+    if not name or "<" in name or name.startswith((".", "__main__.")):
         raise ValueError(
             f"{where}={value!r} cannot be written into a run folder and read again; use a "
             "frozen dataclass or a function that a module defines by name"

@@ -2,21 +2,24 @@
 """Vocabularies: text to token ids and back, with T5's special ids and sentinels.
 
 Pad is 0, the end of a sequence 1, the unknown token 2. Sentinel i stands for the i-th span
-that span corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4).
-
-A vocabulary for models that came without one: texts are token ids in decimal, `12 5 7`.
+that span corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4). There are
+SentencePiece models, bytes, and plain token ids for a model that came without a vocabulary.
 """
 
+import abc
 import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import sentencepiece
+
+from switchx.fields import describe, require, require_at_least
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 # How an unknown token reads, as SentencePiece shows it.
@@ -28,6 +31,7 @@ _LAST_BYTE_ID = 258
 _NUM_BYTES_NOT_IN_UTF8 = 11
 # SentencePiece's sign for a space, U+2581.
 _SPACE = "\u2581"
+_NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,45 +47,70 @@ class Piece:
     kind: Literal["text", "byte", "control"]
 
 
-class Vocabulary(Protocol):
-    """What features are made with; can be pickled for Grain's workers."""
+_CONTROLS = {PAD_ID: Piece("<pad>", "control"), EOS_ID: Piece("</s>", "control")}
 
-    pad_id: ClassVar[int]
-    eos_id: ClassVar[int]
-    unk_id: ClassVar[int]
 
-    @property
-    def size(self) -> int:
-        """Rows that an embedding needs: one more than the largest id, padding included."""
+class Vocabulary(abc.ABC):
+    """The base of all vocabularies, a user's own ones too: frozen dataclasses.
 
-    @property
-    def num_sentinels(self) -> int: ...
+    Grain's worker processes receive them by pickle.
 
-    def sentinel_id(self, index: int) -> int:
-        """Id of sentinel `index`, from 0.
+    Attributes:
+        size: rows that an embedding needs: one more than the largest id, padding included.
+        num_sentinels: how many sentinels there are.
+    """
 
-        Raises:
-            ValueError: there are not that many.
-        """
+    pad_id: ClassVar[int] = PAD_ID
+    eos_id: ClassVar[int] = EOS_ID
+    unk_id: ClassVar[int] = UNK_ID
 
+    size: int
+    num_sentinels: int
+
+    @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids without eos; no text becomes a special id or a sentinel."""
 
-    def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
-
+    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of all ids, of those after an eos too.
 
         Pad and eos give nothing, sentinels `<extra_id_0>`, unknown and unused ids ` ⁇ `.
         """
 
+    def sentinel_id(self, index: int) -> int:
+        """Id of sentinel `index`, from 0; a vocabulary that has sentinels defines it.
+
+        Raises:
+            ValueError: there are not that many (`require_sentinel`).
+        """
+        self.require_sentinel(index)
+        raise NotImplementedError(f"{type(self).__name__}.sentinel_id")
+
+    def piece(self, token_id: int) -> Piece:
+        """What a token id below `size` stands for."""
+        is_text = token_id not in (PAD_ID, EOS_ID)
+        return Piece(self.decode([token_id]), "text") if is_text else _CONTROLS[token_id]
+
     def fingerprint(self) -> str:
-        """Hex; equal for two vocabularies exactly if they give the same ids."""
+        """Hex; equal for two vocabularies exactly if they give the same ids.
+
+        By default a hash of the class' name and of all fields.
+        """
+        description = json.dumps(describe(self, "vocabulary"), sort_keys=True)
+        return hashlib.sha256(description.encode()).hexdigest()
+
+    def require_sentinel(self, index: int) -> None:
+        """Raises ValueError unless there is a sentinel `index`."""
+        if not 0 <= index < self.num_sentinels:
+            raise ValueError(
+                f"sentinel {index} of {self.num_sentinels}; raise num_sentinels, or mask fewer "
+                "spans: a lower noise density, longer spans or a shorter input"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
-class SentencePieceVocabulary:
+class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model (Kudo and Richardson 2018, arXiv:1808.06226) and sentinels.
 
     Sentinels follow the model's pieces as T5's do, the first one last: with T5's 32,000
@@ -95,21 +124,13 @@ class SentencePieceVocabulary:
             32,128 rows, 32,100 rounded up to a multiple of 128.
     """
 
-    pad_id: ClassVar[int] = PAD_ID
-    eos_id: ClassVar[int] = EOS_ID
-    unk_id: ClassVar[int] = UNK_ID
-
     path: str
     num_sentinels: int = 100
     pad_to_multiple_of: int = 1
 
     def __post_init__(self):
-        if self.num_sentinels < 0:
-            raise ValueError(f"num_sentinels={self.num_sentinels}; use 0 or more, T5 has 100")
-        if self.pad_to_multiple_of < 1:
-            raise ValueError(
-                f"pad_to_multiple_of={self.pad_to_multiple_of}; use 1 for none, or such as 128"
-            )
+        require_at_least(self, 0, "num_sentinels")
+        require_at_least(self, 1, "pad_to_multiple_of")
 
     @property
     def num_pieces(self) -> int:
@@ -122,7 +143,7 @@ class SentencePieceVocabulary:
         return -(-num_used // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def sentinel_id(self, index: int) -> int:
-        require_sentinel(index, self.num_sentinels)
+        self.require_sentinel(index)
         if self._own_sentinels:
             return self._own_sentinels[index]
         return self.num_pieces + self.num_sentinels - 1 - index
@@ -131,7 +152,6 @@ class SentencePieceVocabulary:
         return self._processor.encode(text)
 
     def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
         if not self._is_plain_piece(token_id):
             sentinels = {self.sentinel_id(i): i for i in range(self.num_sentinels)}
             return Piece(_sentinel_text(sentinels.get(token_id)), "control")
@@ -200,7 +220,7 @@ class SentencePieceVocabulary:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByteVocabulary:
+class ByteVocabulary(Vocabulary):
     """UTF-8 bytes as ByT5 numbers them (Xue et al. 2022, arXiv:2105.13626, section 3.1).
 
     Byte b is id b + 3. Sentinels reuse the last byte ids, 258 downwards, and the ids 259 to
@@ -209,38 +229,33 @@ class ByteVocabulary:
     as such, which is ByT5's choice.
     """
 
-    pad_id: ClassVar[int] = PAD_ID
-    eos_id: ClassVar[int] = EOS_ID
-    unk_id: ClassVar[int] = UNK_ID
-
     num_sentinels: int = 100
 
     def __post_init__(self):
-        if not 0 <= self.num_sentinels <= 256:
-            raise ValueError(
-                f"ByteVocabulary.num_sentinels={self.num_sentinels}; use 0 to 256, ByT5 has 100"
-            )
+        require(
+            0 <= self.num_sentinels <= 256,
+            f"ByteVocabulary.num_sentinels={self.num_sentinels}; use 0 to 256, ByT5 has 100",
+        )
 
     @property
     def size(self) -> int:
         return 384
 
     def sentinel_id(self, index: int) -> int:
-        require_sentinel(index, self.num_sentinels)
+        self.require_sentinel(index)
         return _LAST_BYTE_ID - index
 
     def encode(self, text: str) -> list[int]:
         return [byte + _FIRST_BYTE_ID for byte in text.encode()]
 
     def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
-        if token_id in (PAD_ID, EOS_ID):
-            return Piece("<pad>" if token_id == PAD_ID else "</s>", "control")
+        if token_id in _CONTROLS:
+            return _CONTROLS[token_id]
         byte = self._bytes_of(token_id)
         return _byte_piece(byte[0]) if len(byte) == 1 else Piece(byte.decode(), "control")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """As the protocol says; bytes that are not UTF-8 give U+FFFD."""
+        """As the base says; bytes that are not UTF-8 give U+FFFD."""
         return b"".join(map(self._bytes_of, ids)).decode(errors="replace")
 
     def fingerprint(self) -> str:
@@ -257,45 +272,16 @@ class ByteVocabulary:
         return bytes([token_id - _FIRST_BYTE_ID])
 
 
-def require_sentinel(index: int, num_sentinels: int) -> None:
-    """Raises ValueError unless there is a sentinel `index`."""
-    if not 0 <= index < num_sentinels:
-        raise ValueError(
-            f"sentinel {index} of {num_sentinels}; raise num_sentinels, or mask fewer spans: a "
-            "lower noise density, longer spans or a shorter input"
-        )
-
-
-def _byte_piece(byte: int) -> Piece:
-    return Piece(chr(byte), "text") if byte < 0x80 else Piece(f"0x{byte:02X}", "byte")
-
-
-def _sentinel_text(index: int | None) -> str:
-    return UNKNOWN if index is None else f"<extra_id_{index}>"
-
-
-_NUMBER = re.compile(r"[0-9]{1,10}")
-
-
 @dataclasses.dataclass(frozen=True)
-class TokenIdVocabulary:
+class TokenIdVocabulary(Vocabulary):
     """Ids 0 to `size` - 1, each written as its number; pad and eos are T5's 0 and 1."""
 
-    pad_id: ClassVar[int] = PAD_ID
-    eos_id: ClassVar[int] = EOS_ID
-    unk_id: ClassVar[int] = UNK_ID
     num_sentinels: ClassVar[int] = 0
 
     size: int
 
     def __post_init__(self):
-        if self.size < 1:
-            raise ValueError(f"TokenIdVocabulary.size={self.size}; use at least 1")
-
-    def sentinel_id(self, index: int) -> int:
-        """Refuses: there are none."""
-        require_sentinel(index, self.num_sentinels)
-        return self.unk_id
+        require_at_least(self, 1, "size")
 
     def encode(self, text: str) -> list[int]:
         """The numbers in a text.
@@ -314,7 +300,6 @@ class TokenIdVocabulary:
         return [int(word) for word in words]
 
     def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
         is_text = token_id not in (PAD_ID, EOS_ID)
         return Piece(f"{token_id} ", "text") if is_text else Piece(str(token_id), "control")
 
@@ -324,3 +309,11 @@ class TokenIdVocabulary:
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"token ids {self.size}".encode()).hexdigest()
+
+
+def _byte_piece(byte: int) -> Piece:
+    return Piece(chr(byte), "text") if byte < 0x80 else Piece(f"0x{byte:02X}", "byte")
+
+
+def _sentinel_text(index: int | None) -> str:
+    return UNKNOWN if index is None else f"<extra_id_{index}>"

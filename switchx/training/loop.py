@@ -78,12 +78,14 @@ def train(
         SaveError: a checkpoint could not be written; earlier ones are intact.
         TrainingStopped: too many steps in a row were not finite; the state is saved.
     """
-    job.check_vocabulary()
+    if not _is_begun(run):
+        job.check_vocabulary()
     run.create()
     require_shared(run)
     is_first = jax.process_index() == 0  # of several processes, one holds the folder
     with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
-        _check_folder(run, job)  # before anything in it is touched
+        if _is_begun(run):  # before anything in it is touched
+            job = check_same_run(run, job)
         program = TrainingProgram(job)
         with program.scope(), Checkpointer(run, job.retention) as checkpointer:
             step = checkpointer.latest_complete_step()
@@ -119,16 +121,20 @@ def _open_loader(job: TrainingJob, shard: Shard) -> TrainLoader:
     )
 
 
-def _check_folder(run: RunFolder, job: TrainingJob) -> None:
-    """Checks that what is saved in the folder is this job's, if anything is."""
+def _is_begun(run: RunFolder) -> bool:
+    """Whether the folder has a checkpoint; an attempt that ended before may be set right.
+
+    Raises:
+        ValueError: there are checkpoints and no config.json.
+    """
     if not (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
-        return  # nothing is lost: an attempt that ended before it saved may be set right
+        return False
     if not run.config.exists():
         raise ValueError(
             f"model_dir={str(run.path)!r} has checkpoints but no config.json; restore it, or "
             "give another model_dir"
         )
-    check_same_run(run, job)
+    return True
 
 
 def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tree | None:

@@ -90,8 +90,8 @@ def test_other_model_is_refused(run):
 def test_hostile_descriptions(run, values):
     change(run, **values)
     with refused(
-        f"{run}/vocabulary.json does not describe a vocabulary: expected kind sentencepiece, "
-        f"bytes or token_ids, fingerprint and whole numbers, got {{<any>}}; restore the file"
+        f"{run}/vocabulary.json does not describe a vocabulary: expected the kind "
+        "sentencepiece, bytes, token_ids <any>, got {<any>}; restore the file"
     ):
         load_vocabulary(run)
 

@@ -23,6 +23,7 @@ from switchx.data.corpora.corpus import (
     require_split,
 )
 from switchx.data.corpora.text_files import read_lines
+from switchx.fields import at_resume
 
 ADDRESS = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
 LANGUAGES = ("cs", "de", "en", "fr")
@@ -56,7 +57,7 @@ class Multi30k:
 
     source: str = "en"
     target: str = "de"
-    address: str = ADDRESS
+    address: str = at_resume(ADDRESS)
 
     def __post_init__(self):
         for name in ("source", "target"):

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
+from switchx.fields import at_resume
 
 _PLAIN = (".txt", ".txt.gz")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
@@ -33,12 +34,13 @@ class TextFiles:
     same side; neither side is ever empty.
 
     Attributes:
-        path: file or folder, or several; folders are searched to the bottom.
+        path: file or folder, or several; folders are searched to the bottom. A run goes on
+            where they were moved to: the documents' fingerprint decides.
         validation_fraction: of the documents.
         max_characters: of a document cut from a `.txt` file.
     """
 
-    path: str | Sequence[str]
+    path: str | Sequence[str] = at_resume()
     validation_fraction: float = 0.05
     max_characters: int = 8000
 
