@@ -16,7 +16,7 @@ where a window of rows began, which is all the state that packing needs.
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,10 +25,15 @@ Batch = dict[str, np.ndarray]
 
 
 class Example(NamedTuple):
-    """Token ids of one example; `inputs` is empty for a causal language model."""
+    """Token ids of one example; `inputs` is empty for a causal language model.
+
+    Attributes:
+        is_prefix_bidirectional: in a decoder-only row, its inputs see all of its inputs.
+    """
 
     inputs: np.ndarray
     targets: np.ndarray
+    is_prefix_bidirectional: bool = True
 
 
 Rows = Sequence[Sequence[Example]]
@@ -55,9 +60,9 @@ class EncoderDecoderFeatures:
 
     def truncate(self, example: Example, eos_id: int) -> Example:
         """Cuts each side at its end to what a row holds, the last token becoming EOS."""
-        return Example(
-            _cut(example.inputs, self.inputs_length, eos_id),
-            _cut(example.targets, self.targets_length, eos_id),
+        return example._replace(
+            inputs=_cut(example.inputs, self.inputs_length, eos_id),
+            targets=_cut(example.targets, self.targets_length, eos_id),
         )
 
     def batch(self, rows: Rows) -> Batch:
@@ -103,7 +108,8 @@ class DecoderOnlyFeatures:
         """
         num_kept_inputs = min(len(example.inputs), 1)
         targets = _cut(example.targets, self.length - num_kept_inputs, eos_id)
-        return Example(_cut(example.inputs, self.length - len(targets), eos_id), targets)
+        inputs = _cut(example.inputs, self.length - len(targets), eos_id)
+        return example._replace(inputs=inputs, targets=targets)
 
     def batch(self, rows: Rows) -> Batch:
         """Lays out rows of examples that fit, in order; an empty row is all padding.
@@ -111,19 +117,22 @@ class DecoderOnlyFeatures:
         Returns:
             [B, length] each: the `decoder_` features of an encoder-decoder, where only
             targets have loss weight, and `decoder_prefix_mask`, 1 where the token read is
-            part of the inputs (or the 0 that stands before them), else 0.
+            part of bidirectional inputs (or the 0 that stands before them), else 0.
         """
-        both = [[np.concatenate(example) for example in row] for row in rows]
-        batch = _decoder_features(both, self.length)
-        # The number of input tokens of the segment that a position belongs to.
-        prefix = [[np.full(sum(self.size(e)), len(e.inputs)) for e in row] for row in rows]
-        prefix_BL, _, _ = _lay_out(prefix, self.length)
+        batch = _decoder_features([[_joined(e) for e in row] for row in rows], self.length)
         positions_BL = batch["decoder_positions"]
-        batch["decoder_loss_weights"] *= positions_BL >= prefix_BL
-        # Tokens read are shifted right: the last input stands at position `prefix`.
-        is_prefix_BL = (prefix_BL > 0) & (positions_BL <= prefix_BL)
-        batch["decoder_prefix_mask"] = is_prefix_BL.astype(np.int32)
+        num_inputs_BL = self._per_token(rows, lambda example: len(example.inputs))
+        batch["decoder_loss_weights"] *= positions_BL >= num_inputs_BL
+        # Tokens read are shifted right: the last input stands at position `num_inputs`.
+        is_seen_BL = (num_inputs_BL > 0) & (positions_BL <= num_inputs_BL)
+        is_seen_BL &= self._per_token(rows, lambda example: example.is_prefix_bidirectional) > 0
+        batch["decoder_prefix_mask"] = is_seen_BL.astype(np.int32)
         return batch
+
+    def _per_token(self, rows: Rows, of: Callable[[Example], int]) -> np.ndarray:
+        """A number of each example at all of its positions, [B, length]."""
+        numbers = [[np.full(sum(self.size(each)), of(each)) for each in row] for row in rows]
+        return _lay_out(numbers, self.length)[0]
 
 
 Features = EncoderDecoderFeatures | DecoderOnlyFeatures
@@ -165,6 +174,10 @@ def _lay_out(rows: Sequence[Sequence[np.ndarray]], length: int):
             positions_BL[b, start:end] = np.arange(len(tokens))
             start = end
     return tokens_BL, segments_BL, positions_BL
+
+
+def _joined(example: Example) -> np.ndarray:
+    return np.concatenate([example.inputs, example.targets])
 
 
 def _cut(tokens_L: np.ndarray, length: int, eos_id: int) -> np.ndarray:

@@ -290,7 +290,9 @@ class ExampleStream:
         rng = self._plan.generator(DRAW, self._row, int(self._fields["drawn"]))
         self._fields["drawn"] += 1
         task = int(np.searchsorted(self._thresholds, rng.random(), side="right"))
-        return self._readers[task].read(self._fields["tasks"][task], rng)
+        example = self._readers[task].read(self._fields["tasks"][task], rng)
+        choice = self._plan.tasks[task].task.objective.is_prefix_bidirectional
+        return example and example._replace(is_prefix_bidirectional=choice)
 
 
 class RowStream:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from switchx.data.corpora.corpus import Corpus, CorpusSource
 from switchx.data.features import Features
-from switchx.data.objectives import InputsToTargets, Objective
+from switchx.data.objectives import Objective, TextObjective
 from switchx.data.text_metrics import TextMetric
 from switchx.data.tokenizers import Vocabulary
 from switchx.fields import at_resume, check_choices
@@ -18,7 +18,7 @@ class Task:
 
     Attributes:
         name: stands in metrics and in the loader's state.
-        too_long: what becomes of an example of `InputsToTargets` that no row holds:
+        too_long: what becomes of an example of a `RecordObjective` that no row holds:
             `drop` and `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X
             truncates and does not say so.) Text is cut into chunks that fit.
         train_split, evaluation_split: the corpus' names for what is trained and evaluated
@@ -37,7 +37,7 @@ class Task:
 
     def __post_init__(self):
         check_choices(self)
-        if self.metrics and not isinstance(self.objective, InputsToTargets):
+        if self.metrics and not self.objective.has_texts:
             raise ValueError(
                 f"task {self.name!r}: metrics compare texts with targets, and the objective "
                 f"{type(self.objective).__name__} has no texts for targets; use "
@@ -50,7 +50,7 @@ class OpenTask:
     """A task with one split of its corpus at hand.
 
     Attributes:
-        chunk_length: tokens of raw text an example is made of; None for `InputsToTargets`.
+        chunk_length: tokens of raw text an example is made of; None for a `RecordObjective`.
     """
 
     task: Task
@@ -75,7 +75,7 @@ def open_task(task: Task, split: str, data_dir: str | None, features: Features) 
         ValueError: the objective does not suit the features or the corpus' records, or
             there are none.
     """
-    is_text = not isinstance(task.objective, InputsToTargets)
+    is_text = isinstance(task.objective, TextObjective)
     chunk_length = task.objective.chunk_length(features) if is_text else None
     records = task.corpus.open(split, data_dir)
     if len(records) == 0:

@@ -19,7 +19,7 @@ from switchx.data.loader import (
     merge_states,
 )
 from switchx.data.mixtures import Mixture
-from switchx.data.objectives import CausalLM, InputsToTargets, SpanCorruption
+from switchx.data.objectives import CausalLM, InputsToTargets, PrefixLM, SpanCorruption
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
 from tests.data.fakes import NumberVocabulary, numbers, pair_corpus, text_corpus
@@ -82,6 +82,21 @@ def test_shapes(load):
             assert array.shape == (4, 16 if name.startswith("encoder") else 8)
             assert type(array) is np.ndarray
             assert array.dtype == (np.float32 if "weights" in name else np.int32)
+
+
+def test_the_task_chooses_whether_its_prefix_is_bidirectional(load):
+    seen = {}
+    for choice in (True, False):
+        objective = PrefixLM(is_prefix_bidirectional=choice)
+        task = Task("text", text_corpus(numbers(100, 50)), VOCABULARY, objective)
+        loader = load(task, BatchConfig(DecoderOnlyFeatures(8), 4))
+        (seen[choice],) = read(loader, 1)
+        # A state from before there was a choice names the objective so.
+        assert loader.state()["pipeline"]["text.objective"] == "PrefixLM()"
+    is_prefix_BL = seen[True].pop("decoder_prefix_mask") > 0
+    assert is_prefix_BL.any(axis=1).all()
+    assert not seen[False].pop("decoder_prefix_mask").any()
+    assert batch_digest(seen[True]) == batch_digest(seen[False])
 
 
 @pytest.mark.parametrize("packed", [True, False])

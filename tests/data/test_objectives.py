@@ -60,7 +60,7 @@ def test_span_corruption_errors():
 def test_prefix_lm_splits_where_both_sides_fit(features, splits):
     seen = set()
     for chunk, example in examples(PrefixLM(), features):
-        np.testing.assert_array_equal(np.concatenate(example), chunk)
+        np.testing.assert_array_equal(np.r_[example.inputs, example.targets], chunk)
         seen.add(len(example.inputs))
     assert seen == set(splits)
 

@@ -57,7 +57,14 @@ def test_a_prefix_ends_anywhere():
 
 @pytest.mark.parametrize(
     ("objective", "is_bidirectional"),
-    [(CausalLM(), False), (PrefixLM(), True), (InputsToTargets(), True)],
+    [
+        (CausalLM(), False),
+        (PrefixLM(), True),
+        (PrefixLM(is_prefix_bidirectional=False), False),
+        (InputsToTargets(), True),
+        (InputsToTargets(is_prefix_bidirectional=False), False),
+        (SpanCorruption(is_prefix_bidirectional=False), False),
+    ],
 )
 def test_prompts_of_decoders_see_what_they_saw_in_training(objective, is_bidirectional):
     found = format_of(objective, is_encoder_decoder=False)
