@@ -359,11 +359,12 @@ def _describe(vocabulary: Vocabulary) -> dict:
     fields = describe(vocabulary, "the vocabulary")
     kind = fields.pop("type")
     description = {"kind": kind, "fingerprint": fingerprint, "fields": fields}
-    again = _from_description(json.loads(json.dumps(description)), Path(DESCRIPTION_FILE))
+    read = _from_description(json.loads(json.dumps(description)), Path(DESCRIPTION_FILE))
+    again = read.fingerprint()
     require(
-        again.fingerprint() == fingerprint,
-        f"the vocabulary {kind} has the fingerprint {fingerprint}, and {again.fingerprint()} "
-        "when it is read again from its fields; let its fields say all that its ids depend on",
+        again == fingerprint,
+        f"the vocabulary {kind} has the fingerprint {fingerprint}, and {again} when it is read "
+        "again from its fields; let its fields say all that its ids depend on",
     )
     return description
 

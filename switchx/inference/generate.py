@@ -13,7 +13,7 @@ from switchx.inference.running_batch import (
     RunningBatch,
 )
 from switchx.inference.separate_experts import separate_experts
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.unroll import unrolled
 
 
@@ -29,6 +29,7 @@ def for_decoding(
     Raises:
         ValueError: the model cannot be decoded step by step.
     """
+    require_our_blocks(config, "decoding")
     config, params = unrolled(config, params)
     switch = config.switch
     if switch is not None and switch.has_attention:

@@ -29,7 +29,7 @@ from switchx.interop.safetensors_folder import (
     write_safetensors,
 )
 from switchx.layers.norm import EPSILON
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig, SwitchConfig, require_our_blocks
 from switchx.models.unroll import unrolled
 from switchx.tree import named_leaves
 
@@ -196,6 +196,7 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ValueError: transformers has no such model; gives all reasons.
     """
+    require_our_blocks(config, "transformers")
     reasons = _reasons(config) + (_sparse_reasons(config) if config.switch else [])
     if reasons:
         raise ValueError(

@@ -26,7 +26,7 @@ from switchx.interop.safetensors_folder import (
     sizes_of,
 )
 from switchx.interop.t5x_folder import T5XFolder
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, require_our_blocks
 
 TABLE = "target/token_embedder/embedding"
 _SCAN_AXIS = 1
@@ -226,6 +226,7 @@ def _one_bias(stack: str, source: T5XFolder) -> np.ndarray:
 
 
 def _require_t5(config: ModelConfig) -> None:
+    require_our_blocks(config, "T5X")
     switch = config.switch
     reasons = {
         "architecture": config.is_encoder_decoder,

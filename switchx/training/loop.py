@@ -275,6 +275,8 @@ class _Loop:
         seconds = self.watch.read()
         flops = train_flops(self.job.model, *self.job.sequence_lengths) * self.job.batch_size
         metrics = self.interval.metrics(seconds, flops)
+        if self.job.model.build is not None:
+            del metrics["model_flops_per_s"]  # counted for our own blocks alone
         metrics["learning_rate"] = float(self.job.schedule(max(self.num_updates - 1, 0)))
         metrics["train_seconds"] = seconds
         if any(self.loader.counts().values()):

@@ -8,6 +8,7 @@ import jax
 
 from switchx import tree
 from switchx.axes import dims_of
+from switchx.models.config import require_our_blocks
 from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import has_letters
@@ -19,6 +20,7 @@ from switchx.training.state import init_state
 
 def workload_of(job: TrainingJob) -> Workload:
     """What one step of `job` has to do, its mesh and dispatcher apart."""
+    require_our_blocks(job.model, "the planner")
     encoder_length, decoder_length = job.sequence_lengths
     switch = job.model.switch
 

@@ -34,7 +34,8 @@ class CorpusSource:
         name: corpus and split, for messages.
         fingerprint: hex, of the examples' content.
         fields: keys of an example: `text`, or `inputs` and `targets`.
-        records: examples with UTF-8 bytes as values, among others those of `fields`.
+        records: examples with texts (or their UTF-8 bytes) as values, among others those of
+            `fields`.
     """
 
     name: str
@@ -53,8 +54,11 @@ class CorpusSource:
         """
         if not 0 <= index < len(self.records):
             raise IndexError(f"{self.name} has {len(self.records)} examples; index={index}")
-        record = self.records[int(index)]
-        return {field: record[field].decode() for field in self.fields}
+        values = {field: self.records[int(index)][field] for field in self.fields}
+        return {
+            field: value if isinstance(value, str) else value.decode()
+            for field, value in values.items()
+        }
 
 
 class Corpus(Protocol):
