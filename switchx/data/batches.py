@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: how many rows, which of them a process reads, and Grain's way to make them."""
+"""Batches: how many rows, which of them a process reads, and Grain's datasets of them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import numpy as np
 
 from switchx.data.features import Batch, Features
 from switchx.data.streams import RowStream, StreamPlan
+from switchx.fields import require, require_at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +26,7 @@ class BatchConfig:
     packed: bool = True
 
     def __post_init__(self):
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size}; use at least 1")
+        require_at_least(self, 1, "batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +44,12 @@ class Shard:
     count: int = 1
 
     def __post_init__(self):
-        if not self.parts or list(self.parts) != sorted(
-            set(self.parts) & set(range(self.count))
-        ):
-            raise ValueError(
-                f"parts {', '.join(map(str, self.parts)) or 'none'} of {self.count}; use some "
-                "of 0 to count - 1, ascending"
-            )
+        ascending = sorted(set(self.parts) & set(range(self.count)))
+        require(
+            self.parts and list(self.parts) == ascending,
+            f"parts {', '.join(map(str, self.parts)) or 'none'} of {self.count}; use some of 0 "
+            "to count - 1, ascending",
+        )
 
     def rows(self, batch_size: int) -> tuple[int, ...]:
         """The rows of the global batch that are this shard's, ascending.
@@ -108,10 +107,7 @@ class _RowBatchIterator(grain.DatasetIterator):
         return {}  # the cursors are in the batch
 
     def set_state(self, state: dict) -> None:
-        raise RuntimeError(
-            "this iterator is not restored by its state; its position is in the cursors beside "
-            "each batch: make a new loader from those"
-        )
+        raise RuntimeError("the position is in the cursors beside each batch; restore those")
 
 
 def join_rows(parts: Sequence[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:

@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch features: examples of (inputs, targets) laid out as the arrays a model reads.
 
-The names and meanings are T5X's and seqio's, so its converters are the reference
-(Roberts et al. 2022, arXiv:2203.17189). A row holds one example or several packed ones:
-segment ids count them from 1 (0 is padding), positions restart at 0 in each.
+The names and meanings are T5X's and seqio's, so its converters are the reference (Roberts et
+al. 2022, arXiv:2203.17189). A row holds one example or several packed ones: segment ids count
+them from 1 (0 is padding), positions restart at 0 in each.
 
-Dims: B L
-
-Packing: several examples share a row, each a segment that attention keeps apart.
-
-First fit over a few open rows. Grain has the same algorithm, but as a dataset whose state
-is its own; here the examples of a row are drawn from a stream that can be put back to
-where a window of rows began, which is all the state that packing needs.
+Dims: B rows of a batch, L length of a row in tokens
 """
 
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
+
+from switchx.fields import require_at_least
 
 Batch = dict[str, np.ndarray]
 
@@ -47,8 +43,7 @@ class EncoderDecoderFeatures:
     targets_length: int
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            _require_at_least(1, field.name, getattr(self, field.name))
+        require_at_least(self, 1, "inputs_length", "targets_length")
 
     @property
     def capacity(self) -> tuple[int, ...]:
@@ -91,7 +86,7 @@ class DecoderOnlyFeatures:
     length: int
 
     def __post_init__(self):
-        _require_at_least(2, "length", self.length)
+        require_at_least(self, 2, "length")
 
     @property
     def capacity(self) -> tuple[int, ...]:
@@ -186,53 +181,3 @@ def _cut(tokens_L: np.ndarray, length: int, eos_id: int) -> np.ndarray:
     cut_L = tokens_L[:length].copy()
     cut_L[-1] = eos_id
     return cut_L
-
-
-def _require_at_least(least: int, name: str, value: int) -> None:
-    if value < least:
-        raise ValueError(f"{name}={value}; use a whole number of at least {least}")
-
-
-OPEN_ROWS = 8
-
-
-class ExampleSource(Protocol):
-    """Examples in order, with a look at the next one."""
-
-    def peek(self) -> Example | None:
-        """The next example, which stays; None after the last one."""
-
-    def take(self) -> Example:
-        """The next example, which is used up."""
-
-
-def pack_rows(
-    examples: ExampleSource, features: Features, num_rows: int = OPEN_ROWS
-) -> list[list[Example]]:
-    """Fills up to `num_rows` rows; each example goes into the first with room for it.
-
-    An encoder-decoder's example has room where both its sides do. The first example that
-    has room nowhere closes the rows, and stays in the stream for the next ones.
-
-    Args:
-        examples: none of which is too long for an empty row.
-
-    Returns:
-        The rows that hold any example; none only if the stream is at its end.
-    """
-    rows, free = [], []
-    while (example := examples.peek()) is not None:
-        size = features.size(example)
-        row = next((i for i, room in enumerate(free) if _fits(size, room)), len(rows))
-        if row == num_rows:
-            break
-        if row == len(rows):
-            rows.append([])
-            free.append(features.capacity)
-        rows[row].append(examples.take())
-        free[row] = tuple(have - used for have, used in zip(free[row], size, strict=True))
-    return rows
-
-
-def _fits(size: tuple[int, ...], room: tuple[int, ...]) -> bool:
-    return all(used <= have for used, have in zip(size, room, strict=True))

@@ -1,31 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader: batches for training without end, and for evaluation, each process its part.
+"""The loader: training batches without end, and evaluation batches, each process its part.
 
-Training reads one stream a row (see `streams`). Each batch travels with the cursors of
-its rows, so the state of the loader is that of the batch last handed out, however far
-threads and worker processes have read ahead.
+Training reads one stream a row (`streams.py`). Each batch comes with the cursors of its rows,
+so the state of the loader is that of the batch last handed out, however far threads and
+worker processes have read ahead.
 """
 
 import dataclasses
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import grain
 import numpy as np
 from absl import flags
 
-from switchx.data.batches import (
-    BatchConfig,
-    RowBatches,
-    Shard,
-    join_rows,
-)
+from switchx.data.batches import BatchConfig, RowBatches, Shard, join_rows
 from switchx.data.features import Batch
 from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.streams import RowStream, StreamPlan
 from switchx.data.tasks import Task, open_task
+from switchx.fields import require, require_at_least
 
 # Of what the cursors in a state mean; another number whenever streams read otherwise.
 STATE_VERSION = 1
@@ -47,9 +43,7 @@ class Prefetch:
     num_workers: int = 0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name}={getattr(self, field.name)}; use 0 or more")
+        require_at_least(self, 0, "num_batches", "num_workers")
 
 
 class TrainLoader:
@@ -78,17 +72,22 @@ class TrainLoader:
         shard: Shard = Shard(),
         prefetch: Prefetch = Prefetch(),
     ):
-        if seed < 0:
-            raise ValueError(f"seed={seed}; use 0 or more")
+        require(seed >= 0, f"seed={seed}; use 0 or more")
         self._rows = shard.rows(config.batch_size)
-        if prefetch.num_workers > len(self._rows):
-            raise ValueError(
-                f"num_workers={prefetch.num_workers} for {len(self._rows)} rows of a process; "
-                f"use {len(self._rows)} or fewer"
-            )
+        require(
+            prefetch.num_workers <= len(self._rows),
+            f"num_workers={prefetch.num_workers} for {len(self._rows)} rows of a process; use "
+            f"{len(self._rows)} or fewer",
+        )
         self._config = config
         self._prefetch = prefetch
-        self._plan = _train_plan(as_mixture(source), config, seed, data_dir)
+        mixture = as_mixture(source)
+        tasks = tuple(
+            open_task(task, task.train_split, data_dir, config.features)
+            for task in mixture.tasks
+        )
+        probabilities = mixture.probabilities([len(task.records) for task in tasks])
+        self._plan = StreamPlan(tasks, probabilities, config.features, seed, config.batch_size)
         self._begin(0, np.tile(self._plan.new_cursor(), (len(self._rows), 1)))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -100,8 +99,7 @@ class TrainLoader:
         Raises:
             ValueError: the loader is closed, or what a stream raises (`ExampleStream`).
         """
-        if not self._iterators:
-            raise ValueError("the loader is closed; restore a state of it, or make another")
+        require(self._iterators, "the loader is closed; restore a state of it, or make another")
         batch, self._cursors = next(self._iterators[0])
         self._step += 1
         return batch
@@ -128,12 +126,13 @@ class TrainLoader:
         """
         _require_same(state["pipeline"], self._description())
         held = dict(zip(_rows_of(state), state["cursors"], strict=True))
-        if missing := [row for row in self._rows if row not in held]:
-            raise ValueError(
-                f"the loader's state holds rows {_listed(held)} of each batch and not "
-                f"{_listed(missing)}, which this process reads; pass merge_states of the "
-                "states of all processes"
-            )
+        missing = [row for row in self._rows if row not in held]
+        require(
+            not missing,
+            f"the loader's state holds the rows {_listed(held)} of each batch and not "
+            f"{_listed(missing)}, which this process reads; pass merge_states of the states of "
+            "all processes",
+        )
         self.close()
         self._begin(state["step"], np.array([held[row] for row in self._rows], np.int64))
 
@@ -190,17 +189,17 @@ def merge_states(states: Sequence[dict]) -> dict:
     merged, held = states[0], {}
     for state in states:
         _require_same(merged["pipeline"], state["pipeline"])
-        if state["step"] != merged["step"]:
-            raise ValueError(
-                f"the states of the data iterators are of steps {merged['step']} and "
-                f"{state['step']}; pass those of one checkpoint"
-            )
+        require(
+            state["step"] == merged["step"],
+            f"the states of the data iterators are of steps {merged['step']} and "
+            f"{state['step']}; pass those of one checkpoint",
+        )
         for row, cursor in zip(_rows_of(state), state["cursors"], strict=True):
-            if held.setdefault(row, cursor) != cursor:
-                raise ValueError(
-                    f"two states of data iterators disagree about where row {row} of a batch "
-                    "goes on; pass those of one checkpoint"
-                )
+            require(
+                held.setdefault(row, cursor) == cursor,
+                f"two states of data iterators disagree about where row {row} of a batch goes "
+                "on; pass those of one checkpoint",
+            )
     rows = sorted(held)
     return {
         "pipeline": merged["pipeline"],
@@ -211,22 +210,26 @@ def merge_states(states: Sequence[dict]) -> dict:
 
 
 def _rows_of(state: dict) -> Sequence[int]:
-    """Rows of the cursors; states of before there were shards with gaps have the first."""
+    """Rows of the cursors; older states have the first row alone, and no gaps."""
     if "rows" in state:
         return state["rows"]
     return range(state["first_row"], state["first_row"] + len(state["cursors"]))
 
 
-def _listed(rows) -> str:
-    """`0 to 3, 8`: runs of row numbers."""
-    runs = []
-    for row in rows:
-        if runs and runs[-1][1] == row - 1:
-            runs[-1][1] = row
-        else:
-            runs.append([row, row])
-    return ", ".join(
-        f"{first}" if first == last else f"{first} to {last}" for first, last in runs
+def _listed(rows: Iterable[int]) -> str:
+    text = ", ".join(map(str, rows))
+    return text if len(text) < 80 else f"{text[:80]} ..."
+
+
+def _require_same(taken: dict, here: dict) -> None:
+    names = [name for name in {**here, **taken} if taken.get(name) != here.get(name)]
+    differences = "; ".join(
+        f"{name}: {taken.get(name)!r} there, {here.get(name)!r} here" for name in names
+    )
+    require(
+        not names,
+        f"the loader's state was taken from another pipeline ({differences}); use the settings "
+        "it was taken with, or begin the data anew by not restoring it",
     )
 
 
@@ -243,7 +246,7 @@ def evaluation_batches(
     The evaluation split is read once, in its order; an example's random choices are fixed
     by its index. The last batch is filled up with rows of padding, whose loss weights are
     0. Each process goes through all rows and lays out its own: no example is lost or seen
-    twice, and all processes see as many batches.
+    twice, and all processes see equally many batches.
 
     Args:
         num_batches: stop after so many; None reads the whole split.
@@ -263,35 +266,13 @@ def evaluation_batches(
             yield config.features.batch([batch[row] for row in rows])
             num_made += 1
         counts = plan.counts(stream.cursor)
-        if num_made == 0:
-            raise ValueError(
-                f"task {task.name!r}: split {task.evaluation_split!r} has "
-                f"{len(opened.records)} records and no example that fits {config.features} "
-                f"({counts}); use longer features, or another split"
-            )
+        require(
+            num_made > 0,
+            f"task {task.name!r}: split {task.evaluation_split!r} has {len(opened.records)} "
+            f"records and no example that fits {config.features} ({counts}); use longer "
+            "features, or another split",
+        )
         if any(counts.values()):
             _log.warning("evaluation left out or cut examples: %s", counts)
 
     return itertools.islice(batches(), num_batches)
-
-
-def _train_plan(
-    mixture: Mixture, config: BatchConfig, seed: int, data_dir: str | None
-) -> StreamPlan:
-    tasks = tuple(
-        open_task(task, task.train_split, data_dir, config.features) for task in mixture.tasks
-    )
-    probabilities = mixture.probabilities([len(task.records) for task in tasks])
-    return StreamPlan(tasks, probabilities, config.features, seed, config.batch_size)
-
-
-def _require_same(taken: dict, here: dict) -> None:
-    names = [name for name in {**here, **taken} if taken.get(name) != here.get(name)]
-    if names:
-        differences = "; ".join(
-            f"{name}: {taken.get(name)!r} there, {here.get(name)!r} here" for name in names
-        )
-        raise ValueError(
-            f"the loader's state was taken from another pipeline ({differences}); use the "
-            "settings it was taken with, or begin the data anew by not restoring it"
-        )

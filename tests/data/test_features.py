@@ -114,7 +114,7 @@ def test_digest_tells_batches_apart():
 
 
 def test_lengths_are_checked():
-    with pytest.raises(ValueError, match="targets_length=0; use a whole number of at least 1"):
+    with pytest.raises(ValueError, match="targets_length=0; use at least 1"):
         EncoderDecoderFeatures(4, 0)
-    with pytest.raises(ValueError, match="length=1; use a whole number of at least 2"):
+    with pytest.raises(ValueError, match="length=1; use at least 2"):
         DecoderOnlyFeatures(1)

@@ -147,7 +147,7 @@ def test_another_number_of_shards_goes_on(load):
     assert digests(joined([read(loader, 3) for loader in quarters])) == expected[3:]
     with pytest.raises(
         ValueError,
-        match="state holds rows 2 to 3 of each batch and not 0 to 1, which this process reads; "
+        match="state holds the rows 2, 3 of each batch and not 0, 1, which this process reads; "
         "pass merge_states",
     ):
         whole.restore(halves[1].state())
@@ -168,7 +168,9 @@ def test_shards_may_have_gaps_and_rows_in_common(load):
     alone = load()
     alone.restore(merged)
     assert digests(read(alone, 2)) == digests(expected[3:])
-    with pytest.raises(ValueError, match="holds rows 0, 2 of each batch and not 1, 3, which"):
+    with pytest.raises(
+        ValueError, match="holds the rows 0, 2 of each batch and not 1, 3, which"
+    ):
         alone.restore(loaders[0].state())
 
 
@@ -289,7 +291,7 @@ def test_bad_sizes(load):
         ValueError, match="num_workers=3 for 2 rows of a process; use 2 or fewer"
     ):
         load(shard=Shard((0,), 2), prefetch=Prefetch(num_workers=3))
-    with pytest.raises(ValueError, match="num_batches=-1; use 0 or more"):
+    with pytest.raises(ValueError, match="Prefetch.num_batches=-1; use at least 0"):
         Prefetch(num_batches=-1)
     with pytest.raises(ValueError, match="seed=-1; use 0 or more"):
         load(seed=-1)

@@ -56,7 +56,7 @@ def test_errors():
         Mixture((A, B), (1.0, 0.0))
     with pytest.raises(ValueError, match="temperature=0; use a number above 0"):
         ProportionalRates(temperature=0)
-    with pytest.raises(ValueError, match="maximum=0; use at least 1 record, or None"):
+    with pytest.raises(ValueError, match="maximum=0; use at least 1"):
         ProportionalRates(maximum=0)
 
 

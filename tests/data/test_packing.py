@@ -3,12 +3,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from switchx.data.features import (
-    DecoderOnlyFeatures,
-    EncoderDecoderFeatures,
-    Example,
-    pack_rows,
-)
+from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
+from switchx.data.streams import pack_rows
 
 FEATURES = EncoderDecoderFeatures(10, 8)
 

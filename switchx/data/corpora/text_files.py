@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's own text: `.txt` and `.jsonl` files, plain or `.gz`, one by one or by folder.
 
-Documents: text read line by line, cut where it parts, and shared out by hash.
+Text is read line by line and cut into documents where paragraphs end. Documents are divided
+into training and validation by their hash.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
-from switchx.fields import at_resume
+from switchx.fields import at_resume, require, require_at_least
 
 _PLAIN = (".txt", ".txt.gz")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
@@ -45,7 +46,7 @@ class TextFiles:
     max_characters: int = 8000
 
     def __post_init__(self):
-        require_cut(self.validation_fraction, self.max_characters)
+        require_cut(self)
 
     @property
     def name(self) -> str:
@@ -93,19 +94,17 @@ def find_files(path: str | Sequence[str]) -> list[Path]:
         ValueError: a path that does not exist or is no text file, a folder without any.
     """
     names = [path] if isinstance(path, (str, Path)) else path
-    if not names:
-        raise ValueError("no text files are named; expected files or folders of text")
+    require(names, "no text files are named; expected files or folders of text")
     files = []
     for root in (Path(name).expanduser().resolve() for name in names):
-        if not root.exists():
-            raise ValueError(f"{root} does not exist; name a text file or a folder of them")
+        require(root.exists(), f"{root} does not exist; name a text file or a folder of them")
         found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
         texts = [file for file in found if file.name.lower().endswith(SUFFIXES)]
-        if not texts:
-            raise ValueError(
-                f"{root} holds no text: none of its {len(found)} files ends in "
-                f"{', '.join(SUFFIXES)}; rename or convert them"
-            )
+        require(
+            texts,
+            f"{root} holds no text: none of its {len(found)} files ends in "
+            f"{', '.join(SUFFIXES)}; rename or convert them",
+        )
         files += texts
     return list(dict.fromkeys(files))
 
@@ -234,14 +233,11 @@ def cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:
         yield "".join(document)
 
 
-def require_cut(validation_fraction: float, max_characters: int) -> None:
-    """Raises ValueError for a share of 0 or of all, or documents without characters."""
-    if not 0 < validation_fraction < 1:
-        raise ValueError(
-            f"validation_fraction={validation_fraction}; use a share between 0 and 1, as 0.05"
-        )
-    if max_characters < 1:
-        raise ValueError(f"max_characters={max_characters}; use at least 1, usually thousands")
+def require_cut(corpus) -> None:
+    """Raises ValueError for a corpus that holds out nothing or all, or cuts to nothing."""
+    fraction = corpus.validation_fraction
+    require(0 < fraction < 1, f"validation_fraction={fraction}; use one between 0 and 1")
+    require_at_least(corpus, 1, "max_characters")
 
 
 def text_digest(*texts: str) -> bytes:
@@ -267,11 +263,11 @@ def validation_digests(
         ValueError: fewer than two distinct documents.
     """
     distinct = sorted(set(digests))
-    if len(distinct) < 2:
-        raise ValueError(
-            f"{what} holds {len(distinct)} distinct documents and a split into train and "
-            "validation needs at least 2; add text, or cut it finer by a lower max_characters"
-        )
+    require(
+        len(distinct) >= 2,
+        f"{what} holds {len(distinct)} distinct documents and a split into train and "
+        "validation needs at least 2; add text, or cut it finer by a lower max_characters",
+    )
     bound = int(fraction * 2**64)
     num_below = sum(int.from_bytes(digest, "big") < bound for digest in distinct)
     return frozenset(distinct[: min(max(num_below, 1), len(distinct) - 1)])
