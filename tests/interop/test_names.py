@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of tensors, against those that transformers' own checkpoints have, written out."""
 
-from switchx.interop.names import is_linear, tensor_names
+from switchx.interop.huggingface import tensor_names
+from switchx.interop.safetensors_folder import is_linear
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves
 from tests.interop.folders import SWITCH, T5, T5_1_1
