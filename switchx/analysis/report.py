@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report as one HTML page that needs nothing else: words, plots and tables in sections.
+"""The routing report: sections of words, plots and tables, on one HTML page without other files.
 
-What a routing report shows: each section from the numbers of one run.
+The page and the notebook are made of the same sections, each from the numbers of one run.
 
-The page and the notebook are made of the same sections. Dims: N E T S
+Dims: N Switch layers, E experts, T tokens of the sample, S experts selected by a token
 """
 
 import base64
@@ -109,8 +109,8 @@ def page(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> s
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
         for name, value in facts.items()
     )
-    body = [f"<table>{rows}</table>", *(section._repr_html_() for section in sections)]
-    return PAGE.format(title=html.escape(title), body="\n".join(body))
+    body = "\n".join([f"<table>{rows}</table>", *(each._repr_html_() for each in sections)])
+    return PAGE.format(title=html.escape(title), body=body)
 
 
 def _image(figure: Figure, title: str) -> str:
@@ -310,7 +310,7 @@ def transition(run: RoutingRun) -> Section:
         title,
         "Of the sample's tokens that an expert gets, the percentage that goes to each expert "
         "of the next Switch layer. Rows alike: the second layer does not care where a token "
-        "comes from. One dark cell a row: tokens travel in company. Grey: no tokens.",
+        "comes from. One dark cell a row: an expert's tokens stay together. Grey: no tokens.",
         [plots.transition_figure(shares, pairs)],
     )
 

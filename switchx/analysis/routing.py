@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where single tokens go: samples of evaluations, and what can be counted in them.
+"""What a run recorded about its routing, and what can be counted in it.
 
-Expert ids of `num_experts` mean that nothing was chosen; all functions leave them out.
-Router saturation is that of OLMoE (Muennighoff et al. 2024, arXiv:2409.02060, section 5.1).
-Dims: N T S E
+`metrics.jsonl` has means of every Switch layer over training (`RoutingHistory`), `routing/` has
+where single tokens of a fixed sample went at each evaluation (`Snapshot`). Expert ids of
+`num_experts` mean that nothing was chosen; all functions leave them out. Router saturation is
+that of OLMoE (Muennighoff et al. 2024, arXiv:2409.02060, section 5.1).
 
-Load, drops, entropy and gate of every Switch layer over training, from `metrics.jsonl`.
-
-The first axis of what is read counts the logged steps. Dims: N E
-
-How alike layers route.
-
-Dims: N T S E
+Dims: N Switch layers, T tokens of the sample, S experts selected by a token, E experts
 """
 
 import dataclasses
@@ -21,6 +16,94 @@ import zipfile
 from collections.abc import Sequence
 
 import numpy as np
+
+# An expert with less than this part of an even share is called dead.
+DEAD_FRACTION = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingHistory:
+    """Means over the steps between two lines of the log, by step and Switch layer.
+
+    Attributes:
+        steps: steps that were logged, `[steps]`.
+        load: `[steps, N, E]`, share of the layer's choices that asked for each expert.
+        dropped: `[steps, N]`, choices without a slot, per token.
+        entropy: `[steps, N]`, of the router, in nats; ln E where it knows nothing.
+        gate: `[steps, N]`, weight of the first choice.
+    """
+
+    steps: np.ndarray
+    load: np.ndarray
+    dropped: np.ndarray
+    entropy: np.ndarray
+    gate: np.ndarray
+
+    @property
+    def num_experts(self) -> int:
+        return self.load.shape[-1]
+
+
+def read_history(path: pathlib.Path) -> RoutingHistory:
+    """The routing in a `metrics.jsonl`; lines of steps that were all skipped have none.
+
+    Raises:
+        ValueError: the file is missing or damaged, holds no line, or is of a dense model.
+    """
+    lines = _read_lines(path)
+    routed = [line for line in lines if "routing" in line]
+    if not lines:
+        raise ValueError(f"{path} has no line yet; train until a step is logged (LOG_EVERY)")
+    if not routed:
+        raise ValueError(
+            f"{path} has no routing, the model is dense or every step was skipped; give the "
+            "folder of a run with Switch layers"
+        )
+
+    def stacked(name: str) -> np.ndarray:
+        return np.array([line["routing"][name] for line in routed], np.float64)
+
+    load = stacked("load")
+    return RoutingHistory(
+        steps=np.array([line["step"] for line in routed]),
+        # With several choices a token the loads add up to their number.
+        load=load / np.maximum(load.sum(axis=-1, keepdims=True), 1e-12),
+        dropped=stacked("dropped"),
+        entropy=stacked("entropy"),
+        gate=stacked("gate"),
+    )
+
+
+def even_shares(load: np.ndarray) -> np.ndarray:
+    """Load `[..., E]` in units of an even share: 1 everywhere when balanced."""
+    mean = np.mean(load, axis=-1, keepdims=True)
+    return load / np.maximum(mean, 1e-12)
+
+
+def dead_experts(load: np.ndarray, fraction: float = DEAD_FRACTION) -> np.ndarray:
+    """Which experts of `[..., E]` have less than `fraction` of an even share."""
+    return even_shares(load) < fraction
+
+
+def _read_lines(path: pathlib.Path) -> list[dict]:
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}); give the model_dir of a run that has "
+            "logged a step"
+        ) from error
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            lines.append(json.loads(text))
+        except ValueError as error:
+            if number == len(texts):
+                break  # a run that goes on is writing it, or was killed while it did
+            raise ValueError(
+                f"{path}: line {number} is damaged ({error}); remove that line"
+            ) from error
+    return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +136,10 @@ class Snapshot:
         """Names of all Switch layers, in the order of the metrics."""
         return [layer for stack in self.stacks for layer in stack.layers]
 
-    def has_same_tokens(self, other: "Snapshot") -> bool:
-        return len(self.stacks) == len(other.stacks) and all(
-            np.array_equal(mine.token_T, theirs.token_T)
-            for mine, theirs in zip(self.stacks, other.stacks, strict=True)
-        )
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Of each stack."""
+        return [stack.token_T.tolist() for stack in self.stacks]
 
 
 def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
@@ -80,7 +162,29 @@ def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
     A run that was resumed on other data has a new sample from there on.
     """
-    return [each for each in snapshots if each.has_same_tokens(snapshots[-1])]
+    return [each for each in snapshots if each.tokens == snapshots[-1].tokens]
+
+
+def _read(path: pathlib.Path) -> Snapshot:
+    """What `training/routing_sample.py` wrote."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            stacks = tuple(
+                StackRouting(
+                    tuple(map(str, arrays[f"{stack}_layers_N"])),
+                    arrays[f"{stack}_token_T"],
+                    arrays[f"{stack}_expert_NTS"],
+                    arrays[f"{stack}_gate_NTS"].astype(np.float32),
+                )
+                for stack in ("encoder", "decoder")
+                if f"{stack}_token_T" in arrays
+            )
+            return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} is no routing sample that can be read ({error}); remove it, or restore it "
+            "from a copy"
+        ) from error
 
 
 def transitions(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
@@ -203,117 +307,6 @@ def saturation_by_step(snapshots: Sequence[Snapshot]) -> np.ndarray:
     )
 
 
-def _read(path: pathlib.Path) -> Snapshot:
-    """What `training/routing_sample.py` wrote."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            stacks = tuple(
-                StackRouting(
-                    tuple(map(str, arrays[f"{stack}_layers_N"])),
-                    arrays[f"{stack}_token_T"],
-                    arrays[f"{stack}_expert_NTS"],
-                    arrays[f"{stack}_gate_NTS"].astype(np.float32),
-                )
-                for stack in ("encoder", "decoder")
-                if f"{stack}_token_T" in arrays
-            )
-            return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{path} is no routing sample that can be read ({error}); remove it, or restore it "
-            "from a copy"
-        ) from error
-
-
-# An expert with less than this part of an even share is called dead.
-DEAD_FRACTION = 0.01
-
-
-@dataclasses.dataclass(frozen=True)
-class RoutingHistory:
-    """Means over the steps between two lines of the log, by step and Switch layer.
-
-    Attributes:
-        steps: steps that were logged, `[steps]`.
-        load: `[steps, N, E]`, share of the layer's choices that asked for each expert.
-        dropped: `[steps, N]`, choices without a slot, per token.
-        entropy: `[steps, N]`, of the router, in nats; ln E where it knows nothing.
-        gate: `[steps, N]`, weight of the first choice.
-    """
-
-    steps: np.ndarray
-    load: np.ndarray
-    dropped: np.ndarray
-    entropy: np.ndarray
-    gate: np.ndarray
-
-    @property
-    def num_experts(self) -> int:
-        return self.load.shape[-1]
-
-
-def read_history(path: pathlib.Path) -> RoutingHistory:
-    """The routing in a `metrics.jsonl`; lines of steps that were all skipped have none.
-
-    Raises:
-        ValueError: the file is missing or damaged, holds no line, or is of a dense model.
-    """
-    lines = _read_lines(path)
-    routed = [line for line in lines if "routing" in line]
-    if not lines:
-        raise ValueError(f"{path} has no line yet; train until a step is logged (LOG_EVERY)")
-    if not routed:
-        raise ValueError(
-            f"{path} has no routing, the model is dense or every step was skipped; give the "
-            "folder of a run with Switch layers"
-        )
-
-    def stacked(name: str) -> np.ndarray:
-        return np.array([line["routing"][name] for line in routed], np.float64)
-
-    load = stacked("load")
-    return RoutingHistory(
-        steps=np.array([line["step"] for line in routed]),
-        # With several choices a token the loads add up to their number.
-        load=load / np.maximum(load.sum(axis=-1, keepdims=True), 1e-12),
-        dropped=stacked("dropped"),
-        entropy=stacked("entropy"),
-        gate=stacked("gate"),
-    )
-
-
-def even_shares(load: np.ndarray) -> np.ndarray:
-    """Load `[..., E]` in units of an even share: 1 everywhere when balanced."""
-    mean = np.mean(load, axis=-1, keepdims=True)
-    return load / np.maximum(mean, 1e-12)
-
-
-def dead_experts(load: np.ndarray, fraction: float = DEAD_FRACTION) -> np.ndarray:
-    """Which experts of `[..., E]` have less than `fraction` of an even share."""
-    return even_shares(load) < fraction
-
-
-def _read_lines(path: pathlib.Path) -> list[dict]:
-    try:
-        texts = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read ({error.strerror}); give the model_dir of a run that has "
-            "logged a step"
-        ) from error
-    lines = []
-    for number, text in enumerate(texts, 1):
-        try:
-            lines.append(json.loads(text))
-        except ValueError as error:
-            if number == len(texts):
-                break  # a run that goes on is writing it, or was killed while it did
-            raise ValueError(
-                f"{path}: line {number} is damaged ({error}); remove that line"
-            ) from error
-    return lines
-
-
 def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
     """Normalised mutual information of the layers' first choices, `[N, N]`.
 
@@ -322,13 +315,12 @@ def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
     tells nothing: its row is 0.
     """
     first_NT = expert_NTS[..., 0]
-    num_layers = len(first_NT)
-    similarity_NN = np.zeros((num_layers, num_layers))
-    for a in range(num_layers):
-        for b in range(num_layers):
-            is_both_T = (first_NT[a] < num_experts) & (first_NT[b] < num_experts)
+    similarity_NN = np.zeros((len(first_NT), len(first_NT)))
+    for a, here_T in enumerate(first_NT):
+        for b, there_T in enumerate(first_NT):
+            is_both_T = (here_T < num_experts) & (there_T < num_experts)
             counts_EE = np.zeros((num_experts, num_experts))
-            np.add.at(counts_EE, (first_NT[a][is_both_T], first_NT[b][is_both_T]), 1)
+            np.add.at(counts_EE, (here_T[is_both_T], there_T[is_both_T]), 1)
             similarity_NN[a, b] = _normalised_information(counts_EE)
     return similarity_NN
 
@@ -337,18 +329,8 @@ def _normalised_information(counts: np.ndarray) -> float:
     joint = counts / max(counts.sum(), 1)
     p, q = joint.sum(axis=1), joint.sum(axis=0)
     is_there = joint > 0
-    information = np.sum(joint[is_there] * np.log((joint / _outer(p, q))[is_there]))
-    entropies = _entropy(p), _entropy(q)
+    information = np.sum(joint[is_there] * np.log(joint[is_there] / np.outer(p, q)[is_there]))
+    entropies = [-np.sum(each[each > 0] * np.log(each[each > 0])) for each in (p, q)]
     if min(entropies) < 1e-9:  # one expert, up to rounding
         return 0.0
     return float(information / np.sqrt(np.prod(entropies)))
-
-
-def _outer(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """p q^T, with 1 in place of 0, where nothing is ever divided by it."""
-    product = np.outer(p, q)
-    return np.where(product > 0, product, 1.0)
-
-
-def _entropy(p: np.ndarray) -> float:
-    return float(-np.sum(p[p > 0] * np.log(p[p > 0])))

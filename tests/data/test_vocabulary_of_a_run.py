@@ -3,7 +3,9 @@
 
 import json
 import shutil
+from pathlib import Path
 
+import jax
 import pytest
 
 import switchx
@@ -52,8 +54,10 @@ def run(*words) -> None:
 
 
 @pytest.fixture
-def folder(in_a_folder):
-    """A folder with a text, a vocabulary `words.model` and the two overlays."""
+def folder(in_a_folder, monkeypatch):
+    """A folder with a text, a vocabulary `words.model` and the two overlays; one device."""
+    (device, *_) = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
     (in_a_folder / "text.txt").write_text("\n".join(sentences(300)))
     (in_a_folder / "words.model").write_bytes(train_model(sentences(300), 300))
     (in_a_folder / "tiny.gin").write_text(TINY)
@@ -89,5 +93,5 @@ def test_a_fine_tuned_run_needs_no_other_folder(folder, monkeypatch, capsys):
     run("train", "--gin_file=moved/operative_config.gin", "--gin.TRAIN_STEPS=3",
         "--gin.FILES=text.txt", "--model_dir=moved")  # fmt: skip
     assert switchx.load("moved").vocabulary.fingerprint() == fingerprint
-    log = [json.loads(line) for line in open("moved/validation.jsonl")]
-    assert [line["step"] for line in log] == [0, 2, 3]
+    log = Path("moved/validation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in log] == [0, 2, 3]
