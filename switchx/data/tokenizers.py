@@ -153,8 +153,7 @@ class SentencePieceVocabulary(Vocabulary):
 
     def piece(self, token_id: int) -> Piece:
         if not self._is_plain_piece(token_id):
-            sentinels = {self.sentinel_id(i): i for i in range(self.num_sentinels)}
-            return Piece(_sentinel_text(sentinels.get(token_id)), "control")
+            return Piece(_sentinel_text(self._sentinels.get(token_id)), "control")
         processor, text = self._processor, self._processor.id_to_piece(token_id)
         if processor.is_control(token_id) or processor.is_unknown(token_id):
             return Piece(text, "control")
@@ -163,15 +162,13 @@ class SentencePieceVocabulary(Vocabulary):
         return Piece(text.replace(_SPACE, " "), "text")
 
     def decode(self, ids: Iterable[int]) -> str:
-        sentinels = {self.sentinel_id(i): i for i in range(self.num_sentinels)}
         texts = []
         for is_piece, run in itertools.groupby(map(int, ids), self._is_plain_piece):
             if is_piece:
-                texts.append(
-                    self._processor.decode([i for i in run if i not in (PAD_ID, EOS_ID)])
-                )
+                shown = [i for i in run if i not in (PAD_ID, EOS_ID)]
+                texts.append(self._processor.decode(shown))
             else:
-                texts += [_sentinel_text(sentinels.get(i)) for i in run]
+                texts += [_sentinel_text(self._sentinels.get(i)) for i in run]
         return "".join(texts)
 
     def fingerprint(self) -> str:
@@ -204,6 +201,11 @@ class SentencePieceVocabulary(Vocabulary):
                 "it with `switchx vocab`, or SentencePiece's --pad_id=0 --eos_id=1 --unk_id=2"
             )
         return processor
+
+    @functools.cached_property
+    def _sentinels(self) -> dict[int, int]:
+        """Sentinels by their ids."""
+        return {self.sentinel_id(i): i for i in range(self.num_sentinels)}
 
     @functools.cached_property
     def _own_sentinels(self) -> list[int]:

@@ -136,7 +136,7 @@ def test_activations(name, activation):
         (DENSE, {"model_type": None}, "model_type='' cannot be converted"),
         (DENSE, {"model_type": ["t5"]}, "model_type=['t5']; expected a text"),
         (DENSE, {"is_encoder_decoder": False}, "is_encoder_decoder=False cannot be converted"),
-        (DENSE, {"pad_token_id": 1}, "pad_token_id=1 cannot be converted: padding is 0 in every"),
+        (DENSE, {"pad_token_id": 1}, "pad_token_id=1 cannot be converted: padding is 0"),
         (DENSE, {"eos_token_id": [1, 2]}, "eos_token_id=[1, 2] cannot be converted"),
         (DENSE, {"decoder_start_token_id": 2}, "decoder_start_token_id=2 cannot be converted"),
         (DENSE, {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon=1e-05 cannot be converted"),

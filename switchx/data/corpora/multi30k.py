@@ -6,7 +6,6 @@ al. 2018 (WMT18). Task 1, raw text: translation.
 """
 
 import dataclasses
-import functools
 import itertools
 import logging
 import urllib.error
@@ -92,7 +91,10 @@ class Multi30k:
         key = fingerprint_of(
             "multi30k 1", *((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
         )
-        make_splits = functools.partial(_read_splits, pairs)
+
+        def make_splits() -> dict[str, Iterator[dict[str, str]]]:
+            return {split: _read_pairs(*files) for split, files in pairs.items()}
+
         recipe = Recipe(self.name, key, ("inputs", "targets"), make_splits)
         return open_prepared(recipe, split, data_dir)
 
@@ -140,10 +142,6 @@ def _find_file(folder: Path, split: str, language: str) -> Path | None:
         if file.is_file():
             return file
     return None
-
-
-def _read_splits(pairs: dict[str, Pair]) -> dict[str, Iterator[dict[str, str]]]:
-    return {split: _read_pairs(*files) for split, files in pairs.items()}
 
 
 def _read_pairs(source: Path, target: Path) -> Iterator[dict[str, str]]:

@@ -7,7 +7,6 @@ its `test` package and 8 MB with the further parts gone that Debian ships apart 
 """
 
 import dataclasses
-import functools
 import io
 import os
 import re
@@ -17,12 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
-from switchx.data.corpora.text_files import (
-    cut_lines,
-    require_cut,
-    text_digest,
-    validation_digests,
-)  # fmt: skip
+from switchx.data.corpora.text_files import cut_lines, hold_out, require_cut, text_digest
 from switchx.fields import require
 
 # Not of the library, or (the build's settings) written by a machine about itself.
@@ -77,22 +71,18 @@ class PythonStdlib:
         key = fingerprint_of(
             "python_stdlib 1", self, *(part for item in files.items() for part in item)
         )
-        make_splits = functools.partial(self._make_splits, files)
-        return open_prepared(Recipe(self.name, key, ("text",), make_splits), split, data_dir)
 
-    def _make_splits(self, files: dict[Path, bytes]) -> dict[str, Iterator[dict[str, str]]]:
-        texts = clean(_decode(files))
-        held_out = validation_digests(
-            map(text_digest, texts), self.validation_fraction, "the standard library"
-        )
-
-        def examples(is_held_out: bool):
+        def documents(texts: Iterable[str]) -> Iterator[dict[str, str]]:
             for text in texts:
-                if (text_digest(text) in held_out) == is_held_out:
-                    for document in cut_lines(text.splitlines(True), self.max_characters):
-                        yield {"text": document}
+                for document in cut_lines(text.splitlines(True), self.max_characters):
+                    yield {"text": document}
 
-        return {"train": examples(False), "validation": examples(True)}
+        def make_splits() -> dict[str, Iterator[dict[str, str]]]:
+            texts, fraction = clean(_decode(files)), self.validation_fraction
+            splits = hold_out(lambda: texts, text_digest, fraction, "the standard library")
+            return {name: documents(texts) for name, texts in splits.items()}
+
+        return open_prepared(Recipe(self.name, key, ("text",), make_splits), split, data_dir)
 
 
 def clean(texts: Iterable[str]) -> list[str]:

@@ -6,13 +6,13 @@ into training and validation by their hash.
 """
 
 import dataclasses
-import functools
 import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
 from switchx.fields import at_resume, require, require_at_least
@@ -65,26 +65,18 @@ class TextFiles:
         key = fingerprint_of(
             "text_files 1", self.validation_fraction, self.max_characters, states
         )
-        make_splits = functools.partial(self._make_splits, files, fields)
+
+        def make_splits() -> dict[str, Iterator[dict[str, str]]]:
+            def read() -> Iterator[dict[str, str]]:
+                return read_examples(files, fields, self.max_characters)
+
+            def digest_of(example: dict[str, str]) -> bytes:
+                return text_digest(*example.values())
+
+            origin = f"text_files path={self.path!r}"
+            return hold_out(read, digest_of, self.validation_fraction, origin)
+
         return open_prepared(Recipe(self.name, key, fields, make_splits), split, data_dir)
-
-    def _make_splits(
-        self, files: list[Path], fields: tuple[str, ...]
-    ) -> dict[str, Iterator[dict[str, str]]]:
-        def digest_of(example: dict[str, str]) -> bytes:
-            return text_digest(*example.values())
-
-        def examples(is_held_out: bool):
-            for example in read_examples(files, fields, self.max_characters):
-                if (digest_of(example) in held_out) == is_held_out:
-                    yield example
-
-        held_out = validation_digests(
-            map(digest_of, read_examples(files, fields, self.max_characters)),
-            self.validation_fraction,
-            f"text_files path={self.path!r}",
-        )
-        return {"train": examples(False), "validation": examples(True)}
 
 
 def find_files(path: str | Sequence[str]) -> list[Path]:
@@ -248,21 +240,26 @@ def text_digest(*texts: str) -> bytes:
     return digest.digest()
 
 
-def validation_digests(
-    digests: Iterable[bytes], fraction: float, what: str
-) -> frozenset[bytes]:
-    """Which digests are held out: those in the lowest `fraction` of all possible ones.
+def hold_out(
+    read: Callable[[], Iterable[Any]],
+    digest_of: Callable[[Any], bytes],
+    fraction: float,
+    what: str,
+) -> dict[str, Iterator[Any]]:
+    """Documents as the splits `train` and `validation`, by their digests.
 
-    A document keeps its side when others come or go. Where that would leave a side empty,
-    the lowest digest is held out, or the highest is not.
+    Held out are the digests in the lowest `fraction` of all possible ones: a document keeps
+    its side when others come or go. Where that would leave a side empty, the lowest digest is
+    held out, or the highest is not.
 
     Args:
+        read: gives all documents, each time it is called.
         what: of the message, where the documents come from.
 
     Raises:
         ValueError: fewer than two distinct documents.
     """
-    distinct = sorted(set(digests))
+    distinct = sorted({digest_of(document) for document in read()})
     require(
         len(distinct) >= 2,
         f"{what} holds {len(distinct)} distinct documents and a split into train and "
@@ -270,4 +267,9 @@ def validation_digests(
     )
     bound = int(fraction * 2**64)
     num_below = sum(int.from_bytes(digest, "big") < bound for digest in distinct)
-    return frozenset(distinct[: min(max(num_below, 1), len(distinct) - 1)])
+    held_out = frozenset(distinct[: min(max(num_below, 1), len(distinct) - 1)])
+
+    def split(is_held_out: bool) -> Iterator[Any]:
+        return (each for each in read() if (digest_of(each) in held_out) == is_held_out)
+
+    return {"train": split(False), "validation": split(True)}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from switchx.data.corpora.text_files import TextFiles, cut_lines, read_lines, validation_digests
+from switchx.data.corpora.text_files import TextFiles, cut_lines, hold_out, read_lines
 from tests.data.refusals import refused
 
 
@@ -266,12 +266,20 @@ def test_cut_loses_only_blank_documents(lines, max_characters):
     assert "".join(documents).split() == "".join(lines).split()
 
 
+def held_out(digests) -> list[bytes]:
+    """The validation split, where documents are digests; the other has the rest, in order."""
+    splits = hold_out(lambda: digests, lambda digest: digest, 0.05, "it")
+    validation = list(splits["validation"])
+    assert list(splits["train"]) == [each for each in digests if each not in validation]
+    return validation
+
+
 def test_held_out_are_the_lowest_digests():
     digests = [bytes([n]) + bytes(7) for n in range(256)]
-    held_out = validation_digests([*digests, digests[3]], 0.05, "it")
-    assert held_out == frozenset(digests[:13])  # 13 / 256 < 0.05 < 14 / 256
-    assert validation_digests(digests[100:], 0.05, "it") == {digests[100]}
-    assert validation_digests(digests[:3], 0.05, "it") == set(digests[:2])
+    # 13 / 256 < 0.05 < 14 / 256
+    assert held_out([*digests, digests[3]]) == [*digests[:13], digests[3]]
+    assert held_out(digests[100:]) == [digests[100]]
+    assert held_out(digests[:3]) == digests[:2]
 
 
 def test_one_document_cannot_be_split():
@@ -279,4 +287,4 @@ def test_one_document_cannot_be_split():
         "it holds 1 distinct documents and a split into train and validation needs at least 2; "
         "add text, or cut it finer by a lower max_characters"
     ):
-        validation_digests([b"12345678"] * 2, 0.05, "it")
+        held_out([b"12345678"] * 2)
