@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing report: sections of words, plots and tables, on one HTML page without other files.
+"""The routing report: sections of words, plots and tables, on one HTML page of its own.
 
 The page and the notebook are made of the same sections, each from the numbers of one run.
 
@@ -246,7 +246,7 @@ def load(run: RoutingRun) -> Section:
     return Section(
         "Load per expert",
         "Tokens that asked for each expert, before capacity. A balanced router is evenly "
-        "light; a dark row is an expert that too many tokens want, a white one is starving.",
+        "light; a dark row is an expert that many tokens choose, a white one gets hardly any.",
         [plots.load_figure(run.history.steps, even, run.layers)],
     )
 

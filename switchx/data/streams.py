@@ -29,7 +29,7 @@ from switchx.data.tasks import OpenTask
 LANES = 8
 OPEN_ROWS = 8
 # Records in a row that may give no example before that is an error (at most 100 epochs).
-_MOST_FRUITLESS = 100_000
+_MOST_SKIPPED = 100_000
 # Fewer records are permuted in memory; Grain's cipher works on blocks of 16 bits and would
 # look for an index below n for 65536 / n rounds.
 _FEW = 65_536
@@ -278,7 +278,7 @@ class _Reader(abc.ABC):
         self._index = index
         self._row = row
         self._records = plan.records[index]
-        self._most_fruitless = min(_MOST_FRUITLESS, 100 * len(self._open.records))
+        self._most_skipped = min(_MOST_SKIPPED, 100 * len(self._open.records))
 
     @abc.abstractmethod
     def read(self, cursor, rng: np.random.Generator) -> Example | None:
@@ -315,7 +315,7 @@ class _TextReader(_Reader):
                 document[lane] += 1
                 offset[lane] = 0
             num_empty = 0 if len(tokens_L) else num_empty + 1
-            if num_empty > self._most_fruitless:
+            if num_empty > self._most_skipped:
                 raise ValueError(
                     f"task {self._task.name!r}: {num_empty} documents in a row have no text; "
                     "use another corpus"
@@ -347,7 +347,7 @@ class _RecordReader(_Reader):
 
     def read(self, cursor, rng: np.random.Generator) -> Example | None:
         task, features = self._task, self._plan.features
-        for _ in range(self._most_fruitless):
+        for _ in range(self._most_skipped):
             number = int(cursor["document"][0])
             if self._is_at_end(number):
                 return None
@@ -368,6 +368,6 @@ class _RecordReader(_Reader):
                 )
             cursor["dropped"] += 1
         raise ValueError(
-            f"task {task.name!r}: {self._most_fruitless} examples in a row are too long for a "
+            f"task {task.name!r}: {self._most_skipped} examples in a row are too long for a "
             f"row of {features.capacity} tokens; use longer features, or too_long='truncate'"
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of tokens: what kind of piece a token id stands for.
+"""Classes of tokens: what kind of piece a token id stands for, from the vocabulary alone.
 
-Only the vocabulary is asked, not the text around a token. Dims: V
+Dims: V ids of the vocabulary
 """
 
 import dataclasses

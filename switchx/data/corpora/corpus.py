@@ -33,7 +33,7 @@ class CorpusSource:
     Attributes:
         name: corpus and split, for messages.
         fingerprint: hex, of the examples' content.
-        fields: keys of an example: `text`, or `inputs` and `targets`.
+        fields: keys of an example: `text`, or `inputs` and `targets`, or a user's own.
         records: examples with texts (or their UTF-8 bytes) as values, among others those of
             `fields`.
     """
@@ -54,11 +54,8 @@ class CorpusSource:
         """
         if not 0 <= index < len(self.records):
             raise IndexError(f"{self.name} has {len(self.records)} examples; index={index}")
-        values = {field: self.records[int(index)][field] for field in self.fields}
-        return {
-            field: value if isinstance(value, str) else value.decode()
-            for field, value in values.items()
-        }
+        record = self.records[int(index)]
+        return {field: _text(record[field]) for field in self.fields}
 
 
 class Corpus(Protocol):
@@ -139,6 +136,10 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _log_download_done(self):
         pass
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode()
 
 
 def fingerprint_of(*parts: object) -> str:
