@@ -119,8 +119,7 @@ def test_search_paths_come_before_our_configs(tmp_path):
         (
             ["Task.objective=@SpanCorruption"],
             "TrainingJob.source.objective is the class SpanCorruption itself; expected "
-            "SpanCorruption | PrefixLM | CausalLM | InputsToTargets: write @SpanCorruption() "
-            "with parentheses to build one",
+            "Objective: write @SpanCorruption() with parentheses to build one",
         ),
         (["JOB=3"], "JOB is a int; expected a TrainingJob"),
     ],
