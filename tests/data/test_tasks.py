@@ -212,6 +212,14 @@ def test_prompts_of_decoders_see_what_they_saw_in_training(objective, is_bidirec
     assert not format_of(PrefixLM()).is_prompt_bidirectional  # the encoder sees all
 
 
+def test_runs_from_before_there_was_a_choice_have_a_bidirectional_prefix():
+    task = describe(dataclasses.replace(TASK, objective=InputsToTargets("to de: ")))
+    del task["objective"]["is_prefix_bidirectional"]
+    for source in (task, {"type": "Mixture", "tasks": [task], "rates": [1.0]}):
+        found = TextFormat.of_training(source, is_encoder_decoder=False)
+        assert found == TextFormat(True, True, False)
+
+
 def test_mixtures_and_models_from_elsewhere():
     assert format_of(PrefixLM(), InputsToTargets()) == TextFormat(True, False, False)
     assert TextFormat.of_training(None, is_encoder_decoder=True) == TextFormat(

@@ -4,6 +4,7 @@
 import json
 import pickle
 import re
+import shutil
 
 import pytest
 import sentencepiece
@@ -14,6 +15,7 @@ from switchx.data.corpora.text_files import TextFiles
 from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary
 from switchx.data.vocabularies import (
     CorpusVocabulary,
+    SavedVocabulary,
     load_vocabulary,
     sample_evenly,
     save_vocabulary,
@@ -339,6 +341,22 @@ def test_model_outside_the_folder(run):
     model.symlink_to(elsewhere)
     with refused(f"{model} leads out of the folder, to {elsewhere}; put the file itself there"):
         load_vocabulary(run)
+
+
+def test_the_vocabulary_of_another_run_is_read_when_it_is_needed(run, vocabulary):
+    nowhere = SavedVocabulary("nowhere")
+    assert nowhere == pickle.loads(pickle.dumps(nowhere))
+    with refused("no vocabulary can be read from nowhere<any>"):
+        nowhere.encode("text")
+    saved = SavedVocabulary(str(run))
+    assert (saved.size, saved.num_sentinels) == (vocabulary.size, vocabulary.num_sentinels)
+    assert saved.fingerprint() == vocabulary.fingerprint()
+    save_vocabulary(saved, run.parent / "copy")
+    shutil.rmtree(run)
+    # A worker process gets what was read.
+    assert pickle.loads(pickle.dumps(saved)).resolved.size == vocabulary.size
+    copy = load_vocabulary(run.parent / "copy")
+    assert copy.fingerprint() == vocabulary.fingerprint()
 
 
 def test_nothing_to_load(tmp_path):
