@@ -4,6 +4,8 @@
 A local folder with `config.json`, safetensors (one file or shards) and, where it has one, the
 vocabulary `spiece.model`. Tensors are PyTorch's: a linear map is `[out, in]`, heads joined;
 every expert has its own.
+
+Dims: V vocabulary, D model; the others as parameters are named
 """
 
 import dataclasses
