@@ -18,7 +18,6 @@ from switchx.data.text_format import TextFormat
 from switchx.data.tokenizers import ByteVocabulary, Vocabulary
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import describe
-from switchx.inference.generate import for_decoding
 from switchx.inference.quantize import quantize_experts
 from switchx.interop import huggingface, t5x
 from switchx.models.config import ModelConfig, model_from_description
@@ -208,7 +207,6 @@ def test_what_takes_a_model_apart_refuses_one_of_ones_own():
     for take_apart in (
         lambda: huggingface.describe(own),
         lambda: t5x.read_checkpoint("nowhere", own),
-        lambda: for_decoding(own, {}),
         lambda: quantize_experts(own, {}, bits=8),
         lambda: workload_of(job),
         lambda: build_schedule(own, job.pipeline, 2, 2),
