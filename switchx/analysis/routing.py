@@ -218,7 +218,7 @@ def class_counts(
     """Choices of each expert by tokens of each class, `[E, classes]`.
 
     Args:
-        class_T: class of every token, as `data/token_classes.py` has it.
+        class_T: class of every token, as `data/tokenizers.py` has it.
     """
     counts = np.zeros((num_experts, num_classes), np.int64)
     is_choice_TS = expert_TS < num_experts

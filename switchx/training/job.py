@@ -7,9 +7,8 @@ Gin builds it at the edge; Python can build it directly.
 import dataclasses
 
 from switchx.checkpoint.checkpointer import Retention
-from switchx.data.batches import BatchConfig
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
-from switchx.data.loader import Prefetch
+from switchx.data.loader import BatchConfig, Prefetch
 from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary

@@ -14,10 +14,9 @@ import numpy as np
 from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.restore import restore_by_name, restore_params
 from switchx.checkpoint.run_folder import RunFolder, require_shared
-from switchx.data.batches import Shard
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
-from switchx.data.loader import TrainLoader, evaluation_batches, merge_states
+from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture
 from switchx.data.tasks import Task
 from switchx.data.vocabularies import load_vocabulary

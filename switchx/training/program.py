@@ -7,8 +7,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from switchx import tree
-from switchx.data.batches import Shard
 from switchx.data.features import Batch
+from switchx.data.loader import Shard
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import batch_axes, batch_parts

@@ -12,9 +12,17 @@ import time
 import numpy as np
 import pytest
 
-from switchx.data.batches import BatchConfig, RowBatches, Shard, join_rows
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, batch_digest
-from switchx.data.loader import Prefetch, TrainLoader, evaluation_batches, merge_states
+from switchx.data.loader import (
+    BatchConfig,
+    Prefetch,
+    RowBatches,
+    Shard,
+    TrainLoader,
+    evaluation_batches,
+    join_rows,
+    merge_states,
+)
 from switchx.data.mixtures import Mixture
 from switchx.data.objectives import CausalLM, InputsToTargets, PrefixLM, SpanCorruption
 from switchx.data.tasks import Task
