@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -170,7 +171,8 @@ def describe(value, where: str = "the configuration") -> Any:
             field.name: describe(getattr(value, field.name), f"{where}.{field.name}")
             for field in dataclasses.fields(value)
         }
-        return {"type": type_name(type(value))} | described
+        name = type_name(type(value))
+        return {"type": _importable(type(value), where) if "." in name else name} | described
     if isinstance(value, dict):
         return {str(name): describe(item, f"{where}.{name}") for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -179,13 +181,26 @@ def describe(value, where: str = "the configuration") -> Any:
         return os.fspath(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    if not callable(value) or "<" in name or name.startswith((".", "__main__.")):
+    return _importable(without_gin(value), where)
+
+
+def without_gin(value):
+    """A function that a gin file names, out of the wrapper that gin puts around it."""
+    while getattr(value, "__globals__", {}).get("__name__") == "gin.config":
+        value = value.__wrapped__
+    return value
+
+
+def _importable(value, where: str) -> str:
+    """The dotted name by which a class or a function is found again; checks that it is."""
+    module, last = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    found = getattr(sys.modules.get(module), last, None)
+    if found is not value or module == "__main__":
         raise ValueError(
             f"{where}={value!r} cannot be written into a run folder and read again; use a "
             "frozen dataclass or a function that a module defines by name"
         )
-    return name
+    return f"{module}.{last}"
 
 
 def from_description(cls: type, description: dict[str, Any], where: str):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from switchx.api import Model
 from switchx.data.features import Example, Features
-from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import OpenTask, Task, open_task
 from switchx.data.text_metrics import MetricResult, TextMetric
 from switchx.inference.generate import Generator
@@ -122,7 +121,7 @@ def mean_results(results: Sequence[Sequence[MetricResult]]) -> list[MetricResult
 
 
 def _require_texts(task: Task) -> None:
-    if not isinstance(task.objective, InputsToTargets):
+    if not task.objective.has_texts:
         raise ValueError(
             f"task {task.name!r}: {type(task.objective).__name__} has no texts for targets; "
             "metrics of generated texts need a task of InputsToTargets"

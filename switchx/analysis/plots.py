@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of routing, each a matplotlib Figure made of arrays.
+"""Plots of routing and of pipeline schedules, each a matplotlib Figure made of arrays.
 
 Dark means much in every map, early layers are light and late ones dark in every graph, so
-that a page printed in grey says the same. Dims: N E
+that a page printed in grey says the same. A schedule is drawn as in Narayanan et al. 2021
+(arXiv:2104.04473), Figures 3 and 4: stages by time, ticks as wide as their work, forward
+light, backward dark, later chunks of an interleaved schedule hatched.
 
-A picture of a pipeline schedule: stages by time, ticks as wide as their work.
-
-As in Narayanan et al. 2021 (arXiv:2104.04473), Figures 3 and 4. Forward is light, backward
-dark; later chunks of an interleaved schedule are hatched. Dims: T P S
+Dims: N Switch layers, E experts; of a schedule T ticks, P stages, S lanes (its stacks)
 """
 
 import dataclasses
@@ -105,11 +104,9 @@ def course_figure(
             ends = []
             for i, n in enumerate(mine):
                 shade = COLOURS(0.4 + 0.6 * (i + 1) / len(mine))
-                values = course.values[:, n]
-                axis.plot(
-                    steps, values, color=shade, marker=marker, markersize=3, clip_on=False
-                )
-                ends.append((float(values[-1]), layers[n].split()[1], shade))
+                y = course.values[:, n]
+                axis.plot(steps, y, color=shade, marker=marker, markersize=3, clip_on=False)
+                ends.append((float(y[-1]), layers[n].split()[1], shade))
             if course.level is not None:
                 axis.axhline(course.level, color="0.4", linestyle=":", linewidth=1)
             axis.set_ylim(*_limits(course))
@@ -167,10 +164,10 @@ def class_figure(
 def similarity_figure(
     similarities: Sequence[np.ndarray], names: Sequence[Sequence[str]], label: str
 ) -> Figure:
-    """How alike layers (or experts) are, a map a stack (or a layer).
+    """How alike layers are, a map a stack.
 
     Args:
-        names: of the rows of each map, first what the map is of.
+        names: of the stack, then of its layers, for each map.
         label: what the numbers are.
     """
     figure, axes = _panels(len(similarities), height=2.4)
@@ -313,13 +310,9 @@ def schedule_figure(schedule: Schedule, title: str) -> Figure:
         for stage, begin, width, lane, is_backward, m, chunk in boxes:
             colour = LANE_COLOURS[lane if schedule.num_lanes > 1 else 1][int(is_backward)]
             axis.broken_barh(
-                [(begin, width)],
-                (stage - 0.45, 0.9),
-                facecolor=colour,
-                edgecolor="white",
-                linewidth=0.4,
-                hatch=HATCHES[chunk % len(HATCHES)],
-            )
+                [(begin, width)], (stage - 0.45, 0.9), facecolor=colour, edgecolor="white",
+                linewidth=0.4, hatch=HATCHES[chunk % len(HATCHES)],
+            )  # fmt: skip
             if len(boxes) <= MAX_NUMBERED:
                 ink = "white" if is_backward else "black"
                 place = (begin + width / 2, stage)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report as one HTML page that needs nothing else: words, plots and tables in sections.
+"""The routing report: sections of words, plots and tables, on one HTML page of its own.
 
-What a routing report shows: each section from the numbers of one run.
+The page and the notebook are made of the same sections, each from the numbers of one run.
 
-The page and the notebook are made of the same sections. Dims: N E T S
+Dims: N Switch layers, E experts, T tokens of the sample, S experts selected by a token
 """
 
 import base64
@@ -35,34 +35,8 @@ from switchx.analysis.routing import (
     typical_tokens,
 )
 
-PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff;
-  max-width: 66em; margin: 2em auto; padding: 0 1.5em; }}
-h1 {{ font-size: 1.5em; }}
-h2 {{ font-size: 1.15em; margin: 2.2em 0 .3em; }}
-p {{ max-width: 46em; margin: .3em 0 .8em; }}
-img {{ display: block; max-width: 100%; height: auto; margin: .6em 0; }}
-table {{ border-collapse: collapse; margin: .6em 0; font-size: .9em; }}
-th, td {{ padding: .15em .9em .15em 0; text-align: left; vertical-align: top; }}
-th {{ border-bottom: 1px solid #888; font-weight: 600; }}
-td.number, th.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
-summary {{ cursor: pointer; }}
-code {{ background: #f0f0f0; padding: 0 .25em; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
+NUM_TYPICAL_TOKENS = 8
+_VISIBLE = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,55 +71,6 @@ class Section:
         parts += [_image(figure, self.title) for figure in self.figures]
         parts += [_table(table) for table in self.tables]
         return "\n".join(parts)
-
-
-def page(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> str:
-    """The whole page.
-
-    Args:
-        facts: about the run, shown first.
-    """
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
-        for name, value in facts.items()
-    )
-    body = [f"<table>{rows}</table>", *(section._repr_html_() for section in sections)]
-    return PAGE.format(title=html.escape(title), body="\n".join(body))
-
-
-def _image(figure: Figure, title: str) -> str:
-    # An image of its own: the names inside of one SVG never meet those of another.
-    content = io.BytesIO()
-    write_svg(figure, content)
-    data = base64.b64encode(content.getvalue()).decode()
-    return f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{data}">'
-
-
-def _table(table: Table) -> str:
-    is_number = [all(isinstance(row[i], float | int) for row in table.rows)
-                 for i in range(len(table.columns))]  # fmt: skip
-
-    def cell(tag: str, i: int, value) -> str:
-        kind = ' class="number"' if is_number[i] else ""
-        if tag == "td" and table.columns[i] in table.codes:
-            items = [f"<code>{html.escape(item)}</code>" for item in value.split("\n") if item]
-            return f"<td>{' '.join(items)}</td>"
-        text = f"{value:.3f}" if isinstance(value, float) else str(value)
-        return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
-
-    head = "".join(cell("th", i, name) for i, name in enumerate(table.columns))
-    rows = (
-        "<tr>" + "".join(cell("td", i, value) for i, value in enumerate(row)) + "</tr>"
-        for row in table.rows
-    )
-    text = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
-    if table.title:
-        text = f"<details><summary>{html.escape(table.title)}</summary>{text}</details>"
-    return text
-
-
-NUM_TYPICAL_TOKENS = 8
-_VISIBLE = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +171,7 @@ def load(run: RoutingRun) -> Section:
     return Section(
         "Load per expert",
         "Tokens that asked for each expert, before capacity. A balanced router is evenly "
-        "light; a dark row is an expert that too many tokens want, a white one is starving.",
+        "light; a dark row is an expert that many tokens choose, a white one gets hardly any.",
         [plots.load_figure(run.history.steps, even, run.layers)],
     )
 
@@ -310,7 +235,7 @@ def transition(run: RoutingRun) -> Section:
         title,
         "Of the sample's tokens that an expert gets, the percentage that goes to each expert "
         "of the next Switch layer. Rows alike: the second layer does not care where a token "
-        "comes from. One dark cell a row: tokens travel in company. Grey: no tokens.",
+        "comes from. One dark cell a row: an expert's tokens stay together. Grey: no tokens.",
         [plots.transition_figure(shares, pairs)],
     )
 
@@ -385,3 +310,78 @@ def _token_row(run: RoutingRun, expert_TS, token_T, expert: int) -> tuple:
 def _visible(text: str) -> str:
     text = text.translate(_VISIBLE)
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff;
+  max-width: 66em; margin: 2em auto; padding: 0 1.5em; }}
+h1 {{ font-size: 1.5em; }}
+h2 {{ font-size: 1.15em; margin: 2.2em 0 .3em; }}
+p {{ max-width: 46em; margin: .3em 0 .8em; }}
+img {{ display: block; max-width: 100%; height: auto; margin: .6em 0; }}
+table {{ border-collapse: collapse; margin: .6em 0; font-size: .9em; }}
+th, td {{ padding: .15em .9em .15em 0; text-align: left; vertical-align: top; }}
+th {{ border-bottom: 1px solid #888; font-weight: 600; }}
+td.number, th.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
+summary {{ cursor: pointer; }}
+code {{ background: #f0f0f0; padding: 0 .25em; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+def page(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> str:
+    """The whole page.
+
+    Args:
+        facts: about the run, shown first.
+    """
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
+        for name, value in facts.items()
+    )
+    body = "\n".join([f"<table>{rows}</table>", *(each._repr_html_() for each in sections)])
+    return PAGE.format(title=html.escape(title), body=body)
+
+
+def _image(figure: Figure, title: str) -> str:
+    # An image of its own: the names inside of one SVG never meet those of another.
+    content = io.BytesIO()
+    write_svg(figure, content)
+    data = base64.b64encode(content.getvalue()).decode()
+    return f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _table(table: Table) -> str:
+    is_number = [all(isinstance(row[i], float | int) for row in table.rows)
+                 for i in range(len(table.columns))]  # fmt: skip
+
+    def cell(tag: str, i: int, value) -> str:
+        kind = ' class="number"' if is_number[i] else ""
+        if tag == "td" and table.columns[i] in table.codes:
+            items = [f"<code>{html.escape(item)}</code>" for item in value.split("\n") if item]
+            return f"<td>{' '.join(items)}</td>"
+        text = f"{value:.3f}" if isinstance(value, float) else str(value)
+        return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
+
+    head = "".join(cell("th", i, name) for i, name in enumerate(table.columns))
+    rows = (
+        "<tr>" + "".join(cell("td", i, value) for i, value in enumerate(row)) + "</tr>"
+        for row in table.rows
+    )
+    text = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    if table.title:
+        text = f"<details><summary>{html.escape(table.title)}</summary>{text}</details>"
+    return text

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where single tokens go: samples of evaluations, and what can be counted in them.
+"""What a run recorded about its routing, and what can be counted in it.
 
-Expert ids of `num_experts` mean that nothing was chosen; all functions leave them out.
-Router saturation is that of OLMoE (Muennighoff et al. 2024, arXiv:2409.02060, section 5.1).
-Dims: N T S E
+`metrics.jsonl` has means of every Switch layer over training (`RoutingHistory`), `routing/` has
+where single tokens of a fixed sample went at each evaluation (`Snapshot`). Expert ids of
+`num_experts` mean that nothing was chosen; all functions leave them out. Router saturation is
+that of OLMoE (Muennighoff et al. 2024, arXiv:2409.02060, section 5.1).
 
-Load, drops, entropy and gate of every Switch layer over training, from `metrics.jsonl`.
-
-The first axis of what is read counts the logged steps. Dims: N E
-
-How alike layers route, and how alike the tokens of experts are.
-
-Dims: N T S E
+Dims: N Switch layers, T tokens of the sample, S experts selected by a token, E experts
 """
 
 import dataclasses
@@ -21,209 +16,6 @@ import zipfile
 from collections.abc import Sequence
 
 import numpy as np
-
-
-@dataclasses.dataclass(frozen=True)
-class StackRouting:
-    """Tokens that an encoder or a decoder read, and where its Switch layers sent them.
-
-    Attributes:
-        layers: names of the Switch layers.
-        token_T: ids of the tokens read; a decoder's are its inputs, shifted right.
-        expert_NTS: experts chosen.
-        gate_NTS: their weights.
-    """
-
-    layers: tuple[str, ...]
-    token_T: np.ndarray
-    expert_NTS: np.ndarray
-    gate_NTS: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """The routing of a fixed sample of validation tokens at one step."""
-
-    step: int
-    num_experts: int
-    stacks: tuple[StackRouting, ...]
-
-    @property
-    def layers(self) -> list[str]:
-        """Names of all Switch layers, in the order of the metrics."""
-        return [layer for stack in self.stacks for layer in stack.layers]
-
-    def has_same_tokens(self, other: "Snapshot") -> bool:
-        return len(self.stacks) == len(other.stacks) and all(
-            np.array_equal(mine.token_T, theirs.token_T)
-            for mine, theirs in zip(self.stacks, other.stacks, strict=True)
-        )
-
-
-def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
-    """The samples in a run's `routing/` folder, by step.
-
-    Raises:
-        ValueError: there is none, or a file is damaged.
-    """
-    snapshots = [_read(path) for path in sorted(folder.glob("step_*.npz"))]
-    if not snapshots:
-        raise ValueError(
-            f"{folder} holds no routing sample; each evaluation in training writes one, so "
-            "train a model with Switch layers until it is evaluated (EVAL_EVERY)"
-        )
-    return sorted(snapshots, key=lambda snapshot: snapshot.step)
-
-
-def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """Those of the same tokens as the last one.
-
-    A run that was resumed on other data has a new sample from there on.
-    """
-    return [each for each in snapshots if each.has_same_tokens(snapshots[-1])]
-
-
-def transitions(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
-    """Tokens from each expert of a layer to each one of the next, `[N - 1, E, E]`.
-
-    A token with several choices counts once a layer: its pairs share a weight of 1.
-    """
-    num_layers = len(expert_NTS)
-    counts = np.zeros((max(num_layers - 1, 0), num_experts, num_experts))
-    for n in range(num_layers - 1):
-        here_TSS, there_TSS = np.broadcast_arrays(
-            expert_NTS[n][:, :, None], expert_NTS[n + 1][:, None, :]
-        )
-        is_pair_TSS = (here_TSS < num_experts) & (there_TSS < num_experts)
-        pairs_T = np.maximum(is_pair_TSS.sum(axis=(1, 2)), 1)
-        weight_TSS = is_pair_TSS / pairs_T[:, None, None]
-        pairs = here_TSS[is_pair_TSS], there_TSS[is_pair_TSS]
-        np.add.at(counts[n], pairs, weight_TSS[is_pair_TSS])
-    return counts
-
-
-def rows_to_shares(counts: np.ndarray) -> np.ndarray:
-    """Every row of `[..., rows, columns]` divided by its sum; NaN where there is nothing."""
-    sums = counts.sum(axis=-1, keepdims=True)
-    return np.divide(counts, sums, out=np.full(counts.shape, np.nan), where=sums > 0)
-
-
-def class_counts(
-    expert_TS: np.ndarray, class_T: np.ndarray, num_experts: int, num_classes: int
-) -> np.ndarray:
-    """Choices of each expert by tokens of each class, `[E, classes]`.
-
-    Args:
-        class_T: class of every token, as `data/token_classes.py` has it.
-    """
-    counts = np.zeros((num_experts, num_classes), np.int64)
-    is_choice_TS = expert_TS < num_experts
-    class_TS = np.broadcast_to(class_T[:, None], expert_TS.shape)
-    np.add.at(counts, (expert_TS[is_choice_TS], class_TS[is_choice_TS]), 1)
-    return counts
-
-
-@dataclasses.dataclass(frozen=True)
-class TypicalToken:
-    """A token id that an expert gets often, and more often than the others do.
-
-    Attributes:
-        count: choices of the expert by it.
-        share: of all choices by this token, those of the expert.
-    """
-
-    token: int
-    count: int
-    share: float
-
-
-def typical_tokens(
-    expert_TS: np.ndarray, token_T: np.ndarray, expert: int, num_experts: int, num: int
-) -> list[TypicalToken]:
-    """The `num` token ids that tell most about an expert, first the one that tells most.
-
-    They are ordered by their part of the divergence KL(tokens of the expert || tokens of
-    all): q ln(q / p), with q the token's share of the expert's choices and p of all choices.
-    Those that the expert gets less often than its share of everything are left out.
-    """
-    is_choice_TS = expert_TS < num_experts
-    token_TS = np.broadcast_to(token_T[:, None], expert_TS.shape)
-    ids, index = np.unique(token_TS[is_choice_TS], return_inverse=True)
-    if not len(ids):
-        return []
-    total = np.bincount(index, minlength=len(ids))
-    is_here = expert_TS[is_choice_TS] == expert
-    count = np.bincount(index[is_here], minlength=len(ids))
-    q, p = count / max(count.sum(), 1), total / total.sum()
-    told = np.where(count > 0, q * np.log(np.where(count > 0, q, 1) / p), 0)
-    order = np.argsort(-told, kind="stable")[:num]
-    return [
-        TypicalToken(int(ids[i]), int(count[i]), float(count[i] / total[i]))
-        for i in order
-        if told[i] > 0
-    ]
-
-
-def saturation(expert_NTS: np.ndarray, final_NTS: np.ndarray, num_experts: int) -> np.ndarray:
-    """How far the routing already is the final one, `[N]`: mean over tokens of
-    |E_t intersected with E_final| / |E_final|, E the set of experts that a token chose.
-
-    Tokens that end without an expert are left out.
-
-    Raises:
-        ValueError: the two are not of the same layers and tokens.
-    """
-    if expert_NTS.shape[:2] != final_NTS.shape[:2]:
-        raise ValueError(
-            f"routing of shape {expert_NTS.shape} cannot be compared with the final one of "
-            f"shape {final_NTS.shape}; compare samples of the same tokens (`comparable`)"
-        )
-    is_final_NTS = final_NTS < num_experts
-    is_shared_NTS = (final_NTS[..., :, None] == expert_NTS[..., None, :]).any(axis=-1)
-    shared_NT = (is_shared_NTS & is_final_NTS).sum(axis=-1)
-    chosen_NT = is_final_NTS.sum(axis=-1)
-    share_NT = shared_NT / np.maximum(chosen_NT, 1)
-    tokens_N = np.maximum((chosen_NT > 0).sum(axis=-1), 1)
-    return share_NT.sum(axis=-1) / tokens_N
-
-
-def saturation_by_step(snapshots: Sequence[Snapshot]) -> np.ndarray:
-    """Saturation of every snapshot against the last, `[snapshots, N]` over all layers."""
-    last = snapshots[-1]
-    return np.array(
-        [
-            np.concatenate(
-                [
-                    saturation(stack.expert_NTS, final.expert_NTS, last.num_experts)
-                    for stack, final in zip(each.stacks, last.stacks, strict=True)
-                ]
-            )
-            for each in snapshots
-        ]
-    )
-
-
-def _read(path: pathlib.Path) -> Snapshot:
-    """What `training/routing_sample.py` wrote."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            stacks = tuple(
-                StackRouting(
-                    tuple(map(str, arrays[f"{stack}_layers_N"])),
-                    arrays[f"{stack}_token_T"],
-                    arrays[f"{stack}_expert_NTS"],
-                    arrays[f"{stack}_gate_NTS"].astype(np.float32),
-                )
-                for stack in ("encoder", "decoder")
-                if f"{stack}_token_T" in arrays
-            )
-            return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{path} is no routing sample that can be read ({error}); remove it, or restore it "
-            "from a copy"
-        ) from error
-
 
 # An expert with less than this part of an even share is called dead.
 DEAD_FRACTION = 0.01
@@ -314,6 +106,207 @@ def _read_lines(path: pathlib.Path) -> list[dict]:
     return lines
 
 
+@dataclasses.dataclass(frozen=True)
+class StackRouting:
+    """Tokens that an encoder or a decoder read, and where its Switch layers sent them.
+
+    Attributes:
+        layers: names of the Switch layers.
+        token_T: ids of the tokens read; a decoder's are its inputs, shifted right.
+        expert_NTS: experts chosen.
+        gate_NTS: their weights.
+    """
+
+    layers: tuple[str, ...]
+    token_T: np.ndarray
+    expert_NTS: np.ndarray
+    gate_NTS: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The routing of a fixed sample of validation tokens at one step."""
+
+    step: int
+    num_experts: int
+    stacks: tuple[StackRouting, ...]
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of all Switch layers, in the order of the metrics."""
+        return [layer for stack in self.stacks for layer in stack.layers]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Of each stack."""
+        return [stack.token_T.tolist() for stack in self.stacks]
+
+
+def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
+    """The samples in a run's `routing/` folder, by step.
+
+    Raises:
+        ValueError: there is none, or a file is damaged.
+    """
+    snapshots = [_read(path) for path in sorted(folder.glob("step_*.npz"))]
+    if not snapshots:
+        raise ValueError(
+            f"{folder} holds no routing sample; each evaluation in training writes one, so "
+            "train a model with Switch layers until it is evaluated (EVAL_EVERY)"
+        )
+    return sorted(snapshots, key=lambda snapshot: snapshot.step)
+
+
+def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """Those of the same tokens as the last one.
+
+    A run that was resumed on other data has a new sample from there on.
+    """
+    return [each for each in snapshots if each.tokens == snapshots[-1].tokens]
+
+
+def _read(path: pathlib.Path) -> Snapshot:
+    """What `training/routing_sample.py` wrote."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            stacks = tuple(
+                StackRouting(
+                    tuple(map(str, arrays[f"{stack}_layers_N"])),
+                    arrays[f"{stack}_token_T"],
+                    arrays[f"{stack}_expert_NTS"],
+                    arrays[f"{stack}_gate_NTS"].astype(np.float32),
+                )
+                for stack in ("encoder", "decoder")
+                if f"{stack}_token_T" in arrays
+            )
+            return Snapshot(int(arrays["step"]), int(arrays["num_experts"]), stacks)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} is no routing sample that can be read ({error}); remove it, or restore it "
+            "from a copy"
+        ) from error
+
+
+def transitions(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
+    """Tokens from each expert of a layer to each one of the next, `[N - 1, E, E]`.
+
+    A token with several choices counts once a layer: its pairs share a weight of 1.
+    """
+    num_layers = len(expert_NTS)
+    counts = np.zeros((max(num_layers - 1, 0), num_experts, num_experts))
+    for n in range(num_layers - 1):
+        here_TSS, there_TSS = np.broadcast_arrays(
+            expert_NTS[n][:, :, None], expert_NTS[n + 1][:, None, :]
+        )
+        is_pair_TSS = (here_TSS < num_experts) & (there_TSS < num_experts)
+        pairs_T = np.maximum(is_pair_TSS.sum(axis=(1, 2)), 1)
+        weight_TSS = is_pair_TSS / pairs_T[:, None, None]
+        pairs = here_TSS[is_pair_TSS], there_TSS[is_pair_TSS]
+        np.add.at(counts[n], pairs, weight_TSS[is_pair_TSS])
+    return counts
+
+
+def rows_to_shares(counts: np.ndarray) -> np.ndarray:
+    """Every row of `[..., rows, columns]` divided by its sum; NaN where there is nothing."""
+    sums = counts.sum(axis=-1, keepdims=True)
+    return np.divide(counts, sums, out=np.full(counts.shape, np.nan), where=sums > 0)
+
+
+def class_counts(
+    expert_TS: np.ndarray, class_T: np.ndarray, num_experts: int, num_classes: int
+) -> np.ndarray:
+    """Choices of each expert by tokens of each class, `[E, classes]`.
+
+    Args:
+        class_T: class of every token, as `data/tokenizers.py` has it.
+    """
+    counts = np.zeros((num_experts, num_classes), np.int64)
+    is_choice_TS = expert_TS < num_experts
+    class_TS = np.broadcast_to(class_T[:, None], expert_TS.shape)
+    np.add.at(counts, (expert_TS[is_choice_TS], class_TS[is_choice_TS]), 1)
+    return counts
+
+
+@dataclasses.dataclass(frozen=True)
+class TypicalToken:
+    """A token id that an expert gets often, and more often than the others do.
+
+    Attributes:
+        count: choices of the expert by it.
+        share: of all choices by this token, those of the expert.
+    """
+
+    token: int
+    count: int
+    share: float
+
+
+def typical_tokens(
+    expert_TS: np.ndarray, token_T: np.ndarray, expert: int, num_experts: int, num: int
+) -> list[TypicalToken]:
+    """The `num` token ids that tell most about an expert, first the one that tells most.
+
+    They are ordered by their part of the divergence KL(tokens of the expert || tokens of
+    all): q ln(q / p), with q the token's share of the expert's choices and p of all choices.
+    Those that the expert gets less often than its share of everything are left out.
+    """
+    is_choice_TS = expert_TS < num_experts
+    token_TS = np.broadcast_to(token_T[:, None], expert_TS.shape)
+    ids, index = np.unique(token_TS[is_choice_TS], return_inverse=True)
+    if not len(ids):
+        return []
+    total = np.bincount(index, minlength=len(ids))
+    is_here = expert_TS[is_choice_TS] == expert
+    count = np.bincount(index[is_here], minlength=len(ids))
+    q, p = count / max(count.sum(), 1), total / total.sum()
+    told = np.where(count > 0, q * np.log(np.where(count > 0, q, 1) / p), 0)
+    order = np.argsort(-told, kind="stable")[:num]
+    return [
+        TypicalToken(int(ids[i]), int(count[i]), float(count[i] / total[i]))
+        for i in order
+        if told[i] > 0
+    ]
+
+
+def saturation(expert_NTS: np.ndarray, final_NTS: np.ndarray, num_experts: int) -> np.ndarray:
+    """How far the routing already is the final one, `[N]`: mean over tokens of
+    |E_t intersected with E_final| / |E_final|, E the set of experts that a token chose.
+
+    Tokens that end without an expert are left out.
+
+    Raises:
+        ValueError: the two are not of the same layers and tokens.
+    """
+    if expert_NTS.shape[:2] != final_NTS.shape[:2]:
+        raise ValueError(
+            f"routing of shape {expert_NTS.shape} cannot be compared with the final one of "
+            f"shape {final_NTS.shape}; compare samples of the same tokens (`comparable`)"
+        )
+    is_final_NTS = final_NTS < num_experts
+    is_shared_NTS = (final_NTS[..., :, None] == expert_NTS[..., None, :]).any(axis=-1)
+    shared_NT = (is_shared_NTS & is_final_NTS).sum(axis=-1)
+    chosen_NT = is_final_NTS.sum(axis=-1)
+    share_NT = shared_NT / np.maximum(chosen_NT, 1)
+    tokens_N = np.maximum((chosen_NT > 0).sum(axis=-1), 1)
+    return share_NT.sum(axis=-1) / tokens_N
+
+
+def saturation_by_step(snapshots: Sequence[Snapshot]) -> np.ndarray:
+    """Saturation of every snapshot against the last, `[snapshots, N]` over all layers."""
+    last = snapshots[-1]
+    return np.array(
+        [
+            np.concatenate(
+                [
+                    saturation(stack.expert_NTS, final.expert_NTS, last.num_experts)
+                    for stack, final in zip(each.stacks, last.stacks, strict=True)
+                ]
+            )
+            for each in snapshots
+        ]
+    )
+
+
 def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
     """Normalised mutual information of the layers' first choices, `[N, N]`.
 
@@ -322,47 +315,22 @@ def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
     tells nothing: its row is 0.
     """
     first_NT = expert_NTS[..., 0]
-    num_layers = len(first_NT)
-    similarity_NN = np.zeros((num_layers, num_layers))
-    for a in range(num_layers):
-        for b in range(num_layers):
-            is_both_T = (first_NT[a] < num_experts) & (first_NT[b] < num_experts)
+    similarity_NN = np.zeros((len(first_NT), len(first_NT)))
+    for a, here_T in enumerate(first_NT):
+        for b, there_T in enumerate(first_NT):
+            is_both_T = (here_T < num_experts) & (there_T < num_experts)
             counts_EE = np.zeros((num_experts, num_experts))
-            np.add.at(counts_EE, (first_NT[a][is_both_T], first_NT[b][is_both_T]), 1)
+            np.add.at(counts_EE, (here_T[is_both_T], there_T[is_both_T]), 1)
             similarity_NN[a, b] = _normalised_information(counts_EE)
     return similarity_NN
-
-
-def expert_similarity(
-    expert_TS: np.ndarray, token_T: np.ndarray, num_experts: int
-) -> np.ndarray:
-    """Cosine of how often each token id goes to two experts of a layer, `[E, E]`.
-
-    0 where they share no token id, and for an expert without tokens.
-    """
-    ids, class_T = np.unique(token_T, return_inverse=True)
-    counts = class_counts(expert_TS, class_T, num_experts, len(ids)).astype(np.float64)
-    norm_E = np.linalg.norm(counts, axis=1)
-    counts /= np.maximum(norm_E, 1e-12)[:, None]
-    return counts @ counts.T
 
 
 def _normalised_information(counts: np.ndarray) -> float:
     joint = counts / max(counts.sum(), 1)
     p, q = joint.sum(axis=1), joint.sum(axis=0)
     is_there = joint > 0
-    information = np.sum(joint[is_there] * np.log((joint / _outer(p, q))[is_there]))
-    entropies = _entropy(p), _entropy(q)
+    information = np.sum(joint[is_there] * np.log(joint[is_there] / np.outer(p, q)[is_there]))
+    entropies = [-np.sum(each[each > 0] * np.log(each[each > 0])) for each in (p, q)]
     if min(entropies) < 1e-9:  # one expert, up to rounding
         return 0.0
     return float(information / np.sqrt(np.prod(entropies)))
-
-
-def _outer(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """p q^T, with 1 in place of 0, where nothing is ever divided by it."""
-    product = np.outer(p, q)
-    return np.where(product > 0, product, 1.0)
-
-
-def _entropy(p: np.ndarray) -> float:
-    return float(-np.sum(p[p > 0] * np.log(p[p > 0])))

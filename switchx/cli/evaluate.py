@@ -67,7 +67,7 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
     from switchx.checkpoint.restore import choose_step
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.inference.artifact import is_artifact
-    from switchx.training.resume import check_same_model
+    from switchx.training.resume import check_same_model, with_vocabulary_of
 
     is_quantized = is_artifact(arguments.model_dir)
     folder = RunFolder(arguments.model_dir)
@@ -88,7 +88,7 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
     wanted = text_metrics.metrics_of(source, arguments.metrics, arguments.tasks)
     step, metrics = arguments.step, {}
     if not is_quantized:
-        check_same_model(folder, job)
+        job = check_same_model(folder, job)
         step = choose_step(folder, arguments.step)
         metrics = {"step": step} | _likelihood(folder, job, step, reporter)
     elif not wanted:
@@ -96,6 +96,8 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
             f"{folder.root} is quantized: it is evaluated by the texts that it writes; give "
             "--metrics, or gin files of tasks that have metrics"
         )
+    else:
+        job = with_vocabulary_of(folder, job)
     if wanted:
         model = api.load(arguments.model_dir, step)
         metrics = {"step": model.step} | metrics

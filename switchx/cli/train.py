@@ -95,15 +95,16 @@ def _train(arguments: argparse.Namespace, reporter, job):
 
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.cli.config import building
-    from switchx.planner.model_cost import count_parameters
+    from switchx.models.params import abstract_params
     from switchx.training.loop import train
+    from switchx.tree import num_elements
 
     folder = RunFolder(arguments.model_dir)
     records = {
         folder.operative_config: building.operative_config("JOB"),
         folder.git_commit: git_commit() + "\n",
     }
-    reporter.note(f"a model of {count_parameters(job.model).total:,} parameters")
+    reporter.note(f"a model of {num_elements(abstract_params(job.model)):,} parameters")
     if (num_processes := jax.process_count()) > 1:
         reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
     return train(job, folder, reporter, records)

@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch features: examples of (inputs, targets) laid out as the arrays a model reads.
 
-The names and meanings are T5X's and seqio's, so its converters are the reference
-(Roberts et al. 2022, arXiv:2203.17189). A row holds one example or several packed ones:
-segment ids count them from 1 (0 is padding), positions restart at 0 in each.
+The names and meanings are T5X's and seqio's, so its converters are the reference (Roberts et
+al. 2022, arXiv:2203.17189). A row holds one example or several packed ones: segment ids count
+them from 1 (0 is padding), positions restart at 0 in each.
 
-Dims: B L
-
-Packing: several examples share a row, each a segment that attention keeps apart.
-
-First fit over a few open rows. Grain has the same algorithm, but as a dataset whose state
-is its own; here the examples of a row are drawn from a stream that can be put back to
-where a window of rows began, which is all the state that packing needs.
+Dims: B rows of a batch, L length of a row in tokens
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+from switchx.fields import require_at_least
 
 Batch = dict[str, np.ndarray]
 
 
 class Example(NamedTuple):
-    """Token ids of one example; `inputs` is empty for a causal language model."""
+    """Token ids of one example; `inputs` is empty for a causal language model.
+
+    Attributes:
+        is_prefix_bidirectional: in a decoder-only row, its inputs see all of its inputs.
+    """
 
     inputs: np.ndarray
     targets: np.ndarray
+    is_prefix_bidirectional: bool = True
 
 
 Rows = Sequence[Sequence[Example]]
@@ -42,8 +43,7 @@ class EncoderDecoderFeatures:
     targets_length: int
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            _require_at_least(1, field.name, getattr(self, field.name))
+        require_at_least(self, 1, "inputs_length", "targets_length")
 
     @property
     def capacity(self) -> tuple[int, ...]:
@@ -55,9 +55,9 @@ class EncoderDecoderFeatures:
 
     def truncate(self, example: Example, eos_id: int) -> Example:
         """Cuts each side at its end to what a row holds, the last token becoming EOS."""
-        return Example(
-            _cut(example.inputs, self.inputs_length, eos_id),
-            _cut(example.targets, self.targets_length, eos_id),
+        return example._replace(
+            inputs=_cut(example.inputs, self.inputs_length, eos_id),
+            targets=_cut(example.targets, self.targets_length, eos_id),
         )
 
     def batch(self, rows: Rows) -> Batch:
@@ -86,7 +86,7 @@ class DecoderOnlyFeatures:
     length: int
 
     def __post_init__(self):
-        _require_at_least(2, "length", self.length)
+        require_at_least(self, 2, "length")
 
     @property
     def capacity(self) -> tuple[int, ...]:
@@ -103,7 +103,8 @@ class DecoderOnlyFeatures:
         """
         num_kept_inputs = min(len(example.inputs), 1)
         targets = _cut(example.targets, self.length - num_kept_inputs, eos_id)
-        return Example(_cut(example.inputs, self.length - len(targets), eos_id), targets)
+        inputs = _cut(example.inputs, self.length - len(targets), eos_id)
+        return example._replace(inputs=inputs, targets=targets)
 
     def batch(self, rows: Rows) -> Batch:
         """Lays out rows of examples that fit, in order; an empty row is all padding.
@@ -111,19 +112,22 @@ class DecoderOnlyFeatures:
         Returns:
             [B, length] each: the `decoder_` features of an encoder-decoder, where only
             targets have loss weight, and `decoder_prefix_mask`, 1 where the token read is
-            part of the inputs (or the 0 that stands before them), else 0.
+            part of bidirectional inputs (or the 0 that stands before them), else 0.
         """
-        both = [[np.concatenate(example) for example in row] for row in rows]
-        batch = _decoder_features(both, self.length)
-        # The number of input tokens of the segment that a position belongs to.
-        prefix = [[np.full(sum(self.size(e)), len(e.inputs)) for e in row] for row in rows]
-        prefix_BL, _, _ = _lay_out(prefix, self.length)
+        batch = _decoder_features([[_joined(e) for e in row] for row in rows], self.length)
         positions_BL = batch["decoder_positions"]
-        batch["decoder_loss_weights"] *= positions_BL >= prefix_BL
-        # Tokens read are shifted right: the last input stands at position `prefix`.
-        is_prefix_BL = (prefix_BL > 0) & (positions_BL <= prefix_BL)
-        batch["decoder_prefix_mask"] = is_prefix_BL.astype(np.int32)
+        num_inputs_BL = self._per_token(rows, lambda example: len(example.inputs))
+        batch["decoder_loss_weights"] *= positions_BL >= num_inputs_BL
+        # Tokens read are shifted right: the last input stands at position `num_inputs`.
+        is_seen_BL = (num_inputs_BL > 0) & (positions_BL <= num_inputs_BL)
+        is_seen_BL &= self._per_token(rows, lambda example: example.is_prefix_bidirectional) > 0
+        batch["decoder_prefix_mask"] = is_seen_BL.astype(np.int32)
         return batch
+
+    def _per_token(self, rows: Rows, of: Callable[[Example], int]) -> np.ndarray:
+        """A number of each example at all of its positions, [B, length]."""
+        numbers = [[np.full(sum(self.size(each)), of(each)) for each in row] for row in rows]
+        return _lay_out(numbers, self.length)[0]
 
 
 Features = EncoderDecoderFeatures | DecoderOnlyFeatures
@@ -167,59 +171,13 @@ def _lay_out(rows: Sequence[Sequence[np.ndarray]], length: int):
     return tokens_BL, segments_BL, positions_BL
 
 
+def _joined(example: Example) -> np.ndarray:
+    return np.concatenate([example.inputs, example.targets])
+
+
 def _cut(tokens_L: np.ndarray, length: int, eos_id: int) -> np.ndarray:
     if len(tokens_L) <= length:
         return tokens_L
     cut_L = tokens_L[:length].copy()
     cut_L[-1] = eos_id
     return cut_L
-
-
-def _require_at_least(least: int, name: str, value: int) -> None:
-    if value < least:
-        raise ValueError(f"{name}={value}; use a whole number of at least {least}")
-
-
-OPEN_ROWS = 8
-
-
-class ExampleSource(Protocol):
-    """Examples in order, with a look at the next one."""
-
-    def peek(self) -> Example | None:
-        """The next example, which stays; None after the last one."""
-
-    def take(self) -> Example:
-        """The next example, which is used up."""
-
-
-def pack_rows(
-    examples: ExampleSource, features: Features, num_rows: int = OPEN_ROWS
-) -> list[list[Example]]:
-    """Fills up to `num_rows` rows; each example goes into the first with room for it.
-
-    An encoder-decoder's example has room where both its sides do. The first example that
-    has room nowhere closes the rows, and stays in the stream for the next ones.
-
-    Args:
-        examples: none of which is too long for an empty row.
-
-    Returns:
-        The rows that hold any example; none only if the stream is at its end.
-    """
-    rows, free = [], []
-    while (example := examples.peek()) is not None:
-        size = features.size(example)
-        row = next((i for i, room in enumerate(free) if _fits(size, room)), len(rows))
-        if row == num_rows:
-            break
-        if row == len(rows):
-            rows.append([])
-            free.append(features.capacity)
-        rows[row].append(examples.take())
-        free[row] = tuple(have - used for have, used in zip(free[row], size, strict=True))
-    return rows
-
-
-def _fits(size: tuple[int, ...], room: tuple[int, ...]) -> bool:
-    return all(used <= have for used, have in zip(size, room, strict=True))

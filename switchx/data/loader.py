@@ -1,36 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader: batches for training without end, and for evaluation, each process its part.
+"""The loader: training batches without end, and evaluation batches, each process its part.
 
-Training reads one stream a row (see `streams`). Each batch travels with the cursors of
-its rows, so the state of the loader is that of the batch last handed out, however far
-threads and worker processes have read ahead.
+Training reads one stream a row (`streams.py`). Each batch comes with the cursors of its rows,
+so the state of the loader is that of the batch last handed out, however far threads and
+worker processes have read ahead.
 """
 
 import dataclasses
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import grain
 import numpy as np
 from absl import flags
 
-from switchx.data.batches import (
-    BatchConfig,
-    RowBatches,
-    Shard,
-    join_rows,
-)
-from switchx.data.features import Batch
+from switchx.data.features import Batch, Features
 from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.streams import RowStream, StreamPlan
 from switchx.data.tasks import Task, open_task
+from switchx.fields import require, require_at_least
 
 # Of what the cursors in a state mean; another number whenever streams read otherwise.
 STATE_VERSION = 1
 
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    """What a batch is.
+
+    Attributes:
+        batch_size: rows of the global batch, over all processes.
+        packed: several examples a row; otherwise one.
+    """
+
+    features: Features
+    batch_size: int
+    packed: bool = True
+
+    def __post_init__(self):
+        require_at_least(self, 1, "batch_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Which rows of each global batch a process reads: some of `count` equal parts.
+
+    Processes that hold the same rows (model parallelism across hosts) read the same parts.
+
+    Attributes:
+        parts: their indices, ascending.
+        count: parts of a batch.
+    """
+
+    parts: tuple[int, ...] = (0,)
+    count: int = 1
+
+    def __post_init__(self):
+        ascending = sorted(set(self.parts) & set(range(self.count)))
+        require(
+            self.parts and list(self.parts) == ascending,
+            f"parts {', '.join(map(str, self.parts)) or 'none'} of {self.count}; use some of 0 "
+            "to count - 1, ascending",
+        )
+
+    def rows(self, batch_size: int) -> tuple[int, ...]:
+        """The rows of the global batch that are this shard's, ascending.
+
+        Raises:
+            ValueError: the batch does not divide.
+        """
+        size, rest = divmod(batch_size, self.count)
+        if rest:
+            sizes = sorted({max(size, 1) * self.count, (size + 1) * self.count})
+            raise ValueError(
+                f"batch_size={batch_size} is not divisible by the {self.count} parts that "
+                f"processes share; use batch_size={' or '.join(map(str, sizes))}, or a mesh "
+                f"whose parts divide {batch_size}"
+            )
+        return tuple(part * size + row for part in self.parts for row in range(size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +98,7 @@ class Prefetch:
     num_workers: int = 0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name}={getattr(self, field.name)}; use 0 or more")
+        require_at_least(self, 0, "num_batches", "num_workers")
 
 
 class TrainLoader:
@@ -78,17 +127,22 @@ class TrainLoader:
         shard: Shard = Shard(),
         prefetch: Prefetch = Prefetch(),
     ):
-        if seed < 0:
-            raise ValueError(f"seed={seed}; use 0 or more")
+        require(seed >= 0, f"seed={seed}; use 0 or more")
         self._rows = shard.rows(config.batch_size)
-        if prefetch.num_workers > len(self._rows):
-            raise ValueError(
-                f"num_workers={prefetch.num_workers} for {len(self._rows)} rows of a process; "
-                f"use {len(self._rows)} or fewer"
-            )
+        require(
+            prefetch.num_workers <= len(self._rows),
+            f"num_workers={prefetch.num_workers} for {len(self._rows)} rows of a process; use "
+            f"{len(self._rows)} or fewer",
+        )
         self._config = config
         self._prefetch = prefetch
-        self._plan = _train_plan(as_mixture(source), config, seed, data_dir)
+        mixture = as_mixture(source)
+        tasks = tuple(
+            open_task(task, task.train_split, data_dir, config.features)
+            for task in mixture.tasks
+        )
+        probabilities = mixture.probabilities([len(task.records) for task in tasks])
+        self._plan = StreamPlan(tasks, probabilities, config.features, seed, config.batch_size)
         self._begin(0, np.tile(self._plan.new_cursor(), (len(self._rows), 1)))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -100,8 +154,7 @@ class TrainLoader:
         Raises:
             ValueError: the loader is closed, or what a stream raises (`ExampleStream`).
         """
-        if not self._iterators:
-            raise ValueError("the loader is closed; restore a state of it, or make another")
+        require(self._iterators, "the loader is closed; restore a state of it, or make another")
         batch, self._cursors = next(self._iterators[0])
         self._step += 1
         return batch
@@ -128,12 +181,13 @@ class TrainLoader:
         """
         _require_same(state["pipeline"], self._description())
         held = dict(zip(_rows_of(state), state["cursors"], strict=True))
-        if missing := [row for row in self._rows if row not in held]:
-            raise ValueError(
-                f"the loader's state holds rows {_listed(held)} of each batch and not "
-                f"{_listed(missing)}, which this process reads; pass merge_states of the "
-                "states of all processes"
-            )
+        missing = [row for row in self._rows if row not in held]
+        require(
+            not missing,
+            f"the loader's state holds the rows {_listed(held)} of each batch and not "
+            f"{_listed(missing)}, which this process reads; pass merge_states of the states of "
+            "all processes",
+        )
         self.close()
         self._begin(state["step"], np.array([held[row] for row in self._rows], np.int64))
 
@@ -190,17 +244,17 @@ def merge_states(states: Sequence[dict]) -> dict:
     merged, held = states[0], {}
     for state in states:
         _require_same(merged["pipeline"], state["pipeline"])
-        if state["step"] != merged["step"]:
-            raise ValueError(
-                f"the states of the data iterators are of steps {merged['step']} and "
-                f"{state['step']}; pass those of one checkpoint"
-            )
+        require(
+            state["step"] == merged["step"],
+            f"the states of the data iterators are of steps {merged['step']} and "
+            f"{state['step']}; pass those of one checkpoint",
+        )
         for row, cursor in zip(_rows_of(state), state["cursors"], strict=True):
-            if held.setdefault(row, cursor) != cursor:
-                raise ValueError(
-                    f"two states of data iterators disagree about where row {row} of a batch "
-                    "goes on; pass those of one checkpoint"
-                )
+            require(
+                held.setdefault(row, cursor) == cursor,
+                f"two states of data iterators disagree about where row {row} of a batch goes "
+                "on; pass those of one checkpoint",
+            )
     rows = sorted(held)
     return {
         "pipeline": merged["pipeline"],
@@ -208,26 +262,6 @@ def merge_states(states: Sequence[dict]) -> dict:
         "rows": rows,
         "cursors": [held[row] for row in rows],
     }
-
-
-def _rows_of(state: dict) -> Sequence[int]:
-    """Rows of the cursors; states of before there were shards with gaps have the first."""
-    if "rows" in state:
-        return state["rows"]
-    return range(state["first_row"], state["first_row"] + len(state["cursors"]))
-
-
-def _listed(rows) -> str:
-    """`0 to 3, 8`: runs of row numbers."""
-    runs = []
-    for row in rows:
-        if runs and runs[-1][1] == row - 1:
-            runs[-1][1] = row
-        else:
-            runs.append([row, row])
-    return ", ".join(
-        f"{first}" if first == last else f"{first} to {last}" for first, last in runs
-    )
 
 
 def evaluation_batches(
@@ -243,7 +277,7 @@ def evaluation_batches(
     The evaluation split is read once, in its order; an example's random choices are fixed
     by its index. The last batch is filled up with rows of padding, whose loss weights are
     0. Each process goes through all rows and lays out its own: no example is lost or seen
-    twice, and all processes see as many batches.
+    twice, and all processes see equally many batches.
 
     Args:
         num_batches: stop after so many; None reads the whole split.
@@ -263,35 +297,90 @@ def evaluation_batches(
             yield config.features.batch([batch[row] for row in rows])
             num_made += 1
         counts = plan.counts(stream.cursor)
-        if num_made == 0:
-            raise ValueError(
-                f"task {task.name!r}: split {task.evaluation_split!r} has "
-                f"{len(opened.records)} records and no example that fits {config.features} "
-                f"({counts}); use longer features, or another split"
-            )
+        require(
+            num_made > 0,
+            f"task {task.name!r}: split {task.evaluation_split!r} has {len(opened.records)} "
+            f"records and no example that fits {config.features} ({counts}); use longer "
+            "features, or another split",
+        )
         if any(counts.values()):
             _log.warning("evaluation left out or cut examples: %s", counts)
 
     return itertools.islice(batches(), num_batches)
 
 
-def _train_plan(
-    mixture: Mixture, config: BatchConfig, seed: int, data_dir: str | None
-) -> StreamPlan:
-    tasks = tuple(
-        open_task(task, task.train_split, data_dir, config.features) for task in mixture.tasks
-    )
-    probabilities = mixture.probabilities([len(task.records) for task in tasks])
-    return StreamPlan(tasks, probabilities, config.features, seed, config.batch_size)
+class RowBatches(grain.IterDataset):
+    """Batches of some rows, each with the cursors of these rows after it."""
+
+    def __init__(self, plan: StreamPlan, is_packed: bool, rows: Sequence[int], cursors):
+        super().__init__()
+        self._plan = plan
+        self._is_packed = is_packed
+        self._rows = list(zip(rows, cursors, strict=True))
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        """Leaves the rows of worker `sl.start` out of `sl.step`; called by `mp_prefetch`.
+
+        Blocks of rows rather than every `sl.step`-th, so that workers' parts one after
+        another are the batch.
+        """
+        del sequential_slice
+        num_rows = len(self._rows)
+        start, stop = (num_rows * worker // sl.step for worker in (sl.start, sl.start + 1))
+        self._rows = self._rows[start:stop]
+
+    def __iter__(self) -> grain.DatasetIterator:
+        streams = [RowStream(self._plan, row, self._is_packed, c) for row, c in self._rows]
+        return _RowBatchIterator(self._plan.features, streams)
+
+
+class _RowBatchIterator(grain.DatasetIterator):
+    def __init__(self, features: Features, streams: Sequence[RowStream]):
+        super().__init__()
+        self._features = features
+        self._streams = streams
+
+    def __next__(self) -> tuple[Batch, np.ndarray]:
+        batch = self._features.batch([next(stream) for stream in self._streams])
+        return batch, np.stack([stream.cursor for stream in self._streams])
+
+    def get_state(self) -> dict:
+        return {}  # the cursors are in the batch
+
+    def set_state(self, state: dict) -> None:
+        raise RuntimeError("the position is in the cursors beside each batch; restore those")
+
+
+def join_rows(parts: Sequence[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:
+    """One batch from those of the workers."""
+    batches, cursors = zip(*parts, strict=True)
+
+    # `asarray` leaves the workers' shared memory: a batch is an ordinary array.
+    def join(arrays):
+        return np.concatenate([np.asarray(array) for array in arrays])
+
+    return {name: join([b[name] for b in batches]) for name in batches[0]}, join(cursors)
+
+
+def _rows_of(state: dict) -> Sequence[int]:
+    """Rows of the cursors; older states have the first row alone, and no gaps."""
+    if "rows" in state:
+        return state["rows"]
+    return range(state["first_row"], state["first_row"] + len(state["cursors"]))
+
+
+def _listed(rows: Iterable[int]) -> str:
+    text = ", ".join(map(str, rows))
+    return text if len(text) < 80 else f"{text[:80]} ..."
 
 
 def _require_same(taken: dict, here: dict) -> None:
     names = [name for name in {**here, **taken} if taken.get(name) != here.get(name)]
-    if names:
-        differences = "; ".join(
-            f"{name}: {taken.get(name)!r} there, {here.get(name)!r} here" for name in names
-        )
-        raise ValueError(
-            f"the loader's state was taken from another pipeline ({differences}); use the "
-            "settings it was taken with, or begin the data anew by not restoring it"
-        )
+    differences = "; ".join(
+        f"{name}: {taken.get(name)!r} there, {here.get(name)!r} here" for name in names
+    )
+    require(
+        not names,
+        f"the loader's state was taken from another pipeline ({differences}); use the settings "
+        "it was taken with, or begin the data anew by not restoring it",
+    )

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures: several tasks learnt at once, and how often each is drawn.
 
-Raffel et al. 2020 (arXiv:1910.10683), section 3.5.2. Rates count examples before packing,
-as seqio's do.
-
-One model for several languages: every direction of Multi30K, told apart by its prefix.
-
-Kim et al. 2022 (arXiv:2211.10017), section 4.1, train one model on many directions too.
+Raffel et al. 2020 (arXiv:1910.10683), section 3.5.2. Rates count examples before packing, as
+seqio's do. `multi30k_directions` is one model for several languages, as Kim et al. 2022
+(arXiv:2211.10017), section 4.1, train it: a task for each direction, told apart by its prefix.
 """
 
 import dataclasses
@@ -20,6 +17,9 @@ from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
 from switchx.data.text_metrics import Bleu, ChrF
 from switchx.data.tokenizers import Vocabulary
+from switchx.fields import require, require_at_least
+
+LANGUAGE_NAMES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,8 @@ class ProportionalRates:
     maximum: int | None = None
 
     def __post_init__(self):
-        if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature}; use a number above 0")
-        if self.maximum is not None and self.maximum < 1:
-            raise ValueError(f"maximum={self.maximum}; use at least 1 record, or None")
+        require(self.temperature > 0, f"temperature={self.temperature}; use a number above 0")
+        require_at_least(self, 1, "maximum")
 
     def of_sizes(self, sizes: Sequence[int]) -> list[float]:
         limit = self.maximum or max(sizes)
@@ -61,23 +59,24 @@ class Mixture:
 
     def __post_init__(self):
         names = [task.name for task in self.tasks]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"a mixture of {names}; use one task or more, each named once")
+        require(
+            names and len(set(names)) == len(names),
+            f"a mixture of {names}; use one task or more, each named once",
+        )
         # A fingerprint reads or trains the vocabulary: none is needed of the same description.
         first = self.tasks[0].vocabulary
         others = [task.vocabulary for task in self.tasks if task.vocabulary != first]
-        if any(each.fingerprint() != first.fingerprint() for each in others):
-            raise ValueError(
-                f"the tasks {names} have different vocabularies; one model reads one, use "
-                "the same for all"
-            )
-        if isinstance(self.rates, ProportionalRates):
-            return
-        if len(self.rates) != len(names) or min(self.rates) <= 0:
-            raise ValueError(
-                f"rates={self.rates} for the tasks {names}; use a number above 0 for each, in "
-                "their order"
-            )
+        require(
+            all(each.fingerprint() == first.fingerprint() for each in others),
+            f"the tasks {names} have different vocabularies; one model reads one, use the same "
+            "for all",
+        )
+        require(
+            isinstance(self.rates, ProportionalRates)
+            or (len(self.rates) == len(names) and min(self.rates) > 0),
+            f"rates={self.rates} for the tasks {names}; use a number above 0 for each, in "
+            "their order",
+        )
 
     def probabilities(self, sizes: Sequence[int]) -> np.ndarray:
         """How likely the next example is of each task, in order; the sum is 1.
@@ -93,9 +92,6 @@ class Mixture:
 def as_mixture(source: Task | Mixture) -> Mixture:
     """A task as the mixture of itself alone."""
     return Mixture((source,)) if isinstance(source, Task) else source
-
-
-LANGUAGE_NAMES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French"}
 
 
 def multi30k_directions(
@@ -118,25 +114,21 @@ def multi30k_directions(
         ValueError: an unknown language, fewer than two, or a direction that is not among
             them.
     """
-    if unknown := sorted(set(languages) - set(LANGUAGES)):
-        raise ValueError(f"languages {unknown} are not in Multi30K; use {', '.join(LANGUAGES)}")
-    directions = [f"{a}_{b}" for a, b in itertools.permutations(languages, 2)]
-    if not directions:
-        raise ValueError(f"languages={tuple(languages)} have no direction; use two or more")
-    if unknown := sorted(set(favoured) - set(directions)):
-        raise ValueError(f"favoured={unknown}; use directions of {', '.join(directions)}")
-    return Mixture(
-        tuple(_task(direction, vocabulary) for direction in directions),
-        tuple(favour if direction in favoured else 1.0 for direction in directions),
+    unknown = sorted(set(languages) - set(LANGUAGES))
+    require(not unknown, f"languages {unknown} are not in Multi30K; use {', '.join(LANGUAGES)}")
+    pairs = list(itertools.permutations(languages, 2))
+    require(pairs, f"languages={tuple(languages)} have no direction; use two or more")
+    directions = ["_".join(pair) for pair in pairs]
+    unknown = sorted(set(favoured) - set(directions))
+    require(not unknown, f"favoured={unknown}; use directions of {', '.join(directions)}")
+    tasks = tuple(
+        Task(
+            f"multi30k_{source}_{target}",
+            Multi30k(source, target),
+            vocabulary,
+            InputsToTargets(prefix=f"{LANGUAGE_NAMES[target]}: "),
+            metrics=(Bleu(), ChrF()),
+        )
+        for source, target in pairs
     )
-
-
-def _task(direction: str, vocabulary: Vocabulary) -> Task:
-    source, target = direction.split("_")
-    return Task(
-        f"multi30k_{direction}",
-        Multi30k(source, target),
-        vocabulary,
-        InputsToTargets(prefix=f"{LANGUAGE_NAMES[target]}: "),
-        metrics=(Bleu(), ChrF()),
-    )
+    return Mixture(tasks, tuple(favour if each in favoured else 1.0 for each in directions))

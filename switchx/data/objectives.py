@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objectives: how a corpus' records become examples of inputs and targets.
 
-Three read text, `{"text": ...}`. Its documents are tokenized, joined and cut into chunks
-of a fixed length, so that nothing is padding and nothing is lost (seqio's
-`reduce_concat_tokens` and `split_tokens`); a chunk becomes one example. The fourth reads
-records that are examples already, `{"inputs": ..., "targets": ...}`.
+Raffel et al. 2020 (arXiv:1910.10683), sections 3.1 and 3.2. A `TextObjective` reads text,
+`{"text": ...}`: documents are tokenized, joined and cut into chunks of a fixed length, so that
+nothing is padding and nothing is lost (seqio's `reduce_concat_tokens` and `split_tokens`); a
+chunk becomes one example. A `RecordObjective` makes an example of each record.
 
-Raffel et al. 2020 (arXiv:1910.10683), sections 3.1 and 3.2.
-
-Dims: L
-
-T5 span corruption: spans of the text become sentinels, the targets spell them out.
-
-Raffel et al. 2020 (arXiv:1910.10683), section 3.1.4 and figure 2. The arithmetic is that
-of `t5.data.preprocessors` (`random_spans_helper`, `random_spans_noise_mask`,
-`noise_span_to_unique_sentinel`), in double precision throughout; T5's mask rounds in single
-precision and so has one noise token more at a few lengths, such as 190.
+T5's span corruption (section 3.1.4, figure 2): spans of the text become sentinels, the targets
+spell them out. The arithmetic is that of `t5.data.preprocessors` (`random_spans_helper`,
+`random_spans_noise_mask`, `noise_span_to_unique_sentinel`), in double precision throughout;
+T5's mask rounds in single precision and so has one noise token more at a few lengths, such as
+190.
 
     raw      We hold these truths to be self evident that all
     inputs   We hold <extra_id_0> to be <extra_id_1> </s>
     targets  <extra_id_0> these truths <extra_id_1> self evident that all </s>
 
-Dims: L
+Dims: L length of a text in tokens
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
@@ -34,21 +30,92 @@ from switchx.data.features import EncoderDecoderFeatures, Example, Features
 from switchx.data.tokenizers import Vocabulary
 
 
+class Objective(abc.ABC):
+    """The base of `TextObjective` and `RecordObjective`.
+
+    Attributes:
+        reads: keys of the records that it needs.
+        ends_inputs_with_eos: whether its inputs end in EOS.
+        has_sentinels: its inputs hold sentinels, as those of span corruption.
+        is_prefix_bidirectional: in a decoder-only model, inputs see all inputs (prefix LM);
+            otherwise each token sees those before it alone. An encoder sees all in any case.
+    """
+
+    reads: ClassVar[tuple[str, ...]]
+    ends_inputs_with_eos: ClassVar[bool]
+    has_sentinels: ClassVar[bool] = False
+    is_prefix_bidirectional = True
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether records have texts for inputs and targets, which metrics compare."""
+        return {"inputs", "targets"} <= set(self.reads)
+
+
+class TextObjective(Objective):
+    """The base of objectives on chunks of running text: frozen dataclasses, a user's too.
+
+    Attributes:
+        joins_with_eos: EOS stands at the end of each document, and nowhere else.
+        min_tokens: the fewest of a chunk, at the end of an evaluation split.
+    """
+
+    reads = ("text",)
+    ends_inputs_with_eos = False
+    joins_with_eos: ClassVar[bool] = True
+    min_tokens: ClassVar[int] = 2
+
+    @abc.abstractmethod
+    def chunk_length(self, features: Features) -> int:
+        """Tokens of raw text that an example is made of.
+
+        Raises:
+            ValueError: the features hold no example.
+        """
+
+    @abc.abstractmethod
+    def example(
+        self,
+        tokens_L: np.ndarray,
+        vocabulary: Vocabulary,
+        features: Features,
+        rng: np.random.Generator,
+    ) -> Example:
+        """The example of a chunk; whatever is random is drawn from `rng`."""
+
+
+class RecordObjective(Objective):
+    """The base of objectives on records that are examples: frozen dataclasses, a user's too."""
+
+    reads = ("inputs", "targets")
+    ends_inputs_with_eos = True
+
+    @abc.abstractmethod
+    def example(self, record: dict[str, str], vocabulary: Vocabulary) -> Example:
+        """The example of a record, of any length."""
+
+
+def _prefix_choice() -> bool:
+    # Left out of `repr`, by which loaders tell pipelines apart: it changes no token, and states
+    # that were saved before there was a choice are of a bidirectional prefix.
+    return dataclasses.field(default=True, repr=False)
+
+
 @dataclasses.dataclass(frozen=True)
-class SpanCorruption:
+class SpanCorruption(TextObjective):
     """Inputs with spans replaced by sentinels, targets that spell the spans out.
 
     Documents are joined without EOS between them, as T5's `span_corruption` does: its EOS
     only ever ends inputs and targets.
     """
 
+    ends_inputs_with_eos = True
+    has_sentinels = True
+    joins_with_eos = False
+
     noise_density: float = 0.15
     mean_span_length: float = 3.0
-
-    reads: ClassVar = ("text",)
-    joins_with_eos: ClassVar = False
-    ends_inputs_with_eos: ClassVar = True
-    min_tokens: ClassVar = 2
+    is_prefix_bidirectional: bool = _prefix_choice()
 
     def __post_init__(self):
         if not 0 < self.noise_density < 1:
@@ -57,11 +124,7 @@ class SpanCorruption:
             raise ValueError(f"mean_span_length={self.mean_span_length}; use at least 1 token")
 
     def chunk_length(self, features: Features) -> int:
-        """Tokens of raw text an example is made of: 568 for inputs of 512.
-
-        Raises:
-            ValueError: the targets do not fit, or the lengths hold no example.
-        """
+        """Tokens of raw text that an example is made of: 568 for inputs of 512."""
         noise = (self.noise_density, self.mean_span_length)
         if not isinstance(features, EncoderDecoderFeatures):
             return fit_joint_length(features.length, *noise).raw_length
@@ -75,13 +138,7 @@ class SpanCorruption:
             )
         return counts.raw_length
 
-    def example(
-        self,
-        tokens_L: np.ndarray,
-        vocabulary: Vocabulary,
-        features: Features,
-        rng: np.random.Generator,
-    ) -> Example:
+    def example(self, tokens_L, vocabulary, features, rng) -> Example:
         """Corrupts a chunk; see `corrupt_spans`."""
         del features  # the chunk's length is chosen for them
         counts = count_spans(len(tokens_L), self.noise_density, self.mean_span_length)
@@ -89,7 +146,7 @@ class SpanCorruption:
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefixLM:
+class PrefixLM(TextObjective):
     """Text split at a random place: the inputs are what stands before, the targets after.
 
     The split is uniform among those where both sides fit. EOS stands at the end of each
@@ -97,24 +154,15 @@ class PrefixLM:
     `pack_prefix_lm_decoder_only`.
     """
 
-    reads: ClassVar = ("text",)
-    joins_with_eos: ClassVar = True
-    ends_inputs_with_eos: ClassVar = False
-    min_tokens: ClassVar = 2
+    is_prefix_bidirectional: bool = _prefix_choice()
 
     def chunk_length(self, features: Features) -> int:
-        """Tokens of raw text an example is made of: as many as the longer side holds."""
+        """Tokens of raw text that an example is made of: what the longer side holds."""
         if max(features.capacity) < 2:
             raise ValueError(f"{features} holds no prefix with a continuation; use longer ones")
         return max(features.capacity)
 
-    def example(
-        self,
-        tokens_L: np.ndarray,
-        vocabulary: Vocabulary,
-        features: Features,
-        rng: np.random.Generator,
-    ) -> Example:
+    def example(self, tokens_L, vocabulary, features, rng) -> Example:
         """Splits a chunk into a prefix and its continuation, a token or more each."""
         del vocabulary
         first, last = 1, len(tokens_L) - 1
@@ -126,23 +174,17 @@ class PrefixLM:
 
 
 @dataclasses.dataclass(frozen=True)
-class CausalLM:
+class CausalLM(TextObjective):
     """Text to be predicted from its first token on, EOS at the end of each document.
 
     T5's `full_lm`. For decoder-only models.
     """
 
-    reads: ClassVar = ("text",)
-    joins_with_eos: ClassVar = True
-    ends_inputs_with_eos: ClassVar = False
-    min_tokens: ClassVar = 1
+    is_prefix_bidirectional = False  # there is no prefix
+    min_tokens = 1
 
     def chunk_length(self, features: Features) -> int:
-        """Tokens of raw text an example is made of: a whole row.
-
-        Raises:
-            ValueError: the features have an encoder, which would have nothing to read.
-        """
+        """Tokens of raw text that an example is made of: a whole row."""
         if isinstance(features, EncoderDecoderFeatures):
             raise ValueError(
                 "CausalLM has no inputs for an encoder; use PrefixLM or SpanCorruption, or "
@@ -150,31 +192,27 @@ class CausalLM:
             )
         return features.length
 
-    def example(
-        self,
-        tokens_L: np.ndarray,
-        vocabulary: Vocabulary,
-        features: Features,
-        rng: np.random.Generator,
-    ) -> Example:
+    def example(self, tokens_L, vocabulary, features, rng) -> Example:
         """The whole chunk as targets."""
         del vocabulary, features, rng
         return Example(tokens_L[:0], tokens_L)
 
 
 @dataclasses.dataclass(frozen=True)
-class InputsToTargets:
+class InputsToTargets(RecordObjective):
     """Records that come as inputs and targets, each ended by EOS.
 
     Attributes:
         prefix: text put before all inputs, such as `translate English to German: `, by
             which one model tells the tasks of a mixture apart.
+        is_prefix_bidirectional: in a decoder-only model, inputs see all inputs, as in the
+            prefix LM of Raffel et al. (section 3.2.1) and in all runs from before there was
+            a choice. False suits a model that was pretrained causally; T5X's decoder-only
+            model is causal unless `inputs_bidirectional_attention` is set.
     """
 
     prefix: str = ""
-
-    reads: ClassVar = ("inputs", "targets")
-    ends_inputs_with_eos: ClassVar = True
+    is_prefix_bidirectional: bool = _prefix_choice()
 
     def example(self, record: dict[str, str], vocabulary: Vocabulary) -> Example:
         """Tokenizes a record."""
@@ -185,8 +223,11 @@ class InputsToTargets:
         return Example(encode(self.prefix + record["inputs"]), encode(record["targets"]))
 
 
-TextObjective = SpanCorruption | PrefixLM | CausalLM
-Objective = TextObjective | InputsToTargets
+# Names of our own in the descriptions of run folders; a user's class has its dotted name.
+OBJECTIVES = {
+    objective.__name__: objective
+    for objective in (SpanCorruption, PrefixLM, CausalLM, InputsToTargets)
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,15 +287,11 @@ def fit_inputs_length(
             f"inputs_length={inputs_length} is too short for any text; use at least 3"
         )
 
-    def counts(raw_length):
-        return count_spans(raw_length, noise_density, mean_span_length)
-
-    found = counts(2)
-    while (longer := counts(found.raw_length + 1)).inputs_length <= inputs_length:
-        found = longer
+    noise = (noise_density, mean_span_length)
+    found = _longest(noise, lambda counts: counts.inputs_length <= inputs_length)
     # T5's own exception: at half density, targets as long as the inputs, a rounder number.
     if noise_density == 0.5 and found.targets_length > found.inputs_length:
-        found = counts(found.raw_length - 1)
+        found = count_spans(found.raw_length - 1, *noise)
     return found
 
 
@@ -268,16 +305,16 @@ def fit_joint_length(
     """
     if length < 6:
         raise ValueError(f"length={length} is too short for any text; use at least 6")
+    noise = (noise_density, mean_span_length)
+    return _longest(noise, lambda each: each.inputs_length + each.targets_length <= length)
 
-    def counts(raw_length):
-        return count_spans(raw_length, noise_density, mean_span_length)
 
-    found = counts(2)
-    while True:
-        longer = counts(found.raw_length + 1)
-        if longer.inputs_length + longer.targets_length > length:
-            return found
+def _longest(noise: tuple[float, float], fits: Callable[[SpanCounts], bool]) -> SpanCounts:
+    """The counts of the longest text that fits, of 2 tokens at least."""
+    found = count_spans(2, *noise)
+    while fits(longer := count_spans(found.raw_length + 1, *noise)):
         found = longer
+    return found
 
 
 def noise_mask(counts: SpanCounts, rng: np.random.Generator) -> np.ndarray:
@@ -315,18 +352,12 @@ def mark_spans(
 
 
 def corrupt_spans(
-    tokens_L: np.ndarray,
-    counts: SpanCounts,
-    vocabulary,
-    rng: np.random.Generator,
+    tokens_L: np.ndarray, counts: SpanCounts, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Corrupts a text: inputs and targets, both ending in EOS, of the lengths in `counts`.
 
     The same generator gives the same result: training draws it from the run's seed,
     evaluation from the example's index.
-
-    Args:
-        vocabulary: gives `sentinel_id(i)`, `num_sentinels` and `eos_id`.
 
     Raises:
         ValueError: the vocabulary has fewer sentinels than there are spans. (T5 goes on

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of the streams: what all rows of the batch have in common, and their cursors.
+"""Streams: what each row of the batch reads, from shuffled records to packed rows.
 
-Each of the B rows of a global batch is a stream of its own: row b reads the records b,
-b + B, b + 2B, ... of the shuffled corpus, epoch after epoch. So the rows, and with them
-the global batch, are the same however many processes share them out, and where a stream
-stands is known from a handful of counters, its cursor.
+Each of the B rows of a global batch is a stream of its own: row b reads the records b, b + B,
+b + 2B, ... of the shuffled corpus, epoch after epoch. So the rows, and with them the global
+batch, are the same however many processes share them, and where a stream stands is a handful
+of counters, its cursor. Text has several streams a row, `LANES`, of which each example draws
+one: documents are longer than a chunk, and this mixes them as T5's shuffle buffer does.
 
-Text has several streams a row, `LANES`, of which each example draws one: documents are
-longer than a chunk, and this mixes them as T5's shuffle buffer does.
+Packing is first fit over a few open rows. Grain has the same algorithm as a dataset with a
+state of its own; here the examples of a row are drawn from a stream that can be put back to
+where a window of rows began, which is all the state that packing needs.
 
-Shuffling: all records once an epoch, in another order each, without end.
-
-Readers: the examples of one task, as one row of the batch reads them.
-
-Dims: L
-
-Streams: the examples of one row of the batch, drawn from the tasks, and packed into rows.
+Dims: L length of a text in tokens
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -26,12 +23,16 @@ from typing import Any
 import grain
 import numpy as np
 
-from switchx.data.features import OPEN_ROWS, Example, Features, pack_rows
+from switchx.data.features import Example, Features
 from switchx.data.tasks import OpenTask
 
 LANES = 8
-# Records in a row that give no example before that is an error, at most (100 epochs).
-_PATIENCE = 100_000
+OPEN_ROWS = 8
+# Records in a row that may give no example before that is an error (at most 100 epochs).
+_MOST_SKIPPED = 100_000
+# Fewer records are permuted in memory; Grain's cipher works on blocks of 16 bits and would
+# look for an index below n for 65536 / n rounds.
+_FEW = 65_536
 
 # What the random generators are for; a part of their seed.
 DRAW, START, SHUFFLE = range(3)
@@ -89,10 +90,6 @@ class StreamPlan:
             for index, task in enumerate(self.tasks)
         )
 
-    def patience(self, index: int) -> int:
-        """Records of a task that may give no example, one after another."""
-        return min(_PATIENCE, 100 * len(self.tasks[index].records))
-
     def counts(self, cursors: np.ndarray) -> dict[str, int]:
         """Examples dropped and truncated before the cursors, together: `task/dropped`, ...
 
@@ -107,13 +104,10 @@ class StreamPlan:
         }
 
 
-# Fewer records are permuted in memory; Grain's cipher works on blocks of 16 bits and
-# would look for an index below n for 65536 / n rounds.
-_FEW = 65_536
-
-
 class Shuffled:
-    """An endless sequence of records; `[i]` is known without what stands before it.
+    """An endless sequence of records, all once an epoch, each epoch in another order.
+
+    `[i]` is known without what stands before it.
 
     Args:
         seed: at least 0, as many integers as wanted.
@@ -143,154 +137,6 @@ class Shuffled:
             return int(order[position])
         last = len(self._records) - 1
         return grain.experimental.index_shuffle(position, max_index=last, seed=order, rounds=4)
-
-
-class TextReader:
-    """Chunks of a task's documents, tokenized and joined, as one row reads them."""
-
-    def __init__(self, plan: StreamPlan, index: int, row: int):
-        self._plan = plan
-        self._open = plan.tasks[index]
-        self._index = index
-        self._documents = plan.records[index]
-        self._first_lane = row * plan.num_lanes
-        self._tokens = {}  # lane -> (number of the document, its tokens)
-
-    def read(self, cursor, rng: np.random.Generator) -> Example | None:
-        task = self._open.task
-        chunk_L = self._chunk(cursor, int(rng.integers(self._plan.num_lanes)))
-        # At the end of a finite stream, less than an example may be left.
-        if len(chunk_L) < task.objective.min_tokens:
-            return None
-        return task.objective.example(chunk_L, task.vocabulary, self._plan.features, rng)
-
-    def _chunk(self, cursor, lane: int) -> np.ndarray:
-        document, offset = cursor["document"], cursor["offset"]
-        parts, missing, num_empty = [], self._open.chunk_length, 0
-        while missing and not self._is_at_end(document[lane]):
-            tokens_L = self._document(lane, int(document[lane]))
-            parts.append(tokens_L[offset[lane] : offset[lane] + missing])
-            missing -= len(parts[-1])
-            offset[lane] += len(parts[-1])
-            if offset[lane] == len(tokens_L):
-                document[lane] += 1
-                offset[lane] = 0
-            num_empty = 0 if len(tokens_L) else num_empty + 1
-            if num_empty > self._plan.patience(self._index):
-                raise ValueError(
-                    f"task {self._open.task.name!r}: {num_empty} documents in a row have no "
-                    "text; use another corpus"
-                )
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
-
-    def _is_at_end(self, document: int) -> bool:
-        return self._plan.is_finite and document >= len(self._open.records)
-
-    def _document(self, lane: int, number: int) -> np.ndarray:
-        if self._tokens.get(lane, (None,))[0] != number:
-            self._tokens[lane] = (number, self._tokenize(lane, number))
-        return self._tokens[lane][1]
-
-    def _tokenize(self, lane: int, number: int) -> np.ndarray:
-        plan, task = self._plan, self._open.task
-        stream = self._first_lane + lane
-        text = self._documents[stream + number * plan.num_rows * plan.num_lanes]["text"]
-        tokens = task.vocabulary.encode(text)
-        if tokens and task.objective.joins_with_eos:
-            tokens.append(task.vocabulary.eos_id)
-        # Streams begin somewhere in their first document. With fewer documents than
-        # streams, many would otherwise read the same in step.
-        if tokens and number == 0 and not plan.is_finite:
-            rng = plan.generator(START, self._index, stream)
-            tokens = tokens[rng.integers(len(tokens)) :]
-        return np.array(tokens, np.int32)
-
-
-class PairReader:
-    """Records that are examples already, as one row reads them."""
-
-    def __init__(self, plan: StreamPlan, index: int, row: int):
-        self._plan = plan
-        self._open = plan.tasks[index]
-        self._index = index
-        self._records = plan.records[index]
-        self._row = row
-
-    def read(self, cursor, rng: np.random.Generator) -> Example | None:
-        del rng
-        task, features = self._open.task, self._plan.features
-        for _ in range(self._plan.patience(self._index)):
-            number = int(cursor["document"][0])
-            if self._plan.is_finite and number >= len(self._open.records):
-                return None
-            record = self._records[self._row + number * self._plan.num_rows]
-            cursor["document"][0] += 1
-            example = task.objective.example(record, task.vocabulary)
-            size = features.size(example)
-            if all(used <= have for used, have in zip(size, features.capacity, strict=True)):
-                return example
-            if task.too_long == "truncate":
-                cursor["truncated"] += 1
-                return features.truncate(example, task.vocabulary.eos_id)
-            if task.too_long == "error":
-                raise ValueError(
-                    f"task {task.name!r}: an example of {size} tokens, a row holds "
-                    f"{features.capacity}: {str(record)[:200]}; use longer features, or "
-                    "too_long='truncate' or 'drop' for the task"
-                )
-            cursor["dropped"] += 1
-        raise ValueError(
-            f"task {task.name!r}: {self._plan.patience(self._index)} examples in a row are too "
-            f"long for a row of {features.capacity} tokens; use longer features, or "
-            "too_long='truncate'"
-        )
-
-
-class ExampleStream:
-    """The examples of one row, with a look at the next one.
-
-    Raises (when an example is drawn):
-        ValueError: a whole corpus without a token, or without an example that fits.
-    """
-
-    def __init__(self, plan: StreamPlan, row: int, cursor: np.ndarray):
-        self._plan = plan
-        self._row = row
-        self._next_cursor = cursor.copy()
-        self._fields = self._next_cursor.view(cursor_dtype(len(plan.tasks)))[0]
-        self._thresholds = np.cumsum(plan.probabilities)[:-1]
-        self._readers = [
-            (PairReader if task.chunk_length is None else TextReader)(plan, index, row)
-            for index, task in enumerate(plan.tasks)
-        ]
-        self._is_peeked = False
-
-    @property
-    def cursor(self) -> np.ndarray:
-        """Where the example that `take` gives begins."""
-        return (self._peeked_cursor if self._is_peeked else self._next_cursor).copy()
-
-    def peek(self) -> Example | None:
-        """The next example, which stays; None after the last one."""
-        if not self._is_peeked:
-            self._peeked_cursor = self._next_cursor.copy()
-            self._peeked = self._draw()
-            self._is_peeked = True
-        return self._peeked
-
-    def take(self) -> Example | None:
-        """The next example, which is used up; None after the last one."""
-        example = self.peek()
-        self._is_peeked = False
-        return example
-
-    def _draw(self) -> Example | None:
-        # One generator an example: evaluation is deterministic and training can go on
-        # from anywhere.
-        rng = self._plan.generator(DRAW, self._row, int(self._fields["drawn"]))
-        self._fields["drawn"] += 1
-        task = int(np.searchsorted(self._thresholds, rng.random(), side="right"))
-        return self._readers[task].read(self._fields["tasks"][task], rng)
 
 
 class RowStream:
@@ -340,3 +186,188 @@ class RowStream:
             return pack_rows(self._examples, self._features, num_rows)
         example = self._examples.take()
         return [] if example is None else [[example]]
+
+
+def pack_rows(
+    examples: "ExampleStream", features: Features, num_rows: int = OPEN_ROWS
+) -> list[list[Example]]:
+    """Fills up to `num_rows` rows; each example goes into the first that holds it.
+
+    The first example that none holds closes the rows, and stays in the stream.
+
+    Args:
+        examples: none of which is too long for an empty row.
+
+    Returns:
+        The rows that hold any example; none only if the stream is at its end.
+    """
+    rows, free = [], []
+    while (example := examples.peek()) is not None:
+        size = features.size(example)
+        row = next((i for i, have in enumerate(free) if _fits(size, have)), len(rows))
+        if row == num_rows:
+            break
+        if row == len(rows):
+            rows.append([])
+            free.append(features.capacity)
+        rows[row].append(examples.take())
+        free[row] = tuple(have - used for have, used in zip(free[row], size, strict=True))
+    return rows
+
+
+def _fits(size: tuple[int, ...], free: tuple[int, ...]) -> bool:
+    return all(used <= have for used, have in zip(size, free, strict=True))
+
+
+class ExampleStream:
+    """The examples of one row, with a look at the next one.
+
+    Raises (when an example is drawn):
+        ValueError: a whole corpus without a token, or without an example that fits.
+    """
+
+    def __init__(self, plan: StreamPlan, row: int, cursor: np.ndarray):
+        self._plan = plan
+        self._row = row
+        self._next_cursor = cursor.copy()
+        self._fields = self._next_cursor.view(cursor_dtype(len(plan.tasks)))[0]
+        self._thresholds = np.cumsum(plan.probabilities)[:-1]
+        self._readers = [
+            (_RecordReader if task.chunk_length is None else _TextReader)(plan, index, row)
+            for index, task in enumerate(plan.tasks)
+        ]
+        self._is_peeked = False
+
+    @property
+    def cursor(self) -> np.ndarray:
+        """Where the example that `take` gives begins."""
+        return (self._peeked_cursor if self._is_peeked else self._next_cursor).copy()
+
+    def peek(self) -> Example | None:
+        """The next example, which stays; None after the last one."""
+        if not self._is_peeked:
+            self._peeked_cursor = self._next_cursor.copy()
+            self._peeked = self._draw()
+            self._is_peeked = True
+        return self._peeked
+
+    def take(self) -> Example | None:
+        """The next example, which is used up; None after the last one."""
+        example = self.peek()
+        self._is_peeked = False
+        return example
+
+    def _draw(self) -> Example | None:
+        # One generator an example: evaluation is deterministic and training can go on
+        # from anywhere.
+        rng = self._plan.generator(DRAW, self._row, int(self._fields["drawn"]))
+        self._fields["drawn"] += 1
+        task = int(np.searchsorted(self._thresholds, rng.random(), side="right"))
+        example = self._readers[task].read(self._fields["tasks"][task], rng)
+        choice = self._plan.tasks[task].task.objective.is_prefix_bidirectional
+        return example and example._replace(is_prefix_bidirectional=choice)
+
+
+class _Reader(abc.ABC):
+    """The examples of one task, as one row reads them."""
+
+    def __init__(self, plan: StreamPlan, index: int, row: int):
+        self._plan = plan
+        self._open = plan.tasks[index]
+        self._task = self._open.task
+        self._index = index
+        self._row = row
+        self._records = plan.records[index]
+        self._most_skipped = min(_MOST_SKIPPED, 100 * len(self._open.records))
+
+    @abc.abstractmethod
+    def read(self, cursor, rng: np.random.Generator) -> Example | None:
+        """The next example, which moves the task's part of the cursor; None at the end."""
+
+    def _is_at_end(self, number: int) -> bool:
+        return self._plan.is_finite and number >= len(self._open.records)
+
+
+class _TextReader(_Reader):
+    """Chunks of a task's documents, tokenized and joined."""
+
+    def __init__(self, plan: StreamPlan, index: int, row: int):
+        super().__init__(plan, index, row)
+        self._tokens = {}  # lane -> (number of the document, its tokens)
+
+    def read(self, cursor, rng: np.random.Generator) -> Example | None:
+        objective = self._task.objective
+        chunk_L = self._chunk(cursor, int(rng.integers(self._plan.num_lanes)))
+        # At the end of a finite stream, less than an example may be left.
+        if len(chunk_L) < objective.min_tokens:
+            return None
+        return objective.example(chunk_L, self._task.vocabulary, self._plan.features, rng)
+
+    def _chunk(self, cursor, lane: int) -> np.ndarray:
+        document, offset = cursor["document"], cursor["offset"]
+        parts, missing, num_empty = [], self._open.chunk_length, 0
+        while missing and not self._is_at_end(document[lane]):
+            tokens_L = self._document(lane, int(document[lane]))
+            parts.append(tokens_L[offset[lane] : offset[lane] + missing])
+            missing -= len(parts[-1])
+            offset[lane] += len(parts[-1])
+            if offset[lane] == len(tokens_L):
+                document[lane] += 1
+                offset[lane] = 0
+            num_empty = 0 if len(tokens_L) else num_empty + 1
+            if num_empty > self._most_skipped:
+                raise ValueError(
+                    f"task {self._task.name!r}: {num_empty} documents in a row have no text; "
+                    "use another corpus"
+                )
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def _document(self, lane: int, number: int) -> np.ndarray:
+        if self._tokens.get(lane, (None,))[0] != number:
+            self._tokens[lane] = (number, self._tokenize(lane, number))
+        return self._tokens[lane][1]
+
+    def _tokenize(self, lane: int, number: int) -> np.ndarray:
+        plan, task = self._plan, self._task
+        stream = self._row * plan.num_lanes + lane
+        text = self._records[stream + number * plan.num_rows * plan.num_lanes]["text"]
+        tokens = task.vocabulary.encode(text)
+        if tokens and task.objective.joins_with_eos:
+            tokens.append(task.vocabulary.eos_id)
+        # Streams begin somewhere in their first document. With fewer documents than
+        # streams, many would otherwise read the same at the same time.
+        if tokens and number == 0 and not plan.is_finite:
+            rng = plan.generator(START, self._index, stream)
+            tokens = tokens[rng.integers(len(tokens)) :]
+        return np.array(tokens, np.int32)
+
+
+class _RecordReader(_Reader):
+    """Records that are examples already; those that no row holds as the task says."""
+
+    def read(self, cursor, rng: np.random.Generator) -> Example | None:
+        task, features = self._task, self._plan.features
+        for _ in range(self._most_skipped):
+            number = int(cursor["document"][0])
+            if self._is_at_end(number):
+                return None
+            record = self._records[self._row + number * self._plan.num_rows]
+            cursor["document"][0] += 1
+            example = task.objective.example(record, task.vocabulary)
+            size = features.size(example)
+            if _fits(size, features.capacity):
+                return example
+            if task.too_long == "truncate":
+                cursor["truncated"] += 1
+                return features.truncate(example, task.vocabulary.eos_id)
+            if task.too_long == "error":
+                raise ValueError(
+                    f"task {task.name!r}: an example of {size} tokens, a row holds "
+                    f"{features.capacity}: {str(record)[:200]}; use longer features, or "
+                    "too_long='truncate' or 'drop' for the task"
+                )
+            cursor["dropped"] += 1
+        raise ValueError(
+            f"task {task.name!r}: {self._most_skipped} examples in a row are too long for a "
+            f"row of {features.capacity} tokens; use longer features, or too_long='truncate'"
+        )

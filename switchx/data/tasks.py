@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks: a corpus, read through a vocabulary, learnt by an objective."""
+"""Tasks: a corpus, read by a vocabulary, learnt by an objective."""
 
 import dataclasses
 from typing import Literal
 
 from switchx.data.corpora.corpus import Corpus, CorpusSource
 from switchx.data.features import Features
-from switchx.data.objectives import InputsToTargets, Objective
+from switchx.data.objectives import Objective, TextObjective
 from switchx.data.text_metrics import TextMetric
 from switchx.data.tokenizers import Vocabulary
-from switchx.fields import at_resume, check_choices
+from switchx.fields import at_resume, check_choices, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Task:
 
     Attributes:
         name: stands in metrics and in the loader's state.
-        too_long: what becomes of an example of `InputsToTargets` that no row holds:
+        too_long: what becomes of an example of a `RecordObjective` that no row holds:
             `drop` and `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X
             truncates and does not say so.) Text is cut into chunks that fit.
         train_split, evaluation_split: the corpus' names for what is trained and evaluated
@@ -37,12 +37,12 @@ class Task:
 
     def __post_init__(self):
         check_choices(self)
-        if self.metrics and not isinstance(self.objective, InputsToTargets):
-            raise ValueError(
-                f"task {self.name!r}: metrics compare texts with targets, and the objective "
-                f"{type(self.objective).__name__} has no texts for targets; use "
-                "InputsToTargets, or no metrics"
-            )
+        require(
+            not self.metrics or self.objective.has_texts,
+            f"task {self.name!r}: metrics compare texts with targets, and the objective "
+            f"{type(self.objective).__name__} has no texts for targets; use InputsToTargets, "
+            "or no metrics",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class OpenTask:
     """A task with one split of its corpus at hand.
 
     Attributes:
-        chunk_length: tokens of raw text an example is made of; None for `InputsToTargets`.
+        chunk_length: tokens of raw text an example is made of; None for a `RecordObjective`.
     """
 
     task: Task
@@ -75,19 +75,20 @@ def open_task(task: Task, split: str, data_dir: str | None, features: Features) 
         ValueError: the objective does not suit the features or the corpus' records, or
             there are none.
     """
-    is_text = not isinstance(task.objective, InputsToTargets)
+    is_text = isinstance(task.objective, TextObjective)
     chunk_length = task.objective.chunk_length(features) if is_text else None
     records = task.corpus.open(split, data_dir)
-    if len(records) == 0:
-        raise ValueError(
-            f"task {task.name!r}: split {split!r} of {task.corpus} is empty; name another "
-            "split or give it data"
-        )
-    if missing := set(task.objective.reads) - set(records.fields):
-        better = "InputsToTargets" if is_text else "SpanCorruption, PrefixLM or CausalLM"
-        raise ValueError(
-            f"task {task.name!r}: {type(task.objective).__name__} reads {sorted(missing)}, "
-            f"the records of {task.corpus} have {sorted(records.fields)}; use the objective "
-            f"{better}, or another corpus"
-        )
+    require(
+        len(records) > 0,
+        f"task {task.name!r}: split {split!r} of {task.corpus} is empty; name another split or "
+        "give it data",
+    )
+    missing = set(task.objective.reads) - set(records.fields)
+    better = "InputsToTargets" if is_text else "SpanCorruption, PrefixLM or CausalLM"
+    require(
+        not missing,
+        f"task {task.name!r}: {type(task.objective).__name__} reads {sorted(missing)}, the "
+        f"records of {task.corpus} have {sorted(records.fields)}; use the objective {better}, "
+        "or another corpus",
+    )
     return OpenTask(task, records, chunk_length)

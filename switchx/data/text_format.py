@@ -3,20 +3,13 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any, Self
 
-from switchx.data.objectives import (
-    CausalLM,
-    InputsToTargets,
-    PrefixLM,
-    SpanCorruption,
-)
+from switchx.data.objectives import OBJECTIVES, Objective
 from switchx.data.tokenizers import Vocabulary
+from switchx.fields import from_description, require
 
-OBJECTIVES = {
-    objective.__name__: objective
-    for objective in (SpanCorruption, PrefixLM, CausalLM, InputsToTargets)
-}
 SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
@@ -27,8 +20,8 @@ class TextFormat:
     Attributes:
         inputs_end_with_eos: span corruption and inputs to targets end inputs so; a prefix
             ends anywhere.
-        is_prompt_bidirectional: a decoder-only model's inputs see themselves whole, as in all
-            tasks but causal language modelling.
+        is_prompt_bidirectional: a decoder-only model's inputs see all inputs, where the
+            objective says so.
         names_sentinels: `<extra_id_0>` in a text is sentinel 0, not its characters.
     """
 
@@ -43,14 +36,17 @@ class TextFormat:
         Where its tasks differ: eos, if one of them writes it, and a bidirectional prompt, if
         one of them has it. Where nothing is known of them (a model from elsewhere), T5's for
         a model with an encoder, and a causal language model's without.
+
+        Raises:
+            ValueError: a user's own objective cannot be imported.
         """
-        found = [OBJECTIVES[name] for name in _objectives(source) if name in OBJECTIVES]
+        found = list(_objectives(source))
         if not found:
             return cls(is_encoder_decoder, False, is_encoder_decoder)
         return cls(
-            any(objective.ends_inputs_with_eos for objective in found),
-            not is_encoder_decoder and any(objective is not CausalLM for objective in found),
-            SpanCorruption in found,
+            any(each.ends_inputs_with_eos for each in found),
+            not is_encoder_decoder and any(each.is_prefix_bidirectional for each in found),
+            any(each.has_sentinels for each in found),
         )
 
     def inputs(self, vocabulary: Vocabulary, text: str) -> list[int]:
@@ -73,15 +69,23 @@ class TextFormat:
         return tokens
 
 
-def _objectives(source: Any) -> list[str]:
-    """Names of all objectives in the description of a task or a mixture."""
+def _objectives(source: Any) -> Iterator[Objective]:
+    """All objectives in the description of a task or a mixture."""
     if isinstance(source, list):
-        return [name for item in source for name in _objectives(item)]
-    if not isinstance(source, dict):
-        return []
-    objective = source.get("objective")
-    own = [objective.get("type")] if isinstance(objective, dict) else []
-    return own + [name for item in source.values() for name in _objectives(item)]
+        for item in source:
+            yield from _objectives(item)
+    elif isinstance(source, dict):
+        objective = source.get("objective")
+        if isinstance(objective, dict):
+            cls = OBJECTIVES.get(name := objective.get("type", ""), Objective)
+            require(
+                cls is not Objective or "." in name,
+                f"config.json names the objective {name!r}; expected one of "
+                f"{', '.join(OBJECTIVES)}, or a class with its module",
+            )
+            yield from_description(cls, objective, "config.json")
+        for item in source.values():
+            yield from _objectives(item)
 
 
 def _reads_sentinels(vocabulary: Vocabulary) -> bool:

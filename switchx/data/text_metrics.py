@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of generated texts against a corpus' targets, as the kept libraries compute them.
+"""Metrics of generated texts against a corpus' targets, as their own libraries compute them.
 
 All are of raw, untokenized texts, one target for each prediction, and between 0 and 100. A
 result comes with its signature: what one has to know to compare it with another's.
@@ -13,8 +13,7 @@ import string
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-# Those of sacreBLEU that need no further package and download nothing.
-BLEU_TOKENIZERS = ("13a", "intl", "char", "zh", "none")
+from switchx.fields import check_choices, require, require_at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +50,15 @@ class Bleu:
 
     Attributes:
         tokenize: 13a is WMT's; intl splits at all punctuation of Unicode; zh and char are
-            for Chinese, and for texts without spaces.
+            for Chinese, and for texts without spaces. Those of sacreBLEU that need no further
+            package and download nothing.
     """
 
     tokenize: Literal["13a", "intl", "char", "zh", "none"] = "13a"
     lowercase: bool = False
 
     def __post_init__(self):
-        if self.tokenize not in BLEU_TOKENIZERS:
-            raise ValueError(
-                f"Bleu.tokenize={self.tokenize!r}; use one of {', '.join(BLEU_TOKENIZERS)}"
-            )
+        check_choices(self)
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         # Libraries are imported where they are used: reading a configuration needs none.
@@ -82,8 +79,7 @@ class ChrF:
     word_order: int = 0
 
     def __post_init__(self):
-        if self.word_order < 0:
-            raise ValueError(f"ChrF.word_order={self.word_order}; use 0, or 2 for chrF++")
+        require_at_least(self, 0, "word_order")
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         from sacrebleu.metrics import CHRF
@@ -97,7 +93,8 @@ class ChrF:
 class Rouge:
     """Mean F-measures of rouge-score (Lin 2004), in percent.
 
-    ROUGE-Lsum takes a line for a sentence, so a summary has a sentence a line.
+    For ROUGE-Lsum a sentence ends at a newline, and at ` . ` as in T5's metric (texts that
+    were tokenized, such as CNN/Daily Mail). T5 reports a bootstrap's median of the mean.
 
     Attributes:
         types: of rouge-score; those of T5 by default.
@@ -109,18 +106,21 @@ class Rouge:
 
     def __post_init__(self):
         wrong = [name for name in self.types if not re.fullmatch(r"rouge([1-9]|L|Lsum)", name)]
-        if wrong or not self.types:
-            raise ValueError(
-                f"Rouge.types={self.types!r}; use some of rouge1 to rouge9, rougeL, rougeLsum"
-            )
+        require(
+            self.types and not wrong,
+            f"Rouge.types={self.types!r}; use some of rouge1 to rouge9, rougeL, rougeLsum",
+        )
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer(list(self.types), use_stemmer=self.use_stemmer)
-        scores = [scorer.score(*pair) for pair in zip(targets, predictions, strict=True)]
-        version = importlib.metadata.version("rouge-score")
-        signature = f"rouge-score|stemmer:{'yes' if self.use_stemmer else 'no'}|v:{version}"
+        scores = [
+            scorer.score(*map(_sentence_lines, pair))
+            for pair in zip(targets, predictions, strict=True)
+        ]
+        stemmer, version = self.use_stemmer, importlib.metadata.version("rouge-score")
+        signature = f"rouge-score|stemmer:{'yes' if stemmer else 'no'}|v:{version}"
         return [
             MetricResult(name, _percent([score[name].fmeasure for score in scores]), signature)
             for name in self.types
@@ -164,6 +164,11 @@ def normalized_answer(text: str) -> str:
     """An answer as SQuAD compares it."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _sentence_lines(text: str) -> str:
+    """A line a sentence: rouge-score splits at newlines alone."""
+    return " .\n".join(text.split(" . "))
 
 
 def _token_f1(prediction: str, target: str) -> float:

@@ -2,21 +2,28 @@
 """Vocabularies: text to token ids and back, with T5's special ids and sentinels.
 
 Pad is 0, the end of a sequence 1, the unknown token 2. Sentinel i stands for the i-th span
-that span corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4).
+that span corruption took out (Raffel et al. 2020, arXiv:1910.10683, section 3.1.4). There are
+SentencePiece models, bytes, and plain token ids for a model that came without a vocabulary.
+`token_classes` says what kind of piece each id stands for.
 
-A vocabulary for models that came without one: texts are token ids in decimal, `12 5 7`.
+Dims: V ids of a vocabulary
 """
 
+import abc
 import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
+import numpy as np
 import sentencepiece
+
+from switchx.fields import describe, require, require_at_least
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
 # How an unknown token reads, as SentencePiece shows it.
@@ -28,6 +35,15 @@ _LAST_BYTE_ID = 258
 _NUM_BYTES_NOT_IN_UTF8 = 11
 # SentencePiece's sign for a space, U+2581.
 _SPACE = "\u2581"
+_NUMBER = re.compile(r"[0-9]{1,10}")
+# Classes of tokens.
+PIECE_CLASSES = (
+    "word start", "word part", "digits", "punctuation", "whitespace", "byte", "sentinel",
+    "special",
+)  # fmt: skip
+BYTE_CLASSES = (
+    "letter", "digits", "punctuation", "whitespace", "byte", "sentinel", "special",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,45 +59,70 @@ class Piece:
     kind: Literal["text", "byte", "control"]
 
 
-class Vocabulary(Protocol):
-    """What features are made with; can be pickled for Grain's workers."""
+_CONTROLS = {PAD_ID: Piece("<pad>", "control"), EOS_ID: Piece("</s>", "control")}
 
-    pad_id: ClassVar[int]
-    eos_id: ClassVar[int]
-    unk_id: ClassVar[int]
 
-    @property
-    def size(self) -> int:
-        """Rows that an embedding needs: one more than the largest id, padding included."""
+class Vocabulary(abc.ABC):
+    """The base of all vocabularies, a user's own ones too: frozen dataclasses.
 
-    @property
-    def num_sentinels(self) -> int: ...
+    Grain's worker processes receive them by pickle.
 
-    def sentinel_id(self, index: int) -> int:
-        """Id of sentinel `index`, from 0.
+    Attributes:
+        size: rows that an embedding needs: one more than the largest id, padding included.
+        num_sentinels: how many sentinels there are.
+    """
 
-        Raises:
-            ValueError: there are not that many.
-        """
+    pad_id: ClassVar[int] = PAD_ID
+    eos_id: ClassVar[int] = EOS_ID
+    unk_id: ClassVar[int] = UNK_ID
 
+    size: int
+    num_sentinels: int
+
+    @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids without eos; no text becomes a special id or a sentinel."""
 
-    def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
-
+    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of all ids, of those after an eos too.
 
         Pad and eos give nothing, sentinels `<extra_id_0>`, unknown and unused ids ` ⁇ `.
         """
 
+    def sentinel_id(self, index: int) -> int:
+        """Id of sentinel `index`, from 0; a vocabulary that has sentinels defines it.
+
+        Raises:
+            ValueError: there are not that many (`require_sentinel`).
+        """
+        self.require_sentinel(index)
+        raise NotImplementedError(f"{type(self).__name__}.sentinel_id")
+
+    def piece(self, token_id: int) -> Piece:
+        """What a token id below `size` stands for."""
+        is_text = token_id not in (PAD_ID, EOS_ID)
+        return Piece(self.decode([token_id]), "text") if is_text else _CONTROLS[token_id]
+
     def fingerprint(self) -> str:
-        """Hex; equal for two vocabularies exactly if they give the same ids."""
+        """Hex; equal for two vocabularies exactly if they give the same ids.
+
+        By default a hash of the class' name and of all fields.
+        """
+        description = json.dumps(describe(self, "vocabulary"), sort_keys=True)
+        return hashlib.sha256(description.encode()).hexdigest()
+
+    def require_sentinel(self, index: int) -> None:
+        """Raises ValueError unless there is a sentinel `index`."""
+        if not 0 <= index < self.num_sentinels:
+            raise ValueError(
+                f"sentinel {index} of {self.num_sentinels}; raise num_sentinels, or mask fewer "
+                "spans: a lower noise density, longer spans or a shorter input"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
-class SentencePieceVocabulary:
+class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model (Kudo and Richardson 2018, arXiv:1808.06226) and sentinels.
 
     Sentinels follow the model's pieces as T5's do, the first one last: with T5's 32,000
@@ -95,21 +136,13 @@ class SentencePieceVocabulary:
             32,128 rows, 32,100 rounded up to a multiple of 128.
     """
 
-    pad_id: ClassVar[int] = PAD_ID
-    eos_id: ClassVar[int] = EOS_ID
-    unk_id: ClassVar[int] = UNK_ID
-
     path: str
     num_sentinels: int = 100
     pad_to_multiple_of: int = 1
 
     def __post_init__(self):
-        if self.num_sentinels < 0:
-            raise ValueError(f"num_sentinels={self.num_sentinels}; use 0 or more, T5 has 100")
-        if self.pad_to_multiple_of < 1:
-            raise ValueError(
-                f"pad_to_multiple_of={self.pad_to_multiple_of}; use 1 for none, or such as 128"
-            )
+        require_at_least(self, 0, "num_sentinels")
+        require_at_least(self, 1, "pad_to_multiple_of")
 
     @property
     def num_pieces(self) -> int:
@@ -122,7 +155,7 @@ class SentencePieceVocabulary:
         return -(-num_used // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def sentinel_id(self, index: int) -> int:
-        require_sentinel(index, self.num_sentinels)
+        self.require_sentinel(index)
         if self._own_sentinels:
             return self._own_sentinels[index]
         return self.num_pieces + self.num_sentinels - 1 - index
@@ -131,10 +164,8 @@ class SentencePieceVocabulary:
         return self._processor.encode(text)
 
     def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
         if not self._is_plain_piece(token_id):
-            sentinels = {self.sentinel_id(i): i for i in range(self.num_sentinels)}
-            return Piece(_sentinel_text(sentinels.get(token_id)), "control")
+            return Piece(_sentinel_text(self._sentinels.get(token_id)), "control")
         processor, text = self._processor, self._processor.id_to_piece(token_id)
         if processor.is_control(token_id) or processor.is_unknown(token_id):
             return Piece(text, "control")
@@ -143,15 +174,13 @@ class SentencePieceVocabulary:
         return Piece(text.replace(_SPACE, " "), "text")
 
     def decode(self, ids: Iterable[int]) -> str:
-        sentinels = {self.sentinel_id(i): i for i in range(self.num_sentinels)}
         texts = []
         for is_piece, run in itertools.groupby(map(int, ids), self._is_plain_piece):
             if is_piece:
-                texts.append(
-                    self._processor.decode([i for i in run if i not in (PAD_ID, EOS_ID)])
-                )
+                shown = [i for i in run if i not in (PAD_ID, EOS_ID)]
+                texts.append(self._processor.decode(shown))
             else:
-                texts += [_sentinel_text(sentinels.get(i)) for i in run]
+                texts += [_sentinel_text(self._sentinels.get(i)) for i in run]
         return "".join(texts)
 
     def fingerprint(self) -> str:
@@ -186,6 +215,11 @@ class SentencePieceVocabulary:
         return processor
 
     @functools.cached_property
+    def _sentinels(self) -> dict[int, int]:
+        """Sentinels by their ids."""
+        return {self.sentinel_id(i): i for i in range(self.num_sentinels)}
+
+    @functools.cached_property
     def _own_sentinels(self) -> list[int]:
         """Ids of the model's own sentinels in order; empty when it has none."""
         processor = self._processor
@@ -200,7 +234,7 @@ class SentencePieceVocabulary:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByteVocabulary:
+class ByteVocabulary(Vocabulary):
     """UTF-8 bytes as ByT5 numbers them (Xue et al. 2022, arXiv:2105.13626, section 3.1).
 
     Byte b is id b + 3. Sentinels reuse the last byte ids, 258 downwards, and the ids 259 to
@@ -209,38 +243,33 @@ class ByteVocabulary:
     as such, which is ByT5's choice.
     """
 
-    pad_id: ClassVar[int] = PAD_ID
-    eos_id: ClassVar[int] = EOS_ID
-    unk_id: ClassVar[int] = UNK_ID
-
     num_sentinels: int = 100
 
     def __post_init__(self):
-        if not 0 <= self.num_sentinels <= 256:
-            raise ValueError(
-                f"ByteVocabulary.num_sentinels={self.num_sentinels}; use 0 to 256, ByT5 has 100"
-            )
+        require(
+            0 <= self.num_sentinels <= 256,
+            f"ByteVocabulary.num_sentinels={self.num_sentinels}; use 0 to 256, ByT5 has 100",
+        )
 
     @property
     def size(self) -> int:
         return 384
 
     def sentinel_id(self, index: int) -> int:
-        require_sentinel(index, self.num_sentinels)
+        self.require_sentinel(index)
         return _LAST_BYTE_ID - index
 
     def encode(self, text: str) -> list[int]:
         return [byte + _FIRST_BYTE_ID for byte in text.encode()]
 
     def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
-        if token_id in (PAD_ID, EOS_ID):
-            return Piece("<pad>" if token_id == PAD_ID else "</s>", "control")
+        if token_id in _CONTROLS:
+            return _CONTROLS[token_id]
         byte = self._bytes_of(token_id)
         return _byte_piece(byte[0]) if len(byte) == 1 else Piece(byte.decode(), "control")
 
     def decode(self, ids: Iterable[int]) -> str:
-        """As the protocol says; bytes that are not UTF-8 give U+FFFD."""
+        """As the base says; bytes that are not UTF-8 give U+FFFD."""
         return b"".join(map(self._bytes_of, ids)).decode(errors="replace")
 
     def fingerprint(self) -> str:
@@ -257,45 +286,16 @@ class ByteVocabulary:
         return bytes([token_id - _FIRST_BYTE_ID])
 
 
-def require_sentinel(index: int, num_sentinels: int) -> None:
-    """Raises ValueError unless there is a sentinel `index`."""
-    if not 0 <= index < num_sentinels:
-        raise ValueError(
-            f"sentinel {index} of {num_sentinels}; raise num_sentinels, or mask fewer spans: a "
-            "lower noise density, longer spans or a shorter input"
-        )
-
-
-def _byte_piece(byte: int) -> Piece:
-    return Piece(chr(byte), "text") if byte < 0x80 else Piece(f"0x{byte:02X}", "byte")
-
-
-def _sentinel_text(index: int | None) -> str:
-    return UNKNOWN if index is None else f"<extra_id_{index}>"
-
-
-_NUMBER = re.compile(r"[0-9]{1,10}")
-
-
 @dataclasses.dataclass(frozen=True)
-class TokenIdVocabulary:
+class TokenIdVocabulary(Vocabulary):
     """Ids 0 to `size` - 1, each written as its number; pad and eos are T5's 0 and 1."""
 
-    pad_id: ClassVar[int] = PAD_ID
-    eos_id: ClassVar[int] = EOS_ID
-    unk_id: ClassVar[int] = UNK_ID
     num_sentinels: ClassVar[int] = 0
 
     size: int
 
     def __post_init__(self):
-        if self.size < 1:
-            raise ValueError(f"TokenIdVocabulary.size={self.size}; use at least 1")
-
-    def sentinel_id(self, index: int) -> int:
-        """Refuses: there are none."""
-        require_sentinel(index, self.num_sentinels)
-        return self.unk_id
+        require_at_least(self, 1, "size")
 
     def encode(self, text: str) -> list[int]:
         """The numbers in a text.
@@ -314,7 +314,6 @@ class TokenIdVocabulary:
         return [int(word) for word in words]
 
     def piece(self, token_id: int) -> Piece:
-        """What a token id below `size` stands for."""
         is_text = token_id not in (PAD_ID, EOS_ID)
         return Piece(f"{token_id} ", "text") if is_text else Piece(str(token_id), "control")
 
@@ -324,3 +323,58 @@ class TokenIdVocabulary:
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"token ids {self.size}".encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenClasses:
+    """Names of classes, and the class of every id as an index into these."""
+
+    names: tuple[str, ...]
+    class_V: np.ndarray
+
+
+def token_classes(vocabulary: SentencePieceVocabulary | ByteVocabulary) -> TokenClasses:
+    """The class of every token id.
+
+    word start: a word behind a space or a sign of the same piece. word part: a piece that
+    begins with a letter, inside a word or, in a vocabulary without a space in front of each
+    text, at the start of a line. In a vocabulary of bytes both are `letter`. digits: digits
+    and no letter. punctuation: neither letter nor digit. whitespace: spaces, indentation
+    and line breaks. byte: part of a character that has no piece. sentinel: stands for a span
+    that was taken out. special: padding (which also begins a decoder's input), end,
+    unknown, unused ids.
+    """
+    is_bytes = isinstance(vocabulary, ByteVocabulary)
+    names = BYTE_CLASSES if is_bytes else PIECE_CLASSES
+    sentinels = {vocabulary.sentinel_id(i) for i in range(vocabulary.num_sentinels)}
+    class_V = np.zeros(vocabulary.size, np.int8)
+    for token_id in range(vocabulary.size):
+        piece = vocabulary.piece(token_id)
+        if piece.kind == "text":
+            name = _class_of(piece.text)
+            if is_bytes and name.startswith("word"):
+                name = "letter"
+        elif piece.kind == "byte":
+            name = "byte"
+        else:
+            name = "sentinel" if token_id in sentinels else "special"
+        class_V[token_id] = names.index(name)
+    return TokenClasses(names, class_V)
+
+
+def _byte_piece(byte: int) -> Piece:
+    return Piece(chr(byte), "text") if byte < 0x80 else Piece(f"0x{byte:02X}", "byte")
+
+
+def _sentinel_text(index: int | None) -> str:
+    return UNKNOWN if index is None else f"<extra_id_{index}>"
+
+
+def _class_of(text: str) -> str:
+    if not text.strip():
+        return "whitespace"
+    if not any(character.isalnum() for character in text):
+        return "punctuation"
+    if not any(character.isalpha() for character in text):
+        return "digits"
+    return "word part" if text[0].isalnum() or text[0] == "_" else "word start"

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of SentencePiece vocabularies that lose nothing of a text.
+"""Vocabularies that are trained, that come from a corpus, and that a run folder holds.
 
-The unigram model (Kudo 2018, arXiv:1804.10959) with bytes for what has no piece. Spaces are
-kept as they are, runs of them may be pieces (source code is full of these), and a line
-break is a piece. The one thing lost: U+2581, SentencePiece's own sign for a space, comes
+Training: the unigram model (Kudo 2018, arXiv:1804.10959) with bytes for what has no piece.
+Spaces are kept as they are, runs of them may be pieces (source code is full of these), and a
+line break is a piece. The one thing lost: U+2581, SentencePiece's own sign for a space, comes
 back as a space.
 
-A vocabulary trained on a corpus when it is first used, and found again afterwards.
-
-A vocabulary in a run folder: `vocabulary.json`, for SentencePiece also its model.
-
-The folder then says alone what its token ids mean. Nothing in it names a path.
+A run folder: `vocabulary.json`, and `vocabulary.model` for SentencePiece. The folder alone
+says what its token ids mean; nothing in it names a path.
 """
 
+import abc
 import dataclasses
 import functools
 import io
@@ -22,14 +20,12 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import sentencepiece
 
-from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import Corpus, CorpusSource, fingerprint_of
 from switchx.data.corpora.text_files import fields_of, find_files, read_examples
-from switchx.data.data_dir import write_atomically
+from switchx.data.data_dir import find_or_place, write_atomically
 from switchx.data.tokenizers import (
     EOS_ID,
     PAD_ID,
@@ -40,29 +36,37 @@ from switchx.data.tokenizers import (
     TokenIdVocabulary,
     Vocabulary,
 )
+from switchx.fields import describe, from_description, require
 
 SAMPLE_CHARACTERS = 1_500_000
 MODEL_FILE = "vocabulary.model"
 VOCAB_FILE = "vocabulary.vocab"
+DESCRIPTION_FILE = "vocabulary.json"
+
+# Kind in a description -> its class, and the numbers that describe it. A user's own class is
+# of the kind of its dotted name, and is described by its `fields`.
+_KINDS = {
+    "sentencepiece": (SentencePieceVocabulary, ("num_sentinels", "pad_to_multiple_of")),
+    "bytes": (ByteVocabulary, ("num_sentinels",)),
+    "token_ids": (TokenIdVocabulary, ("size",)),
+}
 
 # SentencePiece's model depends on the number of threads that it sums in.
 _NUM_THREADS = 4
 _DOCUMENT_CHARACTERS = 8000
+# Examples of a corpus that are looked at, of one that has more.
+_MAX_EXAMPLES = 100_000
 _LINE_ENDS = re.compile(r"[\n\t]")
 _TOO_LARGE = re.compile(r"Vocabulary size too high .* value <= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars. \d+ vs (\d+)")
 
+_log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class VocabularySummary:
-    """What training made.
-
-    Attributes:
-        path: the `.model` file.
-        num_pieces: of the model; sentinels come on top.
-        num_characters: it was trained on.
-        characters_per_token: of this text.
-    """
+    """The `.model` file that training wrote, its pieces (sentinels come on top), how many
+    characters it was trained on, and how many of these a token stands for."""
 
     path: Path
     num_pieces: int
@@ -88,11 +92,10 @@ def train_sentencepiece(
         ValueError: inputs that are missing, unreadable or empty, a size that does not fit
             the text, a folder that cannot be written.
     """
-    if sample_characters < 1:
-        raise ValueError(
-            f"sample_characters={sample_characters}; use at least 1, usually "
-            f"{SAMPLE_CHARACTERS:,}"
-        )
+    require(
+        sample_characters >= 1,
+        f"sample_characters={sample_characters}; use at least 1, usually {SAMPLE_CHARACTERS:,}",
+    )
     output = Path(output_dir).expanduser()
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -109,11 +112,9 @@ def train_sentencepiece(
         ) from error
     num_characters = sum(map(len, texts))
     num_tokens = sum(len(processor.encode(text)) for text in texts)
+    ratio = num_characters / num_tokens
     return VocabularySummary(
-        path=output / MODEL_FILE,
-        num_pieces=processor.get_piece_size(),
-        num_characters=num_characters,
-        characters_per_token=num_characters / num_tokens,
+        output / MODEL_FILE, processor.get_piece_size(), num_characters, ratio
     )
 
 
@@ -194,14 +195,36 @@ def _explain(size: int, num_characters: int, message: str) -> str:
     return f"{what}: {message.strip()}; use some thousands, and text to match"
 
 
-# Examples looked at, of a corpus that has more.
-_MAX_EXAMPLES = 100_000
+class LateVocabulary(Vocabulary):
+    """A vocabulary that is trained or read when it is first needed, and not before."""
 
-_log = logging.getLogger(__name__)
+    @property
+    @abc.abstractmethod
+    def resolved(self) -> Vocabulary:
+        """The vocabulary itself.
+
+        Raises:
+            ValueError: it cannot be made or read.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        return self.resolved.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.resolved.decode(ids)
+
+    def sentinel_id(self, index: int) -> int:
+        return self.resolved.sentinel_id(index)
+
+    def piece(self, token_id: int) -> Piece:
+        return self.resolved.piece(token_id)
+
+    def fingerprint(self) -> str:
+        return self.resolved.fingerprint()
 
 
 @dataclasses.dataclass(frozen=True)
-class CorpusVocabulary:
+class CorpusVocabulary(LateVocabulary):
     """A SentencePieceVocabulary of training splits; the same wherever it is trained.
 
     Kept in `vocabularies` below the data folder, under a name that changes with whatever
@@ -215,10 +238,6 @@ class CorpusVocabulary:
         data_dir: of the corpora and of the vocabulary, as `Corpus.open` takes it.
     """
 
-    pad_id: ClassVar[int] = PAD_ID
-    eos_id: ClassVar[int] = EOS_ID
-    unk_id: ClassVar[int] = UNK_ID
-
     corpus: Corpus | tuple[Corpus, ...]
     size: int
     num_sentinels: int = 100
@@ -231,21 +250,6 @@ class CorpusVocabulary:
                 f"CorpusVocabulary.size={self.size} leaves no piece beside "
                 f"{self.num_sentinels} sentinels; use some thousands, such as 8192"
             )
-
-    def sentinel_id(self, index: int) -> int:
-        return self.resolved.sentinel_id(index)
-
-    def encode(self, text: str) -> list[int]:
-        return self.resolved.encode(text)
-
-    def piece(self, token_id: int) -> Piece:
-        return self.resolved.piece(token_id)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.resolved.decode(ids)
-
-    def fingerprint(self) -> str:
-        return self.resolved.fingerprint()
 
     @functools.cached_property
     def resolved(self) -> SentencePieceVocabulary:
@@ -266,14 +270,12 @@ class CorpusVocabulary:
         )
         joined = "+".join(corpus.name.replace("/", "_") for corpus in corpora)
         name = f"vocabularies/{joined}_{self.size}_{key}.model"
-        path = locations.find_or_place(name, self.data_dir)
+        path = find_or_place(name, self.data_dir)
         if not path.exists():
             _log.info("training a vocabulary of %d ids on %s", self.size, joined)
             texts = itertools.chain.from_iterable(map(_texts, sources))
             sample = sample_evenly(texts, self.sample_characters)
-            locations.write_atomically(
-                path, train_model(sample, self.size - self.num_sentinels)
-            )
+            write_atomically(path, train_model(sample, self.size - self.num_sentinels))
         return SentencePieceVocabulary(str(path), self.num_sentinels)
 
 
@@ -283,32 +285,43 @@ def _texts(source: CorpusSource) -> Iterator[str]:
     return (text for i in range(0, len(source), step) for text in source[i].values())
 
 
-DESCRIPTION_FILE = "vocabulary.json"
+@dataclasses.dataclass(frozen=True)
+class SavedVocabulary(LateVocabulary):
+    """The vocabulary in a run folder, such as that of the run that fine-tuning starts from.
 
-# Kind -> the numbers that describe it.
-_NUMBERS = {
-    "sentencepiece": ("num_sentinels", "pad_to_multiple_of"),
-    "bytes": ("num_sentinels",),
-    "token_ids": ("size",),
-}
+    Attributes:
+        directory: of a run, a quantized model or a conversion.
+    """
+
+    directory: str
+
+    @property
+    def size(self) -> int:
+        return self.resolved.size
+
+    @property
+    def num_sentinels(self) -> int:
+        return self.resolved.num_sentinels
+
+    @functools.cached_property
+    def resolved(self) -> Vocabulary:
+        return load_vocabulary(self.directory)
 
 
-def save_vocabulary(
-    vocabulary: SentencePieceVocabulary | ByteVocabulary | TokenIdVocabulary | CorpusVocabulary,
-    directory: str | Path,
-) -> None:
-    """Writes what `load_vocabulary` needs, the description last, each file whole or not."""
+def save_vocabulary(vocabulary: Vocabulary, directory: str | Path) -> None:
+    """Writes what `load_vocabulary` needs, the description last, each file whole or not.
+
+    Raises:
+        ValueError: a user's own class that cannot be read again from its name and fields.
+    """
     directory = Path(directory)
-    if isinstance(vocabulary, CorpusVocabulary):
+    if isinstance(vocabulary, LateVocabulary):
         vocabulary = vocabulary.resolved
-    kind = "token_ids" if isinstance(vocabulary, TokenIdVocabulary) else "bytes"
     if isinstance(vocabulary, SentencePieceVocabulary):
-        kind = "sentencepiece"
         model = Path(vocabulary.path).expanduser().read_bytes()
         write_atomically(directory / MODEL_FILE, model)
-    description = {"kind": kind, "fingerprint": vocabulary.fingerprint()}
-    description |= {name: getattr(vocabulary, name) for name in _NUMBERS[kind]}
-    write_atomically(directory / DESCRIPTION_FILE, json.dumps(description, indent=2).encode())
+    description = json.dumps(_describe(vocabulary), indent=2)
+    write_atomically(directory / DESCRIPTION_FILE, description.encode())
 
 
 def load_vocabulary(directory: str | Path) -> Vocabulary:
@@ -316,7 +329,8 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
 
     Raises:
         ValueError: there is none, it is not of the form that is written (a path in it, say),
-            the model lies outside the folder, or the fingerprint is another one.
+            the model lies outside the folder, a user's class cannot be imported, or the
+            fingerprint is another one.
     """
     file = Path(directory) / DESCRIPTION_FILE
     try:
@@ -326,19 +340,7 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
             f"no vocabulary can be read from {directory}: {error}; name a run folder, or save "
             "one there"
         ) from error
-    kind = description.get("kind") if isinstance(description, dict) else None
-    names = _NUMBERS.get(kind, ()) if isinstance(kind, str) else ()
-    numbers = {name: description.get(name) for name in names}
-    is_known = names and set(description) == {"kind", "fingerprint", *names}
-    if not is_known or any(type(number) is not int for number in numbers.values()):
-        raise ValueError(
-            f"{file} does not describe a vocabulary: expected kind sentencepiece, bytes or "
-            f"token_ids, fingerprint and whole numbers, got {description!r}; restore the file"
-        )
-    if kind == "sentencepiece":
-        vocabulary = _load_model(Path(directory), numbers)
-    else:
-        vocabulary = {"bytes": ByteVocabulary, "token_ids": TokenIdVocabulary}[kind](**numbers)
+    vocabulary = _from_description(description, file)
     if vocabulary.fingerprint() != description["fingerprint"]:
         raise ValueError(
             f"the vocabulary in {directory} has the fingerprint {vocabulary.fingerprint()}, "
@@ -348,10 +350,44 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     return vocabulary
 
 
-def _load_model(directory: Path, numbers: dict[str, int]) -> SentencePieceVocabulary:
-    model = directory / MODEL_FILE
-    if model.resolve().parent != directory.resolve():
-        raise ValueError(
-            f"{model} leads out of the folder, to {model.resolve()}; put the file itself there"
-        )
+def _describe(vocabulary: Vocabulary) -> dict:
+    fingerprint = vocabulary.fingerprint()
+    for kind, (cls, names) in _KINDS.items():
+        if type(vocabulary) is cls:
+            numbers = {name: getattr(vocabulary, name) for name in names}
+            return {"kind": kind, "fingerprint": fingerprint} | numbers
+    fields = describe(vocabulary, "the vocabulary")
+    kind = fields.pop("type")
+    description = {"kind": kind, "fingerprint": fingerprint, "fields": fields}
+    read = _from_description(json.loads(json.dumps(description)), Path(DESCRIPTION_FILE))
+    again = read.fingerprint()
+    require(
+        again == fingerprint,
+        f"the vocabulary {kind} has the fingerprint {fingerprint}, and {again} when it is read "
+        "again from its fields; let its fields say all that its ids depend on",
+    )
+    return description
+
+
+def _from_description(description, file: Path) -> Vocabulary:
+    kind = description.get("kind") if isinstance(description, dict) else None
+    if isinstance(kind, str) and "." in kind and isinstance(description.get("fields"), dict):
+        fields = description["fields"] | {"type": kind}
+        return from_description(Vocabulary, fields, str(file))
+    cls, names = _KINDS.get(kind if isinstance(kind, str) else None, (None, ()))
+    numbers = {name: description.get(name) for name in names}
+    is_known = names and set(description) == {"kind", "fingerprint", *names}
+    require(
+        is_known and all(type(number) is int for number in numbers.values()),
+        f"{file} does not describe a vocabulary: expected the kind {', '.join(_KINDS)} with a "
+        "fingerprint and whole numbers, or a user's class with its fields, got "
+        f"{description!r}; restore the file",
+    )
+    if cls is not SentencePieceVocabulary:
+        return cls(**numbers)
+    model = file.with_name(MODEL_FILE)
+    require(
+        model.resolve().parent == file.parent.resolve(),
+        f"{model} leads out of the folder, to {model.resolve()}; put the file itself there",
+    )
     return SentencePieceVocabulary(str(model), **numbers)

@@ -8,7 +8,7 @@ from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.inference.separate_experts import separate_experts
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, require_our_blocks
 
 
 def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfig:
@@ -21,6 +21,7 @@ def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfi
     Raises:
         ValueError: the model cannot be decoded step by step.
     """
+    require_our_blocks(config, "decoding")
     switch = config.switch
     if switch is not None and switch.has_attention:
         raise ValueError(

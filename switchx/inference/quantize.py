@@ -16,7 +16,7 @@ import numpy as np
 
 from pallas_kernels import QTensor, quantization_error, quantize
 from switchx import tree
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.unroll import unrolled
 
 EXPERTS = "/experts/w_"
@@ -79,6 +79,7 @@ def quantize_experts(
         raise ValueError(
             "this model has no Switch FFN, and so no experts to quantize; quantize a sparse one"
         )
+    require_our_blocks(config, "quantization")
     config, params = unrolled(config, params)
     before = tree.num_bytes(params)
     errors, quantized_bytes = [], []

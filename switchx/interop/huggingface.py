@@ -2,9 +2,10 @@
 """Checkpoints of Hugging Face's transformers: T5, T5 1.1, mT5 and Switch Transformers.
 
 A local folder with `config.json`, safetensors (one file or shards) and, where it has one, the
-vocabulary `spiece.model`.
+vocabulary `spiece.model`. Tensors are PyTorch's: a linear map is `[out, in]`, heads joined;
+every expert has its own.
 
-Our ModelConfig as Hugging Face's `config.json`: T5, or Switch Transformers where sparse.
+Dims: V vocabulary, D model; the others as parameters are named
 """
 
 import dataclasses
@@ -12,13 +13,11 @@ import json
 import os
 import pathlib
 import shutil
-from typing import Any
 
 import numpy as np
 
 from switchx.fields import require, require_choice
-from switchx.interop.huggingface_config import num_sparse, read_config
-from switchx.interop.names import EMBEDDINGS, LM_HEAD, SHARED, SWITCH, UNREAD, tensor_names
+from switchx.interop.huggingface_config import SWITCH, describe, read_config
 from switchx.interop.safetensors_folder import (
     SafetensorsFolder,
     fill,
@@ -28,11 +27,17 @@ from switchx.interop.safetensors_folder import (
     torch_shape,
     write_safetensors,
 )
-from switchx.layers.norm import EPSILON
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
 from switchx.tree import named_leaves
 
+_PROJECTIONS = {"w_query_DHK": "q", "w_key_DHK": "k", "w_value_DHK": "v", "w_out_HKD": "o"}
+SHARED = "shared.weight"
+LM_HEAD = "lm_head.weight"
+# Further names of the embedding table, which may be there beside it or instead of it.
+EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# T5's first checkpoints have it; no model ever read it.
+UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 VOCABULARY = "spiece.model"
 MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
 _WAY_OUT = (
@@ -180,146 +185,52 @@ def _write_json(path: pathlib.Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-_ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu_new",
-    "geglu": "gated-gelu",
-    "swiglu": "gated-silu",
-}
-# Slots of an expert of which none is ever the last.
-_UNLIMITED = 2**31 - 1
+def tensor_names(config: ModelConfig, family: str) -> dict[str, tuple[str, ...]]:
+    """The name of each of our parameters -> theirs: one, or one an expert.
 
-
-def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
-    """The content of `config.json`, and what a reader should know beside it.
-
-    Raises:
-        ValueError: transformers has no such model; gives all reasons.
+    Args:
+        config: of an unrolled encoder-decoder.
+        family: Hugging Face's `model_type`: `t5`, `mt5` or `switch_transformers`.
     """
-    reasons = _reasons(config) + (_sparse_reasons(config) if config.switch else [])
-    if reasons:
-        raise ValueError(
-            f"this model cannot be written for transformers: {'; '.join(reasons)}; there are "
-            "T5, and Switch Transformers with top-1 routing, to write for"
-        )
-    description = {
-        "architectures": ["T5ForConditionalGeneration"],
-        "model_type": "t5",
-        "vocab_size": config.vocab_size,
-        "d_model": config.d_model,
-        "d_ff": config.d_ff,
-        "d_kv": config.d_head,
-        "num_heads": config.num_heads,
-        "num_layers": config.num_encoder_layers,
-        "num_decoder_layers": config.num_decoder_layers,
-        "relative_attention_num_buckets": config.relative_buckets,
-        "relative_attention_max_distance": config.relative_max_distance,
-        "dropout_rate": config.dropout_rate,
-        "layer_norm_epsilon": EPSILON,
-        # What is tied is scaled there; what is not is written twice.
-        "tie_word_embeddings": config.tie_embeddings and config.scale_tied_logits,
-        "is_encoder_decoder": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
-        "torch_dtype": config.precision.params,
-    }
-    if config.switch is None:
-        return description | {"feed_forward_proj": _ACTIVATIONS[config.activation]}, []
-    switch_fields, notes = _describe_switch(config, config.switch)
-    return description | switch_fields, notes
+    names = {"embedding/embedding_VD": (SHARED,)}
+    if not config.tie_embeddings:
+        names["embedding/w_logits_DV"] = (LM_HEAD,)
+    for stack in ("encoder", "decoder"):
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        names[f"{stack}/relative_bias/bias_UH"] = (bias,)
+        names[f"{stack}/norm/scale_D"] = (f"{stack}.final_layer_norm.weight",)
+        for layer in range(getattr(config, f"num_{stack}_layers")):
+            names |= _block_names(config, family, stack, layer)
+    return names
 
 
-def _describe_switch(
-    config: ModelConfig, switch: SwitchConfig
-) -> tuple[dict[str, Any], list[str]]:
-    notes, capacity = [], switch.expert_capacity
-    if switch.router.overflow == "dropless" or capacity is None:
-        capacity = _UNLIMITED
-    if switch.router.overflow == "drop" and switch.expert_capacity is None:
-        notes.append(
-            "transformers counts an expert's slots for each sequence, switchx here by a "
-            f"capacity factor ({switch.eval_capacity_factor} in evaluation) in groups of up to "
-            f"{switch.group_size} tokens: the export drops nothing. Set expert_capacity in its "
-            "config.json for a limit"
-        )
-    if switch.router.overflow == "identity":
-        notes.append(
-            "a token whose expert is full keeps its input here, as in transformers up to 4.51; "
-            "later releases drop it"
-        )
-    blocks = _sparse_blocks(config)
-    return {
-        "architectures": ["SwitchTransformersForConditionalGeneration"],
-        "model_type": SWITCH,
-        "dense_act_fn": _ACTIVATIONS[config.activation],
-        "num_experts": switch.num_experts,
-        "expert_capacity": capacity,
-        "num_sparse_encoder_layers": num_sparse(config.num_encoder_layers, blocks["encoder"]),
-        "num_sparse_decoder_layers": num_sparse(config.num_decoder_layers, blocks["decoder"]),
-        "router_bias": False,
-        "router_dtype": "float32",
-        "router_jitter_noise": switch.router.jitter
-        if switch.router.exploration == "jitter"
-        else 0.0,
-    }, notes
-
-
-def _sparse_blocks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {
-        stack: tuple(
-            layer
-            for layer in range(getattr(config, f"num_{stack}_layers"))
-            if config.is_sparse(layer, stack)
-        )
-        for stack in ("encoder", "decoder")
-    }
-
-
-def _reasons(config: ModelConfig) -> list[str]:
-    wanted = {
-        "architecture": "encoder_decoder",
-        "norm": "rms",
-        "positions": "relative",
-        "use_bias": False,
-        "scale_attention": False,
-    }
-    return [
-        f"{name}={getattr(config, name)!r} (expected {value!r})"
-        for name, value in wanted.items()
-        if getattr(config, name) != value
-    ]
-
-
-def _sparse_reasons(config: ModelConfig) -> list[str]:
-    switch, router = config.switch, config.switch.router
-    reasons = [
-        f"{name}={value!r} (expected {expected!r})"
-        for name, value, expected in (
-            ("SwitchConfig.sublayers", switch.sublayers, "ffn"),
-            ("SwitchConfig.shared_d_ff", switch.shared_d_ff, None),
-            ("SwitchConfig.expert_bias", switch.expert_bias, False),
-            ("SwitchConfig.d_ff", switch.d_ff or config.d_ff, config.d_ff),
-            ("RouterConfig.kind", router.kind, "top_k"),
-            ("RouterConfig.num_selected", router.num_selected, 1),
-            ("RouterConfig.bias_update_rate", router.bias_update_rate, None),
-            ("Precision.router", config.precision.router, "float32"),
-        )
-        if value != expected
-    ]
-    if router.overflow == "reroute":
-        reasons.append("RouterConfig.overflow='reroute' (expected 'drop' or 'dropless')")
+def _block_names(config, family: str, stack: str, layer: int) -> dict[str, tuple[str, ...]]:
+    ours, theirs = f"{stack}/blocks/layer_{layer}", f"{stack}.block.{layer}.layer"
+    attentions = {"self_attention": "SelfAttention"}
+    if stack == "decoder":
+        attentions["cross_attention"] = "EncDecAttention"
+    names = {}
+    for number, (our, their) in enumerate(attentions.items()):
+        names[f"{ours}/{our}_norm/scale_D"] = (f"{theirs}.{number}.layer_norm.weight",)
+        for parameter, letter in _PROJECTIONS.items():
+            weight = f"{theirs}.{number}.{their}.{letter}.weight"
+            names[f"{ours}/{our}/{parameter}"] = (weight,)
+    sublayer = f"{theirs}.{len(attentions)}"
+    names[f"{ours}/ffn_norm/scale_D"] = (f"{sublayer}.layer_norm.weight",)
+    ffn = f"{sublayer}.{'mlp' if family == SWITCH else 'DenseReluDense'}"
+    if config.is_sparse(layer, stack):
+        router = f"{ffn}.router.classifier.weight"
+        names[f"{ours}/ffn/w_router_DE"] = (router,)
+        for parameter, letters in (("w_in_EDF", "wi"), ("w_out_EFD", "wo")):
+            names[f"{ours}/ffn/experts/{parameter}"] = tuple(
+                f"{ffn}.experts.expert_{expert}.{letters}.weight"
+                for expert in range(config.switch.num_experts)
+            )
+        return names
+    matrices = {"w_in_DF": "wi", "w_out_FD": "wo"}
     if config.is_gated:
-        reasons.append(
-            f"activation={config.activation!r} with experts (its experts have one input "
-            "matrix: expected 'relu' or 'gelu')"
-        )
-    if config.is_encoder_decoder:
-        for stack, blocks in _sparse_blocks(config).items():
-            count = getattr(config, f"num_{stack}_layers")
-            if num_sparse(count, blocks) is None:
-                reasons.append(
-                    f"the sparse blocks {', '.join(map(str, blocks))} of the {count} of the "
-                    f"{stack} (expected 1 and every n-th after it, all or none)"
-                )
-    return reasons
+        matrices = {"w_in_DF": "wi_0", "w_gate_DF": "wi_1", "w_out_FD": "wo"}
+    return names | {
+        f"{ours}/ffn/{parameter}": (f"{ffn}.{letters}.weight",)
+        for parameter, letters in matrices.items()
+    }

@@ -3,8 +3,6 @@
 
 A file from elsewhere: every value is checked before anything is made from it. What the other
 side cannot express is refused with the reason, never approximated.
-
-Which blocks are sparse: Hugging Face's steps as our patterns, and back.
 """
 
 import dataclasses
@@ -12,83 +10,34 @@ import math
 from typing import Any
 
 from switchx.fields import require
-from switchx.interop.names import SWITCH
+from switchx.interop.t5x import not_t5
 from switchx.layers.norm import EPSILON
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
+SWITCH = "switch_transformers"
 FAMILIES = ("t5", "mt5", SWITCH)
+# Our activation -> their names of it, the one that is written first.
 _ACTIVATIONS = {
-    "relu": "relu",
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gated-gelu": "geglu",
-    "gated-gelu_new": "geglu",
-    "gated-gelu_pytorch_tanh": "geglu",
-    "gated-silu": "swiglu",
+    "relu": ("relu",),
+    "gelu": ("gelu_new", "gelu_pytorch_tanh"),
+    "geglu": ("gated-gelu", "gated-gelu_new", "gated-gelu_pytorch_tanh"),
+    "swiglu": ("gated-silu",),
+}
+_OURS = {their: our for our, theirs in _ACTIVATIONS.items() for their in theirs}
+# Their name -> ours, for what means the same; every file has these.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "d_model": "d_model",
+    "d_ff": "d_ff",
+    "d_kv": "d_head",
+    "num_heads": "num_heads",
+    "num_layers": "num_encoder_layers",
 }
 # What a hostile file may not exceed; the largest model there is has 30 blocks of 2048 experts.
 _MOST_BLOCKS, _MOST_EXPERTS, _MOST_SIZE = 1000, 1 << 16, 1 << 31
 _MOST_EXPERTS_IN_ALL = 1 << 18
-
-
-@dataclasses.dataclass(frozen=True)
-class Fields:
-    """A JSON object whose values are taken one by one, each of the type it has to have.
-
-    Attributes:
-        where: the file, for messages.
-    """
-
-    values: dict[str, Any]
-    where: str
-
-    def whole(self, name: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
-        """A whole number from 1 to `most`."""
-        value = self.values.get(name)
-        value = default if value is None else value
-        require(
-            type(value) is int and 1 <= value <= most,
-            f"{self.where}: {name}={_shown(value)}; expected a whole number from 1 to {most}",
-        )
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.values.get(name, default)
-        require(
-            type(value) in (int, float) and abs(value) < math.inf,
-            f"{self.where}: {name}={_shown(value)}; expected a number",
-        )
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        value = default if value is None else value
-        require(
-            type(value) is bool, f"{self.where}: {name}={_shown(value)}; expected true or false"
-        )
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        value = self.values.get(name)
-        value = default if value is None else value
-        require(
-            isinstance(value, str), f"{self.where}: {name}={_shown(value)}; expected a text"
-        )
-        return value
-
-    def only(self, name: str, expected, reason: str) -> None:
-        """Requires that a value, where there is one, is `expected`."""
-        value = self.values.get(name)
-        require(
-            value is None or (value == expected and type(value) is type(expected)),
-            f"{self.where}: {name}={_shown(value)} cannot be converted: {reason}; expected "
-            f"{_shown(expected)}",
-        )
-
-
-def _shown(value) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+# Slots of an expert of which none is ever the last.
+_UNLIMITED = 2**31 - 1
 
 
 def read_config(
@@ -105,7 +54,7 @@ def read_config(
     Raises:
         ValueError: a value is wrong, or nothing of ours can do what it asks for.
     """
-    fields = Fields(values, where)
+    fields = _Fields(values, where)
     family = fields.text("model_type", "")
     require(
         family in FAMILIES,
@@ -125,12 +74,7 @@ def read_config(
     num_layers = fields.whole("num_layers", most=_MOST_BLOCKS)
     config = ModelConfig(
         architecture="encoder_decoder",
-        vocab_size=fields.whole("vocab_size"),
-        d_model=fields.whole("d_model"),
-        d_ff=fields.whole("d_ff"),
-        num_heads=fields.whole("num_heads"),
-        d_head=fields.whole("d_kv"),
-        num_encoder_layers=num_layers,
+        **{ours: fields.whole(theirs) for theirs, ours in _SIZES.items()},
         num_decoder_layers=fields.whole("num_decoder_layers", num_layers, _MOST_BLOCKS),
         activation=_activation(fields, family),
         relative_buckets=fields.whole("relative_attention_num_buckets", 32),
@@ -144,7 +88,96 @@ def read_config(
     return config, family
 
 
-def _activation(fields: Fields, family: str) -> str:
+def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    """The content of `config.json`, and what a reader should know beside it.
+
+    Raises:
+        ValueError: transformers has no such model; gives all reasons.
+    """
+    reasons = not_t5(config) + (_sparse_reasons(config) if config.switch else [])
+    require(
+        not reasons,
+        f"this model cannot be written for transformers: {'; '.join(reasons)}; there are T5, "
+        "and Switch Transformers with top-1 routing, to write for",
+    )
+    description = {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
+        "num_decoder_layers": config.num_decoder_layers,
+        "relative_attention_num_buckets": config.relative_buckets,
+        "relative_attention_max_distance": config.relative_max_distance,
+        "dropout_rate": config.dropout_rate,
+        "layer_norm_epsilon": EPSILON,
+        # What is tied is scaled there; what is not is written twice.
+        "tie_word_embeddings": config.tie_embeddings and config.scale_tied_logits,
+        "is_encoder_decoder": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+        "torch_dtype": config.precision.params,
+    }
+    activation = _ACTIVATIONS[config.activation][0]
+    if config.switch is None:
+        return description | {"feed_forward_proj": activation}, []
+    switch_fields, notes = _describe_switch(config, config.switch)
+    return description | {"dense_act_fn": activation} | switch_fields, notes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """A JSON object whose values are taken one by one, each of the type it has to have.
+
+    Attributes:
+        where: the file, for messages.
+    """
+
+    values: dict[str, Any]
+    where: str
+
+    def whole(self, name: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
+        """A whole number from 1 to `most`."""
+        value = self._value(name, default)
+        is_right = type(value) is int and 1 <= value <= most
+        return self._expect(is_right, name, value, f"a whole number from 1 to {most}")
+
+    def number(self, name: str, default: float) -> float:
+        value = self.values.get(name, default)
+        is_right = type(value) in (int, float) and abs(value) < math.inf
+        return float(self._expect(is_right, name, value, "a number"))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value(name, default)
+        return self._expect(type(value) is bool, name, value, "true or false")
+
+    def text(self, name: str, default: str) -> str:
+        value = self._value(name, default)
+        return self._expect(isinstance(value, str), name, value, "a text")
+
+    def only(self, name: str, expected, reason: str) -> None:
+        """Requires that a value, where there is one, is `expected`."""
+        value = self.values.get(name)
+        require(
+            value is None or (value == expected and type(value) is type(expected)),
+            f"{self.where}: {name}={_shown(value)} cannot be converted: {reason}; expected "
+            f"{_shown(expected)}",
+        )
+
+    def _value(self, name: str, default):
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def _expect(self, is_right: bool, name: str, value, expected: str):
+        require(is_right, f"{self.where}: {name}={_shown(value)}; expected {expected}")
+        return value
+
+
+def _shown(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _activation(fields: _Fields, family: str) -> str:
     """The FFN's activation; each of the names that a file has for it has to agree."""
     name = fields.text("feed_forward_proj", "gated-gelu" if family == "mt5" else "relu")
     if family == SWITCH:
@@ -158,19 +191,19 @@ def _activation(fields: Fields, family: str) -> str:
         )
         name = plain
     require(
-        name in _ACTIVATIONS,
+        name in _OURS,
         f"{fields.where}: the activation {_shown(name)} cannot be converted; expected one of "
-        f"{', '.join(_ACTIVATIONS)}",
+        f"{', '.join(_OURS)}",
     )
     if family != SWITCH:
         is_gated = name.startswith("gated-")
         plain = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
         fields.only("is_gated_act", is_gated, f"feed_forward_proj={name!r} says otherwise")
         fields.only("dense_act_fn", plain, f"feed_forward_proj={name!r} says otherwise")
-    return _ACTIVATIONS[name]
+    return _OURS[name]
 
 
-def _scales_tied_logits(fields: Fields, family: str) -> bool:
+def _scales_tied_logits(fields: _Fields, family: str) -> bool:
     """Whether logits out of the embedding table are divided by sqrt(D)."""
     is_tied = fields.flag("tie_word_embeddings", True)
     if family == "mt5":  # transformers 5 took the division out of mT5
@@ -180,22 +213,19 @@ def _scales_tied_logits(fields: Fields, family: str) -> bool:
     return fields.flag("scale_decoder_outputs", is_tied) if family == "t5" else is_tied
 
 
-def _read_switch(fields: Fields, config: ModelConfig, overflow: str) -> SwitchConfig | None:
+def _read_switch(fields: _Fields, config: ModelConfig, overflow: str) -> SwitchConfig | None:
     require(
         not fields.flag("router_bias", False),
         f"{fields.where}: router_bias=true cannot be converted: the routers of switchx have no "
         "bias of their own",
     )
     fields.only("router_dtype", "float32", "routers run in float32 (selective precision)")
-    blocks = {
-        stack: sparse_blocks(
-            getattr(config, f"num_{stack}_layers"),
-            fields.whole(f"num_sparse_{stack}_layers", 3, most=_MOST_BLOCKS)
-            if fields.values.get(f"num_sparse_{stack}_layers") != 0
-            else 0,
-        )
-        for stack in ("encoder", "decoder")
-    }
+    blocks = {}
+    for stack in ("encoder", "decoder"):
+        name = f"num_sparse_{stack}_layers"
+        is_none = fields.values.get(name) == 0
+        count = 0 if is_none else fields.whole(name, 3, _MOST_BLOCKS)
+        blocks[stack] = sparse_blocks(getattr(config, f"num_{stack}_layers"), count)
     if not any(blocks.values()):
         return None
     num_experts = fields.whole("num_experts", 8, _MOST_EXPERTS)
@@ -215,6 +245,75 @@ def _read_switch(fields: Fields, config: ModelConfig, overflow: str) -> SwitchCo
         ),
         **switch_layers(config, blocks["encoder"], blocks["decoder"]),
     )
+
+
+def _describe_switch(
+    config: ModelConfig, switch: SwitchConfig
+) -> tuple[dict[str, Any], list[str]]:
+    router, capacity, notes = switch.router, switch.expert_capacity, []
+    if router.overflow == "dropless" or capacity is None:
+        capacity = _UNLIMITED
+    if router.overflow == "drop" and switch.expert_capacity is None:
+        notes.append(
+            "transformers counts an expert's slots for each sequence, switchx here by a "
+            f"capacity factor ({switch.eval_capacity_factor} in evaluation) in groups of up to "
+            f"{switch.group_size} tokens: the export drops nothing. Set expert_capacity in its "
+            "config.json for a limit"
+        )
+    if router.overflow == "identity":
+        notes.append(
+            "a token whose expert is full keeps its input here, as in transformers up to 4.51; "
+            "later releases drop it"
+        )
+    return {
+        "architectures": ["SwitchTransformersForConditionalGeneration"],
+        "model_type": SWITCH,
+        "num_experts": switch.num_experts,
+        "expert_capacity": capacity,
+        **{
+            f"num_sparse_{stack}_layers": num_sparse(num_layers, blocks)
+            for stack, num_layers, blocks in _sparse_blocks(config)
+        },
+        "router_bias": False,
+        "router_dtype": "float32",
+        "router_jitter_noise": router.jitter if router.exploration == "jitter" else 0.0,
+    }, notes
+
+
+def _sparse_reasons(config: ModelConfig) -> list[str]:
+    switch, router = config.switch, config.switch.router
+    reasons = [
+        f"{name}={value!r} (expected {expected!r})"
+        for name, value, expected in (
+            ("SwitchConfig.d_ff", switch.d_ff or config.d_ff, config.d_ff),
+            ("RouterConfig.kind", router.kind, "top_k"),
+            ("RouterConfig.num_selected", router.num_selected, 1),
+            ("Precision.router", config.precision.router, "float32"),
+        )
+        if value != expected
+    ]
+    if router.overflow == "reroute":
+        reasons.append("RouterConfig.overflow='reroute' (expected 'drop' or 'dropless')")
+    if config.is_gated:
+        reasons.append(
+            f"activation={config.activation!r} with experts (its experts have one input "
+            "matrix: expected 'relu' or 'gelu')"
+        )
+    return reasons + [
+        f"the sparse blocks {', '.join(map(str, blocks))} of the {num_layers} of the {stack} "
+        "(expected 1 and every n-th after it, all or none)"
+        for stack, num_layers, blocks in _sparse_blocks(config)
+        if num_layers and num_sparse(num_layers, blocks) is None
+    ]
+
+
+def _sparse_blocks(config: ModelConfig) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Each stack, the number of its blocks, and which of them are sparse."""
+    counts = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
+    return [
+        (stack, count, tuple(i for i in range(count) if config.is_sparse(i, stack)))
+        for stack, count in counts.items()
+    ]
 
 
 def sparse_blocks(num_layers: int, num_sparse: int) -> tuple[int, ...]:

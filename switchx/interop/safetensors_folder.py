@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files of a folder, one or sharded: names and shapes at once, tensors one by one.
+"""Safetensors files of a folder, and our parameters out of PyTorch's tensors, and back.
 
 Nothing in a checkpoint is executed: pickles are never opened, and an index names files of its
-own folder alone.
+own folder alone. Names and shapes are read at once, tensors one by one; nothing is allocated
+before all names and shapes are found to be those of the configuration.
 
-Our parameters out of named tensors of another program, and back: names, shapes, layout.
-
-Nothing is allocated before all names and shapes are found to be those of the configuration.
+Dims: as parameters are named, D model, E expert, F ffn, H heads, K head size, V vocabulary
 """
 
 import json
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from switchx.axes import dims_of, matrix_dims
-from switchx.interop.names import is_linear
+from switchx.fields import require
 from switchx.models.config import ModelConfig
 
 MODEL = "model.safetensors"
@@ -57,13 +56,13 @@ class SafetensorsFolder:
         pickles = sorted(
             path.name for pattern in _PICKLES for path in self.folder.glob(pattern)
         )
-        if pickles:
-            raise ValueError(
-                f"{self.folder} has {', '.join(pickles)} and no {MODEL}; such a file may run "
-                "any program when it is opened and is never read here: load the model in "
-                "transformers and save it with `model.save_pretrained(DIR)`, which writes "
-                f"{MODEL}, or take the repository's safetensors"
-            )
+        require(
+            not pickles,
+            f"{self.folder} has {', '.join(pickles)} and no {MODEL}; such a file may run any "
+            "program when it is opened and is never read here: load the model in transformers "
+            f"and save it with `model.save_pretrained(DIR)`, which writes {MODEL}, or take the "
+            "repository's safetensors",
+        )
         raise ValueError(
             f"{self.folder} has no {MODEL} and no {INDEX}; give a folder that "
             "`save_pretrained` wrote"
@@ -73,18 +72,20 @@ class SafetensorsFolder:
         path = self.folder / INDEX
         index = read_json(path, _MOST_INDEX_BYTES)
         places = index.get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
-            raise ValueError(f"{path} has no weight_map of names; restore the file")
+        are_names = isinstance(places, dict) and all(
+            isinstance(n, str) for n in places.values()
+        )
+        require(are_names, f"{path} has no weight_map of names; restore the file")
         names = sorted(set(places.values()))
         for name in names:
             is_plain = name == pathlib.PurePath(name).name and "\\" not in name
-            if not (is_plain and name.endswith(".safetensors")):
-                raise ValueError(
-                    f"{path} names the file {name!r}; expected .safetensors files in its own "
-                    "folder: do not use this checkpoint, or correct its index"
-                )
-            if not (self.folder / name).is_file():
-                raise ValueError(f"{path} names {name}, which is not there; fetch that file")
+            require(
+                is_plain and name.endswith(".safetensors"),
+                f"{path} names the file {name!r}; expected .safetensors files in its own "
+                "folder: do not use this checkpoint, or correct its index",
+            )
+            is_there = (self.folder / name).is_file()
+            require(is_there, f"{path} names {name}, which is not there; fetch that file")
         return [self.folder / name for name in names]
 
     def _add(self, path: pathlib.Path) -> None:
@@ -97,16 +98,16 @@ class SafetensorsFolder:
             ) from error
         for name in file.keys():  # noqa: SIM118 - it is no dictionary
             part = file.get_slice(name)
-            if part.get_dtype() not in _FLOATS:
-                raise ValueError(
-                    f"{path}: tensor {name} has the type {part.get_dtype()}; expected one of "
-                    f"{', '.join(_FLOATS)}: export the model without quantization"
-                )
-            if name in self.shapes:
-                raise ValueError(
-                    f"tensor {name} is in two files, {path.name} the second; remove the file "
-                    "that does not belong to this checkpoint"
-                )
+            require(
+                part.get_dtype() in _FLOATS,
+                f"{path}: tensor {name} has the type {part.get_dtype()}; expected one of "
+                f"{', '.join(_FLOATS)}: export the model without quantization",
+            )
+            require(
+                name not in self.shapes,
+                f"tensor {name} is in two files, {path.name} the second; remove the file that "
+                "does not belong to this checkpoint",
+            )
             self.shapes[name], self._files[name] = tuple(part.get_shape()), file
 
     def read(self, name: str) -> np.ndarray:
@@ -219,6 +220,11 @@ def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:
         np.ascontiguousarray(each.reshape(math.prod(each.shape[: len(rows)]), -1).T)
         for each in matrices
     ]
+
+
+def is_linear(parameter: str) -> bool:
+    """Whether a parameter is a linear map, which PyTorch keeps as `[out, in]`."""
+    return parameter.rpartition("/")[2].startswith("w_")
 
 
 def _sides(letters: str) -> tuple[str, str]:

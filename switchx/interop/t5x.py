@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5X's names of T5 and of flaxformer's Switch Transformers, for each of our parameters.
+"""Checkpoints of T5X: T5, T5 1.1 and flaxformer's Switch Transformers.
 
 Two layouts. By layers: `target/encoder/layers_3/mlp/wi/kernel`. Scanned: the blocks of one run
 stacked along axis 1, `target/encoder/encoder/subblock_1/mlp/wi/kernel` `[D, N, F]`, without
 `subblock_1` where every block is alike. Kernels are `[in, out]`; heads are joined or apart.
 
-Checkpoints of T5X: T5, T5 1.1 and flaxformer's Switch Transformers.
+Dims: as in the names of parameters; N blocks of one scanned run
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from switchx.interop.safetensors_folder import (
     sizes_of,
 )
 from switchx.interop.t5x_folder import T5XFolder
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, require_our_blocks
 
 TABLE = "target/token_embedder/embedding"
 _SCAN_AXIS = 1
@@ -162,7 +162,14 @@ def read_checkpoint(folder: str | os.PathLike, config: ModelConfig) -> tuple[Mod
         ValueError: the folder is no checkpoint, is damaged, or holds other arrays than the
             model has (all are named).
     """
-    _require_t5(config)
+    reasons = not_t5(config)
+    if config.switch is not None and not config.switch.router.has_weights:
+        reasons.append(f"RouterConfig.kind={config.switch.router.kind!r}")
+    require(
+        not reasons,
+        f"the gin file describes no model of T5X's: {'; '.join(reasons)}; give T5 or Switch "
+        "Transformers, such as configs/models/switch_base_released.gin",
+    )
     config = dataclasses.replace(config, scan_layers=False)
     source = T5XFolder(pathlib.Path(folder).expanduser())
     ours = places(config, source.shapes)
@@ -225,22 +232,30 @@ def _one_bias(stack: str, source: T5XFolder) -> np.ndarray:
     return first_HU
 
 
-def _require_t5(config: ModelConfig) -> None:
+def not_t5(config: ModelConfig) -> list[str]:
+    """What of a model T5 and Switch Transformers do not have, and what they have there.
+
+    Raises:
+        ValueError: the module is a user's own.
+    """
+    require_our_blocks(config, "conversion")
     switch = config.switch
-    reasons = {
-        "architecture": config.is_encoder_decoder,
-        "norm": config.norm == "rms",
-        "positions": config.positions == "relative",
-        "use_bias": not config.use_bias,
-        "SwitchConfig.sublayers": switch is None or switch.sublayers == "ffn",
-        "SwitchConfig.shared_d_ff": switch is None or switch.shared_d_ff is None,
-        "SwitchConfig.expert_bias": switch is None or not switch.expert_bias,
-        "RouterConfig.kind": switch is None or switch.router.has_weights,
-        "RouterConfig.bias_update_rate": switch is None or not switch.router.has_bias,
-    }
-    wrong = [name for name, is_right in reasons.items() if not is_right]
-    require(
-        not wrong,
-        f"the gin file describes no model of T5X's ({', '.join(wrong)}); give T5 or Switch "
-        "Transformers, such as configs/models/switch_base_released.gin",
-    )
+    wanted = [
+        ("architecture", config.architecture, "encoder_decoder"),
+        ("norm", config.norm, "rms"),
+        ("positions", config.positions, "relative"),
+        ("use_bias", config.use_bias, False),
+        ("scale_attention", config.scale_attention, False),
+    ]
+    if switch is not None:
+        wanted += [
+            ("SwitchConfig.sublayers", switch.sublayers, "ffn"),
+            ("SwitchConfig.shared_d_ff", switch.shared_d_ff, None),
+            ("SwitchConfig.expert_bias", switch.expert_bias, False),
+            ("RouterConfig.bias_update_rate", switch.router.bias_update_rate, None),
+        ]
+    return [
+        f"{name}={value!r} (expected {expected!r})"
+        for name, value, expected in wanted
+        if value != expected
+    ]

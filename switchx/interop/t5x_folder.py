@@ -18,6 +18,8 @@ import numpy as np
 import tensorstore
 from flax import serialization
 
+from switchx.fields import require
+
 INDEX = "checkpoint"
 _VERSION = 3
 _DTYPES = {
@@ -75,15 +77,15 @@ class T5XFolder:
                 "fetch it again"
             ) from error
         version = content.get("version") if isinstance(content, dict) else None
-        if version != _VERSION:
-            raise ValueError(
-                f"{file} has version={version!r}; expected {_VERSION}: restore and save it "
-                "with a T5X of 2021 or later"
-            )
+        require(
+            version == _VERSION,
+            f"{file} has version={version!r}; expected {_VERSION}: restore and save it with a "
+            "T5X of 2021 or later",
+        )
         optimizer = content.get("optimizer")
         target = optimizer.get("target") if isinstance(optimizer, dict) else None
-        if not isinstance(target, dict):
-            raise ValueError(f"{file} has no parameters, optimizer/target; fetch it again")
+        has_target = isinstance(target, dict)
+        require(has_target, f"{file} has no parameters, optimizer/target; fetch it again")
         return target
 
     def _zarr(self, name: str, spec: dict[str, Any]) -> pathlib.Path:
@@ -91,12 +93,13 @@ class T5XFolder:
         path = kvstore.get("path") if isinstance(kvstore, dict) else None
         path = spec.get("path") if path is None else path  # TensorStore before 0.1.14
         plain = path.rstrip("/") if isinstance(path, str) else ""
-        if spec["driver"] != "zarr" or plain in ("", ".", "..") or set(plain) & set("/\\\0"):
-            raise ValueError(
-                f"{self.folder / INDEX} describes {name} as driver={spec['driver']!r} with "
-                f"path={path!r}; expected zarr in a folder of its own beside it: do not use "
-                "this checkpoint"
-            )
+        is_plain = plain not in ("", ".", "..") and not set(plain) & set("/\\\0")
+        require(
+            spec["driver"] == "zarr" and is_plain,
+            f"{self.folder / INDEX} describes {name} as driver={spec['driver']!r} with "
+            f"path={path!r}; expected zarr in a folder of its own beside it: do not use this "
+            "checkpoint",
+        )
         return self.folder / plain
 
     def _header(self, name: str, spec: dict[str, Any]):
@@ -120,18 +123,16 @@ class T5XFolder:
         shape, dtype, chunks, separator = self._header(name, spec)
         folder = self._zarr(name, spec)
         grid = [math.ceil(size / chunk) for size, chunk in zip(shape, chunks, strict=True)]
-        if math.prod(grid) > _MOST_CHUNKS or math.prod(chunks) > 2 * math.prod(shape):
-            raise ValueError(
-                f"{folder}: shape {list(shape)} in chunks {list(chunks)}; expected at most "
-                f"{_MOST_CHUNKS} chunks, none larger than the array"
-            )
+        require(
+            math.prod(grid) <= _MOST_CHUNKS and math.prod(chunks) <= 2 * math.prod(shape),
+            f"{folder}: shape {list(shape)} in chunks {list(chunks)}; expected at most "
+            f"{_MOST_CHUNKS} chunks, none larger than the array",
+        )
         # A chunk that is not there would read as zeros.
-        for chunk in itertools.product(*map(range, grid)):
-            if not (folder / separator.join(map(str, chunk))).is_file():
-                raise ValueError(
-                    f"{folder} has no chunk {separator.join(map(str, chunk))}; fetch the "
-                    "folder again"
-                )
+        for indices in itertools.product(*map(range, grid)):
+            chunk = separator.join(map(str, indices))
+            is_there = (folder / chunk).is_file()
+            require(is_there, f"{folder} has no chunk {chunk}; fetch the folder again")
         kvstore = {"driver": "file", "path": f"{folder.absolute()}/"}
         try:
             store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
@@ -141,8 +142,8 @@ class T5XFolder:
                 f"{folder} cannot be read ({str(error)[:300]}); it is damaged, cut short or in "
                 "a form that TensorStore does not read: fetch it again"
             ) from error
-        if array.shape != shape or array.dtype != dtype:
-            raise ValueError(f"{folder} holds another array than its .zarray; fetch it again")
+        is_that = array.shape == shape and array.dtype == dtype
+        require(is_that, f"{folder} holds another array than its .zarray; fetch it again")
         return array
 
 

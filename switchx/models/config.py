@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
@@ -57,6 +57,10 @@ class ModelConfig:
     correlations of positions apart from those of words (Ke et al. 2020, arXiv:2006.15595):
     `tupe` absolute, `tupe_relative` with T5's bias too.
 
+    A frozen subclass with a method `build(key)` describes a model of a user's own: a Flax NNX
+    module, called as `logits_BLV, stats = model(batch, is_training=..., key=...)`, stats None
+    or RoutingStats (docs/own_code.md).
+
     Attributes:
         d_model, d_ff, num_heads, d_head: D, F, H and K.
         num_encoder_layers: 0 in a decoder-only model.
@@ -98,6 +102,8 @@ class ModelConfig:
     scan_layers: bool = at_resume(False)
     remat: Literal["none", "minimal", "full"] = at_resume("none")
     precision: Precision = at_evaluation(Precision())
+
+    build: ClassVar[Any] = None
 
     def __post_init__(self):
         check_choices(self)
@@ -252,6 +258,16 @@ class ModelConfig:
         if stack == "decoder" and self.switch.stacks == "encoder":
             return False
         return layer % self.period == self.period - 1
+
+
+def require_our_blocks(config: ModelConfig, what: str) -> None:
+    """Raises ValueError where `what` takes a model apart and the module is a user's own."""
+    require(
+        config.build is None,
+        f"{type(config).__name__} builds a module of its own, and {what} knows the blocks of "
+        "switchx alone; such a model can be trained, evaluated and scored with, on meshes "
+        "without stages and buckets",
+    )
 
 
 def model_from_description(description: dict[str, Any], where: str) -> ModelConfig:

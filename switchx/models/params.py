@@ -17,6 +17,8 @@ from switchx.models.encoder_decoder import EncoderDecoder
 
 
 def _build(config: ModelConfig, key) -> nnx.Module:
+    if config.build is not None:
+        return config.build(key)
     model = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
     return model(config, key=key)
 

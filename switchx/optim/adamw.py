@@ -7,11 +7,9 @@ decay is multiplied by the learning rate.
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from switchx.optim.protocol import decay_mask
+from switchx.optim.protocol import decay_mask, in_float32
 from switchx.optim.schedules import Schedule, require_schedule
 
 
@@ -43,9 +41,6 @@ class AdamW:
     def build(self, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
         """The transformation; its updates, float32, are what is added to the parameters.
 
-        `update(gradients, state, params, gradient_scale=s)` treats every gradient as s
-        times what it is.
-
         Raises:
             ValueError: the schedule is not callable; at `update`, no parameters.
         """
@@ -59,17 +54,4 @@ class AdamW:
             mask=decay_mask,
         )
 
-        def init(params):
-            return adamw.init(_float32(params))
-
-        def update(gradients, state, params=None, *, gradient_scale=1.0):
-            if params is None:
-                raise ValueError("AdamW's update got params=None; pass the parameters")
-            gradients = jax.tree.map(lambda g: g * gradient_scale, _float32(gradients))
-            return adamw.update(gradients, state, _float32(params))
-
-        return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _float32(tree):
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+        return in_float32(adamw)

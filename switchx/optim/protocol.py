@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every optimizer has in common: how it is built and applied, and what decays."""
 
-from typing import Protocol
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from switchx import tree
 from switchx.axes import dims_of, matrix_dims
-from switchx.optim.schedules import Schedule
+from switchx.fields import require, without_gin
+from switchx.optim.schedules import Schedule, require_schedule
 
 
 class Optimizer(Protocol):
@@ -16,6 +22,91 @@ class Optimizer(Protocol):
 
     def build(self, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
         """The transformation; its `update` takes `gradient_scale`, a factor of them all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optax:
+    """Any optimizer of Optax, or of a user's own module: `make(learning_rate=..., ...)`.
+
+    Moments that mirror the parameters are split over a mesh as these are, other statistics
+    are whole on every device (`has_letters`).
+
+    Attributes:
+        make: a function that a module defines, `optax.lion`; it takes `learning_rate`, here
+            the schedule, and `arguments`.
+        arguments: what it is called with beside the schedule; nothing else is, bindings of
+            the function itself in a gin file neither.
+    """
+
+    make: Callable[..., optax.GradientTransformation]
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "make", without_gin(self.make))
+        try:
+            inspect.signature(self.make).bind(learning_rate=None, **self.arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"Optax.make={self.make.__qualname__} with learning_rate and the arguments "
+                f"{sorted(self.arguments)}: {error}; name a function that takes these"
+            ) from error
+
+    def build(self, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+        """The transformation, in float32; its updates are added to the parameters.
+
+        Raises:
+            ValueError: the schedule is not callable, or what `make` gave is no
+                transformation.
+        """
+        require_schedule(schedule)
+        made = self.make(learning_rate=schedule, **self.arguments)
+        require(
+            isinstance(made, optax.GradientTransformation),
+            f"Optax.make={self.make.__qualname__} gave a {type(made).__name__}; expected an "
+            "optax.GradientTransformation",
+        )
+        return in_float32(made)
+
+
+def in_float32(
+    transformation: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation on float32 copies of gradients and parameters of any dtype.
+
+    `update(gradients, state, params, gradient_scale=s)` treats every gradient as s times what
+    it is.
+    """
+    inner = optax.with_extra_args_support(transformation)
+
+    def init(params):
+        return inner.init(_float32(params))
+
+    def update(gradients, state, params=None, *, gradient_scale=1.0):
+        require(params is not None, "update got params=None; pass the parameters")
+        gradients = jax.tree.map(lambda g: g * gradient_scale, _float32(gradients))
+        return inner.update(gradients, state, _float32(params))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _float32(values):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), values)
+
+
+def has_letters(name: str, shape, param_shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Whether the name of an array of an optimizer's state ends in its dimension letters.
+
+    Our own optimizers name statistics so: `.../w_in_EDF/v_row_ED`. Those of Optax keep what
+    they keep of a parameter below its path: of its shape (moments) it has its letters, of
+    another shape it has none.
+
+    Args:
+        param_shapes: by the parameters' paths.
+    """
+    parts = name.split("/")
+    paths = ("/".join(parts[i:]) for i in range(len(parts)))
+    mirrored = next((param_shapes[path] for path in paths if path in param_shapes), shape)
+    return mirrored == shape and re.search("_[A-Z]+$", parts[-1]) is not None
 
 
 def apply_updates(params, updates):

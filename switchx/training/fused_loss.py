@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 from switchx import tree
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.params import forward
 from switchx.moe.capacity import layer_groups
 from switchx.partitioning.buckets import Slicing, sliced, whole
@@ -121,6 +121,7 @@ def check_fused(
         ValueError: says why, and the ways out.
     """
     asked = f"StepConfig.bucket_bytes={bucket_bytes}"
+    require_our_blocks(config, asked)
     slicing = Slicing.on(mesh, rules, bucket_bytes)
     if not slicing.axes:
         raise ValueError(

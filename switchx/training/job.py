@@ -7,9 +7,8 @@ Gin builds it at the edge; Python can build it directly.
 import dataclasses
 
 from switchx.checkpoint.checkpointer import Retention
-from switchx.data.batches import BatchConfig
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
-from switchx.data.loader import Prefetch
+from switchx.data.loader import BatchConfig, Prefetch
 from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
@@ -41,7 +40,8 @@ class TrainingJob:
         eval_batches: batches an evaluation reads of each task; None reads the whole split.
         retention: checkpoints that stay: the newest ones, and the best by validation.
         max_skipped_in_a_row: non-finite steps in a row after which training stops.
-        init_from: run folder whose parameters training starts from (fine-tuning).
+        init_from: run folder whose parameters training starts from (fine-tuning); read at
+            step 0 alone.
         pipeline: in what order the microbatches of `step` go through the stages, where the
             mesh has an axis `pipe`.
         data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
@@ -65,7 +65,7 @@ class TrainingJob:
     packed: bool = True
     retention: Retention = at_resume(Retention())
     max_skipped_in_a_row: int = at_resume(10)
-    init_from: str | None = None
+    init_from: str | None = at_resume(None)
     data_dir: str | None = at_resume(None)
     mesh: MeshSpec = at_resume(MeshSpec())
     step: StepConfig = StepConfig()

@@ -14,10 +14,9 @@ import numpy as np
 from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder, require_shared
-from switchx.data.batches import Shard
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
-from switchx.data.loader import TrainLoader, evaluation_batches, merge_states
+from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture
 from switchx.data.tasks import Task
 from switchx.data.vocabularies import load_vocabulary
@@ -83,12 +82,14 @@ def train(
         SaveError: a checkpoint could not be written; earlier ones are intact.
         TrainingStopped: too many steps in a row were not finite; the state is saved.
     """
-    job.check_vocabulary()
+    if not _is_begun(run):
+        job.check_vocabulary()
     run.create()
     require_shared(run)
     is_first = jax.process_index() == 0  # of several processes, one holds the folder
     with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
-        _check_folder(run, job)  # before anything in it is touched
+        if _is_begun(run):  # before anything in it is touched
+            job = check_same_run(run, job)
         program = TrainingProgram(job)
         with program.scope(), Checkpointer(run, job.retention) as checkpointer:
             step = checkpointer.latest_complete_step()
@@ -124,16 +125,20 @@ def _open_loader(job: TrainingJob, shard: Shard) -> TrainLoader:
     )
 
 
-def _check_folder(run: RunFolder, job: TrainingJob) -> None:
-    """Checks that what is saved in the folder is this job's, if anything is."""
+def _is_begun(run: RunFolder) -> bool:
+    """Whether the folder has a checkpoint; an attempt that ended before may be set right.
+
+    Raises:
+        ValueError: there are checkpoints and no config.json.
+    """
     if not (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
-        return  # nothing is lost: an attempt that ended before it saved may be set right
+        return False
     if not run.config.exists():
         raise ValueError(
             f"model_dir={str(run.path)!r} has checkpoints but no config.json; restore it, or "
             "give another model_dir"
         )
-    check_same_run(run, job)
+    return True
 
 
 def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tree | None:
@@ -278,6 +283,8 @@ class _Loop:
         seconds = self.watch.read()
         flops = train_flops(self.job.model, *self.job.sequence_lengths) * self.job.batch_size
         metrics = self.interval.metrics(seconds, flops)
+        if self.job.model.build is not None:
+            del metrics["model_flops_per_s"]  # counted for our own blocks alone
         metrics["learning_rate"] = float(self.job.schedule(max(self.num_updates - 1, 0)))
         metrics["train_seconds"] = seconds
         if any(self.loader.counts().values()):

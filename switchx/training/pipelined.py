@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.stages import (
     Chunk,
     join_blocks,
@@ -48,6 +48,7 @@ def build_schedule(
         ValueError: the blocks of a stack, or the microbatches, do not divide; the model's
             blocks are not stacked.
     """
+    require_our_blocks(config, f"a pipeline of {num_stages} stages")
     if not config.scan_layers:
         raise ValueError(
             f"mesh axis 'pipe' of size {num_stages} with ModelConfig.scan_layers=False: a "

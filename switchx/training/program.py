@@ -7,8 +7,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from switchx import tree
-from switchx.data.batches import Shard
 from switchx.data.features import Batch
+from switchx.data.loader import Shard
+from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import batch_axes, batch_parts
 from switchx.partitioning.pipeline import PIPE
@@ -26,15 +27,15 @@ def state_shardings(rules: Rules, mesh: Mesh, state) -> TrainState:
     """Shardings of a (shape struct of a) training state.
 
     Parameters follow the rules by their names' dimension letters; so do the optimizer's
-    statistics, whose names end in letters too. Everything else is whole everywhere.
+    statistics whose names end in letters too. Everything else is whole everywhere.
     """
     whole = NamedSharding(mesh, PartitionSpec())
+    shapes = {path: leaf.shape for path, leaf in tree.named_leaves(state.params).items()}
 
     def sharding(name, leaf):
-        last = name.rsplit("/", 1)[-1]
-        is_lettered = name.startswith(("params", "opt_state")) and "_" in last
-        is_lettered = is_lettered and last.rsplit("_", 1)[-1].isupper()
-        return param_sharding(rules, mesh, name, leaf) if is_lettered else whole
+        kind, _, path = name.partition("/")
+        is_split = kind in ("params", "opt_state") and has_letters(path, leaf.shape, shapes)
+        return param_sharding(rules, mesh, name, leaf) if is_split else whole
 
     return tree.map_named(sharding, state)
 

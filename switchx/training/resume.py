@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job's description in its run folder, and whether a job may go on there."""
 
+import dataclasses
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from switchx.checkpoint.run_folder import RunFolder, read_config
 from switchx.data.data_dir import write_atomically
+from switchx.data.mixtures import as_mixture
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import describe, differences
 from switchx.training.job import TrainingJob
+
+logger = logging.getLogger(__name__)
 
 
 def flat_description(job: TrainingJob) -> dict[str, Any]:
@@ -28,8 +33,11 @@ def write_run_config(run: RunFolder, job: TrainingJob) -> None:
     write_atomically(run.config, description.encode())
 
 
-def check_same_run(run: RunFolder, job: TrainingJob) -> None:
+def check_same_run(run: RunFolder, job: TrainingJob) -> TrainingJob:
     """Checks that a folder that already holds a run holds this one.
+
+    Returns:
+        The job, whose tasks read the folder's own copy of the vocabulary.
 
     Raises:
         ValueError: fields differ that are not declared `at_resume` (all are listed), or the
@@ -43,11 +51,14 @@ def check_same_run(run: RunFolder, job: TrainingJob) -> None:
             "made with. What changes no mathematics may be other: how long, how often, the "
             "mesh, the dispatcher, microbatches, remat, scan_layers, data_dir"
         )
-    _check_vocabulary(run, job)
+    return with_vocabulary_of(run, job)
 
 
-def check_same_model(run: RunFolder, job: TrainingJob) -> None:
+def check_same_model(run: RunFolder, job: TrainingJob) -> TrainingJob:
     """Checks that a run's parameters and token ids mean to a job what they were trained to.
+
+    Returns:
+        The job, whose tasks read the folder's own copy of the vocabulary.
 
     Raises:
         ValueError: fields of the model differ that are not declared `at_evaluation` (all are
@@ -60,17 +71,35 @@ def check_same_model(run: RunFolder, job: TrainingJob) -> None:
             "the configuration that it was trained with. Capacity, dropout, exploration, "
             "precision, the dispatcher and all that is not of the model may be other"
         )
-    _check_vocabulary(run, job)
+    return with_vocabulary_of(run, job)
 
 
-def _check_vocabulary(run: RunFolder, job: TrainingJob) -> None:
-    there, here = load_vocabulary(run.root), job.vocabulary
-    if here.fingerprint() != there.fingerprint():
-        raise ValueError(
-            f"model_dir={str(run.path)!r} was trained with another vocabulary: "
-            f"{there.size} ids there, {here.size} here, or other pieces; the same ids would "
-            f"mean other things. Its copy is in that folder: use it, or give another model_dir"
-        )
+def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
+    """The job with the vocabulary in a run folder in the place of its tasks' own.
+
+    What a task names (a file, the folder that fine-tuning started from) may be gone since.
+
+    Raises:
+        ValueError: what a task names can be read and is another vocabulary.
+    """
+    there, mixture = load_vocabulary(run.root), as_mixture(job.source)
+    for here in dict.fromkeys(task.vocabulary for task in mixture.tasks):
+        try:
+            fingerprint = here.fingerprint()
+        except (OSError, ValueError) as error:
+            logger.info("the vocabulary in %s is read (of the job's: %s)", run.root, error)
+            continue
+        if fingerprint != there.fingerprint():
+            raise ValueError(
+                f"model_dir={str(run.path)!r} was trained with another vocabulary: "
+                f"{there.size} ids there, {here.size} here, or other pieces; the same ids "
+                "would mean other things. Its copy is in that folder: use it, or give another "
+                "model_dir"
+            )
+    tasks = tuple(dataclasses.replace(task, vocabulary=there) for task in mixture.tasks)
+    is_task = mixture is not job.source
+    source = tasks[0] if is_task else dataclasses.replace(mixture, tasks=tasks)
+    return dataclasses.replace(job, source=source)
 
 
 def _flat(value, prefix: str = "") -> Iterator[tuple[str, Any]]:

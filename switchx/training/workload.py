@@ -8,8 +8,10 @@ import jax
 
 from switchx import tree
 from switchx.axes import dims_of
+from switchx.models.config import require_our_blocks
 from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.dispatchers import refusal
+from switchx.optim.protocol import has_letters
 from switchx.planner.layout import Layout
 from switchx.planner.model_cost import StateArray, Workload
 from switchx.training.job import TrainingJob
@@ -18,6 +20,7 @@ from switchx.training.state import init_state
 
 def workload_of(job: TrainingJob) -> Workload:
     """What one step of `job` has to do, its mesh and dispatcher apart."""
+    require_our_blocks(job.model, "the planner")
     encoder_length, decoder_length = job.sequence_lengths
     switch = job.model.switch
 
@@ -66,13 +69,14 @@ def state_arrays(job: TrainingJob) -> tuple[StateArray, ...]:
     """Every array of the parameters and the optimizer's state; scalars are not worth it."""
     optimizer = job.optimizer.build(job.schedule)
     state = jax.eval_shape(lambda: init_state(job.model, optimizer, job.seed, None))
+    shapes = {path: leaf.shape for path, leaf in tree.named_leaves(state.params).items()}
     found = []
 
     def add(name, leaf):
         kind, _, rest = name.partition("/")
         if kind in ("params", "opt_state") and leaf.shape:
-            last = name.rsplit("/", 1)[-1]
-            dims = dims_of(last, len(leaf.shape))
+            is_split = has_letters(rest, leaf.shape, shapes)
+            dims = dims_of(rest.rpartition("/")[2], len(leaf.shape)) if is_split else ""
             kind = "params" if kind == "params" else "optimizer"
             found.append(StateArray(rest, dims, leaf.shape, leaf.dtype.itemsize, kind))
 

@@ -4,6 +4,8 @@
 import re
 import shlex
 
+import jax
+
 from switchx.cli.main import main
 from switchx.training.routing_sample import SAMPLE_TOKENS
 from tests.processes import ROOT
@@ -15,6 +17,8 @@ BRIEF = [
     *(f"--gin.ModelConfig.{each}" for each in ("d_model=8", "d_ff=8", "num_heads=1")),
     *(f"--gin.ModelConfig.num_{each}coder_layers=1" for each in ("en", "de")),
     "--gin.SwitchConfig.every=1",
+    "--gin.NUM_EXPERTS=2",
+    "--gin.CorpusVocabulary.sample_characters=20000",
     "--gin.VOCAB_SIZE=500",
     "--gin.TRAIN_STEPS=4",
     "--gin.EVAL_EVERY=2",
@@ -23,7 +27,8 @@ BRIEF = [
 ]
 
 
-def test_blocks_run(in_a_folder, capsys):
+def test_blocks_run(in_a_folder, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_, first=jax.devices()[:1]: first)
     blocks = BLOCK.findall(PAGE)
     assert [language for language, _ in blocks] == ["bash", "python"]
     for command in blocks[0][1].splitlines():

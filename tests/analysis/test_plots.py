@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots show the numbers they are given, with axes named; drawn once to see that they can be.
-
-Whether they are good to look at, a person has to see.
-"""
+"""Plots show the numbers they are given, with axes named; a schedule has a box an op."""
 
 import io
 
@@ -10,6 +7,8 @@ import numpy as np
 import pytest
 
 from switchx.analysis import plots
+from switchx.analysis.plots import schedule_boxes, schedule_figure
+from switchx.partitioning.schedule import ScheduleSpec
 
 LAYERS = ["encoder 1", "encoder 3", "decoder 1"]
 STEPS = np.array([10, 20, 30])
@@ -121,3 +120,27 @@ def test_one_logged_step_and_one_layer_can_be_drawn():
         [np.eye(20)], [("decoder", *map(str, range(20)))], "shared information"
     )
     assert b"shared information" in drawn(figure)
+
+
+@pytest.mark.parametrize(
+    ("spec", "lanes"), [(ScheduleSpec(), 1), (ScheduleSpec("interleaved", 2), 2)]
+)
+def test_boxes_are_the_ops_in_their_time(spec, lanes):
+    schedule = spec.build(4, 8, lanes)
+    boxes, end = schedule_boxes(schedule)
+    assert end == pytest.approx(schedule.time())
+    assert len(boxes) == len(set(boxes)) == 2 * 4 * 8 * lanes * spec.num_chunks
+    for stage in range(4):
+        mine = sorted(box[1:3] for box in boxes if box[0] == stage)
+        for (begin, width), (after, _) in zip(mine, mine[1:], strict=False):
+            assert begin + width <= after + 1e-9
+
+
+def test_figure_has_a_row_a_stage_and_a_number_a_box(tmp_path):
+    schedule = ScheduleSpec().build(3, 4)
+    figure = schedule_figure(schedule, "title")
+    (axis,) = figure.axes
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["0", "1", "2"]
+    assert len(axis.texts) == len(axis.collections) == 2 * 3 * 4
+    figure.savefig(tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: whole by itself, nothing in it mistaken for HTML."""
+"""The page and its sections, of a recorded run whose numbers are known by hand."""
 
 import base64
+import dataclasses
 import html.parser
 import re
 import xml.etree.ElementTree
 
 import numpy as np
+import pytest
 
+from switchx.analysis import report
 from switchx.analysis.plots import load_figure
 from switchx.analysis.report import Section, Table, page
+from switchx.data.tokenizers import ByteVocabulary, token_classes
+from tests.analysis.recorded import routing_line, write_lines, write_run, write_snapshot
+from tests.data.refusals import refused
 
 FIGURE = load_figure(np.array([1, 2]), np.ones((2, 1, 2)), ["encoder 1"])
 SECTION = Section(
@@ -66,3 +72,130 @@ def test_numbers_stand_to_the_right():
     text = Section("t", "", tables=[table])._repr_html_()
     assert '<td class="number">1.235</td><td class="number">2</td>' in text
     assert "<td>a</td>" in text and "details" not in text
+
+
+def read(folder):
+    vocabulary = ByteVocabulary()
+    classes = token_classes(vocabulary)
+    return report.read_run(
+        folder, classes.names, classes.class_V, lambda token: vocabulary.piece(token).text
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return read(write_run(tmp_path_factory.mktemp("recorded") / "run"))
+
+
+def maps(section) -> list[np.ndarray]:
+    (figure,) = section.figures
+    return [np.ma.filled(axis.images[0].get_array(), np.nan)
+            for axis in figure.axes if axis.images]  # fmt: skip
+
+
+def test_all_sections_are_shown(run):
+    titles = [section.title for section in report.all_sections(run)]
+    assert titles == [
+        "At the end",
+        "Load per expert",
+        "Drops, entropy, gate, dead experts",
+        "Saturation",
+        "From expert to expert",
+        "Token classes",
+        "Typical tokens",
+        "Likeness of layers",
+    ]
+    assert all(section._repr_html_() for section in report.all_sections(run))
+
+
+def test_overview_names_the_dead(run):
+    (table,) = report.overview(run).tables
+    assert table.rows == [
+        ("encoder 1", 1.0, 1.0, "none", "20.0%", 0.2, 0.2),
+        ("encoder 3", 2.0, 0.0, "1", "20.0%", 0.2, 0.2),
+        ("decoder 1", 1.5, 0.5, "none", "20.0%", 0.2, 0.2),
+    ]
+
+
+def test_dead_experts_are_counted_by_step(run):
+    (figure,) = report.course(run).figures
+    encoder = figure.axes[6]  # the fourth row of two stacks
+    assert encoder.get_ylabel() == "dead experts"
+    assert [line.get_ydata().tolist() for line in encoder.lines] == [[0, 0], [0, 1]]
+
+
+def test_entropy_and_gate_have_the_level_of_a_router_that_knows_nothing(run):
+    (figure,) = report.course(run).figures
+    assert figure.axes[2].lines[-1].get_ydata() == pytest.approx([np.log(2)] * 2)
+    assert figure.axes[4].lines[-1].get_ydata() == [0.5, 0.5]
+
+
+def test_saturation_is_drawn_against_chance(run):
+    (figure,) = report.saturation(run).figures
+    encoder, _ = figure.axes
+    assert encoder.lines[0].get_ydata().tolist() == [0.5, 0.75, 1.0]
+    assert encoder.lines[-1].get_ydata() == [0.5, 0.5]
+
+
+def test_transitions_of_the_last_step(run):
+    # Encoder 1 -> 3: tokens 0, 1 go 0 -> 0, tokens 2, 3 go 1 -> 1; the last is nowhere first.
+    (share_EE,) = maps(report.transition(run))
+    np.testing.assert_array_equal(share_EE, [[1, 0], [0, 1]])
+
+
+def test_classes_of_the_last_step(run):
+    section = report.classes(run)
+    encoder_1, encoder_3, decoder_1 = maps(section)
+    # a b | 1 | ! | space, and all of them; "!" has no expert in the first layer.
+    names = [tick.get_text() for tick in section.figures[0].axes[0].get_xticklabels()]
+    assert names == [
+        "letter (2)", "digits (1)", "punctuation (1)", "whitespace (1)", "all (5)",
+    ]  # fmt: skip
+    nan = np.nan
+    np.testing.assert_array_equal(encoder_1, [[1, 0, nan, 0, 0.5], [0, 1, nan, 1, 0.5]])
+    np.testing.assert_array_equal(encoder_3, [[1, 0, 1, 0, 0.6], [0, 1, 0, 1, 0.4]])
+    np.testing.assert_allclose(decoder_1, [[0, 1, 1 / 3], [1, 0, 2 / 3]])
+
+
+def test_typical_tokens_can_be_read(run):
+    encoder_1 = report.tokens(run).tables[0]
+    assert encoder_1.title == "encoder 1"
+    assert encoder_1.rows == [(0, 2, "a 100%\nb 100%"), (1, 2, "\u2423 100%\n1 100%")]
+
+
+def test_invisible_characters_are_shown(run):
+    strange = dataclasses.replace(run, text_of=lambda token: " \n\t\x00<")
+    text = report.tokens(strange).tables[0].rows[0][2]
+    assert text.split("\n")[0] == "\u2423\u21b5\u21e5\\x00< 100%"
+
+
+def test_likeness_of_layers(run):
+    (similarity_NN,) = maps(report.similarity(run))  # the decoder has one layer
+    np.testing.assert_allclose(similarity_NN, np.ones((2, 2)))
+
+
+def test_one_evaluation_and_single_layers_are_said_so(run):
+    alone = dataclasses.replace(run, snapshots=run.snapshots[-1:])
+    assert "there is one" in report.saturation(alone).text
+    decoder = dataclasses.replace(run.final, stacks=run.final.stacks[1:])
+    single = dataclasses.replace(run, snapshots=[decoder])
+    assert "No stack has two" in report.transition(single).text
+    assert "No stack has two" in report.similarity(single).text
+
+
+def test_evaluations_of_other_tokens_are_left_out_and_counted(tmp_path):
+    folder = write_run(tmp_path)
+    write_snapshot(folder / "routing", 0, decoder_token_T=np.array([9, 9, 9]))
+    run = read(folder)
+    assert [each.step for each in run.snapshots] == [10, 20] and run.num_others == 1
+    assert "1 evaluations of other tokens are left out" in report.saturation(run).text
+
+
+def test_files_of_two_runs_are_refused(tmp_path):
+    folder = write_run(tmp_path)
+    write_lines(folder / "metrics.jsonl", [routing_line(10, [[0.5, 0.5]])])
+    with refused(
+        f"{folder}: metrics.jsonl has 1 Switch layers of 2 experts, routing/ has 3 of 2; they "
+        "are of two runs: restore the one that does not belong there"
+    ):
+        read(folder)

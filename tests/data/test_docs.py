@@ -3,23 +3,28 @@
 
 import re
 import shlex
-from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs/data_corpora.md"
+from switchx.cli.main import main
+from tests.processes import ROOT
+
+PAGE = ROOT / "docs/data_corpora.md"
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_every_block_runs(tmp_path, monkeypatch, run_cli, shared_dir):
+def test_every_block_runs(tmp_path, monkeypatch, session_cache, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(session_cache))
+    for split in ("train", "val", "test_2016_flickr", "test_2017_flickr"):
+        for language in ("en", "de"):
+            (tmp_path / f"{split}.{language}").write_text(f"{split} in {language}\n")
     names = {}
     for language, block in BLOCK.findall(PAGE.read_text()):
         if "Multi30k(" in block:
-            monkeypatch.setenv("SWITCHX_DATA_DIR", str(shared_dir / "data"))
+            monkeypatch.setenv("SWITCHX_DATA_DIR", str(tmp_path))
         if language == "python":
             exec(compile(block, PAGE.name, "exec"), names)
         else:
             command, *arguments = shlex.split(block)
             assert command == "switchx"
-            result = run_cli(*arguments)
-            assert result.returncode == 0, result.stderr
+            assert main(arguments) == 0, capsys.readouterr().err
     assert names["vocabulary"].size == 500

@@ -69,6 +69,19 @@ def test_causal_as_seqio():
     })  # fmt: skip
 
 
+def test_a_causal_example_beside_a_bidirectional_one():
+    causal = SEQIO_ROW[0]._replace(is_prefix_bidirectional=False)
+    both = DecoderOnlyFeatures(15).batch([SEQIO_ROW])
+    batch = DecoderOnlyFeatures(15).batch([[causal, SEQIO_ROW[1]]])
+    # The weights and all tokens are as with a bidirectional prefix; the mask is not.
+    mask = [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0]
+    assert_row(batch, 0, {name: rows[0] for name, rows in both.items()} | {
+        "decoder_prefix_mask": mask
+    })  # fmt: skip
+    cut = DecoderOnlyFeatures(6).truncate(causal, eos_id=1)
+    assert not cut.is_prefix_bidirectional
+
+
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), max_size=3))
 def test_prefix_never_shows_a_target(sizes):
     """What stands in the bidirectional part is only ever read, never predicted there."""
@@ -101,7 +114,7 @@ def test_digest_tells_batches_apart():
 
 
 def test_lengths_are_checked():
-    with pytest.raises(ValueError, match="targets_length=0; use a whole number of at least 1"):
+    with pytest.raises(ValueError, match="targets_length=0; use at least 1"):
         EncoderDecoderFeatures(4, 0)
-    with pytest.raises(ValueError, match="length=1; use a whole number of at least 2"):
+    with pytest.raises(ValueError, match="length=1; use at least 2"):
         DecoderOnlyFeatures(1)

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The loader: batches by seed, exact to resume, the same on any shards; evaluation batches."""
+
 import itertools
 import json
 import logging
@@ -10,22 +12,82 @@ import time
 import numpy as np
 import pytest
 
-from switchx.data.batches import BatchConfig, Shard
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, batch_digest
 from switchx.data.loader import (
+    BatchConfig,
     Prefetch,
+    RowBatches,
+    Shard,
     TrainLoader,
     evaluation_batches,
+    join_rows,
     merge_states,
 )
 from switchx.data.mixtures import Mixture
-from switchx.data.objectives import CausalLM, InputsToTargets, SpanCorruption
+from switchx.data.objectives import CausalLM, InputsToTargets, PrefixLM, SpanCorruption
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
-from tests.data.fakes import NumberVocabulary, numbers, pair_corpus, text_corpus
+from tests.data.fakes import (
+    NumberVocabulary,
+    make_plan,
+    make_task,
+    numbers,
+    pair_corpus,
+    text_corpus,
+)
+
+FEATURES = EncoderDecoderFeatures(16, 8)
+TASK = make_task("t", text_corpus(*(numbers(100, 20 + i) for i in range(9))), SpanCorruption())
+PLAN = make_plan(TASK, features=FEATURES, num_rows=5)
+
+
+def row_batches():
+    return RowBatches(PLAN, True, range(5), np.tile(PLAN.new_cursor(), (5, 1)))
+
+
+@pytest.mark.parametrize("batch_size, count", [(8, 1), (8, 2), (8, 8), (6, 3)])
+def test_shards_partition_the_rows(batch_size, count):
+    parts = [Shard((index,), count).rows(batch_size) for index in range(count)]
+    assert [row for part in parts for row in part] == list(range(batch_size))
+    assert len(set(map(len, parts))) == 1
+
+
+def test_a_shard_may_have_gaps():
+    assert Shard((0, 2), 4).rows(8) == (0, 1, 4, 5)
+
+
+def test_shards_must_divide_the_batch():
+    with pytest.raises(
+        ValueError,
+        match="batch_size=4 is not divisible by the 3 parts that processes share; use "
+        "batch_size=3 or 6, or a mesh whose parts divide 4",
+    ):
+        Shard((0,), 3).rows(4)
+    with pytest.raises(ValueError, match="by the 8 parts .* use batch_size=8, or"):
+        Shard((0,), 8).rows(4)
+    for parts, named in (((2,), "2"), ((1, 0), "1, 0"), ((0, 0), "0, 0"), ((), "none")):
+        with pytest.raises(ValueError, match=f"parts {named} of 2; use some of 0 to count - 1"):
+            Shard(parts, 2)
+    with pytest.raises(ValueError, match="batch_size=0; use at least 1"):
+        BatchConfig(FEATURES, 0)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_workers_parts_make_up_the_batch(num_workers):
+    parts = []
+    for worker in range(num_workers):
+        dataset = row_batches()
+        dataset.set_slice(slice(worker, None, num_workers))
+        parts.append(next(iter(dataset)))
+    batch, cursors = next(iter(row_batches()))
+    joined, joined_cursors = join_rows(parts)
+    assert joined.keys() == batch.keys()
+    for name in batch:
+        np.testing.assert_array_equal(joined[name], batch[name])
+    np.testing.assert_array_equal(joined_cursors, cursors)
+
 
 VOCABULARY = NumberVocabulary()
-FEATURES = EncoderDecoderFeatures(16, 8)
 CONFIG = BatchConfig(FEATURES, batch_size=4)
 SPANS = Task(
     "spans", text_corpus(*(numbers(100 + i, 20 + i) for i in range(9))), VOCABULARY,
@@ -84,6 +146,21 @@ def test_shapes(load):
             assert array.dtype == (np.float32 if "weights" in name else np.int32)
 
 
+def test_the_task_chooses_whether_its_prefix_is_bidirectional(load):
+    seen = {}
+    for choice in (True, False):
+        objective = PrefixLM(is_prefix_bidirectional=choice)
+        task = Task("text", text_corpus(numbers(100, 50)), VOCABULARY, objective)
+        loader = load(task, BatchConfig(DecoderOnlyFeatures(8), 4))
+        (seen[choice],) = read(loader, 1)
+        # A state from before there was a choice names the objective so.
+        assert loader.state()["pipeline"]["text.objective"] == "PrefixLM()"
+    is_prefix_BL = seen[True].pop("decoder_prefix_mask") > 0
+    assert is_prefix_BL.any(axis=1).all()
+    assert not seen[False].pop("decoder_prefix_mask").any()
+    assert batch_digest(seen[True]) == batch_digest(seen[False])
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("prefetch", [SYNCHRONOUS, Prefetch(num_batches=3)])
 def test_goes_on_exactly(load, packed, prefetch):
@@ -104,7 +181,7 @@ def test_goes_on_exactly(load, packed, prefetch):
 
 def test_worker_processes_change_nothing(load):
     expected = digests(read(load(), 6))
-    beginning, workers = load(), load(prefetch=Prefetch(num_batches=2, num_workers=3))
+    beginning, workers = load(), load(prefetch=Prefetch(num_batches=2, num_workers=2))
     read(beginning, 2)
     workers.restore(beginning.state())
     assert digests(read(workers, 2)) == expected[2:4]
@@ -132,7 +209,7 @@ def test_another_number_of_shards_goes_on(load):
     assert digests(joined([read(loader, 3) for loader in quarters])) == expected[3:]
     with pytest.raises(
         ValueError,
-        match="state holds rows 2 to 3 of each batch and not 0 to 1, which this process reads; "
+        match="state holds the rows 2, 3 of each batch and not 0, 1, which this process reads; "
         "pass merge_states",
     ):
         whole.restore(halves[1].state())
@@ -153,7 +230,9 @@ def test_shards_may_have_gaps_and_rows_in_common(load):
     alone = load()
     alone.restore(merged)
     assert digests(read(alone, 2)) == digests(expected[3:])
-    with pytest.raises(ValueError, match="holds rows 0, 2 of each batch and not 1, 3, which"):
+    with pytest.raises(
+        ValueError, match="holds the rows 0, 2 of each batch and not 1, 3, which"
+    ):
         alone.restore(loaders[0].state())
 
 
@@ -274,7 +353,7 @@ def test_bad_sizes(load):
         ValueError, match="num_workers=3 for 2 rows of a process; use 2 or fewer"
     ):
         load(shard=Shard((0,), 2), prefetch=Prefetch(num_workers=3))
-    with pytest.raises(ValueError, match="num_batches=-1; use 0 or more"):
+    with pytest.raises(ValueError, match="Prefetch.num_batches=-1; use at least 0"):
         Prefetch(num_batches=-1)
     with pytest.raises(ValueError, match="seed=-1; use 0 or more"):
         load(seed=-1)

@@ -68,6 +68,20 @@ def test_rouge_is_the_mean_of_rouge_score():
         Rouge(("rougeX",))
 
 
+def test_rouge_lsum_ends_sentences_at_newlines_and_where_t5_does():
+    """t5.evaluation.metrics.rouge: a sentence ends at " . " too, its tokenized full stop."""
+    scorer = rouge_scorer.RougeScorer(["rougeLsum"])
+    target, text = "the cat sat . a dog ran", "a dog ran . the cat sat"
+    lines = [each.replace(" . ", " .\n") for each in (target, text)]
+    want = 100 * scorer.score(*lines)["rougeLsum"].fmeasure
+    assert want == 100 and scorer.score(target, text)["rougeLsum"].fmeasure == 0.5
+    assert scores(Rouge(("rougeLsum",)), [text], [target]) == {"rougeLsum": want}
+    assert scores(Rouge(("rougeLsum",)), [lines[1]], [target]) == {"rougeLsum": want}
+    # "e.g." and a full stop at a word's end, as in plain text, end no sentence there.
+    plain = scores(Rouge(("rougeLsum",)), ["A dog. A cat."], ["A cat. A dog."])
+    assert plain == {"rougeLsum": 50.0}
+
+
 def test_answers_are_compared_as_in_the_tests_of_t5():
     """t5/evaluation/qa_utils_test.py and metrics_test.py, those with one answer."""
     assert (

@@ -11,7 +11,17 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from switchx.data.tokenizers import ByteVocabulary, Piece, SentencePieceVocabulary
+from switchx.data.tokenizers import (
+    BYTE_CLASSES,
+    PIECE_CLASSES,
+    ByteVocabulary,
+    Piece,
+    SentencePieceVocabulary,
+    TokenIdVocabulary,
+    _class_of,
+    token_classes,
+)
+from switchx.data.vocabularies import load_vocabulary, save_vocabulary, train_model
 from tests.data.refusals import refused
 from tests.data.words import sentences
 
@@ -250,3 +260,119 @@ def test_pieces_of_bytes():
     assert vocabulary.piece(1) == Piece("</s>", "control")
     assert vocabulary.piece(258) == Piece("<extra_id_0>", "control")
     assert {vocabulary.piece(i).kind for i in (2, 259, 383)} == {"control"}
+
+
+VOCABULARY = TokenIdVocabulary(50)
+
+
+def test_there_and_back():
+    assert VOCABULARY.encode(" 12 5\n49 ") == [12, 5, 49]
+    assert VOCABULARY.encode("") == []
+    assert VOCABULARY.decode([12, 5, 1, 0, 49]) == "12 5 49"
+    assert VOCABULARY.piece(12) == Piece("12 ", "text")
+    assert VOCABULARY.piece(1) == Piece("1", "control")
+    assert (VOCABULARY.pad_id, VOCABULARY.eos_id, VOCABULARY.size) == (0, 1, 50)
+
+
+@pytest.mark.parametrize("word", ["50", "word", "-1", "1.0", "9" * 50, "\u0663"])
+def test_what_is_no_id(word):
+    with refused(
+        f"{word[:40]!r} is no token id: this model came without a vocabulary, and its texts "
+        "are ids from 0 to 49 such as '12 5 7'; convert it again with its SentencePiece model, "
+        "--vocabulary=FILE"
+    ):
+        VOCABULARY.encode(f"1 {word}")
+
+
+def test_it_is_saved_and_loaded(tmp_path):
+    save_vocabulary(VOCABULARY, tmp_path)
+    assert load_vocabulary(tmp_path) == VOCABULARY
+    assert [path.name for path in tmp_path.iterdir()] == ["vocabulary.json"]
+    assert VOCABULARY.fingerprint() != TokenIdVocabulary(51).fingerprint()
+
+
+def test_there_are_no_sentinels_and_no_empty_vocabulary():
+    with refused("sentinel 0 of 0; <any>"):
+        VOCABULARY.sentinel_id(0)
+    with refused("TokenIdVocabulary.size=0; use at least 1"):
+        TokenIdVocabulary(0)
+
+
+TEXTS = ["def f(x1):\n    return x1 + 42, self.__name__  # caf\u00e9 3.14\n"] * 30
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory) -> SentencePieceVocabulary:
+    path = tmp_path_factory.mktemp("pieces") / "some.model"
+    path.write_bytes(train_model([*TEXTS, *sentences(300)], 400))
+    return SentencePieceVocabulary(str(path), num_sentinels=5, pad_to_multiple_of=100)
+
+
+def classes_of(vocabulary) -> dict[str, set[str]]:
+    """Texts of the pieces by class."""
+    classes, found = token_classes(vocabulary), {}
+    assert len(classes.class_V) == vocabulary.size
+    for token, index in enumerate(classes.class_V):
+        found.setdefault(classes.names[index], set()).add(vocabulary.piece(token).text)
+    return found
+
+
+def test_pieces(pieces):
+    found = classes_of(pieces)
+    assert found.keys() == set(PIECE_CLASSES)
+    for name, texts in found.items():
+        for text in texts:
+            has_letter = any(c.isalpha() for c in text)
+            if name == "word start":
+                assert has_letter and not text[0].isalnum()
+            elif name == "word part":
+                assert has_letter and (text[0].isalnum() or text[0] == "_")
+            elif name == "digits":
+                assert not has_letter and any(c.isdigit() for c in text)
+            elif name == "whitespace":
+                assert not text.strip()
+            elif name == "punctuation":
+                assert text.strip() and not any(c.isalnum() for c in text)
+    assert "\n" in found["whitespace"] and "+" in found["punctuation"]
+    assert found["sentinel"] == {f"<extra_id_{i}>" for i in range(5)}
+    assert {"<pad>", "</s>", "<unk>"} < found["special"]
+    assert found["byte"] == {f"0x{byte:02X}" for byte in range(0x80, 0x100)}
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (" the", "word start"),
+        (".join", "word start"),
+        ("ing", "word part"),
+        ("__init__", "word part"),
+        ("\u00e9t\u00e9", "word part"),
+        ("42", "digits"),
+        ("3.14", "digits"),
+        ("x1", "word part"),
+        ("_", "punctuation"),
+        (" (", "punctuation"),
+        ("    ", "whitespace"),
+        ("\n", "whitespace"),
+    ],
+)
+def test_class_of_a_text(text, name):
+    assert _class_of(text) == name
+
+
+def test_bytes():
+    classes = token_classes(ByteVocabulary())
+    assert classes.names == BYTE_CLASSES
+
+    def name(token: int) -> str:
+        return classes.names[classes.class_V[token]]
+
+    for character, want in (
+        ("a", "letter"), ("Z", "letter"), ("7", "digits"), ("(", "punctuation"),
+        (" ", "whitespace"), ("\n", "whitespace"),
+    ):  # fmt: skip
+        assert name(ord(character) + 3) == want
+    assert [name(token) for token in (0, 1, 2, 259, 383)] == ["special"] * 5
+    # Bytes that are in no UTF-8 text; the twelfth sentinel is also a byte of a character.
+    assert [name(258), name(248), name(247)] == ["sentinel", "sentinel", "byte"]
+    assert name(0xC3 + 3) == "byte"

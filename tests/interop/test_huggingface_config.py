@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`config.json` of others: what it says in our words, and every value that is refused."""
+"""`config.json` of others, both ways: what it says in our words, and all that is refused."""
+
+import dataclasses
 
 import pytest
 
-from switchx.interop.huggingface_config import read_config
-from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.interop.huggingface import describe
+from switchx.interop.huggingface_config import (
+    num_sparse,
+    read_config,
+    sparse_blocks,
+    switch_layers,
+)
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from tests.data.refusals import refused
+from tests.interop.folders import SWITCH, T5, T5_1_1
 
 # What google/t5-v1_1-small and google/switch-base-8 say, in parts, with smaller sizes.
-T5 = {
+DENSE = {
     "model_type": "t5",
     "vocab_size": 99,
     "d_model": 16,
@@ -28,7 +37,7 @@ T5 = {
     "relative_attention_num_buckets": 32,
     "transformers_version": "4.23.1",
 }
-SWITCH = T5 | {
+SPARSE = DENSE | {
     "model_type": "switch_transformers",
     "num_layers": 4,
     "num_decoder_layers": 4,
@@ -51,7 +60,7 @@ def read(values, **changes):
 
 
 def test_t5():
-    assert read_config(T5, "config.json") == (
+    assert read_config(DENSE, "config.json") == (
         ModelConfig(
             "encoder_decoder", 99, 16, 24, 6, 4, num_encoder_layers=2, num_decoder_layers=3,
             activation="geglu", tie_embeddings=False, scale_tied_logits=False, dropout_rate=0.1,
@@ -59,24 +68,26 @@ def test_t5():
         "t5",
     )  # fmt: skip
     # What is left out is transformers' default.
-    first = read(T5, feed_forward_proj=None, tie_word_embeddings=None, num_decoder_layers=None)
+    first = read(
+        DENSE, feed_forward_proj=None, tie_word_embeddings=None, num_decoder_layers=None
+    )
     assert (first.activation, first.tie_embeddings, first.scale_tied_logits) == (
         "relu", True, True,
     )  # fmt: skip
     assert first.num_decoder_layers == 2
-    assert read(T5, model_type="mt5", feed_forward_proj=None).activation == "geglu"
+    assert read(DENSE, model_type="mt5", feed_forward_proj=None).activation == "geglu"
 
 
 def test_switch_transformers():
-    assert read(SWITCH).switch == SwitchConfig(
+    assert read(SPARSE).switch == SwitchConfig(
         8,
         every=2,
         expert_capacity=64,
         router=RouterConfig(jitter=0.02, padding="counted"),
     )
-    assert read(SWITCH, num_sparse_decoder_layers=1).switch.decoder_layers == (1,)
-    assert read(SWITCH, num_sparse_encoder_layers=9, num_sparse_decoder_layers=9).switch is None
-    dropless, _ = read_config(SWITCH, "config.json", overflow="dropless")
+    assert read(SPARSE, num_sparse_decoder_layers=1).switch.decoder_layers == (1,)
+    assert read(SPARSE, num_sparse_encoder_layers=9, num_sparse_decoder_layers=9).switch is None
+    dropless, _ = read_config(SPARSE, "config.json", overflow="dropless")
     assert dropless.switch.router.overflow == "dropless"
 
 
@@ -85,7 +96,7 @@ def test_switch_transformers():
     [
         ({}, False),
         ({"tie_word_embeddings": True}, True),
-        # What transformers 5 writes: T5 always tied, the division apart from it.
+        # What transformers 5 writes: DENSE always tied, the division apart from it.
         ({"tie_word_embeddings": True, "scale_decoder_outputs": False}, False),
         ({"model_type": "mt5", "tie_word_embeddings": True}, True),
         (
@@ -99,7 +110,7 @@ def test_switch_transformers():
     ],
 )
 def test_division_of_tied_logits(changes, is_scaled):
-    assert read(T5, **changes).scale_tied_logits == is_scaled
+    assert read(DENSE, **changes).scale_tied_logits == is_scaled
 
 
 @pytest.mark.parametrize(
@@ -114,47 +125,47 @@ def test_division_of_tied_logits(changes, is_scaled):
 def test_activations(name, activation):
     plain = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
     is_gated = "gated" in name
-    config = read(T5, feed_forward_proj=name, dense_act_fn=plain, is_gated_act=is_gated)
+    config = read(DENSE, feed_forward_proj=name, dense_act_fn=plain, is_gated_act=is_gated)
     assert config.activation == activation
 
 
 @pytest.mark.parametrize(
     "values, changes, message",
     [
-        (T5, {"model_type": "bert"}, "model_type='bert' cannot be converted; expected one"),
-        (T5, {"model_type": None}, "model_type='' cannot be converted"),
-        (T5, {"model_type": ["t5"]}, "model_type=['t5']; expected a text"),
-        (T5, {"is_encoder_decoder": False}, "is_encoder_decoder=False cannot be converted"),
-        (T5, {"pad_token_id": 1}, "pad_token_id=1 cannot be converted: padding is 0 in every"),
-        (T5, {"eos_token_id": [1, 2]}, "eos_token_id=[1, 2] cannot be converted"),
-        (T5, {"decoder_start_token_id": 2}, "decoder_start_token_id=2 cannot be converted"),
-        (T5, {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon=1e-05 cannot be converted"),
-        (T5, {"vocab_size": None}, "vocab_size=None; expected a whole number from 1 to 2147"),
-        (T5, {"d_model": "16"}, "d_model='16'; expected a whole number"),
-        (T5, {"d_model": True}, "d_model=True; expected a whole number"),
-        (T5, {"d_model": 16.0}, "d_model=16.0; expected a whole number"),
-        (T5, {"d_model": 10**30}, f"d_model={10**30}; expected a whole number from 1 to"),
-        (T5, {"d_ff": -1}, "d_ff=-1; expected a whole number"),
-        (T5, {"num_layers": 10**9}, "num_layers=1000000000; expected a whole number from 1 to"),
-        (T5, {"dropout_rate": float("nan")}, "dropout_rate=nan; expected a number"),
-        (T5, {"dropout_rate": "x" * 200}, f"dropout_rate='{'x' * 79}...; expected a number"),
-        (T5, {"tie_word_embeddings": 1}, "tie_word_embeddings=1; expected true or false"),
-        (T5, {"feed_forward_proj": "gelu"}, "the activation 'gelu' cannot be converted"),
-        (T5, {"feed_forward_proj": "gated-relu"}, "the activation 'gated-relu' cannot be"),
-        (T5, {"dense_act_fn": "relu"}, "dense_act_fn='relu' cannot be converted: feed_"),
-        (SWITCH, {"dense_act_fn": "gated-gelu"}, "a gated Switch Transformer (dense_act_fn="),
-        (SWITCH, {"feed_forward_proj": "gated-gelu"}, "transformers has no code for its"),
-        (SWITCH, {"is_gated_act": True}, "convert the T5X checkpoint with --from=t5x"),
-        (SWITCH, {"router_bias": True}, "router_bias=true cannot be converted"),
-        (SWITCH, {"router_dtype": "bfloat16"}, "router_dtype='bfloat16' cannot be converted"),
-        (SWITCH, {"expert_capacity": 0}, "expert_capacity=0; expected a whole number"),
-        (SWITCH, {"num_experts": 10**6}, "num_experts=1000000; expected a whole number"),
+        (DENSE, {"model_type": "bert"}, "model_type='bert' cannot be converted; expected one"),
+        (DENSE, {"model_type": None}, "model_type='' cannot be converted"),
+        (DENSE, {"model_type": ["t5"]}, "model_type=['t5']; expected a text"),
+        (DENSE, {"is_encoder_decoder": False}, "is_encoder_decoder=False cannot be converted"),
+        (DENSE, {"pad_token_id": 1}, "pad_token_id=1 cannot be converted: padding is 0"),
+        (DENSE, {"eos_token_id": [1, 2]}, "eos_token_id=[1, 2] cannot be converted"),
+        (DENSE, {"decoder_start_token_id": 2}, "decoder_start_token_id=2 cannot be converted"),
+        (DENSE, {"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon=1e-05 cannot be converted"),
+        (DENSE, {"vocab_size": None}, "vocab_size=None; expected a whole number from 1 to"),
+        (DENSE, {"d_model": "16"}, "d_model='16'; expected a whole number"),
+        (DENSE, {"d_model": True}, "d_model=True; expected a whole number"),
+        (DENSE, {"d_model": 16.0}, "d_model=16.0; expected a whole number"),
+        (DENSE, {"d_model": 10**30}, f"d_model={10**30}; expected a whole number"),
+        (DENSE, {"d_ff": -1}, "d_ff=-1; expected a whole number"),
+        (DENSE, {"num_layers": 10**9}, "num_layers=1000000000; expected a whole number"),
+        (DENSE, {"dropout_rate": float("nan")}, "dropout_rate=nan; expected a number"),
+        (DENSE, {"dropout_rate": "x" * 200}, f"dropout_rate='{'x' * 79}...; expected a number"),
+        (DENSE, {"tie_word_embeddings": 1}, "tie_word_embeddings=1; expected true or false"),
+        (DENSE, {"feed_forward_proj": "gelu"}, "the activation 'gelu' cannot be converted"),
+        (DENSE, {"feed_forward_proj": "gated-relu"}, "the activation 'gated-relu' cannot be"),
+        (DENSE, {"dense_act_fn": "relu"}, "dense_act_fn='relu' cannot be converted: feed_"),
+        (SPARSE, {"dense_act_fn": "gated-gelu"}, "a gated Switch Transformer (dense_act_fn="),
+        (SPARSE, {"feed_forward_proj": "gated-gelu"}, "transformers has no code for its"),
+        (SPARSE, {"is_gated_act": True}, "convert the T5X checkpoint with --from=t5x"),
+        (SPARSE, {"router_bias": True}, "router_bias=true cannot be converted"),
+        (SPARSE, {"router_dtype": "bfloat16"}, "router_dtype='bfloat16' cannot be converted"),
+        (SPARSE, {"expert_capacity": 0}, "expert_capacity=0; expected a whole number"),
+        (SPARSE, {"num_experts": 10**6}, "num_experts=1000000; expected a whole number"),
         (
-            SWITCH,
+            SPARSE,
             {"num_layers": 1000, "num_sparse_encoder_layers": 1000, "num_experts": 60000},
             "num_experts=60000 in each of 1002 blocks; expected 262144 in all at most",
         ),
-        (SWITCH, {"num_sparse_encoder_layers": -1}, "num_sparse_encoder_layers=-1; expected"),
+        (SPARSE, {"num_sparse_encoder_layers": -1}, "num_sparse_encoder_layers=-1; expected"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_converted_is_refused(values, changes, message):
@@ -164,4 +175,151 @@ def test_what_cannot_be_converted_is_refused(values, changes, message):
 
 def test_a_model_that_cannot_be_is_refused_by_the_model():
     with refused("relative_buckets=2 with <any>"):
-        read(T5, relative_attention_num_buckets=2)
+        read(DENSE, relative_attention_num_buckets=2)
+
+
+CASES = [
+    (12, 6, (1, 3, 5, 7, 9, 11)),
+    (12, 3, (1, 5, 9)),
+    (12, 12, tuple(range(12))),
+    (12, 5, (1, 3, 5, 7, 9, 11)),  # a step of 12 // 5
+    (4, 0, (1,)),  # transformers means none, and makes one
+    (1, 0, (0,)),
+    (2, 3, ()),  # a step of 0
+    (5, 2, (1, 3)),
+]
+
+
+@pytest.mark.parametrize("num_layers, count, blocks", CASES)
+def test_sparse_blocks_and_a_count_for_them(num_layers, count, blocks):
+    assert sparse_blocks(num_layers, count) == blocks
+    assert sparse_blocks(num_layers, num_sparse(num_layers, blocks)) == blocks
+
+
+def test_blocks_that_no_count_gives():
+    assert num_sparse(12, (3, 7, 11)) is None
+    assert num_sparse(4, (0,)) is None
+
+
+@pytest.mark.parametrize(
+    "layers, encoder, decoder, fields",
+    [
+        ((12, 12), sparse_blocks(12, 6), sparse_blocks(12, 6), {"every": 2, "stacks": "all"}),
+        ((24, 12), sparse_blocks(24, 12), sparse_blocks(12, 6), {"every": 2, "stacks": "all"}),
+        ((2, 3), (0, 1), (0, 1, 2), {"every": 1, "stacks": "all"}),
+        ((4, 2), (1, 3), (), {"every": 2, "stacks": "encoder"}),
+        ((12, 12), (1, 5, 9), (1, 5, 9), None),
+        ((4, 3), (1, 3), (1,), None),
+        ((4, 4), (), (1, 3), None),
+    ],
+)
+def test_fields_give_these_blocks(layers, encoder, decoder, fields):
+    config = dataclasses.replace(T5, num_encoder_layers=layers[0], num_decoder_layers=layers[1])
+    got = switch_layers(config, encoder, decoder)
+    assert got == (fields or {"encoder_layers": encoder, "decoder_layers": decoder})
+    config = dataclasses.replace(config, switch=SwitchConfig(4, **got))
+    for stack, blocks in (("encoder", encoder), ("decoder", decoder)):
+        count = getattr(config, f"num_{stack}_layers")
+        assert tuple(i for i in range(count) if config.is_sparse(i, stack)) == blocks
+
+
+EVERY_SECOND = dataclasses.replace(SWITCH, switch=SwitchConfig(4))
+
+
+@pytest.mark.parametrize("config", [T5, SWITCH])
+def test_what_is_described_is_read_back(config):
+    values, notes = describe(config)
+    assert notes == []
+    assert read_config(values, "config.json")[0] == config
+
+
+def test_t5_1_1():
+    values, _ = describe(T5_1_1)
+    assert (values["model_type"], values["feed_forward_proj"]) == ("t5", "gated-gelu")
+    assert values["tie_word_embeddings"] is False
+    assert values["torch_dtype"] == "float32"
+    half = dataclasses.replace(T5_1_1, precision=Precision(params="bfloat16"))
+    assert describe(half)[0]["torch_dtype"] == "bfloat16"
+
+
+def test_a_capacity_by_factor_is_none_there_and_said_so():
+    values, notes = describe(EVERY_SECOND)
+    assert values["expert_capacity"] == 2**31 - 1
+    assert (values["num_sparse_encoder_layers"], values["num_sparse_decoder_layers"]) == (2, 2)
+    assert notes == [
+        "transformers counts an expert's slots for each sequence, switchx here by a capacity "
+        "factor (2.0 in evaluation) in groups of up to 8192 tokens: the export drops nothing. "
+        "Set expert_capacity in its config.json for a limit"
+    ]
+    dropless = dataclasses.replace(
+        EVERY_SECOND, switch=SwitchConfig(4, router=RouterConfig(overflow="dropless"))
+    )
+    assert describe(dropless)[0]["expert_capacity"] == 2**31 - 1
+    assert describe(dropless)[1] == []
+    kept = dataclasses.replace(SWITCH.switch, router=RouterConfig(overflow="identity"))
+    values, (note,) = describe(dataclasses.replace(SWITCH, switch=kept))
+    assert values["expert_capacity"] == 3
+    assert note == (
+        "a token whose expert is full keeps its input here, as in transformers up to 4.51; "
+        "later releases drop it"
+    )
+
+
+def test_a_model_that_transformers_has_not_with_all_reasons():
+    gpt = ModelConfig(
+        "decoder_only", 50, 12, 20, 3, 4, 2, activation="gelu", norm="layer",
+        positions="learned", max_length=9, use_bias=True, scale_attention=True,
+    )  # fmt: skip
+    with refused(
+        "this model cannot be written for transformers: architecture='decoder_only' (expected "
+        "'encoder_decoder'); norm='layer' (expected 'rms'); positions='learned' (expected "
+        "'relative'); use_bias=True (expected False); scale_attention=True (expected False); "
+        "there are T5, and Switch Transformers with top-1 routing, to write for"
+    ):
+        describe(gpt)
+    tupe = dataclasses.replace(SWITCH, positions="tupe", max_length=9, scale_attention=True)
+    with refused(
+        "this model cannot be written for transformers: positions='tupe' (expected "
+        "'relative'); scale_attention=True (expected False); <any>"
+    ):
+        describe(tupe)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"router": RouterConfig(num_selected=2)}, "RouterConfig.num_selected=2 (expected 1)"),
+        (
+            {"router": RouterConfig("hash", exploration="none")},
+            "RouterConfig.kind='hash' (expected 'top_k')",
+        ),
+        (
+            {"router": RouterConfig(bias_update_rate=0.1)},
+            "RouterConfig.bias_update_rate=0.1 (expected None)",
+        ),
+        (
+            {"router": RouterConfig(overflow="reroute")},
+            "RouterConfig.overflow='reroute' (expected 'drop' or 'dropless')",
+        ),
+        ({"shared_d_ff": 3}, "SwitchConfig.shared_d_ff=3 (expected None)"),
+        ({"d_ff": 3}, "SwitchConfig.d_ff=3 (expected 20)"),
+        ({"expert_bias": True}, "SwitchConfig.expert_bias=True (expected False)"),
+        ({"sublayers": "both"}, "SwitchConfig.sublayers='both' (expected 'ffn')"),
+        (
+            {"every": 4},
+            "the sparse blocks 3 of the 4 of the encoder (expected 1 and every n-th after it, "
+            "all or none)",
+        ),
+    ],
+)
+def test_experts_that_transformers_has_not(changes, reason):
+    switch = dataclasses.replace(EVERY_SECOND.switch, **changes)
+    with refused(f"this model cannot be written for transformers: <any>{reason}<any>"):
+        describe(dataclasses.replace(EVERY_SECOND, switch=switch))
+
+
+def test_gated_experts_are_refused():
+    with refused(
+        "<any>activation='geglu' with experts (its experts have one input matrix<any>"
+    ):
+        describe(dataclasses.replace(EVERY_SECOND, activation="geglu"))

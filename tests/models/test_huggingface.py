@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from switchx import tree
-from switchx.interop.names import tensor_names
+from switchx.interop.huggingface import tensor_names
 from switchx.interop.safetensors_folder import from_torch
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward

@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
-from switchx.data.batches import BatchConfig
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
+from switchx.data.loader import BatchConfig
 from switchx.data.mixtures import Mixture
 from switchx.models.config import RouterConfig
 from switchx.training.step import StepConfig

@@ -47,6 +47,7 @@ FREE = {
     "retention": Retention(keep_last=7),
     "max_skipped_in_a_row": 99,
     "data_dir": "elsewhere",
+    "init_from": "moved",
     "mesh": MeshSpec(data=2, expert=4),
     "pipeline": ScheduleSpec(kind="gpipe"),
     "prefetch": Prefetch(num_workers=2),
@@ -74,7 +75,6 @@ FIXED = {
     "batch_size": (16, "batch_size: 8 there, 16 here"),
     "seed": (1, "seed: 0 there, 1 here"),
     "packed": (False, "packed: True there, False here"),
-    "init_from": ("pretrained", "init_from: None there, 'pretrained' here"),
     "step": (StepConfig(clip_norm=1.0), "step.clip_norm: None there, 1.0 here"),
 }
 

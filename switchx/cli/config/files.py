@@ -30,7 +30,10 @@ MOVED = {
 }
 # Bindings of earlier versions: a value that has another name, parameters without successors,
 # which changed no mathematics.
-_RENAMED = ((r"(SwitchConfig\.dispatcher = )(['\"])sort\2", r"\1\2gather\2"),)
+_RENAMED = (
+    (r"(SwitchConfig\.dispatcher = )(['\"])sort\2", r"\1\2gather\2"),
+    (r"\b(saved_vocabulary|vocabularies)\.load_vocabulary\b", r"\1.SavedVocabulary"),
+)
 _GONE = ("StepConfig.factor_expert_gradients",)
 _IMPORT = re.compile(r"^from +([\w.]+) +import +(\w+)(?: +as +(\w+))?", re.MULTILINE)
 

@@ -98,14 +98,13 @@ def metrics_of(
 
 def _metrics_of_all(source, names: list[str] | None) -> dict[str, tuple]:
     from switchx.data.mixtures import as_mixture
-    from switchx.data.objectives import InputsToTargets
     from switchx.data.text_metrics import METRICS
 
     tasks = as_mixture(source).tasks
     if names is None:
         return {task.name: task.metrics for task in tasks if task.metrics}
     chosen = tuple(METRICS[name]() for name in names)
-    able = [task.name for task in tasks if isinstance(task.objective, InputsToTargets)]
+    able = [task.name for task in tasks if task.objective.has_texts]
     if chosen and not able:
         raise ValueError(
             f"--metrics={','.join(names)} compares generated texts with targets, and no task "

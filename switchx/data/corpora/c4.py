@@ -6,14 +6,14 @@ Raffel et al. 2020 (arXiv:1910.10683), section 2.2; Xue et al. 2021 (arXiv:2010.
 
 import dataclasses
 import os
+from typing import Literal
 
 import tensorflow_datasets as tfds
 from etils import epath
 
 from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import CorpusSource, fingerprint_of, require_split
-
-VARIANTS = ("en", "en.noclean", "realnewslike", "webtextlike", "multilingual")
+from switchx.fields import check_choices, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +29,16 @@ class C4:
             `de-validation` this corpus' train and validation.
     """
 
-    variant: str = "en"
+    variant: Literal["en", "en.noclean", "realnewslike", "webtextlike", "multilingual"] = "en"
     language: str | None = None
 
     def __post_init__(self):
-        if self.variant not in VARIANTS:
-            raise ValueError(f"C4.variant={self.variant!r}; use one of {', '.join(VARIANTS)}")
-        if (self.variant == "multilingual") != (self.language is not None):
-            raise ValueError(
-                f"C4.variant={self.variant!r} does not go with language={self.language!r}; "
-                "the variant 'multilingual' takes a language, such as 'de', the others none"
-            )
+        check_choices(self)
+        require(
+            (self.variant == "multilingual") == (self.language is not None),
+            f"C4.variant={self.variant!r} does not go with language={self.language!r}; the "
+            "variant 'multilingual' takes a language, such as 'de', the others none",
+        )
 
     @property
     def name(self) -> str:
@@ -57,18 +56,15 @@ class C4:
         require_split(self.name, split, ("train", "validation"))
         folder = self._find(data_dir)
         builder = tfds.builder_from_directory(folder)
-        if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
-            raise ValueError(
-                f"{folder} is in the format {builder.info.file_format.value}, expected "
-                "array_record; convert it where TensorFlow is installed: `tfds convert_format "
-                f"--dataset_version_dir={folder} --out_file_format=array_record --out_dir=DIR`"
-            )
+        require(
+            builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD,
+            f"{folder} is in the format {builder.info.file_format.value}, expected "
+            "array_record; convert it where TensorFlow is installed: `tfds convert_format "
+            f"--dataset_version_dir={folder} --out_file_format=array_record --out_dir=DIR`",
+        )
         stored_split = split
         if self.language:
-            stored_split = {
-                "train": self.language,
-                "validation": f"{self.language}-validation",
-            }[split]
+            stored_split = self.language + ("-validation" if split == "validation" else "")
         require_split(self.name, stored_split, builder.info.splits)
         records = builder.as_data_source(split=stored_split)
         fingerprint = fingerprint_of(

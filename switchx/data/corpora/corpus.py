@@ -33,8 +33,9 @@ class CorpusSource:
     Attributes:
         name: corpus and split, for messages.
         fingerprint: hex, of the examples' content.
-        fields: keys of an example: `text`, or `inputs` and `targets`.
-        records: examples with UTF-8 bytes as values, among others those of `fields`.
+        fields: keys of an example: `text`, or `inputs` and `targets`, or a user's own.
+        records: examples with texts (or their UTF-8 bytes) as values, among others those of
+            `fields`.
     """
 
     name: str
@@ -54,7 +55,7 @@ class CorpusSource:
         if not 0 <= index < len(self.records):
             raise IndexError(f"{self.name} has {len(self.records)} examples; index={index}")
         record = self.records[int(index)]
-        return {field: record[field].decode() for field in self.fields}
+        return {field: _text(record[field]) for field in self.fields}
 
 
 class Corpus(Protocol):
@@ -135,6 +136,10 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _log_download_done(self):
         pass
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode()
 
 
 def fingerprint_of(*parts: object) -> str:

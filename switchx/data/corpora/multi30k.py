@@ -6,13 +6,13 @@ al. 2018 (WMT18). Task 1, raw text: translation.
 """
 
 import dataclasses
-import functools
 import itertools
 import logging
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from switchx.data import data_dir as locations
 from switchx.data.corpora.corpus import (
@@ -21,8 +21,9 @@ from switchx.data.corpora.corpus import (
     fingerprint_of,
     open_prepared,
     require_split,
-)
+)  # fmt: skip
 from switchx.data.corpora.text_files import read_lines
+from switchx.fields import at_resume, check_choices, require
 
 ADDRESS = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw/"
 LANGUAGES = ("cs", "de", "en", "fr")
@@ -54,19 +55,16 @@ class Multi30k:
         address: folder to download from.
     """
 
-    source: str = "en"
-    target: str = "de"
-    address: str = ADDRESS
+    source: Literal[LANGUAGES] = "en"
+    target: Literal[LANGUAGES] = "de"
+    address: str = at_resume(ADDRESS)
 
     def __post_init__(self):
-        for name in ("source", "target"):
-            language = getattr(self, name)
-            if language not in LANGUAGES:
-                raise ValueError(
-                    f"Multi30k.{name}={language!r}; use one of {', '.join(LANGUAGES)}"
-                )
-        if self.source == self.target:
-            raise ValueError(f"Multi30k.source and target are both {self.source!r}; use two")
+        check_choices(self)
+        require(
+            self.source != self.target,
+            f"Multi30k.source and target are both {self.source!r}; use two",
+        )
 
     @property
     def name(self) -> str:
@@ -93,12 +91,11 @@ class Multi30k:
         key = fingerprint_of(
             "multi30k 1", *((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
         )
-        recipe = Recipe(
-            self.name,
-            key,
-            ("inputs", "targets"),
-            functools.partial(_read_splits, pairs),
-        )
+
+        def make_splits() -> dict[str, Iterator[dict[str, str]]]:
+            return {split: _read_pairs(*files) for split, files in pairs.items()}
+
+        recipe = Recipe(self.name, key, ("inputs", "targets"), make_splits)
         return open_prepared(recipe, split, data_dir)
 
     def _find(self, data_dir: str | None) -> dict[str, Pair]:
@@ -147,17 +144,13 @@ def _find_file(folder: Path, split: str, language: str) -> Path | None:
     return None
 
 
-def _read_splits(pairs: dict[str, Pair]) -> dict[str, Iterator[dict[str, str]]]:
-    return {split: _read_pairs(*files) for split, files in pairs.items()}
-
-
 def _read_pairs(source: Path, target: Path) -> Iterator[dict[str, str]]:
     """Line by line, both files together."""
     inputs, targets = ([line.strip() for line in read_lines(file)] for file in (source, target))
-    if len(inputs) != len(targets) or not inputs:
-        raise ValueError(
-            f"{source} has {len(inputs)} lines and {target} has {len(targets)}, expected "
-            "equally many and at least 1; get both anew from one place"
-        )
+    require(
+        0 < len(inputs) == len(targets),
+        f"{source} has {len(inputs)} lines and {target} has {len(targets)}, expected equally "
+        "many and at least 1; get both anew from one place",
+    )
     for pair in zip(inputs, targets, strict=True):
         yield dict(zip(("inputs", "targets"), pair, strict=True))

@@ -7,7 +7,6 @@ its `test` package and 8 MB with the further parts gone that Debian ships apart 
 """
 
 import dataclasses
-import functools
 import io
 import os
 import re
@@ -16,18 +15,9 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from switchx.data.corpora.corpus import (
-    CorpusSource,
-    Recipe,
-    fingerprint_of,
-    open_prepared,
-)
-from switchx.data.corpora.text_files import (
-    cut_lines,
-    require_cut,
-    text_digest,
-    validation_digests,
-)
+from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
+from switchx.data.corpora.text_files import cut_lines, hold_out, require_cut, text_digest
+from switchx.fields import require
 
 # Not of the library, or (the build's settings) written by a machine about itself.
 _LEFT_OUT = re.compile(r"(site|dist)-packages|__pycache__|_sysconfigdata.*|config-.*")
@@ -59,7 +49,7 @@ class PythonStdlib:
     max_characters: int = 8000
 
     def __post_init__(self):
-        require_cut(self.validation_fraction, self.max_characters)
+        require_cut(self)
 
     @property
     def name(self) -> str:
@@ -73,30 +63,26 @@ class PythonStdlib:
         """
         root = Path(sysconfig.get_path("stdlib"))
         files = {path: (root / path).read_bytes() for path in _source_paths(root)}
-        if not files:
-            raise ValueError(
-                f"no source files of the standard library in {root}: this interpreter comes "
-                "without; use a Python that has them, or the corpus TextFiles"
-            )
+        require(
+            files,
+            f"no source files of the standard library in {root}: this interpreter comes "
+            "without; use a Python that has them, or the corpus TextFiles",
+        )
         key = fingerprint_of(
             "python_stdlib 1", self, *(part for item in files.items() for part in item)
         )
-        make_splits = functools.partial(self._make_splits, files)
-        return open_prepared(Recipe(self.name, key, ("text",), make_splits), split, data_dir)
 
-    def _make_splits(self, files: dict[Path, bytes]) -> dict[str, Iterator[dict[str, str]]]:
-        texts = clean(_decode(files))
-        held_out = validation_digests(
-            map(text_digest, texts), self.validation_fraction, "the standard library"
-        )
-
-        def examples(is_held_out: bool):
+        def documents(texts: Iterable[str]) -> Iterator[dict[str, str]]:
             for text in texts:
-                if (text_digest(text) in held_out) == is_held_out:
-                    for document in cut_lines(text.splitlines(True), self.max_characters):
-                        yield {"text": document}
+                for document in cut_lines(text.splitlines(True), self.max_characters):
+                    yield {"text": document}
 
-        return {"train": examples(False), "validation": examples(True)}
+        def make_splits() -> dict[str, Iterator[dict[str, str]]]:
+            texts, fraction = clean(_decode(files)), self.validation_fraction
+            splits = hold_out(lambda: texts, text_digest, fraction, "the standard library")
+            return {name: documents(texts) for name, texts in splits.items()}
+
+        return open_prepared(Recipe(self.name, key, ("text",), make_splits), split, data_dir)
 
 
 def clean(texts: Iterable[str]) -> list[str]:
@@ -120,9 +106,8 @@ def clean(texts: Iterable[str]) -> list[str]:
 def _is_table(block: str) -> bool:
     lines = [line for line in block.splitlines() if line.strip()]
     num_table_lines = sum(_TABLE_LINE.match(line) is not None for line in lines)
-    return len(lines) >= _MIN_TABLE_LINES and num_table_lines >= _MIN_TABLE_FRACTION * len(
-        lines
-    )
+    is_long = len(lines) >= _MIN_TABLE_LINES
+    return is_long and num_table_lines >= _MIN_TABLE_FRACTION * len(lines)
 
 
 def _source_paths(root: Path) -> list[Path]:
@@ -130,10 +115,11 @@ def _source_paths(root: Path) -> list[Path]:
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not _LEFT_OUT.fullmatch(name)]
-        kept = (
-            name for name in names if name.endswith(".py") and not _LEFT_OUT.fullmatch(name)
-        )
-        paths += [Path(folder, name).relative_to(root) for name in kept]
+        paths += [
+            Path(folder, name).relative_to(root)
+            for name in names
+            if name.endswith(".py") and not _LEFT_OUT.fullmatch(name)
+        ]
     return sorted(paths)
 
 

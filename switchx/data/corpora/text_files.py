@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's own text: `.txt` and `.jsonl` files, plain or `.gz`, one by one or by folder.
 
-Documents: text read line by line, cut where it parts, and shared out by hash.
+Text is read line by line and cut into documents where paragraphs end. Documents are divided
+into training and validation by their hash.
 """
 
 import dataclasses
-import functools
 import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
+from switchx.fields import at_resume, require, require_at_least
 
 _PLAIN = (".txt", ".txt.gz")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
@@ -33,17 +35,18 @@ class TextFiles:
     same side; neither side is ever empty.
 
     Attributes:
-        path: file or folder, or several; folders are searched to the bottom.
+        path: file or folder, or several; folders are searched to the bottom. A run goes on
+            where they were moved to: the documents' fingerprint decides.
         validation_fraction: of the documents.
         max_characters: of a document cut from a `.txt` file.
     """
 
-    path: str | Sequence[str]
+    path: str | Sequence[str] = at_resume()
     validation_fraction: float = 0.05
     max_characters: int = 8000
 
     def __post_init__(self):
-        require_cut(self.validation_fraction, self.max_characters)
+        require_cut(self)
 
     @property
     def name(self) -> str:
@@ -62,26 +65,18 @@ class TextFiles:
         key = fingerprint_of(
             "text_files 1", self.validation_fraction, self.max_characters, states
         )
-        make_splits = functools.partial(self._make_splits, files, fields)
+
+        def make_splits() -> dict[str, Iterator[dict[str, str]]]:
+            def read() -> Iterator[dict[str, str]]:
+                return read_examples(files, fields, self.max_characters)
+
+            def digest_of(example: dict[str, str]) -> bytes:
+                return text_digest(*example.values())
+
+            origin = f"text_files path={self.path!r}"
+            return hold_out(read, digest_of, self.validation_fraction, origin)
+
         return open_prepared(Recipe(self.name, key, fields, make_splits), split, data_dir)
-
-    def _make_splits(
-        self, files: list[Path], fields: tuple[str, ...]
-    ) -> dict[str, Iterator[dict[str, str]]]:
-        def digest_of(example: dict[str, str]) -> bytes:
-            return text_digest(*example.values())
-
-        def examples(is_held_out: bool):
-            for example in read_examples(files, fields, self.max_characters):
-                if (digest_of(example) in held_out) == is_held_out:
-                    yield example
-
-        held_out = validation_digests(
-            map(digest_of, read_examples(files, fields, self.max_characters)),
-            self.validation_fraction,
-            f"text_files path={self.path!r}",
-        )
-        return {"train": examples(False), "validation": examples(True)}
 
 
 def find_files(path: str | Sequence[str]) -> list[Path]:
@@ -91,19 +86,17 @@ def find_files(path: str | Sequence[str]) -> list[Path]:
         ValueError: a path that does not exist or is no text file, a folder without any.
     """
     names = [path] if isinstance(path, (str, Path)) else path
-    if not names:
-        raise ValueError("no text files are named; expected files or folders of text")
+    require(names, "no text files are named; expected files or folders of text")
     files = []
     for root in (Path(name).expanduser().resolve() for name in names):
-        if not root.exists():
-            raise ValueError(f"{root} does not exist; name a text file or a folder of them")
+        require(root.exists(), f"{root} does not exist; name a text file or a folder of them")
         found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
         texts = [file for file in found if file.name.lower().endswith(SUFFIXES)]
-        if not texts:
-            raise ValueError(
-                f"{root} holds no text: none of its {len(found)} files ends in "
-                f"{', '.join(SUFFIXES)}; rename or convert them"
-            )
+        require(
+            texts,
+            f"{root} holds no text: none of its {len(found)} files ends in "
+            f"{', '.join(SUFFIXES)}; rename or convert them",
+        )
         files += texts
     return list(dict.fromkeys(files))
 
@@ -232,14 +225,11 @@ def cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:
         yield "".join(document)
 
 
-def require_cut(validation_fraction: float, max_characters: int) -> None:
-    """Raises ValueError for a share of 0 or of all, or documents without characters."""
-    if not 0 < validation_fraction < 1:
-        raise ValueError(
-            f"validation_fraction={validation_fraction}; use a share between 0 and 1, as 0.05"
-        )
-    if max_characters < 1:
-        raise ValueError(f"max_characters={max_characters}; use at least 1, usually thousands")
+def require_cut(corpus) -> None:
+    """Raises ValueError for a corpus that holds out nothing or all, or cuts to nothing."""
+    fraction = corpus.validation_fraction
+    require(0 < fraction < 1, f"validation_fraction={fraction}; use one between 0 and 1")
+    require_at_least(corpus, 1, "max_characters")
 
 
 def text_digest(*texts: str) -> bytes:
@@ -250,26 +240,36 @@ def text_digest(*texts: str) -> bytes:
     return digest.digest()
 
 
-def validation_digests(
-    digests: Iterable[bytes], fraction: float, what: str
-) -> frozenset[bytes]:
-    """Which digests are held out: those in the lowest `fraction` of all possible ones.
+def hold_out(
+    read: Callable[[], Iterable[Any]],
+    digest_of: Callable[[Any], bytes],
+    fraction: float,
+    what: str,
+) -> dict[str, Iterator[Any]]:
+    """Documents as the splits `train` and `validation`, by their digests.
 
-    A document keeps its side when others come or go. Where that would leave a side empty,
-    the lowest digest is held out, or the highest is not.
+    Held out are the digests in the lowest `fraction` of all possible ones: a document keeps
+    its side when others come or go. Where that would leave a side empty, the lowest digest is
+    held out, or the highest is not.
 
     Args:
+        read: gives all documents, each time it is called.
         what: of the message, where the documents come from.
 
     Raises:
         ValueError: fewer than two distinct documents.
     """
-    distinct = sorted(set(digests))
-    if len(distinct) < 2:
-        raise ValueError(
-            f"{what} holds {len(distinct)} distinct documents and a split into train and "
-            "validation needs at least 2; add text, or cut it finer by a lower max_characters"
-        )
+    distinct = sorted({digest_of(document) for document in read()})
+    require(
+        len(distinct) >= 2,
+        f"{what} holds {len(distinct)} distinct documents and a split into train and "
+        "validation needs at least 2; add text, or cut it finer by a lower max_characters",
+    )
     bound = int(fraction * 2**64)
     num_below = sum(int.from_bytes(digest, "big") < bound for digest in distinct)
-    return frozenset(distinct[: min(max(num_below, 1), len(distinct) - 1)])
+    held_out = frozenset(distinct[: min(max(num_below, 1), len(distinct) - 1)])
+
+    def split(is_held_out: bool) -> Iterator[Any]:
+        return (each for each in read() if (digest_of(each) in held_out) == is_held_out)
+
+    return {"train": split(False), "validation": split(True)}

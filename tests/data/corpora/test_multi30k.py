@@ -33,6 +33,7 @@ def server(tmp_path):
         thread.join()
 
 
+@pytest.mark.slow
 def test_real_files(shared_dir, own_cache):
     data_dir = str(shared_dir / "data/multi30k")
     corpus = Multi30k("en", "de", address=NOWHERE)

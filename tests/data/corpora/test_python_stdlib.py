@@ -11,8 +11,8 @@ from tests.data.refusals import refused
 
 
 @pytest.fixture(scope="module")
-def splits(tmp_path_factory):
-    data_dir = str(tmp_path_factory.mktemp("stdlib"))
+def splits(session_cache):
+    data_dir = str(session_cache / "switchx")  # prepared once a session
     return {
         split: [example["text"] for example in PythonStdlib().open(split, data_dir)]
         for split in ("train", "validation")

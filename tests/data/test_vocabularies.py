@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabularies that are trained, that come from a corpus, and that a run folder holds."""
+
+import json
+import pickle
+import re
+import shutil
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from switchx.data.corpora.text_files import TextFiles
+from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary
+from switchx.data.vocabularies import (
+    CorpusVocabulary,
+    SavedVocabulary,
+    load_vocabulary,
+    sample_evenly,
+    save_vocabulary,
+    train_model,
+    train_sentencepiece,
+)
+from tests.data.refusals import refused
+from tests.data.words import sentences
+
+SOURCE = "def double(value):\n\tif value:\n        return 2 * value\n\n\n    # größer\n"
+TEXTS = [sentence + SOURCE for sentence in sentences(200)]
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return sentencepiece.SentencePieceProcessor(model_proto=train_model(TEXTS, 400))
+
+
+def test_layout(processor):
+    assert processor.get_piece_size() == 400
+    assert (processor.pad_id(), processor.eos_id(), processor.unk_id()) == (0, 1, 2)
+    assert processor.bos_id() == -1
+    assert processor.id_to_piece(3) == "\n"
+
+
+def test_indentation_is_few_tokens(processor):
+    assert processor.decode(processor.encode(SOURCE)) == SOURCE
+    assert len(processor.encode("        ")) <= 2
+    assert len(processor.encode("\n\n")) == 2
+
+
+@settings(max_examples=300)
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+def test_nothing_is_lost(processor, text):
+    ids = processor.encode(text)
+    assert processor.decode(ids) == text
+    assert not {0, 1, 2} & set(ids)
+
+
+def test_the_one_exception(processor):
+    assert processor.decode(processor.encode("a\u2581b")) == "a b"
+
+
+def test_same_texts_same_model():
+    assert train_model(TEXTS, 400) == train_model(iter(TEXTS), 400)
+    assert train_model(TEXTS, 400) != train_model(TEXTS, 390)
+
+
+def test_sample_is_even_and_bounded():
+    texts = [f"{n:04}" for n in range(1000)]
+    assert sample_evenly(texts, 4000) == texts
+    # 4,000 characters are halved to 2,000, 1,000, 500: every eighth text.
+    assert sample_evenly(iter(texts), 300) == texts[::8]
+    assert sample_evenly(["a long text"], 1) == ["a long text"]
+
+
+def test_files(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    (tmp_path / "b.jsonl").write_text('{"inputs": "one number", "targets": "eine Zahl"}\n')
+    output = tmp_path / "output/vocabulary"
+    summary = train_sentencepiece(str(tmp_path), 400, str(output))
+    assert sorted(p.name for p in output.iterdir()) == ["vocabulary.model", "vocabulary.vocab"]
+    assert summary.path == output / "vocabulary.model"
+    assert summary.num_pieces == 400
+    assert summary.num_characters == sum(map(len, TEXTS)) + len("one number" + "eine Zahl")
+    assert 2 < summary.characters_per_token < 20
+    lines = (output / "vocabulary.vocab").read_text().split("\n")
+    assert lines[:5] == ["<pad>\t0", "</s>\t0", "<unk>\t0", "\\n\t0", "<0x00>\t0"]
+    assert len(lines) == 401
+    again = train_sentencepiece(str(tmp_path / "a.txt"), 400, str(tmp_path / "again"))
+    assert again.path.read_bytes() == train_model(TEXTS, 400)
+
+
+@pytest.mark.parametrize(
+    "size, message",
+    [
+        (
+            5000,
+            "a vocabulary of 5000 pieces cannot be trained on <any> characters: use at most "
+            "<any> (sentinels come on top), or more text",
+        ),
+        (
+            0,
+            "a vocabulary of 0 pieces cannot be trained on <any> characters: <any>; use some "
+            "thousands, and text to match",
+        ),
+        (
+            100,
+            "a vocabulary of 100 pieces cannot be trained on <any> characters: use more than "
+            "<any>, the bytes and single characters alone",
+        ),
+    ],
+)
+def test_size_that_does_not_fit(size, message):
+    with refused(message):
+        train_model(TEXTS, size)
+
+
+def test_sample_of_nothing(tmp_path):
+    with refused("sample_characters=0; use at least 1, usually 1,500,000"):
+        train_sentencepiece(str(tmp_path), 300, str(tmp_path / "out"), sample_characters=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_largest_size_named_is_possible():
+    with pytest.raises(ValueError) as error:
+        train_model(TEXTS, 5000)
+    largest = int(re.search(r"at most (\d+)", str(error.value))[1])
+    model = train_model(TEXTS, largest)
+    assert sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size() == largest
+
+
+def test_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("\n \n")
+    with refused("a vocabulary cannot be trained on no text; expected some, got none"):
+        train_sentencepiece(str(tmp_path / "a.txt"), 400, str(tmp_path / "output"))
+
+
+def test_output_that_cannot_be_written(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with refused(
+        f"the vocabulary cannot be written to {tmp_path}/a.txt/output: [Errno 20] Not a "
+        f"directory: '{tmp_path}/a.txt/output'; name a folder that can"
+    ):
+        train_sentencepiece(str(tmp_path / "a.txt"), 400, str(tmp_path / "a.txt/output"))
+
+
+@pytest.mark.slow
+def test_real_text(shared_dir, tmp_path):
+    file = shared_dir / "data/text/tinyshakespeare.txt"
+    summary = train_sentencepiece(str(file), 4000, str(tmp_path))
+    assert summary.num_characters == len(file.read_text())
+    assert summary.characters_per_token > 3
+
+
+TEXT = "\n".join(f"    function({sentence[:-1]}, 'größer')\n" for sentence in sentences(300))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return TextFiles(str(tmp_path / "text.txt"), max_characters=200)
+
+
+def test_trained_once_and_found_again(corpus, tmp_path, monkeypatch):
+    data_dir = str(tmp_path / "data")
+    vocabulary = CorpusVocabulary(corpus, 500, data_dir=data_dir)
+    assert not (tmp_path / "data").exists()  # nothing happens before the first use
+    ids = vocabulary.encode(TEXT)
+    assert max(ids) < 400 and vocabulary.sentinel_id(0) == 499
+    assert vocabulary.decode([*ids, 499]) == TEXT + "<extra_id_0>"
+    assert vocabulary.size == vocabulary.resolved.size == 500
+    (model,) = (tmp_path / "data/vocabularies").iterdir()
+    assert re.fullmatch("text_files_500_[0-9a-f]{16}.model", model.name)
+
+    monkeypatch.setattr("switchx.data.vocabularies.train_model", None)
+    again = CorpusVocabulary(corpus, 500, data_dir=data_dir)
+    assert again.fingerprint() == vocabulary.fingerprint()
+
+
+def test_whatever_determines_it_is_in_its_name(corpus, tmp_path):
+    data_dir = str(tmp_path / "data")
+    original = CorpusVocabulary(corpus, 500, data_dir=data_dir)
+    others = [
+        CorpusVocabulary(corpus, 501, data_dir=data_dir),
+        CorpusVocabulary(corpus, 500, num_sentinels=99, data_dir=data_dir),
+        CorpusVocabulary(corpus, 500, sample_characters=9000, data_dir=data_dir),
+    ]
+    assert len({v.fingerprint() for v in (original, *others)}) == 4
+    (tmp_path / "text.txt").write_text(TEXT.replace("function", "procedure"))
+    changed = CorpusVocabulary(corpus, 500, data_dir=data_dir)
+    assert changed.fingerprint() != original.fingerprint()
+    assert len(list((tmp_path / "data/vocabularies").iterdir())) == 5
+
+
+def test_same_on_every_machine(corpus, tmp_path):
+    first, second = (
+        CorpusVocabulary(corpus, 500, data_dir=str(tmp_path / name)) for name in "ab"
+    )
+    assert first.fingerprint() == second.fingerprint()
+
+
+def test_killed_training_is_not_read(corpus, tmp_path, monkeypatch):
+    vocabulary = CorpusVocabulary(corpus, 500, data_dir=str(tmp_path / "data"))
+
+    def die(*paths):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("switchx.data.data_dir.os.replace", die)
+        vocabulary.encode("text")
+    assert list((tmp_path / "data/vocabularies").iterdir()) == []
+    assert vocabulary.decode(vocabulary.encode("text")) == "text"
+
+
+def test_pickled_before_and_after_use(corpus, tmp_path):
+    vocabulary = CorpusVocabulary(corpus, 500, data_dir=str(tmp_path / "data"))
+    before = pickle.loads(pickle.dumps(vocabulary))
+    ids = vocabulary.encode(TEXT)
+    after = pickle.loads(pickle.dumps(vocabulary))
+    assert before.encode(TEXT) == after.encode(TEXT) == ids
+    assert "resolved" in vars(after)
+
+
+def test_size_is_checked(corpus, tmp_path):
+    with refused(
+        "CorpusVocabulary.size=100 leaves no piece beside 100 sentinels; use some thousands, "
+        "such as 8192"
+    ):
+        CorpusVocabulary(corpus, 100)
+    with refused(
+        "a vocabulary of 31900 pieces cannot be trained on <any> characters: use at most <any> "
+        "(sentinels come on top), or more text"
+    ):
+        CorpusVocabulary(corpus, 32000, data_dir=str(tmp_path / "data")).encode("text")
+
+
+def test_of_several_corpora(tmp_path):
+    """Words of either are pieces; which corpora they are is in the name."""
+    corpora = []
+    for language, word in (("one", "Schmetterling"), ("two", "papillon")):
+        (tmp_path / f"{language}.txt").write_text(f"the {word} of a {word}\n" * 50 + TEXT)
+        corpora.append(TextFiles(str(tmp_path / f"{language}.txt"), max_characters=200))
+    data_dir = str(tmp_path / "data")
+    both = CorpusVocabulary(tuple(corpora), 500, data_dir=data_dir)
+    one = CorpusVocabulary(corpora[0], 500, data_dir=data_dir)
+    assert len(both.encode(" papillon")) < len(one.encode(" papillon"))
+    assert len(both.encode(" Schmetterling")) <= 2
+    assert both.fingerprint() != one.fingerprint()
+
+
+SENTENCES = sentences(300)
+
+
+@pytest.fixture
+def vocabulary(tmp_path):
+    (tmp_path / "trained.model").write_bytes(train_model(SENTENCES, 300))
+    return SentencePieceVocabulary(str(tmp_path / "trained.model"), 10, 128)
+
+
+@pytest.fixture
+def run(tmp_path, vocabulary):
+    save_vocabulary(vocabulary, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def change(run, **values):
+    file = run / "vocabulary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_sentencepiece(run, vocabulary):
+    (run.parent / "trained.model").unlink()
+    loaded = load_vocabulary(run)
+    assert loaded.fingerprint() == vocabulary.fingerprint()
+    assert loaded.size == vocabulary.size == 384
+    assert loaded.encode(SENTENCES[0]) == vocabulary.encode(SENTENCES[0])
+    assert str(run.parent) not in (run / "vocabulary.json").read_text()
+
+
+def test_folder_can_be_moved(run, vocabulary):
+    moved = run.rename(run.parent / "moved")
+    assert load_vocabulary(moved).fingerprint() == vocabulary.fingerprint()
+
+
+def test_bytes(tmp_path):
+    save_vocabulary(ByteVocabulary(7), tmp_path)
+    assert load_vocabulary(tmp_path) == ByteVocabulary(7)
+    assert json.loads((tmp_path / "vocabulary.json").read_text()) == {
+        "kind": "bytes",
+        "fingerprint": ByteVocabulary(7).fingerprint(),
+        "num_sentinels": 7,
+    }
+
+
+def test_vocabulary_of_a_corpus(tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join(SENTENCES))
+    corpus = TextFiles(str(tmp_path / "text.txt"), max_characters=100)
+    vocabulary = CorpusVocabulary(corpus, 400, data_dir=str(tmp_path / "data"))
+    save_vocabulary(vocabulary, tmp_path / "run")
+    assert load_vocabulary(tmp_path / "run").fingerprint() == vocabulary.fingerprint()
+
+
+def test_other_model_is_refused(run):
+    (run / "vocabulary.model").write_bytes(train_model(SENTENCES, 301))
+    said = json.loads((run / "vocabulary.json").read_text())["fingerprint"]
+    with refused(
+        f"the vocabulary in {run} has the fingerprint <any>, its description says {said}; "
+        "restore vocabulary.model from where the run was trained"
+    ):
+        load_vocabulary(run)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": "../../etc/passwd"},
+        {"path": "/etc/passwd"},
+        {"kind": "pickle"},
+        {"kind": ["bytes"]},
+        {"num_sentinels": "10"},
+        {"num_sentinels": True},
+    ],
+)
+def test_hostile_descriptions(run, values):
+    change(run, **values)
+    with refused(
+        f"{run}/vocabulary.json does not describe a vocabulary: expected the kind "
+        "sentencepiece, bytes, token_ids <any>, got {<any>}; restore the file"
+    ):
+        load_vocabulary(run)
+
+
+def test_numbers_out_of_range(run):
+    change(run, num_sentinels=-1)
+    with refused("num_sentinels=-1; use 0 or more, T5 has 100"):
+        load_vocabulary(run)
+
+
+def test_model_outside_the_folder(run):
+    model = run / "vocabulary.model"
+    elsewhere = model.rename(run.parent / "elsewhere.model")
+    model.symlink_to(elsewhere)
+    with refused(f"{model} leads out of the folder, to {elsewhere}; put the file itself there"):
+        load_vocabulary(run)
+
+
+def test_the_vocabulary_of_another_run_is_read_when_it_is_needed(run, vocabulary):
+    nowhere = SavedVocabulary("nowhere")
+    assert nowhere == pickle.loads(pickle.dumps(nowhere))
+    with refused("no vocabulary can be read from nowhere<any>"):
+        nowhere.encode("text")
+    saved = SavedVocabulary(str(run))
+    assert (saved.size, saved.num_sentinels) == (vocabulary.size, vocabulary.num_sentinels)
+    assert saved.fingerprint() == vocabulary.fingerprint()
+    save_vocabulary(saved, run.parent / "copy")
+    shutil.rmtree(run)
+    # A worker process gets what was read.
+    assert pickle.loads(pickle.dumps(saved)).resolved.size == vocabulary.size
+    copy = load_vocabulary(run.parent / "copy")
+    assert copy.fingerprint() == vocabulary.fingerprint()
+
+
+def test_nothing_to_load(tmp_path):
+    with refused(
+        f"no vocabulary can be read from {tmp_path}: [Errno 2] No such file or directory: "
+        f"'{tmp_path}/vocabulary.json'; name a run folder, or save one there"
+    ):
+        load_vocabulary(tmp_path)
+    (tmp_path / "vocabulary.json").write_text("[1")
+    with refused(
+        f"no vocabulary can be read from {tmp_path}: <any>; name a run folder, or save one "
+        "there"
+    ):
+        load_vocabulary(tmp_path)
+    (tmp_path / "vocabulary.json").write_text("[]")
+    with refused("<any>does not describe a vocabulary: <any>, got []; restore the file"):
+        load_vocabulary(tmp_path)
