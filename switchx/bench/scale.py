@@ -3,8 +3,8 @@
 
 Losses across meshes; a pipeline's memory by schedule; a layer's collectives by dispatcher;
 what compiled steps communicate against the planner's bytes; a shared token table, buckets;
-the papers' own comparisons as the planner sees them; and, where the TPU compiler is
-installed, the four Switch models compiled for pods. Nothing here is a time.
+and, where the TPU compiler is installed, the four Switch models compiled for pods. Nothing here
+is a time.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from switchx.bench import (
     layer_collectives,
     loss_parity,
     memory_sharding,
-    papers,
     pipeline,
     planned_bytes,
 )
@@ -53,7 +52,6 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         + _named("communication", planned + left_over)
         + _named("table", tables)
         + _named("fused", buckets)
-        + papers.headline_rows()
     )
     pods = pod_reports(note)
     rows += [row for report in pods for row in report["results"]]

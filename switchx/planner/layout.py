@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 
+from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.mesh import AXES
 from switchx.partitioning.rules import MeshAxes, Rules
 
@@ -64,6 +65,11 @@ class Layout:
     def rules(self) -> Rules:
         """Whole experts on `model` where the dispatcher slices, Switch's rules elsewhere."""
         return SLICED_RULES if (self.dispatcher or "").startswith("sliced") else Rules()
+
+    @property
+    def has_equal_blocks(self) -> bool:
+        """Whether every expert computes a block of as many rows, full or empty."""
+        return self.dispatcher is not None and DISPATCHERS[self.dispatcher].has_equal_blocks
 
     def parts(self, axes: MeshAxes) -> int:
         """Devices along `axes` together."""

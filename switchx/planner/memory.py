@@ -18,7 +18,6 @@ import functools
 import math
 
 from switchx.models.config import ModelConfig
-from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
@@ -196,7 +195,7 @@ def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
     groups = layer.num_groups / layout.parts(
         layout.rules.axes("G", layout, table="activations")
     )
-    if DISPATCHERS[layout.dispatcher].has_equal_blocks:
+    if layout.has_equal_blocks:
         return groups * layer.num_experts * layer.capacity
     return groups * layer.tokens_per_group * layer.num_choices
 

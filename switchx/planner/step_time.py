@@ -28,7 +28,6 @@ arXiv:2205.10034), section 4.2, for why the hierarchical all-to-all sends fewer 
 import dataclasses
 import math
 
-from switchx.moe.config import DISPATCHERS
 from switchx.planner.hardware import Hardware, Network
 from switchx.planner.layout import Layout
 from switchx.planner.memory import state_bytes
@@ -130,7 +129,7 @@ def device_flops(workload: Workload, layout: Layout) -> float:
 
 def forward_flops(flops: SequenceFlops, layout: Layout) -> int:
     """Of the blocks, one row, without the router; full and empty slots where there are any."""
-    is_padded = DISPATCHERS[layout.dispatcher].has_equal_blocks
+    is_padded = layout.has_equal_blocks
     experts = flops.expert_slots if is_padded else flops.experts
     return (
         flops.attention

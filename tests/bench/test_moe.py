@@ -27,7 +27,7 @@ def small(monkeypatch):
 def test_report_has_every_layer(small):
     report = bench.run(rounds=1)
     layers = [row["layer"] for row in report.results]
-    assert layers[:4] == ["dense", "sort 8", "dropless 8", "einsum 8"]
+    assert layers[:4] == ["dense", "gather 8", "dropless 8", "einsum 8"]
     assert len(layers) == 1 + 2 * 3 + 2 * flaxformer_layer.is_available() + 2
 
 

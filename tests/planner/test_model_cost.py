@@ -2,12 +2,9 @@
 """Parameters and FLOPs against the papers' tables, published checkpoints and real models."""
 
 import dataclasses
-import functools
 import math
-import pathlib
 import re
 
-import gin
 import jax
 import pytest
 from jax.extend.core import jaxprs_in_params
@@ -22,21 +19,10 @@ from switchx.planner.model_cost import (
     train_flops,
 )
 from switchx.tree import num_elements
+from tests.planner.workloads import shipped_model as load
+from tests.processes import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 MODELS = sorted(path.stem for path in (ROOT / "configs/models").glob("*.gin"))
-
-
-@functools.cache
-def load(model: str, *bindings: str) -> ModelConfig:
-    """The ModelConfig of `configs/models/{model}.gin`."""
-    gin.clear_config()
-    gin.add_config_file_search_path(str(ROOT / "configs"))
-    try:
-        gin.parse_config_files_and_bindings([f"models/{model}.gin"], bindings)
-        return gin.get_configurable("switchx.models.config.ModelConfig")()
-    finally:
-        gin.clear_config()
 
 
 def lengths(config: ModelConfig) -> tuple[int, int]:

@@ -12,8 +12,8 @@ otherwise).
 import dataclasses
 import functools
 
-from switchx.bench.paper_models import gpt, paper_workload, with_dispatcher
-from switchx.bench.published import Cell
+from papers import Cell, gpt, paper_workload, with_dispatcher
+
 from switchx.planner.hardware import Hardware, load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use
