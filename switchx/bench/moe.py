@@ -25,7 +25,7 @@ from switchx.layers.ffn import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN
-from switchx.planner.hlo_flops import matrix_flops
+from switchx.planner.program_cost import matrix_flops
 
 # One group of half the default size; the one-hot einsum's cost grows with its square.
 ROWS, LENGTH = 16, 256
@@ -160,7 +160,7 @@ def decoding(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     take_turns([best, ours], rounds, num_steps=20)
     ideal_flops = DECODED_TOKENS * (2 * 2 * D * F + 2 * D * DECODING_EXPERTS)
     hlo = jax.jit(decode).lower(params, x_BLD).compile().as_text()
-    flops = matrix_flops(hlo, turns=DECODED_TOKENS)  # one for each row that there is
+    flops = matrix_flops(hlo, trips=DECODED_TOKENS)  # one for each row that there is
     rows = [_row(best, best), _row(ours, best) | {"mflops": flops / 1e6}]
     rows[0] |= {"mflops": ideal_flops / 1e6}
     checks = [Check("decode_flops_vs_ideal", flops / ideal_flops, "<=4")]

@@ -10,7 +10,7 @@ import pytest
 from switchx.bench import flaxformer_layer
 from switchx.bench import moe as bench
 from switchx.moe.layer import SwitchFFN
-from switchx.planner.hlo_flops import matrix_flops
+from switchx.planner.program_cost import matrix_flops
 
 SMALL = dataclasses.replace(bench.DENSE, d_model=16, d_ff=32, num_heads=2, d_head=8)
 

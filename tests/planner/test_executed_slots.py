@@ -10,7 +10,7 @@ import pytest
 from switchx.models.params import abstract_params, forward
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.memory import executed_slots
+from switchx.planner.program_cost import executed_slots
 from tests.training.jobs import DENSE, ENCODER_DECODER, LENGTH, SWITCH, make_batch
 
 ROWS = 16

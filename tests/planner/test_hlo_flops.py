@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from switchx.planner.hlo_flops import matrix_flops
+from switchx.planner.program_cost import matrix_flops
 
 
 def flops(function, *arguments) -> int:
@@ -50,10 +50,10 @@ def test_a_loop_that_the_data_ends():
     def loop(a, b):
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ b @ b.T, a)
 
-    with pytest.raises(ValueError, match="does not say how often it turns"):
+    with pytest.raises(ValueError, match="has no known trip count"):
         flops(loop, A, B)
     hlo = jax.jit(loop).lower(A, B).compile().as_text()
-    assert matrix_flops(hlo, turns=9) == 9 * 2 * 2 * 6 * 5 * 7
+    assert matrix_flops(hlo, trips=9) == 9 * 2 * 2 * 6 * 5 * 7
 
 
 def test_of_nested_loops_that_the_data_ends_the_innermost_turns_count():
@@ -66,7 +66,7 @@ def test_of_nested_loops_that_the_data_ends_the_innermost_turns_count():
         return jax.lax.while_loop(lambda x: x[0, 1] < 9, lambda x: rows(x) @ B @ B.T, x)
 
     hlo = jax.jit(experts).lower(A).compile().as_text()
-    assert matrix_flops(hlo, turns=9) == (9 + 9) * 2 * 2 * 6 * 5 * 7
+    assert matrix_flops(hlo, trips=9) == (9 + 9) * 2 * 2 * 6 * 5 * 7
 
 
 def test_a_tpus_convolutions_count_what_they_multiply():
