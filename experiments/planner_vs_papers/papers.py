@@ -15,7 +15,7 @@ from switchx.axes import dims_of
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_shape
-from switchx.planner.model_cost import StateArray, Workload
+from switchx.planner.layout import StateArray, Workload
 
 LENGTH = 2048
 HALF = Precision(params="float16", compute="float16")

@@ -10,8 +10,7 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.dispatchers import refusal
-from switchx.planner.layout import Layout
-from switchx.planner.model_cost import StateArray, Workload
+from switchx.planner.layout import Layout, StateArray, Workload
 from switchx.training.job import TrainingJob
 from switchx.training.state import init_state
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from switchx.planner.layout import Layout
-from switchx.planner.model_cost import StateArray
+from switchx.planner.layout import Layout, StateArray
 from switchx.planner.step_comm import (
     compiled_on_cpu,
     local_shape,

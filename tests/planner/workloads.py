@@ -7,7 +7,7 @@ import functools
 import gin
 
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.planner.model_cost import Workload
+from switchx.planner.layout import Workload
 from switchx.training.workload import workload_of
 from tests.processes import ROOT
 from tests.training.jobs import make_job
