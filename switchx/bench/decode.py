@@ -108,10 +108,10 @@ def against_torch(
         return _measured(config, params, num_experts, rounds, None, None)
     with tempfile.TemporaryDirectory() as name:
         settings = {
-            "folder": name, "config": torch_peer.config_of(switch_model(num_experts)),
-            "inputs": inputs(BATCH), "new_tokens": NEW_TOKENS,
+            "task": "generate", "folder": name, "inputs": inputs(BATCH),
+            "config": torch_peer.config_of(switch_model(num_experts)), "new_tokens": NEW_TOKENS,
         }  # fmt: skip
-        with torch_peer.TorchPeer(torch_peer.GENERATION, settings) as peer:
+        with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
             peer.ask("1 1")  # the weights are written by then
             checkpoint = huggingface.read_checkpoint(name, overflow="dropless")
             params = jax.tree.map(jnp.array, checkpoint.params)

@@ -152,12 +152,13 @@ def against_torch(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     for num_experts in (8, 64):
         ours = contender(f"switch {num_experts}, AdamW", switch_model(num_experts), AdamW())
         settings = {
+            "task": "train",
             "config": torch_peer.config_of(switch_model(num_experts))
             # Tokens of one sequence that an expert takes: a capacity factor of 1.0.
             | {"expert_capacity": max(INPUTS // num_experts, 1)},
             "batch": BATCH, "inputs": INPUTS, "targets": TARGETS,
         }  # fmt: skip
-        with torch_peer.TorchPeer(torch_peer.TRAINING, settings) as peer:
+        with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
             step = functools.partial(peer.ask, "step")
             theirs = Contender(f"transformers {num_experts}, AdamW", step, 0)
             for _ in range(2):  # the first steps allocate
