@@ -17,6 +17,7 @@ import numpy as np
 
 from switchx.bench.planned_bytes import NUM_DEVICES, small_job
 from switchx.bench.report import Check
+from switchx.data.features import DecoderOnlyFeatures, Example
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant
@@ -154,25 +155,14 @@ def make_job(case: Case) -> TrainingJob:
 
 
 def make_batches() -> list[dict[str, np.ndarray]]:
-    """Random tokens, without padding."""
-    rng = np.random.default_rng(0)
-    batches = []
-    for _ in range(NUM_BATCHES):
-        token_BL = rng.integers(3, 256, (ROWS, LENGTH + 1)).astype(np.int32)
-        ones_BL = np.ones((ROWS, LENGTH), np.int32)
-        batches.append(
-            {
-                "decoder_input_tokens": token_BL[:, :-1],
-                "decoder_target_tokens": token_BL[:, 1:],
-                "decoder_segment_ids": ones_BL,
-                "decoder_positions": np.broadcast_to(
-                    np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH)
-                ),
-                "decoder_prefix_mask": 0 * ones_BL,
-                "decoder_loss_weights": ones_BL.astype(np.float32),
-            }
-        )
-    return batches
+    """Batches of random tokens, without padding."""
+    rng, nothing = np.random.default_rng(0), np.zeros(0, np.int32)
+    tokens = rng.integers(3, 256, (NUM_BATCHES, ROWS, LENGTH)).astype(np.int32)
+    features = DecoderOnlyFeatures(LENGTH)
+    return [
+        features.batch([[Example(nothing, token_L)] for token_L in token_BL])
+        for token_BL in tokens
+    ]
 
 
 def _row(case: Case, found: np.ndarray, expected: np.ndarray) -> dict[str, Any]:

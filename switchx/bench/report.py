@@ -19,7 +19,7 @@ _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """An aim and whether it is met.
+    """A number and the bound that it is to meet.
 
     Attributes:
         bound: a comparison and a number, as `>=0.90`.
@@ -62,7 +62,7 @@ class Report:
         )
 
     def print(self, as_json: bool) -> None:
-        """To standard output: a table for each first column, or the object as the last line."""
+        """Prints a table for each first column, or the object as the last line."""
         if as_json:
             print(self.as_json())
             return
@@ -89,11 +89,9 @@ def _table(title: str | None, rows: list[dict[str, Any]]) -> Table:
 def _shown(value) -> str:
     if value is None:
         return ""
-    return (
-        f"{value:,.3g}"
-        if isinstance(value, float) and abs(value) < 100
-        else (f"{value:,.0f}" if isinstance(value, int | float) else str(value))
-    )
+    if isinstance(value, float) and abs(value) < 100:
+        return f"{value:,.3g}"
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
 
 
 def environment() -> dict[str, Any]:
