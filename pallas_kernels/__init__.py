@@ -6,26 +6,14 @@ from pallas_kernels.grouped_matmul.separate import SeparateMatrices, separate_ma
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize, quantization_error, quantize
 from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
-from pallas_kernels.routing.expert_ffn import expert_ffn
-from pallas_kernels.routing.sort import (
-    SortedRows,
-    permute,
-    sort_by_expert,
-    unpermute,
-)
 
 __all__ = [
     "QTensor",
     "SeparateMatrices",
-    "SortedRows",
     "dequantize",
-    "expert_ffn",
     "grouped_matmul",
-    "permute",
     "quantization_error",
     "quantize",
     "quantized_grouped_matmul",
     "separate_matmul",
-    "sort_by_expert",
-    "unpermute",
 ]

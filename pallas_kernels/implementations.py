@@ -54,7 +54,7 @@ def choose(
     return _module(op, name)
 
 
-class _Device:
+class Device:
     """Platform (`tpu`, `gpu`, `cpu`, ..), kind and compute capability, known or None."""
 
     def __init__(self, platform: str, kind: str, compute_capability: str | None):
@@ -63,24 +63,24 @@ class _Device:
         self.compute_capability = compute_capability
 
 
-def current_device() -> _Device:
-    """What programs are compiled for that are traced now."""
+def current_device() -> Device:
+    """The device that programs which are traced now are compiled for."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract is not None:
         kind = abstract.device_kind
         # JAX before 0.12 does not say the platform of an abstract device.
         by_kind = "tpu" if "TPU" in kind else "gpu" if "NVIDIA" in kind else "cpu"
         hopper = HOPPER if any(name in kind for name in ("H100", "H200", "GH200")) else None
-        return _Device(getattr(abstract, "platform", None) or by_kind, kind, hopper)
+        return Device(getattr(abstract, "platform", None) or by_kind, kind, hopper)
     default = jax.config.jax_default_device
     if default is None or isinstance(default, str):
         default = jax.devices(default)[0]
-    return _Device(
+    return Device(
         default.platform, default.device_kind, getattr(default, "compute_capability", None)
     )
 
 
-def unable(name: str, device: _Device) -> str | None:
+def unable(name: str, device: Device) -> str | None:
     """Why a device cannot run the kernels `name`, with the way out; None if it can."""
     way_out = f"use implementation=None or {REFERENCE!r}, or interpret=True to test it slowly"
     if name not in KERNELS or device.platform != name:
@@ -94,5 +94,5 @@ def unable(name: str, device: _Device) -> str | None:
 
 
 def _module(op: str, name: str) -> ModuleType:
-    # When it is used: nobody needs the compiler of the other hardware.
+    # Imported when it is used: the compiler of the other hardware is not needed.
     return importlib.import_module(f"pallas_kernels.{op}.{name}")

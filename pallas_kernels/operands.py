@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both operations ask of their operands, before anything is launched.
+"""Checks of the operands of both operations, and the mesh axes over which these vary.
 
-Dims: R D F E
+Operands are checked before anything is launched. Inside `jax.shard_map` JAX tracks the mesh
+axes over which each array varies; it does not look inside a kernel or a `custom_vjp`, so both
+have to say it of their results.
+Dims: R rows, D inputs, F outputs, E experts
 """
 
 import jax
@@ -48,8 +51,8 @@ def check_quantized(x_RD, w: QTensor, group_sizes_E, bias_EF, activation, gate_R
 def check_group_sizes(group_sizes_E, R: int, E: int) -> None:
     """Raises ValueError where these are no sizes of E groups among R rows.
 
-    Values that are being traced cannot be looked at: there the sizes are the caller's
-    responsibility, and what does not fit gives results that mean nothing.
+    Values that are being traced cannot be looked at. There `group_bounds` cuts groups at row
+    R, and a negative size gives results that mean nothing.
     """
     _check_array("group_sizes_E", group_sizes_E, "the rows of each expert", 1, (jnp.int32,))
     if group_sizes_E.shape[0] != E:
@@ -94,3 +97,30 @@ def _check_array(name: str, array, meaning: str, ndim: int, dtypes) -> None:
     if array.dtype not in dtypes:
         names = ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
         raise ValueError(f"{name} has dtype {array.dtype}; use {names}")
+
+
+def varying_axes(*operands) -> frozenset:
+    """The mesh axes over which some operand varies; none outside `jax.shard_map`."""
+    types = (jax.typeof(leaf).manual_axis_type for leaf in jax.tree.leaves(operands))
+    return frozenset().union(*(each.varying for each in types))
+
+
+def result_type(shape, dtype, *operands) -> jax.ShapeDtypeStruct:
+    """A result that varies over every mesh axis that some operand varies over."""
+    axis_type = jax.sharding.ManualAxisType(varying=varying_axes(*operands))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axis_type)
+
+
+def vary_like(array, *operands):
+    """The array, which varies over every mesh axis that some operand varies over."""
+    missing = varying_axes(*operands) - varying_axes(array)
+    return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+
+def sum_over_replicas(gradient, primal):
+    """The gradient of a primal that does not vary over all the mesh axes that it varies over.
+
+    Along such an axis every device used the same value, and has a part of its gradient.
+    """
+    replicas = varying_axes(gradient) - varying_axes(primal)
+    return jax.lax.psum(gradient, tuple(sorted(replicas))) if replicas else gradient

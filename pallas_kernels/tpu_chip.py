@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU that a kernel is traced for: its memory and cores, or one that is only described.
+"""The TPU that a kernel is traced for, and what stands in for one that is not there.
 
 The device is that of `jax.sharding.use_abstract_mesh` where one is given (compiling ahead of
-time), the default device otherwise.
+time), the default device otherwise. Interpret mode runs a kernel for a TPU that is only
+described, on arrays padded as they lie in a TPU's memory.
 """
 
 import contextlib
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 MIB = 1 << 20
+# Rows and columns of a tile of memory.
+TILE = (16, 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +102,29 @@ def interpret_mode(interpret):
     `InterpretParams` passes, so that a test can ask for race detection.
     """
     return pltpu.InterpretParams() if interpret is True else interpret
+
+
+def padded_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array cut into blocks with whole tiles of memory in its last two axes.
+
+    A block at an array's edge reads the rest of the tile, whatever is there. An axis that is
+    one block has none of it.
+    """
+    sizes = (
+        size if part == size else -(-size // tile) * tile
+        for size, part, tile in zip(shape[-2:], block, TILE, strict=True)
+    )
+    return (*shape[:-2], *sizes)
+
+
+def padded_to_tiles(array, block: tuple[int, ...]):
+    """The array as it lies in memory, cut into blocks of its last two axes, to be interpreted.
+
+    Interpret mode stops at an array's edge (its `buffer_bounds="padded"` fails under `jax.jit`
+    on JAX 0.10 and 0.11). So the rest of a tile is filled, with NaN or the least integer.
+    """
+    shape = padded_shape(array.shape, block)
+    padding = [(0, padded - size) for padded, size in zip(shape, array.shape, strict=True)]
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    value = jnp.nan if is_float else jnp.iinfo(array.dtype).min
+    return jnp.pad(array, padding, constant_values=value)

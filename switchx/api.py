@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.checkpoint.items import MANIFEST
 from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.text_format import TextFormat
@@ -26,15 +27,18 @@ from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary
 from switchx.inference.artifact import is_artifact, read_artifact
 from switchx.inference.config import DecodingConfig
-from switchx.inference.generate import Generator, for_decoding, without_capacity
+from switchx.inference.generate import (
+    Generator,
+    for_decoding,
+    with_capacity,
+    without_capacity,
+)
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import native
 from switchx.inference.score import Score, Scorer
 from switchx.inference.separate_experts import separate_experts
-from switchx.manifest import NAME as CHECKPOINT_MANIFEST
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
-from switchx.models.unroll import unrolled
 from switchx.partitioning.mesh import MeshSpec
 from switchx.tree import num_elements
 
@@ -114,14 +118,14 @@ class Model:
         if len({len(token_BL) for token_BL in arrays.values()}) > 1:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise ValueError(f"got {shapes}; expected equally many rows")
-        config = without_capacity(self.config) if dropless else self.config
+        config = self._config(dropless)
         B = len(arrays["decoder_tokens"])
         (rows,) = self.devices.batches(config, (B,))
         arrays = {
             name: jnp.pad(token_BL, ((0, rows - B), (0, 0)))
             for name, token_BL in arrays.items()
         }
-        config = self.devices.config(config, self.params)
+        self.devices.check(config, self.params)
         with self.devices.use():
             return _logits(config, self.params, _batch(**arrays))[:B]
 
@@ -198,14 +202,13 @@ class Model:
         """The `Generator` of prompts; `decoding` are fields of `DecodingConfig`."""
         bidirectional = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
         settings = DecodingConfig(**(bidirectional | decoding))
-        model = for_decoding(*self._unrolled, is_dropless=dropless)
-        return Generator(*model, settings, batch_size, self.devices)
+        config = for_decoding(self.config, is_dropless=dropless)
+        return Generator(config, self._separated, settings, batch_size, self.devices)
 
     def scorer(self, *, batch_size: int = 32, dropless: bool = True) -> Scorer:
         """The `Scorer` of pairs of token lists."""
-        config = without_capacity(self.config) if dropless else self.config
         return Scorer(
-            config,
+            self._config(dropless),
             self.params,
             is_prompt_bidirectional=self.text_format.is_prompt_bidirectional,
             batch_size=batch_size,
@@ -224,13 +227,14 @@ class Model:
         """What a generator reads of an input: without an encoder, after the start token."""
         return tokens if self.config.is_encoder_decoder else [PAD_ID, *tokens]
 
+    def _config(self, dropless: bool) -> ModelConfig:
+        """The configuration that whole texts are read with."""
+        return without_capacity(self.config) if dropless else with_capacity(self.config)
+
     @functools.cached_property
-    def _unrolled(self):
-        """The model as generators take it, once for all of them."""
-        config, params = unrolled(self.config, self.params)
-        if self.devices is ONE_DEVICE:
-            return config, separate_experts(params)
-        return config, self.devices.place(params)
+    def _separated(self) -> dict:
+        """The parameters as generators take them, once for all of them."""
+        return separate_experts(self.params) if self.devices is ONE_DEVICE else self.params
 
     def _read(self, texts: Texts, role: Literal["inputs", "targets"]):
         """Token lists, and whether they were texts."""
@@ -308,13 +312,13 @@ def load(
     source = read_config(run).get("source")
     step = choose_step(run, step)
     target = devices.abstract(abstract_params(config))
-    params = restore_params(run.root, step, target=target)
+    params = restore_params(run.root, step, target=target, model=config)
     # Every run that was trained here has a vocabulary; a model from elsewhere may have none.
     has_vocabulary = source is not None or (run.root / DESCRIPTION_FILE).exists()
     vocabulary = load_vocabulary(run.root) if has_vocabulary else None
     text_format = TextFormat.of_training(source, is_encoder_decoder=config.is_encoder_decoder)
     parts = [
-        (run.checkpoints / str(step) / CHECKPOINT_MANIFEST).read_bytes(),
+        (run.checkpoints / str(step) / MANIFEST).read_bytes(),
         json.dumps(read_config(run)["model"], sort_keys=True).encode(),
         vocabulary.fingerprint().encode() if vocabulary else b"",
     ]

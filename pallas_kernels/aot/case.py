@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kernel at one shape, as it is compiled ahead of time and listed in the budgets.
+"""One kernel at one shape, as it is compiled ahead of time, and those that have budgets.
 
 A case travels as JSON to the process that has the compiler for the hardware.
-Dims: R D F E G
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
 
 import dataclasses
 import functools
 import importlib
-import json
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,11 +16,15 @@ import jax.numpy as jnp
 
 OPS = ("grouped_matmul", "quantized_grouped_matmul")
 PASSES = ("forward", "input_gradient", "weight_gradient")
+SHAPES = ((1024, 4096), (4096, 1024), (768, 3072), (4096, 14336))
+EXPERTS = 32
+# Rows an expert: of a decoding step, and of an encoder or a training batch.
+ROWS = {"few": 8, "many": 256}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is compiled.
+    """One product to compile.
 
     Attributes:
         op: one of `OPS`.
@@ -62,12 +66,35 @@ class Case:
                 "op='grouped_matmul'"
             )
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> "Case":
-        return cls(**json.loads(text))
+def benchmark_cases() -> dict[str, Case]:
+    """Every kernel at the shapes of the benchmark, by name, such as `int8 1024x4096 few`."""
+    found = {}
+    for D, F in SHAPES:
+        for load, rows in ROWS.items():
+            sizes = {"R": rows * EXPERTS, "D": D, "F": F, "E": EXPERTS}
+            for direction in PASSES:
+                name = f"bfloat16 {direction} {D}x{F} {load}"
+                found[name] = Case("grouped_matmul", **sizes, direction=direction)
+            for bits in (8, 4):
+                name = f"int{bits} {D}x{F} {load}"
+                found[name] = Case("quantized_grouped_matmul", **sizes, bits=bits)
+    return found
+
+
+def variant(op: str = "grouped_matmul", **changes) -> Case:
+    """A kernel at the first shape with few rows."""
+    D, F = SHAPES[0]
+    sizes = {"R": ROWS["few"] * EXPERTS, "D": D, "F": F, "E": EXPERTS}
+    return Case(op, **sizes | changes)
+
+
+def by_name(names: Iterable[str], results: Iterable[dict], resources: Iterable[str]) -> dict:
+    """Rows of a table of budgets: a case's resources, or what the compiler said instead."""
+    return {
+        name: {key: result[key] for key in (("error",) if result["error"] else resources)}
+        for name, result in zip(names, results, strict=True)
+    }
 
 
 def build(case: Case, implementation: str):

@@ -8,12 +8,13 @@ process that compiles sees; J is JAX's version.
     pip install --target .venv/aot_gpu --no-deps jax-cuda13-plugin==J jax-cuda13-pjrt==J \
         nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-nvdisasm
 
-`python -m pallas_kernels.aot.gpu_compiler h200 --budgets FILE` writes the table that
-tests/kernels/aot/test_gpu_compiler.py holds; without `--budgets`, cases come as a JSON list
-on standard input and a JSON object for each goes to standard output.
+`python -m pallas_kernels.aot.gpu_compiler h200 --budgets` writes the table that tests hold the
+kernels to; without `--budgets`, cases come as a JSON list on standard input and a JSON object
+for each goes to standard output.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -21,42 +22,50 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 
 import jax
 
-from pallas_kernels.aot.case import Case, build
+from pallas_kernels.aot.case import Case, benchmark_cases, build, by_name, variant
 
 TARGETS = {"h200": "h200.txtpb"}
 FOLDER_VARIABLE = "SWITCHX_AOT_GPU"
 DEFAULT_FOLDER = pathlib.Path(".venv/aot_gpu")
 RESOURCES = ("registers", "spill_bytes", "shared_bytes", "hgmma", "instructions", "temp_bytes")
-# Rows an expert, of 32 experts, for which the budgets stand: decoding and training.
-FEW, MANY, EXPERTS = 8, 256, 32
-SHAPES = ((1024, 4096), (4096, 1024), (768, 3072), (4096, 14336))
+BUDGETS = pathlib.Path(__file__).with_name("gpu_budgets.json")
 
 
-def budget_cases() -> list[Case]:
-    """What the budgets hold: every kernel at the shapes of the benchmark."""
-    found = []
-    for D, F in SHAPES:
-        for per_expert in (FEW, MANY):
-            sizes = dict(R=per_expert * EXPERTS, D=D, F=F, E=EXPERTS)
-            for direction in ("forward", "input_gradient", "weight_gradient"):
-                found.append(Case(op="grouped_matmul", direction=direction, **sizes))
-            for bits in (8, 4):
-                found.append(Case(op="quantized_grouped_matmul", bits=bits, **sizes))
-    sizes = dict(R=FEW * EXPERTS, D=1024, F=4096, E=EXPERTS)
+def budget_cases() -> dict[str, Case]:
+    """The cases that the table holds, by name."""
+    found = benchmark_cases()
+    quantized = "quantized_grouped_matmul"
     for bits in (8, 4):
-        variants = ({"epilogue": True}, {"group_size": 128}, {"dtype": "float16"})
-        found += [
-            Case(op="quantized_grouped_matmul", bits=bits, **sizes, **variant)
-            for variant in variants
-        ]
-    found.append(Case(op="grouped_matmul", dtype="float16", **sizes))
+        variants = {
+            "epilogue": {"epilogue": True},
+            "groups of 128": {"group_size": 128},
+            "float16": {"dtype": "float16"},
+        }
+        found |= {
+            f"int{bits} {name} 1024x4096 few": variant(quantized, bits=bits, **changes)
+            for name, changes in variants.items()
+        }
     # One row: sums in parts, so that every SM has a share of its expert's weights.
-    found.append(Case(op="grouped_matmul", **sizes | {"R": 1}))
-    found.append(Case(op="quantized_grouped_matmul", bits=4, **sizes | {"R": 1}))
-    return found
+    return found | {
+        "float16 forward 1024x4096 few": variant(dtype="float16"),
+        "bfloat16 forward 1024x4096 one row": variant(R=1),
+        "int4 1024x4096 one row": variant(quantized, bits=4, R=1),
+    }
+
+
+def budgets() -> dict[str, dict[str, int]]:
+    """The table: resources by name of the case."""
+    return json.loads(BUDGETS.read_text())
+
+
+def measure(target: str) -> dict[str, dict]:
+    """Resources of every case of the table by its name, or what the compiler said instead."""
+    named = budget_cases()
+    return by_name(named, compile_cases(target, named.values()), RESOURCES)
 
 
 def folder() -> pathlib.Path:
@@ -78,7 +87,7 @@ def missing() -> str | None:
     return None
 
 
-def compile_cases(target: str, cases: list[Case]) -> list[dict]:
+def compile_cases(target: str, cases: Iterable[Case]) -> list[dict]:
     """Compiles each case in a process of its own that has the compiler.
 
     Returns:
@@ -95,11 +104,12 @@ def compile_cases(target: str, cases: list[Case]) -> list[dict]:
         raise ValueError(f"target={target!r} is not one of {', '.join(TARGETS)}")
     if reason := missing():
         raise ValueError(reason)
+    cases = list(cases)
     command = [sys.executable, "-m", "pallas_kernels.aot.gpu_compiler", target]
     with tempfile.TemporaryDirectory() as dumps:
         done = subprocess.run(
             command, env=_environment(dumps), capture_output=True, text=True,
-            input="[" + ",".join(case.to_json() for case in cases) + "]",
+            input=json.dumps([dataclasses.asdict(case) for case in cases]),
         )  # fmt: skip
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or len(results) != len(cases):
@@ -197,14 +207,14 @@ def _serve(target: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("target", choices=list(TARGETS))
-    parser.add_argument("--budgets", type=pathlib.Path)
+    parser.add_argument("--budgets", action="store_true")
     arguments = parser.parse_args()
-    if arguments.budgets is None:
+    if not arguments.budgets:
         _serve(arguments.target)
         return
-    rows = compile_cases(arguments.target, budget_cases())
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    arguments.budgets.write_text(f"[\n{lines}\n]\n")
+    rows = measure(arguments.target).items()
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows)
+    BUDGETS.write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ STAMP = "installed.txt"
 
 
 def requirements(back_end: str) -> list[str]:
-    """What pip is asked for.
+    """The requirements that pip installs.
 
     Raises:
         ValueError: a back end that is neither `tpu` nor `gpu`.

@@ -6,11 +6,13 @@
 reads a JSON list of cases (`case.py`) and prints a line of JSON for each: `vmem_bytes`, the
 vector memory of the kernel; `bundles`, its instructions, counted once however often they run;
 `temp_bytes`, what the program around it takes of HBM beside arguments and results; or
-`error`, what was said instead. The compiler is libtpu, found in the folder that the
-environment variable SWITCHX_AOT_TPU names; it is put on the path of a child process alone,
-because a JAX that finds it takes the machine for one with TPUs.
+`error`, what was said instead. With `--budgets` it compiles all cases of `budget_cases` and
+writes their row of the table, which tests hold the kernels to. The compiler is libtpu, found in
+the folder that the environment variable SWITCHX_AOT_TPU names; it is put on the path of a child
+process alone, because a JAX that finds it takes the machine for one with TPUs.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -24,7 +26,7 @@ from collections.abc import Iterable
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels.aot.case import Case, build
+from pallas_kernels.aot.case import Case, benchmark_cases, build, by_name, variant
 from pallas_kernels.tpu_chip import described_tpu
 
 # The smallest slice of each generation. The compiler calls a v4's core a device of its own.
@@ -40,10 +42,43 @@ DEFAULT_FOLDER = ".venv/aot_tpu"
 # Tells a process that it is the child, and where its compiler leaves its notes.
 DUMP_VARIABLE = "SWITCHX_AOT_DUMP"
 KERNEL_NAMES = ("multiply_rows", "sum_outer_products")
+BUDGETS = pathlib.Path(__file__).with_name("tpu_budgets.json")
+RESOURCES = ("vmem_bytes", "bundles", "temp_bytes")
+
+
+def budget_cases() -> dict[str, Case]:
+    """The cases that the table holds, by name."""
+    quantized, int4 = "quantized_grouped_matmul", {"bits": 4}
+    return benchmark_cases() | {
+        "int4 epilogue 1024x4096 few": variant(quantized, **int4, epilogue=True),
+        "int4 groups of 128 1024x4096 few": variant(quantized, **int4, group_size=128),
+        "float32 forward 1024x4096 few": variant(dtype="float32"),
+    }
+
+
+def budgets() -> dict[str, dict[str, dict[str, int]]]:
+    """The table: resources by target and name of the case."""
+    return json.loads(BUDGETS.read_text())
+
+
+def measure(target: str) -> dict[str, dict]:
+    """Resources of every case of the table by its name, or what the compiler said instead."""
+    named = budget_cases()
+    return by_name(named, compile_cases(target, named.values()), RESOURCES)
+
+
+def write_budgets(target: str) -> None:
+    """Measures a target and puts its rows into the table, a case a line."""
+    table = budgets() | {target: measure(target)}
+    targets = []
+    for name, rows in table.items():
+        lines = (f"    {json.dumps(case)}: {json.dumps(row)}" for case, row in rows.items())
+        targets.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
+    BUDGETS.write_text("{\n" + ",\n".join(targets) + "\n}\n")
 
 
 def compiler_folder() -> pathlib.Path:
-    """Where libtpu is.
+    """The folder that holds libtpu.
 
     Raises:
         FileNotFoundError: it is not there; the message says how to install it.
@@ -162,14 +197,20 @@ def _note(dump: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def main() -> None:
-    [target] = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target", choices=list(TOPOLOGIES))
+    parser.add_argument("--budgets", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.budgets:
+        write_budgets(arguments.target)
+        return
     cases = [Case(**fields) for fields in json.load(sys.stdin)]
     if DUMP_VARIABLE in os.environ:
         dump = pathlib.Path(os.environ[DUMP_VARIABLE])
         for case in cases:
-            print(json.dumps(compile_here(target, case, dump)), flush=True)
+            print(json.dumps(compile_here(arguments.target, case, dump)), flush=True)
         return
-    for result in compile_cases(target, cases):
+    for result in compile_cases(arguments.target, cases):
         print(json.dumps(result))
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: matrices, experts with rows, rows of each, and how they are spread.
+"""The measured products: matrices, experts with rows, rows of each, and their spread.
 
 The form of Table 1 of Kim et al. 2022 (arXiv:2211.10017): speed by the number of active
-experts. Dims: R D F E
+experts.
+Dims: R rows, D inputs, F outputs, E experts; A active experts
 """
 
 import dataclasses

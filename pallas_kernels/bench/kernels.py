@@ -89,7 +89,7 @@ def means(measured: Measured) -> list[dict[str, Any]]:
 
 
 def checks(measured: Measured) -> list[dict[str, Any]]:
-    """What an issue asks for; each is the worst of the cells that it is about."""
+    """The checks; each has the value of the worst cell that it is about."""
     ours = jnp.dtype(activation_dtype()).name
     full_bytes = compiled_weight_bytes(None) * 4 / jnp.dtype(activation_dtype()).itemsize
     errors = [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contenders of one cell: our products by weights, and what they are compared with.
 
-Dims: R D F E G
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ CHECKED_ROWS = 8
 
 
 def activation_dtype():
-    """What rows and unquantized weights are: bfloat16, on CPU float32."""
+    """The dtype of rows and unquantized weights: bfloat16, on CPU float32."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
@@ -50,7 +50,7 @@ def ragged_dot(x_RD, w_EDF, group_sizes_E):
 
 
 def dequantize_then_multiply(x_RD, w: QTensor, group_sizes_E):
-    """What the fused product spares: all weights written and read once more."""
+    """The product without fusion: all weights are written and read once more."""
     return grouped_matmul(x_RD, dequantize(w).astype(x_RD.dtype), group_sizes_E)
 
 
@@ -62,7 +62,7 @@ def batched_einsum(x_RD, w_EDF, group_sizes_E):
 
 
 def dense(x_RD, w_EDF, group_sizes_E):
-    """As many FLOPs with one matrix: on GPU, cuBLAS."""
+    """A product of as many FLOPs with one matrix: on GPU, cuBLAS."""
     return x_RD @ w_EDF[0]
 
 
@@ -104,7 +104,7 @@ def random_weights(cell: Cell, bits: int | None, seed: int):
 
 
 def weight_bytes(cell: Cell, bits: int | None, experts: int) -> int:
-    """Of the matrices of `experts` experts, with their scales."""
+    """Bytes of the matrices of `experts` experts, with their scales."""
     bits_of_one = bits or 8 * jnp.dtype(activation_dtype()).itemsize
     scales = 0 if bits is None else 4 * cell.F
     return experts * (cell.D * cell.F * bits_of_one // 8 + scales)
@@ -154,7 +154,7 @@ def _weight_sets(cell: Cell, bits: int | None, cache: dict) -> list:
 
 
 def relative_error(product: Product, x_RD, weights, sizes_E) -> float | None:
-    """Of a sample of rows against float64, in Euclidean length; None for `dense`."""
+    """The error of a sample of rows against float64, in Euclidean length; None for `dense`."""
     if product.run is dense:
         return None
     row_i = np.linspace(0, x_RD.shape[0] - 1, CHECKED_ROWS).astype(int)

@@ -88,7 +88,7 @@ def all_in_one_program(
         def calls(j, x_RD):
             for weights in weight_sets:
                 y_RF = function(x_RD, weights, table_JE[j])
-                # The next call waits for this result, and nobody drops it.
+                # The next call waits for this result, so that XLA keeps every call.
                 x_RD, _ = jax.lax.optimization_barrier((x_RD, y_RF))
             return x_RD
 

@@ -3,7 +3,8 @@
 
 A candidate that does not compile, for lack of memory or anything else, is dropped before
 anything is run; one whose result differs from float64 is refused. On CPU the loops of the
-reference are tuned. Dims: R D F E
+reference are tuned.
+Dims: R rows, D inputs, F outputs, E experts
 """
 
 import dataclasses
@@ -69,7 +70,7 @@ def run(
     for cell in cells_to_tune() if cells is None else cells:
         for bits in (None, 8, 4):
             key, tiling, row = tune_one(cell, bits, rounds, cache)
-            # At once: who interrupts keeps what is done.
+            # At once: after an interruption what is done stays.
             write(path, {key: tiling})
             rows.append(row)
             note(
@@ -122,7 +123,7 @@ def tune_one(cell: Cell, bits: int | None, rounds: int, cache: dict):
 
 
 def candidates(module, sizes: tuple[int, int, int, int], dtype, bits: int | None) -> list:
-    """Those of a back end, its default first; back ends take what they depend on."""
+    """The candidates of a back end, its default first, by the options that it takes."""
     options = {"x_dtype": dtype, "w_dtype": dtype, "dtype": dtype, "bits": bits}
     known = inspect.signature(module.candidates).parameters
     return module.candidates(*sizes, **{k: v for k, v in options.items() if k in known})

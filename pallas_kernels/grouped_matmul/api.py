@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`grouped_matmul`: rows sorted by expert, each times its expert's matrix, and its gradients.
 
-Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. Dims: R D F E
+Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3.
+Dims: R rows, D inputs, F outputs, E experts
 """
 
 import functools
@@ -13,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.implementations import choose
-from pallas_kernels.operands import check_grouped
-from pallas_kernels.routing.groups import rows_of_groups
-from pallas_kernels.tiling.tuned import Key, lookup
+from pallas_kernels.operands import check_grouped, sum_over_replicas
+from pallas_kernels.sorted_rows import rows_of_groups
+from pallas_kernels.tiling.tuned import tuned_tiling
 
 
 def grouped_matmul(
@@ -37,8 +38,8 @@ def grouped_matmul(
 
     Args:
         x_RD, w_EDF, bias_EF: float32, bfloat16 or float16.
-        group_sizes_E: int32, summing to at most R. Checked where they are concrete; while
-            they are traced that is the caller's responsibility.
+        group_sizes_E: int32, summing to at most R. Checked where they are concrete. While they
+            are traced they may sum to more: rows past R are neither read nor written.
         implementation: `reference`, `tpu`, `gpu`, or None: see `implementations.choose`.
         tiling: the implementation's `Tiling` of the forward product; None is the tuned one,
             where `switchx tune kernels` has written one, or its heuristic. Gradients take
@@ -59,9 +60,7 @@ def grouped_matmul(
         interpret=interpret,
     )
     if tiling is None and not interpret:
-        name = module.__name__.rpartition(".")[2]
-        key = Key.of("grouped_matmul", name, x_RD.dtype, None, None, R, D, F, E)
-        tiling = lookup(key, module.Tiling)
+        tiling = tuned_tiling(module, x_RD.dtype, None, None, R, D, F, E)
     # Only kernels know the option.
     options = (("interpret", True),) if interpret else ()
     y_RF = _grouped(module, tiling, options, x_RD, w_EDF, group_sizes_E)
@@ -88,6 +87,7 @@ def _grouped_backward(module, tiling, options, residuals, dy_RF):
     dw_EDF = module.weight_gradient(
         x_RD, dy_RF, group_sizes_E, out_dtype=w_EDF.dtype, **dict(options)
     )
+    dx_RD, dw_EDF = sum_over_replicas(dx_RD, x_RD), sum_over_replicas(dw_EDF, w_EDF)
     return dx_RD, dw_EDF, np.zeros(group_sizes_E.shape, jax.dtypes.float0)
 
 

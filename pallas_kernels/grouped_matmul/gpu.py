@@ -9,13 +9,13 @@ stands in for the rest, with the same arithmetic in the same order:
 
     the schedule, the ring of stages, its barriers, the stores of a group's rows   as shipped
     the masks of the weights' gradient, scales, bias, ReLU, gate, sums in parts    as shipped
-    transposed views of tiles (0.10.2 reads none)              copies, `gpu_swap_ab.transposed`
+    transposed views of tiles (0.10.2 reads none)              copies, `mosaic_gpu.transposed`
     swizzled tiles (0.10.2 slices none), register layouts       plain shared memory, no layouts
     registers as operand of wgmma                               through shared memory
     int4 and int8 conversion by prmt and lop3                   XLA's conversion
     zeros for copies out of bounds                              operands padded to whole tiles
     copies that are still under way                             copies that are done at once
-Dims: R D F E; P tiles of rows
+Dims: R rows, D inputs, F outputs, E experts; P tiles of rows
 """
 
 import dataclasses
@@ -24,19 +24,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
-from pallas_kernels.grouped_matmul.gpu_schedule import ROW_ALIGNMENT, row_tiles, summed_splits
-from pallas_kernels.grouped_matmul.gpu_swap_ab import (
-    Epilogue,
-    Weights,
-    swap_ab,
-    transposed,
-)
-from pallas_kernels.grouped_matmul.gpu_tiling import (
+from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab
+from pallas_kernels.grouped_matmul.tile_schedule import ROW_ALIGNMENT, row_tiles, summed_splits
+from pallas_kernels.mosaic_gpu import transposed
+from pallas_kernels.tiling.gpu import (
     Tiling,
+    candidates_around,
     checked,
     default_splits,
     fitted,
-    rows_per_expert,
     sm_count,
     tile_of_rows,
 )
@@ -57,10 +53,6 @@ def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
             f"weights are {jnp.dtype(w_dtype)} and rows {jnp.dtype(x_dtype)}; cast one to the "
             "other's dtype"
         )
-    return refused_shape(R, D, F, E)
-
-
-def refused_shape(R: int, D: int, F: int, E: int) -> str | None:
     for name, size in (("D", D), ("F", F)):
         if size % ALIGNMENT or size == 0:
             padded = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
@@ -75,7 +67,10 @@ def refused_shape(R: int, D: int, F: int, E: int) -> str | None:
 
 
 def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> Tiling:
-    """By rows per expert: deep steps for few, whose time is the weights', else wide tiles."""
+    """The tiling by rows per expert: deep steps for few, wide tiles for many.
+
+    With few rows the time is that of reading the weights.
+    """
     tile_n = tile_of_rows(R, E)
     deep = 128 if D % 128 == 0 and tile_n <= 64 else 64
     tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=deep)
@@ -86,28 +81,10 @@ def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> Tiling
 
 def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tiling]:
     """Tilings worth a measurement, the default first."""
-    first = default_tiling(R, D, F, E, dtype)
-    found = [first]
-    for tile_n in sorted({max(8, first.tile_n // 2), first.tile_n, min(256, 2 * first.tile_n)}):
-        for tile_m in (64, 128):
-            for tile_k in (64, 128):
-                for splits in (1, 2, 4) if rows_per_expert(R, E) <= 16 else (1,):
-                    tiling = Tiling(
-                        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, splits=splits,
-                        panel=first.panel,
-                    )  # fmt: skip
-                    tiling = fitted(tiling, dtype, dtype, most=8)
-                    if tiling not in found and _runs(tiling, D, dtype):
-                        found.append(tiling)
-    return found
-
-
-def _runs(tiling: Tiling, D: int, dtype) -> bool:
-    try:
-        checked(tiling, D, dtype, dtype)
-    except ValueError:
-        return False
-    return True
+    return candidates_around(
+        default_tiling(R, D, F, E, dtype), R, E, (64, 128), dtype, dtype,
+        lambda tiling: checked(tiling, D, dtype, dtype),
+    )  # fmt: skip
 
 
 def forward(x_RD, w, group_sizes_E, *, transpose_w: bool = False, tiling: Tiling | None = None,
@@ -140,7 +117,8 @@ def forward(x_RD, w, group_sizes_E, *, transpose_w: bool = False, tiling: Tiling
         Epilogue(), interpret=interpret, name="grouped_matmul",
     )  # fmt: skip
     if tiling.splits > 1:
-        y = summed_splits(y, tiles, group_sizes_E, num_rows)
+        y, expert_R = summed_splits(y, tiles, num_rows)
+        y = jnp.where((expert_R < w.shape[0])[:, None], y, 0.0)
     return y[:num_rows, :features].astype(x_RD.dtype)
 
 
@@ -160,7 +138,7 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
 
 
 def padded(array, axis: int, multiple: int):
-    """Zeros up to a multiple."""
+    """The array with zeros after it, up to a multiple of its size along an axis."""
     missing = -array.shape[axis] % multiple
     widths = [(0, missing if i == axis else 0) for i in range(array.ndim)]
     return jnp.pad(array, widths) if missing else array

@@ -6,7 +6,8 @@ The tensor core takes 64 rows at least and 8 columns at least, so with the weigh
 many tokens lose nothing. One warpgroup copies (TMA), the others multiply; a ring of stages
 runs through the tiles of a block without a stop, so the next tile's weights are on their way
 while the last one is stored. Blocks stay on their SM and take tiles in turn.
-Dims: R D F E; P tiles of rows, T rows of a tile, K one step of D, M features of a warpgroup,
+Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
+K one step of D, M features of a warpgroup,
 N tiles of M features, C warpgroups that multiply
 """
 
@@ -21,9 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.gpu_schedule import RowTiles, copy_and_multiply
-from pallas_kernels.grouped_matmul.gpu_tiling import STORED, Tiling, bits_of
-from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
+from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
+from pallas_kernels.mosaic_gpu import (
+    copy_and_multiply,
+    load_as,
+    mosaic_gpu_kernel,
+    tiled_smem,
+)
+from pallas_kernels.tiling.gpu import STORED, Tiling
 
 # Rows of the smallest part of a tile that has a product of its own.
 SMALLEST = 64
@@ -52,7 +58,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What happens to the float32 accumulator: `gate (relu(scale acc + bias))`.
+    """The function of the float32 accumulator: `gate (relu(scale acc + bias))`.
 
     Attributes:
         scale_ENMG: float32, the features cut into those of a warpgroup, whole blocks of them.
@@ -68,24 +74,6 @@ class Epilogue:
     def operands(self) -> dict[str, jax.Array]:
         named = {"scale": self.scale_ENMG, "bias": self.bias_ENM, "gate": self.gate_PT}
         return {name: array for name, array in named.items() if array is not None}
-
-
-def tiled(columns: int, dtype) -> tuple:
-    """The transforms that the tensor core asks of a matrix in shared memory."""
-    swizzle = min(128, columns * bits_of(dtype) // 8)
-    columns = swizzle * 8 // bits_of(dtype)
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
-
-
-def transposed(ref, scratch, interpret: bool):
-    """The transpose of a tile: a view, or, interpreted, a copy: 0.10.2 interprets no view."""
-    if not interpret:
-        return plgpu.transpose_ref(ref, (1, 0))
-    scratch = scratch.at[:, : ref.shape[0]]
-    scratch[...] = ref[...].T
-    # The next copy into `ref` must come after this read.
-    plgpu.commit_smem()
-    return scratch
 
 
 def swap_ab(x_RD, w, tiles: RowTiles, tiling: Tiling, weights: Weights, epilogue: Epilogue, *,
@@ -128,10 +116,7 @@ def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, interpret) -> dict:
     stages, rows, depth, groups = tiling.stages, tiling.tile_n, tiling.tile_k, tiling.warpgroups
     minor = (tiling.tile_m, depth) if weights.is_depth_minor else (depth, tiling.tile_m)
 
-    def smem(shape, dtype):
-        transforms = () if interpret else tiled(shape[-1], dtype)
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
+    smem = functools.partial(tiled_smem, interpret=interpret)
     # Rows are stored from any one on, so that these are not in tiles of 8.
     by_row = () if interpret else (plgpu.SwizzleTransform(128),)
     y_smem = plgpu.SMEM(
@@ -179,7 +164,7 @@ def _body(
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Which tile is whose turn."""
+    """The order in which the blocks of the GPU take tiles."""
 
     tiling: Tiling
     features: int
@@ -351,7 +336,7 @@ class _Consumer:
         return pl.run_scoped(accumulate, self._acc)
 
     def _accumulate_scaled(self, steps, first_step, expert, column, split):
-        """As above with a scale for each group of D, applied to each step's own sum."""
+        """The accumulator with a scale for each group of D, applied to each step's own sum."""
         walk, scale_gmem = self.walk, self.extra_gmem["scale"]
         per_group = self.weights.depth_per_scale // walk.tiling.tile_k
 
@@ -385,20 +370,17 @@ class _Consumer:
         return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
 
     def _of_feature_or_zero(self, name, index):
-        """As above; zero for tiles of no expert, which have nothing to look up."""
-        shape = (self.walk.tiling.tile_m,)
-
-        def zero():
-            value_M = jnp.zeros(shape, jnp.float32)
-            if self.interpret:
-                return value_M
-            return plgpu.layout_cast(value_M, plgpu.Layout.WGMMA.reduce(1))
-
-        value_M = lax.cond(
-            index[0] < self.walk.num_experts,
-            lambda: self._load(self.extra_gmem[name].at[index], axis=0),
-            zero,
-        )
+        """Values of this warpgroup's features by name; zero for tiles of no expert."""
+        expert, *rest = index
+        # Another expert's values are loaded and dropped. Not a `lax.cond`: inside
+        # `jax.shard_map` the type of a loaded value names mesh axes, that of a zero does not.
+        some_expert = lax.min(expert, jnp.int32(self.walk.num_experts - 1))
+        value_M = self._load(self.extra_gmem[name].at[(some_expert, *rest)], axis=0)
+        zero_M = jnp.zeros((self.walk.tiling.tile_m,), jnp.float32)
+        if not self.interpret:
+            zero_M = plgpu.layout_cast(zero_M, plgpu.Layout.WGMMA.reduce(1))
+        is_used_M = lax.broadcast(expert < self.walk.num_experts, zero_M.shape)
+        value_M = lax.select(is_used_M, value_M, zero_M)
         return lax.broadcast_in_dim(value_M, (self.walk.tiling.tile_m, self.rows), [0])
 
     def _load(self, ref, axis):

@@ -5,7 +5,8 @@ The rows of an expert are a range of any length at any place. Steps of K rows st
 multiple of 8; where the first or the last step reaches into a neighbour, its rows are set to
 zero in both operands (a NaN of another expert times zero would be a NaN), and only there. x is
 read transposed by the tensor core itself.
-Dims: R D F E; K rows of a step, M of D of a warpgroup, N of F, S stages
+Dims: R rows, D inputs, F outputs, E experts; K rows of a step, M of D of a warpgroup,
+N of F of a tile
 """
 
 import dataclasses
@@ -18,15 +19,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.gpu_schedule import ROW_ALIGNMENT, copy_and_multiply
-from pallas_kernels.grouped_matmul.gpu_swap_ab import tiled, transposed
-from pallas_kernels.grouped_matmul.gpu_tiling import (
-    Tiling,
-    checked,
-    fitted,
-    sm_count,
+from pallas_kernels.grouped_matmul.tile_schedule import ROW_ALIGNMENT
+from pallas_kernels.mosaic_gpu import (
+    copy_and_multiply,
+    load_as,
+    mosaic_gpu_kernel,
+    tiled_smem,
+    transposed,
 )
-from pallas_kernels.jax_versions import load_as, mosaic_gpu_kernel
+from pallas_kernels.sorted_rows import group_bounds
+from pallas_kernels.tiling.gpu import Tiling, checked, fitted, sm_count
 
 # Columns that are masked or stored at a time.
 CHUNK = 64
@@ -53,14 +55,12 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, interpret)
     x_RD = jnp.pad(x_RD, ((0, row_block - num_rows), (0, d_block)))
     dy_RF = jnp.pad(dy_RF, ((0, row_block - num_rows), (0, f_block)))
 
-    sizes_E = group_sizes_E.astype(jnp.int32)
-    end_E = jnp.cumsum(sizes_E)
-    begin_E = end_E - sizes_E
+    begin_E, end_E = group_bounds(group_sizes_E, num_rows)
     first_E = begin_E // ROW_ALIGNMENT * ROW_ALIGNMENT
-    steps_E = jnp.where(sizes_E > 0, -(-(end_E - first_E) // tiling.tile_k), 0)
+    steps_E = jnp.where(end_E > begin_E, -(-(end_E - first_E) // tiling.tile_k), 0)
     walk = _Walk(
         tiling=dataclasses.replace(tiling, num_sms=tiling.num_sms or sm_count(interpret)),
-        num_experts=sizes_E.shape[0],
+        num_experts=begin_E.shape[0],
         D=x_RD.shape[1],
         F=dy_RF.shape[1],
     )
@@ -89,10 +89,7 @@ def _tiling(tiling: Tiling | None, D: int, F: int, dtype, out_dtype) -> Tiling:
 def _scratch(tiling: Tiling, dtype, out_dtype, interpret: bool) -> dict:
     m, n, k, groups = tiling.tile_m, tiling.tile_n, tiling.tile_k, tiling.warpgroups
 
-    def smem(shape, dtype):
-        transforms = () if interpret else tiled(shape[-1], dtype)
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
+    smem = functools.partial(tiled_smem, interpret=interpret)
     return dict(
         x_smem=smem((tiling.stages, groups, k, m), dtype),
         # In chunks of columns, which are masked one by one.
@@ -107,7 +104,7 @@ def _scratch(tiling: Tiling, dtype, out_dtype, interpret: bool) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Which tile of which expert's gradient is whose turn."""
+    """The order in which the blocks of the GPU take tiles of the experts' gradients."""
 
     tiling: Tiling
     num_experts: int

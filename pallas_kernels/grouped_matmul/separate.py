@@ -5,7 +5,7 @@ XLA's CPU product in a loop first copies the matrix that the loop takes out of a
 matrix that is an array by itself it reads each weight once. With a few rows an expert, as in
 decoding, that is most of the time. So a loop runs over tiles of rows, and branches to the
 product with their expert's matrix. Forward only.
-Dims: R D F E; b rows of a tile; N tiles, at most
+Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; N tiles, at most
 """
 
 import dataclasses

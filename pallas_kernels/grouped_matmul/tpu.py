@@ -1,15 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matrix product on a TPU, in bfloat16 and float32, with what its gradients need.
+"""Grouped matrix product on a TPU, in bfloat16 and float32, and the gradient of its weights.
 
-Dims: R D F E
+Rows times matrices, forward and for the gradient of the rows, are the kernel of `tpu_rows.py`;
+the weights' gradient is the one at the end of this file.
+Dims: R rows, D inputs, F outputs, E experts; r d f blocks; P tiles of rows
 """
 
-import jax.numpy as jnp
+import functools
 
-from pallas_kernels.grouped_matmul import tpu_tiling
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_matmul.tile_schedule import (
+    BlockTiles,
+    num_blocks,
+    tiles_by_expert,
+)
 from pallas_kernels.grouped_matmul.tpu_rows import multiply_rows
-from pallas_kernels.grouped_matmul.tpu_tiling import Problem, Tiling
-from pallas_kernels.grouped_matmul.tpu_weight_gradient import sum_outer_products
+from pallas_kernels.operands import result_type
+from pallas_kernels.tiling import tpu as tpu_tiling
+from pallas_kernels.tiling.tpu import Problem, Tiling, vmem_limit_bytes
+from pallas_kernels.tpu_chip import (
+    interpret_mode,
+    on_some_tpu,
+    padded_shape,
+    padded_to_tiles,
+)
 
 DTYPES = ("bfloat16", "float32")
 
@@ -35,24 +53,9 @@ def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
     return None
 
 
-def default_tiling(
-    R: int, D: int, F: int, E: int, x_dtype, w_dtype, *, direction: str = "forward"
-) -> Tiling:
-    """The tiling of the least estimated time on the current chip.
-
-    Args:
-        D, F: as the direction sees them: an `input_gradient` contracts over D and has F
-            output features like a forward pass; a `weight_gradient` writes [E, D, F].
-        direction: `forward`, `input_gradient` or `weight_gradient`.
-    """
-    return tpu_tiling.default_tiling(_problem(R, D, F, E, x_dtype, w_dtype, direction))
-
-
-def candidates(
-    R: int, D: int, F: int, E: int, x_dtype, w_dtype, *, direction: str = "forward"
-) -> list[Tiling]:
-    """Tilings that fit the current chip, the best estimate first; see `default_tiling`."""
-    return tpu_tiling.candidates(_problem(R, D, F, E, x_dtype, w_dtype, direction))
+def candidates(R: int, D: int, F: int, E: int, x_dtype, w_dtype) -> list[Tiling]:
+    """Tilings that fit the current chip, the best estimate first."""
+    return tpu_tiling.candidates(Problem.of(R, D, F, E, x_dtype, w_dtype))
 
 
 def forward(
@@ -78,7 +81,7 @@ def forward(
     """
     R, D = x_RD.shape
     F = w.shape[1] if transpose_w else w.shape[2]
-    tiling = tiling or default_tiling(R, D, F, w.shape[0], x_RD.dtype, w.dtype)
+    tiling = tiling or candidates(R, D, F, w.shape[0], x_RD.dtype, w.dtype)[0]
     return multiply_rows(
         x_RD,
         w,
@@ -94,20 +97,119 @@ def weight_gradient(
 ):
     """`dw_e = x_e^T dy_e` over the rows of each expert: `[E, D, F]`, zero where it has none.
 
-    Summed in float32. What is in rows past the last expert's does not matter.
+    The rows are what is summed over, so they are the innermost axis of the pipeline: one
+    expert's sum stays in fast memory, in float32, until its last tile of rows has been added.
+    `x` is contracted over its first axis as it lies; no transposed copy of it is made. What is
+    in rows past the last expert's does not matter.
 
     Raises:
         ValueError: a tiling that cannot be.
     """
     [R, D], F, E = x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0]
-    tiling = tiling or default_tiling(
-        R, D, F, E, x_RD.dtype, out_dtype, direction="weight_gradient"
+    out_dtype = jnp.dtype(out_dtype)
+    problem = Problem.of(R, D, F, E, x_RD.dtype, out_dtype, is_weight_gradient=True)
+    tiling = tiling or tpu_tiling.candidates(problem)[0]
+    tiling.check(D, F)
+    tiles = tiles_by_expert(group_sizes_E, R, tiling.block_R)
+    out_shape = E, D, F
+    if interpret:
+        x_RD = padded_to_tiles(x_RD, (tiling.block_R, tiling.block_D))
+        dy_RF = padded_to_tiles(dy_RF, (tiling.block_R, tiling.block_F))
+        out_shape = padded_shape(out_shape, (tiling.block_D, tiling.block_F))
+    any_space = pl.BlockSpec(memory_space=pl.ANY)
+    # Where the result is float32 the sum is built up in its own block.
+    needs_sum = out_dtype != jnp.float32
+    call = pl.pallas_call(
+        functools.partial(_kernel, tiling, D, F),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tiles),
+            grid=(tiling.cores,),
+            in_specs=[any_space, any_space],
+            out_specs=any_space,
+            scratch_shapes=[pltpu.VMEM((tiling.block_D, tiling.block_F), jnp.float32)]
+            * needs_sum,
+        ),
+        out_shape=result_type(out_shape, out_dtype, *tiles, x_RD, dy_RF),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * R * D * F,
+            bytes_accessed=R * D * num_blocks(F, tiling.block_F) * x_RD.dtype.itemsize
+            + R * F * num_blocks(D, tiling.block_D) * dy_RF.dtype.itemsize
+            + E * D * F * out_dtype.itemsize,
+            transcendentals=0,
+        ),
+        interpret=interpret_mode(interpret),
+        name="sum_outer_products",
     )
-    return sum_outer_products(
-        x_RD, dy_RF, group_sizes_E, out_dtype=out_dtype, tiling=tiling, interpret=interpret
-    )
+    with on_some_tpu(tiling.cores):
+        return call(*tiles, x_RD, dy_RF)[:, :D, :F]
 
 
-def _problem(R, D, F, E, x_dtype, w_dtype, direction) -> Problem:
-    is_weight_gradient = direction == "weight_gradient"
-    return Problem.of(R, D, F, E, x_dtype, w_dtype, is_weight_gradient=is_weight_gradient)
+def _kernel(tiling, D, F, *refs):
+    num_tile_arrays = len(BlockTiles._fields)
+    tiles = BlockTiles(*refs[:num_tile_arrays])
+    x_RD, dy_RF, dw_EDF, *scratch = refs[num_tile_arrays:]
+    block_R, block_D, block_F = tiling.block_R, tiling.block_D, tiling.block_F
+    pltpu.emit_pipeline(
+        functools.partial(_add_tile, tiles, scratch),
+        grid=(num_blocks(D, block_D), num_blocks(F, block_F), tiles.count[0]),
+        in_specs=[
+            pl.BlockSpec((block_R, block_D), lambda d, f, p: (tiles.block_P[p], d)),
+            pl.BlockSpec((block_R, block_F), lambda d, f, p: (tiles.block_P[p], f)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, block_D, block_F), lambda d, f, p: (tiles.expert_P[p], d, f))
+        ],
+        core_axis=0 if tiling.cores > 1 else None,
+        dimension_semantics=(pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY),
+    )(x_RD, dy_RF, dw_EDF)
+
+
+def _add_tile(tiles: BlockTiles, scratch, x_rd, dy_rf, dw_df):
+    """One tile of rows, added to one block of its expert's gradient."""
+    p, last = pl.program_id(2), tiles.count[0] - 1
+    expert, begin, end = tiles.expert_P[p], tiles.begin_P[p], tiles.end_P[p]
+    is_first = (p == 0) | (tiles.expert_P[jnp.maximum(p - 1, 0)] != expert)
+    is_last = (p == last) | (tiles.expert_P[jnp.minimum(p + 1, last)] != expert)
+    [sum_df] = scratch or [dw_df]
+
+    @pl.when(is_first)
+    def _():
+        sum_df[...] = jnp.zeros_like(sum_df)
+
+    # All rows of most blocks are the expert's: those need no mask.
+    is_whole = (begin == 0) & (end == x_rd.shape[0])
+
+    @pl.when(is_whole)
+    def _():
+        sum_df[...] += _outer(x_rd[...], dy_rf[...])
+
+    @pl.when((begin < end) & ~is_whole)
+    def _():
+        # Zeros on both sides: in rows of no expert either may be NaN.
+        sum_df[...] += _outer(_between(x_rd[...], begin, end), _between(dy_rf[...], begin, end))
+
+    if scratch:
+
+        @pl.when(is_last)
+        def _():
+            dw_df[...] = sum_df[...].astype(dw_df.dtype)
+
+
+def _between(a_rx, begin, end):
+    row_rx = lax.broadcasted_iota(jnp.int32, a_rx.shape, 0)
+    return jnp.where((row_rx >= begin) & (row_rx < end), a_rx, 0)
+
+
+def _outer(x_rd, dy_rf):
+    is_exact = x_rd.dtype == jnp.float32
+    return lax.dot_general(
+        x_rd,
+        dy_rf,
+        (((0,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if is_exact else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows times the matrix of their expert, on a TPU: plain and quantized weights alike.
 
-Per visit of a block of rows (`visits.py`) a matrix block streams in while the one before is
-multiplied. Weights are what is read most when an expert has few rows, so theirs is the triple
-buffer. The order is columns, visits, contraction: a matrix block that serves consecutive
-blocks of rows is fetched once if the contraction is not cut.
-Dims: R D F E G; r d f blocks of them
+For each tile of rows (`tile_schedule.py`) a block of its expert's matrix is copied while the
+one before is multiplied. Weights are what is read most when an expert has few rows: they have a
+triple buffer. The order is columns, tiles, contraction: a matrix block that serves consecutive
+tiles is copied once if the contraction is not cut.
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; r d f blocks; P tiles
 """
 
 import dataclasses
@@ -17,16 +17,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped_matmul.memory_tiles import padded_shape, padded_to_tiles
-from pallas_kernels.grouped_matmul.tpu_tiling import Problem, Tiling, vmem_limit_bytes
-from pallas_kernels.grouped_matmul.visits import num_blocks, visits_of_blocks
-from pallas_kernels.shard_map_types import result_type
-from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu
+from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_block
+from pallas_kernels.operands import result_type
+from pallas_kernels.tiling.tpu import Problem, Tiling, vmem_limit_bytes
+from pallas_kernels.tpu_chip import (
+    interpret_mode,
+    on_some_tpu,
+    padded_shape,
+    padded_to_tiles,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What is applied to the float32 sums before they are rounded: all of it is optional.
+    """The function of the float32 sums before they are rounded; all of it is optional.
 
     Attributes:
         scale_EGF: a factor a feature and group of D / G channels.
@@ -43,7 +47,7 @@ class Epilogue:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What the kernel's body knows when it is traced."""
+    """The constants of the kernel's body."""
 
     tiling: Tiling
     D: int
@@ -110,7 +114,7 @@ def multiply_rows(
         relu=epilogue.relu,
         names=tuple(operands),
     )
-    visits = visits_of_blocks(group_sizes_E, R, tiling.block_R)
+    tiles = tiles_by_block(group_sizes_E, R, tiling.block_R)
     arrays = [x_RD, w, *operands.values()]
     blocks = [plan.x_block, plan.w_block, *(block[-2:] for block, _ in specs.values())]
     out_shape = R, F
@@ -121,13 +125,13 @@ def multiply_rows(
     call = pl.pallas_call(
         functools.partial(_kernel, plan, tuple(specs.values())),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(visits),
+            num_scalar_prefetch=len(tiles),
             grid=(tiling.cores,),
             in_specs=[any_space] * len(arrays),
             out_specs=any_space,
             scratch_shapes=_scratch(plan),
         ),
-        out_shape=result_type(out_shape, x_RD.dtype, *visits, *arrays),
+        out_shape=result_type(out_shape, x_RD.dtype, *tiles, *arrays),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
@@ -137,7 +141,7 @@ def multiply_rows(
         name="multiply_rows",
     )
     with on_some_tpu(tiling.cores):
-        return call(*visits, *arrays)[:R, :F]
+        return call(*tiles, *arrays)[:R, :F]
 
 
 def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
@@ -163,7 +167,7 @@ def _scratch(plan: _Plan):
 
 
 def _cost(plan: _Plan, x_RD, w) -> pl.CostEstimate:
-    """For XLA's scheduler: as if every expert had rows."""
+    """The cost for XLA's scheduler, as if every expert had rows."""
     R = x_RD.shape[0]
     bits = jax.dtypes.itemsize_bits(w.dtype)
     item = x_RD.dtype.itemsize
@@ -174,45 +178,50 @@ def _cost(plan: _Plan, x_RD, w) -> pl.CostEstimate:
     )
 
 
-def _kernel(plan: _Plan, specs, expert_V, block_V, begin_V, end_V, count, *refs):
-    tiling, num_inputs = plan.tiling, 2 + len(specs)
+def _kernel(plan: _Plan, specs, *refs):
+    num_tile_arrays, num_inputs = len(BlockTiles._fields), 2 + len(specs)
+    tiles, refs = BlockTiles(*refs[:num_tile_arrays]), refs[num_tile_arrays:]
     inputs, y_RF, scratch = refs[:num_inputs], refs[num_inputs], refs[num_inputs + 1 :]
+    count, with_rows = tiles.count[0], tiles.count[1]
 
-    def fetched(v):
-        # A visit that only writes zeros names what is there already.
-        return jnp.minimum(v, jnp.maximum(count[1] - 1, 0))
+    def fetched(p):
+        # A tile that only writes zeros names what is there already.
+        return jnp.minimum(p, jnp.maximum(with_rows - 1, 0))
 
-    def fetched_D(v, d):
-        return jnp.where(v < count[1], d, plan.num_blocks_D - 1)
+    def fetched_D(p, d):
+        return jnp.where(p < with_rows, d, plan.num_blocks_D - 1)
 
-    def w_index(f, v, d):
-        d = fetched_D(v, d)
-        return (expert_V[v], f, d) if plan.is_output_major else (expert_V[v], d, f)
+    def x_index(f, p, d):
+        return tiles.block_P[fetched(p)], fetched_D(p, d)
+
+    def w_index(f, p, d):
+        e, d = tiles.expert_P[p], fetched_D(p, d)
+        return (e, f, d) if plan.is_output_major else (e, d, f)
 
     indices = {
-        "expert": lambda f, v, d: (expert_V[v], 0, f),
-        "rows": lambda f, v, d: (block_V[fetched(v)], 0),
+        "expert": lambda f, p, d: (tiles.expert_P[p], 0, f),
+        "rows": lambda f, p, d: (tiles.block_P[fetched(p)], 0),
     }
     pltpu.emit_pipeline(
-        functools.partial(_visit, plan, begin_V, end_V, block_V, count, scratch),
-        grid=(plan.num_blocks_F, count[0], plan.num_blocks_D),
+        functools.partial(_multiply_tile, plan, tiles, scratch),
+        grid=(plan.num_blocks_F, count, plan.num_blocks_D),
         in_specs=[
-            pl.BlockSpec(plan.x_block, lambda f, v, d: (block_V[fetched(v)], fetched_D(v, d))),
+            pl.BlockSpec(plan.x_block, x_index),
             pl.BlockSpec((None, *plan.w_block), w_index, pipeline_mode=pl.Buffered(3)),
             *(pl.BlockSpec(block, indices[index]) for block, index in specs),
         ],
-        out_specs=[pl.BlockSpec(plan.y_block, lambda f, v, d: (block_V[v], f))],
-        core_axis=0 if tiling.cores > 1 else None,
+        out_specs=[pl.BlockSpec(plan.y_block, lambda f, p, d: (tiles.block_P[p], f))],
+        core_axis=0 if plan.tiling.cores > 1 else None,
         dimension_semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
     )(*inputs, y_RF)
 
 
-def _visit(plan: _Plan, begin_V, end_V, block_V, count, scratch, x_rd, w, *refs):
-    """One block of rows with one block of one expert's matrix."""
+def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, w, *refs):
+    """One tile of rows with one block of its expert's matrix."""
     extras, y_rf = dict(zip(plan.names, refs[:-1], strict=True)), refs[-1]
-    v, d = pl.program_id(1), pl.program_id(2)
-    begin, end = begin_V[v], end_V[v]
-    is_first = (v == 0) | (block_V[jnp.maximum(v - 1, 0)] != block_V[v])
+    p, d = pl.program_id(1), pl.program_id(2)
+    begin, end = tiles.begin_P[p], tiles.end_P[p]
+    is_first = (p == 0) | (tiles.block_P[jnp.maximum(p - 1, 0)] != tiles.block_P[p])
 
     # A block that is one expert's alone has every row stored below.
     is_whole = (begin == 0) & (end == y_rf.shape[0])
@@ -224,10 +233,10 @@ def _visit(plan: _Plan, begin_V, end_V, block_V, count, scratch, x_rd, w, *refs)
     def store(sum_rf):
         y_new = _apply_epilogue(plan, extras, sum_rf).astype(plan.out_dtype)
         row_r = lax.broadcasted_iota(jnp.int32, y_new.shape, 0)
-        # Rows of another expert, stored by the visit before this one, stay.
+        # Rows of another expert, stored by the tile before this one, stay.
         y_rf[...] = jnp.where((row_r >= begin) & (row_r < end), y_new, y_rf[...])
 
-    has_rows = v < count[1]
+    has_rows = p < tiles.count[1]
     last = plan.num_blocks_D - 1
     if last == 0:
         pl.when(has_rows)(lambda: store(_product(plan, extras, x_rd, w, d)))

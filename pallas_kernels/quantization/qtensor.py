@@ -4,7 +4,8 @@
 Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), section 3.4: symmetric,
 range-based, one scale for each output feature of each expert; no zero points. Output-major:
 the training layout is [E, D, F], this one [E, F, D], so that what is summed over lies
-together. Dims: E D F G
+together.
+Dims: E experts, D inputs, F outputs, G groups of D with a scale
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ class QTensor:
         return math.prod(self.shape) * self.bits // 8
 
     def native(self) -> Self:
-        """With values as kernels read them: int8, or `jnp.int4`."""
+        """The same tensor with values as kernels read them: int8, or `jnp.int4`."""
         self.check()
         if not self.is_packed:
             return self
@@ -74,7 +75,7 @@ class QTensor:
         return dataclasses.replace(self, values=values_EFD)
 
     def packed(self) -> Self:
-        """With values as they are stored: int8, or two 4-bit ones in a uint8."""
+        """The same tensor with values as files store them: int8, or uint8 of two 4-bit ones."""
         self.check()
         if self.bits == 8 or self.is_packed:
             return self

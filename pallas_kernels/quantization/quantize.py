@@ -2,7 +2,8 @@
 """Weights to integers and back, by three rules for the scale, and the error that is made.
 
 Kim et al. 2022 (arXiv:2211.10017), section 3.4: symmetric, per channel, weights only, so
-that nothing has to be calibrated. Dims: E D F G; C channels of one group (D where G = 1)
+that nothing has to be calibrated.
+Dims: E experts, D inputs, F outputs, G groups of D with a scale, C channels of a group
 """
 
 import functools

@@ -2,7 +2,7 @@
 """`quantized_grouped_matmul`: rows sorted by expert, times int8 or int4 matrices.
 
 Kim et al. 2022, "Who Says Elephants Can't Run" (arXiv:2211.10017), sections 3.3 to 3.5.
-Dims: R D F E G
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax
 from pallas_kernels.implementations import REFERENCE, choose
 from pallas_kernels.operands import check_quantized
 from pallas_kernels.quantization.qtensor import QTensor
-from pallas_kernels.tiling.tuned import Key, lookup
+from pallas_kernels.tiling.tuned import tuned_tiling
 
 
 def quantized_grouped_matmul(
@@ -44,8 +44,8 @@ def quantized_grouped_matmul(
         x_RD: float32, bfloat16 or float16.
         w: of `quantize`. Kernels read native values: `w.native()` once, when weights are
             loaded, spares a conversion in every call.
-        group_sizes_E: int32, summing to at most R. Checked where they are concrete; while
-            they are traced that is the caller's responsibility.
+        group_sizes_E: int32, summing to at most R. Checked where they are concrete. While they
+            are traced they may sum to more: rows past R are neither read nor written.
         bias_EF: added before the activation.
         activation: None or `relu`.
         gate_R: the weight of each row's result.
@@ -69,9 +69,7 @@ def quantized_grouped_matmul(
         interpret=interpret,
     )
     if tiling is None and not interpret:
-        name, op = module.__name__.rpartition(".")[2], "quantized_grouped_matmul"
-        key = Key.of(op, name, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
-        tiling = lookup(key, module.Tiling)
+        tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
     options = (("activation", activation), ("tiling", tiling))
     options += (("interpret", True),) if interpret else ()
     return _without_gradient(module, options, x_RD, w, group_sizes_E, bias_EF, gate_R)

@@ -16,7 +16,8 @@ JAX converts for them one by one, 6.
 Through shared memory (`Tiling.through_smem`), the converted weights are written there and
 read by wgmma from there: the same products in the same order, and what the interpreter runs,
 which knows no register operand.
-Dims: R D F E G; M features of a warpgroup, T rows of a tile, K one step of D, P tiles of rows
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; T rows
+of a tile, K one step of D, M features of a warpgroup, P tiles of rows, N tiles of M features
 """
 
 import dataclasses
@@ -25,19 +26,20 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import gpu as plain
-from pallas_kernels.grouped_matmul.gpu_schedule import RowTiles, row_tiles, summed_splits
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab
-from pallas_kernels.grouped_matmul.gpu_tiling import (
+from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, row_tiles, summed_splits
+from pallas_kernels.mosaic_gpu import load_as
+from pallas_kernels.operands import check_activation
+from pallas_kernels.quantized_grouped_matmul.reference import apply_epilogue
+from pallas_kernels.tiling.gpu import (
     Tiling,
+    candidates_around,
     checked,
     default_splits,
     fitted,
-    rows_per_expert,
     sm_count,
     tile_of_rows,
 )
-from pallas_kernels.jax_versions import load_as
-from pallas_kernels.operands import check_activation
 
 # Channels whose weights are converted before their product is issued; the conversion of the
 # next ones runs beside it.
@@ -48,11 +50,8 @@ _LAYOUTS = {8: plgpu.Layout.WGMMA_UPCAST_2X, 4: plgpu.Layout.WGMMA_UPCAST_4X}
 def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
             group_size: int | None = None) -> str | None:  # fmt: skip
     """Why the kernel cannot run with these, and the way out; None if it can."""
-    if x_dtype not in plain.DTYPES:
-        return (
-            f"rows are {jnp.dtype(x_dtype)}; Hopper's tensor cores take bfloat16 and float16 "
-            "here: cast them, or use implementation='reference'"
-        )
+    if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
+        return reason
     if bits not in _LAYOUTS:
         return f"weights of {bits} bits; the kernel converts 8 and 4: quantize to one of these"
     if group_size is not None and group_size != D and (group_size % 64 or D % group_size):
@@ -60,12 +59,12 @@ def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
             f"group_size={group_size}; a step of the kernel has 64 channels at least and one "
             f"scale: use a multiple of 64 that divides D={D}, or one scale for all"
         )
-    return plain.refused_shape(R, D, F, E)
+    return None
 
 
 def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
                    group_size: int | None = None) -> Tiling:  # fmt: skip
-    """By rows per expert, as deep as the copies of one row of weights like: 128 bytes."""
+    """The tiling by rows per expert; a row of weights is copied in 128 bytes where it can."""
     tile_n = tile_of_rows(R, E)
     most = group_size or D
     if group_size is not None and group_size < D:
@@ -80,28 +79,10 @@ def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16
 def candidates(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
                group_size: int | None = None) -> list[Tiling]:  # fmt: skip
     """Tilings worth a measurement, the default first."""
-    first = default_tiling(R, D, F, E, bits, dtype, group_size)
-    found = [first]
-    for tile_n in sorted({max(8, first.tile_n // 2), first.tile_n, min(256, 2 * first.tile_n)}):
-        for tile_m in (64, 128):
-            for tile_k in (64, 128, 256):
-                for splits in (1, 2, 4) if rows_per_expert(R, E) <= 16 else (1,):
-                    tiling = Tiling(
-                        tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, splits=splits,
-                        panel=first.panel,
-                    )  # fmt: skip
-                    tiling = fitted(tiling, dtype, _w_dtype(bits), most=8)
-                    if tiling not in found and _runs(tiling, D, dtype, bits, group_size):
-                        found.append(tiling)
-    return found
-
-
-def _runs(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None) -> bool:
-    try:
-        _checked(tiling, D, dtype, bits, group_size)
-    except ValueError:
-        return False
-    return True
+    return candidates_around(
+        default_tiling(R, D, F, E, bits, dtype, group_size), R, E, (64, 128, 256), dtype,
+        _w_dtype(bits), lambda tiling: _checked(tiling, D, dtype, bits, group_size),
+    )  # fmt: skip
 
 
 def _w_dtype(bits: int):
@@ -159,7 +140,6 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activa
         block = tiling.tile_m * tiling.warpgroups
         values_EFD = plain.padded(values_EFD, 1, block)
     tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
-    relu = activation == "relu"
     scale_ENMG = _by_warpgroup(scales_EFG, tiling)
     if tiling.splits > 1:  # Only whole sums have a bias and an activation.
         epilogue = Epilogue(scale_ENMG=scale_ENMG)
@@ -167,7 +147,7 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activa
         epilogue = Epilogue(
             scale_ENMG=scale_ENMG,
             bias_ENM=None if bias_EF is None else _by_warpgroup(bias_EF, tiling),
-            relu=relu,
+            relu=activation == "relu",
             gate_PT=None if gate_R is None else _by_tile(gate_R, tiles, tiling.tile_n, E),
         )
     y = swap_ab(
@@ -175,10 +155,12 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activa
         _weights(x_RD.dtype, bits, group_size, tiling, interpret), epilogue,
         interpret=interpret, name=f"grouped_matmul_int{bits}",
     )  # fmt: skip
-    y = y[:num_rows, :F] if tiling.splits == 1 else y
-    if tiling.splits > 1:
-        y = summed_splits(y, tiles, group_sizes_E, num_rows)[:, :F]
-        y = _finished(y, group_sizes_E, bias_EF, relu, gate_R)
+    if tiling.splits == 1:
+        y = y[:num_rows, :F]
+    else:
+        y, expert_R = summed_splits(y, tiles, num_rows)
+        expert_R, is_used_R = jnp.minimum(expert_R, E - 1), expert_R < E
+        y = apply_epilogue(y[:, :F], expert_R, is_used_R, bias_EF, activation, gate_R)
     return y.astype(x_RD.dtype)
 
 
@@ -195,20 +177,6 @@ def _by_tile(gate_R, tiles: RowTiles, block: int, num_experts: int):
     row_PT = tiles.start_P[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
     gate_PT = gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
     return jnp.where((tiles.expert_P < num_experts)[:, None], gate_PT, 0.0)
-
-
-def _finished(y_RF, group_sizes_E, bias_EF, relu: bool, gate_R):
-    """The epilogue of sums that were in parts."""
-    row_R = jnp.arange(y_RF.shape[0], dtype=jnp.int32)
-    end_E = jnp.cumsum(group_sizes_E)
-    if bias_EF is not None:
-        expert_R = jnp.sum(row_R[:, None] >= end_E[None], axis=1)
-        y_RF = y_RF + bias_EF.astype(jnp.float32)[jnp.minimum(expert_R, end_E.shape[0] - 1)]
-    if relu:
-        y_RF = jnp.maximum(y_RF, 0.0)
-    if gate_R is not None:
-        y_RF = y_RF * gate_R.astype(jnp.float32)[:, None]
-    return jnp.where((row_R < end_E[-1])[:, None], y_RF, 0.0)
 
 
 def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling, interpret) -> Weights:

@@ -4,7 +4,7 @@
 Kim et al. 2022 (arXiv:2211.10017), section 3.4. On CPU a block of one expert's matrix is
 dequantized at a time, in the loops of `grouped_matmul.reference`. On TPU and GPU, where the
 kernels are for use and this for comparison, `jax.lax.ragged_dot` of all matrices dequantized.
-Dims: R D F E G; K features of a block
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; K of F of a block
 """
 
 import jax
@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import reference as unquantized
 from pallas_kernels.grouped_matmul.reference import Tiling
+from pallas_kernels.operands import vary_like
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.quantization.quantize import dequantize
-from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.sorted_rows import rows_of_groups
 
 
 def forward(
@@ -52,17 +53,23 @@ def forward(
         default=product_of_dequantized,
     )
     expert_R, is_used_R = rows_of_groups(group_sizes_E, R)
+    y_RF = apply_epilogue(y_RF, expert_R, is_used_R, bias_EF, activation, gate_R)
+    return y_RF.astype(x_RD.dtype)
+
+
+def apply_epilogue(y_RF, expert_R, is_used_R, bias_EF, activation: str | None, gate_R):
+    """`gate_r act(y_r + bias_e)`, float32; 0 in unused rows."""
     if bias_EF is not None:
         y_RF = y_RF + bias_EF.astype(jnp.float32)[expert_R]
     if activation == "relu":
         y_RF = jax.nn.relu(y_RF)
     if gate_R is not None:
         y_RF = gate_R.astype(jnp.float32)[:, None] * y_RF
-    return jnp.where(is_used_R[:, None], y_RF, 0).astype(x_RD.dtype)
+    return jnp.where(is_used_R[:, None], y_RF, 0)
 
 
 def default_tiling(R: int, D: int, F: int, E: int) -> Tiling:
-    """That of the transposed product: matrices are stored output-major."""
+    """The tiling of the transposed product: matrices are stored output-major."""
     return unquantized.default_tiling(R, F, D, E, transpose_w=True)
 
 
@@ -74,6 +81,7 @@ def candidates(R: int, D: int, F: int, E: int) -> list[Tiling]:
 def product_on_cpu(x_RD, w: QTensor, group_sizes_E, tiling: Tiling):
     """float32 `[R, F]`, one block of features of one expert at a time."""
     _, D, F = w.shape
+    x_RD = vary_like(x_RD, w, group_sizes_E)
     K, C = tiling.weight_rows, D // w.scales_EFG.shape[2]
     # Low nibbles of a block, then its high ones, are even channels, then odd ones. Ordering x
     # like that is little work; interleaving nibbles takes as long as the product.

@@ -6,16 +6,15 @@ matrix unit, from native int4: v6e and later convert it in one instruction, and 
 are unpacked by hand take 1.2 to 1.6 times the instructions. The scale is multiplied to the
 float32 sums after the last channel, so it costs nothing per weight. (Kim et al. 2022, Who
 Says Elephants Can't Run, arXiv:2211.10017, sections 3.3 to 3.5.)
-Dims: R D F E G
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 """
 
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import tpu_tiling
+from pallas_kernels.grouped_matmul import tpu as plain
 from pallas_kernels.grouped_matmul.tpu_rows import Epilogue, multiply_rows
-from pallas_kernels.grouped_matmul.tpu_tiling import LANES, Problem, Tiling
-
-DTYPES = ("bfloat16", "float32")
+from pallas_kernels.tiling import tpu as tpu_tiling
+from pallas_kernels.tiling.tpu import LANES, Problem, Tiling
 
 
 def refusal(
@@ -25,32 +24,16 @@ def refusal(
 
     Any sizes will do but for the groups of channels that share a scale.
     """
-    name = jnp.dtype(x_dtype).name
-    if name not in DTYPES:
-        return (
-            f"rows are {name}, which the TPU kernels do not multiply; use "
-            f"{' or '.join(DTYPES)}, or implementation='reference'"
-        )
+    if reason := plain.refusal(x_dtype, x_dtype, R, D, F, E):
+        return reason
     if bits not in (4, 8):
         return f"weights have {bits} bits; use 4 or 8"
-    if 0 in (R, D, F, E):
-        return (
-            f"R={R}, D={D}, F={F}, E={E} has a size of 0, of which there are no blocks; use "
-            "implementation='reference'"
-        )
     if group_size not in (None, D) and (group_size % LANES or D % group_size):
         return (
             f"group_size={group_size} is not a multiple of {LANES} that divides D={D}; use "
             "one, or one scale a channel, or implementation='reference'"
         )
     return None
-
-
-def default_tiling(
-    R: int, D: int, F: int, E: int, x_dtype, bits: int, group_size: int | None = None
-) -> Tiling:
-    """The tiling of the least estimated time on the current chip."""
-    return candidates(R, D, F, E, x_dtype, bits, group_size)[0]
 
 
 def candidates(
@@ -91,7 +74,7 @@ def forward(
     [R, D], [E, F, G] = x_RD.shape, scales_EFG.shape
     if tiling is None:
         bits = 4 if values_EFD.dtype == jnp.int4 else 8
-        tiling = default_tiling(R, D, F, E, x_RD.dtype, bits, D // G)
+        tiling = candidates(R, D, F, E, x_RD.dtype, bits, D // G)[0]
     if tiling.block_D % (D // G) and G > 1:
         raise ValueError(
             f"block_D={tiling.block_D} cuts groups of {D // G} channels with one scale; use "

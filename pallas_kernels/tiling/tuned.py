@@ -4,7 +4,8 @@
 A JSON file of the user, `$SWITCHX_KERNEL_TILINGS` or `kernel_tilings.json` in the user's
 cache folder, and files that come with this package beside this one; the user's wins. A file
 that is not there holds nothing. One that is damaged or of another format is an error that
-names it: tuning would otherwise be lost and nobody told. Dims: R D F E
+names it: otherwise tuning would be lost without a word.
+Dims: R rows, D inputs, F outputs, E experts
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a tiling was tuned for; an entry is used where all of it is the same.
+    """The product and device that a tiling was tuned for; all of it has to be the same.
 
     Attributes:
         device: the kind of it, as `NVIDIA H200`.
@@ -49,7 +50,7 @@ class Key:
 
     @classmethod
     def of(cls, op: str, implementation: str, x_dtype, bits, group_size, R, D, F, E) -> "Key":
-        """That of operands of these sizes on the current device."""
+        """The key of operands of these sizes on the current device."""
         return cls(
             device=current_device().kind,
             jax=".".join(jax.__version__.split(".")[:2]),
@@ -70,7 +71,7 @@ def bucket(R: int) -> int:
 
 
 def user_file() -> pathlib.Path:
-    """Where tuned tilings of this user are."""
+    """The file that holds the tilings tuned by this user."""
     if os.environ.get(VARIABLE):
         return pathlib.Path(os.environ[VARIABLE])
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -79,8 +80,15 @@ def user_file() -> pathlib.Path:
 
 @functools.cache
 def shipped_files() -> tuple[pathlib.Path, ...]:
-    """Those that come with this package."""
+    """The files that come with this package."""
     return tuple(sorted(pathlib.Path(__file__).parent.glob("*.json")))
+
+
+def tuned_tiling(module, x_dtype, bits, group_size, R, D, F, E) -> Any:
+    """The tuned tiling of `pallas_kernels.<op>.<implementation>`; see `lookup`."""
+    _, op, implementation = module.__name__.split(".")
+    key = Key.of(op, implementation, x_dtype, bits, group_size, R, D, F, E)
+    return lookup(key, module.Tiling)
 
 
 def lookup(key: Key, tiling_type: type) -> Any:

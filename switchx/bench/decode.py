@@ -97,7 +97,7 @@ def against_torch(
     """Rows, and for each check the time of transformers over ours, where it is installed."""
     if not torch_peer.is_available():
         config = switch_model(num_experts)
-        config, params = for_decoding(config, init_params(config, jax.random.key(0)))
+        config, params = for_decoding(config), init_params(config, jax.random.key(0))
         return _measured(config, params, num_experts, rounds, None, None)
     with tempfile.TemporaryDirectory() as name:
         settings = {
@@ -108,7 +108,7 @@ def against_torch(
             peer.ask("1 1")  # the weights are written by then
             checkpoint = huggingface.read_checkpoint(name, overflow="dropless")
             params = jax.tree.map(jnp.array, checkpoint.params)
-            config, params = for_decoding(checkpoint.config, params)
+            config = for_decoding(checkpoint.config)
             folder = pathlib.Path(name)
             return _measured(config, params, num_experts, rounds, peer, folder)
 
@@ -144,7 +144,7 @@ def sentence_lengths(number: int) -> list[int]:
 def pruning(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     """Decodes sentences of different lengths in one batch, with and without pruning."""
     config = switch_model(NUM_EXPERTS[0])
-    config, params = for_decoding(config, init_params(config, jax.random.key(0)))
+    config, params = for_decoding(config), init_params(config, jax.random.key(0))
     rooms = sentence_lengths(PRUNED_BATCH)
     decoders = {}
     for name in ("none", "experts", "compact"):
@@ -173,7 +173,7 @@ def quantized_bytes(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     """Compares arguments and temporaries of the compiled loop, float32 and int4 experts."""
     del rounds
     config = switch_model(NUM_EXPERTS[-1])
-    config, params = for_decoding(config, init_params(config, jax.random.key(0)))
+    config, params = for_decoding(config), init_params(config, jax.random.key(0))
     _, quantized, _, _ = quantize_experts(config, params, bits=4)
     found = {"float32": loop_bytes(config, params), "int4": loop_bytes(config, quantized)}
     rows = [

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are kept: the newest few, and the best by one metric.
-
-Damaged and half-written checkpoints: moved aside with a warning, never deleted.
-
-Only the trainer about to write moves them, to `<step>.damaged-<n>`: Orbax deletes what is in
-its way. Each warning says what all of them take, so that the disk does not fill in silence.
-
-Checkpoints by Orbax: asynchronous, atomic, the newest few and the best kept.
+"""Checkpoints by Orbax: asynchronous, atomic, the newest few and the best kept.
 
 `checkpoints/<step>/` appears by one rename when all of it, the manifest last, is on disk.
-What is not whole is skipped with a warning and never deleted. See docs/checkpoints.md.
+What is damaged or half-written is skipped with a warning and never deleted: the trainer that is
+about to write moves it to `<step>.damaged-<n>`, since Orbax deletes what is in its way. See
+docs/checkpoints.md.
 """
 
 import dataclasses
@@ -27,17 +22,33 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from switchx.checkpoint.items import (
+    Manifest,
+    abstract,
     data_file,
     encode_data_state,
+    find_damage,
     from_items,
     read_data_states,
-    read_items,
+    read_manifest,
     to_items,
+    write_manifest,
 )
-from switchx.checkpoint.restore import checkpoint_paths, choose_step, first_complete
+from switchx.checkpoint.restore import (
+    checkpoint_paths,
+    choose_step,
+    first_complete,
+    restore_items,
+)
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.manifest import find_damage, read_manifest, write_manifest
+from switchx.fields import check_choices, require_at_least
+from switchx.models.config import ModelConfig
 from switchx.tree import Tree, num_bytes
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX  # `<step>` + this, while it is being written
+MIB = 1 << 20
+_EXPIRED = "expired"  # a deletion that is cut short is finished at the next start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +67,9 @@ class Retention:
     best_mode: Literal["max", "min"] = "max"
 
     def __post_init__(self):
-        if self.keep_last < 1:
-            raise ValueError(f"Retention.keep_last={self.keep_last}; use at least 1")
-        if self.keep_best < 0:
-            raise ValueError(f"Retention.keep_best={self.keep_best}; use 0 or more")
-        if self.best_mode not in ("max", "min"):
-            raise ValueError(f"Retention.best_mode={self.best_mode!r}; use 'max' or 'min'")
+        check_choices(self)
+        require_at_least(self, 1, "keep_last")
+        require_at_least(self, 0, "keep_best")
 
     def score(self, metrics: dict[str, Any] | None) -> float | None:
         """`best_metric`, signed so that higher is better.
@@ -104,52 +112,6 @@ class KeepBest:
         scored = [info.step for info in checkpoints if info.step in self.scores]
         best = sorted(scored, key=self.scores.__getitem__, reverse=True)[: self.num]
         return [info.step in best for info in checkpoints]
-
-
-def numbers_of(metrics: dict[str, Any] | None) -> dict[str, float]:
-    """The finite numbers among metrics: what a manifest keeps of an evaluation."""
-    return {
-        name: float(value)
-        for name, value in (metrics or {}).items()
-        if isinstance(value, numbers.Real) and math.isfinite(value)
-    }
-
-
-logger = logging.getLogger(__name__)
-
-UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX  # `<step>` + this, while it is being written
-MIB = 1 << 20
-
-
-def set_aside(path: pathlib.Path, damage: str) -> None:
-    """Renames one checkpoint; `damage` says why, for the warning."""
-    stem, number = path.name.removesuffix(UNFINISHED), 1
-    while (target := path.with_name(f"{stem}.damaged-{number}")).exists():
-        number += 1
-    path.rename(target)
-    logger.warning(
-        "checkpoint %s is skipped: %s. It is kept as %s; all %s take %.1f MiB and are yours to "
-        "delete",
-        path,
-        damage,
-        target.name,
-        path.with_name("*.damaged-*"),
-        damaged_bytes(path.parent) / MIB,
-    )
-
-
-def set_aside_unfinished(checkpoints: pathlib.Path, step: int | None = None) -> None:
-    """Renames what a save that was cut short left behind, of one step or of all."""
-    for path in sorted(checkpoints.glob(f"{'*' if step is None else step}{UNFINISHED}")):
-        set_aside(path, "its save did not finish")
-
-
-def damaged_bytes(checkpoints: pathlib.Path) -> int:
-    """Bytes of everything that was set aside."""
-    return sum(os.lstat(path).st_size for path in checkpoints.glob("*.damaged-*/**/*"))
-
-
-_EXPIRED = "expired"  # a deletion that is cut short is finished at the next start
 
 
 class SaveError(OSError):
@@ -270,7 +232,13 @@ class Checkpointer:
         self._manager.reload()
         return self._whole
 
-    def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, list]:
+    def restore(
+        self,
+        abstract_state: Tree,
+        step: int | None = None,
+        *,
+        model: ModelConfig | None = None,
+    ) -> tuple[Tree, list]:
         """The state, and the states of the data iterators of all processes that saved it.
 
         Args:
@@ -278,6 +246,8 @@ class Checkpointer:
                 shardings say where the leaves go (without one: the first device). The mesh
                 need not be the one that saved it.
             step: None is the newest complete checkpoint.
+            model: whose state it is, where its layers may be scanned and the checkpoint's
+                unrolled, or the other way round. None where they are the same.
 
         Raises:
             ValueError: there is no such complete checkpoint; leaves are missing, extra, or
@@ -287,7 +257,8 @@ class Checkpointer:
         if step is None or step != self._whole:
             step = choose_step(self._run, step)
         path = self._folder / str(step)
-        items = read_items(path, to_items(abstract_state))
+        targets = jax.tree.map(abstract, to_items(abstract_state))
+        items = restore_items(path, targets, model)
         return from_items(items, abstract_state), read_data_states(path)
 
     def close(self) -> None:
@@ -306,7 +277,7 @@ class Checkpointer:
     def _write_manifest(self) -> None:
         """Called by Orbax' thread on process 0 when all is written and nothing renamed."""
         step, score, metrics = self._saving
-        write_manifest(self._folder / f"{step}{UNFINISHED}", step, score, metrics)
+        write_manifest(self._folder / f"{step}{UNFINISHED}", Manifest(step, score, metrics))
 
     def _clear_the_way(self, step: int) -> None:
         """Sets a damaged checkpoint of this step aside, which Orbax would delete."""
@@ -341,3 +312,40 @@ class Checkpointer:
 
     def _remove_expired(self) -> None:
         shutil.rmtree(self._folder / _EXPIRED, ignore_errors=True)
+
+
+def set_aside(path: pathlib.Path, damage: str) -> None:
+    """Renames one checkpoint; `damage` says why, for the warning."""
+    stem, number = path.name.removesuffix(UNFINISHED), 1
+    while (target := path.with_name(f"{stem}.damaged-{number}")).exists():
+        number += 1
+    path.rename(target)
+    logger.warning(
+        "checkpoint %s is skipped: %s. It is kept as %s; all %s take %.1f MiB and are yours to "
+        "delete",
+        path,
+        damage,
+        target.name,
+        path.with_name("*.damaged-*"),
+        damaged_bytes(path.parent) / MIB,
+    )
+
+
+def set_aside_unfinished(checkpoints: pathlib.Path, step: int | None = None) -> None:
+    """Renames what a save that was cut short left behind, of one step or of all."""
+    for path in sorted(checkpoints.glob(f"{'*' if step is None else step}{UNFINISHED}")):
+        set_aside(path, "its save did not finish")
+
+
+def damaged_bytes(checkpoints: pathlib.Path) -> int:
+    """Bytes of everything that was set aside."""
+    return sum(os.lstat(path).st_size for path in checkpoints.glob("*.damaged-*/**/*"))
+
+
+def numbers_of(metrics: dict[str, Any] | None) -> dict[str, float]:
+    """The finite numbers among metrics: what a manifest keeps of an evaluation."""
+    return {
+        name: float(value)
+        for name, value in (metrics or {}).items()
+        if isinstance(value, numbers.Real) and math.isfinite(value)
+    }

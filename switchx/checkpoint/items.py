@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, as Orbax items: `params`, `train_state` (the rest) and `data`.
+"""What a checkpoint holds: the Orbax items `params`, `train_state` (the rest) and `data`.
 
 The first two are nested dictionaries by name, so that any Orbax reader can open them and the
 parameters can be read alone; `data` is the data iterator's state, one JSON file a process.
+`manifest.json` says of which step they are, how they scored, and which files there are.
 """
 
 import base64
+import dataclasses
 import json
 import logging
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,8 +20,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
+from switchx import manifest
 from switchx.tree import Tree, named_leaves
 
+MANIFEST = "manifest.json"
+# Orbax changes these after the manifest is written; nothing is read from them.
+_COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # What matters of Orbax' log it also raises, and then our errors and warnings say it.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 
@@ -153,3 +160,62 @@ def read_data_states(path: pathlib.Path) -> list[Any]:
         base64.b64decode(content["base64"]) if "base64" in content else content["json"]
         for content in contents
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: steps trained.
+        score: what keep-best compares, higher is better; None without an evaluation.
+        metrics: the evaluation's numbers.
+        files: path below the checkpoint -> [bytes, CRC-32].
+    """
+
+    step: int
+    score: float | None
+    metrics: dict[str, float]
+    files: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+
+
+def write_manifest(folder: pathlib.Path, about: Manifest) -> None:
+    """Records all files of a checkpoint, flushed to the disk."""
+    content = dataclasses.asdict(about)
+    manifest.write_manifest(folder, MANIFEST, content, "crc32", left_out=_COMMIT_FILES)
+
+
+def read_manifest(folder: pathlib.Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`.
+
+    Raises:
+        ValueError: it is missing, damaged, or of another step; a clause that says which.
+    """
+    content = manifest.read_manifest(folder, MANIFEST, "crc32")
+    del content["crc32"]
+    try:
+        about = Manifest(**content)
+    except TypeError:
+        raise ValueError(f"its {MANIFEST} is damaged") from None
+    if str(about.step) != folder.name:
+        raise ValueError(f"its {MANIFEST} is of step {about.step}")
+    return about
+
+
+def damages(folder: pathlib.Path, *, checksums: bool) -> Iterator[str]:
+    """All that is wrong with the files of a checkpoint, a clause each.
+
+    Args:
+        checksums: read every byte; otherwise only that files are there in their sizes.
+    """
+    try:
+        files = read_manifest(folder).files
+    except (ValueError, OSError) as error:
+        yield str(error) if isinstance(error, ValueError) else f"it cannot be read ({error})"
+        return
+    yield from manifest.damages(folder, files, "crc32" if checksums else None)
+
+
+def find_damage(folder: pathlib.Path, *, checksums: bool) -> str | None:
+    """The first thing wrong with a checkpoint, or None when it is whole."""
+    return next(damages(folder, checksums=checksums), None)

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading checkpoints: which one is complete, its parameters, parameters by name.
+"""Reading checkpoints: which one is complete, its parameters, its items on any mesh.
 
 Nothing here changes the folder. Where several processes run, all of them call each function.
 """
 
+import dataclasses
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.checkpoint.items import abstract, read_items, require_same_leaves
+from switchx.checkpoint.items import find_damage, read_items, read_manifest, stored_items
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.manifest import find_damage, read_manifest
-from switchx.tree import Tree, map_named, named_leaves, num_bytes
+from switchx.models.config import ModelConfig
+from switchx.models.params import abstract_params
+from switchx.models.unroll import scanned_blocks, unrolled_blocks
+from switchx.tree import Tree, named_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -93,47 +97,131 @@ def restore_params(
     run: str | os.PathLike,
     step: int | Literal["best"] | None = None,
     target: Tree | None = None,
+    *,
+    model: ModelConfig | None = None,
 ) -> Tree:
-    """The parameters alone, without knowing the model or the optimizer.
+    """The parameters alone, without knowing the optimizer.
 
     Args:
         run: the run folder.
         step: of the checkpoint; None is the newest complete one, "best" the one with the
             best score.
-        target: abstract parameters with shardings; None gives NumPy arrays. Copy those
-            with `jnp.array`: `jax.device_put` may alias their memory on CPU.
+        target: abstract parameters with shardings: every device reads its part, and no
+            process has more of them. None gives NumPy arrays; copy those with `jnp.array`:
+            `jax.device_put` may alias their memory on CPU.
+        model: whose parameters `target` are, where its layers may be scanned and the
+            checkpoint's unrolled, or the other way round. None where they are the same.
 
     Raises:
-        ValueError: no such checkpoint, or it does not fit `target`.
+        ValueError: no such checkpoint, or it does not fit `target`; lists all that differs.
     """
     folder = RunFolder(run)
     path = folder.checkpoints / str(choose_step(folder, step))
-    return read_items(path, {"params": target})["params"]
+    return restore_items(path, {"params": target}, model)["params"]
 
 
-def restore_by_name(
-    target: Tree, source: Tree, name: str = "the source of the parameters"
-) -> tuple[Tree, str]:
-    """Fills `target` with the arrays of `source` that have the same names.
+def restore_items(
+    path: pathlib.Path, targets: dict[str, Tree | None], model: ModelConfig | None
+) -> dict[str, Tree]:
+    """Items of a checkpoint as arrays of `model`, on any mesh and in its layout of layers.
+
+    Layers that were saved in the other layout, scanned or unrolled, are read as they are
+    stored, each device its part, and cut or stacked there, one array at a time.
 
     Args:
-        target: parameters, or ShapeDtypeStructs of them; their shardings are kept.
-        source: NumPy or JAX arrays, e.g. of `restore_params`; they are copied.
-        name: of the source, for messages.
-
-    Returns:
-        The parameters, and one sentence for the log.
+        targets: nested dictionaries of ShapeDtypeStructs with shardings, by item; see
+            `read_items`.
+        model: None reads the layers as they are stored.
 
     Raises:
-        ValueError: arrays are missing, extra, or of another shape or dtype; lists all.
+        ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
     """
-    arrays = named_leaves(source)
-    require_same_leaves(named_leaves(target), arrays, name)
-    params = map_named(
-        lambda leaf_name, leaf: jax.device_put(
-            jnp.array(arrays[leaf_name]), abstract(leaf).sharding
-        ),
-        target,
-    )
-    num = len(arrays)
-    return params, f"restored all {num} parameter arrays by name, {num_bytes(params)} bytes"
+    if model is None or stored_model(path, model) == model:
+        return read_items(path, targets)
+    if model.scan_layers:
+        stored = jax.tree.map(_struct, unrolled_blocks(jax.tree.map(_StackedStruct, targets)))
+        repeats = scanned_blocks(read_items(path, stored), model.period, _Repeats)
+        return jax.tree.map(_stack, repeats, targets)
+    repeats = scanned_blocks(targets, model.period, _Repeats)
+    arrays = read_items(path, jax.tree.map(_stacked_struct, repeats))
+    return unrolled_blocks(jax.tree.map(_cut, repeats, arrays))
+
+
+def stored_model(path: pathlib.Path, model: ModelConfig) -> ModelConfig:
+    """The model with its layers as a checkpoint has them, scanned or unrolled.
+
+    The model itself where the checkpoint is of neither.
+    """
+    if model.switch is not None and model.switch.has_named_layers:
+        return model  # cannot be scanned
+    other = dataclasses.replace(model, scan_layers=not model.scan_layers)
+    stored = _shapes(stored_items(path).get("params", {}))
+    return other if stored == _shapes(abstract_params(other)) else model
+
+
+def _shapes(params: Tree) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(leaf.shape) for name, leaf in named_leaves(params).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Repeats:
+    """What the repeats of a scanned layer have of one parameter: N arrays or structs."""
+
+    layers: Sequence[jax.Array | jax.ShapeDtypeStruct]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.layers), *self.layers[0].shape
+
+    def __getitem__(self, repeat: int) -> jax.Array | jax.ShapeDtypeStruct:
+        return self.layers[repeat]
+
+
+@dataclasses.dataclass(frozen=True)
+class _StackedStruct:
+    """A ShapeDtypeStruct of N stacked layers, of which one can be taken, whole or in parts."""
+
+    struct: jax.ShapeDtypeStruct
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.struct.shape
+
+    def __getitem__(self, repeat: int) -> jax.ShapeDtypeStruct:
+        sharding = self.struct.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(self.shape[1:], self.struct.dtype, sharding=sharding)
+
+
+def _struct(leaf) -> jax.ShapeDtypeStruct:
+    return leaf.struct if isinstance(leaf, _StackedStruct) else leaf
+
+
+def _stacked_struct(leaf) -> jax.ShapeDtypeStruct:
+    """The struct of all repeats together, every device with its part of each of them."""
+    if not isinstance(leaf, _Repeats):
+        return leaf
+    one = leaf[0]
+    sharding = one.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.ShapeDtypeStruct(leaf.shape, one.dtype, sharding=sharding)
+
+
+def _stack(leaf, target: jax.ShapeDtypeStruct) -> jax.Array:
+    if not isinstance(leaf, _Repeats):
+        return leaf
+    stacked = jax.jit(jnp.stack, out_shardings=target.sharding)(leaf.layers)
+    for layer in leaf.layers:
+        layer.delete()
+    return stacked
+
+
+def _cut(target, array: jax.Array) -> jax.Array | _Repeats:
+    if not isinstance(target, _Repeats):
+        return array
+    shardings = [layer.sharding for layer in target.layers]
+    layers = jax.jit(list, out_shardings=shardings)(array)
+    array.delete()
+    return _Repeats(layers)

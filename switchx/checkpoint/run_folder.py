@@ -14,8 +14,6 @@ Its layout:
     checkpoints/<step>/    see checkpoints.py and docs/checkpoints.md
     skipped_batches/       identities of batches whose step was not taken
     trainer.lock           held by the one trainer that may write here
-
-Whether all processes of a run see one folder; on local disks a checkpoint is in pieces.
 """
 
 import contextlib

@@ -10,10 +10,16 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.checkpoint.items import items_of, read_data_states, read_items, require_same_leaves
+from switchx.checkpoint.items import (
+    damages,
+    items_of,
+    read_data_states,
+    read_items,
+    require_same_leaves,
+)
+from switchx.checkpoint.restore import stored_model
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.loader import merge_states
-from switchx.manifest import damages
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves
 
@@ -32,7 +38,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
         items = read_items(path, dict.fromkeys(items_of(path)))
     except Exception as error:  # Orbax raises what its storage does
         return [f"its arrays cannot be read: {' '.join(str(error).split())[:300]}"]
-    faults = _shape_faults(run, items["params"])
+    faults = _shape_faults(run, path, items["params"])
     faults += [fault for item in items.values() for fault in _value_faults(item)]
     if "train_state" in items:
         faults += _step_faults(items["train_state"], step)
@@ -40,9 +46,9 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     return faults
 
 
-def _shape_faults(run: RunFolder, params) -> list[str]:
+def _shape_faults(run: RunFolder, path: pathlib.Path, params) -> list[str]:
     try:
-        expected = named_leaves(abstract_params(read_model_config(run)))
+        expected = named_leaves(abstract_params(stored_model(path, read_model_config(run))))
         require_same_leaves(expected, named_leaves(params), "it is not of the run's model: it")
     except ValueError as error:
         return str(error).splitlines()

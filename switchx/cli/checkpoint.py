@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx checkpoint`: what a run's checkpoints hold, whether they are sound, layouts."""
+"""`switchx checkpoint`: what a run's checkpoints hold, and whether they are sound."""
 
 import argparse
 import json
@@ -8,15 +8,14 @@ import math
 from switchx.cli import arguments as shared
 
 DESCRIPTION = """\
-Looks at the checkpoints of a run folder, or writes one in another layout.
+Looks at the checkpoints of a run folder.
 
   switchx checkpoint inspect DIR     steps, scores and sizes; names, shapes, dtypes, bytes and
                                      sharding of the newest one's parameters
   switchx checkpoint verify DIR      reads every byte of every checkpoint and names all faults
-  switchx checkpoint convert DIR DST --layout=unrolled
-                                     a new run folder with layers unrolled, or scanned
 
-To train or to load on another mesh needs no conversion. Nothing here changes DIR.
+To train or to load on another mesh, or with layers scanned that were unrolled, needs no
+conversion. Nothing here changes DIR.
 """
 INSPECT = """\
 Shows the steps of a run's checkpoints, and the parameters of one of them: names, shapes,
@@ -27,26 +26,16 @@ Reads every byte of the checkpoints of a run and names every fault: files that a
 cut or changed; parameters that are not those of the run's model; values that are not finite;
 states of the data that do not belong to the step. Exit status 1 where there is one.
 """
-CONVERT = """\
-Writes a checkpoint into a new run folder with its layers scanned (stacked arrays, as a scan or
-a pipeline over layers has them) or unrolled (an array a layer): parameters, optimizer state
-and the place in the data. Not a number changes. DST gets its name when all is written; what is
-there already is left alone. The whole state has to fit into this machine's memory.
-
-  switchx checkpoint convert runs/a runs/a_scanned --layout=scanned
-  switchx train ... --gin.ModelConfig.scan_layers=True --model_dir=runs/a_scanned
-"""
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "checkpoint", show_help, "inspect, verify or convert checkpoints", DESCRIPTION
+        commands, "checkpoint", show_help, "inspect or verify checkpoints", DESCRIPTION
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     for name, run, description in (
         ("inspect", inspect, INSPECT),
         ("verify", verify, VERIFY),
-        ("convert", convert, CONVERT),
     ):
         action = actions.add_parser(
             name,
@@ -57,13 +46,7 @@ def add_command(commands) -> None:
         action.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
         action.add_argument("dir", metavar="DIR", help="run folder of `switchx train`")
         action.set_defaults(run=run, parser=action)
-        if name == "convert":
-            action.add_argument("dst", metavar="DST", help="run folder to make")
-            action.add_argument(
-                "--layout", required=True, choices=["scanned", "unrolled"], help="of DST"
-            )
-        else:
-            action.add_argument("--json", action="store_true", help="print one JSON object")
+        action.add_argument("--json", action="store_true", help="print one JSON object")
         if name == "verify":
             action.add_argument("--step", type=int, metavar="N", help="this one; default: all")
         else:
@@ -71,13 +54,12 @@ def add_command(commands) -> None:
 
 
 def show_help(arguments: argparse.Namespace) -> int:
-    arguments.parser.error("give an action: inspect, verify or convert")
+    arguments.parser.error("give an action: inspect or verify")
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    from switchx.checkpoint.items import stored_items
+    from switchx.checkpoint.items import find_damage, read_manifest, stored_items
     from switchx.checkpoint.run_folder import read_config
-    from switchx.manifest import find_damage, read_manifest
     from switchx.tree import named_leaves
 
     run = _run(arguments)
@@ -197,20 +179,6 @@ def verify(arguments: argparse.Namespace) -> int:
             for fault in found:
                 print(f"  {fault.strip()}")
     return 1 if any(faults.values()) else 0
-
-
-def convert(arguments: argparse.Namespace) -> int:
-    from switchx.checkpoint.restore import choose_step
-    from switchx.checkpoint.scan_conversion import write_converted_layout
-    from switchx.manifest import new_folder
-
-    run = _run(arguments)
-    step = choose_step(run, arguments.step)
-    with new_folder(arguments.dst) as folder:
-        is_scanned = arguments.layout == "scanned"
-        write_converted_layout(run, step, folder, is_scanned=is_scanned)
-    print(f"{arguments.dst}: checkpoint {step} with layers {arguments.layout}")
-    return 0
 
 
 def _run(arguments: argparse.Namespace):

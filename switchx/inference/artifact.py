@@ -10,7 +10,6 @@ renamed, so an artifact is there whole or not at all. The format holds nothing t
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from safetensors.flax import load_file, save_file
 
 from pallas_kernels import QTensor
 from switchx.inference.quantize import EXPERTS, is_quantized, packed
-from switchx.manifest import check_file, sha256_of, write_checked
+from switchx.manifest import damages, new_folder, num_bytes, read_manifest, write_manifest
 from switchx.models.config import ModelConfig, model_from_description
 from switchx.models.params import abstract_params
 from switchx.tree import map_named, named_leaves, path_name
@@ -31,6 +30,7 @@ MANIFEST = "artifact.json"
 WEIGHTS = "weights.safetensors"
 FORMAT = "switchx quantized model"
 FORMAT_VERSION = 1
+AGAIN = "copy the whole folder again, or make it with `switchx quantize`"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +74,8 @@ def write_artifact(
         Bytes of all files.
 
     Raises:
-        ValueError: see `require_free`.
+        ValueError: see `manifest.new_folder`.
     """
-
-    def write_files(partial):
-        save_file(named_leaves(packed(params)), partial / WEIGHTS)
-        add_files(partial)
-
     content = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -92,7 +87,11 @@ def write_artifact(
         },
         "about": about,
     }
-    return write_checked(folder, MANIFEST, content, write_files)
+    with new_folder(folder) as partial:
+        save_file(named_leaves(packed(params)), partial / WEIGHTS)
+        add_files(partial)
+        write_manifest(partial, MANIFEST, content, "sha256")
+        return num_bytes(partial)
 
 
 def read_artifact(folder: str | os.PathLike) -> Artifact:
@@ -104,9 +103,8 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
     """
     path = pathlib.Path(folder).expanduser().absolute()
     content = _read_manifest(path)
-    for name, (size, sha256) in content["files"].items():
-        again = "copy it again, or make the artifact with `switchx quantize`"
-        check_file(path, MANIFEST, name, size, sha256, again=again)
+    if damage := next(damages(path, content["files"], "sha256"), None):
+        raise ValueError(f"{path} is no whole artifact: {damage}; {AGAIN}")
     where = str(path / MANIFEST)
     try:
         config = model_from_description(content["model"], where)
@@ -121,32 +119,24 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
 
 
 def _read_manifest(path: pathlib.Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    again = "copy the whole folder again, or make it with `switchx quantize`"
     try:
-        content = json.loads(file.read_bytes())
-        claimed = content.pop("sha256")
-        if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
-        versions = {"format_version": FORMAT_VERSION, "layout_version": QTensor.LAYOUT_VERSION}
-        for name, ours in versions.items():
-            if content[name] != ours:
+        content = read_manifest(path, MANIFEST, "sha256")
+        expected = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "layout_version": QTensor.LAYOUT_VERSION,
+        }
+        for name, ours in expected.items():
+            if content.get(name) != ours:
                 raise ValueError(
-                    f"its {name} is {content[name]!r}, this switchx reads {ours}: quantize "
-                    "the checkpoint again with this version, or read it with the one that "
-                    f"wrote it ({content.get('about', {}).get('versions')})"
+                    f"its {name} is {content.get(name)!r}, this switchx reads {ours!r}; it was "
+                    f"written by {content.get('about', {}).get('versions')}"
                 )
-        if claimed != sha256_of(content):
-            raise ValueError("it has changed since it was written")
         if WEIGHTS not in content["files"]:
-            raise ValueError(f"it names no {WEIGHTS}")
-    except FileNotFoundError:
-        raise ValueError(
-            f"{file} is missing: {path} is no artifact, or only a part of one; {again}"
-        ) from None
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); {again}") from error
-    return content | {"sha256": claimed}
+            raise ValueError(f"its {MANIFEST} names no {WEIGHTS}")
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} is no whole artifact: {error}; {AGAIN}") from error
+    return content
 
 
 def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: dict) -> dict:

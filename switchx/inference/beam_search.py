@@ -3,7 +3,8 @@
 
 Graves 2012 (arXiv:1211.3711); Wu et al. 2016 (arXiv:1609.08144), section 7, for length
 penalties. Of each sentence, 2 L continuations are looked at, so that L remain when L of them
-end. It stops by itself, whatever the others of its batch do. Dims: B L T V; J candidates
+end. It stops by itself, whatever the others of its batch do. Dims: B batch, L beams, T new
+tokens, V vocabulary, J candidates
 """
 
 import dataclasses
@@ -12,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.config import DecodingConfig
-from switchx.inference.largest import top_k
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, top_k
 
 NEVER = -1e9
 

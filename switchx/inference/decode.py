@@ -2,9 +2,13 @@
 """Decoding of one batch: prefill, then a compiled loop of steps until few sentences live.
 
 A step runs all beams of a sentence as L tokens side by side, whose keys and values share the
-sentence's row of the cache. Pruning has two levels (Kim et al. 2022, arXiv:2211.10017,
-section 3.5): finished sentences take part in no Switch layer, and the loop hands back as soon
-as the living ones fit the next smaller batch. Dims: B L M P T H V
+sentence's row of the cache: the prompt's P places, then a place for every beam at every step.
+Which of them a beam may see is a mask (its ancestors), so beams are never moved or copied.
+Pruning has two levels (Kim et al. 2022, arXiv:2211.10017, section 3.5): finished sentences take
+part in no Switch layer, and the loop hands back as soon as the living ones fit the next smaller
+batch.
+Dims: B batch, L beams, M places of the cache or of the source, P prompt, T new tokens, H heads,
+K head size, V vocabulary
 """
 
 import dataclasses
@@ -14,34 +18,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from switchx import tree
+from switchx.axes import dims_of
 from switchx.inference.beam_search import Beams
 from switchx.inference.config import DecodingConfig
-from switchx.inference.kv_cache import Cache, extend, new_cache
 from switchx.inference.sampling import Greedy, Rows
-from switchx.inference.untied_step import row_bias_of_step, untied_projections
+from switchx.models.block import BlockCache, BlockInputs
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
-from switchx.partitioning.constrain import constrain_named
+from switchx.partitioning.constrain import constrain, constrain_named
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A batch on its way.
+    """The state of a batch between two steps.
 
     Attributes:
+        cache: of the decoder.
         step: new tokens so far.
         token_BL: the newest ones, not yet in the cache.
         hypotheses: `Greedy` or `Beams`.
         is_prompt_BP: which places of the prompt are text: it ends at the last place.
+        is_source_BM: which of the encoder's output is text; None without an encoder.
     """
 
-    cache: Cache
+    cache: tuple[BlockCache, ...]
     step: jax.Array
     token_BL: jax.Array
     rows: Rows
     hypotheses: Any
     is_prompt_BP: jax.Array
+    is_source_BM: jax.Array | None
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"))
@@ -70,22 +78,21 @@ def prefill(
     if source_BM is not None:
         position_BM = jnp.broadcast_to(jnp.arange(source_BM.shape[1]), source_BM.shape)
         memory_BMD, _ = model.encode(source_BM, is_source_BM.astype(jnp.int32), position_BM)
-    cache = new_cache(model, B, P + T * L, memory_BMD, is_source_BM)
+    cache = model.decoder.new_cache(B, P + T * L, memory_BMD)
     sees_PP = jnp.tril(jnp.ones((P, P), bool))
     if decoding.is_prompt_bidirectional:
         sees_PP = jnp.ones((P, P), bool)
     position_BP = jnp.maximum(jnp.cumsum(is_prompt_BP, axis=1) - 1, 0)
-    logits_BPV, cache = extend(
-        model,
-        cache,
-        prompt_BP,
-        position_BP,
-        0,
+    inputs = BlockInputs(
+        is_token_BL=is_prompt_BP & rows.is_live_B[:, None],
         mask_BLM=sees_PP[None] & is_prompt_BP[:, None],
         bias_HLM=model.decoder.position_bias(P, P),
+        memory_mask_BLM=None if is_source_BM is None else is_source_BM[:, None],
+        token_BL=prompt_BP,
         row_bias_BHLM=model.decoder.row_bias(position_BP, position_BP),
-        is_live_BL=is_prompt_BP & rows.is_live_B[:, None],
+        place=jnp.int32(0),
     )
+    logits_BPV, cache = _extend(model, cache, prompt_BP, position_BP, inputs)
     hypotheses = (Beams if L > 1 else Greedy).start(B, decoding)
     logits_BLV = jnp.broadcast_to(logits_BPV[:, -1:], (B, L, logits_BPV.shape[-1]))
     hypotheses, token_BL, is_live_B = hypotheses.advance(
@@ -93,7 +100,7 @@ def prefill(
     )
     rows = dataclasses.replace(rows, is_live_B=is_live_B)
     return constrain_named(
-        Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP)
+        Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP, is_source_BM)
     )
 
 
@@ -108,7 +115,7 @@ def run_until(
 ) -> Decoding:
     """Steps until no more than `num_live` sentences live, or until `last_step` new tokens."""
     model = bind(config, params)
-    positions = _position_terms(model, decoding, state)
+    positions = position_terms(model, decoding, state.is_prompt_BP.shape[1])
 
     def goes_on(state: Decoding):
         are_many = jnp.sum(state.rows.is_live_B) > num_live
@@ -124,20 +131,12 @@ def run_until(
 def run_step(config: ModelConfig, decoding: DecodingConfig, params, state: Decoding):
     """One step, for a loop that runs elsewhere."""
     model = bind(config, params)
-    return _advance(model, decoding, state, _position_terms(model, decoding, state))
-
-
-def _position_terms(model, decoding: DecodingConfig, state: Decoding) -> tuple:
-    """What the model's positions give, computed once for all steps; see `step_logits`."""
-    num_prompts = state.is_prompt_BP.shape[1]
-    return (
-        _bias_by_distance(model, num_prompts, decoding),
-        untied_projections(model, num_prompts, decoding),
-    )
+    positions = position_terms(model, decoding, state.is_prompt_BP.shape[1])
+    return _advance(model, decoding, state, positions)
 
 
 def _advance(model, decoding: DecodingConfig, state: Decoding, positions: tuple) -> Decoding:
-    logits_BLV, cache = step_logits(model, decoding, state, *positions)
+    logits_BLV, cache = step_logits(model, decoding, state, positions)
     hypotheses, token_BL, is_live_B = state.hypotheses.advance(
         logits_BLV, state.step, state.rows, decoding
     )
@@ -153,11 +152,11 @@ def _advance(model, decoding: DecodingConfig, state: Decoding, positions: tuple)
     )
 
 
-def step_logits(model, decoding: DecodingConfig, state: Decoding, far_bias_HM, untied=None):
+def step_logits(model, decoding: DecodingConfig, state: Decoding, positions: tuple):
     """Logits `[B, L, V]` after the newest tokens, and the cache with them.
 
     Args:
-        far_bias_HM, untied: of the model's positions, where it has these, computed once.
+        positions: of `position_terms`.
     """
     B, P = state.is_prompt_BP.shape
     L, T = decoding.beam_size, decoding.max_new_tokens
@@ -171,42 +170,81 @@ def step_logits(model, decoding: DecodingConfig, state: Decoding, far_bias_HM, u
     is_live_B1 = jnp.ones((B, 1), bool)
     if decoding.pruning != "none":
         is_live_B1 = state.rows.is_live_B[:, None]
-    return extend(
-        model,
-        state.cache,
-        state.token_BL,
-        jnp.broadcast_to(jnp.sum(state.is_prompt_BP, axis=1, keepdims=True) + step, (B, L)),
-        P + step * L,
+    is_source_BM, (bias_HM, untied) = state.is_source_BM, positions
+    inputs = BlockInputs(
+        is_token_BL=jnp.broadcast_to(is_live_B1, (B, L)),
         mask_BLM=jnp.concatenate([is_prompt_BLP, is_ancestor_BLM], axis=2),
-        bias_HLM=_bias_of_step(far_bias_HM, P, step, decoding),
-        row_bias_BHLM=row_bias_of_step(untied, state.is_prompt_BP, step, decoding),
-        is_live_BL=jnp.broadcast_to(is_live_B1, (B, L)),
+        bias_HLM=_bias_of_step(bias_HM, P, step, decoding),
+        memory_mask_BLM=None if is_source_BM is None else is_source_BM[:, None],
+        token_BL=state.token_BL,
+        row_bias_BHLM=_row_bias_of_step(untied, state.is_prompt_BP, step, decoding),
+        place=P + step * L,
     )
+    num_prompt_B1 = jnp.sum(state.is_prompt_BP, axis=1, keepdims=True)
+    position_BL = jnp.broadcast_to(num_prompt_B1 + step, (B, L))
+    return _extend(model, state.cache, state.token_BL, position_BL, inputs)
 
 
-def _bias_by_distance(model, prompt_length: int, decoding: DecodingConfig):
-    """The bias for a key that is N - 1 - n behind the query, N places in all; or None."""
+def _extend(model, cache, token_BL, position_BL, inputs: BlockInputs):
+    """Logits `[B, L, V]` of L more tokens of every row, and the cache with them."""
+    x_BLD = constrain(model.embedding.embed(token_BL, position_BL), "BLD")
+    x_BLD, cache = model.decoder.extend(x_BLD, inputs, cache)
+    return constrain(model.embedding.logits(x_BLD), "BLV"), cache
+
+
+def position_terms(model, decoding: DecodingConfig, prompt_length: int) -> tuple:
+    """What the model's positions add to scores, as far as all steps share it.
+
+    Returns:
+        The relative bias `[H, N]` of a key that is N - 1 - n behind the query, N places in
+        all, or None; and TUPE's projected positions, or None.
+    """
     num_places = prompt_length + decoding.max_new_tokens
     bias_HLM = model.decoder.position_bias(1, num_places, first_query=num_places - 1)
-    return None if bias_HLM is None else bias_HLM[:, 0]
+    untied = None
+    if model.decoder.config.has_untied_positions:
+        # A padded prompt has more places than the text has positions.
+        untied = model.decoder.untied_positions.projected(num_places)
+    return None if bias_HLM is None else bias_HLM[:, 0], untied
 
 
-def _bias_of_step(far_bias_HM, P: int, step, decoding: DecodingConfig):
+def _bias_of_step(bias_HM, P: int, step, decoding: DecodingConfig):
     """The bias of step `step`'s queries for all places of the cache, `[H, 1, P + T * L]`."""
-    if far_bias_HM is None:
+    if bias_HM is None:
         return None
-    N = far_bias_HM.shape[1]
-    # Shifted so that the query, at place P + step, is the last; nobody reads what comes after.
-    padded_HM = jnp.pad(far_bias_HM, ((0, 0), (0, N)))
+    N = bias_HM.shape[1]
+    # Shifted so that the query, at place P + step, is the last; what comes after is not read.
+    padded_HM = jnp.pad(bias_HM, ((0, 0), (0, N)))
     bias_HM = jax.lax.dynamic_slice_in_dim(padded_HM, N - 1 - P - step, N, axis=1)
     new_HM = jnp.repeat(bias_HM[:, P:], decoding.beam_size, axis=1)
     return jnp.concatenate([bias_HM[:, :P], new_HM], axis=1)[:, None]
 
 
+def _row_bias_of_step(untied, is_prompt_BP, step, decoding: DecodingConfig):
+    """What TUPE's positions add to the scores of step `step`, `[B, H, 1, P + T * L]`."""
+    if untied is None:
+        return None
+    query_MHK, key_MHK = untied
+    P = is_prompt_BP.shape[1]
+    num_prompt_B = jnp.sum(is_prompt_BP, axis=1)
+    query_BHK = jnp.take(query_MHK, num_prompt_B + step, axis=0, mode="clip")
+    score_BHM = jnp.einsum(
+        "BHK,MHK->BHM", query_BHK, key_MHK, preferred_element_type=jnp.float32
+    )
+    # From positions to places: the text begins where its padding on the left ends.
+    place_1M = jnp.arange(P + decoding.max_new_tokens)[None]
+    position_BM = jnp.maximum(place_1M - (P - num_prompt_B)[:, None], 0)
+    bias_BHM = jnp.take_along_axis(score_BHM, position_BM[:, None], axis=2, mode="clip")
+    new_BHM = jnp.repeat(bias_BHM[:, :, P:], decoding.beam_size, axis=2)
+    return jnp.concatenate([bias_BHM[:, :, :P], new_BHM], axis=2)[:, :, None]
+
+
 @jax.jit
 def take_rows(state: Decoding, row_B) -> Decoding:
     """The batch of these rows alone."""
-    # All but the step have a row a sentence.
-    whole = dataclasses.replace(state, step=state.rows.sentence_B)
-    taken = jax.tree.map(lambda leaf: leaf[row_B], whole)
-    return constrain_named(dataclasses.replace(taken, step=state.step))
+
+    def take(name, leaf):
+        dims = dims_of(name.rsplit("/", 1)[-1], leaf.ndim)
+        return jnp.take(leaf, row_B, axis=dims.index("B")) if "B" in dims else leaf
+
+    return constrain_named(tree.map_named(take, state))

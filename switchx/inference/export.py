@@ -3,7 +3,9 @@
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, steps 3 to 6: the model as a static
 graph (`jax.export`), split over a mesh with its communication in it, with the kernels of the
-platform, to be deployed. `run_exported.py` runs it, without this package. Dims: B L M P T
+platform, to be deployed. `run_exported.py` runs it, without this package.
+
+Dims: B batch, L length, M input length, P prompt, T new tokens
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ from switchx.inference.generate import for_decoding, positions_needed
 from switchx.inference.model_mesh import ModelMesh
 from switchx.inference.quantize import native, packed
 from switchx.inference.sampling import Rows
-from switchx.manifest import write_checked
+from switchx.manifest import new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import MeshSpec, batch_parts
 
@@ -99,10 +101,10 @@ def export_model(
         The manifest, and bytes of all files.
 
     Raises:
-        ValueError: shapes that do not fit the model or the mesh; see `write_checked`.
+        ValueError: shapes that do not fit the model or the mesh; see `manifest.new_folder`.
     """
     decoding = dataclasses.replace(decoding, pruning="experts")
-    config, params = for_decoding(config, params)
+    config = for_decoding(config)
     _require_positions(config, decoding, shapes)
     programs = {
         target.platform: _export(config, params, decoding, shapes, target) for target in targets
@@ -131,14 +133,14 @@ def export_model(
         "programs": programs,
     }
 
-    def write_files(partial: pathlib.Path) -> None:
+    with new_folder(folder) as partial:
         save_file(tree.named_leaves(packed(params)), partial / run_exported.WEIGHTS)
         for file, program in files.items():
             (partial / file).write_bytes(program.serialize())
         (partial / "run.py").write_bytes(pathlib.Path(run_exported.__file__).read_bytes())
         add_files(partial)
-
-    return content, write_checked(folder, run_exported.MANIFEST, content, write_files)
+        content = write_manifest(partial, run_exported.MANIFEST, content, "sha256")
+        return content, num_bytes(partial)
 
 
 def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Target):
@@ -150,7 +152,7 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
             f"batch_size={shapes.batch_size} is not divisible by the {parts} devices that the "
             f"mesh splits rows over; use a multiple of {parts}, or a smaller mesh"
         )
-    config = devices.config(config, params)
+    devices.check(config, params)
     params = jax.eval_shape(lambda params: native(params, target.platform), params)
     params = devices.abstract(params)
     weights = tree.named_leaves(params)

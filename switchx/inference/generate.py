@@ -14,13 +14,10 @@ from switchx.inference.running_batch import (
 )
 from switchx.inference.separate_experts import separate_experts
 from switchx.models.config import ModelConfig
-from switchx.models.unroll import unrolled
 
 
-def for_decoding(
-    config: ModelConfig, params: dict, *, is_dropless: bool = True
-) -> tuple[ModelConfig, dict]:
-    """A model as decoding runs it: unrolled, and without capacity.
+def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfig:
+    """The configuration that a model is decoded with.
 
     Args:
         is_dropless: no token is dropped, so that a sentence's result does not depend on the
@@ -29,14 +26,13 @@ def for_decoding(
     Raises:
         ValueError: the model cannot be decoded step by step.
     """
-    config, params = unrolled(config, params)
     switch = config.switch
     if switch is not None and switch.has_attention:
         raise ValueError(
             f"SwitchConfig.sublayers={switch.sublayers!r}: experts in self-attention have no "
             "cache; decode a model with sublayers='ffn', or score whole texts"
         )
-    return without_capacity(config) if is_dropless else config, params
+    return without_capacity(config) if is_dropless else with_capacity(config)
 
 
 def without_capacity(config: ModelConfig) -> ModelConfig:
@@ -47,15 +43,27 @@ def without_capacity(config: ModelConfig) -> ModelConfig:
     """
     switch = config.switch
     if switch is None or switch.router.kind == "expert_choice":
-        return config
+        return with_capacity(config)
     # Without capacity, padding takes no token's place: nothing needs to count it.
     router = dataclasses.replace(
         switch.router, overflow="dropless", balance_counts="first_choice", padding="ignored"
     )
-    dispatcher = switch.dispatcher
-    if dispatcher in ("gather", "einsum") and not switch.has_attention:
-        dispatcher = "dropless"
-    switch = dataclasses.replace(switch, router=router, dispatcher=dispatcher)
+    # Where nothing is dropped, groups decide nothing: with any `expert_capacity` a row is one,
+    # so that the devices of a mesh have whole groups.
+    switch = dataclasses.replace(
+        switch,
+        router=router,
+        expert_capacity=1,
+        dispatcher=switch.dispatcher if switch.has_attention else "dropless",
+    )
+    return dataclasses.replace(config, switch=switch)
+
+
+def with_capacity(config: ModelConfig) -> ModelConfig:
+    """The same model with the groups that it has on one device; the compiler splits them."""
+    if config.switch is None or config.switch.has_attention:
+        return config
+    switch = dataclasses.replace(config.switch, dispatcher="gather")
     return dataclasses.replace(config, switch=switch)
 
 
@@ -79,7 +87,8 @@ class Generator:
     ):
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
-        self.config = devices.config(config, params)
+        devices.check(config, params)
+        self.config = config
         self.params = separate_experts(params) if devices is ONE_DEVICE else params
         self.decoding, self.batch_size, self.devices = decoding, batch_size, devices
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in use on a device mesh: where its arrays are, and what carries its tokens there.
+"""A model in use on a device mesh: where its arrays are.
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, Table 2: decoding with the experts
-over devices. Parameters follow the rules that training follows. Dims: B G T E
+over devices. Parameters follow the rules that training follows.
+
+Dims: B batch
 """
 
 import contextlib
@@ -11,12 +13,10 @@ import math
 
 import jax
 
-from pallas_kernels.implementations import current_device
 from switchx.inference.quantize import is_quantized
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec, batch_parts
-from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules, param_shardings
 
 
@@ -43,52 +43,19 @@ class ModelMesh:
             return contextlib.nullcontext()
         return use_mesh(self.mesh, self.rules)
 
-    def config(self, config: ModelConfig, params: dict) -> ModelConfig:
-        """The model with the dispatcher that carries its tokens to their experts here.
-
-        Without a capacity, groups decide nothing: each row of a batch becomes one, so that
-        devices have whole groups. With one, groups stay as they are, and the compiler
-        splits them.
+    def check(self, config: ModelConfig, params: dict) -> None:
+        """Checks that a model can be computed here.
 
         Raises:
-            ValueError: experts have a capacity and are quantized, or are quantized where the
-                kernels cannot run on a mesh.
+            ValueError: experts have a capacity and are quantized.
         """
-        switch = config.switch
-        if self.mesh is None or switch is None or switch.has_attention:
-            return config
         leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-        has_quantized = any(map(is_quantized, leaves))
-        if has_quantized and self.mesh.size > 1:
-            self._require_kernels(config)
-        if has_capacity(switch):
-            if has_quantized:
-                raise ValueError(
-                    "quantized experts with a capacity do not run on a mesh: decode without "
-                    "(dropless=True, --capacity=dropless), on one device, or not quantized"
-                )
-            return dataclasses.replace(
-                config, switch=dataclasses.replace(switch, dispatcher="gather")
-            )
-        place = Placement.on(self.mesh, self.rules)
-        dispatcher = "dropless"
-        if place.experts:
-            is_sent = set(place.experts) <= set(place.batch)
-            dispatcher = "ragged_all_to_all" if is_sent else "sliced"
-        # Any `expert_capacity` makes a row a group; where nothing is dropped it is not read.
-        switch = dataclasses.replace(switch, dispatcher=dispatcher, expert_capacity=1)
-        return dataclasses.replace(config, switch=switch)
-
-    def _require_kernels(self, config: ModelConfig) -> None:
-        # Hopper's kernel looks up scales in a branch whose two sides `jax.shard_map` types
-        # differently; float32 is for plain JAX.
-        with self.use():
-            platform = current_device().platform
-        if platform == "gpu" and config.precision.compute != "float32":
+        if self.mesh is None or config.switch is None or not any(map(is_quantized, leaves)):
+            return
+        if has_capacity(config.switch):
             raise ValueError(
-                "quantized experts do not run on a mesh of GPUs in "
-                f"{config.precision.compute} yet: use one GPU, experts that are not quantized, "
-                "or `switchx quantize --rest=float32`"
+                "quantized experts with a capacity do not run on a mesh: decode without "
+                "(dropless=True, --capacity=dropless), on one device, or not quantized"
             )
 
     def abstract(self, params: dict) -> dict:

@@ -2,7 +2,9 @@
 """Experts' matrices as int8 or int4, the rest of a model in another dtype, and what it costs.
 
 Kim et al. 2022 (arXiv:2211.10017), section 3.4: experts hold most of the weights and are what
-a step of decoding reads; everything else stays as it is. Dims: E D F
+a step of decoding reads; everything else stays as it is.
+
+Dims: E experts, D model, F ffn
 """
 
 import dataclasses

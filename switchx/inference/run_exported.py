@@ -7,7 +7,9 @@ Every export has a copy of this file, `run.py`:
 
 reads a JSON list of token ids a line and writes an object a line: tokens, score, is_finished.
 From Python, `ExportedModel(DIR).generate([[69, 70, 258, 1]])`. A decoder-only model's inputs
-begin with the start token, 0. Dims: B L M P T
+begin with the start token, 0.
+
+Dims: B batch, L hypotheses, M input length, P prompt, T new tokens
 """
 
 import argparse

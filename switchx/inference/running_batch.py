@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch on its way: advanced step by step, asked for what it has, left by who lost interest.
+"""A batch of sentences that are decoded together: advanced, read while it runs, left early.
 
-Sizes are few, so that few programs are compiled: lengths and batches are rounded up to the
-next of a fixed list. Dims: B M P T
+Lengths and batches are rounded up to the next of a few buckets, so that few programs are
+compiled.
+
+Dims: B batch, M input length, P prompt, T new tokens
 """
 
 import bisect
@@ -51,7 +53,7 @@ class RunningBatch:
     A sentence is named by its place in `inputs`.
 
     Attributes:
-        waiting: those whose hypotheses `advance` has not given yet, and whom nobody
+        waiting: those whose hypotheses `advance` has not given yet, and that were not
             abandoned.
     """
 
@@ -164,7 +166,7 @@ class RunningBatch:
         B = rounded_up(len(live), self._batches)
         if len(is_live_B) == B:
             return
-        # Some finished row fills up: it stays finished, and is nobody's any more.
+        # Some finished row fills the batch up: it stays finished, and has no sentence.
         fill = np.flatnonzero(~is_live_B)[:1].repeat(B - len(live))
         with self._devices.use():
             self._state = take_rows(self._state, jnp.asarray(np.concatenate([live, fill])))

@@ -2,7 +2,9 @@
 """How likely texts are: log-likelihoods of targets given inputs, by whole forward passes.
 
 log p(y | x) is the sum over the target's tokens of log p(y_l | x, y_1 .. y_{l-1}), natural
-logarithms. Dims: B L V
+logarithms.
+
+Dims: B batch, L length, V vocabulary
 """
 
 import dataclasses
@@ -58,7 +60,8 @@ class Scorer:
     ):
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
-        self.config, self.params = devices.config(config, params), params
+        devices.check(config, params)
+        self.config, self.params = config, params
         self.is_prompt_bidirectional = is_prompt_bidirectional
         self.batch_size, self.devices = batch_size, devices
         self.batches = devices.batches(config, BATCHES)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention: a pure function of arrays, and the module that owns its weights.
+"""Multi-head attention: a pure function of arrays, the module that owns its weights, the cache.
 
 Vaswani et al. 2017 (arXiv:1706.03762); T5's form has no 1/sqrt(K) (it is in the query's
-initializer) and adds a relative position bias. Dims: B L M D H K
+initializer) and adds a relative position bias.
+Dims: B batch, L queries, M keys and values (the memory), D model, H heads, K head size
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -18,10 +20,36 @@ from switchx.layers.initializers import along_last
 MASKED = -1e9
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeysValues:
+    """The memory of one attention; also the KV cache, of which the first places are used.
+
+    Heads stand before places, so that a decode step reads them as they lie.
+    """
+
+    key_BHMK: jax.Array
+    value_BHMK: jax.Array
+
+    @classmethod
+    def empty(cls, shape_BHMK, dtype) -> "KeysValues":
+        return cls(jnp.zeros(shape_BHMK, dtype), jnp.zeros(shape_BHMK, dtype))
+
+    def written(self, place, new: "KeysValues") -> "KeysValues":
+        """The same with new entries from `place` on."""
+        return jax.tree.map(
+            lambda kept, new: jax.lax.dynamic_update_slice_in_dim(kept, new, place, axis=2),
+            self,
+            new,
+        )
+
+    def first(self, places: int) -> "KeysValues":
+        return jax.tree.map(lambda leaf: leaf[:, :, :places], self)
+
+
 def attend(
     query_BLHK,
-    key_BMHK,
-    value_BMHK,
+    memory: KeysValues,
     *,
     bias_HLM=None,
     row_bias_BHLM=None,
@@ -33,76 +61,45 @@ def attend(
     Args:
         bias_HLM: added to the scores of every row of the batch.
         row_bias_BHLM: added to the scores, each row's own.
-        mask_BLM: true where a query may look at a key. A query that may look at nothing
-            (padding) gets an average that no loss and no other token reads.
-        drop: applied to the attention weights, as dropout is; None for nothing.
+        mask_BLM: true where a query may look at a key; L or M may be 1 where all are alike. A
+            query that may look at nothing (padding) gets an average that no loss and no other
+            token reads.
+        drop: applied to the attention weights `[B, H, L, M]`, as dropout is; None for nothing.
 
     Returns:
         `out_BLHK` in the queries' dtype.
     """
-    if drop is None:
-        return _attend(query_BLHK, key_BMHK, value_BMHK, bias_HLM, row_bias_BHLM, mask_BLM)
-    weights_BHLM = drop(
-        _attention_weights(query_BLHK, key_BMHK, bias_HLM, row_bias_BHLM, mask_BLM)
-    )
-    return jnp.einsum("BHLM,BMHK->BLHK", weights_BHLM, value_BMHK)
-
-
-def _attention_weights(query_BLHK, key_BMHK, bias_HLM, row_bias_BHLM, mask_BLM):
     scores_BHLM = jnp.einsum(
-        "BLHK,BMHK->BHLM", query_BLHK, key_BMHK, preferred_element_type=jnp.float32
+        "BLHK,BHMK->BHLM", query_BLHK, memory.key_BHMK, preferred_element_type=jnp.float32
     )
     if bias_HLM is not None:
-        scores_BHLM = scores_BHLM + bias_HLM[None].astype(scores_BHLM.dtype)
+        # A product with ones, whose gradient is a product too: the sum over the batch that
+        # broadcasting has for a gradient takes XLA's CPU compiler 5% of a training step.
+        ones_B = jnp.ones(scores_BHLM.shape[0], scores_BHLM.dtype)
+        bias_HLM = bias_HLM.astype(scores_BHLM.dtype)
+        scores_BHLM = scores_BHLM + jnp.einsum("B,HLM->BHLM", ones_B, bias_HLM)
     if row_bias_BHLM is not None:
         scores_BHLM = scores_BHLM + row_bias_BHLM.astype(scores_BHLM.dtype)
     if mask_BLM is not None:
         scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
-    return jax.nn.softmax(scores_BHLM, axis=-1).astype(query_BLHK.dtype)
+    weights_BHLM = jax.nn.softmax(scores_BHLM, axis=-1).astype(query_BLHK.dtype)
+    if drop is not None:
+        weights_BHLM = drop(weights_BHLM)
+    return jnp.einsum("BHLM,BHMK->BLHK", weights_BHLM, memory.value_BHMK)
 
 
-@jax.custom_vjp
-def _attend(query_BLHK, key_BMHK, value_BMHK, bias_HLM, row_bias_BHLM, mask_BLM):
-    operands = query_BLHK, key_BMHK, value_BMHK, bias_HLM, row_bias_BHLM, mask_BLM
-    return _attend_forward(*operands)[0]
+def weight_dropout(rate: float, key):
+    """The dropout of attention weights `[B, H, L, M]`, or None where there is none.
 
-
-def _attend_forward(query_BLHK, key_BMHK, value_BMHK, bias_HLM, row_bias_BHLM, mask_BLM):
-    weights_BHLM = _attention_weights(query_BLHK, key_BMHK, bias_HLM, row_bias_BHLM, mask_BLM)
-    out_BLHK = jnp.einsum("BHLM,BMHK->BLHK", weights_BHLM, value_BMHK)
-    # Of a bias for each row only the dtype is needed, and arrays alone may be kept.
-    row_bias_0 = None if row_bias_BHLM is None else jnp.zeros((0,), row_bias_BHLM.dtype)
-    return out_BLHK, (query_BLHK, key_BMHK, value_BMHK, bias_HLM, row_bias_0, weights_BHLM)
-
-
-def _attend_backward(residuals, dout_BLHK):
-    query_BLHK, key_BMHK, value_BMHK, bias_HLM, row_bias_0, weights_BHLM = residuals
-    dtype = weights_BHLM.dtype
-    dvalue_BMHK = jnp.einsum("BHLM,BLHK->BMHK", weights_BHLM, dout_BLHK)
-    weights_BHLM = weights_BHLM.astype(jnp.promote_types(dtype, jnp.float32))
-    dweights_BHLM = jnp.einsum(
-        "BLHK,BMHK->BHLM", dout_BLHK, value_BMHK, preferred_element_type=weights_BHLM.dtype
-    )
-    mean_BHL1 = jnp.sum(dweights_BHLM * weights_BHLM, axis=-1, keepdims=True)
-    dscores_BHLM = weights_BHLM * (dweights_BHLM - mean_BHL1)
-    dbias_HLM = None
-    if bias_HLM is not None:
-        # The sum over the batch as a product: XLA's reduction over a leading dimension takes
-        # 8 ms a layer on two cores at B = 16, L = 128.
-        ones_B = jnp.ones(dscores_BHLM.shape[0], dscores_BHLM.dtype)
-        dbias_HLM = jnp.einsum("B,BHLM->HLM", ones_B, dscores_BHLM).astype(bias_HLM.dtype)
-    drow_bias_BHLM = None if row_bias_0 is None else dscores_BHLM.astype(row_bias_0.dtype)
-    dscores_BHLM = dscores_BHLM.astype(dtype)
-    dquery_BLHK = jnp.einsum("BHLM,BMHK->BLHK", dscores_BHLM, key_BMHK)
-    dkey_BMHK = jnp.einsum("BHLM,BLHK->BMHK", dscores_BHLM, query_BLHK)
-    return dquery_BLHK, dkey_BMHK, dvalue_BMHK, dbias_HLM, drow_bias_BHLM, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    A mask is shared by all queries, as in T5X.
+    """
+    if key is None or rate == 0:
+        return None
+    return functools.partial(dropout, rate=rate, key=key, shared_dims=(2,))
 
 
 class Attention(nnx.Module):
-    """Self-attention, or cross-attention where a memory is given.
+    """Attention whose memory is the tokens themselves, a cache, or an encoder's output.
 
     Attributes:
         score_scale: of the queries, where the model scales them.
@@ -133,52 +130,44 @@ class Attention(nnx.Module):
                 setattr(self, f"b_{name}_HK", nnx.Param(bias_HK))
             self.b_out_D = nnx.Param(jnp.zeros((D,), config.precision.params))
 
-    def _project(self, name: str, x):
-        y = jnp.einsum("BLD,DHK->BLHK", x, getattr(self, f"w_{name}_DHK")[...].astype(x.dtype))
-        if self.config.use_bias:
-            y = y + along_last(getattr(self, f"b_{name}_HK")[...], y)
-        return y
+    def _project(self, name: str, x, equation: str):
+        y = jnp.einsum(equation, x, getattr(self, f"w_{name}_DHK")[...].astype(x.dtype))
+        if not self.config.use_bias:
+            return y
+        b_HK = getattr(self, f"b_{name}_HK")[...]
+        return y + along_last(b_HK if equation.endswith("LHK") else b_HK[:, None], y)
 
-    def project_query(self, x_BLD):
-        """Queries `[B, L, H, K]`, scaled where the model does that."""
-        query_BLHK = self._project("query", x_BLD)
-        if self.config.scale_attention:
-            query_BLHK = query_BLHK * jnp.asarray(self.score_scale, query_BLHK.dtype)
-        return query_BLHK
-
-    def project_memory(self, x_BMD):
-        """Keys and values `[B, M, H, K]`."""
-        return self._project("key", x_BMD), self._project("value", x_BMD)
-
-    def project_out(self, out_BLHK):
-        """Heads joined and mapped back to `[B, L, D]`."""
-        y_BLD = jnp.einsum(
-            "BLHK,HKD->BLD", out_BLHK, self.w_out_HKD[...].astype(out_BLHK.dtype)
-        )
-        return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
+    def project_memory(self, x_BMD) -> KeysValues:
+        """Keys and values of these tokens."""
+        project = functools.partial(self._project, x=x_BMD, equation="BMD,DHK->BHMK")
+        return KeysValues(project("key"), project("value"))
 
     def __call__(
         self,
         x_BLD,
-        memory_BMD=None,
+        memory: KeysValues,
         *,
         bias_HLM=None,
         row_bias_BHLM=None,
         mask_BLM=None,
         key=None,
     ):
-        """Output `[B, L, D]`; the arguments are those of `attend`."""
-        drop, rate = None, self.config.dropout_rate
-        if key is not None and rate > 0:
-            drop = functools.partial(dropout, rate=rate, key=key)
-        key_BMHK, value_BMHK = self.project_memory(x_BLD if memory_BMD is None else memory_BMD)
+        """Output `[B, L, D]` of queries that read the memory; see `attend`.
+
+        Args:
+            key: of dropout; None for none.
+        """
+        query_BLHK = self._project("query", x_BLD, "BLD,DHK->BLHK")
+        if self.config.scale_attention:
+            query_BLHK = query_BLHK * jnp.asarray(self.score_scale, query_BLHK.dtype)
         out_BLHK = attend(
-            self.project_query(x_BLD),
-            key_BMHK,
-            value_BMHK,
+            query_BLHK,
+            memory,
             bias_HLM=bias_HLM,
             row_bias_BHLM=row_bias_BHLM,
             mask_BLM=mask_BLM,
-            drop=drop,
+            drop=weight_dropout(self.config.dropout_rate, key),
         )
-        return self.project_out(out_BLHK)
+        w_out_HKD = self.w_out_HKD[...].astype(out_BLHK.dtype)
+        y_BLD = jnp.einsum("BLHK,HKD->BLD", out_BLHK, w_out_HKD)
+        return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token and position embeddings, and the logits, tied to the table or not.
+"""Token and position embeddings, and the logits; the table may be split by rows.
 
-Dims: B L D V
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.3: with `("V", ("data",))` in
+`Rules.params`, or V over other axes that split the batch too, the rows of the token table and
+of the logits' matrix are on devices that have different tokens. Everywhere else, and for a
+batch that these axes do not divide, the compiler splits the lookup.
 
-The token table and the logits' matrix with rows on devices that have different tokens.
-
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.3. `Rules.params` says so: V over axes
-that split the batch too, as `("V", ("data",))`. Everywhere else, and for a batch that these
-axes do not divide, the compiler is left to it. Dims: B L D V
+Dims: B batch, L length, T tokens, D model, V vocabulary
 """
 
 import math

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense feed-forward sub-layer: ReLU, GELU, GEGLU or SwiGLU.
 
-Shazeer 2020 (arXiv:2002.05202) for the gated forms. Dims: B L D F
+Shazeer 2020 (arXiv:2002.05202) for the gated forms.
+
+Dims: B batch, L length, D model, F ffn
 """
 
 import jax

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Normalization: T5's RMSNorm and GPT's LayerNorm, statistics in float32.
 
-Dims: D
+Dims: D model
 """
 
 import jax

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5's relative position bias: log-spaced buckets of key minus query position.
+"""Positions in attention scores: T5's relative bias, and TUPE's untied correlations.
 
-Raffel et al. 2020 (arXiv:1910.10683), section 2.1: one table a stack, shared by its
-layers, added to the attention scores. Dims: L M H U
-
-TUPE: correlations of positions, untied from those of words.
-
-Ke et al. 2020 (arXiv:2006.15595), eq. 7: with H heads of size K, a score of self-attention is
+Raffel et al. 2020 (arXiv:1910.10683), section 2.1: log-spaced buckets of key minus query
+position, one table a stack, shared by its layers. Ke et al. 2020 (arXiv:2006.15595), eq. 7:
+with H heads of size K, a score of self-attention is
 
     ((x_i W_Q) (x_j W_K)^T + (p_i U_Q) (p_j U_K)^T) / sqrt(2 K)
 
 where p is a table of absolute positions and U_Q, U_K are projections of their own, shared by
 the layers of a stack, so that the second term is computed once a stack and added as a bias;
-with the relative bias of `RelativeBias` beside it, it is TUPE-R. Positions are counted from 0
-in each packed example. The paper's section 3.2, which unties [CLS] from positions, is about a
-symbol that sequence-to-sequence models do not have. Dims: B L M D H K
+with the relative bias beside it, it is TUPE-R. Positions are counted from 0 in each packed
+example. The paper's section 3.2, which unties [CLS] from positions, is about a symbol that
+sequence-to-sequence models do not have.
+
+Dims: B batch, L queries, M keys, D model, H heads, K head size, U relative buckets
 """
 
 import math

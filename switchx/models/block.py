@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pre-norm Transformer block: self-attention, cross-attention in a decoder, FFN.
 
-Dims: B L M D H
-
-Attention masks from segment ids: packed examples never see each other or padding.
-
-Dims: B L M
+The same block trains, scores and decodes: with a cache, its self-attention reads what earlier
+calls wrote there, and its cross-attention the encoder's keys and values.
+Dims: B batch, L length, M keys and values (the memory), D model, H heads, K head size
 """
 
 import dataclasses
@@ -14,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.attention import Attention
+from switchx.layers.attention import Attention, KeysValues
 from switchx.layers.dropout import dropout, split_key
 from switchx.layers.ffn import DenseFFN
 from switchx.layers.norm import Norm
 from switchx.moe.attention import SwitchAttention
 from switchx.moe.layer import SwitchFFN
+from switchx.partitioning.constrain import constrain_named
 
 
 @jax.tree_util.register_dataclass
@@ -28,14 +27,16 @@ class BlockInputs:
     """What every block of a stack reads beside its input.
 
     Attributes:
-        is_token_BL: false for padding.
-        mask_BLM: which positions a position may look at, in self-attention.
+        is_token_BL: false for padding, and for whatever no expert is to see.
+        mask_BLM: which positions a position may look at, in self-attention; with a cache, of
+            its first M places.
         bias_HLM: the stack's relative position bias, or None.
         memory_BMD, memory_mask_BLM: the encoder's output and which of it a position may
             look at; None in a stack without cross-attention.
         token_BL: ids of the tokens, for routers that hash them.
         row_bias_BHLM: what positions add to the scores of self-attention, each row's own, or
             None.
+        place: with a cache, where in it these L tokens go.
     """
 
     is_token_BL: jax.Array
@@ -45,13 +46,28 @@ class BlockInputs:
     memory_mask_BLM: jax.Array | None = None
     token_BL: jax.Array | None = None
     row_bias_BHLM: jax.Array | None = None
+    place: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockCache:
+    """What a block keeps between the steps of decoding; `[N, ...]` in a scanned stack.
+
+    Attributes:
+        past: keys and values of self-attention, written from the first place on.
+        memory: those of cross-attention, complete; None without an encoder.
+    """
+
+    past: KeysValues
+    memory: KeysValues | None = None
 
 
 class Block(nnx.Module):
     """`x + attention(norm(x))`, the same with the memory, `x + ffn(norm(x))`."""
 
     def __init__(self, config, *, is_sparse: bool, has_memory: bool, key):
-        self.dropout_rate = config.dropout_rate
+        self.config = config
         keys = jax.random.split(key, 3)
 
         def norm():
@@ -67,6 +83,7 @@ class Block(nnx.Module):
             self.self_attention = Attention(
                 config, num_correlations=config.num_correlations, key=keys[0]
             )
+        self.has_memory = has_memory
         if has_memory:
             self.cross_attention_norm = norm()
             self.cross_attention = Attention(config, key=keys[1])
@@ -74,12 +91,22 @@ class Block(nnx.Module):
         ffn = SwitchFFN if self.is_ffn_sparse else DenseFFN
         self.ffn = ffn(config, key=keys[2])
 
-    def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):
-        """The block's output, and a list of its Switch layers' statistics, in order."""
+    def __call__(
+        self,
+        x_BLD,
+        inputs: BlockInputs,
+        cache: BlockCache | None = None,
+        *,
+        is_training: bool,
+        key=None,
+    ):
+        """The block's output, a list of its Switch layers' statistics, in order, and the cache
+        with these tokens (None without one)."""
         keys, all_stats = split_key(key, 6), []
 
         def residual(x_BLD, y_BLD, key):
-            return x_BLD + dropout(y_BLD, self.dropout_rate, key=key, shared_dims=(1,))
+            rate = self.config.dropout_rate
+            return x_BLD + dropout(y_BLD, rate, key=key, shared_dims=(1,))
 
         normed_BLD = self.self_attention_norm(x_BLD)
         reads = dict(
@@ -89,18 +116,27 @@ class Block(nnx.Module):
             key=keys[0],
         )
         if self.is_attention_sparse:
-            tokens = inputs.is_token_BL, inputs.token_BL
             y_BLD, stats = self.self_attention(
-                normed_BLD, *tokens, is_training=is_training, **reads
+                normed_BLD,
+                inputs.is_token_BL,
+                inputs.token_BL,
+                is_training=is_training,
+                **reads,
             )
             all_stats.append(stats)
         else:
-            y_BLD = self.self_attention(normed_BLD, **reads)
+            past = self.self_attention.project_memory(normed_BLD)
+            if cache is not None:
+                kept = constrain_named(cache.past.written(inputs.place, past))
+                past = kept.first(inputs.mask_BLM.shape[2])
+                cache = dataclasses.replace(cache, past=kept)
+            y_BLD = self.self_attention(normed_BLD, past, **reads)
         x_BLD = residual(x_BLD, y_BLD, keys[1])
-        if inputs.memory_BMD is not None:
+        if self.has_memory:
+            memory = self.memory_of(inputs.memory_BMD) if cache is None else cache.memory
             y_BLD = self.cross_attention(
                 self.cross_attention_norm(x_BLD),
-                inputs.memory_BMD,
+                memory,
                 mask_BLM=inputs.memory_mask_BLM,
                 key=keys[2],
             )
@@ -117,7 +153,18 @@ class Block(nnx.Module):
             all_stats.append(stats)
         else:
             y_BLD = self.ffn(normed_BLD, key=keys[4])
-        return residual(x_BLD, y_BLD, keys[5]), all_stats
+        return residual(x_BLD, y_BLD, keys[5]), all_stats, cache
+
+    def new_cache(self, batch: int, places: int, memory_BMD=None) -> BlockCache:
+        """An empty cache of `places` places, with the keys and values of the memory."""
+        config = self.config
+        shape_BHMK = batch, config.num_heads, places, config.d_head
+        past = KeysValues.empty(shape_BHMK, config.precision.compute_dtype)
+        return BlockCache(past, self.memory_of(memory_BMD) if self.has_memory else None)
+
+    def memory_of(self, memory_BMD) -> KeysValues:
+        """Keys and values of an encoder's output."""
+        return self.cross_attention.project_memory(memory_BMD)
 
 
 def segment_mask(query_segment_BL, key_segment_BM):

@@ -2,7 +2,7 @@
 """The decoder-only model, in T5's style or in GPT's, dense or with Switch layers.
 
 Pipeline MoE (arXiv:2304.11414) and SE-MoE (arXiv:2205.10034) use the GPT form.
-Dims: B L D V
+Dims: B batch, L length, D model, V vocabulary
 """
 
 import jax

@@ -2,7 +2,7 @@
 """The T5 encoder-decoder, dense or with Switch layers.
 
 Raffel et al. 2020 (arXiv:1910.10683); Fedus et al. 2021 (arXiv:2101.03961).
-Dims: B L M D V
+Dims: B batch, L length, M memory, D model, V vocabulary
 """
 
 import jax

@@ -3,7 +3,9 @@
 
 A stack is `repeats` times a run of `period` different blocks. Unrolled, the run is the
 whole stack; scanned, it is the shortest run of dense and sparse blocks that repeats, with
-the parameters stacked over N. Dims: B L D N
+the parameters stacked over N. A cache is a tuple of `BlockCache`s, an item a block of the run,
+stacked as the parameters are.
+Dims: B batch, L length, M memory, D model, H heads, N repeats of the run
 """
 
 import jax
@@ -13,9 +15,9 @@ from flax import nnx
 from switchx.layers.dropout import dropout, split_key
 from switchx.layers.norm import Norm
 from switchx.layers.positions import RelativeBias, UntiedPositions
-from switchx.models.block import Block, BlockInputs
+from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.partitioning.buckets import whole
-from switchx.partitioning.constrain import constrain
+from switchx.partitioning.constrain import constrain, constrain_named
 
 REMAT_POLICIES = {
     "minimal": jax.checkpoint_policies.dots_saveable,
@@ -33,22 +35,39 @@ class BlockRun(nnx.Module):
             block = Block(config, is_sparse=is_sparse, has_memory=has_memory, key=key_i)
             setattr(self, f"layer_{i}", block)
 
-    def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, remat: str, key=None):
-        """Output, and the sparse blocks' statistics stacked over them (None if none is)."""
+    @property
+    def blocks(self) -> list[Block]:
+        return [getattr(self, f"layer_{i}") for i in range(self.length)]
 
-        def run_block(block, x_BLD, inputs, key):
+    def __call__(
+        self, x_BLD, inputs: BlockInputs, cache=None, *, is_training: bool, remat: str, key=None
+    ):
+        """Output, the sparse blocks' statistics stacked over them (None if none is), cache."""
+
+        def run_block(block, x_BLD, inputs, cache, key):
             block = whole(block)  # in here, to be freed after use and gathered again
-            return block(constrain(x_BLD, "BLD"), inputs, is_training=is_training, key=key)
+            x_BLD = constrain(x_BLD, "BLD")
+            return block(x_BLD, inputs, cache, is_training=is_training, key=key)
 
         if remat != "none":
             run_block = jax.checkpoint(run_block, policy=REMAT_POLICIES[remat])
-        all_stats = []
-        for i, key_i in enumerate(split_key(key, self.length)):
-            x_BLD, stats = run_block(getattr(self, f"layer_{i}"), x_BLD, inputs, key_i)
+        all_stats, caches = [], []
+        for block, cache_i, key_i in zip(
+            self.blocks,
+            [None] * self.length if cache is None else cache,
+            split_key(key, self.length),
+            strict=True,
+        ):
+            x_BLD, stats, cache_i = run_block(block, x_BLD, inputs, cache_i, key_i)
             all_stats += stats
-        if not all_stats:
-            return x_BLD, None
-        return x_BLD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_stats)
+            caches.append(cache_i)
+        stats = None
+        if all_stats:
+            stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_stats)
+        return x_BLD, stats, None if cache is None else tuple(caches)
+
+    def new_cache(self, batch: int, places: int, memory_BMD=None) -> tuple[BlockCache, ...]:
+        return tuple(block.new_cache(batch, places, memory_BMD) for block in self.blocks)
 
 
 class Stack(nnx.Module):
@@ -93,18 +112,40 @@ class Stack(nnx.Module):
     def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):
         """The normed output `[B, L, D]` and the routing statistics `[num_sparse, ...]`."""
         x_BLD = self.enter(x_BLD, key=key)
-        x_BLD, stats = self.run(x_BLD, inputs, is_training=is_training, key=key)
+        x_BLD, stats, _ = self.run(x_BLD, inputs, is_training=is_training, key=key)
         return self.leave(x_BLD, key=key), stats
+
+    def extend(self, x_BLD, inputs: BlockInputs, cache):
+        """The normed output of L more tokens, and the cache with them; nothing is trained."""
+        x_BLD, _, cache = self.run(x_BLD, inputs, cache, is_training=False)
+        return self.leave(x_BLD), cache
+
+    def new_cache(self, batch: int, places: int, memory_BMD=None) -> tuple[BlockCache, ...]:
+        """An empty cache of `places` places, with the keys and values of the memory."""
+        if not self.config.scan_layers:
+            return constrain_named(self.blocks.new_cache(batch, places, memory_BMD))
+        make = jax.vmap(lambda run: run.new_cache(batch, places, memory_BMD))
+        return constrain_named(make(self.blocks))
 
     def enter(self, x_BLD, *, key=None):
         """What the first block reads, from the embedded tokens."""
         key_in, _, _ = split_key(key, 3)
         return dropout(x_BLD, self.config.dropout_rate, key=key_in, shared_dims=(1,))
 
-    def run(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None, first_run=0):
-        """The blocks that this stack holds: their output and routing statistics.
+    def run(
+        self,
+        x_BLD,
+        inputs: BlockInputs,
+        cache=None,
+        *,
+        is_training: bool,
+        key=None,
+        first_run=0,
+    ):
+        """The blocks that this stack holds: their output, routing statistics and cache.
 
         Args:
+            cache: of `new_cache`, or None where whole texts are read.
             key: of the whole stack, as in all of these.
             first_run: a stage of a pipeline holds some runs of a scanned stack; the number of
                 the first of them, which may be traced.
@@ -113,20 +154,24 @@ class Stack(nnx.Module):
         remat = self.config.remat
         if not self.config.scan_layers:
             return self.blocks(
-                x_BLD, inputs, is_training=is_training, remat=remat, key=key_blocks
+                x_BLD, inputs, cache, is_training=is_training, remat=remat, key=key_blocks
             )
 
         def body(x_BLD, layer):
-            blocks, key = layer
-            return blocks(x_BLD, inputs, is_training=is_training, remat=remat, key=key)
+            blocks, cache, key = layer
+            x_BLD, *others = blocks(
+                x_BLD, inputs, cache, is_training=is_training, remat=remat, key=key
+            )
+            return x_BLD, others
 
         keys = None
         if key is not None:
             num_runs = jax.tree.leaves(nnx.state(self.blocks))[0].shape[0]
             keys = jax.random.split(key_blocks, self.repeats)
             keys = jax.lax.dynamic_slice_in_dim(keys, first_run, num_runs)
-        x_BLD, stats = jax.lax.scan(body, x_BLD, (self.blocks, keys))
-        return x_BLD, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats)
+        x_BLD, (stats, cache) = jax.lax.scan(body, x_BLD, (self.blocks, cache, keys))
+        stats = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats)
+        return x_BLD, stats, cache
 
     def leave(self, x_BLD, *, key=None):
         """The stack's output, from that of the last block."""

@@ -4,7 +4,9 @@
 A stage holds an equal share of the blocks of every stack, and a copy of all else: of the
 embeddings, the tables of positions, the final norms. A microbatch comes into a chunk as a
 message: the activations, and in the decoder of an encoder-decoder also the encoder's output.
-Keys are those of the whole model, so that dropout is the same in both. Dims: B L D M V
+Keys are those of the whole model, so that dropout is the same in both.
+
+Dims: B batch, L length, D model, M memory, V vocabulary
 """
 
 import dataclasses
@@ -101,7 +103,7 @@ class Chunk:
             return jnp.where(op.is_first, stack.enter(embedded_BLD, key=key), x_BLD)
 
         x_BLD = jax.lax.cond(op.any_first, embedded, lambda x_BLD: x_BLD, message["x_BLD"])
-        x_BLD, stats = stack.run(
+        x_BLD, stats, _ = stack.run(
             x_BLD, inputs, is_training=True, key=key, first_run=op.place * self.num_runs
         )
         if self.stack == "encoder":

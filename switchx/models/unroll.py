@@ -27,17 +27,18 @@ def unrolled_blocks(tree: dict) -> dict:
     return _map_blocks(_unrolled, tree)
 
 
-def scanned_blocks(tree: dict, period: int) -> dict:
-    """The inverse of `unrolled_blocks`, as NumPy arrays.
+def scanned_blocks(tree: dict, period: int, stack=np.stack) -> dict:
+    """The inverse of `unrolled_blocks`.
 
     Args:
         period: blocks of the run that is scanned, `ModelConfig.period`.
+        stack: what makes one array of several; `jnp.stack` for arrays of JAX.
 
     Raises:
         ValueError: the period does not divide the layers of a stack, or layers that would be
             stacked are not alike.
     """
-    return _map_blocks(lambda blocks: _scanned(blocks, period), tree)
+    return _map_blocks(lambda blocks: _scanned(blocks, period, stack), tree)
 
 
 def _map_blocks(function, tree: dict) -> dict:
@@ -61,7 +62,7 @@ def _unrolled(blocks: dict) -> dict:
     }
 
 
-def _scanned(blocks: dict, period: int) -> dict:
+def _scanned(blocks: dict, period: int, stack) -> dict:
     if len(blocks) % period:
         raise ValueError(
             f"{len(blocks)} layers are not repeats of a run of {period}; leave them unrolled, "
@@ -75,6 +76,6 @@ def _scanned(blocks: dict, period: int) -> dict:
                 "the layers unrolled"
             )
     return {
-        f"layer_{i}": jax.tree.map(lambda *leaves: np.stack(leaves), *layers[i::period])
+        f"layer_{i}": jax.tree.map(lambda *leaves: stack(leaves), *layers[i::period])
         for i in range(period)
     }

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert-parallel dispatch: slots travel to their experts' devices and back.
+"""Expert-parallel dispatch: tokens travel to their experts' devices and back, in three ways.
 
-Lepikhin et al. 2020 (GShard, arXiv:2006.16668); Fedus et al. 2021 (arXiv:2101.03961),
-section 5.4. Dims: G T E C D R; P devices of the exchange
-
-Expert-parallel dispatch whose all-to-all is one inside of nodes and one between them.
-
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2, Figure 8: bit for bit what
-`dispatch_all_to_all` gives. Dims: G T D; P devices of the exchange
-
-Expert-parallel dispatch that sends rows and no empty slots: a ragged all-to-all.
-
-The dropless form over devices. CPU emulates the collective (`ragged_all_to_all`), all else is
-the code that accelerators run. Dims: G T S E C D R X; P devices of the exchange
+`all_to_all_dispatch` sends all slots in one all-to-all (Lepikhin et al. 2020, GShard,
+arXiv:2006.16668; Fedus et al. 2021, arXiv:2101.03961, section 5.4). `hierarchical_dispatch`
+sends them in one all-to-all inside of nodes and one between them (Shen et al. 2022, SE-MoE,
+arXiv:2205.10034, section 4.2, Figure 8): the same numbers bit for bit. `ragged_dispatch` sends
+rows and no empty slots; CPU emulates its collective, all else is the code of accelerators.
+Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert, D
+model, R rows, X choices in any order, P devices of the exchange
 """
 
 import functools
@@ -21,7 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.sorted_rows import rows_of_groups
 from switchx.moe.dispatch import (
     ExpertBank,
     gated_sum,
@@ -61,6 +56,20 @@ def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
     return run_on_devices(local, x_GTD, plan, experts)
 
 
+def hierarchical_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+    """Slots travel inside of their node first, then between devices of equal rank."""
+
+    def local(x_GTD, plan, experts, placement: Placement):
+        def exchange(x_PERD):
+            axes = placement.experts
+            return hierarchical_all_to_all(x_PERD, axes) if axes else x_PERD
+
+        num_parts = placement.size(placement.experts)
+        return run_slots(x_GTD, plan, experts, exchange, num_parts)
+
+    return run_on_devices(local, x_GTD, plan, experts)
+
+
 def run_slots(
     x_GTD,
     plan: RoutingPlan,
@@ -83,20 +92,6 @@ def run_slots(
     return gather_from_slots(exchange(y_PERD).reshape(E, R, D), plan, token_GQ)
 
 
-def hierarchical_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
-    """Slots travel inside of their node first, then between devices of equal rank."""
-
-    def local(x_GTD, plan, experts, placement: Placement):
-        def exchange(x_PERD):
-            axes = placement.experts
-            return hierarchical_all_to_all(x_PERD, axes) if axes else x_PERD
-
-        num_parts = placement.size(placement.experts)
-        return run_slots(x_GTD, plan, experts, exchange, num_parts)
-
-    return run_on_devices(local, x_GTD, plan, experts)
-
-
 def ragged_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
     """Rows sorted by expert travel to their experts' devices and back."""
     return run_on_devices(_local, x_GTD, plan, experts)
@@ -110,10 +105,10 @@ def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
     token_1R, row_1TS = (sent.choice_R // S)[None], sent.row_X.reshape(1, G * T, S)
     x_1RD = gather_rows(x_GTD.reshape(1, G * T, -1), token_1R, row_1TS)
 
-    # Who has how many rows for which expert: everybody knows, so everybody knows where.
+    # Rows of every device for every expert, known to all devices.
     count_PE = jax.lax.all_gather(sent.count_E, axes) if axes else sent.count_E[None]
     size_PP = count_PE.reshape(num_parts, num_parts, -1).sum(axis=2)
-    # No device receives more than its experts' slots, nor more than there is.
+    # A device receives no more than its experts have slots, nor more rows than there are.
     rows = min(num_parts * expert_X.size, E * G * plan.capacity)
 
     def exchange(x_RD, size_PP, rows):

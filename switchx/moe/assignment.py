@@ -1,29 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to a plan, by the policies that a `RouterConfig` names.
+"""Who goes where: from probabilities to a routing plan, by the policies of a `RouterConfig`.
 
-Each policy has its file and its paper: `router.py`, `exploration.py`, `expert_choice.py`,
-`hash_router.py`, `priority.py`, `capacity.py`, `reroute.py`. Dims: G T S E C
-
-Expert choice: each expert takes the tokens that it is most probable for.
-
-Zhou et al. 2022 (arXiv:2202.09368), section 3.2. Every expert is full, so the load is even by
-construction; a token may have any number of experts, and whether it has one depends on all
-tokens of its group, later ones among them: no router for a decoder. Dims: G T S E C
-
-Batch-prioritized routing: the surest tokens get their slots first.
-
-Riquelme et al. 2021 (arXiv:2106.05974), section 4.2, algorithm 2, with the largest gate as
-the priority. Dims: G T S E
+Fedus et al. 2021 (arXiv:2101.03961), section 2.1 eq. 2; Lepikhin et al. 2020
+(arXiv:2006.16668), algorithm 1, for k = 2; Zhou et al. 2022 (arXiv:2202.09368), section 3.2,
+for experts that choose; Riquelme et al. 2021 (arXiv:2106.05974), section 4.2, for priority by
+gate.
+Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert
 """
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.routing.stable_sort import stable_argsort
+from pallas_kernels.sorted_rows import stable_argsort
 from switchx.layers.initializers import along_last
 from switchx.moe.capacity import assign_slots, reroute
 from switchx.moe.plan import RoutingPlan
-from switchx.moe.router import choose_experts, chosen_gates, sampling_scores
+from switchx.moe.router import sampling_scores
 
 
 def make_plan(
@@ -95,9 +87,67 @@ def place_choices(
     )
 
 
+def choose_experts(score_GTE, num_selected: int):
+    """int32 indices of the highest scores, the highest first, ties to the lower index."""
+    score_GTE = jax.lax.stop_gradient(score_GTE)
+    if num_selected == 1:
+        return jnp.argmax(score_GTE, axis=-1, keepdims=True).astype(jnp.int32)
+    return jax.lax.top_k(score_GTE, num_selected)[1].astype(jnp.int32)
+
+
+def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):
+    """Weight of each chosen expert's output, with the router's gradient.
+
+    Args:
+        expert_GTS: int32; a choice of none (`num_experts`) has a gate of 0.
+        convention: `softmax`, the expert's probability under the softmax over all experts
+            (Switch); `normalized`, divided by the sum over the chosen ones (GShard).
+            Normalized over one chosen expert it would be 1, without a gradient.
+    """
+
+    def gate_of(expert_GT):  # a sum over a mask, not a gather: its gradient is no scatter
+        is_expert_GTE = jax.nn.one_hot(expert_GT, prob_GTE.shape[-1], dtype=jnp.bool_)
+        return jnp.sum(jnp.where(is_expert_GTE, prob_GTE, 0.0), axis=-1)
+
+    gates = [gate_of(expert_GTS[..., s]) for s in range(expert_GTS.shape[-1])]
+    gate_GTS = jnp.stack(gates, axis=-1)
+    if convention == "softmax":
+        return gate_GTS
+    # The floor keeps a token that chooses nothing at 0.
+    return gate_GTS / jnp.maximum(jnp.sum(gate_GTS, axis=-1, keepdims=True), 1e-9)
+
+
 def count_choices(expert_GTS, num_experts: int):
     """How many choices name each expert, int32 `[G, E]`."""
     return jnp.sum(jax.nn.one_hot(expert_GTS, num_experts, dtype=jnp.int32), axis=(1, 2))
+
+
+def by_gate(gate_GT, place):
+    """Runs `place` on tokens in the order of their gates, the largest first.
+
+    A token's slot then depends on all tokens of its group, later ones among them.
+
+    Args:
+        gate_GT: gate of each token's first choice; ties keep the order of the tokens.
+        place: `expert_GTS` -> arrays `[G, T, ...]` in the same order of tokens.
+
+    Returns:
+        `expert_GTS` -> what `place` returns, in the old order of tokens.
+    """
+    order_GT = stable_argsort(-jax.lax.stop_gradient(gate_GT))
+    # Where each token went: the inverse of a permutation is the order of it.
+    inverse_GT = stable_argsort(order_GT)
+
+    def reordered(expert_GTS):
+        placed = place(_take(expert_GTS, order_GT))
+        return jax.tree.map(lambda array: _take(array, inverse_GT), placed)
+
+    return reordered
+
+
+def _take(array, index_GT):
+    index = index_GT.reshape(index_GT.shape + (1,) * (array.ndim - 2))
+    return jnp.take_along_axis(array, index, axis=1)
 
 
 def route_by_experts(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
@@ -137,31 +187,3 @@ def route_by_experts(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
         num_experts=E,
         capacity=capacity,
     )
-
-
-def by_gate(gate_GT, place):
-    """Runs `place` on tokens in the order of their gates, the largest first.
-
-    A token's slot then depends on all tokens of its group, later ones among them.
-
-    Args:
-        gate_GT: gate of each token's first choice; ties keep the order of the tokens.
-        place: `expert_GTS` -> arrays `[G, T, ...]` in the same order of tokens.
-
-    Returns:
-        `expert_GTS` -> what `place` returns, in the old order of tokens.
-    """
-    order_GT = stable_argsort(-jax.lax.stop_gradient(gate_GT))
-    # Where each token went: the inverse of a permutation is the order of it.
-    inverse_GT = stable_argsort(order_GT)
-
-    def reordered(expert_GTS):
-        placed = place(_take(expert_GTS, order_GT))
-        return jax.tree.map(lambda array: _take(array, inverse_GT), placed)
-
-    return reordered
-
-
-def _take(array, index_GT):
-    index = index_GT.reshape(index_GT.shape + (1,) * (array.ndim - 2))
-    return jnp.take_along_axis(array, index, axis=1)

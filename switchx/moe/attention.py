@@ -5,7 +5,8 @@ Fedus et al. 2021 (arXiv:2101.03961), appendix A, Figure 10, Table 10: in self-a
 matrices of query, key and value are replaced by a Switch layer. A token is routed once; its
 expert has one set of weights for the query and one for a vector that is its key and its value
 alike. Each expert is a linear map or an FFN. The paper found it unstable in bfloat16.
-Dims: B L D H K F E R
+Dims: B batch, L length, M memory, D model, H heads, K head size, E experts, R rows, F ffn, or
+the heads joined
 """
 
 import functools
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers import initializers
-from switchx.layers.attention import attend
+from switchx.layers.attention import KeysValues, attend, weight_dropout
 from switchx.layers.dropout import dropout, split_key
 from switchx.layers.ffn import activate
 from switchx.layers.initializers import along_last
@@ -136,17 +137,14 @@ class SwitchAttention(RoutedLayer):
         if config.scale_attention:
             scale = (config.num_correlations * config.d_head) ** -0.5
             query_BLHK = query_BLHK * jnp.asarray(scale, query_BLHK.dtype)
-        drop = None
-        if key is not None and config.dropout_rate > 0:
-            drop = functools.partial(dropout, rate=config.dropout_rate, key=key_weights)
+        memory_BHMK = jnp.swapaxes(memory_BMHK, 1, 2)
         out_BLHK = attend(
             query_BLHK,
-            memory_BMHK,
-            memory_BMHK,
+            KeysValues(memory_BHMK, memory_BHMK),
             bias_HLM=bias_HLM,
             row_bias_BHLM=row_bias_BHLM,
             mask_BLM=mask_BLM,
-            drop=drop,
+            drop=weight_dropout(config.dropout_rate, key_weights),
         )
         w_out_HKD = self.w_out_HKD[...].astype(out_BLHK.dtype)
         y_BLD = jnp.einsum("BLHK,HKD->BLD", out_BLHK, w_out_HKD)

@@ -1,49 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups, expert capacity, and each token's slot in its expert's queue.
+"""Groups of tokens, an expert's slots, each token's slot, and rerouting where none is left.
 
-Fedus et al. 2021 (arXiv:2101.03961), section 2.2, eq. 3. Dims: G T S E C
-
-Tokens of a batch in groups that are routed apart, and back.
-
-Fedus et al. 2021 (arXiv:2101.03961), section 2.2: capacity and slots are those of one group.
-Dims: B L D G T
-
-No-Token-Left-Behind: a token whose expert is full goes to its next one.
-
-Fedus et al. 2021 (arXiv:2101.03961), appendix B, Figure 11. The rule is Mesh-TensorFlow's:
-round by round, the tokens without a slot ask for their next best expert and get what the
-earlier rounds left, in token order. Dims: G T S E C
+Fedus et al. 2021 (arXiv:2101.03961), section 2.2, eq. 3: capacity and slots are those of one
+group; appendix B, Figure 11: No-Token-Left-Behind.
+Dims: B batch, L length, G groups, T tokens of a group, S choices of a token, E experts, C
+slots of an expert (capacity), R choices of a group
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
-
-
-def expert_capacity(
-    tokens_per_group: int,
-    num_experts: int,
-    *,
-    capacity_factor: float,
-    min_capacity: int,
-    num_selected: int = 1,
-    rounding: str = "up",
-) -> int:
-    """Slots of one expert for one group: choices / experts * factor, rounded; eq. 3.
-
-    At least `min_capacity`, and never more than the group has tokens: nobody chooses an
-    expert twice.
-
-    Args:
-        num_selected: choices a token has; GShard's capacity counts them, flaxformer's not.
-        rounding: `up`, so that a factor of 1.0 gives perfectly balanced choices a slot
-            each; `down` (Mesh-TensorFlow); `nearest`, halves to the even (flaxformer).
-    """
-    # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
-    even_share = round(tokens_per_group * num_selected * capacity_factor / num_experts, 9)
-    rounded = {"up": math.ceil, "down": math.floor, "nearest": round}[rounding](even_share)
-    return min(tokens_per_group, max(min_capacity, rounded))
 
 
 def group_shape(num_tokens: int, group_size: int) -> tuple[int, int]:
@@ -64,19 +31,42 @@ def layer_groups(switch, batch: int, length: int) -> tuple[int, int]:
     return group_shape(batch * length, switch.group_size)
 
 
-def layer_shape(
-    switch, batch: int, length: int, *, is_training: bool = True
-) -> tuple[int, int, int]:
-    """(G, T, C) of `batch` rows of `length` tokens."""
-    num_groups, tokens_per_group = layer_groups(switch, batch, length)
-    capacity = layer_capacity(switch, tokens_per_group, is_training=is_training)
-    return num_groups, tokens_per_group, capacity
+def into_groups(x, num_groups: int, group_size: int):
+    """`[B, L, ...]` -> `[G, T, ...]`, in order, zero-padded at the end of the last group."""
+    x = x.reshape(-1, *x.shape[2:])
+    padding = num_groups * group_size - x.shape[0]
+    x = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
+    return x.reshape(num_groups, group_size, *x.shape[1:])
 
 
-def rows_per_expert(switch, batch: int, length: int, *, is_training: bool) -> int:
-    """Slots of one expert for all groups of `batch` rows together: G * C."""
-    num_groups, _, capacity = layer_shape(switch, batch, length, is_training=is_training)
-    return num_groups * capacity
+def out_of_groups(x, batch: int, length: int):
+    """`[G, T, ...]` -> `[B, L, ...]`, without the padding."""
+    return x.reshape(-1, *x.shape[2:])[: batch * length].reshape(batch, length, *x.shape[2:])
+
+
+def expert_capacity(
+    tokens_per_group: int,
+    num_experts: int,
+    *,
+    capacity_factor: float,
+    min_capacity: int,
+    num_selected: int = 1,
+    rounding: str = "up",
+) -> int:
+    """Slots of one expert for one group: choices / experts * factor, rounded; eq. 3.
+
+    At least `min_capacity`, and never more than the group has tokens: no token
+    chooses an expert twice.
+
+    Args:
+        num_selected: choices a token has; GShard's capacity counts them, flaxformer's not.
+        rounding: `up`, so that a factor of 1.0 gives perfectly balanced choices a slot
+            each; `down` (Mesh-TensorFlow); `nearest`, halves to the even (flaxformer).
+    """
+    # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
+    even_share = round(tokens_per_group * num_selected * capacity_factor / num_experts, 9)
+    rounded = {"up": math.ceil, "down": math.floor, "nearest": round}[rounding](even_share)
+    return min(tokens_per_group, max(min_capacity, rounded))
 
 
 def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
@@ -100,6 +90,15 @@ def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
     )
 
 
+def layer_shape(
+    switch, batch: int, length: int, *, is_training: bool = True
+) -> tuple[int, int, int]:
+    """(G, T, C) of `batch` rows of `length` tokens."""
+    num_groups, tokens_per_group = layer_groups(switch, batch, length)
+    capacity = layer_capacity(switch, tokens_per_group, is_training=is_training)
+    return num_groups, tokens_per_group, capacity
+
+
 def assign_slots(expert_GTS, num_experts: int):
     """Places every choice in its expert's queue: first choices first, then token order.
 
@@ -119,21 +118,11 @@ def assign_slots(expert_GTS, num_experts: int):
     return slot_GR.reshape(G, S, T).transpose(0, 2, 1), queue_GRE[:, -1]
 
 
-def into_groups(x, num_groups: int, group_size: int):
-    """`[B, L, ...]` -> `[G, T, ...]`, in order, zero-padded at the end of the last group."""
-    x = x.reshape(-1, *x.shape[2:])
-    padding = num_groups * group_size - x.shape[0]
-    x = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
-    return x.reshape(num_groups, group_size, *x.shape[1:])
-
-
-def out_of_groups(x, batch: int, length: int):
-    """`[G, T, ...]` -> `[B, L, ...]`, without the padding."""
-    return x.reshape(-1, *x.shape[2:])[: batch * length].reshape(batch, length, *x.shape[2:])
-
-
 def reroute(ranked_GTS, num_experts: int, capacity: int):
     """Places every token once, in the first of its ranked experts that has a slot left.
+
+    The rule is Mesh-TensorFlow's: round by round, the tokens without a slot ask for their next
+    best expert and get what the earlier rounds left, in token order.
 
     Args:
         ranked_GTS: each token's experts, best first, one for each round; `num_experts`
@@ -151,7 +140,7 @@ def reroute(ranked_GTS, num_experts: int, capacity: int):
         asked_GTE = jax.nn.one_hot(
             jnp.where(asks_GT, ranked_GT, num_experts), num_experts, dtype=jnp.int32
         )
-        # Those who come after the last slot are refused, so they take none from a later one.
+        # Tokens after the last slot are refused, and take none from a later round.
         place_GTE = jnp.cumsum(asked_GTE, axis=1) - 1 + used_GE[:, None]
         place_GT = jnp.sum(asked_GTE * place_GTE, axis=-1)
         is_placed_GT = asks_GT & (place_GT < capacity)
@@ -161,7 +150,7 @@ def reroute(ranked_GTS, num_experts: int, capacity: int):
 
     start = (
         first_GT,
-        # Nobody has a slot yet; those who take part in nothing never will.
+        # `capacity` is no slot; a token that takes part in nothing keeps it.
         jnp.full_like(first_GT, capacity),
         # Of the choices' own making, so that inside shard_map it varies as they do.
         jnp.zeros_like(first_GT, shape=(first_GT.shape[0], num_experts)) + 0 * first_GT[:, :1],

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sort/gather dispatch: tokens are gathered into their experts' slots and back.
+"""Dispatchers: the protocol, and the two that the compiler splits over a mesh.
 
-The default. Forward and backward are gathers only: each slot knows its token and each
-token its slots, so neither direction needs a scatter of activations. Dims: G T S E C D R
-
-One-hot einsum dispatch: the readable oracle, as Mesh-TensorFlow wrote it.
-
-Fedus et al. 2021 (arXiv:2101.03961), appendix F. Dims: G T S E C D
+`gather_dispatch` is the default. Its forward and backward are gathers only: each slot knows its
+token and each token its slots, so neither direction scatters activations. `einsum_dispatch` is
+the readable oracle of all dispatchers: one-hot tensors, as Mesh-TensorFlow has them (Fedus et
+al. 2021, arXiv:2101.03961, appendix F).
+Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert, D
+model, R rows, Q places for rows
 """
 
 from typing import Protocol
@@ -56,55 +56,36 @@ class Dispatcher(Protocol):
     ) -> jax.Array: ...
 
 
-@jax.custom_vjp
-def gather_rows(x_GRD, index_GQ, inverse_GRS):
-    """Row `index` of each group; zeros where the index is past the end.
-
-    Args:
-        x_GRD: rows.
-        index_GQ: which row goes to each of Q places.
-        inverse_GRS: the places each row goes to (past the end for none); must be the
-            inverse of `index_GQ`. The gradient of row r is the sum of those of its places.
-    """
-    del inverse_GRS
-    return _take(x_GRD, index_GQ)
+def gather_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+    """Gathers tokens into `[E, G * C, D]`, runs the experts, gathers back and gates."""
+    token_GQ = token_of_slot(plan)
+    x_ERD = constrain(gather_into_slots(x_GTD, plan, token_GQ), "ERD")
+    return gather_from_slots(constrain(experts(x_ERD), "ERD"), plan, token_GQ)
 
 
-def _take(x_GRD, index_GQ):
-    return jax.vmap(lambda x_RD, index_Q: x_RD.at[index_Q].get(mode="fill", fill_value=0))(
-        x_GRD, index_GQ
+def einsum_dispatch(x_GTD, plan: RoutingPlan, experts):
+    """Dispatches and combines by two einsums over one-hot tensors."""
+    G, T, D = x_GTD.shape
+    E, C = plan.num_experts, plan.capacity
+    dispatch_GTSEC = dispatch_tensor(plan, x_GTD.dtype)
+    # Multiplying by zero would not keep out what experts make of empty slots, if it is NaN.
+    is_used_EGC1 = jnp.einsum("GTSEC->EGC", dispatch_GTSEC)[..., None] > 0
+    x_EGCD = jnp.einsum("GTSEC,GTD->EGCD", dispatch_GTSEC, x_GTD)
+    x_EGCD = jnp.where(is_used_EGC1, x_EGCD, 0)
+    y_ERD = experts(constrain(x_EGCD.reshape(E, G * C, D), "ERD"))
+    y_EGCD = constrain(y_ERD, "ERD").reshape(E, G, C, -1)
+    y_EGCD = jnp.where(is_used_EGC1, y_EGCD, 0)
+    combine_GTEC = jnp.einsum(
+        "GTSEC,GTS->GTEC", dispatch_GTSEC, plan.gate_GTS.astype(x_GTD.dtype)
     )
+    return jnp.einsum("GTEC,EGCD->GTD", combine_GTEC, y_EGCD)
 
 
-def _add_rows(y_GQD, index_GQ, num_rows: int):
-    """Row `index` of each group is the sum of its places; none past the end."""
-
-    def add(y_QD, index_Q):
-        zeros_RD = jax.lax.full_like(y_QD, 0, shape=(num_rows, y_QD.shape[-1]))
-        return zeros_RD.at[index_Q].add(y_QD, mode="drop")
-
-    return jax.vmap(add)(y_GQD, index_GQ)
-
-
-def _gather_rows_forward(x_GRD, index_GQ, inverse_GRS):
-    return _take(x_GRD, index_GQ), (index_GQ, inverse_GRS)
-
-
-def _gather_rows_backward(residuals, dy_GQD):
-    index_GQ, inverse_GRS = residuals
-    S = inverse_GRS.shape[-1]
-    if S <= MOST_GATHERED:
-        # One gather a choice: summing a [G, R, S, D] buffer would cost a pass for S = 1.
-        dx_GRD = sum(_take(dy_GQD, inverse_GRS[..., s]) for s in range(S))
-    else:
-        dx_GRD = _add_rows(dy_GQD, index_GQ, inverse_GRS.shape[1])
-    no_gradient = [
-        np.zeros(index.shape, jax.dtypes.float0) for index in (index_GQ, inverse_GRS)
-    ]
-    return dx_GRD, *no_gradient
-
-
-gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+def dispatch_tensor(plan: RoutingPlan, dtype):
+    """1 where a choice of token T got slot C of expert E, `[G, T, S, E, C]`."""
+    is_expert_GTSE = jax.nn.one_hot(plan.expert_GTS, plan.num_experts, dtype=dtype)
+    is_slot_GTSC = jax.nn.one_hot(plan.slot_GTS, plan.capacity, dtype=dtype)
+    return jnp.einsum("GTSE,GTSC->GTSEC", is_expert_GTSE, is_slot_GTSC)
 
 
 def token_of_slot(plan: RoutingPlan):
@@ -171,33 +152,52 @@ def _gate_of_place(gate_GTS, place_GTS, y_GQD):
     return gate_GQ.astype(y_GQD.dtype)[..., None]
 
 
-def gather_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
-    """Gathers tokens into `[E, G * C, D]`, runs the experts, gathers back and gates."""
-    token_GQ = token_of_slot(plan)
-    x_ERD = constrain(gather_into_slots(x_GTD, plan, token_GQ), "ERD")
-    return gather_from_slots(constrain(experts(x_ERD), "ERD"), plan, token_GQ)
+@jax.custom_vjp
+def gather_rows(x_GRD, index_GQ, inverse_GRS):
+    """Row `index` of each group; zeros where the index is past the end.
+
+    Args:
+        x_GRD: rows.
+        index_GQ: which row goes to each of Q places.
+        inverse_GRS: the places each row goes to (past the end for none); must be the
+            inverse of `index_GQ`. The gradient of row r is the sum of those of its places.
+    """
+    del inverse_GRS
+    return _take(x_GRD, index_GQ)
 
 
-def dispatch_tensor(plan: RoutingPlan, dtype):
-    """1 where a choice of token T got slot C of expert E, `[G, T, S, E, C]`."""
-    is_expert_GTSE = jax.nn.one_hot(plan.expert_GTS, plan.num_experts, dtype=dtype)
-    is_slot_GTSC = jax.nn.one_hot(plan.slot_GTS, plan.capacity, dtype=dtype)
-    return jnp.einsum("GTSE,GTSC->GTSEC", is_expert_GTSE, is_slot_GTSC)
+def _gather_rows_forward(x_GRD, index_GQ, inverse_GRS):
+    return _take(x_GRD, index_GQ), (index_GQ, inverse_GRS)
 
 
-def einsum_dispatch(x_GTD, plan: RoutingPlan, experts):
-    """Dispatches and combines by two einsums over one-hot tensors."""
-    G, T, D = x_GTD.shape
-    E, C = plan.num_experts, plan.capacity
-    dispatch_GTSEC = dispatch_tensor(plan, x_GTD.dtype)
-    # Multiplying by zero would not keep out what experts make of empty slots, if it is NaN.
-    is_used_EGC1 = jnp.einsum("GTSEC->EGC", dispatch_GTSEC)[..., None] > 0
-    x_EGCD = jnp.einsum("GTSEC,GTD->EGCD", dispatch_GTSEC, x_GTD)
-    x_EGCD = jnp.where(is_used_EGC1, x_EGCD, 0)
-    y_ERD = experts(constrain(x_EGCD.reshape(E, G * C, D), "ERD"))
-    y_EGCD = constrain(y_ERD, "ERD").reshape(E, G, C, -1)
-    y_EGCD = jnp.where(is_used_EGC1, y_EGCD, 0)
-    combine_GTEC = jnp.einsum(
-        "GTSEC,GTS->GTEC", dispatch_GTSEC, plan.gate_GTS.astype(x_GTD.dtype)
+def _gather_rows_backward(residuals, dy_GQD):
+    index_GQ, inverse_GRS = residuals
+    S = inverse_GRS.shape[-1]
+    if S <= MOST_GATHERED:
+        # One gather a choice: summing a [G, R, S, D] buffer would cost a pass for S = 1.
+        dx_GRD = sum(_take(dy_GQD, inverse_GRS[..., s]) for s in range(S))
+    else:
+        dx_GRD = _add_rows(dy_GQD, index_GQ, inverse_GRS.shape[1])
+    no_gradient = [
+        np.zeros(index.shape, jax.dtypes.float0) for index in (index_GQ, inverse_GRS)
+    ]
+    return dx_GRD, *no_gradient
+
+
+gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+
+
+def _take(x_GRD, index_GQ):
+    return jax.vmap(lambda x_RD, index_Q: x_RD.at[index_Q].get(mode="fill", fill_value=0))(
+        x_GRD, index_GQ
     )
-    return jnp.einsum("GTEC,EGCD->GTD", combine_GTEC, y_EGCD)
+
+
+def _add_rows(y_GQD, index_GQ, num_rows: int):
+    """Row `index` of each group is the sum of its places; none past the end."""
+
+    def add(y_QD, index_Q):
+        zeros_RD = jax.lax.full_like(y_QD, 0, shape=(num_rows, y_QD.shape[-1]))
+        return zeros_RD.at[index_Q].add(y_QD, mode="drop")
+
+    return jax.vmap(add)(y_GQD, index_GQ)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dispatcher runs a layer: the configured one, on the meshes that it can run on.
+"""Which dispatcher runs a layer: the one table, the one choice, the refusals.
 
-Dims: G T S E
+Dims: G groups, T tokens of a group
 """
 
 import functools

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One matrix product an expert.
+"""The experts of a Switch layer: E feed-forward networks, each on its own rows.
 
-Dims: E R D F; for `w_out_EFD` read F for D and D for F.
-
-E feed-forward experts as a pytree of weights: what dispatchers run and meshes split.
-
-Dims: E R D F
-
-The experts: E feed-forward networks, each on its own R rows.
-
-Dims: E R D F
+`Experts` owns the parameters; `ExpertFFN` is the same as a pytree of weights, the expert bank
+that dispatchers run and meshes split.
+Dims: E experts, R rows, D model, F ffn; X any of D and F
 """
 
 import dataclasses
@@ -25,84 +19,52 @@ from pallas_kernels import (
     quantized_grouped_matmul,
     separate_matmul,
 )
-from pallas_kernels.routing.groups import rows_of_groups
+from pallas_kernels.sorted_rows import rows_of_groups
 from switchx.layers import initializers
 from switchx.layers.dropout import dropout
 from switchx.layers.ffn import activate
 
-# Up to so many rows, XLA's CPU products are 1.2 to 2.5 times as fast, weight on the left.
-FEW_ROWS = 64
+Weight = jax.Array | QTensor | SeparateMatrices
 
 
-def expert_matmul(x_ERD, w: jax.Array | QTensor | SeparateMatrices):
-    """`x_ERD w_EDF` for each expert, in the dtype of x."""
-    if isinstance(w, QTensor | SeparateMatrices):
-        E, R, D = x_ERD.shape
-        y_RF = rows_matmul(x_ERD.reshape(E * R, D), w, jnp.full((E,), R, jnp.int32))
-        return y_RF.reshape(E, R, -1)
-    return _matmul(x_ERD, w.astype(x_ERD.dtype))
+class Experts(nnx.Module):
+    """The parameters of E feed-forward networks."""
 
+    def __init__(self, config, *, key):
+        self.config = config
+        key_in, key_gate, key_out = jax.random.split(key, 3)
+        E, D, F = config.switch.num_experts, config.d_model, config.switch.d_ff or config.d_ff
 
-def rows_matmul(x_RD, w: jax.Array | QTensor | SeparateMatrices, count_E):
-    """`x_r w_e` for rows sorted by expert, in the dtype of x; see `pallas_kernels`."""
-    if isinstance(w, QTensor):
-        return quantized_grouped_matmul(x_RD, w, count_E)
-    if isinstance(w, SeparateMatrices):
-        return separate_matmul(x_RD, w, count_E)
-    return grouped_matmul(x_RD, w.astype(x_RD.dtype), count_E)
+        def matrices(key, shape):
+            return initializers.weight(config, key, shape, fan_in=shape[1])
 
+        self.w_in_EDF = matrices(key_in, (E, D, F))
+        if config.is_gated:
+            self.w_gate_EDF = matrices(key_gate, (E, D, F))
+        self.w_out_EFD = matrices(key_out, (E, F, D))
+        if config.switch.expert_bias:
+            self.b_in_EF = nnx.Param(jnp.zeros((E, F), config.precision.params))
+            self.b_out_ED = nnx.Param(jnp.zeros((E, D), config.precision.params))
 
-@jax.custom_vjp
-def _matmul(x_ERD, w_EDF):
-    return jnp.einsum("ERD,EDF->ERF", x_ERD, w_EDF)
+    def weights(self, *, key=None) -> "ExpertFFN":
+        """The expert bank.
 
-
-def _matmul_forward(x_ERD, w_EDF):
-    return _matmul(x_ERD, w_EDF), (x_ERD, w_EDF)
-
-
-def _matmul_backward(residuals, dy_ERF):
-    x_ERD, w_EDF = residuals
-    return _times_transposed(dy_ERF, w_EDF), _weight_gradient(x_ERD, dy_ERF)
-
-
-_matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-def _times_transposed(dy_ERF, w_EDF):
-    """`dy w^T` for each expert, `[E, R, D]`."""
-    if dy_ERF.shape[1] > FEW_ROWS:
-        return _product(dy_ERF, w_EDF)
-    return jax.lax.platform_dependent(
-        dy_ERF, w_EDF, cpu=_product_weight_first, default=_product
-    )
-
-
-def _product(dy_ERF, w_EDF):
-    return jnp.einsum("ERF,EDF->ERD", dy_ERF, w_EDF)
-
-
-def _product_weight_first(dy_ERF, w_EDF):
-    # The barrier keeps XLA from turning the product around again.
-    dx_EDR = jax.lax.optimization_barrier(jnp.einsum("EDF,ERF->EDR", w_EDF, dy_ERF))
-    return jnp.swapaxes(dx_EDR, 1, 2)
-
-
-def _weight_gradient(x_ERD, dy_ERF):
-    """`x^T dy` for each expert, `[E, D, F]`."""
-    return jax.lax.platform_dependent(
-        x_ERD, dy_ERF, cpu=_product_of_a_transpose, default=_transposed_product
-    )
-
-
-def _transposed_product(x_ERD, dy_ERF):
-    return jnp.einsum("ERD,ERF->EDF", x_ERD, dy_ERF)
-
-
-def _product_of_a_transpose(x_ERD, dy_ERF):
-    # Written out before: XLA's CPU product that transposes takes 1.1 to 2 times as long.
-    x_EDR = jax.lax.optimization_barrier(jnp.swapaxes(x_ERD, 1, 2))
-    return jnp.einsum("EDR,ERF->EDF", x_EDR, dy_ERF)
+        Args:
+            key: of the dropout inside of the experts (section 2.4); None for none.
+        """
+        config, switch = self.config, self.config.switch
+        rate = switch.expert_dropout_rate
+        rate = config.dropout_rate if rate is None else rate
+        return ExpertFFN(
+            self.w_in_EDF.get_value(),
+            self.w_out_EFD.get_value(),
+            self.w_gate_EDF.get_value() if config.is_gated else None,
+            self.b_in_EF.get_value() if switch.expert_bias else None,
+            self.b_out_ED.get_value() if switch.expert_bias else None,
+            key=key if rate else None,
+            activation=config.activation,
+            dropout_rate=rate,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -111,15 +73,16 @@ class ExpertFFN:
     """E networks `act(x w_in + b_in) w_out + b_out`, gated where there is a `w_gate_EDF`.
 
     Attributes:
-        w_in_EDF, w_gate_EDF, w_out_EFD: arrays, or, where nothing is trained, `QTensor`s.
+        w_in_EDF, w_gate_EDF, w_out_EFD: arrays, or, where nothing is trained, `QTensor`s or
+            `SeparateMatrices`.
         b_in_EF, b_out_ED: biases, or None.
         key: for dropout; None where nothing is random.
         activation, dropout_rate: of the hidden layer.
     """
 
-    w_in_EDF: jax.Array | QTensor
-    w_out_EFD: jax.Array | QTensor
-    w_gate_EDF: jax.Array | QTensor | None = None
+    w_in_EDF: Weight
+    w_out_EFD: Weight
+    w_gate_EDF: Weight | None = None
     b_in_EF: jax.Array | None = None
     b_out_ED: jax.Array | None = None
     key: jax.Array | None = None
@@ -161,43 +124,19 @@ class ExpertFFN:
         return y
 
 
-class Experts(nnx.Module):
-    """E dense FFNs applied to E blocks of rows: `y_ERD = experts(x_ERD)`."""
+def expert_matmul(x_ERD, w: Weight):
+    """`x_ERD w_EDF` for each expert, in the dtype of x."""
+    if isinstance(w, QTensor | SeparateMatrices):
+        E, R, D = x_ERD.shape
+        y_RF = rows_matmul(x_ERD.reshape(E * R, D), w, jnp.full((E,), R, jnp.int32))
+        return y_RF.reshape(E, R, -1)
+    return jnp.einsum("ERD,EDF->ERF", x_ERD, w.astype(x_ERD.dtype))
 
-    def __init__(self, config, *, key):
-        self.config = config
-        key_in, key_gate, key_out = jax.random.split(key, 3)
-        E, D, F = config.switch.num_experts, config.d_model, config.switch.d_ff or config.d_ff
 
-        def matrices(key, shape):
-            return initializers.weight(config, key, shape, fan_in=shape[1])
-
-        self.w_in_EDF = matrices(key_in, (E, D, F))
-        if config.is_gated:
-            self.w_gate_EDF = matrices(key_gate, (E, D, F))
-        self.w_out_EFD = matrices(key_out, (E, F, D))
-        if config.switch.expert_bias:
-            self.b_in_EF = nnx.Param(jnp.zeros((E, F), config.precision.params))
-            self.b_out_ED = nnx.Param(jnp.zeros((E, D), config.precision.params))
-
-    @property
-    def dropout_rate(self) -> float:
-        rate = self.config.switch.expert_dropout_rate
-        return self.config.dropout_rate if rate is None else rate
-
-    def weights(self, *, key=None) -> ExpertFFN:
-        """The experts as a pytree that dispatchers run and `jax.shard_map` splits."""
-        has_bias = self.config.switch.expert_bias
-        return ExpertFFN(
-            self.w_in_EDF.get_value(),
-            self.w_out_EFD.get_value(),
-            self.w_gate_EDF.get_value() if self.config.is_gated else None,
-            self.b_in_EF.get_value() if has_bias else None,
-            self.b_out_ED.get_value() if has_bias else None,
-            key=key if self.dropout_rate else None,
-            activation=self.config.activation,
-            dropout_rate=self.dropout_rate,
-        )
-
-    def __call__(self, x_ERD, *, key=None):
-        return self.weights(key=key)(x_ERD)
+def rows_matmul(x_RD, w: Weight, count_E):
+    """`x_r w_e` for rows sorted by expert, in the dtype of x; see `pallas_kernels`."""
+    if isinstance(w, QTensor):
+        return quantized_grouped_matmul(x_RD, w, count_E)
+    if isinstance(w, SeparateMatrices):
+        return separate_matmul(x_RD, w, count_E)
+    return grouped_matmul(x_RD, w.astype(x_RD.dtype), count_E)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every Switch layer has: a router's parameters, and the way from tokens to a plan.
+"""The Switch layer: router, dispatcher and experts in place of a dense FFN.
 
-Dims: B L D G T E
-
-The Switch layer: router, dispatcher and experts in place of a dense FFN.
-
-Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. Dims: B L D G T E
+Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. `RoutedLayer` has the router, and the
+way from tokens to a plan; Switch attention is another of its subclasses.
+Dims: B batch, L length, D model, G groups, T tokens of a group, E experts
 """
 
 import dataclasses

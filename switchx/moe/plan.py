@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing plan: what a router decided, in the one form that every dispatcher reads.
 
-Dims: G T S E C
+Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert
 """
 
 import dataclasses

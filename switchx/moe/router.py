@@ -1,76 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router: logits in float32, the experts that a token chooses, and their gates.
+"""The router: logits in float32, the noise of exploration, and a hash instead of both.
 
-Fedus et al. 2021 (arXiv:2101.03961), section 2.1 eq. 1-2, section 2.4 (float32); Lepikhin et
-al. 2020 (arXiv:2006.16668), algorithm 1, for k = 2. Dims: G T D E S
-
-Exploration: how a router tries experts that it does not think best.
-
-Fedus et al. 2021 (arXiv:2101.03961), appendix C: argmax, sampling from the softmax, input
-dropout, input jitter (the paper's choice). Dims: G T D E
-
-Hash routing: a token's id decides its expert, and nothing is learned.
-
-Roller et al. 2021 (arXiv:2106.04426), section 3, random hash: the same word goes to the same
-expert in every place and layer. Dims: G T E
+Fedus et al. 2021 (arXiv:2101.03961), section 2.1 eq. 1, section 2.4 (float32), appendix C
+(exploration: argmax, sampling from the softmax, input dropout, input jitter, which the paper
+chose); Roller et al. 2021 (arXiv:2106.04426), section 3 (random hash).
+Dims: G groups, T tokens of a group, D model, E experts
 """
 
 import jax
 import jax.numpy as jnp
 
 from switchx.layers.dropout import dropout
-from switchx.moe.capacity import assign_slots
-from switchx.moe.plan import RoutingPlan
 
 
 def router_logits(x_GTD, w_router_DE, *, dtype="float32"):
-    """Router logits `[G, T, E]`, computed in `dtype` whatever the activations are."""
-    return jnp.einsum("GTD,DE->GTE", x_GTD.astype(dtype), w_router_DE.astype(dtype))
+    """The router's logits `[G, T, E]`, eq. 1, computed in `dtype` whatever the activations are.
 
-
-def choose_experts(score_GTE, num_selected: int):
-    """int32 indices of the highest scores, the highest first, ties to the lower index."""
-    score_GTE = jax.lax.stop_gradient(score_GTE)
-    if num_selected == 1:
-        return jnp.argmax(score_GTE, axis=-1, keepdims=True).astype(jnp.int32)
-    return jax.lax.top_k(score_GTE, num_selected)[1].astype(jnp.int32)
-
-
-def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):
-    """Weight of each chosen expert's output, with the router's gradient.
-
-    Args:
-        expert_GTS: int32; a choice of none (`num_experts`) has a gate of 0.
-        convention: `softmax`, the expert's probability under the softmax over all experts
-            (Switch); `normalized`, divided by the sum over the chosen ones (GShard).
-            Normalized over one chosen expert it would be 1, without a gradient.
+    With the highest precision: accelerators otherwise multiply float32 as bfloat16 or TF32.
     """
-
-    def gate_of(expert_GT):  # a sum over a mask, not a gather: its gradient is no scatter
-        is_expert_GTE = jax.nn.one_hot(expert_GT, prob_GTE.shape[-1], dtype=jnp.bool_)
-        return jnp.sum(jnp.where(is_expert_GTE, prob_GTE, 0.0), axis=-1)
-
-    gates = [gate_of(expert_GTS[..., s]) for s in range(expert_GTS.shape[-1])]
-    gate_GTS = jnp.stack(gates, axis=-1)
-    if convention == "softmax":
-        return gate_GTS
-    # The floor keeps a token that chooses nothing at 0.
-    return gate_GTS / jnp.maximum(jnp.sum(gate_GTS, axis=-1, keepdims=True), 1e-9)
-
-
-def route_top1(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
-    """Sends each token to its most probable expert, gated by that probability (eq. 2).
-
-    The paper's router, to read; `routing.py` makes the same plan by its default policies.
-
-    Args:
-        is_token_GT: false for padding, which is neither routed nor counted.
-    """
-    num_experts = prob_GTE.shape[-1]
-    expert_GTS = jnp.where(is_token_GT[..., None], choose_experts(prob_GTE, 1), num_experts)
-    gate_GTS = chosen_gates(prob_GTE, expert_GTS)
-    slot_GTS, count_GE = assign_slots(expert_GTS, num_experts)
-    return RoutingPlan(expert_GTS, gate_GTS, slot_GTS, count_GE, num_experts, capacity)
+    x_GTD, w_router_DE = x_GTD.astype(dtype), w_router_DE.astype(dtype)
+    return jnp.einsum("GTD,DE->GTE", x_GTD, w_router_DE, precision=jax.lax.Precision.HIGHEST)
 
 
 def jitter_inputs(x, jitter: float, *, key: jax.Array | None):

@@ -3,7 +3,8 @@
 
 Everything is differentiated from outside of `jax.shard_map`, and each value's devices are
 part of its type (`check_vma`): under `check_vma=False`, or with `jax.grad` inside, gradients
-come out multiplied by the size of the mesh. Dims: G T S D E F
+come out multiplied by the size of the mesh.
+Dims: G groups, T tokens of a group, S choices of a token, D model, E experts, F ffn
 """
 
 import dataclasses

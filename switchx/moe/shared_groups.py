@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of tokens that several devices share: where they lie, and slots counted across them.
+"""Groups of tokens that several devices share: slots counted across them, and their dispatch.
 
 Capacity is a whole number of slots of every expert, so a group should have many tokens an
 expert: 512 tokens a core over 2048 experts leave three slots of four empty. Fedus et al. 2021
 (arXiv:2101.03961), section 2.2; Mesh-TensorFlow's groups end where a core's tokens do.
-Dims: G T S E; P devices that share a group
 
-Expert-parallel dispatch of groups that several devices share.
-
-Two steps. Along the shared axes rows travel, and no empty slots: each device gathers the
-group's slots of its share of the experts (a ragged all-to-all). Between the groups full
-slots travel, to the experts' own devices, as in `dispatch_all_to_all.py`: an all-to-all among
+Slots travel in two steps. Along the shared axes rows travel, and no empty slots: each device
+gathers the group's slots of its share of the experts (a ragged all-to-all). Between the groups
+full slots travel, to the experts' own devices, as in `all_to_all.py`: an all-to-all among
 devices of equal rank. Both steps carry what an even load fills, so nothing is padded.
-Dims: G T S E C D R X Q; P devices that share a group, O groups that share experts
+Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert, D
+model, R rows, X and Y choices, Q slots; P devices that share a group, O groups that share
+experts
 """
 
 import dataclasses
@@ -71,7 +70,7 @@ def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
         count_PSE = jax.lax.all_gather(count_SE, shared)
         is_before_P = jnp.arange(count_PSE.shape[0]) < jax.lax.axis_index(shared)
         before_SE = jnp.sum(jnp.where(is_before_P[:, None, None], count_PSE, 0), axis=0)
-        # Everybody's first choices stand before any second one.
+        # The first choices of all devices stand before any second one.
         total_SE = jnp.sum(count_PSE, axis=0)
         first_SE = jnp.cumsum(total_SE, axis=0) - total_SE + before_SE
         place_TSE = jnp.cumsum(is_expert_TSE, axis=0) - 1 + first_SE[None]
@@ -179,10 +178,10 @@ def _arrivals(owners: SlotOwners, position_PX, here):
     is_here_Y = (device_PX == here).reshape(-1)
     row_Y = jnp.where(is_here_Y, jnp.cumsum(is_here_Y, dtype=jnp.int32) - 1, Q)
     slot_Y = jnp.where(is_here_Y, owners.place(position_PX.reshape(-1)), Q)
-    nobody_Q = jnp.full_like(slot_Y, Q, shape=(Q,))
+    empty_Q = jnp.full_like(slot_Y, Q, shape=(Q,))
 
     def invert(index_Y, value_Y):
-        return nobody_Q.at[index_Y].set(value_Y, mode="drop", unique_indices=True)[None]
+        return empty_Q.at[index_Y].set(value_Y, mode="drop", unique_indices=True)[None]
 
     return size_PP, invert(slot_Y, row_Y), invert(row_Y, slot_Y)
 

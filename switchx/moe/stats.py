@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Switch layer measures about its routing, returned with its output.
+"""What a Switch layer measures about its routing, its auxiliary losses among it: sums alone.
 
-Dims: B L N G T S E
-
-Auxiliary losses of a router. Their weights and their sum stand in `training/losses.py`.
-
-Dims: G T E
+Sums over tokens or groups add up over microbatches, stages, devices and batches, so a mean is
+the quotient of two of them and does not depend on how a batch was split. `RoutingStats` holds
+numerators and denominators; its properties finish them, and nothing else does. A new auxiliary
+loss is a numerator here, its quotient in `means`, and its weight in `training/losses.py`.
+Dims: B batch, L length, N Switch layers, G groups, T tokens of a group, E experts, S choices
 """
 
 import dataclasses
@@ -33,14 +33,13 @@ class Choices:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoutingStats:
-    """Routing of one Switch layer over one batch; stacked over layers by the model.
-
-    Sums rather than means where tokens are counted, so that stats of microbatches and
-    shards add up exactly; `per_token` turns them into means.
+    """Routing of one Switch layer over one batch; `[N, ...]` when stacked over layers.
 
     Attributes:
-        balance_loss, router_z_loss: the auxiliary losses, with gradients, unweighted.
         tokens: real tokens routed.
+        groups: routing groups that have any; 1 where the whole batch is one.
+        balance: sum over groups of `E sum_e f_e P_e`, with its gradient.
+        router_z: sum over tokens of logsumexp(logits)^2, with its gradient.
         load_E: tokens that asked for each expert, before capacity.
         dropped: choices that got no slot.
         entropy: sum over tokens of the router's entropy, in nats.
@@ -49,9 +48,10 @@ class RoutingStats:
             not return them does not compute them either; see `summed`.
     """
 
-    balance_loss: jax.Array
-    router_z_loss: jax.Array
     tokens: jax.Array
+    groups: jax.Array
+    balance: jax.Array
+    router_z: jax.Array
     load_E: jax.Array
     dropped: jax.Array
     entropy: jax.Array
@@ -60,64 +60,65 @@ class RoutingStats:
 
     @property
     def summed(self) -> "RoutingStats":
-        """The same without `choices`, all of which may be added up over batches."""
+        """The same without `choices`: what may be added up over batches."""
         return dataclasses.replace(self, choices=())
 
-    def per_token(self) -> "RoutingStats":
-        """The same with every count divided by the layer's tokens."""
+    @property
+    def balance_loss(self) -> jax.Array:
+        """The mean over groups of `E sum_e f_e P_e`, per layer."""
+        return self.balance / jnp.maximum(self.groups, 1)
+
+    @property
+    def router_z_loss(self) -> jax.Array:
+        """The mean over tokens of logsumexp(logits)^2, per layer."""
+        return self.router_z / jnp.maximum(self.tokens, 1)
+
+    def means(self) -> dict[str, jax.Array]:
+        """Every sum over what it is a sum of, per layer; `load` is `[..., E]`."""
         tokens = jnp.maximum(self.tokens, 1)
-        return dataclasses.replace(
-            self,
-            load_E=self.load_E / tokens[..., None],
-            dropped=self.dropped / tokens,
-            entropy=self.entropy / tokens,
-            gate=self.gate / tokens,
-        )
+        return {
+            "load": self.load_E / tokens[..., None],
+            "dropped": self.dropped / tokens,
+            "entropy": self.entropy / tokens,
+            "gate": self.gate / tokens,
+            "balance_loss": self.balance_loss,
+            "router_z_loss": self.router_z_loss,
+        }
 
 
 def measure_routing(
     logits_GTE, prob_GTE, plan: RoutingPlan, is_token_GT, *, balance_scope: str = "group"
 ) -> RoutingStats:
-    """Statistics and auxiliary losses of one layer, in float32.
+    """The statistics of one layer, in float32.
 
     Args:
         balance_scope: of the balance loss, `group` or `batch`.
     """
     logits_GTE, prob_GTE = logits_GTE.astype(jnp.float32), prob_GTE.astype(jnp.float32)
-    is_token_GT32 = is_token_GT.astype(jnp.float32)
+    token_GT = is_token_GT.astype(jnp.float32)
     frozen_GTE = jax.lax.stop_gradient(prob_GTE)
     entropy_GT = -jnp.sum(frozen_GTE * jnp.log(jnp.maximum(frozen_GTE, 1e-30)), axis=-1)
     dropped_GTS = plan.is_routed_GTS & ~plan.is_kept_GTS
+    balance, groups = balance_sums(prob_GTE, plan.counted_GE, is_token_GT, scope=balance_scope)
     return RoutingStats(
-        balance_loss=balance_loss(prob_GTE, plan.counted_GE, is_token_GT, scope=balance_scope),
-        router_z_loss=router_z_loss(logits_GTE, is_token_GT),
-        tokens=jnp.sum(is_token_GT32),
+        tokens=jnp.sum(token_GT),
+        groups=groups,
+        balance=balance,
+        router_z=jnp.sum(jax.nn.logsumexp(logits_GTE, axis=-1) ** 2 * token_GT),
         load_E=jnp.sum(plan.count_GE, axis=0).astype(jnp.float32),
         dropped=jnp.sum(dropped_GTS).astype(jnp.float32),
-        entropy=jnp.sum(entropy_GT * is_token_GT32),
-        gate=jnp.sum(jax.lax.stop_gradient(jnp.max(plan.gate_GTS, axis=-1)) * is_token_GT32),
+        entropy=jnp.sum(entropy_GT * token_GT),
+        gate=jnp.sum(jax.lax.stop_gradient(jnp.max(plan.gate_GTS, axis=-1)) * token_GT),
     )
 
 
-def join_stacks(encoder: RoutingStats | None, decoder: RoutingStats | None):
-    """Statistics of an encoder's layers and then a decoder's, which have other tokens.
-
-    None for dense stacks.
-    """
-    if encoder is None or decoder is None:
-        return encoder if decoder is None else decoder
-    layers = jax.tree.map(
-        lambda *leaves: jnp.concatenate(leaves), encoder.summed, decoder.summed
-    )
-    return dataclasses.replace(layers, choices=encoder.choices + decoder.choices)
-
-
-def balance_loss(prob_GTE, count_GE, is_token_GT, *, scope: str = "group"):
-    """E * sum_e f_e P_e of every group, averaged over the groups that have tokens.
+def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group"):
+    """Sum over groups of `E sum_e f_e P_e`, and the number of groups that have tokens.
 
     Fedus et al. 2021 (arXiv:2101.03961), eq. 4-6: f_e is the share of choices that are e
-    (before capacity), P_e the mean router probability of e. 1 when both are uniform,
-    whatever k is; flaxformer's and Hugging Face's is k times that. Only P carries a gradient.
+    (before capacity), P_e the mean router probability of e. A group's term is 1 when both are
+    uniform, whatever k is; flaxformer's and Hugging Face's is k times that. Only P carries a
+    gradient.
 
     Args:
         count_GE: choices of each expert; a share of their sum.
@@ -135,15 +136,18 @@ def balance_loss(prob_GTE, count_GE, is_token_GT, *, scope: str = "group"):
     share_GE = count_GE / jnp.maximum(jnp.sum(count_GE, axis=-1, keepdims=True), 1)
     prob_GE = jnp.einsum("GTE,GT->GE", prob_GTE, is_token_GT.astype(dtype))
     mean_prob_GE = prob_GE / jnp.maximum(tokens_G, 1)[:, None]
-    loss_G = num_experts * jnp.sum(share_GE * mean_prob_GE, axis=-1)
-    return jnp.sum(loss_G) / jnp.maximum(jnp.sum(tokens_G > 0), 1).astype(dtype)
+    balance_G = num_experts * jnp.sum(share_GE * mean_prob_GE, axis=-1)
+    return jnp.sum(balance_G), jnp.sum(tokens_G > 0).astype(dtype)
 
 
-def router_z_loss(logits_GTE, is_token_GT):
-    """Mean over real tokens of logsumexp(logits)^2.
+def join_stacks(encoder: RoutingStats | None, decoder: RoutingStats | None):
+    """Statistics of an encoder's layers and then a decoder's, which have other tokens.
 
-    Zoph et al. 2022 (arXiv:2202.08906), eq. 5.
+    None for dense stacks.
     """
-    is_token_GT = is_token_GT.astype(logits_GTE.dtype)
-    log_z_GT = jax.nn.logsumexp(logits_GTE, axis=-1)
-    return jnp.sum(log_z_GT**2 * is_token_GT) / jnp.maximum(jnp.sum(is_token_GT), 1)
+    if encoder is None or decoder is None:
+        return encoder if decoder is None else decoder
+    layers = jax.tree.map(
+        lambda *leaves: jnp.concatenate(leaves), encoder.summed, decoder.summed
+    )
+    return dataclasses.replace(layers, choices=encoder.choices + decoder.choices)

@@ -4,7 +4,9 @@
 Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3, Algorithm 1. Every device of
 the group has the same tokens; it selects those of its experts by index, and one all-reduce
 adds up what the devices found, as after a tensor-parallel dense FFN. Algorithm 1 as printed
-never applies the gate, and its router would learn nothing: ours does. Dims: G T S E D R X
+never applies the gate, and its router would learn nothing: ours does.
+Dims: G groups, T tokens of a group, S choices of a token, E experts, D model, R rows, X choices
+in any order, P devices of the group
 """
 
 import functools

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Adafactor reads a parameter: which dimensions it keeps apart, and its two sides.
-
-A stack of layers (N), of stages (P) or of experts (E) is a batch: nothing is averaged over
-it, so stacked parameters are updated exactly as the same ones kept apart. The rest is a
-matrix of rows by columns, or something without two sides (a norm scale, a bias).
-
-Adafactor as T5 uses it, with every expert and every stacked layer a matrix of its own.
+"""Adafactor as T5 uses it, with every expert and every stacked layer a matrix of its own.
 
 Shazeer and Stern 2018 (arXiv:1804.04235), algorithms 4 to 6, in T5X's order of operations.
 With g the gradient, G = g^2 + epsilon1 and beta2 = 1 - (step + 1)^-decay_rate:
@@ -16,7 +10,10 @@ With g the gradient, G = g^2 + epsilon1 and beta2 = 1 - (step + 1)^-decay_rate:
     u     = learning rate * max(epsilon2, rms(w)) * y
     w     = w - (momentum's average of u, if any) - weight_decay_rate w
 
-rms and all means stay within one matrix: `switchx.optim.adafactor` says which axes.
+A stack of layers (N), of stages (P) or of experts (E) is a batch of parameters: rms and all
+means stay within one matrix, so stacked parameters are updated as the same ones kept apart.
+What is left of a parameter is a matrix of rows by columns, or something without two sides (a
+norm scale, a bias).
 """
 
 import dataclasses
@@ -29,6 +26,7 @@ import optax
 
 from switchx import tree
 from switchx.axes import dims_of, matrix_dims
+from switchx.fields import require, require_at_least
 from switchx.optim.protocol import is_decayed
 from switchx.optim.schedules import Schedule, require_schedule
 
@@ -72,52 +70,6 @@ class Factoring:
         return "_".join([statistic, "".join(kept)]) if kept else statistic
 
 
-def factoring_of(name: str, shape: tuple[int, ...], min_dim_size: int) -> Factoring:
-    """The factoring of parameter `name`.
-
-    Args:
-        name: path of the parameter; the last part ends in its dimension letters.
-        min_dim_size: a matrix with fewer rows or columns than this is not factored; heads
-            and head size count as one side.
-
-    Raises:
-        ValueError: the name's letters do not fit the shape.
-    """
-    leaf_name, ndim = name.rsplit("/", 1)[-1], len(shape)
-    dims = dims_of(leaf_name, ndim)
-    suffix = dims if leaf_name.endswith(f"_{dims}") else dims[1:]
-    matrix = matrix_dims(dims)
-    if matrix is None:
-        return Factoring(suffix, tuple(range(_num_batch(dims))), (), (), ndim)
-    first_row, first_column = matrix.num_batch, matrix.num_batch + matrix.num_rows
-    rows, columns = tuple(range(first_row, first_column)), tuple(range(first_column, ndim))
-    if min(_size(shape, rows), _size(shape, columns)) < min_dim_size:
-        rows = columns = ()
-    return Factoring(suffix, tuple(range(first_row)), rows, columns, ndim)
-
-
-def parameter_scale(param, within: Axes, smallest: float):
-    """Root mean square over the axes `within` of a parameter, at least `smallest`, float32.
-
-    Shazeer and Stern 2018 (arXiv:1804.04235), section 8: what a relative step is relative to.
-    """
-    mean_squares = jnp.mean(jnp.square(param.astype(jnp.float32)), axis=within)
-    return jnp.maximum(jnp.sqrt(mean_squares), smallest)
-
-
-def _num_batch(dims: str) -> int:
-    """Leading batch letters of what is not a matrix: `NEF` has 2, `NE` has 1.
-
-    E alone is a vector over experts; E before another letter is one vector an expert.
-    """
-    count = len(dims) - len(dims.lstrip("NP"))
-    return count + (dims[count:].startswith("E") and len(dims) > count + 1)
-
-
-def _size(shape, axes: Axes) -> int:
-    return math.prod(shape[axis] for axis in axes)
-
-
 class AdafactorState(NamedTuple):
     """Steps taken, and for each parameter a dictionary of float32 statistics.
 
@@ -158,25 +110,24 @@ class Adafactor:
     epsilon2: float = 1e-3
 
     def __post_init__(self):
-        for name, holds, rule in (
-            ("beta1", self.beta1 is None or 0 <= self.beta1 < 1, "0 <= beta1 < 1, or None"),
-            ("decay_rate", self.decay_rate > 0, "an exponent above 0, usually 0.8"),
-            (
-                "clipping_threshold",
-                self.clipping_threshold is None or self.clipping_threshold > 0,
-                "a threshold above 0, usually 1.0, or None",
-            ),
-            (
-                "weight_decay_rate",
-                self.weight_decay_rate is None or 0 <= self.weight_decay_rate < 1,
-                "0 <= rate < 1, or None",
-            ),
-            ("min_dim_size_to_factor", self.min_dim_size_to_factor >= 1, "at least 1"),
-            ("epsilon1", self.epsilon1 > 0, "a number above 0, usually 1e-30"),
-            ("epsilon2", self.epsilon2 >= 0, "0 or more, usually 1e-3"),
+        require_at_least(self, 1, "min_dim_size_to_factor")
+        require_at_least(self, 0, "epsilon2")
+        for name, usual in (
+            ("decay_rate", 0.8),
+            ("clipping_threshold", 1.0),
+            ("epsilon1", 1e-30),
         ):
-            if not holds:
-                raise ValueError(f"Adafactor.{name}={getattr(self, name)}; use {rule}")
+            value = getattr(self, name)
+            require(
+                value is None or value > 0,
+                f"Adafactor.{name}={value}; use a number above 0, usually {usual}",
+            )
+        for name in ("beta1", "weight_decay_rate"):
+            value = getattr(self, name)
+            require(
+                value is None or 0 <= value < 1,
+                f"Adafactor.{name}={value}; use 0 <= {name} < 1, or None",
+            )
 
     def build(self, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
         """The transformation; its updates, float32, are what is added to the parameters.
@@ -300,3 +251,49 @@ class _Step:
         """The second moment after this step's mean squares (of unscaled gradients)."""
         new = jnp.square(self.gradient_scale) * mean_squares + epsilon
         return self.beta2 * old + (1.0 - self.beta2) * new
+
+
+def factoring_of(name: str, shape: tuple[int, ...], min_dim_size: int) -> Factoring:
+    """The factoring of parameter `name`.
+
+    Args:
+        name: path of the parameter; the last part ends in its dimension letters.
+        min_dim_size: a matrix with fewer rows or columns than this is not factored; heads
+            and head size count as one side.
+
+    Raises:
+        ValueError: the name's letters do not fit the shape.
+    """
+    leaf_name, ndim = name.rsplit("/", 1)[-1], len(shape)
+    dims = dims_of(leaf_name, ndim)
+    suffix = dims if leaf_name.endswith(f"_{dims}") else dims[1:]
+    matrix = matrix_dims(dims)
+    if matrix is None:
+        return Factoring(suffix, tuple(range(_num_batch(dims))), (), (), ndim)
+    first_row, first_column = matrix.num_batch, matrix.num_batch + matrix.num_rows
+    rows, columns = tuple(range(first_row, first_column)), tuple(range(first_column, ndim))
+    if min(_size(shape, rows), _size(shape, columns)) < min_dim_size:
+        rows = columns = ()
+    return Factoring(suffix, tuple(range(first_row)), rows, columns, ndim)
+
+
+def parameter_scale(param, within: Axes, smallest: float):
+    """Root mean square over the axes `within` of a parameter, at least `smallest`, float32.
+
+    Shazeer and Stern 2018 (arXiv:1804.04235), section 8: what a relative step is relative to.
+    """
+    mean_squares = jnp.mean(jnp.square(param.astype(jnp.float32)), axis=within)
+    return jnp.maximum(jnp.sqrt(mean_squares), smallest)
+
+
+def _num_batch(dims: str) -> int:
+    """Leading batch letters of what is not a matrix: `NEF` has 2, `NE` has 1.
+
+    E alone is a vector over experts; E before another letter is one vector an expert.
+    """
+    count = len(dims) - len(dims.lstrip("NP"))
+    return count + (dims[count:].startswith("E") and len(dims) > count + 1)
+
+
+def _size(shape, axes: Axes) -> int:
+    return math.prod(shape[axis] for axis in axes)

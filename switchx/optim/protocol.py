@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every optimizer here has in common: how it is built, applied and laid out.
-
-Which parameters weight decay shrinks: the matrices of the layers, and nothing else.
-"""
+"""What every optimizer has in common: how it is built and applied, and what decays."""
 
 from typing import Protocol
 
@@ -34,20 +31,6 @@ def apply_updates(params, updates):
     moments and parameters (AdamW takes twice the time and three times the memory).
     """
     return jax.tree.map(lambda w, update: (w + update).astype(w.dtype), params, updates)
-
-
-def state_dims(state):
-    """Dimension letters of every array of an optimizer's state, `""` for a scalar.
-
-    Statistics are named as parameters are: `.../w_in_EDF/v_row_ED` has `ED`, and `NED`
-    where layers are stacked.
-
-    Raises:
-        ValueError: a name's letters do not fit its array.
-    """
-    return tree.map_named(
-        lambda name, leaf: dims_of(name.rsplit("/", 1)[-1], len(leaf.shape)), state
-    )
 
 
 # First letter of a table that is looked up: words, positions, relative position buckets.

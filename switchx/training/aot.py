@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job's whole training step, compiled for devices that are not here, and what it takes there.
+"""A job's whole training step, compiled for devices that are not there, and what it takes.
 
 Forward, backward and the optimizer are one program; no parameter is allocated. Memory is the
-compiler's own account, collectives are read off the compiled text. Dims: B L
+compiler's own account, collectives are read off the compiled text. A JAX that finds an
+accelerator's plug-in takes the machine for one with accelerators, so the compilers are in
+folders of their own, on the path of a child process alone.
 
-Devices of a slice that is not here, and the process that can compile for them.
-
-A JAX that finds an accelerator's plugin takes the machine for one with accelerators, so the
-compilers are in folders of their own, on the path of a child process alone.
+Dims: B batch, L length
 """
 
 import collections

@@ -46,7 +46,7 @@ def evaluate(
     Raises:
         ValueError: there is no batch.
     """
-    total, num_batches = None, 0
+    total = None
     if sample is not None:
         sample.begin_task()
     for batch in batches:
@@ -54,16 +54,10 @@ def evaluate(
         if sample is not None:
             sample.add(part)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-        num_batches += 1
     if total is None:
         raise ValueError(
             "evaluation got no batch; expected at least one: the validation split is smaller "
             "than one batch, so use a smaller BATCH_SIZE or more validation text"
         )
     sums, stats = jax.device_get(total)
-    metrics = token_metrics(sums) | routing_metrics(stats)
-    for name in ("balance_loss", "router_z_loss"):  # means over groups, added up above
-        if "routing" in metrics:
-            losses = metrics["routing"][name]
-            metrics["routing"][name] = [value / num_batches for value in losses]
-    return metrics
+    return token_metrics(sums) | routing_metrics(stats)

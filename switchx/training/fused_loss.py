@@ -3,26 +3,24 @@
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 2.3. Every device computes the terms of
 its own rows, inside of `jax.shard_map`; the loss is their sum, and is differentiated outside.
-Dims: B L N G
+
+Dims: B batch, L length, D model
 """
 
-import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 from switchx import tree
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
-from switchx.moe.capacity import into_groups, layer_groups
-from switchx.moe.stats import RoutingStats
+from switchx.moe.capacity import layer_groups
 from switchx.partitioning.buckets import Slicing, sliced, whole
 from switchx.partitioning.constrain import current_rules
 from switchx.partitioning.rules import Rules, param_dims, param_spec
-from switchx.training.losses import LossConfig, auxiliary_loss, cross_entropy
+from switchx.training.losses import LossConfig, LossDenominators, cross_entropy, loss_terms
 
 
 def fused_batch_loss(
@@ -31,8 +29,7 @@ def fused_batch_loss(
     params,
     batch,
     *,
-    tokens,
-    share,
+    denominators: LossDenominators,
     key,
     bucket_bytes: int,
 ):
@@ -44,7 +41,7 @@ def fused_batch_loss(
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     slicing = Slicing.on(mesh, rules, bucket_bytes)
 
-    def local(params, batch, tokens, key):
+    def local(params, batch, denominators, key):
         key = jax.random.fold_in(key, jax.lax.axis_index(slicing.varying))
         with sliced(slicing):
             params = _whole_outside_blocks(params)
@@ -52,9 +49,8 @@ def fused_batch_loss(
         sums = cross_entropy(
             logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
         )
-        if stats is not None:
-            stats = _terms(config, stats.summed, batch, slicing.varying)
-        value = sums.loss / jnp.maximum(tokens, 1) + share * auxiliary_loss(stats, loss)
+        stats = None if stats is None else stats.summed
+        value = loss_terms(loss, config, denominators, sums, stats)
         return _sum_together((value, (sums, stats)), slicing.varying)
 
     specs = tree.map_named(lambda name, leaf: param_spec(rules, mesh, name, leaf.shape), params)
@@ -64,7 +60,7 @@ def fused_batch_loss(
         local,
         in_specs=(specs, jax.tree.map(lambda _: rows, batch), whole_spec, whole_spec),
         out_specs=whole_spec,
-    )(params, batch, tokens, key)
+    )(params, batch, denominators, key)
 
 
 def _whole_outside_blocks(params):
@@ -81,26 +77,6 @@ def _sum_together(values, axes):
     """All leaves, float32, summed over devices in one all-reduce."""
     vector, unravel = ravel_pytree(values)
     return unravel(jax.lax.psum(vector, axes))
-
-
-def _terms(config: ModelConfig, stats: RoutingStats, batch, axes) -> RoutingStats:
-    """This device's terms of the losses, which are means over all groups or all tokens."""
-    switch, groups = config.switch, {}
-    for stack in ("encoder", "decoder"):
-        if f"{stack}_segment_ids" not in batch:
-            continue
-        is_token_BL = batch[f"{stack}_segment_ids"] > 0
-        if switch.router.padding == "counted":
-            is_token_BL = jnp.ones_like(is_token_BL)
-        is_token_GT = into_groups(is_token_BL, *layer_groups(switch, *is_token_BL.shape))
-        groups[stack] = jnp.sum(jnp.any(is_token_GT, axis=1)).astype(jnp.float32)
-    groups_N = jnp.stack([groups[name.split()[0]] for name in config.sparse_layer_names])
-    all_groups_N, all_tokens_N = _sum_together((groups_N, stats.tokens), axes)
-    return dataclasses.replace(
-        stats,
-        balance_loss=stats.balance_loss * groups_N / jnp.maximum(all_groups_N, 1),
-        router_z_loss=stats.router_z_loss * stats.tokens / jnp.maximum(all_tokens_N, 1),
-    )
 
 
 def count_buckets(params, slicing: Slicing) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from switchx.checkpoint.checkpointer import Checkpointer
-from switchx.checkpoint.restore import restore_by_name, restore_params
+from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.batches import Shard
 from switchx.data.data_dir import write_atomically
@@ -24,13 +24,18 @@ from switchx.data.vocabularies import load_vocabulary
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import evaluate
 from switchx.training.job import TrainingJob
-from switchx.training.metrics import Interval, MetricsLog, SkippedBatches, Stopwatch
+from switchx.training.metrics import (
+    Interval,
+    MetricsLog,
+    SkippedBatches,
+    Stopwatch,
+)
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
 from switchx.training.routing_sample import RoutingLog, RoutingSample
 from switchx.training.state import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
-from switchx.tree import Tree
+from switchx.tree import Tree, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +143,12 @@ def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tre
     source = RunFolder(job.init_from)
     _check_init_vocabulary(job, source)
     target = program.restore_target().params
-    name = f"init_from={job.init_from!r}"
-    params, text = restore_by_name(target, restore_params(source.root), name)
-    reporter.note(f"{text} from {source.root}; optimizer and step are fresh")
+    params = restore_params(source.root, target=target, model=job.model)
+    num_arrays = len(jax.tree.leaves(params))
+    reporter.note(
+        f"restored {num_arrays} parameter arrays, {num_bytes(params)} bytes, from "
+        f"{source.root}; optimizer and step are fresh"
+    )
     return params
 
 
@@ -153,7 +161,8 @@ def _start(job, run, program, params) -> TrainState:
 
 def _resume(run, program, checkpointer, loader, step) -> TrainState:
     logger.info("reading %s", run.checkpoints / str(step))
-    state, data_states = checkpointer.restore(program.restore_target(), step)
+    target = program.restore_target()
+    state, data_states = checkpointer.restore(target, step, model=program.job.model)
     loader.restore(merge_states(data_states))
     return state
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loss: cross-entropy plus the routers' auxiliary losses, summed in one place.
 
-Dims: B L V N
+Dims: B batch, L length, V vocabulary, N Switch layers, M microbatches, G routing groups, T
+tokens of a group
 """
 
 import dataclasses
@@ -10,6 +11,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from switchx.fields import check_choices, require_at_least
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.moe.capacity import into_groups, layer_groups
 from switchx.moe.stats import RoutingStats
 
 
@@ -34,14 +38,8 @@ class LossConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self):
-        if self.layer_reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"LossConfig.layer_reduction={self.layer_reduction!r}; use 'mean' (t5x) or "
-                "'sum' (Mesh-TensorFlow)"
-            )
-        for name in ("balance_weight", "router_z_weight", "z_loss"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"LossConfig.{name}={getattr(self, name)}; use 0 or more")
+        check_choices(self)
+        require_at_least(self, 0, "balance_weight", "router_z_weight", "z_loss")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(
                 f"LossConfig.label_smoothing={self.label_smoothing}; use 0 <= mass < 1"
@@ -102,20 +100,82 @@ def cross_entropy(logits_BLV, targets_BL, weights_BL, config: LossConfig) -> Tok
     )
 
 
-def auxiliary_loss(
-    stats: RoutingStats | None, config: LossConfig, *, num_layers: int | None = None
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossDenominators:
+    """What the sums of the loss are divided by: counts of the whole batch.
+
+    They depend on padding and on how the batch is grouped alone, so they are known before any
+    microbatch is run, and the terms of microbatches, stages and devices add up to the loss.
+
+    Attributes:
+        target_tokens: the sum of the loss weights.
+        tokens, groups: real tokens and routing groups that have any, by stack.
+    """
+
+    target_tokens: jax.Array
+    tokens: dict[str, jax.Array]
+    groups: dict[str, jax.Array]
+
+
+def loss_denominators(
+    model: ModelConfig, batch: dict, num_microbatches: int = 1
+) -> LossDenominators:
+    """The denominators of a batch whose every `num_microbatches`-th row is one microbatch."""
+    tokens, groups = {}, {}
+    for stack in ("encoder", "decoder"):
+        if model.num_sparse_layers_of(stack):
+            is_token_BL = batch[f"{stack}_segment_ids"] > 0
+            if model.switch.router.padding == "counted":
+                is_token_BL = jnp.ones_like(is_token_BL)
+            tokens[stack] = jnp.sum(is_token_BL, dtype=jnp.float32)
+            groups[stack] = _count_groups(model.switch, is_token_BL, num_microbatches)
+    return LossDenominators(jnp.sum(batch["decoder_loss_weights"]), tokens, groups)
+
+
+def _count_groups(switch: SwitchConfig, is_token_BL, num_microbatches: int):
+    """Routing groups that have real tokens, as layers form them of each microbatch."""
+    B, L = is_token_BL.shape
+    G, T = layer_groups(switch, B // num_microbatches, L)
+    is_token_MBL = jnp.swapaxes(is_token_BL.reshape(-1, num_microbatches, L), 0, 1)
+    is_token_MGT = jax.vmap(lambda is_token_BL: into_groups(is_token_BL, G, T))(is_token_MBL)
+    has_tokens_MG = jnp.any(is_token_MGT, axis=-1)
+    if switch.router.balance_scope == "batch":
+        has_tokens_MG = jnp.any(has_tokens_MG, axis=-1, keepdims=True)
+    return jnp.sum(has_tokens_MG, dtype=jnp.float32)
+
+
+def loss_terms(
+    loss: LossConfig,
+    model: ModelConfig,
+    denominators: LossDenominators,
+    sums: TokenSums | None,
+    stats: RoutingStats | None,
+    *,
+    stack: str | None = None,
 ):
-    """Weighted balance and z-losses over the sparse layers; 0 for a dense model.
+    """The part of the loss that these token sums and this routing are of.
+
+    Parts add up, and all of them together are: cross-entropy a target token, plus the weighted
+    balance loss and router z-loss, averaged or summed over the Switch layers.
 
     Args:
-        num_layers: sparse layers of the whole model, where `stats` are of a part of them:
-            the parts' losses then add up to the whole's. None where they are of all.
+        sums: None for a part without target tokens.
+        stats: `[N, ...]` of all Switch layers, or of some layers of one stack; None for none.
+        stack: whose layers the statistics are of; None where they are of the whole model.
     """
+    value = jnp.zeros((), jnp.float32)
+    if sums is not None:
+        value = sums.loss / jnp.maximum(denominators.target_tokens, 1)
     if stats is None:
-        return jnp.zeros((), jnp.float32)
-    count = 1
-    if config.layer_reduction == "mean":
-        count = stats.balance_loss.shape[0] if num_layers is None else num_layers
-    return config.balance_weight * (jnp.sum(stats.balance_loss) / count) + (
-        config.router_z_weight * (jnp.sum(stats.router_z_loss) / count)
+        return value
+    layers = [name.split()[0] for name in model.sparse_layer_names]
+    tokens, groups = (
+        jnp.stack([counts[name] for name in layers]) if stack is None else counts[stack]
+        for counts in (denominators.tokens, denominators.groups)
     )
+    auxiliary = jnp.sum(
+        loss.balance_weight * stats.balance / jnp.maximum(groups, 1)
+        + loss.router_z_weight * stats.router_z / jnp.maximum(tokens, 1)
+    )
+    return value + auxiliary / (len(layers) if loss.layer_reduction == "mean" else 1)

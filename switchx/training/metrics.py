@@ -2,14 +2,10 @@
 """Metrics: from what a step measured to names and numbers, and into the run folder.
 
 `metrics.jsonl` holds one line a logged step, `validation.jsonl` one line an evaluation;
-TensorBoard gets the same scalars.
-
-What happened between two logged steps: sums of the steps' metrics, and rates.
-
-Batches whose loss or gradient was not finite: who they were, kept to be looked at.
+TensorBoard gets the same scalars. `skipped_batches/` keeps the batches of steps that were not
+taken.
 """
 
-import dataclasses
 import json
 import logging
 import math
@@ -53,95 +49,13 @@ def routing_metrics(stats: RoutingStats | None) -> dict[str, Any]:
     """
     if stats is None:
         return {}
-    means = {
-        field.name: np.asarray(getattr(stats.per_token(), field.name), np.float64)
-        for field in dataclasses.fields(stats)
-        if field.name != "choices"
-    }
+    means = {name: np.asarray(mean, np.float64) for name, mean in stats.means().items()}
+    means["load"] = means["load"].round(6)
     num_choices = max(float(np.sum(stats.load_E)), 1.0)
     return {
         "dropped_fraction": float(np.sum(stats.dropped)) / num_choices,
-        "routing": {
-            "load": means["load_E"].round(6).tolist(),
-            "dropped": means["dropped"].tolist(),
-            "entropy": means["entropy"].tolist(),
-            "gate": means["gate"].tolist(),
-            "balance_loss": means["balance_loss"].tolist(),
-            "router_z_loss": means["router_z_loss"].tolist(),
-        },
+        "routing": {name: mean.tolist() for name, mean in means.items()},
     }
-
-
-def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Nested dictionaries and lists as `routing/load/layer_0/expert_3`, for TensorBoard.
-
-    Lists are over layers, lists within them over experts.
-    """
-    scalars = {}
-    for name, value in metrics.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, dict):
-            scalars |= flat_scalars(value, f"{path}/")
-        elif isinstance(value, list):
-            item_name = "expert" if "layer_" in path else "layer"
-            items = {f"{item_name}_{i}": item for i, item in enumerate(value)}
-            scalars |= flat_scalars(items, f"{path}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            scalars[path] = float(value)
-    return scalars
-
-
-class MetricsLog:
-    """One `.jsonl` file and the same scalars in TensorBoard, written by process 0 alone."""
-
-    def __init__(self, path: pathlib.Path, tensorboard: pathlib.Path, last_step: int):
-        """Opens the log to go on after `last_step`; -1 begins it anew.
-
-        Lines of later steps are of an attempt that ended after its last checkpoint; the
-        resumed run takes these steps again, so they are cut off.
-        """
-        self._is_writer = jax.process_index() == 0
-        if not self._is_writer:
-            return
-        _cut_after(path, last_step)
-        self._file = path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(tensorboard), purge_step=last_step + 1)
-
-    def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Appends one line; JSON has no NaN or infinity, so those are written as null."""
-        if not self._is_writer:
-            return
-        self._file.write(json.dumps(_finite({"step": step} | metrics)) + "\n")
-        self._file.flush()
-        for name, value in flat_scalars(metrics).items():
-            self._events.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        if self._is_writer:
-            self._file.close()
-            self._events.close()
-
-
-def _cut_after(path: pathlib.Path, last_step: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().splitlines():
-        try:
-            is_kept = json.loads(line)["step"] <= last_step
-        except (ValueError, KeyError):
-            is_kept = False  # the line a killed run was writing
-        if is_kept:
-            kept.append(line + b"\n")
-    write_atomically(path, b"".join(kept))  # this run may be killed too
-
-
-def _finite(value):
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Stopwatch:
@@ -210,11 +124,79 @@ class Interval:
         }
         if good_steps:
             metrics |= token_metrics(self._sums) | routing_metrics(self._routing)
-            for name in ("balance_loss", "router_z_loss"):  # means already: added up above
-                if "routing" in metrics:
-                    losses = metrics["routing"][name]
-                    metrics["routing"][name] = [value / good_steps for value in losses]
         return metrics
+
+
+class MetricsLog:
+    """One `.jsonl` file and the same scalars in TensorBoard, written by process 0 alone."""
+
+    def __init__(self, path: pathlib.Path, tensorboard: pathlib.Path, last_step: int):
+        """Opens the log to go on after `last_step`; -1 begins it anew.
+
+        Lines of later steps are of an attempt that ended after its last checkpoint; the
+        resumed run takes these steps again, so they are cut off.
+        """
+        self._is_writer = jax.process_index() == 0
+        if not self._is_writer:
+            return
+        _cut_after(path, last_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(tensorboard), purge_step=last_step + 1)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Appends one line; JSON has no NaN or infinity, so those are written as null."""
+        if not self._is_writer:
+            return
+        self._file.write(json.dumps(_finite({"step": step} | metrics)) + "\n")
+        self._file.flush()
+        for name, value in flat_scalars(metrics).items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._is_writer:
+            self._file.close()
+            self._events.close()
+
+
+def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Nested dictionaries and lists as `routing/load/layer_0/expert_3`, for TensorBoard.
+
+    Lists are over layers, lists within them over experts.
+    """
+    scalars = {}
+    for name, value in metrics.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict):
+            scalars |= flat_scalars(value, f"{path}/")
+        elif isinstance(value, list):
+            item_name = "expert" if "layer_" in path else "layer"
+            items = {f"{item_name}_{i}": item for i, item in enumerate(value)}
+            scalars |= flat_scalars(items, f"{path}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            scalars[path] = float(value)
+    return scalars
+
+
+def _cut_after(path: pathlib.Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines():
+        try:
+            is_kept = json.loads(line)["step"] <= last_step
+        except (ValueError, KeyError):
+            is_kept = False  # the line a killed run was writing
+        if is_kept:
+            kept.append(line + b"\n")
+    write_atomically(path, b"".join(kept))  # this run may be killed too
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class SkippedBatches:

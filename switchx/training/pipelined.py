@@ -2,10 +2,12 @@
 """The gradients of a training step whose blocks are split over the stages of a pipeline.
 
 Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3. The same loss, the same
-microbatches and the same keys as in `training/step.py`, so the same gradients. Dims: B L D N
+microbatches and the same keys as in `training/step.py`, so the same gradients.
+
+Dims: B batch, L length, D model, V vocabulary
 """
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +33,9 @@ from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.training.losses import (
     LossConfig,
     TokenSums,
-    auxiliary_loss,
     cross_entropy,
+    loss_denominators,
+    loss_terms,
 )
 
 
@@ -78,7 +81,7 @@ def pipelined_gradients(
     inputs = {
         "rows": rows,
         "keys": keys,
-        "tokens": jnp.maximum(jnp.sum(batch["decoder_loss_weights"]), 1),
+        "denominators": loss_denominators(config, batch, M),
     }
     blocks, shared = split_blocks(config, params)
     example = jax.tree.map(lambda x: x[:, 0], rows)
@@ -97,11 +100,6 @@ def pipelined_gradients(
         scale=loss_scale,
     )
     stats = join_stacks(result.measured[0] if len(lanes) > 1 else None, result.measured[-1])
-    if stats is not None:
-        # Losses are means over groups: average them; counts have added up.
-        stats = dataclasses.replace(
-            stats, balance_loss=stats.balance_loss / M, router_z_loss=stats.router_z_loss / M
-        )
     value, sums = result.total
     return join_blocks(config, result.blocks, result.shared), value, sums, stats
 
@@ -110,7 +108,6 @@ def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, 
     """A stack's chunks with their part of the loss."""
     num_runs = jax.tree.leaves(stack)[0].shape[0] // (schedule.num_stages * schedule.num_chunks)
     chunk = Chunk(config, name, num_runs)
-    share = 1.0 / schedule.num_microbatches
 
     def run(blocks, shared, inputs, message, op: Op):
         batch, key = _microbatch(inputs, op)
@@ -121,7 +118,8 @@ def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, 
 
     def objective(blocks, shared, inputs, message, op: Op):
         message, stats = run(blocks, shared, inputs, message, op)
-        value = share * auxiliary_loss(stats, loss, num_layers=config.num_sparse_layers)
+        terms = functools.partial(loss_terms, loss, config, inputs["denominators"], stack=name)
+        value = terms(None, stats)
         sums = TokenSums(*[jnp.zeros((), jnp.float32)] * 4)
         if name == "decoder":
 
@@ -137,7 +135,7 @@ def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, 
                 return jax.tree.map(lambda x: jnp.where(op.is_last, x, 0), sums)
 
             sums = run_if(op.any_last, last, sums, shared, message["x_BLD"])
-            value = value + sums.loss / inputs["tokens"]
+            value = value + terms(sums, None)
         measured = None if stats is None else stats.summed
         return Objective(message, value, measured, (value, sums))
 

@@ -4,7 +4,9 @@
 Wang et al. 2024 (arXiv:2408.15664), algorithm 1; DeepSeek-V3 (arXiv:2412.19437), section
 2.1.2. The bias enters the choice of experts and no gate, so it adds nothing to the gradient;
 it is a parameter, so that it is kept, sharded and restored as all parameters are, but the
-optimizer's update of it is thrown away. Dims: N E
+optimizer's update of it is thrown away.
+
+Dims: N Switch layers, E experts
 """
 
 import re

@@ -10,7 +10,7 @@
     <stack>_gate_NTS             float16 weights of these
 
 The forward pass of the evaluation computes all of it anyway: a sample costs its bytes.
-Dims: B L N T S
+Dims: B batch, L length, N Switch layers, T tokens, S choices of a token
 """
 
 import dataclasses

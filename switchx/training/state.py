@@ -23,7 +23,8 @@ class TrainState:
         opt_state: the optimizer's state.
         key_data: the run's random key; each step folds its number in.
         skipped: steps left out so far for a non-finite loss or gradient.
-        skipped_in_a_row: those since the last good step.
+        skipped_in_a_row: those since the last good step; float16's do not count while a
+            smaller loss scale may mend them.
         loss_scale: what the loss is multiplied by before the backward pass, so that
             float16 gradients do not underflow; 1 in other dtypes.
         good_steps: good steps since the loss scale last changed.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step, pure: gradients over microbatches, clipping, update or skip.
 
-Dims: B L V N
+Dims: B batch, L length, V vocabulary
 """
 
 import dataclasses
@@ -22,9 +22,11 @@ from switchx.partitioning.schedule import Schedule
 from switchx.training.fused_loss import fused_batch_loss
 from switchx.training.losses import (
     LossConfig,
+    LossDenominators,
     TokenSums,
-    auxiliary_loss,
     cross_entropy,
+    loss_denominators,
+    loss_terms,
 )
 from switchx.training.pipelined import pipelined_gradients
 from switchx.training.router_bias import with_balanced_biases
@@ -73,14 +75,21 @@ class StepMetrics:
     loss_scale: jax.Array
 
 
-def batch_loss(config: ModelConfig, loss: LossConfig, params, batch, *, tokens, share, key):
+def batch_loss(
+    config: ModelConfig,
+    loss: LossConfig,
+    params,
+    batch,
+    *,
+    denominators: LossDenominators,
+    key,
+):
     """One microbatch's part of the training loss.
 
-    Cross-entropy is divided by the real target tokens of the whole batch, and auxiliary
-    losses count by the microbatch's `share`. So the gradient is that of the unsplit batch
-    where groups of tokens lie within microbatches and none is all padding; except that the
-    router z-loss, a mean over tokens, weighs microbatches alike however many real tokens they
-    hold.
+    The gradient is that of the unsplit batch where groups of tokens lie within microbatches.
+
+    Args:
+        denominators: of the whole batch.
 
     Returns:
         The loss and (token sums, routing statistics).
@@ -89,7 +98,7 @@ def batch_loss(config: ModelConfig, loss: LossConfig, params, batch, *, tokens, 
     sums = cross_entropy(
         logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
     )
-    value = sums.loss / jnp.maximum(tokens, 1) + share * auxiliary_loss(stats, loss)
+    value = loss_terms(loss, config, denominators, sums, stats)
     return value, (sums, None if stats is None else stats.summed)
 
 
@@ -121,15 +130,14 @@ def gradients(
     Returns:
         gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
     """
-    tokens = jnp.sum(batch["decoder_loss_weights"])
-    share = 1.0 / step.num_microbatches
+    denominators = loss_denominators(config, batch, step.num_microbatches)
 
     loss_of = batch_loss
     if step.bucket_bytes is not None:
         loss_of = functools.partial(fused_batch_loss, bucket_bytes=step.bucket_bytes)
 
     def scaled_loss(params, batch, key):
-        value, aux = loss_of(config, loss, params, batch, tokens=tokens, share=share, key=key)
+        value, aux = loss_of(config, loss, params, batch, denominators=denominators, key=key)
         return value * loss_scale, (value, *aux)
 
     def microbatch_gradients(batch, key):
@@ -150,13 +158,6 @@ def gradients(
             return jax.tree.map(jnp.add, total, microbatch_gradients(*microbatch)), None
 
         (grads, (value, sums, stats)), _ = jax.lax.scan(add, zeros, (batches, keys))
-        if stats is not None:
-            # Losses are means over groups: average them; counts have added up.
-            stats = dataclasses.replace(
-                stats,
-                balance_loss=stats.balance_loss * share,
-                router_z_loss=stats.router_z_loss * share,
-            )
     return grads, value, sums, stats
 
 
@@ -207,7 +208,9 @@ def train_step(
         is_finite, update, lambda *kept: kept, state.params, state.opt_state
     )
     is_skipped = 1 - is_finite.astype(jnp.int32)
-    skipped_in_a_row = (state.skipped_in_a_row + 1) * is_skipped
+    # An overflow that a smaller loss scale may mend is no sign that training has diverged.
+    is_counted = is_skipped * (state.loss_scale <= 1) if is_half else is_skipped
+    skipped_in_a_row = (state.skipped_in_a_row + is_counted) * is_skipped
     loss_scale, good_steps = (
         _next_loss_scale(state, is_finite) if is_half else (state.loss_scale, state.good_steps)
     )

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that end training after the step that is running.
+"""Signals that end training after the step that runs, and the step that all processes stop at.
 
-Several processes agree on the step after which they stop.
-
-A signal reaches them at different steps, or one of them alone (a preempted machine). If each
-stopped at its own, the others would wait in a collective for ever.
+A signal reaches several processes at different steps, or one of them alone (a preempted
+machine). If each stopped at its own, the others would wait in a collective for ever.
 """
 
 import contextlib
@@ -52,7 +50,7 @@ def stop_signals() -> Iterator[threading.Event]:
 class StopAgreement:
     """Called once a step by all processes; true in all of them, or in none.
 
-    The answer is one step old where there are several: nobody waits for the step that runs.
+    The answer is one step old where there are several: none waits for the step that runs.
     """
 
     def __init__(self, stop: threading.Event, mesh: Mesh):

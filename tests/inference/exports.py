@@ -44,5 +44,6 @@ def export(folder, model, platforms, *, mesh=None, **decoding):
 def generated(model, **decoding) -> list[list[tuple[list[int], float]]]:
     """What switchx says: of each input its hypotheses."""
     settings = DecodingConfig(max_new_tokens=5, **decoding)
-    results = dict(Generator(*for_decoding(*model), settings, 4)(INPUTS))
+    config, params = model
+    results = dict(Generator(for_decoding(config), params, settings, 4)(INPUTS))
     return [[(each.tokens, each.score) for each in results[i]] for i in range(len(INPUTS))]

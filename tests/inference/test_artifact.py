@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import pathlib
 import shutil
 
 import jax
@@ -14,7 +15,7 @@ from pallas_kernels import QTensor
 from switchx import tree
 from switchx.inference import artifact
 from switchx.inference.quantize import quantize_experts
-from switchx.manifest import sha256_of
+from switchx.manifest import checksum_of
 from tests.data.refusals import refused
 from tests.training.jobs import ENCODER_DECODER, make_params
 
@@ -91,18 +92,11 @@ def cut(path):
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "words.txt"])
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (flip, "has changed since it was written; copy it again, or make"),
-        (cut, "has <any> bytes, not <any>; copy it again, or make"),
-        (lambda path: path.unlink(), "is missing; copy it again, or make"),
-    ],
-)
-def test_a_damaged_file_is_named(copy, name, damage, said):
+@pytest.mark.parametrize("damage", [flip, cut, pathlib.Path.unlink])
+def test_a_damaged_file_is_named(copy, name, damage):
     damage(copy / name)
     assert artifact.is_artifact(copy)
-    with refused(f"{copy / name} {said}<any>"):
+    with refused(f"{copy} is no whole artifact: its file {name} <any>"):
         artifact.read_artifact(copy)
 
 
@@ -111,42 +105,30 @@ def rewrite(folder, **changes):
     file = folder / artifact.MANIFEST
     content = json.loads(file.read_text()) | changes
     content.pop("sha256")
-    file.write_text(json.dumps(content | {"sha256": sha256_of(content)}))
+    file.write_text(json.dumps(content | {"sha256": checksum_of(content, "sha256")}))
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut, "cannot be read (<any>); copy the whole folder again<any>"),
-        (lambda path: path.unlink(), "is missing: <any> is no artifact, or only a part<any>"),
+        (cut, "its artifact.json is damaged"),
+        (pathlib.Path.unlink, "it has no artifact.json"),
         (
             lambda path: path.write_text(path.read_text().replace('"step": 7', '"step": 9')),
-            "cannot be read (it has changed since it was written); copy the whole<any>",
+            "its artifact.json is damaged",
         ),
-        (lambda path: path.write_text("[1]"), "cannot be read (<any>); copy the whole<any>"),
+        (lambda path: path.write_text("[1]"), "its artifact.json is damaged"),
         (
             lambda path: rewrite(path.parent, layout_version=2),
-            "cannot be read (its layout_version is 2, this switchx reads 1: quantize the "
-            "checkpoint again with this version, or read it with the one that wrote it "
-            "({'jax': '0.0'})); <any>",
+            "its layout_version is 2, this switchx reads 1",
         ),
-        (
-            lambda path: rewrite(path.parent, format_version="x"),
-            "cannot be read (its format_version is 'x', this switchx reads 1<any>",
-        ),
+        (lambda path: rewrite(path.parent, format_version="x"), "its format_version is 'x'"),
+        (lambda path: rewrite(path.parent, files={}), "names no weights.safetensors"),
     ],
 )
 def test_a_damaged_or_newer_manifest_is_named(copy, damage, said):
     damage(copy / artifact.MANIFEST)
-    with refused(f"{copy / artifact.MANIFEST} {said}"):
-        artifact.read_artifact(copy)
-
-
-@pytest.mark.parametrize("name", ["../words.txt", "/etc/hostname", "a/../../b"])
-def test_files_outside_of_the_folder_are_not_read(copy, name):
-    files = json.loads((copy / artifact.MANIFEST).read_text())["files"]
-    rewrite(copy, files=files | {name: [1, "0"]})
-    with refused(f"<any>names the file '{name}', which is not in {copy}"):
+    with refused(f"{copy} is no whole artifact: <any>{said}"):
         artifact.read_artifact(copy)
 
 
@@ -172,7 +154,7 @@ def test_nothing_is_left_of_an_artifact_that_could_not_be_written(quantized, tmp
 
 
 def test_nothing_is_overwritten(quantized, copy, tmp_path):
-    with refused(f"{copy} is not empty; give a folder that is not there yet"):
+    with refused(f"{copy} exists"):
         artifact.write_artifact(copy, *quantized, ABOUT)
     (tmp_path / "empty").mkdir()
     artifact.write_artifact(tmp_path / "empty", *quantized, ABOUT)

@@ -1,16 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of decoding: when it hands back, what pruning leaves out, rows of a batch."""
+"""Decode steps: the cache against whole texts, the loop, rows of a batch, positions."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from switchx.inference.config import DecodingConfig
-from switchx.inference.decode import run_until, step_logits, take_rows
-from switchx.models.params import bind
-from tests.inference.tiny import model, start
+from switchx.inference.decode import (
+    _row_bias_of_step,
+    position_terms,
+    run_until,
+    step_logits,
+    take_rows,
+)
+from switchx.layers.attention import KeysValues
+from switchx.models.block import BlockInputs
+from switchx.models.config import ModelConfig
+from switchx.models.params import bind, init_params
+from switchx.models.unroll import scanned_blocks
+from tests.inference.tiny import SOURCE_BM, V, model, start
+
+T = 5
+TOKEN_BT = jnp.array(np.random.default_rng(0).integers(2, V, (4, T)), jnp.int32)
+
+
+def scanned():
+    """The model of `tiny` with its blocks stacked."""
+    config, params = model()
+    params = jax.tree.map(jnp.asarray, scanned_blocks(params, config.period))
+    return dataclasses.replace(config, scan_layers=True), params
+
+
+def empty_cache(decoder, places):
+    position_BM = jnp.broadcast_to(jnp.arange(4), SOURCE_BM.shape)
+    segment_BM = (SOURCE_BM > 0).astype(jnp.int32)
+    memory_BMD, _ = decoder.encode(SOURCE_BM, segment_BM, position_BM)
+    return decoder.decoder.new_cache(4, places, memory_BMD)
+
+
+def extend(decoder, cache, rows: slice, mask_BLM, bias_HLM=None):
+    """Logits `[B, L, V]` of some tokens of `TOKEN_BT`, and the cache with them."""
+    token_BL = TOKEN_BT[:, rows]
+    inputs = BlockInputs(
+        is_token_BL=jnp.ones(token_BL.shape, bool),
+        mask_BLM=jnp.broadcast_to(mask_BLM, (4, *mask_BLM.shape[-2:])),
+        bias_HLM=bias_HLM,
+        memory_mask_BLM=(SOURCE_BM > 0)[:, None],
+        token_BL=token_BL,
+        place=jnp.int32(rows.start),
+    )
+    position_BL = jnp.broadcast_to(jnp.arange(T)[rows], token_BL.shape)
+    x_BLD, cache = decoder.decoder.extend(
+        decoder.embedding.embed(token_BL, position_BL), inputs, cache
+    )
+    return decoder.embedding.logits(x_BLD), cache
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def in_pieces(config, params, pieces, places=T):
+    """Logits `[B, T, V]` of tokens that come in pieces of these lengths, and the cache."""
+    decoder = bind(config, params)
+    cache, found, first = empty_cache(decoder, places), [], 0
+    for length in pieces:
+        rows = slice(first, first + length)
+        mask_LM = jnp.tril(jnp.ones((places, places), bool))[rows]
+        bias_HLM = decoder.decoder.position_bias(length, places, first_query=first)
+        logits_BLV, cache = extend(decoder, cache, rows, mask_LM[None], bias_HLM)
+        found.append(logits_BLV)
+        first += length
+    return jnp.concatenate(found, axis=1), cache
+
+
+@jax.jit
+def at_once(params):
+    """Logits of the same tokens as training computes them."""
+    decoder = bind(model()[0], params)
+    position_BM = jnp.broadcast_to(jnp.arange(4), SOURCE_BM.shape)
+    segment_BM = (SOURCE_BM > 0).astype(jnp.int32)
+    memory_BMD, _ = decoder.encode(SOURCE_BM, segment_BM, position_BM)
+    position_BT = jnp.broadcast_to(jnp.arange(T), TOKEN_BT.shape)
+    ones_BT = jnp.ones_like(TOKEN_BT)
+    return decoder.decode(TOKEN_BT, ones_BT, position_BT, memory_BMD, segment_BM)[0]
+
+
+@pytest.mark.parametrize("make", [model, scanned], ids=["unrolled", "scanned"])
+def test_tokens_in_pieces_over_a_cache_have_the_logits_of_the_whole_text(make):
+    config, params = make()
+    got_BTV, cache = in_pieces(config, params, (2, 1, 1, 1), T + 3)
+    np.testing.assert_allclose(got_BTV, at_once(model()[1]), rtol=1e-4, atol=1e-4)
+    for key in (block.past.key_BHMK for block in cache):
+        assert np.any(key[..., :T, :]) and not np.any(key[..., T:, :])
+        assert key.ndim == 4 + config.scan_layers
+
+
+def test_the_memory_is_projected_once_for_each_block():
+    cache = empty_cache(bind(*model()), 1)
+    assert [block.memory.key_BHMK.shape for block in cache] == [(4, 2, 4, 8)] * 2
+
+
+@pytest.mark.parametrize("poisoned", [3, 4])
+def test_what_is_masked_is_not_seen(poisoned):
+    """Keys of places that no step has written yet."""
+
+    @jax.jit
+    def last_logits(params, value):
+        decoder = bind(model()[0], params)
+        cache = tuple(
+            dataclasses.replace(
+                block,
+                past=KeysValues(
+                    *(x.at[:, :, poisoned].set(value) for x in jax.tree.leaves(block.past))
+                ),
+            )
+            for block in empty_cache(decoder, 5)
+        )
+        is_written_LM = jnp.broadcast_to(jnp.arange(5) < 2, (1, 2, 5))
+        return extend(decoder, cache, slice(0, 2), is_written_LM)[0]
+
+    params = model()[1]
+    np.testing.assert_array_equal(last_logits(params, 0.0), last_logits(params, 1e3))
+
+
+def _step_logits(decoder, decoding, state):
+    positions = position_terms(decoder, decoding, state.is_prompt_BP.shape[1])
+    return step_logits(decoder, decoding, state, positions)[0]
+
 
 DECODING = DecodingConfig(max_new_tokens=6)
 
@@ -34,7 +152,7 @@ def test_finished_sentences_are_seen_by_no_expert():
     def logits(pruning):
         decoding = dataclasses.replace(DECODING, pruning=pruning)
         return jax.jit(
-            lambda params, state: step_logits(bind(config, params), decoding, state, None)[0]
+            lambda params, state: _step_logits(bind(config, params), decoding, state)
         )(params, state)
 
     whole_BLV, pruned_BLV = logits("none"), logits("experts")
@@ -43,11 +161,38 @@ def test_finished_sentences_are_seen_by_no_expert():
     assert np.max(np.abs(pruned_BLV[1] - whole_BLV[1])) > 1e-2
 
 
-def test_rows_of_a_batch_go_on_as_in_it():
-    state = start(DECODING)
+@pytest.mark.parametrize("make", [model, scanned], ids=["unrolled", "scanned"])
+def test_rows_of_a_batch_go_on_as_in_it(make):
+    config, params = make()
+    state = start(DECODING, make())
     rows = jnp.array([2, 0])
     few = take_rows(state, rows)
     assert few.rows.sentence_B.tolist() == [2, 0] and int(few.step) == int(state.step)
-    got = run_until(model()[0], DECODING, model()[1], few, 0).hypotheses.token_BT
-    want = run_until(model()[0], DECODING, model()[1], state, 0).hypotheses.token_BT
+    got = run_until(config, DECODING, params, few, 0).hypotheses.token_BT
+    want = run_until(config, DECODING, params, state, 0).hypotheses.token_BT
     np.testing.assert_array_equal(got, want[np.array([2, 0])])
+
+
+TUPE = ModelConfig(
+    "decoder_only", 9, 6, 8, 2, 4, 1, positions="tupe", max_length=7, scale_attention=True
+)
+
+
+def test_a_step_s_bias_of_untied_positions_is_a_row_of_the_whole():
+    """Of prompts of 4 and of 2 tokens: 7 and 5 positions with the new ones, in 4 + 3 places."""
+    is_prompt_BP = jnp.array([[True] * 4, [False, False, True, True]])
+    decoding = DecodingConfig(max_new_tokens=3, beam_size=2)
+    decoder = bind(TUPE, init_params(TUPE, jax.random.key(0)))
+    bias_HM, untied = position_terms(decoder, decoding, 4)
+    assert bias_HM is None
+    position_1L = np.arange(7)[None]
+    whole_HLM = decoder.decoder.row_bias(position_1L, position_1L)[0]
+    for step in range(3):
+        got = _row_bias_of_step(untied, is_prompt_BP, jnp.int32(step), decoding)
+        assert got.shape == (2, 2, 1, 4 + 3 * 2)
+        for row, length in ((0, 4), (1, 2)):
+            bias_HM = whole_HLM[:, length + step]
+            prompt_HM, new_HM = bias_HM[:, :length], bias_HM[:, length : length + 3]
+            np.testing.assert_allclose(got[row, :, 0, 4 - length : 4], prompt_HM, rtol=1e-5)
+            for beam in (0, 1):
+                np.testing.assert_allclose(got[row, :, 0, 4 + beam :: 2], new_HM, rtol=1e-5)

@@ -68,7 +68,7 @@ def compiled_programs_are_dropped():
 def prepared(name: str):
     """(config, params) as decoding runs them."""
     config = MODELS[name]
-    return for_decoding(config, init_params(config, jax.random.key(33)))
+    return for_decoding(config), init_params(config, jax.random.key(33))
 
 
 @pytest.fixture(params=list(MODELS))
@@ -224,13 +224,13 @@ def test_seeds_give_other_samples(model):
 
 def test_capacity_is_kept_where_it_is_asked_for():
     config = MODELS["encoder-decoder"]
-    dropping, _ = for_decoding(config, {}, is_dropless=False)
+    dropping = for_decoding(config, is_dropless=False)
     assert dropping == config
     router = dataclasses.replace(config.switch.router, padding="counted")
     config = dataclasses.replace(
         config, switch=dataclasses.replace(config.switch, expert_capacity=2, router=router)
     )
-    dropless, _ = for_decoding(config, {})
+    dropless = for_decoding(config)
     assert dropless.switch.router.overflow == "dropless"
     assert dropless.switch.router.padding == "ignored"  # so that what is finished is pruned
 
@@ -239,7 +239,7 @@ def test_switch_attention_is_refused():
     config = MODELS["encoder-decoder"]
     switch = dataclasses.replace(config.switch, sublayers="both")
     with pytest.raises(ValueError, match="have no cache; decode a model with"):
-        for_decoding(dataclasses.replace(config, switch=switch), {})
+        for_decoding(dataclasses.replace(config, switch=switch))
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def trained(bits: int | None = None, positions: str = "relative"):
 def generator(
     devices: ModelMesh, bits=None, beam_size=1, positions="relative", **settings
 ) -> Generator:
-    config, params = for_decoding(*trained(bits, positions))
+    config, params = trained(bits, positions)
     decoding = DecodingConfig(max_new_tokens=6, beam_size=beam_size, **settings)
-    return Generator(config, devices.place(params), decoding, 8, devices)
+    return Generator(for_decoding(config), devices.place(params), decoding, 8, devices)
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def test_tokens_are_those_of_one_device(bits, beam_size, mesh, positions):
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_each_device_holds_its_part_of_the_experts(bits):
-    config, params = for_decoding(*trained(bits))
+    _, params = trained(bits)
     for mesh, parts in (("expert", 4), ("model", 4), ("expert x model x data", 4)):
         placed = ModelMesh.of(MESHES[mesh]).place(params)
         leaves = {name: x for name, x in tree.named_leaves(placed).items() if "/w_" in name}
@@ -150,27 +150,16 @@ def test_arguments_of_a_compiled_step_are_the_parts():
     part, state = argument_bytes(MESHES["expert x model x data"])
     # Of 8 devices: rows over 4, heads and F over 2, experts over 2; D and the router whole.
     assert part < whole / 3
-    key_BHMK = state.cache.past[0].key_BHMK
+    key_BHMK = state.cache[0].past.key_BHMK
     assert {shard.data.shape for shard in key_BHMK.addressable_shards} == {(2, 2, 7, 8)}
 
 
 def test_batches_divide_over_the_devices_where_nothing_is_dropped():
-    config, _ = for_decoding(*trained())
+    config = for_decoding(CONFIG)
     devices = ModelMesh.of(MESHES["expert"])
     assert devices.batches(config, (1, 2, 8, 9, 96)) == (8, 16, 96)
     assert devices.batches(CONFIG, BATCHES) == BATCHES
     assert ONE_DEVICE.batches(config, BATCHES) == BATCHES
-
-
-@pytest.mark.parametrize(
-    ("mesh", "dispatcher"),
-    [("expert", "ragged_all_to_all"), ("model", "dropless"), ("pipeline_moe", "sliced")],
-)
-def test_dispatchers_keep_the_promise_that_nothing_is_dropped(mesh, dispatcher):
-    config, params = for_decoding(*trained())
-    switch = ModelMesh.of(MESHES[mesh]).config(config, params).switch
-    assert switch.dispatcher == dispatcher
-    assert switch.router.overflow == "dropless"
 
 
 def test_quantized_experts_with_a_capacity_are_refused():
@@ -178,7 +167,7 @@ def test_quantized_experts_with_a_capacity_are_refused():
     with refused(
         "quantized experts with a capacity do not run on a mesh: decode without <any>"
     ):
-        ModelMesh.of(MESHES["model"]).config(config, params)
+        ModelMesh.of(MESHES["model"]).check(config, params)
 
 
 @pytest.fixture(scope="module")

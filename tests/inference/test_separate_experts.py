@@ -8,7 +8,7 @@ import numpy as np
 from pallas_kernels import SeparateMatrices
 from switchx import tree
 from switchx.inference.config import DecodingConfig
-from switchx.inference.generate import Generator, for_decoding
+from switchx.inference.generate import Generator
 from switchx.inference.quantize import quantize_experts
 from switchx.inference.separate_experts import separate_experts
 from tests.inference import tiny
@@ -24,7 +24,7 @@ def taken_apart(params) -> set[str]:
 
 
 def test_takes_experts_apart_and_nothing_else():
-    config, params = for_decoding(*tiny.model())
+    config, params = tiny.model()
     names = taken_apart(separate_experts(params))
     assert names and names == {
         name for name in tree.named_leaves(params) if "/experts/w_" in name
@@ -32,7 +32,7 @@ def test_takes_experts_apart_and_nothing_else():
 
 
 def test_what_is_apart_stays_as_it_is():
-    _, params = for_decoding(*tiny.model())
+    _, params = tiny.model()
     apart = separate_experts(params)
     again = separate_experts(apart)
     for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(again), strict=True):
@@ -40,7 +40,7 @@ def test_what_is_apart_stays_as_it_is():
 
 
 def test_quantized_experts_and_those_of_a_mesh_stay_as_they_are():
-    config, params = for_decoding(*tiny.model())
+    config, params = tiny.model()
     _, quantized, _, _ = quantize_experts(config, params, bits=8)
     assert taken_apart(separate_experts(quantized)) == set()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -49,7 +49,7 @@ def test_quantized_experts_and_those_of_a_mesh_stay_as_they_are():
 
 
 def test_texts_are_those_of_the_stacked_experts():
-    config, params = for_decoding(*tiny.model())
+    config, params = tiny.model()
     inputs = np.random.default_rng(0).integers(3, config.vocab_size, (5, 7)).tolist()
     for beams in (1, 3):
         generator = Generator(config, params, DecodingConfig(6, beam_size=beams), 4)

@@ -23,15 +23,16 @@ SOURCE_BM = jnp.array([[3, 4, 5, 8], [6, 2, 7, 0], [5, 5, 2, 0], [11, 4, 4, 3]])
 @functools.cache
 def model():
     """(config, params) as decoding runs them."""
-    return for_decoding(CONFIG, init_params(CONFIG, jax.random.key(33)))
+    return for_decoding(CONFIG), init_params(CONFIG, jax.random.key(33))
 
 
-def start(decoding: DecodingConfig):
-    """Four sentences after their first token."""
+def start(decoding: DecodingConfig, of=None):
+    """Four sentences after their first token, of `(config, params)`; None is `model()`."""
+    config, params = model() if of is None else of
     return prefill(
-        model()[0],
+        config,
         decoding,
-        model()[1],
+        params,
         prompt_BP=jnp.zeros((4, 1), jnp.int32),
         is_prompt_BP=jnp.ones((4, 1), bool),
         rows=Rows(jnp.arange(4), jnp.ones(4, bool), jnp.full(4, decoding.max_new_tokens)),

@@ -13,6 +13,8 @@ GROUPS = {
     "pruned_tail": [3, 0, 8, 1, 2],
     "last_only": [0, 0, 0, 0, 1],
     "nothing": [0, 0, 0, 0, 0],
+    # More rows than there are, which only traced sizes can say: cut at the last row.
+    "too_many": [7, 0, 9, 30, 4],
 }
 
 
@@ -28,19 +30,19 @@ def operands(sizes_E, D: int, F: int, seed: int = 0, tail=np.nan):
     return x_RD, w_EDF, dy_RF
 
 
-def expert_of_rows(sizes_E) -> np.ndarray:
-    return np.repeat(np.arange(len(sizes_E)), sizes_E)
+def expert_of_rows(sizes_E, R: int) -> np.ndarray:
+    return np.repeat(np.arange(len(sizes_E)), sizes_E)[:R]
 
 
 def product(x_RD, w_EDF, sizes_E) -> np.ndarray:
     y_RF = np.zeros((x_RD.shape[0], w_EDF.shape[2]))
-    for r, e in enumerate(expert_of_rows(sizes_E)):
+    for r, e in enumerate(expert_of_rows(sizes_E, len(x_RD))):
         y_RF[r] = x_RD[r].astype(np.float64) @ w_EDF[e].astype(np.float64)
     return y_RF
 
 
 def weight_gradient(x_RD, dy_RF, sizes_E) -> np.ndarray:
     dw_EDF = np.zeros((len(sizes_E), x_RD.shape[1], dy_RF.shape[1]))
-    for r, e in enumerate(expert_of_rows(sizes_E)):
+    for r, e in enumerate(expert_of_rows(sizes_E, len(x_RD))):
         dw_EDF[e] += np.outer(x_RD[r].astype(np.float64), dy_RF[r].astype(np.float64))
     return dw_EDF

@@ -11,7 +11,7 @@ from pallas_kernels.implementations import choose, current_device, unable
 from tests.absent_devices import mesh_of
 
 OPERANDS = ("bfloat16", "bfloat16", 1, 2, 3, 4)
-Device = implementations._Device
+Device = implementations.Device
 V5E = Device("tpu", "TPU v5 lite", None)
 H200 = Device("cuda", "NVIDIA H200", "9.0")
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", "8.0")

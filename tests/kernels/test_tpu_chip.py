@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Chips that are described, what interpret mode needs of them, arrays as they lie in memory."""
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -10,6 +14,8 @@ from pallas_kernels.tpu_chip import (
     described_tpu,
     interpret_mode,
     on_some_tpu,
+    padded_shape,
+    padded_to_tiles,
 )
 
 
@@ -63,3 +69,19 @@ def test_interpreter_knows_pipelines():
     assert isinstance(interpret_mode(True), pltpu.InterpretParams)
     given = pltpu.InterpretParams(detect_races=True)
     assert interpret_mode(given) is given
+
+
+def test_cut_axes_are_padded_to_whole_tiles_of_memory():
+    # 40 rows in blocks of 16 end in half a tile of 16; 200 columns in 72 of 128.
+    assert padded_shape((3, 40, 200), (16, 128)) == (3, 48, 256)
+    assert padded_shape((3, 40, 200), (40, 200)) == (3, 40, 200)
+    assert padded_shape((48, 256), (16, 128)) == (48, 256)
+
+
+def test_padding_is_nothing_that_could_pass_for_a_number():
+    padded = padded_to_tiles(jnp.ones((20, 130), jnp.bfloat16), (16, 128))
+    assert padded.shape == (32, 256)
+    assert np.isnan(padded[20:].astype(np.float32)).all()
+    assert np.isnan(padded[:, 130:].astype(np.float32)).all()
+    assert (padded[:20, :130] == 1).all()
+    assert (padded_to_tiles(jnp.ones((20, 130), jnp.int8), (16, 128))[20:] == -128).all()

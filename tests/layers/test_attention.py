@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.layers.attention import Attention, attend
+from switchx.layers.attention import Attention, KeysValues, attend
 from switchx.models.config import ModelConfig
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax
@@ -39,9 +39,15 @@ def loop(q, k, v, bias_HLM, mask_BLM):
     return out
 
 
+def run(q, k, v, bias_HLM, mask_BLM, **options):
+    memory = KeysValues(*(jnp.swapaxes(x, 1, 2) for x in (k, v)))
+    bias_HLM, mask_BLM = jnp.asarray(bias_HLM), jnp.asarray(mask_BLM)
+    return attend(jnp.asarray(q), memory, bias_HLM=bias_HLM, mask_BLM=mask_BLM, **options)
+
+
 def test_attend_equals_a_loop():
     q, k, v, bias_HLM, mask_BLM = inputs()
-    got = attend(q, k, v, bias_HLM=jnp.asarray(bias_HLM), mask_BLM=jnp.asarray(mask_BLM))
+    got = run(q, k, v, bias_HLM, mask_BLM)
     np.testing.assert_allclose(got, loop(q, k, v, bias_HLM, mask_BLM), rtol=1e-5, atol=1e-6)
 
 
@@ -51,8 +57,7 @@ def test_gradients_equal_finite_differences():
     arguments = (q, k, v, bias_HLM)
 
     def loss(q, k, v, bias_HLM):
-        out = attend(q, k, v, bias_HLM=bias_HLM, mask_BLM=jnp.asarray(mask_BLM))
-        return jnp.sum(out * target)
+        return jnp.sum(run(q, k, v, bias_HLM, mask_BLM) * target)
 
     grads = jax.grad(loss, (0, 1, 2, 3))(*map(jnp.asarray, arguments))
     rng = np.random.default_rng(2)
@@ -71,82 +76,54 @@ def test_gradients_equal_finite_differences():
 def test_a_query_that_may_look_at_nothing_stays_finite():
     q, k, v, bias_HLM, _ = inputs()
     mask_BLM = jnp.zeros((B, L, M), bool)
-    out, grads = jax.value_and_grad(
-        lambda q: jnp.sum(attend(q, k, v, bias_HLM=jnp.asarray(bias_HLM), mask_BLM=mask_BLM))
-    )(jnp.asarray(q))
+    out, grads = jax.value_and_grad(lambda q: jnp.sum(run(q, k, v, bias_HLM, mask_BLM)))(
+        jnp.asarray(q)
+    )
     assert np.isfinite(out) and np.all(np.isfinite(grads))
 
 
 def test_bfloat16_keeps_the_softmax_in_float32():
     q, k, v, bias_HLM, mask_BLM = inputs()
     half = [jnp.asarray(a, jnp.bfloat16) for a in (q, k, v)]
-    out = attend(*half, bias_HLM=jnp.asarray(bias_HLM), mask_BLM=jnp.asarray(mask_BLM))
+    out = run(*half, bias_HLM, mask_BLM)
     assert out.dtype == jnp.bfloat16
     exact = loop(*(np.asarray(a, np.float32) for a in half), bias_HLM, mask_BLM)
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, rtol=2e-2, atol=2e-2)
 
 
-def naive(q, k, v, bias_HLM, mask_BLM):
-    """The textbook form, for autodiff to differentiate."""
-    scores_BHLM = jnp.einsum("BLHK,BMHK->BHLM", q, k)
-    if bias_HLM is not None:
-        scores_BHLM = scores_BHLM + bias_HLM[None]
-    if mask_BLM is not None:
-        scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, -jnp.inf)
-    return jnp.einsum("BHLM,BMHK->BLHK", jax.nn.softmax(scores_BHLM), v)
-
-
-@pytest.mark.parametrize("has_drop", [False, True])
-@pytest.mark.parametrize("has_mask", [False, True])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_every_form_has_the_gradients_of_the_textbook(has_bias, has_mask, has_drop):
-    q, k, v, bias_HLM, mask_BLM = inputs()
-    target = np.random.default_rng(1).normal(size=(B, L, H, K)).astype(np.float32)
-    bias_HLM = jnp.asarray(bias_HLM) if has_bias else None
-    mask_BLM = jnp.asarray(mask_BLM) if has_mask else None
-    # A dropout that drops nothing takes the way of one that does.
-    drop = (lambda weights_BHLM: weights_BHLM) if has_drop else None
-
-    def got(q, k, v, bias_HLM):
-        out = attend(q, k, v, bias_HLM=bias_HLM, mask_BLM=mask_BLM, drop=drop)
-        return jnp.sum(out * target)
-
-    def want(q, k, v, bias_HLM):
-        return jnp.sum(naive(q, k, v, bias_HLM, mask_BLM) * target)
-
-    both = jax.jit(lambda *a: [jax.value_and_grad(f, (0, 1, 2, 3))(*a) for f in (got, want)])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        *both(q, k, v, bias_HLM),
-    )
-
-
-@pytest.mark.parametrize("has_drop", [False, True])
-def test_a_bias_for_each_row_is_added_and_has_gradients(has_drop):
+def test_a_bias_for_each_row_is_added_and_has_gradients():
     """Rows of one alone, where a bias for each is a bias for all."""
     q, k, v, bias_HLM, mask_BLM = map(jnp.asarray, inputs())
     row_bias_BHLM = jnp.stack([bias_HLM, -2 * bias_HLM])
     target = np.random.default_rng(1).normal(size=(B, L, H, K)).astype(np.float32)
-    drop = (lambda weights_BHLM: weights_BHLM) if has_drop else None
 
-    def got(q, row_bias_BHLM):
-        biases = dict(bias_HLM=bias_HLM, row_bias_BHLM=row_bias_BHLM)
-        return jnp.sum(attend(q, k, v, **biases, mask_BLM=mask_BLM, drop=drop) * target)
+    def got(row_bias_BHLM):
+        out = run(q, k, v, bias_HLM, mask_BLM, row_bias_BHLM=row_bias_BHLM)
+        return jnp.sum(out * target)
 
-    def want(q, row_bias_BHLM):
+    def want(row_bias_BHLM):
+        rows = (slice(b, b + 1) for b in range(B))
         return sum(
-            jnp.sum(target[b] * naive(
-                q[b : b + 1], k[b : b + 1], v[b : b + 1], bias_HLM + row_bias_BHLM[b],
-                mask_BLM[b : b + 1],
-            )[0])
-            for b in range(B)
-        )  # fmt: skip
+            jnp.sum(
+                target[b]
+                * run(q[b], k[b], v[b], bias_HLM + row_bias_BHLM[b.start], mask_BLM[b])
+            )
+            for b in rows
+        )
 
-    both = jax.jit(lambda *a: [jax.value_and_grad(f, (0, 1))(*a) for f in (got, want)])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        *both(q, row_bias_BHLM),
-    )
+    for f, g in zip(
+        *(jax.value_and_grad(each)(row_bias_BHLM) for each in (got, want)), strict=True
+    ):
+        np.testing.assert_allclose(f, g, rtol=1e-4, atol=1e-5)
+
+
+def test_entries_of_a_cache_go_where_they_are_put():
+    kept = KeysValues.empty((1, 1, 4, 2), jnp.float32)
+    ones_BHLK = jnp.ones((1, 1, 2, 2))
+    kept = kept.written(jnp.int32(1), KeysValues(ones_BHLK, 2 * ones_BHLK))
+    assert kept.key_BHMK[0, 0, :, 0].tolist() == [0, 1, 1, 0]
+    assert kept.value_BHMK[0, 0, :, 0].tolist() == [0, 2, 2, 0]
+    assert kept.first(2).value_BHMK[0, 0, :, 0].tolist() == [0, 2]
 
 
 CONFIG = ModelConfig("decoder_only", 8, 6, 8, H, K, 1)
@@ -164,25 +141,27 @@ def test_cross_attention_reads_the_memory():
         for source, name in [(x_BLD, "query"), (memory_BMD, "key"), (memory_BMD, "value")]
     )
     out_BLHK = loop(q, k, v, np.zeros((H, L, M)), np.ones((B, L, M), bool))
-    y_BLD = module(jnp.asarray(x_BLD), jnp.asarray(memory_BMD))
+    y_BLD = module(jnp.asarray(x_BLD), module.project_memory(jnp.asarray(memory_BMD)))
     want_BLD = np.einsum("BLHK,HKD->BLD", out_BLHK, w["w_out_HKD"])
     np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_falls_on_the_weights(key):
-    """With values of one, an output is the sum of a query's kept weights, doubled."""
+def test_dropout_falls_on_the_weights_for_all_queries_alike(key):
+    """With values of one, an output is the sum of kept weights, doubled; T5X shares the mask
+    over queries."""
     config = dataclasses.replace(CONFIG, num_heads=1, d_head=6, dropout_rate=0.5)
     module = Attention(config, key=key)
     w = jax.tree.map(np.zeros_like, numbers_for(module))
     w["w_value_DHK"][:, 0], w["w_out_HKD"][0] = np.eye(6), np.eye(6)
     module = with_params(module, w)
-    x_BLD = jnp.ones((50, 4, 6))
-    np.testing.assert_allclose(module(x_BLD), 1.0, rtol=1e-6)
-    y_BLD = np.asarray(module(x_BLD, key=key))
-    # Four weights of 1/4, each kept half of the time and doubled: binomial of 4 and 1/2
-    # over 200 queries, five deviations of at most sqrt(1/4 / 200) = 0.035.
-    assert np.ptp(y_BLD, axis=-1).max() < 1e-6
-    values, counts = np.unique(y_BLD[..., 0].round(4), return_counts=True)
+    x_BLD = jnp.ones((200, 4, 6))
+    memory = module.project_memory(x_BLD)
+    np.testing.assert_allclose(module(x_BLD, memory), 1.0, rtol=1e-6)
+    y_BLD = np.asarray(module(x_BLD, memory, key=key))
+    assert np.ptp(y_BLD, axis=(1, 2)).max() < 1e-6
+    # Four weights of 1/4, each kept half of the time and doubled: binomial of 4 and 1/2 over
+    # 200 rows, five deviations of at most sqrt(1/4 / 200) = 0.035.
+    values, counts = np.unique(y_BLD[:, 0, 0].round(4), return_counts=True)
     assert values.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
     np.testing.assert_allclose(counts / 200, np.array([1, 4, 6, 4, 1]) / 16, atol=0.176)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TUPE's scores against JAX's own attention, and what packing, padding and length do."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,12 +42,14 @@ def test_scores_are_those_of_one_product_of_words_and_positions_side_by_side():
     value_BMHK = np.random.default_rng(1).normal(size=(B, L, H, K)).astype(np.float32)
     mask_BLM = np.random.default_rng(2).random((B, L, L)) < 0.6
     mask_BLM[:, :, 0] = True
-    key_BMHK, _ = words.project_memory(x_BLD)
+    memory = dataclasses.replace(
+        words.project_memory(x_BLD), value_BHMK=np.swapaxes(value_BMHK, 1, 2)
+    )
+    w_query_DHK = words.w_query_DHK[...] * words.score_scale
+    query_BLHK = np.einsum("BLD,DHK->BLHK", x_BLD, w_query_DHK)
     bias_BHLM = positions(POSITION_BL, POSITION_BL)
-    got_BLHK = attend(
-        words.project_query(x_BLD), key_BMHK, value_BMHK, row_bias_BHLM=bias_BHLM,
-        mask_BLM=jnp.array(mask_BLM),
-    )  # fmt: skip
+    mask_BLM = jnp.array(mask_BLM)
+    got_BLHK = attend(query_BLHK, memory, row_bias_BHLM=bias_BHLM, mask_BLM=mask_BLM)
 
     def both(name):
         word = np.einsum("BLD,DHK->BLHK", x_BLD, words.__dict__[f"w_{name}_DHK"][...])

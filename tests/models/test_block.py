@@ -94,7 +94,7 @@ def test_equals_float64_forward_and_by_finite_differences(name):
 
     def loss(params, x_BLD, traced):
         changed = dataclasses.replace(reads, **traced)
-        y_BLD, stats = with_params(block, params)(x_BLD, changed, is_training=True)
+        y_BLD, stats, _ = with_params(block, params)(x_BLD, changed, is_training=True)
         balance = sum(each.balance_loss for each in stats)
         return jnp.sum(y_BLD * target_BLD) + 3.0 * balance, (y_BLD, stats)
 

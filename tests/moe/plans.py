@@ -4,6 +4,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.models.config import RouterConfig
+from switchx.moe.assignment import make_plan
 from switchx.moe.plan import RoutingPlan
 
 G, T, S, E, C, D = 2, 11, 2, 3, 4, 5
@@ -25,6 +27,12 @@ def fixed_plan(num_choices: int = S, capacity: int = C) -> RoutingPlan:
     return RoutingPlan(
         *map(jnp.asarray, (expert_GTS, gate_GTS, slot_GTS, count_GE)), E, capacity
     )
+
+
+def top1_plan(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
+    """The plan of Switch's own router: each token to its most probable expert."""
+    router = RouterConfig(exploration="none")
+    return make_plan(router, jnp.log(prob_GTE), prob_GTE, is_token_GT, capacity)
 
 
 def is_kept(plan: RoutingPlan, g: int, t: int, s: int) -> bool:

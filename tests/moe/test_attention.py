@@ -189,7 +189,7 @@ def test_a_block_with_a_memory_keeps_its_cross_attention():
     assert "w_key_DHK" in params["cross_attention"]
     x_BLD, is_token_BL, mask_BLM, bias_HLM = inputs()
     reads = BlockInputs(is_token_BL, mask_BLM, bias_HLM, x_BLD, mask_BLM)
-    y_BLD, stats = jax.jit(
+    y_BLD, stats, _ = jax.jit(
         lambda params: with_params(block, params)(x_BLD, reads, is_training=True)
     )(params)
     assert y_BLD.shape == x_BLD.shape and len(stats) == 1

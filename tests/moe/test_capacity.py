@@ -16,7 +16,6 @@ from switchx.moe.capacity import (
     group_shape,
     layer_capacity,
     layer_groups,
-    rows_per_expert,
 )
 
 jitted_slots = jax.jit(assign_slots, static_argnums=1)
@@ -73,7 +72,6 @@ def test_factors_of_training_and_evaluation_and_no_drop():
     assert layer_capacity(two, 64, is_training=True) == 16
     dropless = dataclasses.replace(switch, router=RouterConfig(overflow="dropless"))
     assert layer_capacity(dropless, 64, is_training=True) == 64
-    assert rows_per_expert(dropless, 2, 64, is_training=True) == 128
     down = dataclasses.replace(switch, capacity_factor=1.99, capacity_rounding="down")
     assert layer_capacity(down, 64, is_training=True) == 15
 
@@ -84,11 +82,8 @@ def test_a_capacity_of_rows_counts_no_factor():
     for is_training in (True, False):
         assert layer_capacity(switch, 32, is_training=is_training) == 5
         assert layer_capacity(switch, 4, is_training=is_training) == 4
-        assert rows_per_expert(switch, 3, 32, is_training=is_training) == 15
     in_groups = dataclasses.replace(switch, expert_capacity=None)
     assert layer_groups(in_groups, 3, 32) == (6, 16)
-    dropless = dataclasses.replace(switch, router=RouterConfig(overflow="dropless"))
-    assert rows_per_expert(dropless, 3, 32, is_training=True) == 96
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, NamedSharding, PartitionSpec
 
-from switchx.models.config import ModelConfig, Precision, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.dispatch import einsum_dispatch
 from switchx.moe.dropless import dropless_dispatch
 from switchx.moe.layer import SwitchFFN
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules, param_shardings
 from tests.absent_devices import mesh_of
 from tests.moe.banks import dispatch_loop, ffn_bank, ffn_numbers
 from tests.moe.plans import D, E, T, fixed_plan, numbers
 
 NUMBERS = ffn_numbers(E, D, 7)
+SLICED = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
 
 
 @pytest.mark.parametrize("capacity", [2, 4, T])
@@ -82,4 +87,54 @@ def test_on_accelerators_all_products_are_our_kernels(kind, platform, kernel):
     text = exported.mlir_module()
     called = re.findall(r"custom_call @([\w.]+)", text)
     assert called.count(kernel) == 5
+    assert "ragged_dot" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "kernel"),
+    [
+        ("NVIDIA H200", "cuda", "mosaic_gpu_v2"),
+        pytest.param("TPU v5 lite", "tpu", "tpu_custom_call", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("dispatcher", "spec"),
+    [
+        ("dropless", MeshSpec(data=2, model=2)),
+        ("ragged_all_to_all", MeshSpec(data=1, expert=2, model=2)),
+        ("sliced", MeshSpec(data=2, model=2, rules=SLICED)),
+    ],
+)
+def test_training_on_meshes_of_accelerators_runs_our_kernels(
+    kind, platform, kernel, dispatcher, spec
+):
+    router = RouterConfig(overflow="dropless")
+    switch = SwitchConfig(4, router=router, every=1, dispatcher=dispatcher, expert_capacity=1)
+    config = ModelConfig(
+        "decoder_only", 8, 128, 256, 2, 64, 1, activation="relu", switch=switch,
+        precision=Precision(compute="bfloat16"),
+    )  # fmt: skip
+    layer = SwitchFFN(config, key=jax.random.key(0))
+    is_token_BL = jnp.ones((4, 64), bool)
+
+    def loss(params, x_BLD):
+        y_BLD, _ = with_params(layer, params)(x_BLD, is_token_BL, is_training=True)
+        return jnp.sum(y_BLD.astype(jnp.float32) ** 2)
+
+    num_cores = 1 if platform == "tpu" else None
+    mesh = spec.abstract(
+        AbstractDevice(device_kind=kind, num_cores=num_cores, platform=platform)
+    )
+    with use_mesh(mesh, spec.rules):
+        params = jax.tree.map(
+            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+            params_of(layer),
+            param_shardings(spec.rules, mesh, params_of(layer)),
+        )
+        whole = NamedSharding(mesh, PartitionSpec())
+        x_BLD = jax.ShapeDtypeStruct((4, 64, 128), jnp.bfloat16, sharding=whole)
+        traced = jax.jit(jax.grad(loss)).trace(params, x_BLD)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    # Two forward, three or four backward: the gradient of x is not asked for.
+    assert len(re.findall(rf"custom_call @{kernel}", text)) in (5, 6)
     assert "ragged_dot" not in text

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models import config
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatchers import FUNCTIONS, choose_dispatcher, refusal
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.constrain import use_mesh
@@ -64,7 +64,7 @@ def test_training_computes_slots_whatever_their_number():
 
 
 def test_the_configuration_names_what_there_is():
-    assert FUNCTIONS.keys() == config.DISPATCHERS.keys()
+    assert FUNCTIONS.keys() == DISPATCHERS.keys()
 
 
 def why_not(name, spec, **sizes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts against a loop over experts and rows; their biases, dropout and sizes."""
+"""The experts against loops: equal blocks, sorted rows, one device's part; dropout, sizes."""
 
 import dataclasses
 import math
@@ -12,8 +12,9 @@ import pytest
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.moe.experts import Experts
 from tests.layers.weights import numbers_for, with_params
+from tests.moe.banks import ffn_bank, ffn_numbers, run_expert
 
-E, R, D, F = 3, 7, 5, 8
+E, R, D, F = 3, 8, 5, 7
 SWITCH = SwitchConfig(E, every=1)
 CONFIG = ModelConfig("decoder_only", 8, D, F, 2, 3, 1, activation="relu", switch=SWITCH)
 
@@ -60,7 +61,7 @@ def test_equals_a_loop(activation, expert_bias, key):
     w = numbers_for(experts)
     assert ("b_in_EF" in w) == ("b_out_ED" in w) == expert_bias
     assert ("w_gate_EDF" in w) == (activation in ("geglu", "swiglu"))
-    y_ERD = with_params(experts, w)(jnp.asarray(rows()))
+    y_ERD = with_params(experts, w).weights()(jnp.asarray(rows()))
     np.testing.assert_allclose(y_ERD, loop(rows(), w, activation), rtol=2e-5, atol=2e-5)
 
 
@@ -71,7 +72,7 @@ def test_gradients_equal_finite_differences(key):
     target_ERD = np.random.default_rng(2).normal(size=(E, R, D))
 
     def loss(w, x_ERD):
-        return jnp.sum(with_params(experts, w)(x_ERD) * target_ERD)
+        return jnp.sum(with_params(experts, w).weights()(x_ERD) * target_ERD)
 
     grads = jax.jit(jax.grad(loss, (0, 1)))(w, rows())
     rng = np.random.default_rng(3)
@@ -91,7 +92,7 @@ def test_an_expert_learns_from_its_own_rows_alone(key):
     w = numbers_for(experts)
 
     def loss(w):
-        return jnp.sum(with_params(experts, w)(jnp.asarray(rows()))[1] ** 2)
+        return jnp.sum(with_params(experts, w).weights()(jnp.asarray(rows()))[1] ** 2)
 
     for name, grad in jax.grad(loss)(w).items():
         assert np.any(grad[1]), name
@@ -112,11 +113,10 @@ def test_expert_dropout_takes_the_models_rate_unless_given(
     # The identity after a ReLU: of a row of ones, the output shows what was dropped.
     eye_EDD = jnp.tile(jnp.eye(64), (E, 1, 1))
     experts = Experts(dataclasses.replace(config, d_model=64, d_ff=64), key=key)
-    assert experts.dropout_rate == expected
     experts = with_params(experts, {"w_in_EDF": eye_EDD, "w_out_EFD": eye_EDD})
     x_ERD = jnp.ones((E, 100, 64))
-    np.testing.assert_array_equal(experts(x_ERD), x_ERD)
-    y_ERD = np.asarray(experts(x_ERD, key=key))
+    np.testing.assert_array_equal(experts.weights()(x_ERD), x_ERD)
+    y_ERD = np.asarray(experts.weights(key=key)(x_ERD))
     # Each entry has a mask of its own: the share is binomial over 19200 of them.
     deviation = math.sqrt(expected * (1 - expected) / y_ERD.size)
     assert abs(np.mean(y_ERD == 0) - expected) <= 5 * deviation
@@ -148,5 +148,54 @@ def test_sizes_and_initial_deviations(key):
 
 
 def test_rows_decide_the_dtype(key):
-    y_ERD = Experts(with_switch(expert_bias=True), key=key)(jnp.ones((E, R, D), jnp.bfloat16))
+    experts = Experts(with_switch(expert_bias=True), key=key).weights()
+    y_ERD = experts(jnp.ones((E, R, D), jnp.bfloat16))
     assert y_ERD.dtype == jnp.bfloat16
+
+
+# The bank alone: sorted rows, and one device's part.
+NUMBERS = ffn_numbers(E, D, F)
+
+
+def some_rows(*shape):
+    return np.random.default_rng(1).normal(size=(*shape, D)).astype(np.float32)
+
+
+@pytest.mark.parametrize("load", [(4, 0, 8), (0, 0, 12), (7, 3, 1)])
+def test_sorted_rows_equal_a_loop(load):
+    x_RD = some_rows(16)
+    y_RD = ffn_bank(NUMBERS).run_rows(jnp.asarray(x_RD), jnp.asarray(load, jnp.int32))
+    want = [run_expert(NUMBERS, e, x_RD[r]) for r, e in enumerate(np.repeat(range(E), load))]
+    np.testing.assert_allclose(y_RD[: sum(load)], want, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_the_hidden_dimension_add_up():
+    """F split over two devices: each has half of the sum, and one adds the output bias."""
+    x_ERD, bank = jnp.asarray(some_rows(E, R)), ffn_bank(NUMBERS)
+
+    def part(i):
+        half = slice(0, 4) if i == 0 else slice(4, F)
+        cut = dataclasses.replace(
+            bank,
+            w_in_EDF=bank.w_in_EDF[..., half],
+            w_gate_EDF=bank.w_gate_EDF[..., half],
+            b_in_EF=bank.b_in_EF[..., half],
+            w_out_EFD=bank.w_out_EFD[:, half],
+        )
+        return cut.on_device(jnp.int32(i), jnp.bool_(i == 0))(x_ERD)
+
+    np.testing.assert_allclose(part(0) + part(1), bank(x_ERD), rtol=1e-5, atol=1e-5)
+
+
+def test_each_device_drops_other_entries(key):
+    bank = dataclasses.replace(ffn_bank(NUMBERS), key=key, dropout_rate=0.5)
+    x_ERD = jnp.asarray(some_rows(E, R))
+    here, there = (bank.on_device(jnp.int32(i), jnp.bool_(True))(x_ERD) for i in (0, 1))
+    again = bank.on_device(jnp.int32(0), jnp.bool_(True))(x_ERD)
+    np.testing.assert_array_equal(here, again)
+    assert np.mean(np.asarray(here) != np.asarray(there)) > 0.5
+
+
+def test_is_a_pytree_whose_leaves_have_dimensions_in_their_names():
+    names = {path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(ffn_bank(NUMBERS))}
+    assert names == set(NUMBERS)

@@ -6,13 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.router import (
-    choose_experts,
-    chosen_gates,
-    route_top1,
-    router_logits,
-)
+from switchx.moe.assignment import choose_experts, chosen_gates
+from switchx.moe.router import router_logits
 from tests.moe.oracle import softmax
+from tests.moe.plans import top1_plan
 
 G, T, D, E = 2, 13, 5, 4
 
@@ -39,7 +36,7 @@ def test_logits_are_float32_products_of_bfloat16_activations():
 def test_top1_equals_a_loop():
     x_GTD, w_router_DE, is_token_GT = inputs()
     prob_GTE = softmax(x_GTD.astype(np.float64) @ w_router_DE).astype(np.float32)
-    plan = route_top1(jnp.asarray(prob_GTE), jnp.asarray(is_token_GT), capacity=3)
+    plan = top1_plan(jnp.asarray(prob_GTE), jnp.asarray(is_token_GT), capacity=3)
     assert (plan.num_experts, plan.capacity) == (E, 3)
     assert plan.expert_GTS.shape == (G, T, 1)
     for g in range(G):
@@ -62,7 +59,7 @@ def test_top1_equals_a_loop():
 
 def test_a_tie_goes_to_the_first_expert():
     prob_GTE = jnp.array([[[0.2, 0.4, 0.4], [1 / 3, 1 / 3, 1 / 3]]])
-    plan = route_top1(prob_GTE, jnp.ones((1, 2), bool), capacity=2)
+    plan = top1_plan(prob_GTE, jnp.ones((1, 2), bool), capacity=2)
     assert plan.expert_GTS[0, :, 0].tolist() == [1, 0]
 
 
@@ -72,12 +69,27 @@ def test_the_gate_is_the_probability_under_all_experts_and_has_its_gradient():
 
     def gate(logits_E):
         prob_GTE = jax.nn.softmax(logits_E)[None, None]
-        return route_top1(prob_GTE, jnp.ones((1, 1), bool), capacity=1).gate_GTS[0, 0, 0]
+        return top1_plan(prob_GTE, jnp.ones((1, 1), bool), capacity=1).gate_GTS[0, 0, 0]
 
     value, grad = jax.value_and_grad(gate)(jnp.asarray(logits_E, jnp.float32))
     p_E = softmax(logits_E)
     np.testing.assert_allclose(value, p_E[1], rtol=1e-6)
     np.testing.assert_allclose(grad, p_E[1] * (np.eye(4)[1] - p_E), rtol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_products_of_the_router_are_float32_everywhere(platform):
+    """Forward and both gradients: accelerators multiply in bfloat16 or TF32 if not told."""
+
+    def loss(x_GTD, w_router_DE):
+        return jnp.sum(router_logits(x_GTD, w_router_DE) ** 2)
+
+    x_GTD, w_router_DE, _ = map(jnp.asarray, inputs())
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(x_GTD, w_router_DE)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3
+    assert all(line.count("HIGHEST") == 2 for line in products)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.router import route_top1
 from switchx.moe.stats import Choices, join_stacks, measure_routing
 from tests.moe.oracle import softmax
+from tests.moe.plans import top1_plan
 
 G, T, E, C = 2, 10, 4, 2
 
@@ -27,7 +27,7 @@ def inputs():
 @jax.jit
 def measure(logits_GTE, is_token_GT):
     prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
-    plan = route_top1(prob_GTE, is_token_GT, C)
+    plan = top1_plan(prob_GTE, is_token_GT, C)
     return measure_routing(logits_GTE, prob_GTE, plan, is_token_GT)
 
 
@@ -51,19 +51,20 @@ def test_against_a_loop():
     assert stats.dropped == dropped > 0
     np.testing.assert_allclose(stats.entropy, entropy, rtol=1e-5)
     np.testing.assert_allclose(stats.gate, gate, rtol=1e-5)
-    means = stats.per_token()
-    np.testing.assert_allclose(means.load_E, load / 16, rtol=1e-6)
-    np.testing.assert_allclose(means.dropped, dropped / 16, rtol=1e-6)
-    np.testing.assert_allclose(means.entropy, entropy / 16, rtol=1e-5)
-    np.testing.assert_allclose(means.gate, gate / 16, rtol=1e-5)
-    assert means.balance_loss == stats.balance_loss
-    assert means.router_z_loss == stats.router_z_loss
+    assert stats.groups == G
+    means = stats.means()
+    np.testing.assert_allclose(means["load"], load / 16, rtol=1e-6)
+    np.testing.assert_allclose(means["dropped"], dropped / 16, rtol=1e-6)
+    np.testing.assert_allclose(means["entropy"], entropy / 16, rtol=1e-5)
+    np.testing.assert_allclose(means["gate"], gate / 16, rtol=1e-5)
+    assert means["balance_loss"] == stats.balance / G
+    assert means["router_z_loss"] == stats.router_z / 16
 
 
 def test_entropy_of_a_uniform_router_is_ln_e():
     stats = measure(np.zeros((1, T, E), np.float32), np.ones((1, T), bool))
-    np.testing.assert_allclose(stats.per_token().entropy, math.log(E), rtol=1e-6)
-    np.testing.assert_allclose(stats.per_token().gate, 1 / E, rtol=1e-6)
+    np.testing.assert_allclose(stats.means()["entropy"], math.log(E), rtol=1e-6)
+    np.testing.assert_allclose(stats.means()["gate"], 1 / E, rtol=1e-6)
     # All tokens tie and go to expert 0, which has two slots.
     np.testing.assert_array_equal(stats.load_E, [T, 0, 0, 0])
     assert stats.dropped == T - C
@@ -74,7 +75,7 @@ def test_entropy_of_a_certain_router_is_zero():
     logits_GTE[..., 2] = 200.0  # the others' probabilities are 0 in float32
     stats = measure(logits_GTE, np.ones((1, T), bool))
     assert stats.entropy == 0.0
-    np.testing.assert_allclose(stats.per_token().gate, 1.0)
+    np.testing.assert_allclose(stats.means()["gate"], 1.0)
 
 
 def test_padding_leaves_no_trace():
@@ -88,24 +89,26 @@ def test_padding_leaves_no_trace():
 def test_a_batch_of_padding_is_finite():
     logits_GTE, _ = inputs()
     stats = measure(logits_GTE, np.zeros((G, T), bool))
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(stats.per_token()))
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(stats.means()))
 
 
 def test_sums_of_parts_are_the_sums_of_the_whole():
-    """What lets microbatches and shards be added; the losses are means and are not."""
+    """What lets microbatches, stages and devices be added up, the losses among them."""
     logits_GTE, is_token_GT = inputs()
     whole = measure(logits_GTE, is_token_GT)
     parts = [measure(logits_GTE[g : g + 1], is_token_GT[g : g + 1]) for g in range(G)]
-    for name in ("tokens", "load_E", "dropped", "entropy", "gate"):
-        total = sum(getattr(part, name) for part in parts)
-        np.testing.assert_allclose(total, getattr(whole, name), rtol=1e-6)
+    parts.append(measure(logits_GTE[:1], np.zeros((1, T), bool)))  # a group of padding
+    total = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), total, whole)
+    np.testing.assert_allclose(total.balance_loss, whole.balance_loss, rtol=1e-6)
+    np.testing.assert_allclose(total.router_z_loss, whole.router_z_loss, rtol=1e-6)
 
 
 def test_only_the_losses_carry_gradients():
     gradients = jax.jit(jax.jacrev(measure))(*inputs())
-    for name in ("entropy", "gate", "dropped", "tokens", "load_E"):
+    for name in ("entropy", "gate", "dropped", "tokens", "groups", "load_E"):
         assert not np.any(getattr(gradients, name)), name
-    for name in ("balance_loss", "router_z_loss"):
+    for name in ("balance", "router_z"):
         assert np.abs(getattr(gradients, name)).max() > 1e-3, name
 
 
@@ -116,15 +119,15 @@ def test_statistics_are_float32(dtype):
     assert {leaf.dtype for leaf in jax.tree.leaves(stats)} == {jnp.dtype("float32")}
 
 
-def test_per_token_of_stacked_layers():
+def test_means_of_stacked_layers():
     logits_GTE, is_token_GT = inputs()
     layers = [measure(logits_GTE, is_token_GT), measure(logits_GTE[:1], is_token_GT[:1])]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    means = stacked.per_token()
-    assert means.load_E.shape == (2, E)
+    means = stacked.means()
+    assert means["load"].shape == (2, E)
     for n, layer in enumerate(layers):
-        np.testing.assert_allclose(means.load_E[n], layer.per_token().load_E, rtol=1e-6)
-        np.testing.assert_allclose(means.entropy[n], layer.per_token().entropy, rtol=1e-6)
+        for name, mean in layer.means().items():
+            np.testing.assert_allclose(means[name][n], mean, rtol=1e-6, err_msg=name)
 
 
 def test_choices_are_joined_by_stack_and_not_summed():

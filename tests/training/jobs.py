@@ -38,6 +38,12 @@ ENCODER_DECODER = dataclasses.replace(
 TASK = Task("letters", text_corpus(*["abcdefgh" * 20] * 4), ByteVocabulary(), CausalLM())
 
 
+def with_padded_rows(batch: dict, *rows: int) -> dict:
+    """The batch, these of its rows all padding."""
+    kept = np.isin(np.arange(len(batch["decoder_segment_ids"])), rows, invert=True)
+    return {name: np.where(kept[:, None], x, 0) for name, x in batch.items()}
+
+
 def make_batch(config: ModelConfig, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Rows of one example each, all of different lengths of 1 to LENGTH tokens."""
     rng = np.random.default_rng(seed)

@@ -9,9 +9,10 @@ from switchx.moe.stats import RoutingStats
 def two_layers() -> RoutingStats:
     """Two layers, two experts: 8 tokens of which 2 are dropped, and 4 of which 1 is."""
     numbers = dict(
-        balance_loss=[1.5, 1.25],
-        router_z_loss=[0.5, 0.25],
         tokens=[8, 4],
+        groups=[2, 4],
+        balance=[3, 5],
+        router_z=[4, 1],
         load_E=[[6, 2], [1, 3]],
         dropped=[2, 1],
         entropy=[4, 1],

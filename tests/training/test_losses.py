@@ -11,11 +11,14 @@ import pytest
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import (
     LossConfig,
+    LossDenominators,
     TokenSums,
-    auxiliary_loss,
     cross_entropy,
+    loss_denominators,
+    loss_terms,
 )
 from tests.data.refusals import refused
+from tests.training.jobs import DENSE, SPARSE, make_batch, with_padded_rows
 
 B, L, V = 2, 5, 7
 PLAIN = LossConfig(layer_reduction="mean", z_loss=0.0)
@@ -131,38 +134,61 @@ def test_large_logits_stay_finite_and_sums_are_float32(dtype):
     assert float(sums.nll) == 0 and float(sums.correct) == 1
 
 
-def routing(num_layers: int) -> RoutingStats:
-    values_N = jnp.arange(1.0, num_layers + 1)
-    return RoutingStats(
-        balance_loss=values_N,
-        router_z_loss=values_N**2,
-        tokens=values_N,
-        load_E=jnp.ones((num_layers, 4)),
-        dropped=values_N,
-        entropy=values_N,
-        gate=values_N,
+MODEL = dataclasses.replace(
+    SPARSE, num_decoder_layers=4, switch=dataclasses.replace(SPARSE.switch, every=1)
+)
+
+
+def routing() -> tuple[RoutingStats, LossDenominators]:
+    """Of four layers: balance 2 * 1, .., 4 over 2 groups, z 5 * 1, .., 16 over 5 tokens."""
+    values_N = jnp.arange(1.0, 5.0)
+    stats = RoutingStats(
+        **dict.fromkeys(("tokens", "groups", "dropped", "entropy", "gate"), values_N),
+        balance=2 * values_N,
+        router_z=5 * values_N**2,
+        load_E=jnp.ones((4, 4)),
     )
+    counts = {"decoder": jnp.float32(5)}, {"decoder": jnp.float32(2)}
+    return stats, LossDenominators(jnp.float32(10), *counts)
 
 
 def test_auxiliary_losses_of_four_layers_by_hand():
+    stats, denominators = routing()
     # balance 1 + 2 + 3 + 4 = 10, z 1 + 4 + 9 + 16 = 30
     config = LossConfig(layer_reduction="sum", balance_weight=0.01, router_z_weight=0.001)
-    np.testing.assert_allclose(auxiliary_loss(routing(4), config), 0.1 + 0.03, rtol=1e-6)
-
-
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_mean_and_sum_differ_by_the_number_of_sparse_layers(num_layers):
-    config = LossConfig(layer_reduction="sum", router_z_weight=0.02)
-    total = auxiliary_loss(routing(num_layers), config)
-    mean = auxiliary_loss(
-        routing(num_layers), dataclasses.replace(config, layer_reduction="mean")
+    total = loss_terms(config, MODEL, denominators, None, stats)
+    np.testing.assert_allclose(total, 0.1 + 0.03, rtol=1e-6)
+    mean = dataclasses.replace(config, layer_reduction="mean")
+    np.testing.assert_allclose(
+        loss_terms(mean, MODEL, denominators, None, stats), total / 4, rtol=1e-6
     )
-    np.testing.assert_allclose(total, num_layers * mean, rtol=1e-6)
+    parts = [jax.tree.map(lambda leaf, n=n: leaf[n : n + 2], stats) for n in (0, 2)]
+    for each in (config, mean):
+        apart = [loss_terms(each, MODEL, denominators, None, p, stack="decoder") for p in parts]
+        np.testing.assert_allclose(
+            sum(apart), loss_terms(each, MODEL, denominators, None, stats), rtol=1e-6
+        )
 
 
 def test_a_dense_model_has_no_auxiliary_loss():
-    loss = auxiliary_loss(None, LossConfig(layer_reduction="mean", balance_weight=1.0))
-    assert loss.dtype == jnp.float32 and float(loss) == 0
+    sums = TokenSums(*map(jnp.float32, (20.0, 19.0, 1.0, 10.0)))
+    config = LossConfig(layer_reduction="mean", balance_weight=1.0)
+    assert loss_terms(config, DENSE, routing()[1], sums, None) == 2.0
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(("padding", "groups"), [("ignored", 3), ("counted", 6)])
+def test_denominators_count_groups_that_have_tokens_by_hand(num_microbatches, padding, groups):
+    """Rows of 8 tokens in groups of 8; three of six rows are padding."""
+    router = dataclasses.replace(SPARSE.switch.router, padding=padding)
+    switch = dataclasses.replace(SPARSE.switch, router=router)
+    config = dataclasses.replace(SPARSE, switch=switch)
+    batch = with_padded_rows(make_batch(config, 6), 0, 1, 5)
+    found = loss_denominators(config, batch, num_microbatches)
+    assert found.groups == {"decoder": groups}
+    real = np.count_nonzero(batch["decoder_segment_ids"])
+    assert found.tokens == {"decoder": real if padding == "ignored" else 48}
+    assert found.target_tokens == batch["decoder_loss_weights"].sum()
 
 
 @pytest.mark.parametrize(
@@ -170,11 +196,11 @@ def test_a_dense_model_has_no_auxiliary_loss():
     [
         (
             {"layer_reduction": "max"},
-            "LossConfig.layer_reduction='max'; use 'mean' (t5x) or 'sum' (Mesh-TensorFlow)",
+            "LossConfig.layer_reduction='max' is unknown; use one of mean, sum",
         ),
-        ({"balance_weight": -0.01}, "LossConfig.balance_weight=-0.01; use 0 or more"),
-        ({"router_z_weight": -1}, "LossConfig.router_z_weight=-1; use 0 or more"),
-        ({"z_loss": -1e-4}, "LossConfig.z_loss=-0.0001; use 0 or more"),
+        ({"balance_weight": -0.01}, "LossConfig.balance_weight=-0.01; use at least 0"),
+        ({"router_z_weight": -1}, "LossConfig.router_z_weight=-1; use at least 0"),
+        ({"z_loss": -1e-4}, "LossConfig.z_loss=-0.0001; use at least 0"),
         ({"label_smoothing": 1.0}, "LossConfig.label_smoothing=1.0; use 0 <= mass < 1"),
     ],
 )

@@ -15,7 +15,12 @@ from switchx.data.objectives import InputsToTargets
 from switchx.data.text_metrics import Accuracy
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.fields import describe
-from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
+from switchx.models.config import (
+    ModelConfig,
+    Precision,
+    RouterConfig,
+    SwitchConfig,
+)
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec

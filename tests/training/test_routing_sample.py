@@ -228,7 +228,13 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
             stats = measure(logits_GTE, prob_GTE, plan, is_token_GT, **options)
             zero, zero_E = jnp.zeros(()), jnp.zeros(plan.num_experts)
             return dataclasses.replace(
-                stats, tokens=zero, load_E=zero_E, dropped=zero, entropy=zero, gate=zero
+                stats,
+                tokens=zero,
+                groups=zero,
+                load_E=zero_E,
+                dropped=zero,
+                entropy=zero,
+                gate=zero,
             )
 
         patch.setattr(layer, "measure_routing", losses_alone)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of both Hopper kernels: their start, warpgroups, shared memory and registers.
+
+Mosaic GPU is Pallas' compiler for Hopper and later. What differs between JAX 0.10.2, 0.11 and
+0.12 stands here alone: 0.10.2 has the interpreter on private paths, lowers by lanes unless told
+otherwise, and loads with an index that 0.12 no longer takes.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.operands import vary_like
+from pallas_kernels.tiling.gpu import bits_of
+
+try:  # JAX 0.11 and later
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams, force_gpu_interpret_mode
+except ImportError:
+    from jax._src.pallas.mosaic_gpu.interpret.params import (
+        InterpretGPUParams,
+        force_gpu_interpret_mode,
+    )
+
+# By warpgroups, 0.10.2 refuses shared memory that is swizzled and not tiled.
+_SEMANTICS = (
+    plgpu.LoweringSemantics.Warpgroup
+    if jax.__version_info__ >= (0, 11, 0)
+    else plgpu.LoweringSemantics.Lane
+)
+# Of a thread that only starts copies.
+PRODUCER_REGISTERS = 40
+
+
+def mosaic_gpu_kernel(body, *, out_type, scratch_types, grid, num_threads, interpret, name):
+    """A Mosaic GPU kernel: `grid` blocks, axis `sm`, of `num_threads` warpgroups, axis `wg`.
+
+    Interpreted, it runs on the CPU and looks for races between warpgroups, copies included.
+    """
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=(grid,),
+        grid_names=("sm",),
+        num_threads=num_threads,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=_SEMANTICS),
+    )
+
+    def run(*operands):
+        interpreter = force_gpu_interpret_mode(InterpretGPUParams(detect_races=True))
+        with interpreter if interpret else contextlib.nullcontext():
+            # `plgpu.kernel` types its result as the same on all devices of a `shard_map`.
+            return vary_like(kernel(*operands), *operands)
+
+    return run
+
+
+def copy_and_multiply(
+    groups: int, copy: Callable[[], None], tile_loop: Callable, turns: Callable
+) -> None:
+    """Splits the work of a block whose kernel was started with `groups + 1` warpgroups.
+
+    A thread that only starts copies needs few registers; what it gives back, the accumulators
+    of the others get.
+
+    Args:
+        groups: warpgroups that multiply; the one after them copies.
+        copy: issues all copies of the block.
+        tile_loop: of the number of a multiplying warpgroup, the body of a loop over its tiles
+            that counts the steps of the ring, `(turn, step) -> step`.
+        turns: says how many tiles this block has.
+    """
+    warpgroup = lax.axis_index("wg")
+
+    @pl.when(warpgroup == groups)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        copy()
+
+    @pl.when(warpgroup < groups)
+    def _():
+        registers = min(232, (512 - PRODUCER_REGISTERS) // groups // 8 * 8)
+        plgpu.set_max_registers(registers, action="increase")
+        lax.fori_loop(0, turns(), tile_loop(warpgroup), jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def tiled(columns: int, dtype) -> tuple:
+    """The transforms that the tensor core asks of a matrix in shared memory."""
+    swizzle = min(128, columns * bits_of(dtype) // 8)
+    columns = swizzle * 8 // bits_of(dtype)
+    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
+
+
+def tiled_smem(shape: tuple[int, ...], dtype, interpret: bool):
+    """Shared memory for matrices of the tensor core; plain where it is interpreted."""
+    transforms = () if interpret else tiled(shape[-1], dtype)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def transposed(ref, scratch, interpret: bool):
+    """The transpose of a tile: a view, or, interpreted, a copy: 0.10.2 interprets no view."""
+    if not interpret:
+        return plgpu.transpose_ref(ref, (1, 0))
+    scratch = scratch.at[:, : ref.shape[0]]
+    scratch[...] = ref[...].T
+    # The next copy into `ref` must come after this read.
+    plgpu.commit_smem()
+    return scratch
+
+
+def load_as(ref, layout, *, optimized: bool = True) -> jax.Array:
+    """All of a reference in registers of a layout.
+
+    Args:
+        optimized: refuse a load that the layout makes slow; without it, vectors from global
+            memory can be loaded too.
+    """
+    if jax.__version_info__ < (0, 11, 0):
+        return plgpu.load(ref, (), layout=layout, optimized=optimized)
+    return plgpu.load(ref, layout=layout, optimized=optimized)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows sorted by group: the one sort of the project, and which group each row belongs to.
+
+`jnp.argsort` and `lax.sort_key_val` inside `jax.shard_map` type the indices they return as
+the same on every device (JAX 0.7 to 0.11): the forward pass is right, gradients that flow
+through a gather by them are not, and nothing is raised. `lax.sort` of keys and indices
+together types both as the keys are.
+Dims: R rows, E experts
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def stable_argsort(key):
+    """int32 indices that sort `key` along its last dimension, ascending and stable."""
+    index = jax.lax.broadcasted_iota(jnp.int32, key.shape, key.ndim - 1)
+    return jax.lax.sort((key, index), dimension=-1, is_stable=True, num_keys=1)[1]
+
+
+def group_bounds(group_sizes_E, R: int):
+    """First row of each group, and the one past its last, of R rows sorted by group.
+
+    Sizes may sum to more than R where they are traced: the last groups are cut at row R, and
+    no row past it is read or written.
+
+    Returns:
+        (begin_E, end_E): int32.
+    """
+    end_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
+    return jnp.minimum(end_E - group_sizes_E, R), jnp.minimum(end_E, R)
+
+
+def rows_of_groups(group_sizes_E, R: int):
+    """The group of each of R sorted rows, and whether it belongs to any.
+
+    Returns:
+        (expert_R, is_used_R): int32 and bool; rows past the last group have the last group.
+    """
+    _, end_E = group_bounds(group_sizes_E, R)
+    row_R = jax.lax.iota(jnp.int32, R)
+    expert_R = jnp.searchsorted(end_E, row_R, side="right").astype(jnp.int32)
+    return jnp.minimum(expert_R, end_E.shape[0] - 1), row_R < end_E[-1]

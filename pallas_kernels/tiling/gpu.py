@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of the Hopper kernels: what they may be, what they take, which are tried first.
+
+Dims: R rows, D inputs, F outputs, E experts
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Shared memory that a block may ask for on Hopper, and what its barriers take of it at most.
+SHARED_BYTES = 232448
+_BARRIER_BYTES = 1024
+H200_SMS = 132
+# Features of a row that are stored at once: 128 bytes, the most that the copy engine swizzles.
+STORED = 64
+# Registers of a thread that an accumulator may take; with 128 nothing spills.
+_ACCUMULATOR_REGISTERS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The tile of a block and how it goes through the work.
+
+    In the weight gradient M is of D, N of F and K of the rows.
+
+    Attributes:
+        tile_m: M, 64 or 128 output features of each warpgroup.
+        tile_n: N, rows of a tile: 8, 16, 32, 64, 128 or 256.
+        tile_k: K, one step along D, which it divides.
+        warpgroups: those that multiply; each has features of its own.
+        stages: steps of K in shared memory at once.
+        panel: tiles of features that share the cache with all rows.
+        splits: parts of D that are summed by XLA afterwards; divides D / K.
+        through_smem: quantized weights only: 1 sends them to the tensor core through shared
+            memory instead of registers, the same arithmetic.
+        num_sms: blocks, one an SM; 0 for as many as the GPU has, 132 where there is none.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    warpgroups: int = 2
+    stages: int = 4
+    panel: int = 16
+    splits: int = 1
+    through_smem: int = 0
+    num_sms: int = 0
+
+
+def bits_of(dtype) -> int:
+    return 4 if dtype == jnp.int4 else jnp.dtype(dtype).itemsize * 8
+
+
+def sm_count(interpret: bool) -> int:
+    """Blocks to start: 2 of an interpreter, else the GPU's SMs, or an H200's without one."""
+    if interpret:
+        return 2
+    if jax.default_backend() == "gpu":
+        return jax.devices()[0].core_count
+    return H200_SMS
+
+
+def shared_bytes(tiling: Tiling, x_dtype, w_dtype, stored_bytes: int | None = None) -> int:
+    """Shared memory of a block without its barriers; `stored_bytes` hold its results."""
+    m, n, k = tiling.tile_m * tiling.warpgroups, tiling.tile_n, tiling.tile_k
+    stage_bits = n * k * bits_of(x_dtype) + m * k * bits_of(w_dtype)
+    y_bytes = m * n * (4 if tiling.splits > 1 else 2) if stored_bytes is None else stored_bytes
+    scratch = m * 64 * 2 if tiling.through_smem else 0
+    return tiling.stages * stage_bits // 8 + y_bytes + scratch
+
+
+def checked(
+    tiling: Tiling, D: int, x_dtype, w_dtype, stored_bytes: int | None = None
+) -> Tiling:
+    """The tiling; `stored_bytes` as in `shared_bytes`.
+
+    Raises:
+        ValueError: the kernel cannot run with it.
+    """
+    n, steps = tiling.tile_n, D // tiling.tile_k
+    if n not in (8, 16, 32, 64, 128, 256) or tiling.tile_m not in (64, 128):
+        raise ValueError(
+            f"tile_m={tiling.tile_m}, tile_n={n}; expected tile_m 64 or 128 and tile_n 8, 16, "
+            "32, 64, 128 or 256"
+        )
+    if tiling.tile_m * n // 128 > _ACCUMULATOR_REGISTERS:
+        raise ValueError(
+            f"tile_m={tiling.tile_m} by tile_n={n} needs more registers than a warpgroup has; "
+            "use tile_m * tile_n <= 16384"
+        )
+    if tiling.tile_k % 64 or D % tiling.tile_k:
+        raise ValueError(
+            f"tile_k={tiling.tile_k} must be a multiple of 64 that divides D={D}; use "
+            f"tile_k={math.gcd(D, 128)}"
+        )
+    if steps % tiling.splits or (tiling.splits > 1 and tiling.tile_m != 64):
+        raise ValueError(
+            f"splits={tiling.splits} must divide the {steps} steps of tile_k={tiling.tile_k} "
+            f"along D={D} and takes tile_m=64, not {tiling.tile_m}; use splits=1"
+        )
+    if tiling.warpgroups not in (1, 2, 3) or tiling.stages < 2 or tiling.panel < 1:
+        raise ValueError(
+            f"warpgroups={tiling.warpgroups}, stages={tiling.stages}, panel={tiling.panel}; "
+            "expected 1 to 3 warpgroups, 2 stages or more and a panel of at least 1"
+        )
+    taken = shared_bytes(tiling, x_dtype, w_dtype, stored_bytes) + _BARRIER_BYTES
+    if taken > SHARED_BYTES:
+        raise ValueError(
+            f"the tiling takes {taken} bytes of shared memory, Hopper has {SHARED_BYTES}; "
+            f"use fewer than {tiling.stages} stages or a smaller tile"
+        )
+    return tiling
+
+
+def fitted(
+    tiling: Tiling, x_dtype, w_dtype, most: int, stored_bytes: int | None = None
+) -> Tiling:
+    """The tiling with as many stages as fit, `most` at most."""
+    none = dataclasses.replace(tiling, stages=0)
+    one = dataclasses.replace(tiling, stages=1)
+    fixed = shared_bytes(none, x_dtype, w_dtype, stored_bytes)
+    stage = shared_bytes(one, x_dtype, w_dtype, stored_bytes) - fixed
+    stages = (SHARED_BYTES - _BARRIER_BYTES - fixed) // stage
+    return dataclasses.replace(tiling, stages=max(2, min(most, stages)))
+
+
+def candidates_around(
+    first: Tiling, R: int, E: int, depths, x_dtype, w_dtype, check: Callable[[Tiling], Any]
+) -> list[Tiling]:
+    """Tilings of the forward product worth a measurement, `first` before the others.
+
+    Args:
+        depths: steps along D.
+        check: raises ValueError for a tiling that the kernel cannot run with.
+    """
+    found = [first]
+    rows = sorted({max(8, first.tile_n // 2), first.tile_n, min(256, 2 * first.tile_n)})
+    splits = (1, 2, 4) if rows_per_expert(R, E) <= 16 else (1,)
+    for tile_n, tile_m, tile_k, parts in itertools.product(rows, (64, 128), depths, splits):
+        tiling = Tiling(tile_m, tile_n, tile_k, splits=parts, panel=first.panel)
+        tiling = fitted(tiling, x_dtype, w_dtype, most=8)
+        with contextlib.suppress(ValueError):
+            check(tiling)
+            found += [tiling] if tiling not in found else []
+    return found
+
+
+def rows_per_expert(R: int, E: int) -> int:
+    return -(-R // max(1, min(R, E)))
+
+
+def tile_of_rows(R: int, E: int) -> int:
+    """Rows of a tile that mostly hold all of an expert's: its weights are then read once.
+
+    A quarter more than the mean, and 7 for a group that starts within a tile's 8.
+    """
+    rows = rows_per_expert(R, E)
+    return min(256, max(16, 1 << (rows + rows // 4 + 7 - 1).bit_length()))
+
+
+def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:
+    """Parts of D so that every SM has a tile, where there are few tiles."""
+    if tiling.tile_n > 64 or tiling.tile_m != 64:
+        return 1
+    tiles = min(R, E) * -(-F // (tiling.tile_m * tiling.warpgroups))
+    steps = D // tiling.tile_k
+    return max(
+        splits
+        for splits in (1, 2, 4, 8)
+        if splits == 1 or (steps % splits == 0 and tiles * splits <= 2 * H200_SMS)
+    )

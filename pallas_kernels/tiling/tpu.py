@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block sizes of the TPU kernels: those that fit, ordered by an estimate of their time.
+
+The estimate is a roofline: the memory traffic or the steps of the pipeline, whichever takes
+longer. In a step a matrix block is pushed into the matrix unit, which takes the same time
+whatever the number of rows it meets, and multiplied. The constants were read off the
+instructions that the compiler schedules (`aot/tpu_compiler.py`); no chip has been timed, and
+`candidates` are for a machine that has one.
+Dims: R rows, D inputs, F outputs, E experts
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_matmul.tile_schedule import num_blocks
+from pallas_kernels.tpu_chip import MIB, Chip, current_chip
+
+# From schedules of v5e and v6e: control of the pipeline, and a weight's way into the matrix
+# unit (bfloat16 0.2 and 0.3 ps; int8 and int4, with their conversion, 0.5 and 0.3 ps).
+STEP_S = 1.5e-7
+PUSH_S = 3e-13
+PUSH_QUANTIZED_S = 4.5e-13
+# A v4 converts integers by way of 32 bits, which it lays down in vector memory, in 7
+# instructions for 1024 of them: they save memory there and no time.
+PUSH_QUANTIZED_V4_S = 6.5e-12
+# A weight gradient's sum is loaded and stored once a step, half of it while the unit is busy.
+SUM_S = 4e-13
+# Larger bodies compile slowly, and spill: [4096, 1024] takes 3 times the bundles of
+# [4096, 512] on a v5e.
+MAX_MATRIX = 1 << 21
+MAX_PRODUCTS = 1 << 29
+ROWS = (16, 32, 64, 128, 256, 512)
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """Sizes of the blocks of a TPU kernel.
+
+    Attributes:
+        block_R: rows. The weight gradient sums over these.
+        block_D: channels of the contraction; the whole of D is best if it fits, as matrix
+            blocks are then fetched once an expert instead of once a block of rows. The
+            weight gradient writes blocks of [block_D, block_F].
+        block_F: output features.
+        cores: tensor cores that share the columns; 2 on a v4 or v5p used as one device.
+    """
+
+    block_R: int
+    block_D: int
+    block_F: int
+    cores: int = 1
+
+    def check(self, D: int, F: int) -> None:
+        """
+        Raises:
+            ValueError: a block that no TPU can address.
+        """
+        if self.block_R < 16 or self.block_R % 16:
+            raise ValueError(
+                f"block_R={self.block_R} is not a multiple of 16; use one of {ROWS}"
+            )
+        for name, block, size in (
+            ("block_D", self.block_D, D),
+            ("block_F", self.block_F, F),
+        ):
+            if block != size and (block % LANES or not 0 < block < size):
+                raise ValueError(
+                    f"{name}={block} is neither {size} nor a smaller multiple of {LANES}; "
+                    f"use {size} or one of those"
+                )
+        if self.cores < 1:
+            raise ValueError(f"cores={self.cores} is less than 1; use 1 or the chip's cores")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One product, for which tile sizes are chosen.
+
+    Attributes:
+        R, D, F, E: rows, contraction, output features, experts; for a weight gradient the
+            shapes of [E, D, F] and the rows summed over.
+        x_bytes, w_bits: of an element of the rows and of the matrices.
+        group_size: channels that share a scale where D has more than one group.
+        is_weight_gradient: which of the two kernels.
+    """
+
+    R: int
+    D: int
+    F: int
+    E: int
+    x_bytes: int
+    w_bits: int
+    group_size: int | None = None
+    is_weight_gradient: bool = False
+
+    @classmethod
+    def of(cls, R, D, F, E, x_dtype, w_dtype, **fields) -> "Problem":
+        x_bytes = jnp.dtype(x_dtype).itemsize
+        return cls(R, D, F, E, x_bytes, jax.dtypes.itemsize_bits(w_dtype), **fields)
+
+
+def candidates(problem: Problem) -> list[Tiling]:
+    """Tilings that fit the memory of the current chip, the best estimate first.
+
+    Raises:
+        ValueError: none fits.
+    """
+    chip = current_chip()
+    rows = [block for block in ROWS if block < problem.R + 16] or [ROWS[0]]
+    tilings = [
+        Tiling(*blocks, cores=chip.cores)
+        for blocks in itertools.product(rows, _depths(problem), _columns(problem.F))
+    ]
+    # Half of it: the compiler needs room for what does not fit its registers.
+    fitting = [
+        tiling
+        for tiling in tilings
+        if vmem_bytes(problem, tiling) <= chip.vmem_bytes // 2
+        and tiling.block_D * tiling.block_F <= MAX_MATRIX
+        and tiling.block_R * tiling.block_D * tiling.block_F <= MAX_PRODUCTS
+    ]
+    if not fitting:
+        raise ValueError(
+            f"no blocks of {problem} fit {chip.vmem_bytes} bytes of vector memory; use the "
+            "reference implementation"
+        )
+    return sorted(fitting, key=lambda tiling: _seconds(problem, tiling, chip))
+
+
+def _columns(size: int) -> list[int]:
+    blocks = [block for block in (128, 256, 512, 1024, 2048) if block < size]
+    return [*blocks, size] if size <= 2048 else blocks
+
+
+def _depths(problem: Problem) -> list[int]:
+    """All of D, or pieces of it; without a remainder unless D has no such pieces."""
+    D, unit = problem.D, max(problem.group_size or 1, LANES)
+    pieces = [
+        piece for piece in (4096, 2048, 1024, 512, 256) if piece < D and piece % unit == 0
+    ]
+    return [D, *([piece for piece in pieces if D % piece == 0] or pieces)]
+
+
+def vmem_bytes(problem: Problem, tiling: Tiling) -> int:
+    """Vector memory of the kernel's buffers, and once its sums in float32."""
+    r, d, f = tiling.block_R, tiling.block_D, tiling.block_F
+    if problem.is_weight_gradient:
+        buffers = 2 * r * (d + f) * problem.x_bytes + 2 * d * f * problem.w_bits // 8
+        return buffers + 4 * d * f
+    buffers = 2 * r * (d + f) * problem.x_bytes + 3 * d * f * problem.w_bits // 8
+    is_widened = problem.w_bits < 16 and current_chip().generation == 4
+    return buffers + 4 * r * f + 4 * d * f * is_widened
+
+
+def vmem_limit_bytes(problem: Problem, tiling: Tiling) -> int:
+    """The vector memory that the kernel may take: its buffers and room for the compiler.
+
+    No more, because XLA keeps operands of other operations in the rest.
+    """
+    needed = vmem_bytes(problem, tiling)
+    return min(needed + max(needed // 2, 8 * MIB), current_chip().vmem_bytes * 15 // 16)
+
+
+def _push_s(problem: Problem, chip: Chip) -> float:
+    if problem.w_bits >= 16:
+        return PUSH_S
+    return PUSH_QUANTIZED_S if chip.generation > 4 else PUSH_QUANTIZED_V4_S
+
+
+def _seconds(problem: Problem, tiling: Tiling, chip: Chip) -> float:
+    R, D, F, E = problem.R, problem.D, problem.F, problem.E
+    r, d, f = tiling.block_R, tiling.block_D, tiling.block_F
+    num_R, num_D, num_F = (num_blocks(*pair) for pair in ((R, r), (D, d), (F, f)))
+    tiles = num_R + min(E, R) - 1
+    steps = tiles * num_D * (-(-num_F // tiling.cores) * tiling.cores)
+    # A float32 product is made of six bfloat16 ones.
+    passes = 6 if problem.x_bytes == 4 else 1
+    products_s = passes * 2 * r * d * f / chip.flops_per_s
+    if problem.is_weight_gradient:
+        step_s = STEP_S + products_s + SUM_S * d * f
+        traffic = R * (D * num_F + F * num_D) * problem.x_bytes
+        traffic += E * D * F * problem.w_bits // 8
+        first = r * (d + f) * problem.x_bytes
+    else:
+        step_s = STEP_S + products_s + passes * _push_s(problem, chip) * d * f
+        # An uncut matrix block stays for all its rows, and rows for all their experts.
+        times_w = min(E, R) if num_D == 1 else tiles
+        rows_x = R if num_D == 1 else tiles * r
+        traffic = times_w * D * F * problem.w_bits // 8
+        traffic += (rows_x * D * num_F + R * F) * problem.x_bytes
+        first = r * d * problem.x_bytes + d * f * problem.w_bits // 8
+    # Nothing is multiplied while the first blocks arrive.
+    return max(steps * step_s, traffic / chip.bytes_per_s) / tiling.cores + (
+        first / chip.bytes_per_s
+    )

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds as items by name; every fault of one is found and named."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx import manifest
+from switchx.checkpoint import items as checkpoint_items
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.items import Manifest, read_manifest, write_manifest
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.verify import checkpoint_faults
+from switchx.training.resume import write_run_config
+from switchx.training.state import init_state
+from switchx.tree import named_leaves
+from tests.training.jobs import DENSE, make_job, make_params
+from tests.training.train_states import damage, filled_state, raw
+
+
+def test_parameters_stand_apart_and_the_state_comes_back():
+    state = filled_state(3)
+    items = checkpoint_items.to_items(state)
+    assert items.keys() == {"params", "train_state"}
+    assert named_leaves(items["params"]).keys() == named_leaves(state.params).keys()
+    assert "step" in items["train_state"]
+    again = checkpoint_items.from_items(items, state)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(raw(got), raw(want))
+
+
+@pytest.mark.parametrize("data_state", [None, b"\x00\xff", {"step": 3, "rows": [1, 2]}])
+def test_a_data_state_survives_json(data_state, tmp_path):
+    encoded = json.loads(json.dumps(checkpoint_items.encode_data_state(data_state)))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / checkpoint_items.data_file()).write_text(json.dumps(encoded))
+    assert checkpoint_items.read_data_states(tmp_path) == [data_state]
+
+
+def test_data_states_of_all_processes_come_back_or_none(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for index in (0, 10, *range(2, 10)):
+        (folder / f"process_{index}_of_11.json").write_text(f'{{"json": {index}}}')
+    with pytest.raises(ValueError, match="process_9_of_11.json, not one of each process that"):
+        checkpoint_items.read_data_states(tmp_path)
+    (folder / "process_1_of_11.json").write_text('{"json": 1}')
+    assert checkpoint_items.read_data_states(tmp_path) == list(range(11))
+    with pytest.raises(ValueError, match="has data iterator states none, not one of each"):
+        checkpoint_items.read_data_states(folder)
+
+
+MODEL = dataclasses.replace(DENSE, num_decoder_layers=1)
+STEP = 7
+
+
+def save(path, change=lambda params: params, *, rows=8, step=STEP, data_step=STEP) -> RunFolder:
+    """A run of the model whose checkpoint has other parameters, rows or steps."""
+    run, job = RunFolder(path).create(), make_job(MODEL)
+    write_run_config(run, job)
+    params = change(make_params(MODEL))
+    state = init_state(MODEL, job.optimizer.build(job.schedule), seed=0, params=params)
+    state = dataclasses.replace(state, step=jnp.asarray(step, jnp.int32))
+    data = {
+        "pipeline": {},
+        "step": data_step,
+        "rows": list(range(rows)),
+        "cursors": [[0]] * rows,
+    }
+    with Checkpointer(run, Retention()) as checkpointer:
+        checkpointer.save(STEP, state, data)
+    return run
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("run"))
+
+
+def test_a_sound_one_has_none(sound):
+    assert checkpoint_faults(sound, STEP) == []
+
+
+def test_every_damaged_file_is_named(tmp_path):
+    run = save(tmp_path)
+    path = run.checkpoints / str(STEP)
+    files = sorted(read_manifest(path).files)
+    changed, cut, gone = files[0], files[-1], files[len(files) // 2]
+    damage(path / changed)
+    (path / cut).write_bytes((path / cut).read_bytes()[:-1])
+    (path / gone).unlink()
+    faults = checkpoint_faults(run, STEP)
+    assert len(faults) == 3
+    assert f"its file {changed} has changed since it was written" in faults
+    assert f"its file {gone} is missing" in faults
+    assert any(f"its file {cut} has " in fault and " bytes, not " in fault for fault in faults)
+
+
+def test_one_that_was_never_finished(tmp_path):
+    run = RunFolder(tmp_path)
+    (run.checkpoints / "7" / "params").mkdir(parents=True)
+    assert checkpoint_faults(run, STEP) == [
+        "it has no manifest.json, so it was not written to its end"
+    ]
+
+
+def test_values_that_are_not_finite(tmp_path):
+    def spoil(params):
+        ffn = params["decoder"]["blocks"]["layer_0"]["ffn"]
+        matrix = np.array(ffn["w_in_DF"])
+        matrix[3, :2], matrix[5, 1] = np.nan, np.inf
+        ffn["w_in_DF"] = jnp.asarray(matrix)
+        return params
+
+    assert checkpoint_faults(save(tmp_path, spoil), STEP) == [
+        "decoder/blocks/layer_0/ffn/w_in_DF has 3 of 384 values that are not finite"
+    ]
+
+
+def test_parameters_of_another_model(tmp_path):
+    run = save(tmp_path)
+    description = json.loads(run.config.read_text())
+    description["model"]["d_ff"] = 32
+    run.config.write_text(json.dumps(description))
+    faults = checkpoint_faults(run, STEP)
+    assert "it is not of the run's model: it does not fit; 2 of " in faults[0]
+    assert any("expected float32[16, 32], got float32[16, 24]" in fault for fault in faults)
+
+
+def test_steps_and_rows_that_do_not_belong_together(tmp_path):
+    assert checkpoint_faults(save(tmp_path / "a", step=6), STEP) == [
+        "its state is of step 6, its folder of step 7"
+    ]
+    assert checkpoint_faults(save(tmp_path / "b", data_step=6, rows=6), STEP) == [
+        "its data goes on at step 6, its state at step 7",
+        "its data has no state of rows 6, 7",
+    ]
+
+
+def test_a_missing_process(tmp_path):
+    run = save(tmp_path)
+    path = run.checkpoints / str(STEP)
+    file = path / "data" / "process_0_of_1.json"
+    file.rename(file.with_name("process_0_of_2.json"))
+    (path / "manifest.json").unlink()
+    write_manifest(path, Manifest(STEP, None, {}))
+    (fault,) = checkpoint_faults(run, STEP)
+    assert "has data iterator states process_0_of_2.json, not one of each process" in fault
+
+
+def test_a_manifest_of_another_step_or_with_other_fields_is_no_manifest(tmp_path):
+    folder = tmp_path / "30"
+    folder.mkdir()
+    write_manifest(folder, Manifest(30, -1.5, {"neg_log_perplexity": -1.5}))
+    assert read_manifest(folder) == Manifest(30, -1.5, {"neg_log_perplexity": -1.5})
+    moved = folder.rename(tmp_path / "40")
+    assert checkpoint_items.find_damage(moved, checksums=False) == (
+        "its manifest.json is of step 30"
+    )
+    manifest.write_manifest(moved, "manifest.json", {"step": 40}, "crc32")
+    assert checkpoint_items.find_damage(moved, checksums=False) == (
+        "its manifest.json is damaged"
+    )

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels compiled for TPUs and an H200 that are not there, within the budgets of the tables.
+
+Tests marked `aot` compile; the others hold the tables, and the way to the compilers and back.
+"""
+
+import functools
+import importlib.metadata
+import subprocess
+
+import pytest
+
+from pallas_kernels.aot import gpu_compiler, install, tpu_compiler
+from pallas_kernels.aot.case import Case
+from pallas_kernels.grouped_matmul import tpu
+from pallas_kernels.tiling.gpu import SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op": "matmul"}, "is not one of grouped_matmul"),
+        ({"direction": "sideways"}, "is not one of forward"),
+        ({"bits": 4}, "others None"),
+        ({"op": "quantized_grouped_matmul"}, "4 or 8 bits"),
+        (
+            {"op": "quantized_grouped_matmul", "bits": 8, "direction": "weight_gradient"},
+            "have no gradient",
+        ),
+    ],
+)
+def test_nonsense_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Case(**{"op": "grouped_matmul", "R": 8, "D": 64, "F": 32, "E": 4, **changes})
+
+
+# Another compiler than that of the table schedules a little differently.
+SLACK = 1.1
+VMEM = {"v4": 16 << 20, "v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "tpu7x": 64 << 20}
+
+each_target = pytest.mark.parametrize("target", tpu_compiler.TOPOLOGIES)
+
+
+@functools.cache
+def measured_on_tpu(target: str) -> dict[str, dict]:
+    return tpu_compiler.measure(target)
+
+
+@pytest.fixture
+def needs_libtpu():
+    try:
+        tpu_compiler.compiler_folder()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def test_the_table_of_tpus_has_every_case_of_every_target():
+    table = tpu_compiler.budgets()
+    assert set(table) == set(tpu_compiler.TOPOLOGIES)
+    for rows in table.values():
+        assert set(rows) == set(tpu_compiler.budget_cases())
+        assert all(set(row) == set(tpu_compiler.RESOURCES) for row in rows.values())
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1800)
+@each_target
+def test_tpu_kernels_compile_within_budget(needs_libtpu, target):
+    budget = tpu_compiler.budgets()[target]
+    found = measured_on_tpu(target)
+    assert {name: row["error"] for name, row in found.items() if "error" in row} == {}
+    over = [
+        f"{name}: {resource} {row[resource]} is over the budget of {budget[name][resource]}"
+        for name, row in found.items()
+        for resource in ("vmem_bytes", "bundles")
+        if row[resource] > SLACK * budget[name][resource]
+    ]
+    assert over == []
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1800)
+@each_target
+def test_tpu_kernels_fit_vector_memory(needs_libtpu, target):
+    assert max(row["vmem_bytes"] for row in measured_on_tpu(target).values()) < VMEM[target]
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1800)
+@each_target
+def test_temporaries_of_tpus_hold_no_dequantized_weights(needs_libtpu, target):
+    cases = tpu_compiler.budget_cases()
+    quantized = {name: row for name, row in measured_on_tpu(target).items() if cases[name].bits}
+    assert quantized
+    for name, row in quantized.items():
+        # Less than a single expert's matrix in bfloat16, of 32.
+        assert row["temp_bytes"] < 2 * cases[name].D * cases[name].F, name
+
+
+@pytest.mark.aot
+@each_target
+def test_what_is_refused_for_tpus_does_not_compile(needs_libtpu, target):
+    case = Case("grouped_matmul", 16, 128, 128, 2, dtype="float16")
+    [result] = tpu_compiler.compile_cases(target, [case])
+    assert "legalize" in result["error"] or "float16" in result["error"]
+    assert "float16" in tpu.refusal("float16", "float16", 16, 128, 128, 2)
+
+
+@pytest.mark.aot
+def test_sizes_of_tpus_that_do_not_divide_compile(needs_libtpu):
+    tiling = {"block_R": 32, "block_D": 512, "block_F": 256}
+    sizes = {"R": 250, "D": 1000, "F": 700, "E": 8, "tiling": tiling}
+    cases = [
+        Case("grouped_matmul", **sizes),
+        Case("grouped_matmul", **sizes, direction="weight_gradient"),
+        Case("quantized_grouped_matmul", **sizes, bits=4, epilogue=True),
+        Case("quantized_grouped_matmul", **sizes | {"tiling": None}, bits=8),
+        Case("grouped_matmul", 3, 50, 70, 4, dtype="float32"),
+    ]
+    assert [result["error"] for result in tpu_compiler.compile_cases("v5e", cases)] == [
+        None
+    ] * 5
+
+
+CASE = Case("grouped_matmul", 16, 128, 128, 2)
+
+
+def test_unknown_tpu_raises():
+    with pytest.raises(ValueError, match="target='v3' is not one of v4, v5e, v5p, v6e, tpu7x"):
+        tpu_compiler.compile_cases("v3", [CASE])
+
+
+def test_absent_libtpu_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no libtpu in .*run `make test-aot`"):
+        tpu_compiler.compile_cases("v5e", [CASE])
+
+
+def test_libtpu_that_dies_is_reported(tmp_path, monkeypatch):
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
+    with pytest.raises(RuntimeError, match="ended with status 3 after 0 of 1 cases"):
+        tpu_compiler.compile_cases("v5e", [CASE])
+
+
+def test_libtpu_is_on_the_path_of_the_child_alone():
+    variables = tpu_compiler.child_variables("notes", ["package", "compiler"])
+    assert variables["PYTHONPATH"].startswith("package")
+    assert "compiler" in variables["PYTHONPATH"]
+    assert variables["JAX_PLATFORMS"] == "cpu"
+    assert "--xla_jf_dump_to=notes" in variables["LIBTPU_INIT_ARGS"]
+
+
+def test_notes_of_libtpu_are_read(tmp_path):
+    # As libtpu writes them: of several programs, several notes each.
+    (tmp_path / "1-copy.4-70-schedule-analysis_final_bundles.txt").write_text("else")
+    (tmp_path / "1-multiply_rows.1-70-schedule-analysis_final_bundles.txt").write_text(
+        "Schedule analysis:\n\ttotal scheduled bundles:    608\n\tempty scheduled bundles: 12\n"
+    )
+    (tmp_path / "1-multiply_rows.1-68-post-delay-converter.txt").write_text(
+        "  #allocation2 [shape = 'u32[72,128]{1,0:T(1,128)}', space=vmem, size = 0x9000, x]\n"
+        "  #allocation3 [shape = 'u8[512]{0}', space=smem, size = 0x200, scoped]\n"
+        "    #allocation8 [shape = 'u8[65536]{0}', space=vmem, size = 0x10000, scoped]\n"
+    )
+    assert tpu_compiler.read_dump(tmp_path) == {"bundles": 608, "vmem_bytes": 0x19000}
+
+
+needs_cuda = pytest.mark.skipif(
+    gpu_compiler.missing() is not None, reason=str(gpu_compiler.missing())
+)
+
+
+@functools.cache
+def measured_on_h200() -> dict[str, dict]:
+    return gpu_compiler.measure("h200")
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(900)
+@needs_cuda
+def test_gpu_kernels_compile_within_budget():
+    budget, found = gpu_compiler.budgets(), measured_on_h200()
+    assert {name: row["error"] for name, row in found.items() if "error" in row} == {}
+    # Instructions vary a little with JAX and ptxas.
+    over = [
+        f"{name}: {resource} {row[resource]} is over the budget of {budget[name][resource]}"
+        for name, row in found.items()
+        for resource in (
+            "registers",
+            "spill_bytes",
+            "shared_bytes",
+            "instructions",
+            "temp_bytes",
+        )
+        if row[resource] > (1.15 if resource == "instructions" else 1) * budget[name][resource]
+    ]
+    assert over == []
+    assert all(row["hgmma"] for row in found.values())
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(900)
+@needs_cuda
+def test_temporaries_of_gpus_hold_no_dequantized_weights():
+    for name, case in gpu_compiler.budget_cases().items():
+        if case.bits:
+            one_expert = case.D * case.F * 2
+            assert measured_on_h200()[name]["temp_bytes"] < one_expert / 2, name
+
+
+@pytest.mark.aot
+@needs_cuda
+def test_what_does_not_compile_says_so():
+    (row,) = gpu_compiler.compile_cases(
+        "h200", [Case(op="grouped_matmul", R=8, D=100, F=64, E=2)]
+    )
+    assert "pad the weights once to D=128" in row["error"]
+
+
+def test_the_table_of_gpus_spills_nothing_and_multiplies_on_tensor_cores():
+    assert list(gpu_compiler.budgets()) == list(gpu_compiler.budget_cases())
+    for row in gpu_compiler.budgets().values():
+        assert set(row) == set(gpu_compiler.RESOURCES)
+        assert row["spill_bytes"] == 0
+        assert row["registers"] <= 168
+        assert row["shared_bytes"] <= SHARED_BYTES
+        assert row["hgmma"] > 0
+
+
+PTXAS = """ptxas info    : Compiling entry function 'k' for 'sm_90a'
+    0 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+"""
+SASS = """        /*0000*/                   LDC R1, c[0x0][0x28] ;
+   -:-:1:Y:07        /*0010*/      HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR16]
+"""
+PASSES = "gpu.launch dynamic_shared_memory_size %c213072_i32 {"
+
+
+def test_resources_are_read_off_the_stages():
+    assert gpu_compiler.read_resources(PTXAS, SASS, PASSES) == {
+        "registers": 168, "spill_bytes": 20, "shared_bytes": 213072, "hgmma": 1,
+        "instructions": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_silent_stages_are_no_resources(without):
+    texts = [PTXAS, SASS, PASSES]
+    texts[without] = ""
+    with pytest.raises(ValueError, match="other versions of these tools"):
+        gpu_compiler.read_resources(*texts)
+
+
+def test_a_missing_cuda_plugin_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv(gpu_compiler.FOLDER_VARIABLE, str(tmp_path))
+    assert "make test-aot" in gpu_compiler.missing()
+    with pytest.raises(ValueError, match="make test-aot"):
+        gpu_compiler.compile_cases("h200", [])
+    (tmp_path / "jax_cuda13_plugin").mkdir()
+    (tmp_path / "jax_cuda13_plugin-0.1.dist-info").mkdir()
+    assert "JAX is" in gpu_compiler.missing()
+
+
+def test_unknown_gpu_is_refused():
+    with pytest.raises(ValueError, match="target='b200' is not one of h200"):
+        gpu_compiler.compile_cases("b200", [])
+
+
+def test_versions_are_those_of_the_installed_jax():
+    version = importlib.metadata.version("jax")
+    gpu = install.requirements("gpu")
+    assert gpu[:2] == [f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}"]
+    assert "nvidia-cuda-nvdisasm>=13,<14" in gpu
+    [tpu] = install.requirements("tpu")
+    assert tpu.startswith("libtpu==")
+
+
+def test_libtpu_is_found_among_what_jax_requires():
+    of_jax = [
+        "numpy>=2.0",
+        'jaxlib<=0.10.2,>=0.10.2; extra == "tpu"',
+        'libtpu==0.0.42.*; extra == "tpu"',
+        'libtpu==9; extra == "other"',
+    ]
+    assert install.libtpu_requirement(of_jax) == "libtpu==0.0.42.*"
+
+
+def test_unknown_back_end_raises():
+    with pytest.raises(ValueError, match="back_end='rocm' is not one of tpu, gpu"):
+        install.requirements("rocm")
+
+
+def test_installs_once_apart_from_the_environment(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, check: commands.append(command) or check
+    )
+    assert install.install("gpu", tmp_path)
+    assert not install.install("gpu", tmp_path)
+    [command] = commands
+    assert command[command.index("--target") + 1] == str(tmp_path)
+    assert "--no-deps" in command
+    # Another JAX asks for others.
+    monkeypatch.setattr(install, "requirements", lambda back_end: ["libtpu==1"])
+    assert install.install("gpu", tmp_path)
+    assert commands[1][-1] == "libtpu==1"

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx bench kernels` and `tune kernels`: cells, contenders, times, checks, tilings."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QTensor, dequantize
+from pallas_kernels.bench import kernels, products, tune
+from pallas_kernels.bench.cells import Cell, all_cells, cells_of_a_cpu
+from pallas_kernels.bench.timing import (
+    Contender,
+    all_in_one_program,
+    copy_bytes_per_s,
+    geometric_mean,
+    one_by_one,
+    speedup,
+    take_turns,
+)
+from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul.reference import Tiling
+from pallas_kernels.tiling.tuned import read
+from tests.kernels import loops
+
+CELL = Cell(8, 12, 4, 4, 3)
+
+
+@pytest.fixture(autouse=True)
+def few_sets(monkeypatch):
+    monkeypatch.setitem(products.ROTATED_BYTES, "cpu", 2**11)
+
+
+def test_every_cell_has_its_rows_and_its_active_experts():
+    for cell in all_cells() + cells_of_a_cpu():
+        for first in (0, 1, cell.E - 1):
+            sizes_E = cell.group_sizes(first)
+            assert sizes_E.sum() == cell.R == cell.active * cell.tokens
+            assert (sizes_E > 0).sum() == cell.active
+            is_balanced = sizes_E.max() == sizes_E[sizes_E > 0].min()
+            assert is_balanced == (cell.load == "balanced"), cell
+
+
+def test_shares_of_a_skewed_load_fall_as_ranks_grow():
+    sizes_E = Cell(8, 8, 4, 8, 25, "skewed").group_sizes(1)
+    # Of 96 rows beside one each: 46, 23, 15 and 11 by 1, 1/2, 1/3, 1/4; one is left.
+    assert sizes_E.tolist() == [0, 48, 24, 16, 12, 0, 0, 0]
+
+
+def test_the_grid_of_an_accelerator_is_the_issues():
+    cells = all_cells()
+    assert {(c.active, c.E) for c in cells} == {
+        (1, 32), (4, 32), (8, 32), (16, 32), (24, 32), (32, 32), (128, 128),
+    }  # fmt: skip
+    assert {c.tokens for c in cells} == {2**i for i in range(10)}
+    assert {(c.D, c.F) for c in cells} == {
+        (1024, 4096), (4096, 1024), (768, 3072), (4096, 14336),
+    }  # fmt: skip
+    assert len(set(cells)) == len(cells) == 4 * (7 * 10 + 6 * 9)
+
+
+def test_other_weights_are_read_from_call_to_call():
+    cell = Cell(8, 8, 4, 32, 2)
+    used = np.array([cell.group_sizes(first) for first in range(0, 32, 4)]) > 0
+    assert used.sum(axis=0).tolist() == [1] * 32
+
+
+def test_contenders_of_a_cpu():
+    names = [product.name for product in products.products(CELL)]
+    assert names == ["float32", "int8", "int4", "dequantize int8", "batched einsum"]
+    skewed = dataclasses.replace(CELL, load="skewed")
+    assert "batched einsum" not in [product.name for product in products.products(skewed)]
+
+
+def test_contenders_of_an_accelerator(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    names = [product.name for product in products.products(CELL)]
+    assert names == [
+        "bfloat16", "int8", "int4", "dequantize int8", "dequantize int4", "ragged_dot bfloat16",
+        "dense bfloat16",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [products.ragged_dot, products.batched_einsum])
+def test_what_we_compare_with_multiplies_the_same(run):
+    x_RD, w_EDF = np.random.default_rng(0).normal(size=(12, 8)), np.zeros((4, 8, 12))
+    w_EDF += np.random.default_rng(1).normal(size=w_EDF.shape)
+    y_RF = run(jnp.array(x_RD), jnp.array(w_EDF), jnp.array(CELL.group_sizes()))
+    expected_RF = loops.product(x_RD, w_EDF, CELL.group_sizes())
+    np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-4, atol=1e-4)
+
+
+def test_every_contender_is_checked_and_right():
+    for each in products.contenders(CELL, {}):
+        assert each.error < 1e-6, each.name
+        each.measure()
+        assert each.weight_bytes == {
+            "float32": 4 * 8 * 12 * 4, "batched einsum": 4 * 8 * 12 * 4,
+            "int4": 4 * (4 * 12 + 4 * 12),
+        }.get(each.name, 4 * (8 * 12 + 4 * 12))  # fmt: skip
+
+
+def test_a_wrong_product_has_a_large_error():
+    wrong = products.Product("wrong", lambda x_RD, w_EDF, sizes_E: x_RD @ w_EDF[0])
+    x_RD = jnp.array(np.random.default_rng(0).normal(size=(12, 8)), jnp.float32)
+    w_EDF = products.random_weights(CELL, None, 0)
+    assert products.relative_error(wrong, x_RD, w_EDF, jnp.array(CELL.group_sizes())) > 0.5
+    dense = products.Product("dense", products.dense)
+    assert products.relative_error(dense, x_RD, w_EDF, jnp.array(CELL.group_sizes())) is None
+
+
+def test_weights_rotate_and_stay_for_cells_of_the_same_matrices():
+    cache = {}
+    products.contenders(CELL, cache)
+    sets = cache[8]
+    assert sum(q.nbytes for q in sets) >= 2**11
+    assert not np.array_equal(np.asarray(sets[0].values), np.asarray(sets[1].values))
+    products.contenders(dataclasses.replace(CELL, tokens=1), cache)
+    assert cache[8] is sets
+    products.contenders(dataclasses.replace(CELL, F=4), cache)
+    assert cache[8] is not sets
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_random_weights_are_of_magnitude_one(bits):
+    q = products.random_weights(Cell(64, 32, 2, 2, 1), bits, 0)
+    assert isinstance(q, QTensor)
+    assert 0.1 < float(jnp.std(dequantize(q))) < 1
+
+
+def test_bytes_of_weights_are_those_of_the_compiled_product():
+    full = products.compiled_weight_bytes(None)
+    assert full == 4 * 8 * 512 * 1024
+    assert products.compiled_weight_bytes(8) * 4 == full
+    assert products.compiled_weight_bytes(4) * 8 == full
+
+
+def test_turns_alternate_and_each_has_its_rounds():
+    steps = []
+    a, b = (Contender(name, lambda name=name: steps.append(name)) for name in "ab")
+    take_turns([a, b], rounds=3)
+    assert "".join(steps) == "ab" + "ab" + "ba" + "ab"  # the first two to warm up
+    assert len(a.times_s) == len(b.times_s) == 3
+
+
+def test_figures():
+    fast = Contender("fast", None, times_s=[1.0, 2.0, 3.0])
+    slow = Contender("slow", None, times_s=[2.0, 8.0, 9.0])
+    assert speedup(fast, slow) == 3.0  # of 2, 4, 3
+    assert (fast.median_s, fast.percentile_s(10), fast.percentile_s(90)) == (2.0, 1.0, 3.0)
+    assert geometric_mean([1, 8]) == pytest.approx(8**0.5)
+
+
+def test_a_step_counts_its_calls():
+    each = Contender("ten", lambda: None, calls=10)
+    each.measure()
+    assert 0 <= each.times_s[0] < 1e-2
+
+
+SETS, SIZES = [jnp.array([1.0]), jnp.array([2.0])], [jnp.array([3]), jnp.array([4])]
+
+
+def test_one_by_one_goes_through_all_weights_and_sizes():
+    results = []
+    step = one_by_one(lambda x, w, s: x + w + s, jnp.zeros(1), SETS, SIZES)
+    for _ in range(5):
+        results.append(float(step()[0]))
+    assert results == [4, 5, 5, 6, 4]
+
+
+def test_one_program_makes_every_call():
+    """The number of calls of the product in the compiled program's loop: none is dropped."""
+    seen = []
+
+    def product(x_RD, weights, sizes):
+        jax.debug.callback(lambda w, s: seen.append((float(w[0]), int(s[0]))), weights, sizes)
+        return x_RD * weights
+
+    step = all_in_one_program(product, jnp.ones(1), SETS, SIZES)
+    step()
+    jax.effects_barrier()
+    assert sorted(seen) == [(1.0, 3), (1.0, 4), (2.0, 3), (2.0, 4)]
+
+
+def test_copying_has_a_bandwidth():
+    assert 1e7 < copy_bytes_per_s(num_bytes=2**20, rounds=1) < 1e14
+
+
+def test_rows_and_checks_of_small_cells():
+    cells = [Cell(8, 12, 4, 4, 3), Cell(8, 12, 1, 4, 3)]
+    notes = []
+    rows, checks = kernels.run(2, cells, notes.append)
+    assert len(notes) == 2
+    measured = [row for row in rows if "us" in row]
+    assert len(measured) == 5 + 4
+    assert all(
+        row["us"] > 0 and row["p10_us"] <= row["us"] <= row["p90_us"] for row in measured
+    )
+    assert measured[0]["speedup"] == 1
+    means = [row for row in rows if row["matrix"] == "geometric mean"]
+    assert {(row["active"], row["tokens"]) for row in means} == {
+        (4, "all"), (4, "<=16"), (1, "all"), (1, "<=16"),
+    }  # fmt: skip
+    assert [(check["name"], check["bound"]) for check in checks] == [
+        ("reference_vs_batched_einsum", "<=1.5"), ("int8_bytes_vs_f32", "<=0.25"),
+        ("int4_bytes_vs_f32", "<=0.125"), ("max_error_vs_float64", "<=1e-5"),
+    ]  # fmt: skip
+    assert [check["value"] for check in checks[1:3]] == [0.25, 0.125]
+    assert 0 < checks[3]["value"] < 1e-6
+
+
+def h200_cell(tokens, active=32, **times):
+    contenders = {
+        name.replace("_of_", " "): Contender(name, None, weight_bytes=1000, times_s=[time_s])
+        for name, time_s in times.items()
+    }
+    return Cell(1024, 4096, active, 32, tokens), contenders
+
+
+def test_checks_of_an_h200_are_the_worst_cells():
+    ragged = "ragged_dot_of_bfloat16"
+    measured = [
+        h200_cell(1, bfloat16=4.0, int8=2.0, int4=1.0, **{ragged: 8.0}),
+        h200_cell(16, bfloat16=5.0, int8=4.0, int4=2.0, **{ragged: 6.0}),
+        h200_cell(16, active=8, bfloat16=9.0, int8=9.0, int4=9.0, **{ragged: 8.1}),
+        h200_cell(
+            512, bfloat16=10.0, int8=9.0, int4=9.0, dense_of_bfloat16=9.0, **{ragged: 90.0}
+        ),
+    ]
+    checks = kernels.checks_of_an_h200(measured, copied_bytes_per_s=250.0)
+    assert {check["name"]: check["value"] for check in checks} == {
+        "int8_vs_bf16_32": 1.25,  # of 2 and 1.25; 8 active experts are another matter
+        "int4_vs_bf16_32": 2.5,
+        "bf16_vs_cublas": 0.9,
+        "bf16_vs_copy_bandwidth": 0.8,  # 1000 bytes in 5 s of 250 a second
+        "bf16_vs_ragged_dot": pytest.approx(0.9),
+    }
+    names = [check["name"] for check in kernels.checks_of_an_h200(measured[2:3], 1.0)]
+    assert names == ["bf16_vs_ragged_dot"]
+
+
+def test_a_nan_is_no_check():
+    with pytest.raises(RuntimeError, match="max_error_vs_float64 is NaN"):
+        kernels._check("max_error_vs_float64", float("nan"), "<=1e-2")
+
+
+def test_the_best_of_every_product_is_written(tilings_file):
+    notes = []
+    rows = tune.run(1, [CELL], notes.append)
+    assert [row["weights"] for row in rows] == ["float32", "int8", "int4"]
+    assert all(row["measured"] > 1 and row["did_not_compile"] == 0 for row in rows)
+    assert len(notes) == 3
+    entries = read(tilings_file)
+    assert {(key.op, key.bits, key.implementation) for key in entries} == {
+        ("grouped_matmul", None, "reference"),
+        ("quantized_grouped_matmul", 8, "reference"),
+        ("quantized_grouped_matmul", 4, "reference"),
+    }
+
+
+@pytest.fixture
+def candidates(monkeypatch):
+    """Three of `reference`, the second of which does not fit."""
+    tilings = [Tiling(3, 8), Tiling(3, 5), Tiling(3, 4)]
+    monkeypatch.setattr(tune, "candidates", lambda *options: tilings)
+    return tilings
+
+
+def times(monkeypatch, **seconds):
+    def take_turns(contenders, rounds):
+        for each in contenders:
+            each.times_s = [seconds[each.name.partition("weight_rows=")[2][0]]] * rounds
+
+    monkeypatch.setattr(tune, "take_turns", take_turns)
+
+
+@pytest.mark.parametrize(
+    ("time_s", "best"),
+    [(1.0, Tiling(3, 4)), (1.99, Tiling(3, 8)), (3.0, Tiling(3, 8))],
+)
+def test_the_quickest_wins_by_more_than_noise(candidates, monkeypatch, time_s, best):
+    times(monkeypatch, **{"8": 2.0, "4": time_s})
+    key, tiling, row = tune.tune_one(CELL, None, 1, {})
+    assert tiling == best
+    assert (row["measured"], row["did_not_compile"]) == (2, 1)
+    assert row["speedup"] == pytest.approx(2.0 if time_s == 1.0 else 1.0)
+    assert (key.rows, key.D, key.F, key.E) == (16, 8, 12, 4)
+
+
+def test_a_wrong_result_is_never_tuned_for(candidates, monkeypatch):
+    def wrong(x_RD, w_EDF, sizes_E, *, tiling):
+        y_RF = reference.forward(x_RD, w_EDF, sizes_E, tiling=tiling)
+        return y_RF * 1.1 if tiling.weight_rows == 4 else y_RF
+
+    monkeypatch.setattr(tune, "grouped_matmul", wrong)
+    with pytest.raises(RuntimeError, match="weight_rows=4. has a relative error of 0.1"):
+        tune.tune_one(CELL, None, 1, {})
+
+
+def test_a_default_that_does_not_compile_is_a_bug(candidates, monkeypatch):
+    monkeypatch.setattr(tune, "candidates", lambda *options: [Tiling(3, 5), Tiling(3, 4)])
+    with pytest.raises(RuntimeError, match="default tiling .* does not compile.*divisor of 8"):
+        tune.tune_one(CELL, None, 1, {})
+
+
+def test_back_ends_are_asked_with_what_they_depend_on():
+    asked = []
+
+    def of(R, D, F, E, bits, dtype):
+        asked.append((R, D, F, E, bits, dtype))
+        return ["first"]
+
+    backend = types.SimpleNamespace(candidates=of)
+    assert tune.candidates(backend, (1, 2, 3, 4), "bfloat16", 8) == ["first"]
+    assert asked == [(1, 2, 3, 4, 8, "bfloat16")]
+
+
+def test_the_grid_of_an_accelerator_has_all_experts_active(monkeypatch):
+    assert len(tune.cells_to_tune()) == 3
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    cells = tune.cells_to_tune()
+    assert len(cells) == 4 * 2 * 10
+    assert {cell.E for cell in cells if cell.active == cell.E} == {32, 128}

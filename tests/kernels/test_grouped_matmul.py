@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`grouped_matmul` and its reference: against loops, gradients, NaN, refusals, tilings."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import grouped_matmul
+from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul.reference import Tiling
+from tests.kernels import loops
+from tests.kernels.loops import GROUPS, E, R
+
+D, F = 8, 12
+# Compiled once for all sizes of groups: they are operands.
+forward = jax.jit(reference.forward, static_argnames=("transpose_w", "tiling"))
+weight_gradient = jax.jit(reference.weight_gradient, static_argnames=("out_dtype", "tiling"))
+forward_by_ragged_dot = jax.jit(reference.forward_by_ragged_dot, static_argnums=3)
+weight_gradient_by_ragged_dot = jax.jit(
+    reference.weight_gradient_by_ragged_dot, static_argnums=3
+)
+TILINGS = [Tiling(1, 4), Tiling(5, 4), Tiling(16, 1)]
+
+
+def call(groups="uneven", **changes):
+    x_RD, w_EDF, _ = loops.operands(GROUPS[groups], D, F, tail=0)
+    sizes_E = jnp.array(GROUPS[groups], jnp.int32)
+    operands = {"x_RD": jnp.array(x_RD), "w_EDF": jnp.array(w_EDF), "group_sizes_E": sizes_E}
+    return grouped_matmul(**operands | changes)
+
+
+@pytest.mark.parametrize(
+    ("groups", "jit"),
+    [*((groups, True) for groups in GROUPS), ("uneven", False), ("nothing", False)],
+)
+def test_with_bias_against_a_loop(groups, jit):
+    x_RD, w_EDF, _ = loops.operands(GROUPS[groups], D, F)
+    bias_EF = np.random.default_rng(5).normal(size=(E, F)).astype(np.float32)
+    function = jax.jit(grouped_matmul) if jit else grouped_matmul
+    y_RF = function(x_RD, w_EDF, jnp.array(GROUPS[groups]), bias_EF=bias_EF)
+    expected_RF = loops.product(x_RD, w_EDF, GROUPS[groups])
+    for r, e in enumerate(loops.expert_of_rows(GROUPS[groups], R)):
+        expected_RF[r] += bias_EF[e]
+    np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-5, atol=1e-5)
+
+
+@jax.jit
+def output_and_gradients(x_RD, w_EDF, bias_EF, sizes_E, dy_RF):
+    y_RF, pull_back = jax.vjp(
+        lambda x_RD, w_EDF, bias_EF: grouped_matmul(x_RD, w_EDF, sizes_E, bias_EF=bias_EF),
+        x_RD,
+        w_EDF,
+        bias_EF,
+    )
+    return y_RF, pull_back(dy_RF)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_gradients_against_loops_with_nan_in_unused_rows(groups):
+    """NaN in x, in w of empty groups, and in the incoming gradient of unused rows."""
+    x_RD, w_EDF, dy_RF = loops.operands(GROUPS[groups], D, F)
+    y_RF, (dx_RD, dw_EDF, dbias_EF) = output_and_gradients(
+        x_RD, w_EDF, jnp.ones((E, F)), jnp.array(GROUPS[groups]), dy_RF
+    )
+    assert np.all(np.isfinite(np.asarray(y_RF)))
+    w_EFD = np.swapaxes(w_EDF, 1, 2)
+    expected = {
+        "x": loops.product(dy_RF, w_EFD, GROUPS[groups]),
+        "w": loops.weight_gradient(x_RD, dy_RF, GROUPS[groups]),
+        "bias": loops.weight_gradient(np.ones((R, 1)), dy_RF, GROUPS[groups])[:, 0],
+    }
+    for gradient, name in ((dx_RD, "x"), (dw_EDF, "w"), (dbias_EF, "bias")):
+        np.testing.assert_allclose(
+            np.asarray(gradient), expected[name], rtol=1e-5, atol=1e-5, err_msg=name
+        )
+
+
+def test_gradients_against_finite_differences():
+    x_RD, w_EDF, dy_RF = loops.operands(GROUPS["pruned_tail"], D, F, tail=0)
+    sizes_E = jnp.array(GROUPS["pruned_tail"])
+    rng = np.random.default_rng(7)
+
+    def loss(x_RD, w_EDF):
+        return jnp.sum(jnp.tanh(grouped_matmul(x_RD, w_EDF, sizes_E) / 4) * dy_RF)
+
+    gradients = jax.grad(loss, argnums=(0, 1))(x_RD, w_EDF)
+    for i, (value, gradient) in enumerate(zip((x_RD, w_EDF), gradients, strict=True)):
+        direction = rng.normal(size=value.shape).astype(np.float32)
+        moved = [[x_RD, w_EDF] for _ in range(2)]
+        step = 1e-2
+        moved[0][i], moved[1][i] = value + step * direction, value - step * direction
+        slope = (loss(*moved[0]) - loss(*moved[1])) / (2 * step)
+        assert float(slope) == pytest.approx(float(jnp.vdot(gradient, direction)), rel=5e-3)
+
+
+def test_gradients_have_the_dtypes_of_what_they_are_of():
+    x_RD, w_EDF, _ = loops.operands(GROUPS["uneven"], D, F)
+    dx_RD, dw_EDF = jax.grad(
+        lambda x_RD, w_EDF: jnp.sum(
+            grouped_matmul(x_RD, w_EDF, jnp.array(GROUPS["uneven"])).astype(jnp.float32)
+        ),
+        argnums=(0, 1),
+    )(jnp.array(x_RD, jnp.bfloat16), w_EDF)
+    assert (dx_RD.dtype, dw_EDF.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_weights_are_not_transposed_in_memory():
+    """Neither pass has a temporary of the size of all weights."""
+    many = 64
+    specs = (
+        jax.ShapeDtypeStruct((many, D), jnp.float32),
+        jax.ShapeDtypeStruct((many, D, 256), jnp.float32),
+        jax.ShapeDtypeStruct((many,), jnp.int32),
+    )
+
+    def loss(x_RD, w_EDF, sizes_E):
+        return jnp.sum(jnp.square(grouped_matmul(x_RD, w_EDF, sizes_E)))
+
+    compiled = jax.jit(jax.grad(loss, argnums=0)).lower(*specs).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * many * D * 256 // 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x_RD": jnp.ones((R, D + 1))}, r"9 columns, and the weights are E=5, D=8, F=12"),
+        ({"x_RD": jnp.ones(D)}, r"x_RD has shape \(8,\)"),
+        ({"x_RD": jnp.ones((R, D), jnp.int32)}, "dtype int32; use float32"),
+        ({"x_RD": [[1.0]]}, "x_RD is a list"),
+        ({"w_EDF": jnp.ones((D, F))}, "w_EDF has shape"),
+        ({"w_EDF": jnp.ones((E, D, F), jnp.int8)}, "dtype int8"),
+        ({"bias_EF": jnp.ones((E, F + 1))}, r"bias_EF has shape \(5, 13\); expected \(5, 12\)"),
+        ({"group_sizes_E": jnp.ones(E)}, "dtype float32; use int32"),
+        ({"group_sizes_E": jnp.ones(E + 1, jnp.int32)}, "6 elements; expected 5"),
+        ({"group_sizes_E": jnp.full(E, 5, jnp.int32)}, "sum to 25, and x_RD has 23 rows"),
+        ({"group_sizes_E": jnp.array([3, -1, 0, 0, 0])}, r"group_sizes_E\[1\]=-1"),
+        ({"implementation": "cuda"}, "implementation='cuda'; use None or one of"),
+        ({"implementation": "reference", "interpret": True}, "only kernels are interpreted"),
+        ({"interpret": True}, "only kernels are interpreted"),
+        ({"tiling": reference.Tiling(0, 1)}, "rows=0; use 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_sizes_are_checked_where_they_are_concrete_under_a_gradient():
+    with pytest.raises(ValueError, match="sum to 30"):
+        jax.grad(lambda x_RD: call(x_RD=x_RD, group_sizes_E=jnp.array([30, 0, 0, 0, 0])).sum())(
+            jnp.ones((R, D))
+        )
+
+
+def test_a_kernel_gets_all_three_passes(monkeypatch):
+    """What the back end is asked for, and with which options."""
+    calls = []
+
+    def recorded(name):
+        def run(*operands, tiling=None, interpret=False, **options):
+            calls.append((name, options.get("transpose_w", False), tiling, interpret))
+            return getattr(reference, name)(*operands, **options)
+
+        return run
+
+    kernel = types.ModuleType("pallas_kernels.grouped_matmul.tpu")
+    kernel.forward, kernel.weight_gradient = recorded("forward"), recorded("weight_gradient")
+    kernel.refusal = lambda *operands: None
+    monkeypatch.setattr("pallas_kernels.implementations._module", lambda op, name: kernel)
+    x_RD, w_EDF, _ = loops.operands(GROUPS["uneven"], D, F)
+    jax.grad(
+        lambda x_RD: call(
+            x_RD=x_RD, implementation="tpu", tiling="a tiling", interpret=True
+        ).sum()
+    )(jnp.array(x_RD))
+    assert calls == [
+        ("forward", False, "a tiling", True),
+        ("forward", True, None, True),
+        ("weight_gradient", False, None, True),
+    ]
+
+
+def sizes_of(groups):
+    return jnp.array(GROUPS[groups], jnp.int32)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_every_pass_on_cpu_against_loops(groups, tiling):
+    x_RD, w_EDF, dy_RF = loops.operands(GROUPS[groups], D, F)
+    y_RF = forward(x_RD, w_EDF, sizes_of(groups), tiling=tiling)
+    np.testing.assert_allclose(
+        np.asarray(y_RF), loops.product(x_RD, w_EDF, GROUPS[groups]), rtol=1e-5, atol=1e-5
+    )
+    dx_RD = forward(dy_RF, w_EDF, sizes_of(groups), transpose_w=True, tiling=tiling)
+    w_EFD = np.swapaxes(w_EDF, 1, 2)
+    np.testing.assert_allclose(
+        np.asarray(dx_RD), loops.product(dy_RF, w_EFD, GROUPS[groups]), rtol=1e-5, atol=1e-5
+    )
+    dw_EDF = weight_gradient(
+        x_RD, dy_RF, sizes_of(groups), out_dtype=jnp.float32, tiling=tiling
+    )
+    np.testing.assert_allclose(
+        np.asarray(dw_EDF),
+        loops.weight_gradient(x_RD, dy_RF, GROUPS[groups]),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_every_pass_by_ragged_dot_against_loops(groups):
+    """What accelerators run. On CPU it reads all matrices: those of empty groups are finite."""
+    sizes_E = sizes_of(groups)
+    x_RD, w_EDF, dy_RF = loops.operands(GROUPS[groups], D, F)
+    w_EDF = np.nan_to_num(w_EDF)
+    y_RF = forward_by_ragged_dot(x_RD, w_EDF, sizes_E, False)
+    np.testing.assert_allclose(
+        np.asarray(y_RF), loops.product(x_RD, w_EDF, GROUPS[groups]), rtol=1e-5, atol=1e-5
+    )
+    dx_RD = forward_by_ragged_dot(dy_RF, w_EDF, sizes_E, True)
+    w_EFD = np.swapaxes(w_EDF, 1, 2)
+    np.testing.assert_allclose(
+        np.asarray(dx_RD), loops.product(dy_RF, w_EFD, GROUPS[groups]), rtol=1e-5, atol=1e-5
+    )
+    dw_EDF = weight_gradient_by_ragged_dot(x_RD, dy_RF, sizes_E, jnp.float32)
+    np.testing.assert_allclose(
+        np.asarray(dw_EDF),
+        loops.weight_gradient(x_RD, dy_RF, GROUPS[groups]),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("groups", ["uneven", "pruned_tail"])
+def test_half_precision_is_rounded_once(groups, dtype):
+    """Sums are float32: one rounding away from the sum in float64 of the same inputs."""
+    x_RD, w_EDF, dy_RF = (
+        jnp.array(array, dtype) for array in loops.operands(GROUPS[groups], 96, F)
+    )
+    bound = {"rtol": 1.01 * float(jnp.finfo(dtype).eps) / 2, "atol": 1e-4}
+    for product, expected in (
+        (
+            reference.forward(x_RD, w_EDF, sizes_of(groups), tiling=Tiling(4, 8)),
+            loops.product(np.asarray(x_RD), np.asarray(w_EDF), GROUPS[groups]),
+        ),
+        (
+            reference.weight_gradient(x_RD, dy_RF, sizes_of(groups), out_dtype=dtype),
+            loops.weight_gradient(np.asarray(x_RD), np.asarray(dy_RF), GROUPS[groups]),
+        ),
+    ):
+        assert product.dtype == dtype
+        np.testing.assert_allclose(np.asarray(product, np.float64), expected, **bound)
+
+
+def test_experts_may_be_many_and_rows_few():
+    sizes_E = np.zeros(64, np.int32)
+    sizes_E[[3, 40, 41]] = 1, 2, 1
+    rng = np.random.default_rng(1)
+    x_RD, w_EDF = rng.normal(size=(4, 8)), rng.normal(size=(64, 8, 6))
+    x_RD, w_EDF = x_RD.astype(np.float32), w_EDF.astype(np.float32)
+    y_RF = reference.forward(x_RD, w_EDF, jnp.array(sizes_E))
+    np.testing.assert_allclose(
+        np.asarray(y_RF), loops.product(x_RD, w_EDF, sizes_E), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("num_rows", "E"), [(0, 3), (4, 0)])
+def test_nothing_at_all(num_rows, E):
+    x_RD, w_EDF = jnp.ones((num_rows, 8)), jnp.ones((E, 8, 6))
+    sizes_E = jnp.zeros(E, jnp.int32)
+    assert reference.forward(x_RD, w_EDF, sizes_E).shape == (num_rows, 6)
+    dw_EDF = reference.weight_gradient(
+        x_RD, jnp.ones((num_rows, 6)), sizes_E, out_dtype=jnp.float32
+    )
+    assert dw_EDF.shape == (E, 8, 6)
+
+
+def test_work_and_memory_follow_the_rows():
+    """No E times the work, no copy of the weights: temporaries of blocks, not of experts."""
+    E = 16
+    specs = (
+        jax.ShapeDtypeStruct((64, 256), jnp.float32),
+        jax.ShapeDtypeStruct((E, 256, 512), jnp.float32),
+        jax.ShapeDtypeStruct((E,), jnp.int32),
+    )
+    compiled = jax.jit(lambda *operands: reference.forward(*operands)).lower(*specs).compile()
+    one_expert = 4 * 256 * 512
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * one_expert
+    text = compiled.as_text()
+    assert "f32[16,64," not in text  # what ragged_dot would make of it
+
+
+@pytest.mark.parametrize(
+    ("R", "E", "rows"),
+    [
+        (1, 8, 1), (8, 8, 1), (9, 8, 2), (32, 8, 4), (33, 8, 8), (384, 8, 48),
+        (8 * 512, 8, 256), (8 * 300, 8, 152), (3, 1, 3),
+    ],
+)  # fmt: skip
+def test_default_tiles_have_an_experts_average_of_rows(R, E, rows):
+    assert reference.default_tiling(R, 64, 32, E).rows == rows
+
+
+def test_default_blocks_fit_the_cache_and_divide():
+    for leading, columns in ((1024, 4096), (4096, 1024), (768, 3072), (4096, 14336), (7, 9)):
+        for transpose_w in (False, True):
+            tiling = reference.default_tiling(64, leading, columns, 8, transpose_w=transpose_w)
+            tiling.check(leading)
+            assert 4 * columns * tiling.weight_rows <= 2**22
+    # Blocks of a prime number of rows would be single rows.
+    assert reference.default_tiling(64, 4099, 4096, 8).weight_rows == 4099
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_candidates_begin_with_the_default_and_fit(transpose_w):
+    tilings = reference.candidates(48, 1024, 4096, 8, transpose_w=transpose_w)
+    assert tilings[0] == reference.default_tiling(48, 1024, 4096, 8, transpose_w=transpose_w)
+    assert len(set(tilings)) == len(tilings) > 4
+    for tiling in tilings:
+        tiling.check(1024)
+
+
+@pytest.mark.parametrize(
+    ("tiling", "message"),
+    [
+        (Tiling(0, 4), "rows=0; use 1 or more"),
+        (Tiling(4, 5), "weight_rows=5; use a divisor of 8"),
+        (Tiling(4, 0), "weight_rows=0; use a divisor of 8"),
+    ],
+)
+def test_a_tiling_of_the_reference_that_does_not_fit_is_refused(tiling, message):
+    x_RD, w_EDF, dy_RF = loops.operands(GROUPS["uneven"], D, F)
+    with pytest.raises(ValueError, match=message):
+        reference.forward(x_RD, w_EDF, sizes_of("uneven"), tiling=tiling)
+    with pytest.raises(ValueError, match=message):
+        reference.weight_gradient(
+            x_RD, dy_RF, sizes_of("uneven"), out_dtype=jnp.float32, tiling=tiling
+        )

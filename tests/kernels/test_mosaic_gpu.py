@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Mosaic GPU kernel runs interpreted, and its race is found; swizzles follow the row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu import mosaic_gpu_kernel, tiled
+
+
+def doubled(x, *, waits: bool):
+    """Twice x through shared memory: warpgroup 0 writes, 1 reads."""
+
+    def body(x_gmem, y_gmem, smem, done):
+        warpgroup = lax.axis_index("wg")
+
+        def write():
+            smem[...] = x_gmem[...] * 2
+            plgpu.barrier_arrive(done)
+
+        def read():
+            if waits:
+                plgpu.barrier_wait(done)
+            y_gmem[...] = smem[...]
+            if not waits:
+                plgpu.barrier_wait(done)
+
+        lax.cond(warpgroup == 0, write, read)
+
+    return mosaic_gpu_kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types=dict(smem=plgpu.SMEM(x.shape, x.dtype), done=plgpu.Barrier()),
+        grid=1,
+        num_threads=2,
+        interpret=True,
+        name="doubled",
+    )(x)
+
+
+def test_interpreted_kernel_runs_without_race():
+    x = jnp.arange(128, dtype=jnp.float32)
+    np.testing.assert_array_equal(doubled(x, waits=True), 2 * x)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_race_is_found():
+    x = jnp.arange(128, dtype=jnp.float32)
+    try:
+        jax.block_until_ready(doubled(x, waits=False))
+    except Exception as error:  # JAX 0.12 raises, earlier ones remember.
+        assert "RACE" in str(error)
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+    else:
+        assert gpu_callbacks.get_races().races_found
+
+
+def test_swizzle_follows_the_row():
+    def swizzle(columns, dtype):
+        tile, swizzle = tiled(columns, dtype)
+        return tile.tiling, swizzle.swizzle
+
+    assert swizzle(64, jnp.bfloat16) == ((8, 64), 128)
+    assert swizzle(128, jnp.bfloat16) == ((8, 64), 128)
+    assert swizzle(256, jnp.int4) == ((8, 256), 128)
+    assert swizzle(64, jnp.int4) == ((8, 64), 32)
+    assert swizzle(16, jnp.float32) == ((8, 16), 64)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization against loops and published errors, QTensor's layout, the magic numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.quantization.magic_numbers import (
+    bias_int4,
+    bias_int8,
+    int4_to_float16,
+    int8_to_float16,
+)
+from pallas_kernels.quantization.qtensor import QTensor, pack_int4
+from pallas_kernels.quantization.quantize import (
+    CLIP_RATIOS,
+    METHODS,
+    dequantize,
+    quantization_error,
+    quantize,
+)
+
+
+def weights(E=2, D=24, F=5, seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(E, D, F)).astype(np.float32)
+
+
+def quantized_channel(w_C, bits, method) -> np.ndarray:
+    """One channel in float64, by the words of the docstring."""
+    q, m = 2 ** (bits - 1) - 1, np.abs(w_C).max()
+    if method == "ft":
+        return m / (q + 1) * np.clip(np.round(w_C / (m / (q + 1))), -q - 1, q)
+    ratios, low = (CLIP_RATIOS, -q - 1) if method == "mse" else ([1.0], -q)
+    attempts = [r * m / q * np.clip(np.round(w_C / (r * m / q)), low, q) for r in ratios]
+    return min(attempts, key=lambda attempt: np.sum((attempt - w_C) ** 2))
+
+
+@pytest.mark.parametrize("group_size", [None, 8])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_against_a_loop_over_channels(bits, method, group_size):
+    w_EDF = weights()
+    q = quantize(w_EDF, bits, method, group_size)
+    C = group_size or w_EDF.shape[1]
+    expected_EDF = np.zeros_like(w_EDF, np.float64)
+    for e in range(2):
+        for f in range(5):
+            for start in range(0, 24, C):
+                channel = (e, slice(start, start + C), f)
+                expected_EDF[channel] = quantized_channel(
+                    w_EDF[channel].astype(np.float64), bits, method
+                )
+    np.testing.assert_allclose(np.asarray(dequantize(q)), expected_EDF, rtol=1e-6, atol=1e-7)
+    assert q.shape == w_EDF.shape
+    assert q.scales_EFG.shape == (2, 5, 24 // C)
+    assert (q.bits, q.group_size) == (bits, group_size)
+    error_E = [
+        np.linalg.norm(expected_EDF[e] - w_EDF[e]) / np.linalg.norm(w_EDF[e]) for e in range(2)
+    ]
+    np.testing.assert_allclose(np.asarray(quantization_error(w_EDF, q)), error_E, rtol=1e-4)
+    native = dataclasses.replace(q.native())
+    np.testing.assert_array_equal(np.asarray(dequantize(native)), np.asarray(dequantize(q)))
+
+
+@pytest.mark.parametrize(
+    ("D", "bits", "method", "error"),
+    [
+        # notes on inference kernels, section 2.4: relative error of normal weights
+        (768, 4, "absmax", 0.139), (768, 4, "ft", 0.122), (768, 4, "mse", 0.107),
+        (4096, 4, "absmax", 0.157), (4096, 4, "ft", 0.138), (4096, 4, "mse", 0.109),
+        (768, 8, "absmax", 0.0077), (4096, 8, "absmax", 0.0086),
+    ],
+)  # fmt: skip
+def test_error_of_normal_weights(D, bits, method, error):
+    w_EDF = weights(E=1, D=D, F=256)
+    (measured,) = np.asarray(quantization_error(w_EDF, quantize(w_EDF, bits, method)))
+    assert measured == pytest.approx(error, rel=0.012)
+
+
+def test_defaults_are_mse_with_4_bits_and_absmax_with_8():
+    w_EDF = weights()
+    for bits, method in ((4, "mse"), (8, "absmax")):
+        default, named = quantize(w_EDF, bits), quantize(w_EDF, bits, method)
+        np.testing.assert_array_equal(np.asarray(default.values), np.asarray(named.values))
+        np.testing.assert_array_equal(
+            np.asarray(default.scales_EFG), np.asarray(named.scales_EFG)
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-37, 1e30, 3e38])
+def test_channels_of_any_magnitude_are_finite(scale, bits, method):
+    w_EDF = np.clip(weights() / 4, -1, 1)
+    w_EDF[0, :, 1] *= np.float32(scale)
+    q = quantize(w_EDF, bits, method)
+    assert np.all(np.asarray(q.scales_EFG) > 0)
+    back_EDF = np.asarray(dequantize(q))
+    assert np.all(np.isfinite(back_EDF))
+    error = np.abs(back_EDF[0, :, 1] - w_EDF[0, :, 1]).max()
+    # Weights below what a scale can express are zero; others are as exact as any.
+    assert error <= max(0.15 * np.abs(w_EDF[0, :, 1]).max(), 1e-35 if scale < 1e-36 else 0)
+    assert np.all(np.isfinite(np.asarray(quantization_error(w_EDF, q))))
+
+
+def test_an_expert_of_zeros_has_error_zero():
+    q = quantize(np.zeros((1, 4, 2), np.float32), 4)
+    assert np.asarray(quantization_error(np.zeros((1, 4, 2), np.float32), q)).tolist() == [0]
+
+
+def test_weights_of_bfloat16_are_quantized_as_their_values():
+    w_EDF = jnp.array(weights(), jnp.bfloat16)
+    q, of_float32 = quantize(w_EDF, 4), quantize(w_EDF.astype(jnp.float32), 4)
+    np.testing.assert_array_equal(np.asarray(q.values), np.asarray(of_float32.values))
+
+
+def test_memory_is_that_of_one_expert():
+    """Not of all experts, nor of all candidates at once."""
+    spec = jax.ShapeDtypeStruct((16, 128, 256), jnp.float32)
+    compiled = jax.jit(lambda w_EDF: quantize(w_EDF, 4)).lower(spec).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * 4 * 128 * 256
+
+
+@pytest.mark.parametrize(
+    ("w_EDF", "options", "message"),
+    [
+        (np.zeros((1, 3, 2), np.float32), {"bits": 4}, "D=3; 4-bit values .* pad D to 4"),
+        (np.zeros((1, 4, 2), np.float32), {"bits": 5}, "bits=5; use 8 or 4"),
+        (np.zeros((1, 4, 2), np.float32), {"bits": 8, "group_size": 3}, "does not divide D=4"),
+        (np.zeros((1, 4, 2), np.float32), {"bits": 8, "group_size": 0}, "does not divide D=4"),
+        (np.zeros((1, 4, 2), np.float32), {"bits": 8, "method": "max"}, "use one of absmax"),
+        (np.zeros((1, 4, 2), np.int8), {"bits": 8}, "expected floating point"),
+        (np.zeros((4, 2), np.float32), {"bits": 8}, "expected floating point"),
+        (np.full((1, 4, 2), np.nan, np.float32), {"bits": 8}, "expert 0 are NaN"),
+        (np.array([[[1.0]], [[np.inf]]], np.float32), {"bits": 8}, "expert 1 are NaN"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(w_EDF, options, message):
+    with pytest.raises(ValueError, match=message):
+        quantize(w_EDF, **options)
+
+
+def test_another_layout_is_refused():
+    q = dataclasses.replace(quantize(weights(), 8), layout_version=0)
+    with pytest.raises(ValueError, match="layout version 0"):
+        dequantize(q)
+    with pytest.raises(ValueError, match="layout version 0"):
+        quantization_error(weights(), q)
+    with pytest.raises(ValueError, match="expected one"):
+        quantization_error(weights(D=4), quantize(weights(), 8))
+
+
+def int4_tensor(E=2, D=6, F=3, group_size=None) -> QTensor:
+    values_EFD = np.random.default_rng(0).integers(-8, 8, (E, F, D)).astype(np.int8)
+    G = 1 if group_size is None else D // group_size
+    return QTensor(
+        pack_int4(jnp.array(values_EFD)), jnp.ones((E, F, G)), bits=4, group_size=group_size
+    )
+
+
+def test_even_elements_lie_in_low_nibbles():
+    packed = pack_int4(jnp.array([[[1, 2, -1, -8]]], jnp.int8))
+    assert np.asarray(packed).tolist() == [[[0x21, 0x8F]]]
+
+
+def test_native_and_packed_are_each_others_inverse():
+    every_pair = np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8)), -1).reshape(1, 1, -1)
+    q = QTensor(pack_int4(jnp.array(every_pair)), jnp.ones((1, 1, 1)), bits=4)
+    native = q.native()
+    assert native.values.dtype == jnp.int4
+    assert native.shape == q.shape == (1, 512, 1)
+    np.testing.assert_array_equal(np.asarray(native.values.astype(jnp.int8)), every_pair)
+    np.testing.assert_array_equal(np.asarray(native.packed().values), np.asarray(q.values))
+
+
+def test_bytes_are_those_of_a_device():
+    q = int4_tensor(E=2, D=8, F=16)
+    assert q.values_nbytes == q.native().values_nbytes == 2 * 8 * 16 // 2
+    assert q.nbytes == q.native().nbytes == 2 * 8 * 16 // 2 + 2 * 16 * 4
+    # XLA holds a native int4 in half a byte, whatever `.nbytes` of the array says.
+    compiled = jax.jit(lambda q: q.values.astype(jnp.int8)).lower(q.native()).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes == q.values_nbytes
+
+
+def test_a_pytree_keeps_its_static_fields():
+    q = int4_tensor(group_size=2)
+    mapped = jax.tree.map(lambda array: array[:1], q)
+    assert mapped.shape == (1, 6, 3)
+    assert (mapped.bits, mapped.group_size, mapped.layout_version) == (4, 2, 1)
+    assert jax.jit(lambda q: q)(q).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout_version": 2}, "layout version 2; this code reads version 1: quantize"),
+        ({"bits": 3}, "bits=3; use 8 or 4"),
+        ({"bits": 8}, "bits=8 has values of uint8; expected int8"),
+        ({"scales_EFG": jnp.ones((2, 3))}, r"expected \[E, F, D\]"),
+        ({"scales_EFG": jnp.ones((2, 3, 2))}, r"expected scales \(2, 3, 1\)"),
+        ({"group_size": 2}, r"expected scales \(2, 3, 3\)"),
+        ({"group_size": 4}, "group_size=4"),
+        ({"scales_EFG": jnp.ones((2, 3, 1), jnp.bfloat16)}, "scales of bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("consumer", ["native", "packed"])
+def test_a_qtensor_that_does_not_fit_is_refused(changes, message, consumer):
+    q = dataclasses.replace(int4_tensor(), **changes)
+    with pytest.raises(ValueError, match=message):
+        getattr(q, consumer)()
+
+
+def float16_bits(array) -> np.ndarray:
+    return np.asarray(array).view(np.uint16)
+
+
+def test_every_int8_in_every_byte():
+    every = np.arange(-128, 128, dtype=np.int8)
+    values_N4 = np.stack([np.roll(every, shift) for shift in (0, 1, 77, 200)], axis=-1)
+    converted = int8_to_float16(bias_int8(jnp.array(values_N4)))
+    np.testing.assert_array_equal(
+        float16_bits(converted), float16_bits(values_N4.astype(np.float16))
+    )
+
+
+def test_every_int4_in_every_nibble():
+    every = np.arange(-8, 8, dtype=np.int8)
+    values_N8 = np.stack([np.roll(every, shift) for shift in (0, 1, 3, 4, 7, 9, 11, 14)], -1)
+    for values in (values_N8, values_N8[:, ::-1]):
+        converted = int4_to_float16(bias_int4(jnp.array(values)))
+        np.testing.assert_array_equal(
+            float16_bits(converted), float16_bits(values.astype(np.float16))
+        )
+    native = jnp.array(values_N8).astype(jnp.int4)
+    np.testing.assert_array_equal(
+        np.asarray(bias_int4(native)), np.asarray(bias_int4(jnp.array(values_N8)))
+    )
+
+
+def test_the_papers_example_and_layouts():
+    """3 in the mantissa of 1024 is 0x6403; the 4-bit layout has even elements first."""
+    assert int(np.float16(1027).view(np.uint16)) == 0x6400 | 3
+    assert hex(int(bias_int8(jnp.array([[-128, -127, -126, -125]]))[0])) == "0x3020100"
+    registers = bias_int4(jnp.arange(8)[None] - 8)
+    assert hex(int(registers[0])) == "0x75316420"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quantized_grouped_matmul` and its reference: against loops, forms of weights, refusals."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dequantize, grouped_matmul, quantize, quantized_grouped_matmul
+from pallas_kernels.grouped_matmul.reference import Tiling
+from pallas_kernels.quantization.qtensor import QTensor
+from pallas_kernels.quantized_grouped_matmul import reference
+from tests.kernels import loops
+from tests.kernels.loops import GROUPS, E, R
+
+D, F = 24, 20
+SIZES = GROUPS["pruned_tail"]
+# Compiled once for all sizes of groups: they are operands.
+forward = jax.jit(reference.forward, static_argnames="tiling")
+product_of_dequantized = jax.jit(reference.product_of_dequantized)
+
+
+def call(**changes):
+    x_RD, w_EDF, _ = loops.operands(SIZES, D, F, tail=0)
+    operands = {"x_RD": jnp.array(x_RD), "w": quantize(w_EDF, 4)}
+    return quantized_grouped_matmul(**operands | {"group_sizes_E": jnp.array(SIZES)} | changes)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("jit", [False, True])
+def test_it_is_the_product_with_dequantized_weights(bits, jit):
+    x_RD, w_EDF, _ = loops.operands(SIZES, D, F, tail=0)
+    q = quantize(w_EDF, bits)
+    function = jax.jit(quantized_grouped_matmul) if jit else quantized_grouped_matmul
+    y_RF = function(x_RD, q, jnp.array(SIZES))
+    expected_RF = loops.product(x_RD, np.asarray(dequantize(q)), SIZES)
+    np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("argument", ["x_RD", "gate_R", "bias_EF"])
+def test_differentiating_it_says_what_to_do(argument):
+    values = {"x_RD": jnp.ones((R, D)), "gate_R": jnp.ones(R), "bias_EF": jnp.ones((E, F))}
+    with pytest.raises(TypeError, match="no gradient: put jax.lax.stop_gradient around"):
+        jax.grad(lambda value: call(**{argument: value}).sum())(values[argument])
+
+
+def test_what_it_says_to_do_works():
+    def stopped(x_RD):
+        return jnp.sum(x_RD) + call(x_RD=jax.lax.stop_gradient(x_RD)).sum()
+
+    np.testing.assert_array_equal(np.asarray(jax.grad(stopped)(jnp.ones((R, D)))), 1)
+    q = quantize(loops.operands(SIZES, D, F, tail=0)[1], 4)
+    dx_RD = jax.grad(lambda x_RD: grouped_matmul(x_RD, dequantize(q), jnp.array(SIZES)).sum())(
+        jnp.ones((R, D))
+    )
+    assert np.any(np.asarray(dx_RD) != 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x_RD": jnp.ones((R, D + 2))}, "26 columns, and the weights are E=5, D=24, F=20"),
+        ({"w": jnp.ones((E, D, F))}, "expected a QTensor"),
+        ({"group_sizes_E": jnp.full(E, 5, jnp.int32)}, "sum to 25, and x_RD has 23 rows"),
+        ({"activation": "gelu"}, "use None or 'relu'"),
+        ({"implementation": "triton"}, "use None or one of"),
+        ({"interpret": True}, "only kernels are interpreted"),
+        ({"tiling": Tiling(0, 1)}, "rows=0; use 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_another_layout_is_refused_before_anything_runs():
+    q = dataclasses.replace(quantize(np.ones((E, D, F), np.float32), 8), layout_version=7)
+    with pytest.raises(ValueError, match="layout version 7; this code reads version 1"):
+        call(w=q)
+    with pytest.raises(ValueError, match="layout version 7"):
+        jax.jit(quantized_grouped_matmul).lower(jnp.ones((R, D)), q, jnp.array(SIZES))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_kernel_gets_native_plain_arrays(bits, monkeypatch):
+    seen = {}
+
+    def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, **options):
+        seen.update(options, values=values_EFD, scales=scales_EFG)
+        return jnp.zeros((R, F))
+
+    kernel = types.ModuleType("pallas_kernels.quantized_grouped_matmul.gpu")
+    kernel.forward, kernel.refusal = forward, lambda *operands: seen.update(asked=operands)
+    monkeypatch.setattr("pallas_kernels.implementations._module", lambda op, name: kernel)
+    q = quantize(np.ones((E, D, F), np.float32), bits, group_size=4)
+    call(w=q, implementation="gpu", interpret=True, activation="relu", gate_R=jnp.ones(R))
+    assert seen["values"].dtype == (jnp.int8 if bits == 8 else jnp.int4)
+    assert seen["values"].shape == (E, F, D)
+    assert seen["scales"].shape == (E, F, 6)
+    assert (seen["activation"], seen["interpret"], seen["tiling"]) == ("relu", True, None)
+    assert seen["bias_EF"] is None
+    assert seen["gate_R"].shape == (R,)
+    assert seen["asked"] == (jnp.float32, bits, R, D, F, E, 4)
+
+
+def weights_of(q: QTensor) -> np.ndarray:
+    """float64 `[E, D, F]` by the words of QTensor's docstring."""
+    values_EFD = np.asarray(q.native().values.astype(jnp.int8)).astype(np.float64)
+    scales_EFG = np.asarray(q.scales_EFG, np.float64)
+    w_EDF = np.zeros(q.shape)
+    for d in range(q.shape[1]):
+        w_EDF[:, d] = scales_EFG[:, :, d // (q.group_size or D)] * values_EFD[:, :, d]
+    return w_EDF
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize("group_size", [None, 6, 3])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_both_paths_against_a_loop(groups, bits, group_size, is_native):
+    x_RD, w_EDF, _ = loops.operands(GROUPS[groups], D, F)
+    q = quantize(np.nan_to_num(w_EDF), bits, group_size=group_size)
+    q = q.native() if is_native else q
+    sizes_E = jnp.array(GROUPS[groups])
+    expected_RF = loops.product(x_RD, weights_of(q), GROUPS[groups])
+    for tiling in (None, Tiling(5, 4)):
+        y_RF = forward(x_RD, q, sizes_E, tiling=tiling)
+        np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-5, atol=1e-5)
+    y_RF = product_of_dequantized(jnp.array(x_RD), q, sizes_E)
+    np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", ["uneven", "pruned_tail", "nothing"])
+def test_epilogue_against_a_loop_with_nan_in_unused_gates(groups):
+    x_RD, w_EDF, _ = loops.operands(GROUPS[groups], D, F)
+    q = quantize(np.nan_to_num(w_EDF), 8)
+    rng = np.random.default_rng(2)
+    bias_EF, gate_R = rng.normal(size=(E, F)), rng.normal(size=R)
+    expected_RF = loops.product(x_RD, weights_of(q), GROUPS[groups])
+    for r, e in enumerate(loops.expert_of_rows(GROUPS[groups], R)):
+        expected_RF[r] = gate_R[r] * np.maximum(expected_RF[r] + bias_EF[e], 0)
+    gate_R[sum(GROUPS[groups]) :] = np.nan
+    y_RF = reference.forward(
+        x_RD, q, jnp.array(GROUPS[groups]), bias_EF=jnp.array(bias_EF, jnp.float32),
+        activation="relu", gate_R=jnp.array(gate_R, jnp.float32),
+    )  # fmt: skip
+    np.testing.assert_allclose(np.asarray(y_RF), expected_RF, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_rounded_once(dtype):
+    x_RD, w_EDF, _ = loops.operands(GROUPS["uneven"], D, F)
+    x_RD, q = jnp.array(x_RD, dtype), quantize(w_EDF, 4)
+    y_RF = reference.forward(x_RD, q, jnp.array(GROUPS["uneven"]))
+    assert y_RF.dtype == dtype
+    expected_RF = loops.product(np.asarray(x_RD), weights_of(q), GROUPS["uneven"])
+    np.testing.assert_allclose(
+        np.asarray(y_RF, np.float64),
+        expected_RF,
+        rtol=1.01 * float(jnp.finfo(dtype).eps) / 2,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_dequantized_weights_are_never_all_there(bits):
+    """Temporaries hold a block, even of one expert; arguments are the quantized bytes."""
+    E, D, F = 32, 512, 2048
+    q = jax.eval_shape(
+        lambda w_EDF: quantize(w_EDF, bits), jax.ShapeDtypeStruct((E, D, F), jnp.float32)
+    )
+    x_RD = jax.ShapeDtypeStruct((64, D), jnp.float32)
+    sizes_E = jax.ShapeDtypeStruct((E,), jnp.int32)
+    memory = jax.jit(reference.forward).lower(x_RD, q, sizes_E).compile().memory_analysis()
+    one_expert = 4 * D * F
+    assert memory.temp_size_in_bytes < one_expert + 2 * 4 * 64 * F
+    others = 4 * 64 * D + 4 * E
+    assert memory.argument_size_in_bytes - others == q.nbytes
+    assert q.values_nbytes == E * one_expert * bits // 32
+
+
+@pytest.mark.parametrize(("num_rows", "E"), [(0, 3), (4, 0)])
+def test_nothing_at_all(num_rows, E):
+    q = QTensor(jnp.zeros((E, 6, 8), jnp.int8), jnp.ones((E, 6, 1)), bits=8)
+    y_RF = reference.forward(jnp.ones((num_rows, 8)), q, jnp.zeros(E, jnp.int32))
+    assert y_RF.shape == (num_rows, 6)
+
+
+def test_tilings_are_of_output_features():
+    assert reference.default_tiling(64, 1024, 4096, 8) == Tiling(8, 256)
+    tilings = reference.candidates(64, 1024, 4096, 8)
+    assert tilings[0] == reference.default_tiling(64, 1024, 4096, 8)
+    with pytest.raises(ValueError, match="weight_rows=3; use a divisor of 20"):
+        reference.forward(
+            jnp.ones((R, D)), quantize(np.ones((E, D, F), np.float32), 8),
+            jnp.array(GROUPS["uneven"]), tiling=Tiling(4, 3),
+        )  # fmt: skip

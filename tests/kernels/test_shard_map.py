@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every product inside `jax.shard_map`: lowered for TPU and GPU, and raw gradients by loops.
+
+Dims: R rows, D inputs, F outputs, E experts, G groups of channels with a scale
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_kernels import QTensor, grouped_matmul, quantized_grouped_matmul
+from tests.absent_devices import mesh_of
+from tests.kernels import loops
+
+P = PartitionSpec
+BOTH = ("expert", "data")
+DEVICES = {"cuda": ("NVIDIA H200", "gpu"), "tpu": ("TPU v5 lite", "tpu")}
+KERNEL = {"cuda": "mosaic_gpu", "tpu": "tpu_custom_call"}
+# Rows (with the sizes of their groups) and weights: (over both axes, over one), ...
+PLACES = {
+    "weights split": (P(BOTH), P("expert")),
+    "weights replicated": (P(BOTH), P()),
+    "rows replicated": (P(), P("expert")),
+}
+
+
+def absent_mesh(platform: str):
+    return mesh_of(*DEVICES[platform], {"expert": 2, "data": 2})
+
+
+def number_of_parts(spec: PartitionSpec) -> int:
+    """How many parts a first dimension is cut into over axes of two devices each."""
+    [names] = spec or [()]
+    return 2 ** len([names] if isinstance(names, str) else names)
+
+
+def mapped(function, mesh, rows: PartitionSpec, weights: PartitionSpec):
+    """`function(x, w, sizes)` on every device; the sizes are of whatever is split further."""
+    sizes = rows or weights
+    # The rows that a device returns are as different as its operands are.
+    return jax.shard_map(function, mesh=mesh, in_specs=(rows, weights, sizes), out_specs=sizes)
+
+
+def lowered(function, platform, mesh, *operands_and_specs) -> str:
+    structs = [
+        jax.tree.map(
+            lambda a, spec=spec: jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            operand,
+        )
+        for operand, spec in operands_and_specs
+    ]
+    traced = jax.jit(function).trace(*structs)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def operands_of(rows, weights, dtype="bfloat16", R=64, D=128, F=128, E=4):
+    """Shapes of all devices' x, w and sizes, of which one device has R, E and E."""
+    parts = number_of_parts(rows), number_of_parts(weights), number_of_parts(rows or weights)
+    x_RD = jax.ShapeDtypeStruct((parts[0] * R, D), dtype)
+    w_EDF = jax.ShapeDtypeStruct((parts[1] * E, D, F), dtype)
+    return x_RD, w_EDF, jax.ShapeDtypeStruct((parts[2] * E,), "int32")
+
+
+@pytest.mark.parametrize("platform", DEVICES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_products_and_gradients_lower(platform, place, implementation):
+    rows, weights = PLACES[place]
+    mesh = absent_mesh(platform)
+    product = functools.partial(grouped_matmul, implementation=implementation)
+    on_mesh = mapped(product, mesh, rows, weights)
+
+    def loss(x_RD, w_EDF, sizes_E):
+        return jnp.sum(on_mesh(x_RD, w_EDF, sizes_E).astype(jnp.float32) ** 2)
+
+    operands = operands_of(rows, weights)
+    specs = (rows, weights, rows or weights)
+    text = lowered(
+        jax.value_and_grad(loss, (0, 1)), platform, mesh, *zip(operands, specs, strict=True)
+    )
+    calls = len(re.findall(rf"custom_call @{KERNEL[platform]}", text))
+    assert calls == (3 if implementation is None else 0)
+
+
+@pytest.mark.parametrize("platform", DEVICES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("bits", "G", "implementation"),
+    [(8, 1, None), (4, 1, None), (4, 2, None), (4, 2, "reference")],
+)
+def test_quantized_products_lower(platform, place, bits, G, implementation):
+    rows, weights = PLACES[place]
+    mesh = absent_mesh(platform)
+
+    def product(x_RD, w, sizes_E):
+        values, scales_EFG, bias_EF, gate_R = w
+        q = QTensor(values, scales_EFG, bits, None if G == 1 else x_RD.shape[1] // G)
+        return quantized_grouped_matmul(
+            x_RD, q, sizes_E, bias_EF=bias_EF, activation="relu", gate_R=x_RD[:, 0],
+            implementation=implementation,
+        )  # fmt: skip
+
+    x_RD, w_EDF, sizes_E = operands_of(rows, weights, D=256)
+    E, D, F = w_EDF.shape
+    w = (
+        jax.ShapeDtypeStruct((E, F, D), "int8" if bits == 8 else "int4"),
+        jax.ShapeDtypeStruct((E, F, G), "float32"),
+        jax.ShapeDtypeStruct((E, F), "float32"),
+        None,
+    )
+    text = lowered(
+        mapped(product, mesh, rows, weights), platform, mesh,
+        (x_RD, rows), (w, weights), (sizes_E, rows or weights),
+    )  # fmt: skip
+    calls = len(re.findall(rf"custom_call @{KERNEL[platform]}", text))
+    assert calls == (1 if implementation is None else 0)
+
+
+def slice_of(spec: PartitionSpec, expert: int, data: int, length: int) -> slice:
+    """What the device (expert, data) of 2 x 2 has of a first dimension."""
+    [names] = spec or [()]
+    part = {(): 0, "expert": expert, BOTH: 2 * expert + data}[names]
+    size = length // number_of_parts(spec)
+    return slice(part * size, part * size + size)
+
+
+def by_loops(x_RD, w_EDF, sizes_E, dy_RF, rows, weights):
+    """(y, dx, dw) of all devices by loops over each one's rows."""
+    y_RF, dx_RD, dw_EDF = np.zeros(dy_RF.shape), np.zeros(x_RD.shape), np.zeros(w_EDF.shape)
+    for expert, data in np.ndindex(2, 2):
+        if data and "data" not in str((rows, weights)):
+            continue  # the same computation as device (expert, 0)
+        x, w, y = (
+            slice_of(spec, expert, data, len(array))
+            for spec, array in ((rows, x_RD), (weights, w_EDF), (rows or weights, dy_RF))
+        )
+        sizes = sizes_E[slice_of(rows or weights, expert, data, len(sizes_E))]
+        y_RF[y] = loops.product(x_RD[x], w_EDF[w], sizes)
+        dx_RD[x] += loops.product(dy_RF[y], np.swapaxes(w_EDF[w], 1, 2), sizes)
+        dw_EDF[w] += loops.weight_gradient(x_RD[x], dy_RF[y], sizes)
+    return y_RF, dx_RD, dw_EDF
+
+
+def on_devices(mesh, rows, weights, operands, **options):
+    """(y, dx, dw) of `grouped_matmul` with the gradient dy_RF of y."""
+    *xw_sizes, dy_RF = operands
+    function = mapped(functools.partial(grouped_matmul, **options), mesh, rows, weights)
+
+    @jax.jit
+    def run(x_RD, w_EDF, sizes_E, dy_RF):
+        y_RF, pull_back = jax.vjp(lambda x, w: function(x, w, sizes_E), x_RD, w_EDF)
+        return y_RF, *pull_back(dy_RF)
+
+    return run(*xw_sizes, dy_RF)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_raw_gradients_are_those_of_all_devices(place):
+    """An operand that devices share has the sum of the gradients that each of them has."""
+    rows, weights = PLACES[place]
+    structs = operands_of(rows, weights, "float32", R=6, D=8, F=12, E=2)
+    rng = np.random.default_rng(0)
+    x_RD, w_EDF = (rng.normal(size=s.shape).astype(np.float32) for s in structs[:2])
+    sizes_E = rng.integers(0, 4, structs[2].shape).astype(np.int32)
+    R = 6 * len(sizes_E) // 2
+    dy_RF = rng.normal(size=(R, 12)).astype(np.float32)
+    operands = x_RD, w_EDF, sizes_E, dy_RF
+    mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2)
+    found = on_devices(mesh, rows, weights, operands)
+    expected = by_loops(*operands, rows, weights)
+    for name, got, want in zip(("y", "dx", "dw"), found, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=name)

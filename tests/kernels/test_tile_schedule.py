@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile schedules cover every row once, with its expert; blocks of the GPU take every tile once.
+
+Sizes are drawn so that they sum to less or to more than the rows.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped_matmul import gpu_swap_ab
+from pallas_kernels.grouped_matmul.tile_schedule import (
+    max_row_tiles,
+    row_tiles,
+    summed_splits,
+    tiles_by_block,
+    tiles_by_expert,
+)
+from pallas_kernels.tiling.gpu import Tiling
+from tests.kernels.loops import expert_of_rows
+
+BLOCK, BLOCK_ROWS, ALIGNED_ROWS = 16, 73, 200
+by_block = jax.jit(tiles_by_block, static_argnums=(1, 2))
+by_expert = jax.jit(tiles_by_expert, static_argnums=(1, 2))
+tiles_of = jax.jit(row_tiles, static_argnums=(1, 2))
+six_group_sizes = st.lists(
+    st.one_of(st.just(0), st.integers(0, 5), st.integers(0, 20), st.just(BLOCK)),
+    min_size=6,
+    max_size=6,
+)
+
+
+def rows_of_tiles(tiles, num_experts: int) -> dict[tuple[int, int], list[int]]:
+    """Rows by (expert, block) of the tiles that are used, in order."""
+    expert_P, block_P, begin_P, end_P, count = (np.asarray(array) for array in tiles)
+    found = {}
+    for p in range(count[0]):
+        assert 0 <= expert_P[p] < num_experts
+        key = int(expert_P[p]), int(block_P[p])
+        first = key[1] * BLOCK
+        found.setdefault(key, []).extend(range(first + begin_P[p], first + end_P[p]))
+    return found
+
+
+def rows_by_loop(group_sizes) -> dict[tuple[int, int], list[int]]:
+    found = {}
+    for row, expert in enumerate(expert_of_rows(group_sizes, BLOCK_ROWS)):
+        found.setdefault((int(expert), row // BLOCK), []).append(row)
+    return found
+
+
+@settings(deadline=None, max_examples=100)
+@given(group_sizes=six_group_sizes)
+def test_blocks_meet_exactly_the_experts_whose_rows_they_hold(group_sizes):
+    tiles = by_block(np.array(group_sizes, np.int32), BLOCK_ROWS, BLOCK)
+    expected, found = rows_by_loop(group_sizes), rows_of_tiles(tiles, len(group_sizes))
+    assert {key: rows for key, rows in found.items() if rows} == expected
+    count, with_rows = np.asarray(tiles.count)
+    assert with_rows == len(expected)
+    # Every block is there, also those of no expert: once each, after all others.
+    block_P = np.asarray(tiles.block_P)[:count]
+    assert sorted(set(block_P)) == list(range(-(-BLOCK_ROWS // BLOCK)))
+    assert count - with_rows == len(set(block_P) - {block for _, block in expected})
+    # A block's tiles follow each other: between them its result would be written out.
+    assert (np.diff(block_P) >= 0).all()
+    assert count <= tiles.block_P.size
+
+
+@settings(deadline=None, max_examples=100)
+@given(group_sizes=six_group_sizes)
+def test_experts_meet_exactly_the_blocks_with_rows_of_them(group_sizes):
+    tiles = by_expert(np.array(group_sizes, np.int32), BLOCK_ROWS, BLOCK)
+    expected, found = rows_by_loop(group_sizes), rows_of_tiles(tiles, len(group_sizes))
+    assert {key: rows for key, rows in found.items() if rows} == expected
+    count = int(tiles.count[0])
+    expert_P = np.asarray(tiles.expert_P)[:count]
+    # Every expert in turn; one without rows once, so that its zeros are written.
+    assert sorted(set(expert_P)) == list(range(len(group_sizes)))
+    assert (np.diff(expert_P) >= 0).all()
+    experts_with_rows = {expert for expert, _ in expected}
+    assert count == len(expected) + len(group_sizes) - len(experts_with_rows)
+    assert count <= tiles.block_P.size
+
+
+def test_tile_without_rows_names_what_the_one_before_it_copied():
+    # Rows 0 to 19 of experts 1 and 3; block 1 ends in rows of no expert, block 2 has no others.
+    group_sizes = np.array([0, 17, 0, 3, 0], np.int32)
+    blocks = by_block(group_sizes, 48, BLOCK)
+    assert blocks.count.tolist() == [4, 3]
+    assert blocks.expert_P[:4].tolist() == [1, 1, 3, 3]
+    assert blocks.block_P[:4].tolist() == [0, 1, 1, 2]
+    assert blocks.begin_P[:4].tolist() == [0, 0, 1, 0]
+    assert blocks.end_P[:4].tolist() == [16, 1, 4, 0]
+    experts = by_expert(group_sizes, 48, BLOCK)
+    assert experts.count.tolist() == [6, 6]
+    assert experts.expert_P[:6].tolist() == [0, 1, 1, 2, 3, 4]
+    assert experts.block_P[:6].tolist() == [0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("schedule", [by_block, by_expert, tiles_of])
+def test_schedule_is_computed_without_a_loop(schedule):
+    program = schedule.lower(np.full(128, 8, np.int32), 1024, BLOCK)
+    assert "while" not in program.as_text()
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 70), min_size=5, max_size=5),
+    block=st.sampled_from([8, 16, 64, 256]),
+)
+def test_aligned_tiles_cover_every_row_once_with_its_expert(sizes, block):
+    tiles = tiles_of(jnp.asarray(sizes), ALIGNED_ROWS, block)
+    expert, start, offset, size, count = map(np.asarray, tiles.arrays())
+    assert count[0] <= max_row_tiles(ALIGNED_ROWS, len(sizes), block) == expert.shape[0]
+    owner = np.full(ALIGNED_ROWS, -1)
+    for p in range(count[0]):
+        assert start[p] % 8 == 0
+        assert size[p] > 0
+        assert offset[p] + size[p] <= block
+        first = start[p] + offset[p]
+        assert first + size[p] <= ALIGNED_ROWS
+        assert (owner[first : first + size[p]] == -1).all()
+        owner[first : first + size[p]] = expert[p]
+    want = np.full(ALIGNED_ROWS, len(sizes))
+    experts = expert_of_rows(sizes, ALIGNED_ROWS)
+    want[: len(experts)] = experts
+    assert (owner == want).all()
+    assert not size[count[0] :].any()
+
+
+def test_experts_without_rows_have_no_tile():
+    tiles = tiles_of(jnp.asarray([0, 5, 0, 3, 0]), 8, 16)
+    used = np.asarray(tiles.expert_P)[: int(tiles.count_1[0])]
+    assert used.tolist() == [1, 3]
+
+
+def test_parts_are_summed_for_the_rows_of_experts():
+    sizes, block = jnp.asarray([3, 0, 20]), 16
+    tiles = tiles_of(sizes, 32, block)
+    parts = np.random.default_rng(0).standard_normal((3, tiles.expert_P.shape[0], 4, block))
+    y, expert_R = jax.jit(summed_splits, static_argnums=2)(jnp.float32(parts), tiles, 30)
+    assert expert_R.tolist() == [0] * 3 + [2] * 20 + [3] * 7
+    expert, start, offset, size, count = map(np.asarray, tiles.arrays())
+    want = np.zeros((30, 4))
+    for p in range(count[0]):
+        if expert[p] < 3:
+            for row in range(start[p] + offset[p], start[p] + offset[p] + size[p]):
+                want[row] = parts[:, p, :, row - start[p]].sum(0)
+    np.testing.assert_allclose(np.asarray(y)[:23], want[:23], atol=1e-6)
+
+
+@pytest.mark.parametrize(("panel", "splits"), [(1, 1), (2, 2), (3, 1), (16, 2)])
+def test_blocks_of_the_gpu_take_every_tile_once(monkeypatch, panel, splits):
+    tiling = Tiling(64, 16, 64, panel=panel, splits=splits, num_sms=4)
+    walk = gpu_swap_ab._Walk(tiling=tiling, features=128 * 7 - 64, depth_steps=2, num_experts=3)
+    tiles = tiles_of(jnp.asarray([20, 0, 40]), 64, 16)
+    taken = []
+    for sm in range(4):
+        monkeypatch.setattr(jax.lax, "axis_index", lambda name, sm=sm: jnp.int32(sm))
+        taken += [
+            tuple(map(int, walk.tile(turn, tiles))) for turn in range(int(walk.turns(tiles)))
+        ]
+    count = int(tiles.count_1[0])
+    assert sorted(taken) == [
+        (r, f, s) for r in range(count) for f in range(7) for s in range(splits)
+    ]

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes of both back ends: those that cannot be are refused, the heuristics' can."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.grouped_matmul import gpu as plain_gpu
+from pallas_kernels.grouped_matmul import gpu_weight_gradient
+from pallas_kernels.quantized_grouped_matmul import gpu as quantized_gpu
+from pallas_kernels.quantized_grouped_matmul import tpu as quantized_tpu
+from pallas_kernels.tiling import gpu
+from pallas_kernels.tiling.gpu import SHARED_BYTES, checked, fitted, shared_bytes
+from pallas_kernels.tiling.tpu import (
+    Problem,
+    Tiling,
+    candidates,
+    vmem_bytes,
+    vmem_limit_bytes,
+)
+from pallas_kernels.tpu_chip import MIB, described_tpu
+
+SHAPES = [(1024, 4096), (4096, 1024), (768, 3072), (4096, 14336), (14336, 4096)]
+CHIPS = [("TPU v4", 1), ("TPU v5 lite", 1), ("TPU v5", 2), ("TPU v6 lite", 1), ("TPU7x", 1)]
+
+
+def decoding(D, F, bits=16) -> Problem:
+    return Problem(8 * 32, D, F, 32, x_bytes=2, w_bits=bits)
+
+
+@pytest.mark.parametrize(("kind", "cores"), CHIPS)
+@pytest.mark.parametrize(("D", "F"), SHAPES)
+def test_every_candidate_can_be_and_fits(kind, cores, D, F):
+    with described_tpu(kind, cores):
+        for problem in (decoding(D, F), decoding(D, F, bits=4)):
+            tilings = candidates(problem)
+            assert len(tilings) >= 8
+            for tiling in tilings:
+                tiling.check(D, F)
+                assert tiling.cores == cores
+                limit = vmem_limit_bytes(problem, tiling)
+                assert vmem_bytes(problem, tiling) < limit
+
+
+def test_memory_decides_whether_the_contraction_is_cut():
+    # A matrix block of all 14336 channels and 128 columns, three times: 11 MB of bfloat16.
+    with described_tpu("TPU v5 lite"):
+        assert candidates(decoding(14336, 4096))[0].block_D == 14336
+    with described_tpu("TPU v4"):
+        assert candidates(decoding(14336, 4096))[0].block_D < 14336
+
+
+def test_rows_of_a_block_follow_the_rows_of_an_expert():
+    with described_tpu("TPU v6 lite"):
+        blocks = [
+            candidates(Problem(32 * rows, 1024, 4096, 32, 2, 16))[0].block_R
+            for rows in (1, 8, 64, 256)
+        ]
+    assert blocks == sorted(blocks)
+    assert blocks[0] <= 32
+    assert blocks[-1] >= 128
+
+
+def test_blocks_follow_small_sizes():
+    assert candidates(Problem(3, 20, 24, 2, 4, 32))[0] == Tiling(16, 20, 24)
+
+
+def test_a_size_without_even_pieces_is_cut_with_a_remainder():
+    depths = {t.block_D for t in candidates(Problem(64, 5000, 512, 4, 2, 16))}
+    assert 5000 in depths
+    assert 512 in depths
+
+
+def test_what_fits_nowhere_raises():
+    problem = Problem(64, 128, 128, 4, 2, 16, group_size=128)
+    assert candidates(problem)
+    huge = Problem(64, 1 << 22, 128, 4, 2, 16, group_size=1 << 22)
+    with pytest.raises(ValueError, match="no blocks of .* fit 16777216 bytes.*reference"):
+        candidates(huge)
+
+
+@pytest.mark.parametrize(
+    ("tiling", "message"),
+    [
+        (Tiling(24, 256, 256), "block_R=24 is not a multiple of 16"),
+        (Tiling(16, 100, 256), "block_D=100 is neither 256 nor a smaller multiple of 128"),
+        (Tiling(16, 256, 512), "block_F=512 is neither 256 nor a smaller multiple of 128"),
+        (Tiling(16, 256, 256, cores=0), "cores=0 is less than 1"),
+    ],
+)
+def test_impossible_blocks_are_named(tiling, message):
+    with pytest.raises(ValueError, match=message):
+        tiling.check(256, 256)
+
+
+def test_a_kernel_takes_no_more_memory_than_it_needs():
+    with described_tpu("TPU v5 lite"):
+        tiling = Tiling(16, 1024, 512)
+        assert vmem_bytes(decoding(1024, 4096), tiling) < 4 * MIB
+        assert vmem_limit_bytes(decoding(1024, 4096), tiling) < 16 * MIB
+
+
+def test_pieces_of_the_contraction_hold_whole_groups():
+    tilings = quantized_tpu.candidates(64, 8192, 8192, 8, "bfloat16", 8, 1024)
+    assert {tiling.block_D for tiling in tilings} >= {1024, 2048}
+    assert all(tiling.block_D % 1024 == 0 for tiling in tilings)
+
+
+GOOD = gpu.Tiling(tile_m=64, tile_n=16, tile_k=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tile_n": 24}, "expected tile_m 64 or 128 and tile_n 8, 16"),
+        ({"tile_m": 32}, "expected tile_m 64 or 128"),
+        ({"tile_m": 128, "tile_n": 256}, r"tile_m \* tile_n <= 16384"),
+        ({"tile_k": 96}, "multiple of 64 that divides D=256; use tile_k=128"),
+        ({"tile_k": 512}, "divides D=256"),
+        ({"splits": 3}, "must divide the 4 steps"),
+        ({"splits": 2, "tile_m": 128}, "takes tile_m=64"),
+        ({"warpgroups": 4}, "1 to 3 warpgroups"),
+        ({"stages": 1}, "2 stages or more"),
+        ({"stages": 40}, f"Hopper has {SHARED_BYTES}; use fewer than 40 stages"),
+    ],
+)
+def test_tilings_of_the_gpu_are_refused_with_a_way_out(change, reason):
+    with pytest.raises(ValueError, match=reason):
+        checked(dataclasses.replace(GOOD, **change), 256, jnp.bfloat16, jnp.bfloat16)
+
+
+def test_a_tiling_that_runs_is_returned():
+    assert checked(GOOD, 256, jnp.bfloat16, jnp.int4) is GOOD
+
+
+def test_stages_fill_shared_memory():
+    full = fitted(dataclasses.replace(GOOD, tile_n=256), jnp.bfloat16, jnp.bfloat16, most=99)
+    one_more = dataclasses.replace(full, stages=full.stages + 1)
+    assert shared_bytes(full, jnp.bfloat16, jnp.bfloat16) < SHARED_BYTES
+    assert shared_bytes(one_more, jnp.bfloat16, jnp.bfloat16) > SHARED_BYTES - 1024
+    assert fitted(GOOD, jnp.bfloat16, jnp.bfloat16, most=3).stages == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "tile"),
+    [
+        (1, 32, 16),
+        (32, 32, 16),
+        (256, 32, 32),
+        (512, 32, 32),
+        (2048, 32, 128),
+        (10**6, 32, 256),
+    ],
+)
+def test_a_tile_holds_most_experts_rows(rows, experts, tile):
+    assert gpu.tile_of_rows(rows, experts) == tile
+
+
+def test_interpreters_have_two_blocks():
+    assert gpu.sm_count(True) == 2
+
+
+def test_default_tiles_are_no_wider_than_the_gradient():
+    widths = [gpu_weight_gradient.default_tiling(1024, F).tile_n for F in (64, 128, 192, 4096)]
+    assert widths == [64, 128, 128, 256]
+
+
+@pytest.mark.parametrize("R", [1, 32, 256, 8192])
+def test_candidates_of_the_gpu_run_and_start_with_the_default(R):
+    sizes, dtype = (R, 1024, 4096, 32), jnp.bfloat16
+    found = plain_gpu.candidates(*sizes)
+    assert found[0] == plain_gpu.default_tiling(*sizes)
+    assert len(set(found)) == len(found) >= 4
+    assert all(checked(tiling, 1024, dtype, dtype) == tiling for tiling in found)
+    for bits in (8, 4):
+        for group_size in (None, 128):
+            options = (*sizes, bits, dtype, group_size)
+            found = quantized_gpu.candidates(*options)
+            assert found[0] == quantized_gpu.default_tiling(*options)
+            assert len(set(found)) == len(found) >= 4
