@@ -163,13 +163,17 @@ def test_flops_by_hand():
 
 
 def matrix_flops(jaxpr) -> int:
-    """2 a multiply-add of every matrix product, in calls inside of the program too."""
+    """2 a multiply-add of every matrix product, in calls inside of the program too.
+
+    A product that contracts nothing is a broadcast (the relative bias over rows).
+    """
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracting, _), _ = equation.params["dimension_numbers"]
             summed = [equation.invars[0].aval.shape[dim] for dim in contracting]
-            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(summed)
+            if summed:
+                total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(summed)
         total += sum(map(matrix_flops, jaxprs_in_params(equation.params)))
     return total
 
