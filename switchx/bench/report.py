@@ -89,9 +89,11 @@ def _table(title: str | None, rows: list[dict[str, Any]]) -> Table:
 def _shown(value) -> str:
     if value is None:
         return ""
-    if isinstance(value, float) and abs(value) < 100:
-        return f"{value:,.3g}"
-    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+    return (
+        f"{value:,.3g}"
+        if isinstance(value, float) and abs(value) < 100
+        else (f"{value:,.0f}" if isinstance(value, int | float) else str(value))
+    )
 
 
 def environment() -> dict[str, Any]:

@@ -51,7 +51,7 @@ def run(arguments) -> int:
                 f"--rounds={rounds}: `bench scale` takes no times, so it has no rounds; leave "
                 "--rounds out"
             )
-        shared.ask_for(8)
+        arguments.ask_for(8)
     from switchx.bench import decode, kernels, moe, scale, train
     from switchx.cli.progress import TerminalReporter
 

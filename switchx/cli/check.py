@@ -30,7 +30,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments) -> int:
-    shared.ask_for(8)
+    arguments.ask_for(8)
     if arguments.sample and arguments.what != "equivalence":
         raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
     from switchx.bench import equivalence, planned_bytes
