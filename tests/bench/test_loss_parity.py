@@ -17,6 +17,7 @@ def test_sliced_experts_have_one_devices_losses():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_mesh():
     assert loss_parity.check(loss_parity.measured_rows(num_steps=10)).holds
 
