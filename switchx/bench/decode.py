@@ -136,7 +136,7 @@ def _measured(config, params, num_experts, rounds, peer, folder):
 
 
 def sentence_lengths(number: int) -> list[int]:
-    """Lengths distributed like those of captions: 13 tokens on the average, 5 around it."""
+    """Lengths distributed like those of captions: 13 tokens on average, 5 around it."""
     lengths = np.random.default_rng(0).lognormal(np.log(12), 0.4, number)
     return np.clip(np.rint(lengths), 1, NEW_TOKENS).astype(int).tolist()
 

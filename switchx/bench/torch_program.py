@@ -3,6 +3,7 @@
 
 `torch_peer.py` runs it; nothing imports it. It does its task once for each line that it is sent
 and prints `done` after each. Shapes, capacity factor and optimizer are those of our side.
+Dims: B rows of a batch, M tokens of a source, T generated tokens
 """
 
 import json

@@ -210,7 +210,7 @@ def _build(spec: ScheduleSpec, P: int, M: int, num_lanes: int) -> Schedule:
     lane, chunk, m, stage = (
         index.reshape(-1) for index in np.indices((num_lanes, spec.num_chunks, M, P))
     )
-    # Microbatches go round in groups of P, each through all chunks before the next begins.
+    # Microbatches pass in groups of P, each through all chunks before the next begins.
     round_trip = spec.num_chunks * P
     group, place = m // P * round_trip, m % P
     forward = lane * round_trip + stage + group + chunk * P + place

@@ -214,7 +214,7 @@ def train_flops(config: ModelConfig, encoder_length: int, decoder_length: int) -
 
 
 def experts_per_token(switch: SwitchConfig) -> float:
-    """Experts that a token meets in a Switch layer, nothing dropped, on the average.
+    """Experts that a token meets in a Switch layer, nothing dropped, on average.
 
     k; where experts choose, the slots they have, which are never empty.
     """

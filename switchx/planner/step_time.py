@@ -18,7 +18,7 @@ the array is whole, B the achieved bytes a second of a device and a the latency 
                                  + (g-1) a_in + (n-g) a_out
 
 where n > g; without the second network where n = g. On a torus a ring sends both ways
-through each dimension it lies along, and an all-to-all's bytes pass n/4 links on the average,
+through each dimension it lies along, and an all-to-all's bytes pass n/4 links on average,
 a quarter of what an all-gather of the same array takes. Shen et al. 2022 (SE-MoE,
 arXiv:2205.10034), section 4.2, says why the hierarchical all-to-all sends fewer messages.
 Symbols: P stages, M microbatches
