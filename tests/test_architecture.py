@@ -62,15 +62,12 @@ ONLY_IN = {
     "matplotlib": ("switchx/analysis/plots.py",),
     "tensorflow_datasets": ("switchx/data/",),
     "tensorflow": (),
-    "torch": ("switchx/bench/torch_program.py", "switchx/bench/torch_generate_program.py"),
-    "transformers": (
-        "switchx/bench/torch_program.py",
-        "switchx/bench/torch_generate_program.py",
-    ),
+    "torch": ("switchx/bench/torch_program.py",),
+    "transformers": ("switchx/bench/torch_program.py",),
     "starlette": ("switchx/serving/",),
     "uvicorn": ("switchx/serving/",),
     "prometheus_client": ("switchx/serving/",),
-    "flaxformer": ("switchx/bench/flaxformer_layer.py",),
+    "flaxformer": ("switchx/bench/moe.py",),
     "tests": (),
     "experiments": (),
 }

@@ -113,7 +113,6 @@ TESTED_ELSEWHERE = {
     "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (
         "tests/interop/test_docs.py::test_every_block_runs"
     ),
-    "switchx check papers": "tests/planner/test_docs.py::test_commands_run",
     "switchx compile --gin_file=configs/runs/pretrain_switch_c.gin --topology=v4:8x8x16": (
         MEASURING + "::test_the_four_switch_models"
     ),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled training step takes, as rows and checks, and the four Switch models on pods.
+"""`switchx compile`: what a compiled training step takes, as a row and checks.
 
-Compiled, not run: memory and collectives are those of the program that a pod would run, times
-are nobody's.
+`bench scale` and docs/scale.md report the four Switch models on pods so. Memory and collectives
+are those of the program that a pod would run; nothing is run, so there are no times.
 """
 
 import json
@@ -42,7 +42,7 @@ def run(job: TrainingJob, topology: Topology, name: str) -> Report:
 
 
 def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: str) -> Report:
-    """One row, its collectives inside of it, and the checks."""
+    """The report of a compiled step: a row that holds its collectives, and the checks."""
     memory = step.memory
     row = {
         "run": name,
@@ -83,7 +83,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
 
 
 def way_out(step: CompiledStep, topology: Topology) -> str:
-    """Where a step that does not fit could, by its arguments: parts of what is there now."""
+    """Says where a step that does not fit could, by the size of its arguments."""
     total = step.memory.arguments * step.devices
     said = f"too large by {_gib(step.memory.excess)} a device"
     if step.memory.arguments <= step.memory.limit:
@@ -106,11 +106,11 @@ def way_out(step: CompiledStep, topology: Topology) -> str:
 
 
 def compiled_reports(pods=PODS, note=print) -> list[dict]:
-    """What `switchx compile --json` says of runs on their slices, each in its own process.
+    """The objects of `switchx compile --json` for runs on their slices, a process for each.
 
     Raises:
         FileNotFoundError: the compiler is not installed.
-        RuntimeError: a process ended without a report, with the end of what it said.
+        RuntimeError: a process ended without a report; the message has its last output.
     """
     reports = []
     for run_file, slice_name in pods:
@@ -130,12 +130,12 @@ def compiled_reports(pods=PODS, note=print) -> list[dict]:
 
 
 def name_of(run_file: str) -> str:
-    """`configs/runs/pretrain_switch_c.gin` -> `switch_c`."""
+    """The name of a run's model: `switch_c` of `configs/runs/pretrain_switch_c.gin`."""
     return pathlib.PurePath(run_file).stem.removeprefix("pretrain_")
 
 
 def pod_checks(reports: list[dict]) -> list[Check]:
-    """The checks of `compiled_reports`, each with its run's name in front, and the batch's aim.
+    """The checks of `compiled_reports`, each with its model's name in front, and the batch's.
 
     `switch_c_tokens_off_aim` is the distance from 2^20 tokens a batch as a share of them.
     """
@@ -153,7 +153,7 @@ def pod_checks(reports: list[dict]) -> list[Check]:
 
 
 def print_tables(report: Report) -> None:
-    """The row from top to bottom, its collectives, the checks."""
+    """Prints the row from top to bottom, its collectives, and the checks."""
     console = Console(highlight=False)
     for row in report.results:
         table = Table(
@@ -182,7 +182,7 @@ def print_tables(report: Report) -> None:
 
 
 def _tokens_asked_for(job: TrainingJob) -> int:
-    """A batch of the encoder, or of a decoder-only model's rows."""
+    """Tokens of a batch of the encoder, or of a decoder-only model's rows."""
     encoder, decoder = job.sequence_lengths
     return job.batch_size * (encoder or decoder)
 

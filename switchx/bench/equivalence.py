@@ -3,9 +3,9 @@
 
 One Switch layer, from one set of weights, on one device with the one-hot einsum (the oracle)
 and on eight devices with each dispatcher, for every way to write eight as a product of mesh
-axes. What is compared are outputs, auxiliary losses and raw gradients, of the inputs and of
-every parameter, and their global norm: Adam and Adafactor hide a gradient that is a whole
-number of times too large. Dims: B L D
+axes. It compares outputs, auxiliary losses and raw gradients, of the inputs and of every
+parameter, and their global norm: Adam and Adafactor hide a gradient that is a whole number of
+times too large. Dims: B rows of a batch, L tokens of a row, D model
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ ROUTERS = {
     "expert choice": RouterConfig(kind="expert_choice", exploration="none"),
     "hash": RouterConfig(kind="hash", exploration="none"),
 }
-# Cells that are compared: a combination that is newly refused must not pass unseen.
+# The number of cells: a combination that is newly refused fails its check.
 ALL_CELLS = 1980
 SAMPLE_CELLS = len(ROUTERS) * len(DISPATCHERS)
 
@@ -59,7 +59,7 @@ TOLERANCE = 5e-6
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One combination that is compared with one device."""
+    """One combination of router, dispatcher and mesh, compared with one device."""
 
     router: str
     dispatcher: str
@@ -67,13 +67,13 @@ class Cell:
 
     @property
     def mesh_name(self) -> str:
-        """`data=2 expert=4`: the axes that are more than one device long."""
+        """`data=2 expert=4`: the axes of more than one device."""
         sizes = {axis: getattr(self.mesh, axis) for axis in AXES}
         return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
 
 
 def meshes(rules: Rules) -> Iterator[MeshSpec]:
-    """Every way to write eight devices as a product of the five axes of a layer."""
+    """Every way to write eight devices as a product of a layer's five axes."""
     powers = range(NUM_DEVICES.bit_length())
     # Stages of a pipeline are between layers: what a layer computes is the same in each.
     axes = [axis for axis in AXES if axis != "pipe"]
@@ -84,7 +84,7 @@ def meshes(rules: Rules) -> Iterator[MeshSpec]:
 
 
 def all_cells() -> tuple[list[Cell], dict[tuple[str, str], str]]:
-    """What is compared, and the reason for each (dispatcher, mesh) that is not."""
+    """The cells to compare, and the reason of each (dispatcher, mesh) that is refused."""
     cells, refused = [], {}
     for dispatcher in DISPATCHERS:
         rules = SLICED_RULES if dispatcher.startswith("sliced") else Rules()
@@ -92,16 +92,16 @@ def all_cells() -> tuple[list[Cell], dict[tuple[str, str], str]]:
             reason = refusal(
                 dispatcher, mesh.build(), rules, num_groups=ROWS, tokens_per_group=LENGTH
             )
-            one_each = [Cell(router, dispatcher, mesh) for router in ROUTERS]
+            of_mesh = [Cell(router, dispatcher, mesh) for router in ROUTERS]
             if reason is None:
-                cells += one_each
+                cells += of_mesh
             else:
-                refused[dispatcher, one_each[0].mesh_name] = reason
+                refused[dispatcher, of_mesh[0].mesh_name] = reason
     return cells, refused
 
 
 def sample_of(cells: list[Cell]) -> list[Cell]:
-    """One cell for each router and dispatcher, their meshes as different as they can be."""
+    """One cell for each router and dispatcher, on different meshes in turn."""
     by_pair: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         by_pair.setdefault((cell.router, cell.dispatcher), []).append(cell)
@@ -109,7 +109,7 @@ def sample_of(cells: list[Cell]) -> list[Cell]:
 
 
 def layer_of(router: str, dispatcher: str) -> SwitchFFN:
-    """A layer of one group a row, with drops; its weights are replaced."""
+    """A layer of one group a row that drops tokens; its weights are replaced."""
     switch = SwitchConfig(
         EXPERTS, every=1, stacks="encoder", capacity_factor=1.0, min_capacity=1,
         group_size=LENGTH, expert_bias=True, dispatcher=dispatcher, router=ROUTERS[router],
@@ -144,7 +144,7 @@ def make_params(layer: SwitchFFN) -> dict:
 
 
 def evaluate(layer: SwitchFFN, params, inputs) -> dict[str, Any]:
-    """Output, auxiliary losses, raw gradients of inputs and parameters, and their norm.
+    """Computes output, auxiliary losses, raw gradients of inputs and parameters, their norm.
 
     The gradients are of the output's product with fixed numbers, plus the auxiliary losses.
     """
@@ -172,13 +172,13 @@ def evaluate(layer: SwitchFFN, params, inputs) -> dict[str, Any]:
 
 
 def run_on_one_device(router: str) -> dict[str, Any]:
-    """The oracle's answer."""
+    """Evaluates the oracle: the one-hot einsum on one device."""
     layer = layer_of(router, "einsum")
     return _run(layer, make_params(layer), make_inputs())
 
 
 def run_cell(cell: Cell) -> dict[str, Any]:
-    """A cell's answer, parameters and tokens placed by the mesh's rules."""
+    """Evaluates a cell, parameters and tokens placed by the mesh's rules."""
     layer, mesh = layer_of(cell.router, cell.dispatcher), cell.mesh.build()
     params, inputs = make_params(layer), make_inputs()
     rows = cell.mesh.rules.axes("B", mesh, table="activations")
@@ -191,7 +191,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _run(layer: SwitchFFN, params, inputs, **placement) -> dict[str, Any]:
-    """`evaluate`, compiled for one call: LLVM's optimizations would take longer than it."""
+    """Compiles and runs `evaluate` without LLVM's optimizations, which take longer than it."""
     jitted = jax.jit(functools.partial(evaluate, layer), **placement)
     is_cpu = jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
@@ -200,7 +200,7 @@ def _run(layer: SwitchFFN, params, inputs, **placement) -> dict[str, Any]:
 
 
 def largest_errors(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
-    """For each kind of number, the largest error of an array over its largest number."""
+    """For each kind of result, the largest error of an array over its largest number."""
 
     def error(got, want):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -248,13 +248,10 @@ def run(*, is_sample: bool = False, note=lambda text: None) -> Report:
 
 def _rows(errors: dict[Cell, dict[str, float]], refused: dict[tuple[str, str], str]):
     """A row for each router and dispatcher, then one for each reason of a refusal."""
-    rows = []
-    for router, dispatcher in dict.fromkeys((cell.router, cell.dispatcher) for cell in errors):
-        same = [
-            found
-            for cell, found in errors.items()
-            if (cell.router, cell.dispatcher) == (router, dispatcher)
-        ]
+    rows, found = [], {}
+    for cell, error in errors.items():
+        found.setdefault((cell.router, cell.dispatcher), []).append(error)
+    for (router, dispatcher), same in found.items():
         worst = {f"max_{kind}_error": max(each[kind] for each in same) for kind in same[0]}
         rows.append({"router": router, "dispatcher": dispatcher, "meshes": len(same)} | worst)
     reasons = Counter((dispatcher, reason) for (dispatcher, _), reason in refused.items())

@@ -17,7 +17,7 @@ _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """An aim and whether it is met.
+    """A number and the bound that it is to meet.
 
     Attributes:
         bound: a comparison and a number, as `>=0.90`.
@@ -60,7 +60,7 @@ class Report:
         )
 
     def print(self, as_json: bool) -> None:
-        """To standard output: a table for each first column, or the object as the last line."""
+        """Prints a table for each first column, or the object as the last line."""
         if as_json:
             print(self.as_json())
             return

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/scale.md: the four Switch models compiled for pods.
+"""Writes the table of docs/scale.md: the four Switch models compiled for pods.
 
     SWITCHX_AOT_TPU=.venv/aot_tpu python -m switchx.bench.scale_page
 
-compiles all of them again, writes what came out to `docs/scale.json`, and from it the table;
-with names of runs behind it (`switch_c`), those alone. Minutes to half an hour each. The exit
-status is 1 where a check does not hold.
+compiles all of them, writes the reports to `docs/scale.json` and the table to the page; with
+names of models (`switch_c`) it does so for those alone. Each takes minutes to half an hour. The
+exit status is 1 where a check does not hold.
 """
 
 import json
 import pathlib
 import sys
 
-from switchx.bench.compiled import (
-    PODS,
-    compiled_reports,
-    name_of,
-    pod_checks,
-)
+from switchx.bench.compiled import PODS, compiled_reports, name_of, pod_checks
 from switchx.partitioning.hlo_collectives import KINDS
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -26,7 +21,7 @@ BEGIN, END = "<!-- table: made by switchx.bench.scale_page -->\n", "<!-- end of 
 
 
 def tables(reports: dict[str, dict]) -> str:
-    """Markdown: what each needs of a device, and what it sends."""
+    """Markdown tables: what each model needs of a device, and what it communicates."""
     names = [name_of(run_file) for run_file, _ in PODS if name_of(run_file) in reports]
     rows = {name: reports[name]["results"][0] for name in names}
     columns = {
@@ -60,10 +55,10 @@ def tables(reports: dict[str, dict]) -> str:
 
 
 def with_tables(page: str, reports: dict[str, dict]) -> str:
-    """The page with its tables made anew.
+    """The page with new tables in the place of the old ones.
 
     Raises:
-        ValueError: the page has no place for them.
+        ValueError: the page does not mark their place.
     """
     if BEGIN not in page or END not in page:
         raise ValueError(f"{PAGE} has no lines {BEGIN.strip()!r} and {END.strip()!r}")
@@ -72,18 +67,15 @@ def with_tables(page: str, reports: dict[str, dict]) -> str:
 
 
 def main(names: list[str]) -> int:
-    """The exit status: 1 where a check of what was compiled does not hold.
+    """Compiles models and writes the page; returns 1 where one of their checks does not hold.
 
     Raises:
-        ValueError: a run is not one of the pods'.
+        ValueError: a model is not one of the pods'.
     """
+    known = [name_of(run_file) for run_file, _ in PODS]
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"there is no {', '.join(unknown)}; use {', '.join(known)}")
     pods = [pod for pod in PODS if not names or name_of(pod[0]) in names]
-    unknown = set(names) - {name_of(run_file) for run_file, _ in PODS}
-    if unknown:
-        raise ValueError(
-            f"there is no {', '.join(sorted(unknown))}; use "
-            f"{', '.join(name_of(run_file) for run_file, _ in PODS)}"
-        )
     reports = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     failed = []
     for pod in pods:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serving part of `switchx bench decode`: requests a second and latencies of a server.
 
-Clients and server share the process and its cores; each client asks again when it has its
-answer, over a connection that it keeps. Every answer is compared with the model's own. The
-baseline is `model.generate` for the same inputs in batches of as many as there are clients.
+Clients and server share the process and its cores. Each client sends its next request when it
+has an answer, over a connection that it keeps. Every answer is compared with the model's own.
+The baseline is `model.generate` for the same inputs in batches of as many as there are clients.
 """
 
 import concurrent.futures
@@ -33,12 +33,12 @@ def is_available() -> bool:
 
 @dataclasses.dataclass
 class Tally:
-    """Of one concurrency.
+    """The measurements at one concurrency.
 
     Attributes:
         latencies_s: of answers, right or wrong.
         wrong, lost: answers that are not the model's, and requests without an answer.
-        wall_s, baseline_s: of all requests, by the server and without one.
+        wall_s, baseline_s: seconds of all requests, by the server and without one.
     """
 
     latencies_s: list[float] = dataclasses.field(default_factory=list)
@@ -51,7 +51,7 @@ class Tally:
 def serving(
     config, params, inputs: list[list[int]], rounds: int
 ) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Rows by concurrency, and the count of wrong and lost answers.
+    """Measures rows by concurrency, and counts wrong and lost answers.
 
     Args:
         config, params: of a model as it is trained.
@@ -106,7 +106,7 @@ def _generate(model, inputs, concurrency: int) -> float:
 
 
 def _ask(address, inputs, wanted, concurrency: int, tally: Tally) -> None:
-    """`REQUESTS` requests, `concurrency` of them at any time."""
+    """Sends `REQUESTS` requests, `concurrency` of them at any time."""
     numbers, lock = iter(range(REQUESTS)), threading.Lock()
 
     def client() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's Switch Transformer on the same cores, in a process of its own.
 
-Nothing in the package imports PyTorch: this file starts a program that does, and asks first
-whether it could.
+Nothing that `switchx` imports needs PyTorch: this file starts a program that does, where it is
+installed.
 """
 
 import contextlib
@@ -16,8 +16,7 @@ from typing import Any
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig
 
-TRAINING = pathlib.Path(__file__).with_name("torch_program.py")
-GENERATION = pathlib.Path(__file__).with_name("torch_generate_program.py")
+PROGRAM = pathlib.Path(__file__).with_name("torch_program.py")
 
 
 def is_available() -> bool:
@@ -26,14 +25,12 @@ def is_available() -> bool:
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of transformers' configuration of the same model; its experts have room for
-    all tokens.
-    """
+    """Arguments of transformers' configuration of the same model, which drops no token."""
     return describe(model)[0]
 
 
 class TorchPeer:
-    """The other process; `ask(line)` has it do what the line says, and waits for it."""
+    """The other process; `ask(line)` makes it do what the line says, and waits for its end."""
 
     def __init__(self, program: pathlib.Path, settings: dict[str, Any]):
         self._process = subprocess.Popen(

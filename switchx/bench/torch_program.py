@@ -1,30 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's side of `switchx bench train`: one training step for each line it is sent.
+"""PyTorch's side of `switchx bench train` and `bench decode`, in a process of its own.
 
-Run by `torch_peer.py` in a process of its own; nothing imports it. Same shapes, capacity
-factor and optimizer as ours.
+`torch_peer.py` runs it; nothing imports it. It does its task once for each line that it is sent
+and prints `done` after each. Shapes, capacity factor and optimizer are those of our side.
+Dims: B rows of a batch, M tokens of a source, T generated tokens
 """
 
 import json
+import pathlib
 import sys
+from collections.abc import Callable
 
+import numpy as np
 import torch
 import transformers
 
 
-def main(settings: dict) -> None:
-    """Trains transformers' Switch Transformer, printing `done` after each step."""
-    torch.manual_seed(0)
-    transformers.logging.set_verbosity_error()
+def trainer(settings: dict) -> Callable[[str], None]:
+    """A training step of transformers' Switch Transformer, whatever the line says."""
     config = transformers.SwitchTransformersConfig(**settings["config"])
     model = transformers.SwitchTransformersForConditionalGeneration(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     inputs = torch.randint(3, config.vocab_size, (settings["batch"], settings["inputs"]))
     labels = torch.randint(3, config.vocab_size, (settings["batch"], settings["targets"]))
-    for _ in sys.stdin:
+
+    def step(line: str) -> None:
         optimizer.zero_grad()
         model(input_ids=inputs, labels=labels, output_router_logits=True).loss.backward()
         optimizer.step()
+
+    return step
+
+
+def generator(settings: dict) -> Callable[[str], None]:
+    """`generate` with the line's `BATCH BEAMS`.
+
+    It draws the weights and saves them into the folder first, so that both sides decode the
+    same model, and writes the generated tokens beside them, for the other side to compare.
+    """
+    folder, new_tokens = pathlib.Path(settings["folder"]), settings["new_tokens"]
+    config = transformers.SwitchTransformersConfig(**settings["config"])
+    model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    input_BM = torch.tensor(settings["inputs"])
+
+    def generate(line: str) -> None:
+        batch, beams = map(int, line.split())
+        with torch.no_grad():
+            token_BT = model.generate(
+                input_ids=input_BM[:batch],
+                num_beams=beams,
+                do_sample=False,
+                min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
+            )
+        np.save(folder / f"tokens_{batch}_{beams}.npy", token_BT[:, 1:].numpy())
+
+    return generate
+
+
+def main(settings: dict) -> None:
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    do = {"train": trainer, "generate": generator}[settings["task"]](settings)
+    for line in sys.stdin:
+        do(line)
         print("done", flush=True)
 
 

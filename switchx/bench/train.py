@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx bench train`: a Switch T5's training step against the same model dense.
 
-One step is forward, backward and the optimizer. All models live in one process and take
-turns, so that a machine whose speed drifts is the same machine for all of them.
+One step is forward, backward and the optimizer. All models live in one process and take turns,
+so that a machine whose speed drifts is equally fast for all of them. `Contender`, `take_turns`
+and `ratio` serve the other benches too.
 """
 
 import dataclasses
@@ -60,7 +61,7 @@ def make_batch(seed: int = 0) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass
 class Contender:
-    """A compiled training step and its state.
+    """What is measured: a step to call, and the times that it took.
 
     Attributes:
         peak_bytes: arguments and temporaries of the compiled step.
@@ -92,7 +93,7 @@ class Contender:
 
 
 def contender(name: str, config: ModelConfig, optimizer=Adafactor()) -> Contender:
-    """Compiles a model's training step and takes two steps."""
+    """Compiles a model's training step, and takes two steps."""
     transformation = optimizer.build(Constant(1e-3))
     state = init_state(config, transformation, seed=0)
     batch = jax.device_put(make_batch())
@@ -118,7 +119,7 @@ def contender(name: str, config: ModelConfig, optimizer=Adafactor()) -> Contende
 
 
 def take_turns(contenders: list[Contender], rounds: int, num_steps: int = 2) -> None:
-    """Measures all contenders in every round, the order turned around each time."""
+    """Measures all contenders in every round, in reversed order every second time."""
     for i in range(rounds):
         for each in contenders if i % 2 == 0 else contenders[::-1]:
             each.measure(num_steps)
@@ -147,17 +148,18 @@ def run(rounds: int) -> Report:
 
 
 def against_torch(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Both with AdamW, turn by turn; PyTorch in a process of its own that waits meanwhile."""
+    """Measures both with AdamW in turns; PyTorch's process waits while ours runs."""
     rows, checks = [], []
     for num_experts in (8, 64):
         ours = contender(f"switch {num_experts}, AdamW", switch_model(num_experts), AdamW())
         settings = {
+            "task": "train",
             "config": torch_peer.config_of(switch_model(num_experts))
             # Tokens of one sequence that an expert takes: a capacity factor of 1.0.
             | {"expert_capacity": max(INPUTS // num_experts, 1)},
             "batch": BATCH, "inputs": INPUTS, "targets": TARGETS,
         }  # fmt: skip
-        with torch_peer.TorchPeer(torch_peer.TRAINING, settings) as peer:
+        with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
             step = functools.partial(peer.ask, "step")
             theirs = Contender(f"transformers {num_experts}, AdamW", step, 0)
             for _ in range(2):  # the first steps allocate

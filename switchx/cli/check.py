@@ -11,9 +11,6 @@ Checks a promise and prints the largest errors; the exit status is 1 where one d
                                        losses, raw gradients, global gradient norm
   switchx check equivalence --sample   each router with each dispatcher on one mesh
   switchx check equivalence --json     one JSON object on the last line
-  switchx check papers                 what the planner says of the tables of Pipeline MoE
-                                       and SE-MoE: every cell with its error, and what a
-                                       cost model cannot say
   switchx check planned_bytes          bytes that compiled training steps communicate on
                                        several meshes against the planner's
 
@@ -25,9 +22,7 @@ def add_command(commands) -> None:
     parser = shared.add_command(
         commands, "check", run, "check that numbers are the same everywhere", DESCRIPTION
     )
-    parser.add_argument(
-        "what", choices=["equivalence", "papers", "planned_bytes"], help="what to check"
-    )
+    parser.add_argument("what", choices=["equivalence", "planned_bytes"], help="what to check")
     parser.add_argument(
         "--sample", action="store_true", help="each router with each dispatcher once"
     )
@@ -38,14 +33,12 @@ def run(arguments) -> int:
     shared.simulate_devices(8)
     if arguments.sample and arguments.what != "equivalence":
         raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
-    from switchx.bench import equivalence, papers, planned_bytes
+    from switchx.bench import equivalence, planned_bytes
     from switchx.cli.progress import TerminalReporter
 
     with TerminalReporter() as reporter:
         if arguments.what == "equivalence":
             report = equivalence.run(is_sample=arguments.sample, note=reporter.note)
-        elif arguments.what == "papers":
-            report = papers.run()
         else:
             report = planned_bytes.run(note=reporter.note)
     report.print(arguments.json)

@@ -14,7 +14,7 @@ from switchx.partitioning.mesh import AXES
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import Hardware
-from switchx.planner.model_cost import Workload
+from switchx.planner.layout import Workload
 from switchx.planner.search import Plan, Search, explain, num_bytes, seconds
 from switchx.planner.step_comm import step_collectives
 

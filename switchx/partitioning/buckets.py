@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices of many arrays in few long vectors, by a recorded index of what lies where.
-
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 2.3, Figure 2. Dims: P devices that have
-slices, X elements of one device in a bucket
-
-Parameters of which each device has a slice, gathered just before they are used.
+"""Parameters of which each device has a slice, gathered in buckets just before they are used.
 
 ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with the fused communication of Shen
-et al. 2022 (SE-MoE, arXiv:2205.10034), section 2.3: one all-gather a bucket, and backward one
-reduce-scatter. All of it runs inside of `jax.shard_map`; differentiate outside. Dims: P X
+et al. 2022 (SE-MoE, arXiv:2205.10034), section 2.3, Figure 2: the slices of many arrays lie in
+few long vectors, the buckets, and an index records what lies where. A bucket is one all-gather,
+and in the backward pass one reduce-scatter. `whole` runs inside of `jax.shard_map`;
+differentiate outside of it. Dims: P devices that have slices, X elements of one device's bucket
 """
 
 import contextlib
@@ -19,6 +16,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from switchx import tree
 from switchx.partitioning.rules import MeshAxes, Rules, param_dims, param_table
@@ -26,7 +24,7 @@ from switchx.partitioning.rules import MeshAxes, Rules, param_dims, param_table
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Where one device's slice of one array is.
+    """The place of one device's slice of one array.
 
     Attributes:
         name: of the array.
@@ -44,18 +42,14 @@ class Slice:
     offset: int
 
     @property
-    def size(self) -> int:
-        """Elements of the slice."""
-        return math.prod(self.shape)
-
-    @property
     def end(self) -> int:
-        return self.offset + self.size
+        """The element of the bucket after the slice's last one."""
+        return self.offset + math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class SliceIndex:
-    """All slices of a group of arrays; every bucket is sent at once.
+    """The slices of a group of arrays, by bucket.
 
     Attributes:
         num_parts: P.
@@ -72,13 +66,13 @@ class SliceIndex:
         num_parts: int,
         bucket_bytes: int,
     ) -> "SliceIndex":
-        """Fills buckets in order: the next slice opens a new one where it does not fit.
+        """Fills buckets in order; a slice that does not fit opens a new one.
 
         Args:
             slices: name, shape of the slice, sliced axis and dtype of each array. Arrays of
                 different dtypes are in different buckets.
-            bucket_bytes: most bytes of a bucket, of all devices together; an array that is
-                larger has a bucket for itself.
+            bucket_bytes: most bytes of a bucket, of all devices together; a larger array has
+                a bucket for itself.
 
         Raises:
             ValueError: `bucket_bytes` is not above 0.
@@ -108,21 +102,14 @@ class SliceIndex:
         ]
 
     def flatten(self, slices: dict[str, jax.Array]) -> list[jax.Array]:
-        """One device's slices -> its buckets, `[X]` each."""
+        """Packs one device's slices into its buckets, `[X]` each."""
         return [
             jnp.concatenate([slices[each.name].reshape(-1) for each in bucket])
             for bucket in self.buckets
         ]
 
-    def unflatten(self, buckets: list[jax.Array]) -> dict[str, jax.Array]:
-        """The inverse of `flatten`."""
-        return {
-            each.name: buckets[each.bucket][each.offset : each.end].reshape(each.shape)
-            for each in self.slices
-        }
-
     def cut(self, arrays: dict[str, jax.Array]) -> list[jax.Array]:
-        """Whole arrays -> the buckets of all devices, `[P, X]` each."""
+        """Packs whole arrays into the buckets of all devices, `[P, X]` each."""
 
         def slices(each: Slice):
             P, axis = self.num_parts, each.axis
@@ -135,7 +122,7 @@ class SliceIndex:
         ]
 
     def join(self, buckets: list[jax.Array]) -> dict[str, jax.Array]:
-        """The inverse of `cut`: whole arrays from the buckets of all devices."""
+        """Whole arrays from the buckets of all devices: the inverse of `cut`."""
 
         def whole(each: Slice):
             slices = buckets[each.bucket][:, each.offset : each.end]
@@ -156,13 +143,9 @@ def require_bucket_bytes(bucket_bytes: int) -> None:
         )
 
 
-# Of JAX's making, so that a program that was traced with other slices is traced again.
-_slicing = jax.make_user_context(None)
-
-
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """How parameters are sliced, and by how much of them a collective moves.
+    """How parameters are sliced, and how much of them a collective moves.
 
     Attributes:
         rules: which dimensions are split.
@@ -180,7 +163,7 @@ class Slicing:
 
     @classmethod
     def on(cls, mesh, rules: Rules, bucket_bytes: int) -> "Slicing":
-        """What `rules` say of a mesh, or of anything with a `shape` like one's."""
+        """Reads `rules` for a mesh, or for anything with a `shape` like one's."""
         axes = rules.axes("D", mesh, table="params")
         batch = rules.axes("B", mesh, table="activations")
         replicas = tuple(axis for axis in batch if axis not in axes)
@@ -193,12 +176,12 @@ class Slicing:
 
     @property
     def num_parts(self) -> int:
-        """Slices of an array."""
+        """The number of slices of an array."""
         return math.prod(self.shape[axis] for axis in self.axes)
 
     @property
     def varying(self) -> MeshAxes:
-        """All axes whose devices have other tokens."""
+        """All axes whose devices have different tokens."""
         return self.replicas + self.axes
 
     def sliced_axis(self, name: str, shape) -> int | None:
@@ -210,7 +193,7 @@ class Slicing:
         return None
 
     def index(self, slices: dict) -> SliceIndex:
-        """Where the slices (arrays or shape structs) of one device are in its buckets."""
+        """The places of one device's slices (arrays or shape structs) in its buckets."""
         found = []
         for name, leaf in slices.items():
             axis = self.sliced_axis(name, leaf.shape)
@@ -219,19 +202,23 @@ class Slicing:
         return SliceIndex.of(found, num_parts=self.num_parts, bucket_bytes=self.bucket_bytes)
 
 
+# A user context, so that a program that was traced with other slices is traced again.
+_slicing = jax.make_user_context(None)
+
+
 @contextlib.contextmanager
 def sliced(slicing: Slicing):
-    """Within, parameters are this device's slices, and `whole` gathers them."""
+    """Makes parameters this device's slices inside of the block, which `whole` gathers."""
     with _slicing(slicing):
         yield
 
 
 def whole(params):
-    """Parameters in full, of a tree or a module; as they are outside of `sliced`.
+    """Gathers the parameters of a tree or a module; outside of `sliced`, returns its argument.
 
-    Call it inside of what is recomputed in the backward pass (`jax.checkpoint`): then they
-    are freed after their use and gathered again. Gradients come back as slices, summed
-    over all devices; those of parameters without slices are summed in one all-reduce.
+    Call it inside of what is recomputed in the backward pass (`jax.checkpoint`): then whole
+    parameters are freed after their use and gathered again. Gradients come back as slices,
+    summed over all devices; those of parameters without slices are summed in one all-reduce.
     """
     slicing = _slicing.value
     if slicing is None:
@@ -254,13 +241,13 @@ def _name(name: str) -> str:
 
 
 def _vary(array, axes: MeshAxes):
-    """The array typed as different along `axes`: backward, its gradient is summed."""
+    """The array, typed as varying along `axes`: backward, its gradient is summed over them."""
     return jax.lax.pcast(array, axes, to="varying") if axes else array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _join(index: SliceIndex, buckets):
-    """`index.join`. Its own transpose would add up one padded bucket an array."""
+    """`index.join`, whose own transpose would add up one padded bucket an array."""
     return index.join(buckets)
 
 
@@ -272,21 +259,17 @@ _join.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _spread(axes: MeshAxes, arrays):
-    """The same arrays, typed as different along `axes`."""
+    """The same arrays, typed as varying along `axes`."""
     return {name: _vary(array, axes) for name, array in arrays.items()}
 
 
 def _sum_together(axes: MeshAxes, _, gradients):
-    """Gradients summed over devices, all of one dtype in one all-reduce."""
+    """Sums gradients over devices, all of one dtype in one all-reduce."""
     summed = {}
     for dtype in dict.fromkeys(leaf.dtype for leaf in gradients.values()):
         same = {name: leaf for name, leaf in gradients.items() if leaf.dtype == dtype}
-        vector = jnp.concatenate([leaf.reshape(-1) for leaf in same.values()])
-        vector = jax.lax.psum(vector, axes)
-        start = 0
-        for name, leaf in same.items():
-            summed[name] = vector[start : start + leaf.size].reshape(leaf.shape)
-            start += leaf.size
+        vector, unravel = ravel_pytree(same)
+        summed |= unravel(jax.lax.psum(vector, axes))
     return (summed,)
 
 

@@ -3,6 +3,7 @@
 
 Narayanan et al. 2021 (arXiv:2104.04473), section 2.2: of v * P chunks, stage p runs p, P + p,
 ... In the order of the blocks, which is how parameters are stored, it has p v .. p v + v - 1.
+Dims: P stages; v chunks of a stage
 """
 
 import jax
@@ -13,11 +14,10 @@ import numpy as np
 def chunk_moves(
     num_stages: int, num_chunks: int
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """How chunks get from the order of the blocks to the stages that run them.
+    """Plans how chunks get from the order of the blocks to the stages that run them.
 
-    Stored in the order of the blocks, stage p has the chunks p v .. p v + v - 1 of its stack;
-    it runs p, P + p, ... Every round sends one chunk from every stage and to every stage, so
-    v rounds of one permutation each are enough (Koenig's theorem).
+    Every round sends one chunk from every stage and to every stage, so v rounds of one
+    permutation each are enough (Koenig's theorem).
 
     Returns:
         Rounds of (stage that each stage sends to, chunk it sends, chunk it puts what it
@@ -30,7 +30,7 @@ def chunk_moves(
         giver: dict[int, tuple[int, int]] = {}
 
         def assign(p, seen, giver=giver):
-            """Finds stage p one to send to, moving others' if need be (Kuhn)."""
+            """Finds a stage for stage p to send to, moving others if need be (Kuhn)."""
             for j, to in left[p].items():
                 if to not in seen:
                     seen.add(to)
@@ -50,9 +50,9 @@ def chunk_moves(
 
 
 def move_chunks(x, num_stages: int, num_chunks: int, axis: str, *, is_back: bool = False):
-    """Chunks `[v, ...]` to the stages that run them, from the order of the blocks; or back.
+    """Moves chunks `[v, ...]` from the order of the blocks to their stages, or back.
 
-    To be called inside of a `shard_map` over `axis`; one `ppermute` a chunk of a stage.
+    To be called inside of a `shard_map` over `axis`. It is one `ppermute` a chunk of a stage.
     """
     if num_chunks == 1:
         return x
@@ -68,7 +68,7 @@ def move_chunks(x, num_stages: int, num_chunks: int, axis: str, *, is_back: bool
 
 
 def chunk_of(blocks, chunk):
-    """One chunk of arrays `[v, ...]`."""
+    """Takes one chunk of arrays `[v, ...]`."""
     return jax.tree.map(
         lambda x: (
             x[0] if x.shape[0] == 1 else jax.lax.dynamic_index_in_dim(x, chunk, keepdims=False)
@@ -78,7 +78,7 @@ def chunk_of(blocks, chunk):
 
 
 def add_to_chunk(total, new, chunk, is_active):
-    """Arrays `[v, ...]` with `new` added at one chunk, where `is_active`."""
+    """Adds `new` to one chunk of arrays `[v, ...]`, where `is_active`."""
 
     def add(total, x):
         x = chunk_of(total, chunk) + jnp.where(is_active, x, 0)

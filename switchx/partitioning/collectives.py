@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-to-all inside of `jax.shard_map`: flat, hierarchical, and of rows in any number.
 
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2, Figure 8. Dims: R D; P devices of
-the exchange, in the order of the mesh axes
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2, Figure 8.
+Dims: P devices of the exchange, in the order of the mesh axes; R rows, D model
 """
 
 import functools
@@ -15,15 +15,15 @@ from switchx.partitioning.rules import MeshAxes
 
 
 def all_to_all(x_P, axes: MeshAxes):
-    """`[P, ...]` by destination -> `[P, ...]` by source, over all of `axes` at once."""
+    """Exchanges `[P, ...]` by destination for `[P, ...]` by source, over `axes` at once."""
     return jax.lax.all_to_all(x_P, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def hierarchical_all_to_all(x_P, axes: MeshAxes):
-    """The same numbers in two steps: inside of each node, then between equal ranks of nodes.
+    """Exchanges the same in two steps: inside of each node, then between equal ranks of nodes.
 
-    The first step brings what is for rank r of any node to rank r of this one; so the
-    second sends P / num_nodes times fewer and larger messages, none between other ranks.
+    The first step brings what is for rank r of any node to rank r of this one. So the second
+    sends P / num_nodes times fewer and larger messages, and none between different ranks.
 
     Args:
         axes: (between nodes, inside of a node).
@@ -39,13 +39,13 @@ def hierarchical_all_to_all(x_P, axes: MeshAxes):
 def ragged_all_to_all(x_RD, sizes_PP, axes: MeshAxes, rows: int):
     """Sends consecutive rows to each device and receives those for this one.
 
-    TPU and GPU send the rows and no more (`jax.lax.ragged_all_to_all`). CPU cannot, so it
-    gathers all rows and picks: the same numbers, P times the bytes.
+    TPU and GPU send these rows alone (`jax.lax.ragged_all_to_all`). CPU has no such collective:
+    it gathers all rows and picks the right ones, the same numbers at P times the bytes.
 
     Args:
         x_RD: rows for device 0, then for device 1, ...; rows past those are not sent.
-        sizes_PP: rows from device (first index) to device (second), the same everywhere.
-        rows: rows of the result; enough for all that a device can receive.
+        sizes_PP: rows from device (first index) to device (second), the same on all devices.
+        rows: rows of the result, enough for all that a device can receive.
 
     Returns:
         Rows from device 0, then from device 1, ...; zeros past those.
@@ -72,10 +72,6 @@ def _ragged_backward(axes, rows, residuals, dy_RD):
 ragged_all_to_all.defvjp(_ragged_forward, _ragged_backward)
 
 
-def _before(sizes, axis: int):
-    return jnp.cumsum(sizes, axis=axis) - sizes
-
-
 def _ragged(x_RD, sizes_PP, axes, rows):
     here = jax.lax.axis_index(axes)
     return jax.lax.ragged_all_to_all(
@@ -88,6 +84,11 @@ def _ragged(x_RD, sizes_PP, axes, rows):
         sizes_PP[:, here],
         axis_name=axes,
     )
+
+
+def _before(sizes, axis: int):
+    """Sums of the sizes before each one."""
+    return jnp.cumsum(sizes, axis=axis) - sizes
 
 
 def _ragged_by_gather(x_RD, sizes_PP, axes, rows):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharding constraints on activations, by dimension letters."""
+"""Sharding constraints on activations, by dimension letters, and the mesh they are for.
+
+The letters are the global ones of `switchx/axes.py`; `Rules` says which mesh axes they go over.
+"""
 
 import contextlib
 import math
@@ -11,20 +14,19 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.partitioning.rules import Rules
 
-# Of JAX's making, so that a program that was traced under other rules is traced again.
+# A user context, so that a program that was traced under other rules is traced again.
 _rules = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh | AbstractMesh, rules: Rules):
-    """Makes `mesh` and `rules` those that `constrain` follows, also while tracing.
+    """Makes `constrain` follow `mesh` and `rules` inside of the block, also while tracing.
 
-    `jax.set_mesh`, not `with mesh:`: under the latter the abstract mesh is empty and every
-    constraint would vanish silently. An abstract mesh is for programs that are traced and
-    lowered for devices that are not here.
+    An abstract mesh is for programs that are traced and lowered for devices that are not here.
     """
-    is_there = isinstance(mesh, Mesh)
-    with _rules(rules), (jax.set_mesh if is_there else jax.sharding.use_abstract_mesh)(mesh):
+    # Not `with mesh:`: the abstract mesh would be empty, and every constraint silently lost.
+    set_mesh = jax.set_mesh if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh
+    with _rules(rules), set_mesh(mesh):
         yield
 
 
@@ -34,27 +36,26 @@ def current_rules() -> Rules:
 
 
 def num_devices() -> int:
-    """Devices of the innermost `use_mesh` that the compiler may split arrays over.
+    """The number of devices of the innermost mesh that the compiler may split arrays over.
 
-    1 outside of any, and inside of a `jax.shard_map` over all axes: what one device sees
+    It is 1 outside of any, and inside of a `jax.shard_map` over all axes: what one device sees
     there is its own.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    free = set(mesh.axis_names) - set(mesh.manual_axes)
-    return math.prod(mesh.shape[axis] for axis in free)
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape[axis] for axis in open_axes())
 
 
 def open_axes() -> set[str]:
-    """Axes of the innermost mesh that no `shard_map` around this has made manual.
+    """The axes of the innermost mesh that no `shard_map` around this has made manual.
 
-    Inside of a pipeline, that is all but `pipe`: what a nested `shard_map` may take.
+    Inside of a pipeline, that is all but `pipe`: those that a nested `shard_map` may take.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)
 
 
 def constrain(x, dims: str):
-    """Splits activation `x` as the rules say; leaves it alone outside of `use_mesh`."""
+    """Splits activation `x` as the rules say; returns it as it is outside of `use_mesh`."""
     if num_devices() == 1:
         return x
     mesh = jax.sharding.get_abstract_mesh()
@@ -64,7 +65,7 @@ def constrain(x, dims: str):
 
 
 def constrain_named(arrays):
-    """`constrain` of all arrays of a tree, whose names end in their dimensions."""
+    """Constrains all arrays of a tree, whose names end in their dimensions."""
     if num_devices() == 1:
         return arrays
     return tree.map_named(

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of a compiled program: their kinds, bytes and groups, read off its HLO text."""
+"""Collectives of a compiled program: their kinds, bytes and groups, read off its HLO text.
+
+Tests and `bench scale` hold these against what the papers and the planner say. The syntax is
+XLA's (`compiled.as_text()`), of its CPU, GPU and TPU compilers.
+"""
 
 import collections
 import dataclasses
@@ -32,8 +36,7 @@ _MESH = re.compile(
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _ENDED = re.compile(r" [\w-]+-(?:done|update)\(")
-# What an instruction runs, and how often a loop does.
-CALLED = re.compile(
+_CALLED = re.compile(
     r"(?:calls|to_apply|body|branch_computations|called_computations)="
     r"\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
 )
@@ -61,45 +64,27 @@ class HloCollective:
     groups: tuple[tuple[int, ...], ...]
     num_bytes: int
 
-    def before_combining(self) -> list["HloCollective"]:
-        """The collectives of one array each that XLA made this one of.
-
-        An all-to-all stays as it is: CPU takes its array apart into one a device.
-        """
-        if self.kind == "all-to-all" or len(self.arrays) == 1:
-            return [self]
-        scale = self.num_bytes // sum(_num_bytes(*array) for array in self.arrays)
-        return [
-            HloCollective(self.kind, (array,), self.groups, scale * _num_bytes(*array))
-            for array in self.arrays
-        ]
-
-    @property
-    def devices(self) -> int:
-        """Devices in a group."""
-        return len(self.groups[0])
-
 
 def collectives(hlo: str) -> list[HloCollective]:
-    """All collectives in an HLO text (`compiled.as_text()`), in its order.
+    """Lists all collectives of an HLO text (`compiled.as_text()`), in its order.
 
     One in a loop's body is listed once, however often it runs (`executed_collectives` counts
-    its turns); one over groups of a single device moves nothing and is left out.
+    its trips); one over groups of a single device moves nothing and is left out.
     """
-    everybody = _everybody(hlo)
-    found = (_collective(line, everybody) for line in hlo.splitlines())
+    all_devices = _all_devices(hlo)
+    found = (_collective(line, all_devices) for line in hlo.splitlines())
     return [collective for collective in found if collective]
 
 
 def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
-    """How often a run of the program executes each of its collectives.
+    """Counts how often one run of the program executes each of its collectives.
 
     Of a conditional's branches the one that moves the most bytes counts.
 
     Raises:
-        ValueError: a loop with collectives in it does not say how often it turns.
+        ValueError: a loop with collectives in it has no known trip count.
     """
-    everybody = _everybody(hlo)
+    all_devices = _all_devices(hlo)
     computations, entry = computations_of(hlo)
     known: dict[str, collections.Counter] = {}
 
@@ -109,26 +94,25 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
         return known[name]
 
     def of_line(line: str) -> collections.Counter:
-        if own := _collective(line, everybody):
+        if own := _collective(line, all_devices):
             return collections.Counter([own])
         # The end of what was started names the same computation again.
-        if _ENDED.search(line) or not (called := CALLED.search(line)):
+        if _ENDED.search(line) or not (names := called_by(line)):
             return collections.Counter()
-        names = [name.strip().lstrip("%") for name in called[1].split(",")]
         inside = max((of(name) for name in names), key=total_bytes)
         if " while(" not in line or not inside:
             return inside
-        if (turns := turns_of(line, computations)) is None:
+        if (trips := trip_count(line, computations)) is None:
             raise ValueError(
-                f"a loop with collectives does not say how often it turns: {line.strip()[:200]}"
+                f"a loop with collectives has no known trip count: {line.strip()[:200]}"
             )
-        return collections.Counter({one: n * turns for one, n in inside.items()})
+        return collections.Counter({one: n * trips for one, n in inside.items()})
 
     return of(entry)
 
 
 def total_bytes(executed: collections.Counter[HloCollective]) -> int:
-    """Of all of them, as `HloCollective.num_bytes` counts."""
+    """The bytes of all of them, as `HloCollective.num_bytes` counts."""
     return sum(one.num_bytes * count for one, count in executed.items())
 
 
@@ -144,8 +128,14 @@ def computations_of(hlo: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def turns_of(line: str, computations: dict[str, list[str]]) -> int | None:
-    """How often a `while` turns; None where the data decides.
+def called_by(line: str) -> list[str]:
+    """Names of the computations that an instruction runs."""
+    called = _CALLED.search(line)
+    return [name.strip().lstrip("%") for name in called[1].split(",")] if called else []
+
+
+def trip_count(line: str, computations: dict[str, list[str]]) -> int | None:
+    """How often the body of a `while` runs; None where the data decides.
 
     As the compiler says, or from the condition of a counter that `lax.scan` and `fori_loop`
     begin at 0.
@@ -162,13 +152,13 @@ def turns_of(line: str, computations: dict[str, list[str]]) -> int | None:
     return None
 
 
-def _everybody(hlo: str) -> tuple[tuple[int, ...], ...]:
+def _all_devices(hlo: str) -> tuple[tuple[int, ...], ...]:
     """One group of all devices: that of collectives which list none."""
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", hlo.partition("\n")[0])
     return (tuple(range(math.prod(map(int, sizes)))),)
 
 
-def _collective(line: str, everybody) -> HloCollective | None:
+def _collective(line: str, all_devices) -> HloCollective | None:
     match = _INSTRUCTION.search(line)
     if not match:
         return None
@@ -182,7 +172,7 @@ def _collective(line: str, everybody) -> HloCollective | None:
         if is_permute and len(arrays) > 2 and arrays[-2:] == (("u32", ()),) * 2:
             arrays = arrays[:-2]
         arrays = arrays[len(arrays) // 2 :]
-    groups = _groups(line) or everybody
+    groups = _groups(line) or all_devices
     if match["kind"] != "collective-permute" and len(groups[0]) == 1:
         return None
     scale = len(groups[0]) if match["kind"] == "reduce-scatter" else 1

@@ -1,21 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device mesh: how many devices along each parallelism axis.
+"""The device mesh: how many devices along each axis of parallelism, and in which order.
 
-Fedus et al. 2021 (arXiv:2101.03961), section 5, Figure 9; `node` as in Shen et al. 2022
-(SE-MoE, arXiv:2205.10034), section 4.2; `pipe` as in Chen et al. 2023 (Pipeline MoE,
-arXiv:2304.11414), section 3.3.
-
-The order of devices in a mesh: inner axes inside a machine, `node` across machines by rail.
-
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2: in clusters whose machines have one
-network card a GPU, cards of equal local rank hang on one switch, a rail. The outer part of a
-hierarchical all-to-all should stay on its rail: it exchanges equal local ranks only.
-
-XLA's options of a job's compiled steps, by platform.
-
-They travel with each program that is compiled, so that nothing in the environment has to be
-set before JAX starts, and XLA refuses a name that it does not know. What they do:
-configs/xla/overlap.gin.
+Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961), section 5, Figure 9; `node` as in
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.2; `pipe` as in Chen et al. 2023
+(Pipeline MoE, arXiv:2304.11414), section 3.3. Dims: D model
 """
 
 import dataclasses
@@ -27,17 +15,20 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from switchx.fields import require
 from switchx.partitioning.rules import MeshAxes, Rules
 
 # Outermost first: devices next to each other share the last axes.
 AXES = ("pipe", "data", "fsdp", "node", "expert", "model")
+# What a hierarchical all-to-all keeps within a machine.
+WITHIN = ("expert", "model")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
     """Sizes of the mesh axes, and the rules by which arrays follow them.
 
-    What an axis holds is said by the rules; these are the defaults.
+    The rules say what an axis holds; these are the defaults.
 
     Attributes:
         data: replicas of everything, each with its own part of the batch; None takes all
@@ -61,36 +52,38 @@ class MeshSpec:
     rules: Rules = Rules()
 
     def __post_init__(self):
-        for name in AXES:
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"mesh axis {name!r} has size {size}; use at least 1")
+        for name, size in self._sizes.items():
+            require(
+                size is None or size >= 1,
+                f"mesh axis {name!r} has size {size}; use at least 1",
+            )
 
-    def num_devices(self, there: int) -> int:
-        """Devices that the mesh uses of those that are there: `data` takes what is left."""
-        sizes = {name: getattr(self, name) for name in AXES}
-        others = math.prod(size for size in sizes.values() if size is not None)
-        return others * (max(there // others, 1) if self.data is None else 1)
+    @property
+    def _sizes(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in AXES}
+
+    def num_devices(self, available: int) -> int:
+        """The devices that the mesh uses of those available: `data` takes what is left."""
+        others = math.prod(size for size in self._sizes.values() if size is not None)
+        return others * (max(available // others, 1) if self.data is None else 1)
 
     def __str__(self) -> str:
-        sizes = {name: getattr(self, name) for name in AXES}
-        used = {name: size for name, size in sizes.items() if size is None or size > 1}
+        used = {name: size for name, size in self._sizes.items() if size is None or size > 1}
         text = " x ".join(f"{name}={size or 'the rest'}" for name, size in used.items())
         return text or "of one device"
 
     def build(self, devices=None) -> Mesh:
-        """The mesh over `devices`, or over all there are, in the order of `arranged`.
+        """Builds the mesh over `devices`, or over all there are, in the order of `arranged`.
 
         Raises:
             ValueError: the mesh does not use exactly the devices there are, or its axis
                 `node` does not fit the machines that they are in.
         """
         devices = jax.devices() if devices is None else devices
-        sizes = {name: getattr(self, name) for name in AXES}
+        needed = self.num_devices(len(devices))
+        sizes = self._sizes
         if self.data is None:
-            others = math.prod(size for size in sizes.values() if size is not None)
-            sizes["data"] = max(len(devices) // others, 1)
-        needed = math.prod(sizes.values())
+            sizes["data"] = needed // math.prod(s for s in sizes.values() if s is not None)
         if needed != len(devices):
             text = " x ".join(
                 f"{name}={size}" for name, size in sizes.items() if name == "data" or size > 1
@@ -104,12 +97,12 @@ class MeshSpec:
         return Mesh(arranged(devices, sizes), tuple(sizes), axis_types=axis_types)
 
     def abstract(self, device) -> AbstractMesh:
-        """The mesh over devices that are not here; `data` is 1 where it is None.
+        """Builds the mesh over devices that are not here; `data` is 1 where it is None.
 
         Args:
             device: the `AbstractDevice` that each is.
         """
-        sizes = tuple(getattr(self, name) or 1 for name in AXES)
+        sizes = tuple(size or 1 for size in self._sizes.values())
         axis_types = (AxisType.Auto,) * len(AXES)
         return AbstractMesh(sizes, AXES, axis_types, abstract_device=device)
 
@@ -120,25 +113,23 @@ def batch_axes(mesh, rules: Rules) -> MeshAxes:
 
 
 def batch_parts(mesh, rules: Rules) -> int:
-    """Over how many devices the rows of a batch are split."""
+    """The number of devices that the rows of a batch are split over."""
     return math.prod(mesh.shape[axis] for axis in batch_axes(mesh, rules))
 
 
-# What a hierarchical all-to-all keeps within a machine.
-WITHIN = ("expert", "model")
-
-
 def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
-    """The devices as the array of a mesh, one axis each of `sizes`, outermost first.
+    """Orders the devices as the array of a mesh: inner axes in a machine, `node` along a rail.
 
-    Machines with equally many devices are the rows of a table, local ranks its columns.
-    Where there is an axis `node`, it runs down a column, and the axes after it along a row;
-    what is left of a row and of the columns goes to the axes before it. Otherwise the mesh
-    takes machine after machine.
+    In clusters whose machines have one network card a GPU, the cards of equal local rank are
+    connected by one switch, a rail. The outer part of a hierarchical all-to-all exchanges
+    between equal local ranks only, so it stays on its rail (SE-MoE, section 4.2). Machines with
+    equally many devices are the rows of a table, local ranks its columns. An axis `node` runs
+    down a column, and the axes after it along a row; what is left of a row and of the columns
+    goes to the axes before it. Without `node` the mesh takes machine after machine.
 
     Args:
-        devices: as many as the mesh has; of equal machines they keep their order.
-        sizes: of the axes; `node` directly before those of `WITHIN`.
+        devices: as many as the mesh has; those of equal machines keep their order.
+        sizes: of the axes, outermost first; `node` directly before those of `WITHIN`.
 
     Raises:
         ValueError: `node` does not divide the machines, or the axes after it do not fit one.
@@ -177,7 +168,7 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
 
 
 def machine_of(device) -> int:
-    """Which machine a device is in, as far as communication is concerned.
+    """The number of the machine that a device communicates from.
 
     Of GPUs the slice, which XLA makes of the machine (or of the NVLink domain) however many
     processes share it; of TPUs the slice, within which all chips are wired to their
@@ -192,16 +183,14 @@ def machine_of(device) -> int:
 
 
 def _machines(devices: Sequence) -> list[list]:
-    """The devices of each machine, in their order, or by process where it has several."""
+    """The devices of each machine: of TPUs in their order, of others process by process."""
     machines: dict[int, list] = {}
     for device in devices:
         machines.setdefault(machine_of(device), []).append(device)
-    return [
-        sorted(machines[machine], key=lambda device: device.process_index)
-        if devices[0].platform != "tpu"
-        else machines[machine]
-        for machine in sorted(machines)
-    ]
+    if devices[0].platform != "tpu":
+        for machine in machines.values():
+            machine.sort(key=lambda device: device.process_index)
+    return [machines[number] for number in sorted(machines)]
 
 
 _OPTION = re.compile(r"xla_\w+=\S+")
@@ -209,7 +198,11 @@ _OPTION = re.compile(r"xla_\w+=\S+")
 
 @dataclasses.dataclass(frozen=True)
 class CompilerOptions:
-    """Options as `xla_name=value`; those of other platforms than the mesh's are not used.
+    """XLA's options of a job's compiled steps, as `xla_name=value`, by platform.
+
+    They travel with each program that is compiled, so that nothing in the environment has to be
+    set before JAX starts, and XLA refuses a name that it does not know. Options of other
+    platforms than the mesh's are not used. configs/xla/overlap.gin says what they do.
 
     Attributes:
         gpu, tpu: of the platform. Truth values are `True` and `False`.
@@ -219,19 +212,18 @@ class CompilerOptions:
     tpu: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            options = getattr(self, field.name)
+        for platform, options in dataclasses.asdict(self).items():
             for option in options:
-                if not _OPTION.fullmatch(option):
-                    raise ValueError(
-                        f"CompilerOptions.{field.name} has {option!r}; write xla_name=value, "
-                        "without dashes, as xla_gpu_enable_latency_hiding_scheduler=True"
-                    )
-            names = [option.partition("=")[0] for option in options]
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(
-                    f"CompilerOptions.{field.name} sets {', '.join(twice)} twice; keep one"
+                require(
+                    _OPTION.fullmatch(option) is not None,
+                    f"CompilerOptions.{platform} has {option!r}; write xla_name=value, "
+                    "without dashes, as xla_gpu_enable_latency_hiding_scheduler=True",
                 )
+            names = [option.partition("=")[0] for option in options]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            require(
+                not twice, f"CompilerOptions.{platform} sets {', '.join(twice)} twice; keep one"
+            )
 
     def of(self, platform: str) -> dict[str, str]:
         """What `jax.jit(compiler_options=...)` takes on a platform; nothing on others."""

@@ -2,14 +2,14 @@
 """Runs a pipeline schedule over the stages of a mesh, and returns gradients.
 
 Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3; Narayanan et al. 2021
-(arXiv:2104.04473), section 2.2. One program for all stages: `jax.shard_map` makes the axis
+(arXiv:2104.04473), section 2.2. All stages run one program: `jax.shard_map` makes the axis
 `pipe` manual and leaves the others to the compiler, a `lax.scan` goes through the ticks, and
-the table says what a stage does. A tick leaves out what no stage does in it, by a condition
+the table says what a stage does. A tick skips an op that no stage has in it, by a condition
 that is the same on every device, so that collectives over the other axes (also inside of
-layers) are safe; a stage that has nothing to do while others have computes something that is
-thrown away. Backward runs a stage again from its kept input and differentiates it, so only
-inputs are kept. `ppermute` passes activations on and gradients back at the end of a tick, the
-former while the backward ops run. Dims: N; P stages, T ticks, S lanes
+layers) are safe; a stage without an op, while others have one, computes a result that is not
+used. Backward runs a stage again from its kept input and differentiates it, so only inputs are
+kept. `ppermute` passes activations on and gradients back at the end of a tick, the former while
+the backward ops run. Dims: N layers; P stages, T ticks, S lanes, v chunks of a stage
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class Op(NamedTuple):
     """One stage's part of a tick in one lane and direction.
 
     Attributes:
-        microbatch, place: which one, and which chunk of its stack, from 0 in the order of the
-            blocks. Any that exist where `is_active` is false.
-        chunk, slot: which of the stage's own chunks, and where its input is kept.
+        microbatch, place: its number, and that of its chunk in the stack, in the order of the
+            blocks. Any valid numbers where `is_active` is false.
+        chunk, slot: the number of the stage's own chunk, and the slot that keeps its input.
         is_active, any_active: whether this stage has an op, and whether any stage has one.
         is_first, is_last: whether it is the stack's first chunk, or its last.
-        any_first, any_last: whether it is on any stage, the same on all: what only end
-            stages do is left out where this is false, and thrown away where only theirs is.
+        any_first, any_last: whether that holds on any stage, the same on all: what only end
+            stages compute is skipped where this is false, and not used where theirs is.
     """
 
     microbatch: jax.Array
@@ -57,10 +57,10 @@ class Objective(NamedTuple):
     """What a chunk makes of a microbatch.
 
     Attributes:
-        message: for the next chunk.
+        message: the input of the next chunk.
         value: the chunk's own term of what is differentiated.
-        measured: added up over microbatches, for each chunk apart.
-        total: added up over everything.
+        measured: sums over microbatches, for each chunk apart.
+        total: sums over microbatches and chunks.
     """
 
     message: Any
@@ -73,13 +73,13 @@ class Objective(NamedTuple):
 class Lane:
     """How a chunk of a stack's blocks computes.
 
-    Both functions take (blocks, shared, inputs, message, op). The very first chunk's message
-    means nothing: where `op.is_first`, a first lane must not read it.
+    Both functions take (blocks, shared, inputs, message, op). The very first chunk has no
+    message: where `op.is_first`, the first lane must not read it.
 
     Attributes:
-        forward: the message for the next chunk.
-        objective: the same and all else; an `Objective`.
-        message: shapes of what arrives for one microbatch; names end in dimensions.
+        forward: computes the message for the next chunk.
+        objective: computes the same and the rest of an `Objective`.
+        message: shapes of one microbatch's message; names end in dimensions.
     """
 
     forward: Callable[..., Any]
@@ -91,10 +91,10 @@ class PipelineResult(NamedTuple):
     """Gradients and sums over all microbatches.
 
     Attributes:
-        blocks: gradients of each lane's blocks, as these.
-        shared: gradients of what all stages have.
-        measured: of each lane, stacked over its chunks in the order of the blocks.
-        total: one for all.
+        blocks: gradients of each lane's blocks, stacked and split as these are.
+        shared: gradients of the parameters that every stage has.
+        measured: `Objective.measured` of each lane, stacked in the order of the blocks.
+        total: `Objective.total` of all lanes together.
     """
 
     blocks: tuple
@@ -113,17 +113,17 @@ def run_pipeline(
     *,
     scale=1.0,
 ) -> PipelineResult:
-    """Gradients of `scale` times the sum of all chunks' values over all microbatches.
+    """Computes gradients of `scale` times the sum of all chunks' values over all microbatches.
 
     To be called in the scope of a mesh with an axis `pipe` of `schedule.num_stages`.
 
     Args:
-        link: makes the first message of a lane from the last one of the lane before; linear.
+        link: makes the first message of a lane of the last one of the lane before; linear.
             None where there is one lane.
         blocks: parameters of each lane, stacked over N in their first dimension, which is
             split over `pipe`.
         shared: parameters that every stage has a copy of.
-        inputs: whatever else the lanes read; whole in every stage.
+        inputs: what else the lanes read, whole in every stage.
 
     Raises:
         ValueError: the mesh has other stages than the schedule.
@@ -149,9 +149,9 @@ def run_pipeline(
 
 
 def run_if(condition, function, otherwise, *args):
-    """`function(*args)`, or `otherwise` where `condition`, the same on all devices, is false.
+    """Returns `function(*args)` where `condition`, equal on all devices, holds, or `otherwise`.
 
-    `otherwise` is passed in and not made in a branch: XLA wants results of both split alike.
+    `otherwise` is passed in and not made in a branch: XLA has to split both results alike.
     """
     return jax.lax.cond(
         condition,
@@ -167,9 +167,9 @@ def _where(condition, new, old):
 
 
 class _Carry(NamedTuple):
-    """What goes from tick to tick; all but the last two of each lane.
+    """What goes from tick to tick; all but the last two are tuples with an entry a lane.
 
-    `activations` and `gradients` are what has just arrived.
+    `activations` and `gradients` have just arrived from the neighbouring stages.
     """
 
     activations: tuple
@@ -183,7 +183,7 @@ class _Carry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """What one stage runs."""
+    """The program of one stage."""
 
     schedule: Schedule
     lanes: tuple[Lane, ...]
@@ -193,8 +193,8 @@ class _Body:
         schedule = self.schedule
         blocks = jax.tree.map(self._into_chunks, blocks)
         rows = {
-            name: _rows(schedule, ops)
-            for name, ops in (("forward", schedule.forward), ("backward", schedule.backward))
+            "forward": _rows(schedule, schedule.forward),
+            "backward": _rows(schedule, schedule.backward),
         }
 
         def tick(carry: _Carry, row):
@@ -253,7 +253,7 @@ class _Body:
         return [Op(**{name: x[s] for name, x in mine.items()}) for s in range(len(self.lanes))]
 
     def _received(self, activations, ops: list[Op]):
-        """What has arrived for each lane: at its first chunk, from the lane before."""
+        """The message for each lane: at its first chunk, from the lane before."""
         received = list(activations)
         for s in range(1, len(self.lanes)):
             linked = self.link(activations[s - 1])
@@ -280,52 +280,45 @@ class _Body:
             d_message = self._returned(carry.gradients, s, op)
 
             def run(state, d_message, s=s, lane=lane, op=op):
-                kept = jax.tree.map(
-                    lambda x: jax.lax.dynamic_index_in_dim(x, op.slot, keepdims=False),
-                    carry.slots[s],
+                kept = chunk_of(carry.slots[s], op.slot)
+                chunk = chunk_of(blocks[s], op.chunk)
+                (d_blocks, d_shared, d_kept), result = _differentiate(
+                    lane, chunk, shared, inputs, kept, op, d_message, scale
                 )
-                gradients, result = _differentiate(
-                    lane,
-                    chunk_of(blocks[s], op.chunk),
-                    shared,
-                    inputs,
-                    kept,
-                    op,
-                    d_message,
-                    scale,
-                )
-                d_blocks, d_shared, d_kept = gradients
-                added = list(state)
-                added[0] = _replaced(
-                    state[0], s, add_to_chunk(state[0][s], d_blocks, op.chunk, op.is_active)
-                )
-                added[1] = _replaced(
-                    state[1],
-                    s,
-                    add_to_chunk(state[1][s], result.measured, op.chunk, op.is_active),
-                )
-                for i, new in ((2, d_shared), (3, result.total)):
-                    added[i] = jax.tree.map(
-                        lambda old, x: old + jnp.where(op.is_active, x, 0), state[i], new
+
+                def add_in_lane(items, new):
+                    added = add_to_chunk(items[s], new, op.chunk, op.is_active)
+                    return (*items[:s], added, *items[s + 1 :])
+
+                def add(total, new):
+                    return jax.tree.map(
+                        lambda old, x: old + jnp.where(op.is_active, x, 0), total, new
                     )
-                return tuple(added), d_kept
 
-            def skip(state, d_message):
-                return state, d_message
+                of_blocks, measured, of_shared, total = state
+                state = (
+                    add_in_lane(of_blocks, d_blocks),
+                    add_in_lane(measured, result.measured),
+                    add(of_shared, d_shared),
+                    add(total, result.total),
+                )
+                return state, d_kept
 
-            state, d_received = jax.lax.cond(op.any_active, run, skip, state, d_message)
+            state, d_received = jax.lax.cond(
+                op.any_active, run, lambda *unchanged: unchanged, state, d_message
+            )
             sent.append(d_received)
-        d_blocks, measured, d_shared, total = state
+        of_blocks, measured, of_shared, total = state
         return carry._replace(
             gradients=_shift(tuple(sent), self.schedule, -1),
-            blocks=d_blocks,
+            blocks=of_blocks,
             measured=measured,
-            shared=d_shared,
+            shared=of_shared,
             total=total,
         )
 
     def _returned(self, gradients, s: int, op: Op):
-        """The gradient of what an op sent on: at the last chunk, from the lane behind."""
+        """The gradient of an op's message: at the last chunk, from the lane behind."""
         if s + 1 == len(self.lanes):
             behind = jax.tree.map(jnp.zeros_like, gradients[s])
         else:
@@ -344,7 +337,7 @@ class _Body:
 
 
 def _shift(messages, schedule: Schedule, step: int):
-    """Every stage's messages to the next one, or to the one before."""
+    """Sends every stage's messages to the next stage (step 1), or to the one before (-1)."""
     P = schedule.num_stages
     is_ring = schedule.num_chunks * schedule.num_lanes > 1
     senders = [p for p in range(P) if is_ring or 0 <= p + step < P]
@@ -353,7 +346,7 @@ def _shift(messages, schedule: Schedule, step: int):
 
 
 def _rows(schedule: Schedule, ops: Ops, tick: int | None = None) -> dict[str, np.ndarray]:
-    """The fields of `Op` for all ticks, or for one."""
+    """The fields of `Op` as tables, for all ticks or for one."""
     first, last = (schedule.is_at_end_TPS(ops, first=first) for first in (True, False))
     chunk_TPS = np.maximum(ops.chunk_TPS, 0)
     stage_P = np.arange(schedule.num_stages)
@@ -373,7 +366,7 @@ def _rows(schedule: Schedule, ops: Ops, tick: int | None = None) -> dict[str, np
 
 
 def _store(slots, message, op: Op):
-    """The slots with a message in the op's, if it has one."""
+    """Puts a message into the op's slot, where it has one."""
 
     def store(kept, x):
         slot = jnp.maximum(op.slot, 0)
@@ -382,10 +375,6 @@ def _store(slots, message, op: Op):
         return jax.lax.dynamic_update_index_in_dim(kept, new, slot, 0)
 
     return jax.tree.map(store, slots, message)
-
-
-def _replaced(items: tuple, index: int, item) -> tuple:
-    return (*items[:index], item, *items[index + 1 :])
 
 
 def _differentiate(lane: Lane, blocks, shared, inputs, message, op: Op, d_message, scale):

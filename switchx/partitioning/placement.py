@@ -2,7 +2,7 @@
 """Where a sparse layer's tokens and experts are on a mesh, as its rules say.
 
 Fedus et al. 2021 (arXiv:2101.03961), section 5; Chen et al. 2023 (Pipeline MoE,
-arXiv:2304.11414), section 3.3. Dims: G E F D
+arXiv:2304.11414), section 3.3. Dims: G groups of tokens, E experts, F feed-forward, D model
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from switchx.partitioning.rules import MeshAxes, Rules
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which mesh axes hold what of a sparse layer, those of one device left out.
+    """Which mesh axes hold what of a sparse layer; axes of one device are left out.
 
     Attributes:
         batch: axes whose devices have different groups of tokens.
@@ -31,7 +31,7 @@ class Placement:
 
     @classmethod
     def on(cls, mesh, rules: Rules) -> "Placement":
-        """What `rules` say of a mesh, or of anything with a `shape` like one's."""
+        """Reads `rules` for a mesh, or for anything with a `shape` like one's."""
         return cls(
             batch=rules.axes("G", mesh, table="activations"),
             experts=rules.axes("E", mesh, table="expert_params"),
@@ -41,15 +41,15 @@ class Placement:
         )
 
     def size(self, axes: MeshAxes) -> int:
-        """Devices along `axes` together."""
+        """The number of devices along `axes` together."""
         return math.prod(dict(self.sizes)[axis] for axis in axes)
 
     def shared_by(self, num_groups: int) -> MeshAxes | None:
         """The axes along which devices share each of so many groups of tokens.
 
         () where devices have whole groups, the same number each. Otherwise the last axes of
-        the batch, with one group to each of the positions along the ones before; None where
-        these are not as many as there are groups.
+        the batch, one group to each position along the axes before; None where these positions
+        are not as many as the groups.
         """
         if num_groups % self.size(self.batch) == 0:
             return ()

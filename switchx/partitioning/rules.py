@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh axis each dimension letter is split over: one table for the whole project."""
+"""Which mesh axis each dimension letter is split over: one table for the whole project.
+
+Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961), section 5, for the default; Chen
+et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3, for its alternative. The letters are
+the global ones of `switchx/axes.py`.
+"""
 
 import dataclasses
 import math
@@ -8,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx import tree
 from switchx.axes import DIMENSIONS, dims_of
+from switchx.fields import require
 
 MeshAxes = tuple[str, ...]
 TABLES = ("activations", "params", "expert_params")
-# Axes that hold different tokens.
+# Axes whose devices have different tokens.
 BATCH = ("data", "fsdp", "node", "expert")
 
 
@@ -32,9 +38,8 @@ class Rules:
         may_stay_whole: letters of parameters that are whole where they do not divide; a
             vocabulary's size is given by its tokenizer. Others are refused.
         vocab_room: where V of parameters is split over axes of the batch
-            (`layers/embedding.py`), what the buffers of the exchange have room for: times
-            the even share of tokens that are all different. Less than a text needs costs
-            time, never rows.
+            (`layers/embedding.py`), the size of the buffers of the exchange, in even shares of
+            tokens that are all different. A buffer too small for a text costs time, never rows.
     """
 
     activations: tuple[tuple[str, MeshAxes], ...] = (
@@ -65,37 +70,34 @@ class Rules:
     def __post_init__(self):
         for name in TABLES:
             letters = [letter for letter, _ in getattr(self, name)]
-            unknown = [letter for letter in letters if letter not in DIMENSIONS]
-            if unknown or len(set(letters)) != len(letters):
-                raise ValueError(
-                    f"Rules.{name} names {', '.join(letters)}; use each letter once, out of "
-                    f"{''.join(DIMENSIONS)}"
-                )
-
-        if self.vocab_room <= 0:
-            raise ValueError(f"Rules.vocab_room={self.vocab_room}; use a factor above 0")
+            require(
+                len(set(letters) & set(DIMENSIONS)) == len(letters),
+                f"Rules.{name} names {', '.join(letters)}; use each letter once, out of "
+                f"{''.join(DIMENSIONS)}",
+            )
+        require(
+            self.vocab_room > 0, f"Rules.vocab_room={self.vocab_room}; use a factor above 0"
+        )
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
-        """Rows on devices that have different tokens: all of them do, and none stays whole."""
+        """Checks that axes of V split the batch all or none, and that no such V stays whole."""
         rows = dict(self.params).get("V", ())
         batch = dict(self.activations).get("B", ())
         shared = [axis for axis in rows if axis in batch]
-        if not shared:
-            return
         others = [axis for axis in rows if axis not in batch]
-        if others:
-            raise ValueError(
-                f"Rules.params splits V over {', '.join(rows)}, of which {', '.join(others)} "
-                f"has the same tokens everywhere and {', '.join(shared)} has not; use axes of "
-                "one kind"
-            )
-        if "V" in self.may_stay_whole:
-            raise ValueError(
-                f"Rules.params splits V over {', '.join(rows)} to save memory, but V is in "
-                "Rules.may_stay_whole: a vocabulary that does not divide would be whole on "
-                "every device; use may_stay_whole=()"
-            )
+        require(
+            not (shared and others),
+            f"Rules.params splits V over {', '.join(rows)}, of which {', '.join(others)} "
+            f"has the same tokens everywhere and {', '.join(shared)} has not; use axes of "
+            "one kind",
+        )
+        require(
+            not shared or "V" not in self.may_stay_whole,
+            f"Rules.params splits V over {', '.join(rows)} to save memory, but V is in "
+            "Rules.may_stay_whole: a vocabulary that does not divide would be whole on "
+            "every device; use may_stay_whole=()",
+        )
 
     def axes(self, letter: str, mesh, *, table: str) -> MeshAxes:
         """The axes of `mesh`, of more than one device, that a dimension is split over."""
@@ -103,7 +105,7 @@ class Rules:
         return tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
 
     def spec(self, dims: str, shape, mesh, *, table: str) -> PartitionSpec:
-        """The partition of an array with these dimensions over `mesh`.
+        """The partition of an array with some dimensions over `mesh`.
 
         Args:
             dims: dimension letters, as `NEDF`.
@@ -140,13 +142,16 @@ class Rules:
 
 
 def param_table(dims: str) -> str:
-    """`expert_params` where each expert has its own (`NEDF`); `DE` and `E` are `params`."""
+    """The table of a parameter: `expert_params` where experts have their own (`NEDF`).
+
+    The router's `DE` and `E` are `params`.
+    """
     own = dims.lstrip("NP")
     return "expert_params" if own.startswith("E") and len(own) > 1 else "params"
 
 
 def param_dims(name: str, shape) -> str:
-    """Dimension letters of a parameter, from the last part of its name.
+    """The dimension letters of a parameter, from the last part of its name.
 
     A quantized matrix `w_in_EDF` is `w_in_EDF/values`, output-major, `EFD`, and
     `w_in_EDF/scales_EFG`, whose G follow D where there are several (`pallas_kernels.QTensor`).
@@ -161,16 +166,16 @@ def param_dims(name: str, shape) -> str:
 
 
 def param_spec(rules: Rules, mesh, name: str, shape) -> PartitionSpec:
-    """Partition of one parameter, from the dimension letters in its name."""
+    """The partition of one parameter, from the dimension letters in its name."""
     dims = param_dims(name, shape)
     return rules.spec(dims, shape, mesh, table=param_table(dims))
 
 
 def param_sharding(rules: Rules, mesh, name: str, leaf) -> NamedSharding:
-    """Sharding of one parameter, from the dimension letters in its name."""
+    """The sharding of one parameter, from the dimension letters in its name."""
     return NamedSharding(mesh, param_spec(rules, mesh, name, leaf.shape))
 
 
 def param_shardings(rules: Rules, mesh, params):
-    """Shardings of a whole tree of parameters (arrays or shape structs)."""
+    """The shardings of a whole tree of parameters (arrays or shape structs)."""
     return tree.map_named(lambda name, leaf: param_sharding(rules, mesh, name, leaf), params)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules as tables: what every stage does in every tick, and where it keeps it.
+"""Pipeline schedules as tables: what every stage runs in every tick, and where it keeps inputs.
 
 GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B (Narayanan et al. 2019, PipeDream; Chen et
 al. 2023, Pipeline MoE, arXiv:2304.11414, section 3.2) and interleaved 1F1B (Narayanan et al.
@@ -9,9 +9,9 @@ v M + P - 1 ticks and so are its backward ticks, and a program that skips what n
 in a tick takes (v M + P - 1) / v of a microbatch's work: exactly the bubble of the papers,
 (P - 1) / (v M + P - 1), without one stage ever doing what the others do not.
 
-A stage is P, a microbatch M, a chunk v: the blocks of a stack are v * P chunks, and stage p
-holds the chunks p, P + p, ... A lane is a stack: an encoder-decoder has two, and every stage
-holds blocks of both. Pure NumPy. Dims: T (ticks) P (stages) S (lanes)
+The blocks of a stack are v * P chunks, and stage p holds the chunks p, P + p, ... A lane is a
+stack: an encoder-decoder has two, and every stage holds blocks of both. Pure NumPy.
+Dims: T ticks, P stages, S lanes; M microbatches, v chunks of a stage
 """
 
 import dataclasses
@@ -20,8 +20,9 @@ from typing import Literal
 
 import numpy as np
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
-# Nobody, nothing, nowhere.
+from switchx.fields import check_choices, require
+
+# In the tables: no microbatch, no slot.
 NONE = -1
 # Backward costs twice forward, and once more where the stage's activations are recomputed.
 FORWARD_WORK, BACKWARD_WORK = 1.0, 2.0
@@ -42,32 +43,28 @@ class ScheduleSpec:
     num_chunks: int = 1
 
     def __post_init__(self):
-        if self.kind not in SCHEDULES:
-            raise ValueError(f"ScheduleSpec.kind={self.kind!r}; use {' or '.join(SCHEDULES)}")
-        if self.kind == "interleaved" and self.num_chunks < 2:
-            raise ValueError(
-                f"ScheduleSpec.kind='interleaved' with num_chunks={self.num_chunks}; use 2 "
-                "chunks or more, or kind='1f1b'"
-            )
-        if self.kind != "interleaved" and self.num_chunks != 1:
-            raise ValueError(
-                f"ScheduleSpec.kind={self.kind!r} with num_chunks={self.num_chunks}; use 1, or "
-                "kind='interleaved'"
-            )
+        check_choices(self)
+        require(
+            self.kind != "interleaved" or self.num_chunks >= 2,
+            f"ScheduleSpec.kind='interleaved' with num_chunks={self.num_chunks}; use 2 "
+            "chunks or more, or kind='1f1b'",
+        )
+        require(
+            self.kind == "interleaved" or self.num_chunks == 1,
+            f"ScheduleSpec.kind={self.kind!r} with num_chunks={self.num_chunks}; use 1, or "
+            "kind='interleaved'",
+        )
 
     def build(self, num_stages: int, num_microbatches: int, num_lanes: int = 1) -> "Schedule":
-        """The table for so many stages, microbatches and stacks.
+        """Builds the table for so many stages, microbatches and stacks.
 
         Raises:
             ValueError: a number is below 1, or the microbatches of an interleaved schedule
-                do not go round in whole groups of one a stage.
+                are no multiple of the stages.
         """
-        sizes = dict(
-            num_stages=num_stages, num_microbatches=num_microbatches, num_lanes=num_lanes
-        )
+        sizes = {"stages": num_stages, "microbatches": num_microbatches, "lanes": num_lanes}
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}={size} of a schedule; use at least 1")
+            require(size >= 1, f"num_{name}={size} of a schedule; use at least 1")
         if self.num_chunks > 1 and num_microbatches % num_stages:
             below = num_microbatches - num_microbatches % num_stages
             choices = f"{below} or {below + num_stages}" if below else f"{num_stages}"
@@ -79,7 +76,7 @@ class ScheduleSpec:
         return _build(self, num_stages, num_microbatches, num_lanes)
 
     def check_blocks(self, num_stages: int, repeats: int, period: int, stack: str) -> None:
-        """Checks that a stack's blocks can be shared out evenly.
+        """Checks that a stack's blocks divide over the chunks of all stages.
 
         Args:
             repeats: runs of `period` blocks in the stack; no chunk has a part of one.
@@ -106,10 +103,10 @@ class ScheduleSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ops:
-    """What runs in one direction; `NONE` where nothing does.
+    """The ops of one direction, by tick, stage and lane; `NONE` where there is none.
 
     Attributes:
-        microbatch_TPS, chunk_TPS: which of them.
+        microbatch_TPS, chunk_TPS: what the op works on.
         slot_TPS: where the op's input is kept; `NONE` at the first chunk of the first
             stack, which reads tokens.
     """
@@ -125,14 +122,14 @@ class Ops:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """A table, validated when it is built by `ScheduleSpec.build`.
+    """A table; `tests/partitioning/test_schedule.py` runs tables as the stages would.
 
-    What a stage sends at the end of a tick is used by its neighbour in the next one:
-    activations forward, in an op that keeps them in its slot until the microbatch has gone
-    backward, gradients backward. In a tick forward ops run before backward ones.
+    A stage sends at the end of a tick, and its neighbour uses it in the next tick: activations
+    in a forward op, which keeps them in its slot until the microbatch has gone backward,
+    gradients in a backward op. In a tick forward ops run before backward ones.
 
     Attributes:
-        num_slots: of each lane: the most that are alive in any stage at once.
+        num_slots: of each lane, the most inputs that any stage keeps at once.
     """
 
     spec: ScheduleSpec
@@ -152,7 +149,7 @@ class Schedule:
         return self.forward.slot_TPS.shape[0]
 
     def is_at_end_TPS(self, ops: Ops, *, first: bool) -> np.ndarray:
-        """Where an op is of a stack's first chunk in the first stage, or the last of both."""
+        """Whether an op is of a stack's very first chunk, or of its very last one."""
         stage = 0 if first else self.num_stages - 1
         chunk = 0 if first else self.num_chunks - 1
         at_TPS = ops.is_active_TPS & (ops.chunk_TPS == chunk)
@@ -160,10 +157,10 @@ class Schedule:
         return at_TPS & is_here_P[None, :, None]
 
     def time(self, forward: float = FORWARD_WORK, backward: float = BACKWARD_WORK) -> float:
-        """Time of a step in lock step, in the units of the work of one stage's share.
+        """The time of a step in lock step, in units of a stage's work on one microbatch.
 
-        A tick takes what any stage does in it: `forward` or `backward` of a lane's share of a
-        microbatch, divided by the chunks, each once.
+        A tick takes as long as its ops: `forward`, `backward` or both, each divided by the
+        chunks, for each lane in which any stage has such an op.
         """
         ticks = [
             np.any(ops.is_active_TPS, axis=1).sum() for ops in (self.forward, self.backward)
@@ -171,16 +168,16 @@ class Schedule:
         return float(forward * ticks[0] + backward * ticks[1]) / self.num_chunks
 
     def bubble(self, forward: float = FORWARD_WORK, backward: float = BACKWARD_WORK) -> float:
-        """Share of `time` in which a stage has nothing to do: (P - 1) / (v M + P - 1)."""
+        """The share of `time` in which a stage has no op: (P - 1) / (v M + P - 1)."""
         busy = self.num_microbatches * self.num_lanes * (forward + backward)
         return 1 - busy / self.time(forward, backward)
 
     def time_without_lock_step(
         self, forward: float = FORWARD_WORK, backward: float = BACKWARD_WORK
     ) -> float:
-        """The same ops in the same order, each begun as soon as its input is there.
+        """The time of the same ops in the same order, each begun as soon as its input is there.
 
-        What `time` is above this is what the common ticks cost.
+        The difference to `time` is what the common ticks cost.
         """
         works = (forward / self.num_chunks, backward / self.num_chunks)
         free_P, done = [0.0] * self.num_stages, {}
@@ -199,12 +196,12 @@ class Schedule:
         return max(free_P)
 
     def place(self, lane: int, chunk: int, stage: int) -> int:
-        """How many chunks a microbatch has passed before it comes here."""
+        """The number of chunks that a microbatch passes before this one."""
         return (lane * self.num_chunks + chunk) * self.num_stages + stage
 
     @property
     def num_places(self) -> int:
-        """Chunks of all stacks together, which a microbatch passes one after the other."""
+        """The number of chunks of all stacks, which a microbatch passes one after the other."""
         return self.num_lanes * self.num_chunks * self.num_stages
 
 
@@ -213,7 +210,7 @@ def _build(spec: ScheduleSpec, P: int, M: int, num_lanes: int) -> Schedule:
     lane, chunk, m, stage = (
         index.reshape(-1) for index in np.indices((num_lanes, spec.num_chunks, M, P))
     )
-    # Microbatches go round in groups of P, each through all chunks before the next begins.
+    # Microbatches pass in groups of P, each through all chunks before the next begins.
     round_trip = spec.num_chunks * P
     group, place = m // P * round_trip, m % P
     forward = lane * round_trip + stage + group + chunk * P + place
@@ -234,21 +231,11 @@ def _build(spec: ScheduleSpec, P: int, M: int, num_lanes: int) -> Schedule:
     def ops(tick):
         return Ops(*(table(tick, values) for values in (m, chunk, slot)))
 
-    schedule = Schedule(
-        spec,
-        P,
-        M,
-        num_lanes,
-        ops(forward),
-        ops(backward),
-        num_slots,
-    )
-    check_schedule(schedule)
-    return schedule
+    return Schedule(spec, P, M, num_lanes, ops(forward), ops(backward), num_slots)
 
 
 def _slots(forward, backward, lane, stage, is_received, shape):
-    """A slot for every received input, the lowest one that is free, and each lane's number."""
+    """A slot for every received input, the lowest that is free, and the number in each lane."""
     slot, num_slots = np.full(forward.shape, NONE), np.ones(shape, int)
     free, held = {}, {}
     for i in np.lexsort((backward, forward)):
@@ -265,70 +252,3 @@ def _slots(forward, backward, lane, stage, is_received, shape):
         alive.append((backward[i], slot[i]))
         num_slots[where] = max(num_slots[where], slot[i] + 1)
     return slot, tuple(int(n) for n in num_slots.max(axis=0))
-
-
-def check_schedule(schedule: Schedule) -> None:
-    """Checks a table by going through it as the stages would.
-
-    Raises:
-        ValueError: an op is missing or there twice, what it works on has not arrived or is
-            another's, or something that arrived is used by nobody or overwritten.
-    """
-    sent: tuple[dict, dict] = {}, {}
-    kept: dict = {}
-    ran: tuple[set, set] = set(), set()
-    for tick in range(schedule.num_ticks):
-        arrived, sent = sent, ({}, {})
-        for direction, ops in enumerate((schedule.forward, schedule.backward)):
-            for stage, lane in np.argwhere(ops.is_active_TPS[tick]).tolist():
-                here = (tick, stage, lane)
-                m, chunk, slot = (
-                    int(x[here]) for x in (ops.microbatch_TPS, ops.chunk_TPS, ops.slot_TPS)
-                )
-                op = schedule.place(lane, chunk, stage), m
-                check = _check_forward if direction == 0 else _check_backward
-                wrong = check(schedule, op, (stage, lane, slot), kept, arrived[direction], ran)
-                if wrong:
-                    raise ValueError(
-                        f"schedule, tick {tick}, stage {stage}, lane {lane}: {wrong}"
-                    )
-                ran[direction].add(op)
-                after = op[0] + (1 if direction == 0 else -1)
-                if 0 <= after < schedule.num_places:
-                    to_lane, rest = divmod(after, schedule.num_chunks * schedule.num_stages)
-                    sent[direction][rest % schedule.num_stages, to_lane] = (after, m)
-        for waiting in arrived:
-            if waiting:
-                raise ValueError(f"schedule, tick {tick}: nobody uses what arrived: {waiting}")
-    expected = schedule.num_places * schedule.num_microbatches
-    for direction, name in enumerate(("forward", "backward")):
-        if len(ran[direction]) != expected:
-            raise ValueError(f"schedule: {len(ran[direction])} of {expected} ops run {name}")
-
-
-def _check_forward(schedule, op, slot, kept, arrived, ran) -> str | None:
-    """What is wrong with an op `(place, microbatch)`; keeps its input in the slot."""
-    if op in ran[0]:
-        return f"microbatch {op[1]} goes forward twice"
-    if (op[0] == 0) != (slot[-1] == NONE) or slot[-1] >= schedule.num_slots[slot[1]]:
-        return f"slot {slot[-1]} cannot keep the input of microbatch {op[1]}"
-    if op[0] > 0:
-        if arrived.pop(slot[:2], None) != op:
-            return f"microbatch {op[1]} has not arrived"
-        if slot in kept:
-            return f"slot {slot[-1]} is not free"
-        kept[slot] = op
-    return None
-
-
-def _check_backward(schedule, op, slot, kept, arrived, ran) -> str | None:
-    """What is wrong with an op `(place, microbatch)`; frees its slot."""
-    if op in ran[1]:
-        return f"microbatch {op[1]} goes backward twice"
-    if op not in ran[0]:
-        return f"microbatch {op[1]} goes backward before forward"
-    if op[0] > 0 and kept.pop(slot, None) != op:
-        return f"slot {slot[-1]} does not hold microbatch {op[1]}"
-    if op[0] < schedule.num_places - 1 and arrived.pop(slot[:2], None) != op:
-        return f"the gradient of microbatch {op[1]} is not there"
-    return None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vocabulary's rows split over devices that have different tokens: who has which, and the
-exchange of ids and rows between them. All of it runs inside of `jax.shard_map`.
+"""A vocabulary's rows split over devices that have different tokens: owners, and the exchange.
 
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.3, Figure 9. Dims: V D T R; P devices
-of the exchange, C rows that one device asks another one for
+Ids travel to the devices that have their rows, and rows travel back. All of it runs inside of
+`jax.shard_map`. Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.3, Figure 9.
+Dims: V vocabulary, D model, T tokens of a device, R rows of an owner; P devices of the
+exchange, C rows that one device requests of another
 """
 
 import dataclasses
@@ -20,10 +21,10 @@ from switchx.partitioning.rules import MeshAxes
 
 @dataclasses.dataclass(frozen=True)
 class RowOwners:
-    """Which device answers for which row: `id mod P`, so that frequent low ids spread.
+    """Which device owns which row in the exchange: `id mod P`, so that frequent low ids spread.
 
-    The table is stored in order, a block of V / P rows a device, and that is what
-    checkpoints see; `deal` takes the rows from there to their owners.
+    The table is stored in the order of the ids, a block of V / P rows a device, and checkpoints
+    see that; `deal` takes the rows from there to their owners.
 
     Attributes:
         num_rows: V.
@@ -48,52 +49,52 @@ class RowOwners:
 
     @property
     def block(self) -> int:
-        """Rows that a device stores, and rows that it answers for."""
+        """The number of rows that a device stores, and of those that it owns."""
         return self.num_rows // self.num_parts
 
     @property
     def stripe(self) -> int:
-        """Rows that one device deals to one owner, the last of which may be padding."""
+        """The number of rows from one block to one owner; the last may be padding."""
         return math.ceil(self.block / self.num_parts)
 
     @property
     def places(self) -> int:
-        """Rows that an owner has room for after `deal`: its own and padding."""
+        """The number of rows that an owner has after `deal`: its own and padding."""
         return self.stripe * self.num_parts
 
     def of(self, id_T):
-        """Owner of each id and the place of its row there, int32 `[T]` each."""
+        """The owner of each id and the place of its row there, int32 `[T]` each."""
         block, offset = id_T // self.block, id_T % self.block
         return id_T % self.num_parts, block * self.stripe + offset // self.num_parts
 
     def deal(self, table_VD, axes: MeshAxes):
-        """A device's stored block `[V / P, D]` -> the rows it answers for `[places, D]`.
+        """Exchanges a device's stored block `[V / P, D]` for the rows it owns `[places, D]`.
 
-        One all-to-all of the block; backward, gradients return by another one.
+        It is one all-to-all of the block; backward, gradients return by another one.
         """
         P, D = self.num_parts, table_VD.shape[1]
         table_VD = jnp.pad(table_VD, ((0, self.places - self.block), (0, 0)))
         table_PRD = table_VD.reshape(self.stripe, P, D).swapaxes(0, 1)
-        # Row i of block b is id b * block + i, so it is not i's remainder that says who.
+        # Row i of block b is id b * block + i: its owner is not i mod P.
         first = jax.lax.axis_index(axes) * self.block
         return all_to_all(jnp.roll(table_PRD, first, axis=0), axes).reshape(-1, D)
 
 
 def requests(id_T, owners: RowOwners):
-    """Every token's place among the different ids that this device asks its owner for.
+    """Each token's place among the different ids that this device requests of its owner.
 
     Returns:
         Places `[T]`, equal for equal ids, and how many ids each owner is asked for `[P]`.
     """
     owner_T, row_T = owners.of(id_T)
-    is_asked_PR = jnp.zeros((owners.num_parts, owners.places), jnp.int32)
-    is_asked_PR = is_asked_PR.at[owner_T, row_T].set(1, mode="drop")
-    place_PR = jnp.cumsum(is_asked_PR, axis=1) - 1
-    return place_PR[owner_T, row_T], jnp.sum(is_asked_PR, axis=1)
+    is_requested_PR = jnp.zeros((owners.num_parts, owners.places), jnp.int32)
+    is_requested_PR = is_requested_PR.at[owner_T, row_T].set(1, mode="drop")
+    place_PR = jnp.cumsum(is_requested_PR, axis=1) - 1
+    return place_PR[owner_T, row_T], jnp.sum(is_requested_PR, axis=1)
 
 
-def room_for(num_tokens: int, owners: RowOwners, factor: float) -> tuple[int, int]:
-    """Rows of the buffer between two devices: what it has, and what it can ever need.
+def buffer_rows(num_tokens: int, owners: RowOwners, factor: float) -> tuple[int, int]:
+    """Rows of the buffer between two devices: of the usual one, of one that always suffices.
 
     Args:
         factor: times the even share of `num_tokens` different ids.
@@ -113,41 +114,41 @@ def look_up(
 ):
     """Rows `[T, D]` of the ids, from their owners: ids out and rows back, two all-to-alls.
 
-    Each device asks once for an id however many of its tokens are that. Backward, gradients
-    are added up by the device that asked and travel in one all-to-all. Where some device
-    has more ids for one owner than its buffer has room for, all use the buffer that always
-    suffices: nothing is dropped, and it costs one number to find out.
+    Each device requests an id once, however many of its tokens have it. Backward, it adds up
+    their gradients and sends them in one all-to-all. Where some device has more ids for one
+    owner than the usual buffer holds, all devices use the one that always suffices: nothing is
+    dropped, and to find out costs an all-reduce of one number.
 
     Args:
-        rows_RD: the rows that this device answers for (`RowOwners.deal`).
+        rows_RD: the rows that this device owns (`RowOwners.deal`).
         id_T: ids from 0 to V - 1; one outside gives a row of NaN, as `jnp.take` does.
         axes: devices of the exchange.
-        factor: see `room_for`.
-        everywhere: all axes whose devices have other tokens, `axes` among them: they have
+        factor: see `buffer_rows`.
+        everywhere: all axes whose devices have different tokens, `axes` among them: they have
             to agree on the buffer.
     """
     is_id_T = (id_T >= 0) & (id_T < owners.num_rows)
     id_T = jnp.where(is_id_T, id_T, 0)
-    place_T, asked_P = requests(id_T, owners)
-    room, most = room_for(id_T.size, owners, factor)
-    is_overflow = jax.lax.pmax(jnp.max(asked_P), everywhere) > room
-    exchange = _Exchange(owners, axes, (room, most))
+    place_T, requested_P = requests(id_T, owners)
+    usual, most = buffer_rows(id_T.size, owners, factor)
+    is_overflow = jax.lax.pmax(jnp.max(requested_P), everywhere) > usual
+    exchange = _Exchange(owners, axes, (usual, most))
     x_TD = _rows_back(rows_RD, id_T, place_T, is_overflow, exchange)
     return jnp.where(is_id_T[:, None], x_TD, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Exchange:
-    """What of an exchange is known before it is compiled."""
+    """What of an exchange is known when it is traced: `sizes` are those of `buffer_rows`."""
 
     owners: RowOwners
     axes: MeshAxes
-    rooms: tuple[int, int]
+    sizes: tuple[int, int]
 
-    def with_room(self, run, is_overflow, *operands):
-        """`run(room, *operands)` with the buffer that is large enough."""
-        small, large = (functools.partial(run, room) for room in self.rooms)
-        if self.rooms[0] == self.rooms[1]:
+    def with_buffer(self, run, is_overflow, *operands):
+        """`run(C, *operands)` with the buffer that is large enough."""
+        small, large = (functools.partial(run, size) for size in self.sizes)
+        if self.sizes[0] == self.sizes[1]:
             return large(*operands)
         return jax.lax.cond(is_overflow, large, small, *operands)
 
@@ -158,34 +159,35 @@ def _rows_back(rows_RD, id_T, place_T, is_overflow, exchange: _Exchange):
 
 
 def _forward(rows_RD, id_T, place_T, is_overflow, exchange: _Exchange):
-    owners, axes, (_, most) = exchange.owners, exchange.axes, exchange.rooms
+    owners, axes, (_, most) = exchange.owners, exchange.axes, exchange.sizes
     owner_T, row_T = owners.of(id_T)
 
-    def run(room, rows_RD):
-        nobody = jnp.full((owners.num_parts, room), owners.places, jnp.int32)
-        wanted_PC = nobody.at[owner_T, place_T].set(row_T, mode="drop")
-        wanted_PC = all_to_all(wanted_PC, axes)
-        rows_PCD = jnp.take(rows_RD, wanted_PC, axis=0, mode="fill", fill_value=0)
+    def run(C, rows_RD):
+        # A place without a request asks for a row past the last, which is filled with zeros.
+        row_PC = jnp.full((owners.num_parts, C), owners.places, jnp.int32)
+        row_PC = row_PC.at[owner_T, place_T].set(row_T, mode="drop")
+        row_PC = all_to_all(row_PC, axes)
+        rows_PCD = jnp.take(rows_RD, row_PC, axis=0, mode="fill", fill_value=0)
         x_TD = all_to_all(rows_PCD, axes)[owner_T, place_T]
         # Kept for the backward pass, in one shape whichever buffer it was.
-        padding = ((0, 0), (0, most - room))
-        return x_TD, jnp.pad(wanted_PC, padding, constant_values=owners.places)
+        padding = ((0, 0), (0, most - C))
+        return x_TD, jnp.pad(row_PC, padding, constant_values=owners.places)
 
-    x_TD, wanted_PC = exchange.with_room(run, is_overflow, rows_RD)
-    return x_TD, (owner_T, place_T, wanted_PC, is_overflow)
+    x_TD, row_PC = exchange.with_buffer(run, is_overflow, rows_RD)
+    return x_TD, (owner_T, place_T, row_PC, is_overflow)
 
 
 def _backward(exchange: _Exchange, kept, dx_TD):
-    owner_T, place_T, wanted_PC, is_overflow = kept
+    owner_T, place_T, row_PC, is_overflow = kept
     owners, axes = exchange.owners, exchange.axes
 
-    def run(room, dx_TD):
-        nothing = jnp.zeros((owners.num_parts, room, dx_TD.shape[1]), dx_TD.dtype)
-        drows_PCD = all_to_all(nothing.at[owner_T, place_T].add(dx_TD, mode="drop"), axes)
+    def run(C, dx_TD):
+        drows_PCD = jnp.zeros((owners.num_parts, C, dx_TD.shape[1]), dx_TD.dtype)
+        drows_PCD = all_to_all(drows_PCD.at[owner_T, place_T].add(dx_TD, mode="drop"), axes)
         drows_RD = jnp.zeros((owners.places, dx_TD.shape[1]), dx_TD.dtype)
-        return drows_RD.at[wanted_PC[:, :room]].add(drows_PCD, mode="drop")
+        return drows_RD.at[row_PC[:, :C]].add(drows_PCD, mode="drop")
 
-    drows_RD = exchange.with_room(run, is_overflow, dx_TD)
+    drows_RD = exchange.with_buffer(run, is_overflow, dx_TD)
     zeros = (
         np.zeros(each.shape, jax.dtypes.float0) for each in (owner_T, place_T, is_overflow)
     )

@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a training step is spread over devices: mesh sizes, dispatcher, microbatches.
+"""What the planner plans: a training step, and how it is spread over devices.
 
-Dims: none; sizes are of mesh axes.
+A `Workload` is a job's step as shapes and bytes (`training/workload.py` makes it), a `Layout` a
+mesh with its dispatcher and microbatches.
+Dims: G groups, T tokens of a group, C slots of an expert and group; E experts, D model
 """
 
 import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
+from typing import Literal
 
+import jax.numpy as jnp
+
+from switchx.fields import require_at_least
+from switchx.models.config import ModelConfig
+from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.mesh import AXES
-from switchx.partitioning.rules import MeshAxes, Rules
+from switchx.partitioning.rules import MeshAxes, Rules, param_table
 
+STACKS = ("encoder", "decoder")
 # Pipeline MoE (section 3.3): whole experts inside of the tensor-parallel group.
 SLICED_RULES = Rules(
     expert_params=(
@@ -20,6 +30,83 @@ SLICED_RULES = Rules(
         ("D", ("fsdp",)),
     )
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class StateArray:
+    """One array of the training state.
+
+    Attributes:
+        name: as `decoder/blocks/1/ffn/w_in_EDF`; of a statistic, that of its parameter.
+        dims: its dimension letters; `""` where it is whole on every device.
+        itemsize: bytes of an element.
+    """
+
+    name: str
+    dims: str
+    shape: tuple[int, ...]
+    itemsize: int
+    kind: Literal["params", "optimizer"]
+
+    @property
+    def table(self) -> str:
+        """The table of the rules that says how the array is split."""
+        return param_table(self.dims)
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether it belongs to a block, so that one stage of a pipeline has it."""
+        return "/blocks/" in f"/{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A training step.
+
+    Attributes:
+        encoder_length, decoder_length: tokens of a row; `encoder_length` is 0 in a
+            decoder-only model.
+        batch_size: rows of the global batch.
+        state: parameters and what the optimizer keeps.
+        routing: (rows, length) -> (G, T, C) of a Switch layer in training.
+        refusal: (layout, G, T) -> why the layout's dispatcher cannot run there, or None.
+    """
+
+    model: ModelConfig
+    encoder_length: int
+    decoder_length: int
+    batch_size: int
+    state: tuple[StateArray, ...]
+    routing: Callable[[int, int], tuple[int, int, int]]
+    refusal: Callable[..., str | None]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch, both stacks' rows together."""
+        return self.batch_size * (self.encoder_length + self.decoder_length)
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """The model's stacks, the encoder first."""
+        return STACKS if self.model.is_encoder_decoder else ("decoder",)
+
+    def length(self, stack: str) -> int:
+        """Tokens of a row in a stack; 0 where the model has none."""
+        return self.encoder_length if stack == "encoder" else self.decoder_length
+
+    def num_layers(self, stack: str) -> int:
+        """Blocks of a stack."""
+        return getattr(self.model, f"num_{stack}_layers")
+
+    @functools.cached_property
+    def activation_bytes(self) -> int:
+        """Bytes of one element of the activations."""
+        return jnp.dtype(self.model.precision.compute).itemsize
+
+    @functools.cached_property
+    def param_bytes(self) -> int:
+        """Bytes of one element of the parameters."""
+        return jnp.dtype(self.model.precision.params).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +128,7 @@ class Layout:
     num_microbatches: int = 1
 
     def __post_init__(self):
-        for name in (*AXES, "num_microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; use at least 1")
+        require_at_least(self, 1, *AXES, "num_microbatches")
 
     @functools.cached_property
     def shape(self) -> dict[str, int]:
@@ -57,17 +142,31 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """The number of devices."""
         return math.prod(self.shape.values())
 
     @property
     def rules(self) -> Rules:
-        """Whole experts on `model` where the dispatcher slices, Switch's rules elsewhere."""
+        """Rules with whole experts on `model` where the dispatcher slices, else Switch's."""
         return SLICED_RULES if (self.dispatcher or "").startswith("sliced") else Rules()
 
+    @property
+    def has_equal_blocks(self) -> bool:
+        """Whether every expert computes a block of as many rows, full or empty."""
+        return self.dispatcher is not None and DISPATCHERS[self.dispatcher].has_equal_blocks
+
     def parts(self, axes: MeshAxes) -> int:
-        """Devices along `axes` together."""
+        """The number of devices along `axes` together."""
         return math.prod(self.shape[axis] for axis in axes)
+
+    def parts_of(self, letter: str, table: str = "params") -> int:
+        """The number of parts that a dimension is split into."""
+        return self.parts(self.rules.axes(letter, self, table=table))
+
+    @property
+    def batch_axes(self) -> MeshAxes:
+        """The axes whose devices have different rows."""
+        return self.rules.axes("B", self, table="activations")
 
     def group(self, axes: MeshAxes) -> tuple[int, ...]:
         """Numbers of the devices that communicate with device 0 over `axes`."""
@@ -80,7 +179,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """`data=2 expert=4 all_to_all`: what is more than one, and the dispatcher."""
+        """`data=2 expert=4 all_to_all`: axes of more than one device, and the dispatcher."""
         sizes = [f"{axis}={size}" for axis, size in self.shape.items() if size > 1]
         rest = [self.dispatcher] if self.dispatcher else []
         if self.num_microbatches > 1:

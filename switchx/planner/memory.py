@@ -5,24 +5,16 @@ Parameters, gradients and the optimizer's state are counted array by array; acti
 what the backward pass keeps under each remat policy (Korthikanti et al. 2022,
 arXiv:2205.05198, section 4, counts them likewise); a pipeline keeps the inputs of the
 microbatches in flight (Chen et al. 2023, arXiv:2304.11414, section 3.3.5).
-Dims: B L M D H K F V E C
-
-Expert slots that a program computes, counted in the program and not by a formula.
-
-An expert's block of rows has empty places where capacity was rounded up; what is computed for
-them is lost. Fedus et al. 2021 (arXiv:2101.03961), section 2.2. Dims: E R D F
+Dims: B rows of a batch, L tokens of a row, M tokens that attention reads, D model, H heads,
+K head size, F feed-forward, V vocabulary, E experts, C slots of an expert
 """
 
 import dataclasses
 import functools
 import math
 
-from switchx.models.config import ModelConfig
-from switchx.moe.config import DISPATCHERS
-from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.layout import Layout
-from switchx.planner.model_cost import STACKS, Workload
+from switchx.planner.layout import Layout, Workload
 from switchx.planner.step_comm import (
     activation_bytes,
     local_shape,
@@ -31,23 +23,23 @@ from switchx.planner.step_comm import (
 )
 
 LOGIT_BYTES = 4
-# Of `[B, L, V]` that are alive at once: the logits, and their gradient.
+# Arrays `[B, L, V]` that are alive at once: the logits, and their gradient.
 LOGIT_COPIES = 2
-# Arrays of `[tokens, F]` that the derivative of an activation function keeps beside the values
+# Arrays `[tokens, F]` that the derivative of an activation function keeps beside the values
 # before and after it: counted in programs compiled without remat. Relu has a mask.
 ACTIVATION_RESIDUALS = {"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one device, the fullest stage's.
+    """Bytes on one device, of the fullest stage.
 
     Attributes:
-        gradients: twice the parameters' where microbatches are added up.
+        gradients: twice the parameters' bytes where microbatches are added up.
         activations: kept from forward to backward, of all microbatches in flight.
-        working: of the block that is computed, its Switch layer's buffers among them.
-        logits: and their gradient.
-        gathered: parameters whole, where devices keep slices.
+        working: the block that is computed, with its Switch layer's buffers.
+        logits: the logits and their gradient.
+        gathered: whole parameters, where devices keep slices.
     """
 
     params: float
@@ -60,7 +52,7 @@ class MemoryUse:
 
     @property
     def state(self) -> float:
-        """What stays from step to step: a program's arguments, the batch apart."""
+        """What stays from step to step: a program's arguments without the batch."""
         return self.params + self.optimizer
 
     @property
@@ -76,15 +68,15 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
     """
     params = state_bytes(workload, layout, "params")
     is_added_up = layout.num_microbatches > 1
-    stacks = [stack for stack in STACKS if workload.length(stack)]
+    stacks = workload.stacks
     kept = sum(_kept(workload, layout, stack) * workload.num_layers(stack) for stack in stacks)
     if layout.pipe > 1:
-        # A tick takes one microbatch through a stage; others wait as the stage's inputs.
-        waiting = sum(
+        # A tick takes one microbatch through a stage; of others the stage keeps the inputs.
+        inputs = sum(
             number * _message(workload, layout, stack)
             for number, stack in zip(in_flight(layout, len(stacks)), stacks, strict=True)
         )
-        kept = kept / layout.pipe + waiting
+        kept = kept / layout.pipe + inputs
     working = max(_block(workload, layout, stack, "none") for stack in stacks)
     return MemoryUse(
         params=params,
@@ -100,23 +92,21 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
 
 @functools.cache
 def in_flight(layout: Layout, num_stacks: int = 1) -> tuple[int, ...]:
-    """Microbatches whose inputs a stage keeps, of each stack; of 1F1B as its table has it."""
+    """The number of microbatches whose inputs a stage keeps, of each stack, by 1F1B's table."""
     schedule = ScheduleSpec().build(layout.pipe, layout.num_microbatches, num_stacks)
     return schedule.num_slots
 
 
 def _message(workload: Workload, layout: Layout, stack: str) -> float:
-    """What a microbatch brings to a stage: a decoder's has the encoder's output with it."""
-    stacks = ("encoder", "decoder") if stack == "decoder" else (stack,)
-    return sum(
-        activation_bytes(workload, layout, each) for each in stacks if workload.length(each)
-    )
+    """Bytes of a microbatch's input of a stage; a decoder's brings the encoder's output."""
+    stacks = workload.stacks if stack == "decoder" else (stack,)
+    return sum(activation_bytes(workload, layout, each) for each in stacks)
 
 
 def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
-    """Bytes of the parameters or of the optimizer's state on one device.
+    """Bytes of the parameters (`params`) or of the optimizer's state on one device.
 
-    Of a pipeline, on the first stage: its share of the blocks, and all that is in none.
+    Of a pipeline, on the first stage: its share of the blocks, and all that is in no block.
     """
     total = 0.0
     for array in workload.state:
@@ -128,22 +118,22 @@ def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
 
 
 def _kept(workload: Workload, layout: Layout, stack: str) -> float:
-    """Bytes a block keeps for its backward pass, the average of dense and sparse ones."""
+    """Bytes that a block keeps for its backward pass, the mean over dense and sparse ones."""
     model = workload.model
     kept = _block(workload, layout, stack, model.remat)
     if model.remat == "none":
         sparse = model.num_sparse_layers_of(stack) / workload.num_layers(stack)
         tokens = rows_on_device(workload, layout) * workload.length(stack)
-        hidden = (1 - sparse) * tokens * model.d_ff / _parts(layout, "F")
+        hidden = (1 - sparse) * tokens * model.d_ff / layout.parts_of("F")
         if sparse:
-            hidden += (
-                sparse * _slot_rows(workload, layout, stack) * _expert_d_ff(workload, layout)
-            )
+            slots = _slot_rows(workload, layout, stack)
+            hidden += sparse * slots * _expert_d_ff(workload, layout)
         kept += ACTIVATION_RESIDUALS[model.activation] * hidden * workload.activation_bytes
     return kept
 
 
 def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
+    """Bytes of a block's values that a backward pass reads, under a remat policy."""
     model, width = workload.model, workload.activation_bytes
     tokens = rows_on_device(workload, layout) * workload.length(stack)
     if remat == "full":
@@ -159,13 +149,13 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
         elements += sparse * _sparse_slots(workload, layout, stack, remat)
     dropout = 0.0
     if remat == "none" and model.dropout_rate:
-        dropout = tokens * (2 * model.d_model + model.d_ff / _parts(layout, "F"))
+        dropout = tokens * (2 * model.d_model + model.d_ff / layout.parts_of("F"))
     return elements * width + dropout
 
 
 def _attention(workload: Workload, layout: Layout, memory_length: int, remat: str) -> float:
-    """Elements a token keeps of one attention: residual, norm, q k v, weights, heads' sum."""
-    model, heads = workload.model, _parts(layout, "H")
+    """Elements that a token keeps of one attention: residual, norm, q k v, weights, output."""
+    model, heads = workload.model, layout.parts_of("H")
     projected = 4 * model.num_heads * model.d_head / heads
     weights = model.num_heads * memory_length / heads
     whole = 2 * model.d_model if remat == "none" else model.d_model
@@ -173,15 +163,15 @@ def _attention(workload: Workload, layout: Layout, memory_length: int, remat: st
 
 
 def _ffn(workload: Workload, layout: Layout, d_ff: int, remat: str) -> float:
-    """Elements a token keeps of one FFN: residual, norm, hidden values before and after."""
+    """Elements that a token keeps of one FFN: residual, norm, hidden values."""
     model = workload.model
     hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
     whole = 2 * model.d_model if remat == "none" else model.d_model
-    return whole + hidden * d_ff / _parts(layout, "F")
+    return whole + hidden * d_ff / layout.parts_of("F")
 
 
 def _sparse_slots(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
-    """Elements a Switch layer keeps on one device: inputs, hidden values, outputs of slots."""
+    """Elements that a Switch layer keeps on a device: slots' inputs, hidden values, outputs."""
     model = workload.model
     hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
     tokens = rows_on_device(workload, layout) * workload.length(stack)
@@ -191,32 +181,35 @@ def _sparse_slots(workload: Workload, layout: Layout, stack: str, remat: str) ->
 
 
 def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
-    """Rows that a device's experts compute in one layer: slots, or all that may come."""
+    """Rows that a device's experts have memory for in one layer: slots, or every choice."""
     layer = sparse_layer(workload, layout, stack)
-    groups = layer.num_groups / layout.parts(
-        layout.rules.axes("G", layout, table="activations")
-    )
-    if DISPATCHERS[layout.dispatcher].has_equal_blocks:
+    groups = layer.num_groups / layout.parts_of("G", "activations")
+    if layout.has_equal_blocks:
         return groups * layer.num_experts * layer.capacity
     return groups * layer.tokens_per_group * layer.num_choices
 
 
 def _expert_d_ff(workload: Workload, layout: Layout) -> float:
     """F of an expert on one device."""
-    parts = layout.parts(layout.rules.axes("F", layout, table="expert_params"))
-    return (workload.model.switch.d_ff or workload.model.d_ff) / parts
+    d_ff = workload.model.switch.d_ff or workload.model.d_ff
+    return d_ff / layout.parts_of("F", "expert_params")
 
 
 def _logits(workload: Workload, layout: Layout) -> float:
-    vocabulary = workload.model.vocab_size
-    parts = layout.parts(layout.rules.axes("V", layout, table="params"))
-    parts = parts if vocabulary % parts == 0 else 1
+    """Bytes of `[B, L, V]` of one microbatch on one device."""
     targets = rows_on_device(workload, layout) * workload.decoder_length
-    return targets * vocabulary / parts * LOGIT_BYTES
+    parts = vocabulary_parts(workload, layout)
+    return targets * workload.model.vocab_size / parts * LOGIT_BYTES
+
+
+def vocabulary_parts(workload: Workload, layout: Layout) -> int:
+    """The number of parts that the logits' V is split into: 1 where it does not divide."""
+    parts = layout.parts_of("V")
+    return parts if workload.model.vocab_size % parts == 0 else 1
 
 
 def _gathered(workload: Workload, layout: Layout) -> float:
-    """Whole parameters where devices keep slices; under scan or remat, those of a moment."""
+    """Bytes of whole parameters where devices keep slices; under scan or remat, of a few."""
     total = largest = 0.0
     for array in workload.state:
         axes = layout.rules.axes("D", layout, table=array.table)
@@ -231,76 +224,3 @@ def _gathered(workload: Workload, layout: Layout) -> float:
         return total
     # The largest array, the one that is gathered ahead, and its gradient.
     return min(total, 3 * largest)
-
-
-def _parts(layout: Layout, letter: str) -> int:
-    return layout.parts(layout.rules.axes(letter, layout, table="params"))
-
-
-def executed_slots(jaxpr, config: ModelConfig) -> float:
-    """Rows that pass an expert in one run of a traced forward pass, over all devices.
-
-    They are those of the products `[E, R, D] x [E, D, F]`: no other product of a Transformer
-    has one batch dimension and contracts D. Inside of `jax.shard_map` every device has its
-    own rows, or its part of F.
-
-    Args:
-        jaxpr: of `forward` (`jax.jit(...).trace(...).jaxpr`).
-
-    Returns:
-        0 where rows are not in equal blocks: there, none is empty.
-    """
-    d_ff = config.switch.d_ff or config.d_ff
-    inputs = 2 if config.is_gated else 1
-    return _rows(jaxpr.jaxpr, config.d_model, d_ff, inputs)
-
-
-def _rows(jaxpr, d_model: int, d_ff: int, inputs: int) -> float:
-    rows = 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            rows += _expert_rows(equation, d_model, d_ff, inputs)
-            continue
-        inside = [_rows(one, d_model, d_ff, inputs) for one in _called(equation)]
-        if not inside:
-            continue
-        times = 1
-        if equation.primitive.name == "scan":
-            times = equation.params["length"]
-        elif equation.primitive.name == "shard_map":
-            mesh = equation.params["mesh"]
-            # Stages have layers of their own, not tokens.
-            times = mesh.size // mesh.shape.get(PIPE, 1)
-        is_choice = equation.primitive.name == "cond"
-        rows += times * (max(inside) if is_choice else sum(inside))
-    return rows
-
-
-def _expert_rows(equation, d_model: int, d_ff: int, inputs: int) -> float:
-    """E R of a product of experts' inputs; all `inputs` of them together count a row once.
-
-    A part of F counts in part. Where that part is as long as D, the product with w_out has the
-    same shapes and takes its share.
-    """
-    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
-    left, right = (variable.aval.shape for variable in equation.invars)
-    if len(batch) != 1 or len(left) != 3 or len(right) != 3:
-        return 0.0
-    experts, inner = left[batch[0]], math.prod(left[axis] for axis in contracted)
-    rows = math.prod(left) // (experts * inner)
-    features = math.prod(right) // (experts * inner)
-    if inner != d_model or d_ff % features:
-        return 0.0
-    alike = inputs + 1 if features == inner else inputs
-    return experts * rows * features / d_ff / alike
-
-
-def _called(equation) -> list:
-    """The programs that an equation runs."""
-    found = []
-    for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else [value]:
-            one = getattr(one, "jaxpr", one)
-            if hasattr(one, "eqns"):
-                found.append(one)
-    return found

@@ -3,21 +3,12 @@
 
 FLOPs by Kaplan et al. 2020 (arXiv:2001.08361), section 2.1, as Fedus et al. 2021
 (arXiv:2101.03961), Table 9, counts them. No array is made.
-
-What a step has to do, whatever it runs on: the model, its arrays, the batch.
-
-A `TrainingJob` as the planner sees it; `training/workload.py` makes it of one. Dims: G T C
+Dims: D model, H heads, K head size, F feed-forward
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Literal
-
-import jax.numpy as jnp
 
 from switchx.models.config import ModelConfig, SwitchConfig, require
-from switchx.partitioning.rules import param_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +23,6 @@ class ParameterCount:
         attention: self- and cross-attention; of Switch attention the output matrix.
         dense_ffn: the FFNs of dense blocks, and shared experts.
         experts: all experts of all Switch layers.
-        active_experts: those of `experts` that one token meets on the average.
         router: weights and balancing biases.
     """
 
@@ -42,31 +32,17 @@ class ParameterCount:
     attention: int
     dense_ffn: int
     experts: int
-    active_experts: int
     router: int
     norms: int
 
     @property
     def dense(self) -> int:
-        """Everything outside the experts."""
-        return (
-            self.embedding
-            + self.positions
-            + self.logits
-            + self.attention
-            + self.dense_ffn
-            + self.router
-            + self.norms
-        )
+        """All parameters outside of the experts."""
+        return self.total - self.experts
 
     @property
     def total(self) -> int:
-        return self.dense + self.experts
-
-    @property
-    def active_per_token(self) -> int:
-        """What one token passes through: all but the experts it is not sent to."""
-        return self.dense + self.active_experts
+        return sum(dataclasses.astuple(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +94,9 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     attention_bias = 3 * H * K + D if config.use_bias else 0
     dense_ffn = _num_layers(config) * _biased_ffn(config, config.d_ff)
     attention = _num_attentions(config) * (_attention_weights(config) + attention_bias)
-    one_expert = router = num_experts = num_selected = 0
+    one_expert = router = num_experts = 0
     if switch := config.switch:
-        num_experts, num_selected = switch.num_experts, experts_per_token(switch)
+        num_experts = switch.num_experts
         num_ffns = config.num_sparse_layers * switch.has_ffn
         num_attentions = config.num_sparse_layers * switch.has_attention
         expert_bias = _expert_d_ff(config) + D if switch.expert_bias else 0
@@ -142,7 +118,6 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         attention=attention,
         dense_ffn=dense_ffn,
         experts=one_expert * num_experts,
-        active_experts=round(one_expert * num_selected),
         router=router,
         norms=num_norms * (2 * D if config.norm == "layer" else D),
     )
@@ -239,7 +214,7 @@ def train_flops(config: ModelConfig, encoder_length: int, decoder_length: int) -
 
 
 def experts_per_token(switch: SwitchConfig) -> float:
-    """Experts that a token meets in a Switch layer, nothing dropped, on the average.
+    """Experts that a token meets in a Switch layer, nothing dropped, on average.
 
     k; where experts choose, the slots they have, which are never empty.
     """
@@ -311,78 +286,3 @@ def _attention_expert_weights(config: ModelConfig) -> int:
         return 2 * D * HK
     F = _expert_d_ff(config)
     return 2 * ((2 if config.is_gated else 1) * D * F + F * HK)
-
-
-STACKS = ("encoder", "decoder")
-
-
-@dataclasses.dataclass(frozen=True)
-class StateArray:
-    """One array of the training state.
-
-    Attributes:
-        name: as `decoder/blocks/1/ffn/w_in_EDF`, of a statistic with what it is of before.
-        dims: its dimension letters; `""` where it is whole on every device.
-        itemsize: bytes of an element.
-    """
-
-    name: str
-    dims: str
-    shape: tuple[int, ...]
-    itemsize: int
-    kind: Literal["params", "optimizer"]
-
-    @property
-    def table(self) -> str:
-        """Which table of the rules says how it is split."""
-        return param_table(self.dims)
-
-    @property
-    def is_in_blocks(self) -> bool:
-        """Whether it belongs to a block, so that one stage of a pipeline has it."""
-        return "/blocks/" in f"/{self.name}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """A training step.
-
-    Attributes:
-        encoder_length, decoder_length: tokens of a row; `encoder_length` is 0 in a
-            decoder-only model.
-        batch_size: rows of the global batch.
-        state: parameters and what the optimizer keeps.
-        routing: (rows, length) -> (G, T, C) of a Switch layer in training.
-        refusal: (layout, G, T) -> why the layout's dispatcher cannot run there, or None.
-    """
-
-    model: ModelConfig
-    encoder_length: int
-    decoder_length: int
-    batch_size: int
-    state: tuple[StateArray, ...]
-    routing: Callable[[int, int], tuple[int, int, int]]
-    refusal: Callable[..., str | None]
-
-    @property
-    def tokens(self) -> int:
-        """Of a batch, both stacks' rows together."""
-        return self.batch_size * (self.encoder_length + self.decoder_length)
-
-    def length(self, stack: str) -> int:
-        """Tokens of a row in a stack; 0 where the model has none."""
-        return self.encoder_length if stack == "encoder" else self.decoder_length
-
-    def num_layers(self, stack: str) -> int:
-        """Blocks of a stack."""
-        return getattr(self.model, f"num_{stack}_layers")
-
-    @functools.cached_property
-    def activation_bytes(self) -> int:
-        """Of one element."""
-        return jnp.dtype(self.model.precision.compute).itemsize
-
-    @functools.cached_property
-    def param_bytes(self) -> int:
-        """Of one element."""
-        return jnp.dtype(self.model.precision.params).itemsize

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout of a step over a number of devices, predicted, pruned and ranked.
+"""Every layout of a step over a number of devices, predicted, pruned, ranked and explained.
 
 The meshes of Fedus et al. 2021 (arXiv:2101.03961), Figure 9, with `fsdp`, SE-MoE's `node`
-and Pipeline MoE's `pipe`.
-
-A plan in words: where its time goes, how full its memory is, why it is not the first.
+and Pipeline MoE's `pipe`. `explain` says in words where a plan's time goes, how full its memory
+is, and why it is slower than the first.
 """
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterator
 
+from switchx.partitioning.mesh import AXES
 from switchx.partitioning.placement import Placement
+from switchx.partitioning.rules import BATCH
 from switchx.planner.hardware import Hardware
-from switchx.planner.layout import Layout
+from switchx.planner.layout import Layout, Workload
 from switchx.planner.memory import MemoryUse, memory_use
-from switchx.planner.model_cost import STACKS, Workload
 from switchx.planner.step_time import StepTime, step_time
 
 MOST_DEVICES = 2**17
@@ -35,11 +36,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What was looked at.
+    """The layouts that were considered.
 
     Attributes:
         plans: those that run and fit, fastest first.
-        refused: how many do not, by reason.
+        refused: the number of those that do not, by reason.
         smallest: the plan of the least memory among those that do not fit, or None.
     """
 
@@ -55,18 +56,18 @@ class Search:
 def search(workload: Workload, hardware: Hardware, devices: int) -> Search:
     """Predicts every layout over `devices` and ranks those that fit by time.
 
-    Of several numbers of microbatches a layout is kept with the fastest one that fits.
+    Of several numbers of microbatches a layout has the fastest that fits.
     """
     plans, refused, smallest = [], collections.Counter(), None
     for layout in layouts(workload, hardware, devices, refused):
         best = None
         for microbatches in _microbatches(workload, layout):
-            try_out = dataclasses.replace(layout, num_microbatches=microbatches)
-            problem = _refusal(workload, try_out)
+            candidate = dataclasses.replace(layout, num_microbatches=microbatches)
+            problem = _refusal(workload, candidate)
             if problem:
                 break
             try:
-                plan = predict(workload, try_out, hardware)
+                plan = predict(workload, candidate, hardware)
             except ValueError as error:
                 problem = str(error).split(";")[0]
                 break
@@ -88,7 +89,7 @@ def search(workload: Workload, hardware: Hardware, devices: int) -> Search:
 
 
 def predict(workload: Workload, layout: Layout, hardware: Hardware) -> Plan:
-    """Time and memory of one layout.
+    """Predicts time and memory of one layout.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
@@ -101,7 +102,7 @@ def predict(workload: Workload, layout: Layout, hardware: Hardware) -> Plan:
 def smallest_that_fits(
     workload: Workload, hardware: Hardware, devices: int
 ) -> tuple[int, Plan] | None:
-    """The fewest devices, doubling from `devices`, on which something fits; None if never."""
+    """The fewest devices, doubling from `devices`, on which a plan fits; None if never."""
     most = hardware.max_devices or MOST_DEVICES
     while 2 * devices <= most:
         devices *= 2
@@ -114,7 +115,7 @@ def smallest_that_fits(
 
 
 def workable_devices(workload: Workload, hardware: Hardware, devices: int) -> list[int]:
-    """The nearest numbers of devices below and above that any mesh divides into."""
+    """The nearest numbers of devices, below and above, that some mesh has."""
 
     def works(number: int) -> bool:
         if not hardware.is_whole(number):
@@ -136,36 +137,31 @@ def layouts(
     """Every mesh and dispatcher that divides model and batch, with one microbatch a stage.
 
     Args:
-        refused: gets the reasons of meshes that do not, counted.
+        refused: the counter of reasons, to which those of other meshes are added.
     """
-    for pipe in _divisors(devices):
-        for model in _divisors(devices // pipe):
-            for expert in _divisors(devices // pipe // model):
-                for node in _divisors(devices // pipe // model // expert):
-                    for fsdp in _divisors(devices // pipe // model // expert // node):
-                        mesh = Layout(
-                            pipe=pipe,
-                            data=devices // pipe // model // expert // node // fsdp,
-                            fsdp=fsdp,
-                            node=node,
-                            expert=expert,
-                            model=model,
-                            num_microbatches=pipe,
-                        )
-                        problem = _indivisible(workload, hardware, mesh)
-                        if problem:
-                            refused[problem] += 1
-                            continue
-                        for name in _dispatchers(workload, hardware, mesh):
-                            yield dataclasses.replace(mesh, dispatcher=name)
+    for sizes in _factorizations(devices, len(AXES)):
+        mesh = Layout(**dict(zip(AXES, sizes, strict=True)), num_microbatches=sizes[0])
+        problem = _indivisible(workload, hardware, mesh)
+        if problem:
+            refused[problem] += 1
+            continue
+        for name in _dispatchers(workload, hardware, mesh):
+            yield dataclasses.replace(mesh, dispatcher=name)
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as an ordered product of so many factors."""
+    if factors == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorizations(number // first, factors - 1):
+                yield first, *rest
 
 
 def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | None:
-    """Why a mesh is out of the question, whatever runs on it; or None."""
+    """The reason why a mesh cannot run the step, whatever the dispatcher; or None."""
     model, switch = workload.model, workload.model.switch
     experts = mesh.node * mesh.expert
     if mesh.model > hardware.devices_per_node:
@@ -179,11 +175,11 @@ def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | 
     is_node = mesh.expert * mesh.model == hardware.devices_per_node
     if mesh.node > 1 and not (is_node or (hardware.inside.torus_dims and mesh.expert > 1)):
         return "node x expert does not follow the nodes there are"
-    if any(workload.num_layers(stack) // model.period % mesh.pipe for stack in STACKS):
+    if any(workload.num_layers(each) // model.period % mesh.pipe for each in workload.stacks):
         return "pipe does not divide a stack's blocks"
     if mesh.pipe > 1 and not model.scan_layers:
         return "a pipeline needs ModelConfig.scan_layers=True"
-    if workload.batch_size % (mesh.data * mesh.fsdp * experts * mesh.num_microbatches):
+    if workload.batch_size % (math.prod(map(mesh.shape.get, BATCH)) * mesh.num_microbatches):
         return "the batch does not divide over the devices that split it"
     if mesh.num_microbatches > 1 and switch and switch.router.balance_scope == "batch":
         return "balance_scope='batch' takes one microbatch"
@@ -191,6 +187,7 @@ def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | 
 
 
 def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[str | None]:
+    """The dispatchers that are worth predicting on a mesh."""
     switch = workload.model.switch
     if switch is None:
         return [None]
@@ -204,10 +201,10 @@ def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[s
 
 
 def _microbatches(workload: Workload, layout: Layout) -> Iterator[int]:
-    """Numbers to try: as many as stages and doubled, as long as each device has rows."""
+    """Numbers of microbatches: as many as stages and doubled, while each device has rows."""
     switch = workload.model.switch
     number = layout.num_microbatches
-    parts = layout.data * layout.fsdp * layout.node * layout.expert
+    parts = math.prod(map(layout.shape.get, BATCH))
     while workload.batch_size % (number * parts) == 0:
         yield number
         if switch is not None and switch.router.balance_scope == "batch":
@@ -216,13 +213,13 @@ def _microbatches(workload: Workload, layout: Layout) -> Iterator[int]:
 
 
 def _refusal(workload: Workload, layout: Layout) -> str | None:
-    """Why the layout's dispatcher cannot run on its microbatches, in short; or None."""
+    """The reason why the layout's dispatcher cannot run, in short; or None."""
     if layout.dispatcher is None:
         return None
     rows = workload.batch_size // layout.num_microbatches
     is_shared = False
-    for stack in STACKS:
-        if workload.length(stack) and workload.model.num_sparse_layers_of(stack):
+    for stack in workload.stacks:
+        if workload.model.num_sparse_layers_of(stack):
             groups, tokens, _ = workload.routing(rows, workload.length(stack))
             shared = Placement.on(layout, layout.rules).shared_by(groups)
             if shared is None or (shared and layout.dispatcher != "all_to_all"):
@@ -251,17 +248,26 @@ ROLES = {
     "expert": "parts of the experts",
     "model": "parts of every layer",
 }
+CONTENTS = {
+    "params": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "working": "one block's buffers",
+    "logits": "logits",
+    "gathered": "gathered weights",
+}
 
 
 def explain(plan: Plan, hardware: Hardware, first: Plan) -> str:
-    """Two to four sentences about `plan`.
+    """Explains a plan in two to four sentences.
 
     Args:
-        first: the fastest plan, to compare with; `plan` itself explains why it is first.
+        first: the fastest plan, which `plan` is compared with unless it is the same.
     """
     layout, time, memory = plan.layout, plan.time, plan.memory
     axes = [f"{size} {ROLES[axis]}" for axis, size in layout.shape.items() if size > 1]
-    text = f"{', '.join(axes) or 'One device'}"
+    text = ", ".join(axes) or "One device"
     if layout.dispatcher:
         text += f", Switch layers by {layout.dispatcher}"
     if layout.num_microbatches > 1:
@@ -281,21 +287,19 @@ def explain(plan: Plan, hardware: Hardware, first: Plan) -> str:
     if time.bubble_s:
         text += f"; stages wait {_share(time.bubble_s, time)}"
     usable = hardware.memory.usable_bytes
-    biggest = max(
-        ("parameters", memory.params), ("gradients", memory.gradients),
-        ("optimizer state", memory.optimizer), ("activations", memory.activations),
-        ("one block's buffers", memory.working), ("logits", memory.logits),
-        ("gathered weights", memory.gathered), key=lambda item: item[1],
-    )  # fmt: skip
+    what, most = max(
+        ((what, getattr(memory, name)) for name, what in CONTENTS.items()),
+        key=lambda item: item[1],
+    )
     text += (
         f". A device holds {num_bytes(memory.total)} of {num_bytes(usable)}, most of it "
-        f"{biggest[0]} ({num_bytes(biggest[1])})."
+        f"{what} ({num_bytes(most)})."
     )
     return text + _difference(plan, first)
 
 
 def _difference(plan: Plan, first: Plan) -> str:
-    """What the time over the first plan's goes to."""
+    """The sentence that says what makes a plan slower than the first."""
     if plan is first:
         return ""
     mine, best = plan.time, first.time

@@ -8,11 +8,9 @@ Nothing overlaps: XLA and NCCL hide some communication behind products, so this 
 from above, and `overlapped_s` (the longer of the two) one from below. The bubble is
 (P-1)/(M+P-1) of the pipelined part (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
-Seconds of one collective on a cluster: bytes over achieved bandwidth, and messages.
-
-Rings behind switches as NCCL runs them: with n devices of a group, g of them in each node,
-m bytes where the array is whole, B the achieved bytes a second of a device and a the
-latency of a message,
+A collective takes its bytes over the achieved bandwidth, and its messages' latencies. Switches
+join rings as NCCL runs them: with n devices of a group, g of them in each node, m bytes where
+the array is whole, B the achieved bytes a second of a device and a the latency of a message,
 
     all-gather, reduce-scatter   (n-1)/n m / min(B_in, g B_out) + (n - n/g) a_in + (n/g) a_out
     all-reduce                   twice that
@@ -20,19 +18,19 @@ latency of a message,
                                  + (g-1) a_in + (n-g) a_out
 
 where n > g; without the second network where n = g. On a torus a ring sends both ways
-through each dimension it lies along, and an all-to-all's bytes pass n/4 links on the average,
+through each dimension it lies along, and an all-to-all's bytes pass n/4 links on average,
 a quarter of what an all-gather of the same array takes. Shen et al. 2022 (SE-MoE,
-arXiv:2205.10034), section 4.2, for why the hierarchical all-to-all sends fewer messages.
+arXiv:2205.10034), section 4.2, says why the hierarchical all-to-all sends fewer messages.
+Symbols: P stages, M microbatches
 """
 
 import dataclasses
 import math
 
-from switchx.moe.config import DISPATCHERS
 from switchx.planner.hardware import Hardware, Network
-from switchx.planner.layout import Layout
-from switchx.planner.memory import state_bytes
-from switchx.planner.model_cost import SequenceFlops, Workload, flops_per_sequence
+from switchx.planner.layout import Layout, Workload
+from switchx.planner.memory import state_bytes, vocabulary_parts
+from switchx.planner.model_cost import SequenceFlops, flops_per_sequence
 from switchx.planner.step_comm import StepCollective, step_collectives
 
 
@@ -41,12 +39,12 @@ class StepTime:
     """Predicted seconds of one step.
 
     Attributes:
-        compute_s: of matrix products, recomputed ones among them.
-        collectives_s: by part (`StepCollective.part`).
-        between_s: of all collectives, those that leave a node.
-        update_s: of reading and writing the optimizer's state.
-        bubble_s: in which a stage waits.
-        bubble: part of the pipelined time that is bubble.
+        compute_s: matrix products, recomputed ones among them.
+        collectives_s: collectives by part (`StepCollective.part`).
+        between_s: those of all collectives that leave a node.
+        update_s: reading and writing parameters and the optimizer's state.
+        bubble_s: the time in which a stage waits.
+        bubble: its share of the pipelined time.
     """
 
     compute_s: float
@@ -66,7 +64,7 @@ class StepTime:
 
     @property
     def overlapped_s(self) -> float:
-        """Where all communication runs behind products."""
+        """Seconds of the step if all communication ran behind products."""
         busy = max(self.compute_s, self.communication_s)
         return busy + self.update_s + self.bubble_s
 
@@ -77,10 +75,10 @@ def step_time(
     hardware: Hardware,
     collectives: list[StepCollective] | None = None,
 ) -> StepTime:
-    """Predicts one step.
+    """Predicts the seconds of one step.
 
     Args:
-        collectives: of another system than this one; None takes `step_collectives`.
+        collectives: those of another system; None takes `step_collectives`.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
@@ -107,9 +105,9 @@ def step_time(
     )
 
 
-def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """(P-1)/(v M + P-1): GPipe and 1F1B with v = 1, interleaved with v chunks a stage."""
-    return (stages - 1) / (chunks * microbatches + stages - 1)
+def bubble_fraction(stages: int, microbatches: int) -> float:
+    """The bubble of GPipe and of 1F1B as a share of their time: (P-1)/(M+P-1)."""
+    return (stages - 1) / (microbatches + stages - 1)
 
 
 def device_flops(workload: Workload, layout: Layout) -> float:
@@ -121,25 +119,16 @@ def device_flops(workload: Workload, layout: Layout) -> float:
     blocks = forward_flops(flops, layout) * passes * rows / layout.size
     # Not on `model`, whose devices all route the same tokens.
     blocks += flops.router * passes * rows / (layout.size / layout.model)
-    parts = layout.parts(layout.rules.axes("V", layout, table="params"))
-    parts = parts if model.vocab_size % parts == 0 else 1
     replicas = layout.size / layout.pipe / layout.model
     # The last stage has its blocks and the logits.
-    return blocks + 3 * flops.logits * rows / replicas / parts
+    return blocks + 3 * flops.logits * rows / replicas / vocabulary_parts(workload, layout)
 
 
 def forward_flops(flops: SequenceFlops, layout: Layout) -> int:
-    """Of the blocks, one row, without the router; full and empty slots where there are any."""
-    is_padded = DISPATCHERS[layout.dispatcher].has_equal_blocks
-    experts = flops.expert_slots if is_padded else flops.experts
-    return (
-        flops.attention
-        + flops.scores
-        + flops.weighted_values
-        + flops.cross_memory
-        + flops.dense_ffn
-        + experts
-    )
+    """FLOPs of one row in the blocks without the router; of slots both full and empty ones."""
+    experts = flops.expert_slots if layout.has_equal_blocks else flops.experts
+    attention = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
+    return attention + flops.dense_ffn + experts
 
 
 def _is_in_ticks(each: StepCollective) -> bool:
@@ -149,7 +138,7 @@ def _is_in_ticks(each: StepCollective) -> bool:
 
 
 def _update_bytes(workload: Workload, layout: Layout) -> float:
-    """Read and written by the optimizer: parameters and state both ways, gradients one."""
+    """Bytes that the optimizer reads and writes: gradients one way, all else both ways."""
     params = state_bytes(workload, layout, "params")
     return 3 * params + 2 * state_bytes(workload, layout, "optimizer")
 
@@ -195,7 +184,7 @@ def crosses_nodes(axes: tuple[str, ...], layout: Layout, hardware: Hardware) -> 
 
 
 def _ring(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
-    """One pass around: every device sends all parts but one."""
+    """Seconds of one pass around the ring: every device sends all parts but one."""
     share = (n - 1) / n * num_bytes
     if inside == n:
         return share / _ring_bytes_per_s(hardware.inside, n) + _hops(hardware.inside, n)
@@ -209,7 +198,7 @@ def _ring(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
 
 
 def _exchange(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
-    """Every device sends 1/n of its bytes to each."""
+    """Seconds of an exchange: every device sends 1/n of its bytes to each."""
     fast, slow = hardware.inside, hardware.between
     near = 0.0
     if inside > 1:
@@ -236,14 +225,14 @@ def _ring_bytes_per_s(network: Network, n: int) -> float:
 
 
 def _hops(network: Network, n: int) -> float:
-    """Latency of the n - 1 messages of a device; on a torus, of the way around."""
+    """Seconds of latency: of a device's n - 1 messages; on a torus, of the way around."""
     if not network.torus_dims:
         return (n - 1) * network.latency_s
     return _dims(network, n) * (_side(network, n)[0] - 1) * network.latency_s
 
 
 def _dims(network: Network, n: int) -> int:
-    """Torus dimensions that a group of n lies along: as few as hold it."""
+    """The number of torus dimensions that a group of n lies along: as few as hold it."""
     dims = math.ceil(round(math.log(n) / math.log(network.torus_side), 6))
     return min(network.torus_dims, max(1, dims))
 

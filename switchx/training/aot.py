@@ -31,9 +31,8 @@ from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
-from switchx.planner.hlo_flops import matrix_flops
-from switchx.planner.memory import executed_slots
 from switchx.planner.model_cost import experts_per_token
+from switchx.planner.program_cost import executed_slots, matrix_flops
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 

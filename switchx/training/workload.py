@@ -12,8 +12,7 @@ from switchx.models.config import require_our_blocks
 from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import has_letters
-from switchx.planner.layout import Layout
-from switchx.planner.model_cost import StateArray, Workload
+from switchx.planner.layout import Layout, StateArray, Workload
 from switchx.training.job import TrainingJob
 from switchx.training.state import init_state
 

@@ -2,15 +2,17 @@
 """The layers of `switchx bench moe` do what they are compared for."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from switchx.bench import flaxformer_layer
 from switchx.bench import moe as bench
+from switchx.models.params import params_of
 from switchx.moe.layer import SwitchFFN
-from switchx.planner.hlo_flops import matrix_flops
+from switchx.planner.program_cost import matrix_flops
 
 SMALL = dataclasses.replace(bench.DENSE, d_model=16, d_ff=32, num_heads=2, d_head=8)
 
@@ -27,8 +29,8 @@ def small(monkeypatch):
 def test_report_has_every_layer(small):
     report = bench.run(rounds=1)
     layers = [row["layer"] for row in report.results]
-    assert layers[:4] == ["dense", "sort 8", "dropless 8", "einsum 8"]
-    assert len(layers) == 1 + 2 * 3 + 2 * flaxformer_layer.is_available() + 2
+    assert layers[:4] == ["dense", "gather 8", "dropless 8", "einsum 8"]
+    assert len(layers) == 1 + 2 * 3 + 2 * bench.has_flaxformer() + 2
 
 
 def test_experts_do_the_dense_layers_work():
@@ -47,3 +49,48 @@ def test_decoding_counts_the_tokens_experts_alone(small):
     _, (flops, _) = bench.decoding(rounds=1)
     assert flops.value == pytest.approx(1.0, rel=1e-6)
     assert flops.holds
+
+
+def test_flaxformer_is_there_with_everything_it_imports(tmp_path, monkeypatch):
+    for name in bench.NEEDED:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in bench.NEEDED:
+        assert not bench.has_flaxformer()
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    assert bench.has_flaxformer()
+
+
+@pytest.mark.skipif(
+    not bench.has_flaxformer(),
+    reason="needs a clone of google/flaxformer on PYTHONPATH and `pip install aqtp`",
+)
+def test_with_our_weights_flaxformers_layer_gives_our_outputs(key, monkeypatch):
+    """Capacity factor 1.0, so tokens are dropped, and the same ones.
+
+    It makes at least as many groups as there are experts, times the devices.
+    """
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    config = bench.switch_model(4, "gather")
+    switch = dataclasses.replace(config.switch, group_size=64 // 4)
+    config = dataclasses.replace(config, d_model=16, d_ff=32, switch=switch)
+    ours = SwitchFFN(config, key=key)
+    x_BLD = jnp.array(np.random.default_rng(0).normal(size=(2, 32, 16)), jnp.float32)
+    y_BLD, stats = ours(x_BLD, jnp.ones((2, 32), bool), is_training=False)
+    assert stats.dropped > 0
+    layer = bench.flaxformer_layer(4, 32, group_size=64)
+    forward, _ = bench.flaxformer_forward(layer, x_BLD)
+    params = params_of(ours)
+    theirs, balance_loss = forward(
+        {
+            "expert": {
+                "wi": {"kernel": params["experts"]["w_in_EDF"]},
+                "wo": {"kernel": params["experts"]["w_out_EFD"]},
+            },
+            "router": {"router_weights": {"w": {"kernel": params["w_router_DE"]}}},
+        },
+        x_BLD,
+    )
+    np.testing.assert_allclose(theirs, y_BLD, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(balance_loss, stats.balance_loss, rtol=1e-5)

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of many devices: every part in a table of its own, the fixed names of checks."""
 
+import dataclasses
+
 import pytest
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.bench import (
-    compiled,
-    layer_collectives,
-    loss_parity,
-    memory_sharding,
-    pipeline,
-    planned_bytes,
-    scale,
-)
+from switchx.bench import compiled, loss_parity, planned_bytes, scale
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.schedule import ScheduleSpec
 
 
 @pytest.fixture
@@ -24,9 +20,9 @@ def small(monkeypatch, tmp_path):
         for kind, sizes in {"gpipe": (100, 900), "1f1b": (100, 101)}.items()
         for M, size in zip((8, 128), sizes, strict=True)
     ]
-    monkeypatch.setattr(pipeline, "memory_rows", lambda: memory)
+    monkeypatch.setattr(scale, "pipeline_rows", lambda: memory)
     layers = [{"case": name, "collectives": 2} for name in ("dense", "sliced")]
-    monkeypatch.setattr(layer_collectives, "measured_rows", lambda note: layers)
+    monkeypatch.setattr(scale, "layer_rows", lambda note: layers)
     planned = [{"case": "a mesh", "relative_error": 0.01}]
     off = [{"case": "left over", "relative_error": 0.3}]
     monkeypatch.setattr(
@@ -36,8 +32,8 @@ def small(monkeypatch, tmp_path):
             off if cases is planned_bytes.LEFT_OVER else planned
         ),
     )
-    monkeypatch.setattr(memory_sharding, "embedding_bytes", lambda: (0.125, [{"case": "x"}]))
-    monkeypatch.setattr(memory_sharding, "bucket_collectives", lambda: (1.0, [{"case": "y"}]))
+    monkeypatch.setattr(scale, "token_tables", lambda: (0.125, [{"case": "x"}]))
+    monkeypatch.setattr(scale, "bucket_rows", lambda: (1.0, [{"case": "y"}]))
     monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))  # which has none
 
 
@@ -58,14 +54,13 @@ def test_each_part_has_a_table_of_its_own(small, capsys):
     report = scale.run()
     first = dict.fromkeys(next(iter(row)) for row in report.results)
     assert [*first][:6] == ["training", "schedule", "layer", "communication", "table", "fused"]
-    assert any("PPMoE" in str(row) for row in report.results)
     assert any("left over" in str(row) for row in report.results)
     report.print(as_json=False)
     assert "microbatches" in capsys.readouterr().out
 
 
 def test_memory_that_grows_is_seen(small):
-    assert scale.growth(pipeline.memory_rows(), "gpipe") == 9.0
+    assert scale.growth(scale.pipeline_rows(), "gpipe") == 9.0
 
 
 def test_what_is_left_out_is_said(small):
@@ -90,3 +85,67 @@ def test_pods_have_their_rows_and_their_checks(small, tmp_path, monkeypatch):
         "switch_c_fits": False,
         "switch_c_tokens_off_aim": True,
     }
+
+
+def test_collectives_of_a_layer_are_those_of_the_paper():
+    rows = scale.layer_rows()
+    kinds = {
+        name: {key: row[key] for key in row if key.endswith("s") and "bytes" not in key}
+        for name, row in zip(scale.LAYER_MESHES, rows, strict=True)
+    }
+    assert kinds == {
+        "dense": {"collectives": 2, "all-reduces": 2},
+        "sliced": {"collectives": 2, "all-reduces": 2},
+        "all_to_all": {"collectives": 4, "all-to-alls": 4},
+        "hierarchical": {"collectives": 8, "all-to-alls": 8},
+    }
+    assert scale.extra_collectives(rows).holds
+    assert not scale.extra_collectives([{"collectives": 2}, {"collectives": 3}]).holds
+
+
+SMALL = dataclasses.replace(scale.PIPELINED, num_decoder_layers=2)
+MESH = MeshSpec(pipe=2, data=4)
+
+
+def test_activations_of_1f1b_do_not_grow_with_the_microbatches():
+    few, many = (
+        scale.pipeline_row(ScheduleSpec(), number, model=SMALL, mesh=MESH)
+        for number in (8, 128)
+    )
+    assert many["temporary_bytes"] <= 1.01 * few["temporary_bytes"]
+    assert many["kept_inputs"] == few["kept_inputs"]
+    for row in (few, many):
+        assert 0.9 * row["stage_bytes"] < row["argument_bytes"] <= 1.05 * row["stage_bytes"]
+
+
+@pytest.mark.slow
+def test_activations_of_gpipe_do():
+    row, flat = (
+        scale.pipeline_row(spec, 128, model=SMALL, mesh=MESH)
+        for spec in (ScheduleSpec("gpipe"), ScheduleSpec())
+    )
+    assert row["temporary_bytes"] > 2 * flat["temporary_bytes"]
+
+
+def test_a_split_table_takes_an_eighth_of_the_bytes():
+    ratio, (replicated, split) = scale.token_tables()
+    assert ratio == 1 / 8
+    saved = replicated["argument_bytes"] - split["argument_bytes"]
+    # Parameter and two moments of 16384 words of 32 numbers, on seven of eight devices.
+    assert saved == 12 * 16384 * 32 * 7 // 8
+
+
+def test_collectives_are_those_of_the_buckets(monkeypatch):
+    monkeypatch.setattr(scale, "BUCKET_BYTES", scale.BUCKET_BYTES[-1:])
+    ratio, (one,) = scale.bucket_rows()
+    assert ratio == 1
+    assert one["buckets"] == 3  # outside of blocks, the dense block, the sparse one
+
+
+@pytest.mark.slow
+def test_collectives_are_those_of_buckets_of_every_size():
+    ratio, rows = scale.bucket_rows()
+    assert ratio == 1
+    one_each, several, one = rows
+    assert one["buckets"] < several["buckets"] < one_each["buckets"]
+    assert len({row["all_reduces"] for row in rows}) == 1

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PyTorch peer: found only where it is installed, and its end is noticed."""
+"""The PyTorch peer: found only where it is installed, its end is noticed, its tasks run."""
 
+import numpy as np
 import pytest
 
 from switchx.bench import torch_peer
+from switchx.bench.torch_peer import PROGRAM, TorchPeer
+from switchx.models.config import ModelConfig, SwitchConfig
+
+CONFIG = ModelConfig(
+    "encoder_decoder", 16, 8, 16, 2, 4, 2, 2, activation="relu", switch=SwitchConfig(2)
+)
 
 
 def test_is_available_asks_without_importing(monkeypatch):
@@ -20,3 +27,24 @@ def test_a_peer_that_ends_is_an_error(tmp_path):
     peer.ask("step")
     with pytest.raises(RuntimeError, match="the PyTorch peer ended"):
         peer.ask("step")
+
+
+@pytest.mark.hf
+def test_it_takes_a_training_step_for_each_line():
+    config = torch_peer.config_of(CONFIG) | {"expert_capacity": 4}
+    settings = {"task": "train", "config": config, "batch": 2, "inputs": 8, "targets": 4}
+    with TorchPeer(PROGRAM, settings) as peer:
+        peer.ask("step")
+        peer.ask("step")
+
+
+@pytest.mark.hf
+def test_it_saves_its_weights_and_the_tokens_that_it_generates(tmp_path):
+    settings = {
+        "task": "generate", "folder": str(tmp_path), "config": torch_peer.config_of(CONFIG),
+        "inputs": [[3, 4], [5, 6]], "new_tokens": 3,
+    }  # fmt: skip
+    with TorchPeer(PROGRAM, settings) as peer:
+        peer.ask("2 1")
+    assert (tmp_path / "model.safetensors").is_file()
+    assert np.load(tmp_path / "tokens_2_1.npy").shape == (2, 3)

@@ -40,9 +40,10 @@ def test_contenders_take_turns_in_alternating_order():
 
 
 def test_a_contender_trains(monkeypatch):
+    switch = dataclasses.replace(bench.switch_model(4).switch, every=1)
     small = dataclasses.replace(
-        bench.switch_model(4), d_model=16, d_ff=32, num_heads=2, d_head=8,
-        num_encoder_layers=2, num_decoder_layers=2,
+        bench.DENSE, d_model=16, d_ff=32, num_heads=2, d_head=8, num_encoder_layers=1,
+        num_decoder_layers=1, switch=switch,
     )  # fmt: skip
     each = bench.contender("small", small)
     losses = [float(each.step().loss) for _ in range(3)]

@@ -133,7 +133,7 @@ def test_job_is_that_of_the_files_and_bindings(tmp_path):
 def test_job_has_no_binding_in_vain(tmp_path):
     arguments = argparse.Namespace(
         gin_file=[str(SMALL), "optimizers/adamw.gin"],
-        gin_bindings=[f"FILES={tmp_path}", "Adafactor.decay_rate=0.9"],
+        gin_bindings=[f"FILES={tmp_path}", "WARMUP_STEPS=1", "Adafactor.decay_rate=0.9"],
         gin_search_paths="",
     )
     with pytest.raises(ValueError, match="--gin.Adafactor.decay_rate has no effect"):

@@ -1,18 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes over eight simulated devices."""
+"""Meshes: sizes over simulated devices, the order over machines, the compiler's options."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from pallas_kernels.aot import tpu_compiler
+from switchx.cli.config import building
 from switchx.partitioning.mesh import (
     AXES,
+    CompilerOptions,
     MeshSpec,
+    arranged,
     batch_axes,
     batch_parts,
+    machine_of,
 )
 from switchx.partitioning.rules import Rules
+from switchx.training.job import TrainingJob
 from tests.data.refusals import refused
+from tests.processes import ROOT
 
 
 @pytest.mark.parametrize(
@@ -89,3 +105,240 @@ def test_a_mesh_of_devices_that_are_not_here():
         "expert": 16,
         "model": 8,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the order is made of."""
+
+    id: int
+    process_index: int
+    slice_index: int | None = None
+    platform: str = "gpu"
+
+
+def cluster(machines: int, local: int, processes: int = 1) -> list[Device]:
+    """GPUs: machine 1 has the ids from `local` on; each machine runs some processes."""
+    per_process = local // processes
+    return [Device(i, i // per_process, i // local) for i in range(machines * local)]
+
+
+def axis_sizes(data=1, fsdp=1, node=1, expert=1, model=1) -> dict[str, int]:
+    return dict(data=data, fsdp=fsdp, node=node, expert=expert, model=model)
+
+
+def places(devices, **axes):
+    """Machine and local rank of each device of the mesh, by data, fsdp, node, expert, model."""
+    local = len(devices) // len({machine_of(device) for device in devices})
+    array = arranged(devices, axis_sizes(**axes))
+    ids = np.vectorize(lambda device: device.id)(array)
+    assert sorted(ids.flat) == sorted(device.id for device in devices)
+    return ids // local, ids % local
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        dict(node=4, expert=8),
+        dict(node=4, expert=4, model=2),
+        dict(node=4, expert=2, data=4),
+        dict(node=4, expert=4, fsdp=2),
+        dict(node=2, expert=4, data=2, fsdp=2),
+        dict(node=2, expert=2, data=8),
+        dict(node=2, expert=2, model=2, data=4),
+    ],
+)
+def test_inner_axes_stay_in_a_machine_and_node_on_a_rail(processes, axes):
+    machine, rank = places(cluster(4, 8, processes), **axes)
+    # Along expert and model the machine is one; so it is a hierarchical all-to-all's inside.
+    assert (machine == machine[:, :, :, :1, :1]).all()
+    # Along node the local rank is one, and every machine another.
+    assert (rank == rank[:, :, :1]).all()
+    for column in np.moveaxis(machine, 2, -1).reshape(-1, axes["node"]):
+        assert len(set(column)) == axes["node"]
+
+
+def test_the_order_that_ids_come_in_is_no_rail():
+    """What is tested above is not so by itself: data before node would take whole machines."""
+    ids = np.arange(32).reshape(4, 1, 4, 2, 1)
+    assert not (ids % 8 == (ids % 8)[:, :, :1]).all()
+
+
+def test_without_node_machine_follows_machine():
+    machine, rank = places(cluster(2, 4), data=2, expert=4)
+    assert machine[:, 0, 0, :, 0].tolist() == [[0] * 4, [1] * 4]
+    assert rank[:, 0, 0, :, 0].tolist() == [[0, 1, 2, 3]] * 2
+    # A flat all-to-all over both machines is slow, not wrong.
+    machine, _ = places(cluster(2, 4), expert=8)
+    assert machine.flatten().tolist() == [0] * 4 + [1] * 4
+
+
+def test_devices_may_come_in_any_order_of_machines():
+    devices = cluster(2, 4)
+    mixed = devices[4:] + devices[:4]
+    for axes in (dict(node=2, expert=4), dict(data=2, expert=4)):
+        got = arranged(mixed, axis_sizes(**axes))
+        assert (got == arranged(devices, axis_sizes(**axes))).all()
+
+
+def test_one_machine_is_simulated_nodes_of_neighbours():
+    machine, rank = places(cluster(1, 8), node=2, expert=4)
+    assert rank[0, 0, :, :, 0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert not machine.any()
+
+
+def test_chips_of_a_slice_stay_as_they_come_and_slices_are_nodes():
+    # A pod's ids go along its torus, not host after host: chips 0, 1, 4, 5 are on host 0.
+    def chips(slice_index, platform="tpu"):
+        return [
+            Device(16 * (slice_index or 0) + i, (i // 2) % 2 + 2 * (i // 8), slice_index,
+                   platform)
+            for i in range(16)
+        ]  # fmt: skip
+
+    for index in (0, None):
+        array = arranged(chips(index), axis_sizes(data=4, expert=4))
+        assert [device.id for device in array.flat] == list(range(16))
+    array = arranged(chips(0) + chips(1), axis_sizes(node=2, expert=16))
+    assert [device.slice_index for device in array.flat] == [0] * 16 + [1] * 16
+
+
+def test_processes_of_cpus_are_machines():
+    devices = [Device(i, i // 2, platform="cpu") for i in range(4)]
+    got = arranged(devices, axis_sizes(node=2, data=2))
+    assert [device.id for device in got.flat] == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (
+            dict(node=3, data=4),
+            "mesh axis 'node' of size 3 does not divide the 4 machines; use node=2 or 4",
+        ),
+        (
+            dict(node=2, expert=6),
+            "with an axis 'node', expert=6 has to fit a machine's 4 devices; use a product of "
+            "1 or 2 or 4, and node for the machines",
+        ),
+        (
+            dict(node=2, expert=4, model=2),
+            "with an axis 'node', expert=4 x model=2 has to fit a machine's 4 devices; use a "
+            "product of 1 or 2 or 4, and node for the machines",
+        ),
+    ],
+)
+def test_axes_that_do_not_fit_machines(axes, message):
+    with refused(message):
+        arranged(cluster(4, 4), axis_sizes(**axes))
+
+
+def test_unequal_machines_have_no_rails():
+    devices = cluster(2, 4)[:6]
+    with refused(
+        "mesh axis 'node' of size 2 needs machines with equally many devices; these have 4, 2; "
+        "use node=1, or equal machines"
+    ):
+        arranged(devices, axis_sizes(node=2, expert=3))
+    assert arranged(devices, axis_sizes(data=6)).size == 6
+
+
+def test_a_mesh_is_built_in_this_order():
+    devices = [Device(i, i // 4, platform="cpu") for i in range(8)]
+    mesh = MeshSpec(data=2, node=2, expert=2).build(devices)
+    ids = [[device.id for device in rows.flat] for rows in mesh.devices.reshape(2, 2, 2)]
+    assert ids == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.fixture
+def overlap(tmp_path) -> CompilerOptions:
+    files = ["runs/pretrain_tiny.gin", "xla/overlap.gin"]
+    building.parse_files(files, [], [])
+    yield building.build("JOB", TrainingJob).compiler
+    building.gin.clear_config()
+
+
+def compiles(options: dict[str, str]) -> None:
+    """On CPU, where XLA parses options of all platforms."""
+    jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(()))
+
+
+def test_xla_knows_the_options_of_gpus(overlap):
+    options = overlap.of("gpu")
+    assert len(options) == len(overlap.gpu) > 5 and overlap.of("cuda") == options
+    for name, value in options.items():
+        compiles({name: value})
+
+
+def test_xla_refuses_others():
+    """Without which the test above could not fail."""
+    with pytest.raises(Exception, match="No such compile option: 'xla_gpu_enable_overlap'"):
+        compiles({"xla_gpu_enable_overlap": "True"})
+    name = "xla_gpu_enable_latency_hiding_scheduler"
+    with pytest.raises(Exception, match="not a valid bool value"):
+        compiles({name: "maybe"})
+
+
+TPU_PROGRAM = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+device = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices[0]
+sharding = jax.sharding.SingleDeviceSharding(device)
+x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=sharding)
+for name, value in json.loads(sys.argv[1]).items():
+    try:
+        jax.jit(jnp.sin, compiler_options={name: value}).lower(x).compile()
+    except Exception as error:
+        print(name, error)
+"""
+
+
+@pytest.mark.aot
+def test_the_tpu_compiler_knows_the_options_of_tpus(overlap):
+    folder = tpu_compiler.compiler_folder()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5p-8",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    options = overlap.of("tpu") | {"xla_tpu_enable_overlap": "True"}
+    done = subprocess.run(
+        [sys.executable, "-c", TPU_PROGRAM, json.dumps(options)],
+        env=environment, capture_output=True, text=True, timeout=280, check=True,
+    )  # fmt: skip
+    (refusal,) = [line for line in done.stdout.splitlines() if line.startswith("xla_")]
+    assert "No such compile option: 'xla_tpu_enable_overlap'" in refusal
+
+
+def test_nothing_on_cpu(overlap):
+    assert overlap.of("cpu") == {}
+
+
+def test_each_option_is_explained():
+    text = (pathlib.Path(ROOT) / "configs/xla/overlap.gin").read_text(encoding="utf-8")
+    groups = [each for each in text.split("CompilerOptions.")[1:] if '"xla_' in each]
+    assert len(groups) == 2
+    for group in groups:
+        first = next(line for line in group.splitlines()[1:] if line.strip())
+        assert first.strip().startswith("#")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--xla_a=1",),
+            "CompilerOptions.gpu has '--xla_a=1'; write xla_name=value, without dashes, as "
+            "xla_gpu_enable_latency_hiding_scheduler=True",
+        ),
+        (("xla_a=1", "xla_a=2"), "CompilerOptions.gpu sets xla_a twice; keep one"),
+    ],
+)
+def test_bad_options(options, message):
+    with refused(message):
+        CompilerOptions(gpu=options)

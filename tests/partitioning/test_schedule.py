@@ -5,16 +5,26 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from switchx.partitioning.schedule import (
-    NONE,
-    Ops,
-    ScheduleSpec,
-    check_schedule,
-)
+from switchx.partitioning.schedule import NONE, Ops, Schedule, ScheduleSpec
 from tests.data.refusals import refused
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    stages=st.integers(1, 6),
+    microbatches=st.integers(1, 13),
+    lanes=st.integers(1, 3),
+)
+@settings(deadline=None)
+def test_a_table_runs_as_the_stages_would_run_it(kind, stages, microbatches, lanes):
+    if kind[0] == "interleaved":
+        microbatches *= stages
+    run_schedule(ScheduleSpec(*kind).build(stages, microbatches, lanes))
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
@@ -69,6 +79,73 @@ def test_slots_are_as_many_as_inputs_are_alive():
         assert ScheduleSpec("1f1b").build(P, 64).num_slots[0] <= 2 * P - 1
 
 
+def run_schedule(schedule: Schedule) -> None:
+    """Runs a table as the stages would.
+
+    Raises:
+        ValueError: an op is missing or there twice, its input has not arrived or is that of
+            another op, or something that arrived is not used, or is overwritten.
+    """
+    sent: tuple[dict, dict] = {}, {}
+    kept: dict = {}
+    ran: tuple[set, set] = set(), set()
+    for tick in range(schedule.num_ticks):
+        arrived, sent = sent, ({}, {})
+        for direction, ops in enumerate((schedule.forward, schedule.backward)):
+            for stage, lane in np.argwhere(ops.is_active_TPS[tick]).tolist():
+                here = (tick, stage, lane)
+                m, chunk, slot = (
+                    int(x[here]) for x in (ops.microbatch_TPS, ops.chunk_TPS, ops.slot_TPS)
+                )
+                op = schedule.place(lane, chunk, stage), m
+                check = _check_forward if direction == 0 else _check_backward
+                wrong = check(schedule, op, (stage, lane, slot), kept, arrived[direction], ran)
+                if wrong:
+                    raise ValueError(
+                        f"schedule, tick {tick}, stage {stage}, lane {lane}: {wrong}"
+                    )
+                ran[direction].add(op)
+                after = op[0] + (1 if direction == 0 else -1)
+                if 0 <= after < schedule.num_places:
+                    to_lane, rest = divmod(after, schedule.num_chunks * schedule.num_stages)
+                    sent[direction][rest % schedule.num_stages, to_lane] = (after, m)
+        for waiting in arrived:
+            if waiting:
+                raise ValueError(f"schedule, tick {tick}: no op uses what arrived: {waiting}")
+    expected = schedule.num_places * schedule.num_microbatches
+    for direction, name in enumerate(("forward", "backward")):
+        if len(ran[direction]) != expected:
+            raise ValueError(f"schedule: {len(ran[direction])} of {expected} ops run {name}")
+
+
+def _check_forward(schedule, op, slot, kept, arrived, ran) -> str | None:
+    """What is wrong with an op `(place, microbatch)`; keeps its input in the slot."""
+    if op in ran[0]:
+        return f"microbatch {op[1]} goes forward twice"
+    if (op[0] == 0) != (slot[-1] == NONE) or slot[-1] >= schedule.num_slots[slot[1]]:
+        return f"slot {slot[-1]} cannot keep the input of microbatch {op[1]}"
+    if op[0] > 0:
+        if arrived.pop(slot[:2], None) != op:
+            return f"microbatch {op[1]} has not arrived"
+        if slot in kept:
+            return f"slot {slot[-1]} is not free"
+        kept[slot] = op
+    return None
+
+
+def _check_backward(schedule, op, slot, kept, arrived, ran) -> str | None:
+    """What is wrong with an op `(place, microbatch)`; frees its slot."""
+    if op in ran[1]:
+        return f"microbatch {op[1]} goes backward twice"
+    if op not in ran[0]:
+        return f"microbatch {op[1]} goes backward before forward"
+    if op[0] > 0 and kept.pop(slot, None) != op:
+        return f"slot {slot[-1]} does not hold microbatch {op[1]}"
+    if op[0] < schedule.num_places - 1 and arrived.pop(slot[:2], None) != op:
+        return f"the gradient of microbatch {op[1]} is not there"
+    return None
+
+
 def replaced(schedule, direction: str, field: str, change):
     """The schedule with one of its arrays changed in place."""
     ops = getattr(schedule, direction)
@@ -91,34 +168,34 @@ def put(place, value):
         ("forward", "microbatch_TPS", (0, 0, 0), NONE, "has not arrived"),
         ("forward", "microbatch_TPS", (1, 1, 0), 1, "has not arrived"),
         ("forward", "microbatch_TPS", (1, 0, 0), 0, "forward twice"),
-        ("forward", "microbatch_TPS", (2, 1, 0), NONE, "nobody uses"),
+        ("forward", "microbatch_TPS", (2, 1, 0), NONE, "no op uses"),
         ("forward", "slot_TPS", (2, 1, 0), 0, "is not free"),
         ("forward", "slot_TPS", (1, 1, 0), NONE, "cannot keep"),
         ("forward", "slot_TPS", (1, 1, 0), 99, "cannot keep"),
         ("backward", "slot_TPS", (3, 3, 0), 1, "does not hold"),
-        ("backward", "microbatch_TPS", (4, 2, 0), NONE, "is not there|nobody uses"),
+        ("backward", "microbatch_TPS", (4, 2, 0), NONE, "is not there|no op uses"),
         ("backward", "microbatch_TPS", (4, 3, 0), 0, "backward twice"),
         ("backward", "microbatch_TPS", (4, 3, 0), 5, "before forward"),
-        ("backward", "microbatch_TPS", (-1, 0, 0), NONE, "nobody uses"),
+        ("backward", "microbatch_TPS", (-1, 0, 0), NONE, "no op uses"),
     ],
 )
 def test_check_finds_a_fault(direction, field, place, value, fault):
     schedule = ScheduleSpec("1f1b").build(4, 6)
-    check_schedule(schedule)
+    run_schedule(schedule)
     with pytest.raises(ValueError, match=fault):
-        check_schedule(replaced(schedule, direction, field, put(place, value)))
+        run_schedule(replaced(schedule, direction, field, put(place, value)))
 
 
 def test_check_finds_what_never_runs():
     schedule = ScheduleSpec("1f1b").build(1, 2)
     with pytest.raises(ValueError, match="1 of 2 ops run backward"):
-        check_schedule(replaced(schedule, "backward", "microbatch_TPS", put((-1, 0, 0), NONE)))
+        run_schedule(replaced(schedule, "backward", "microbatch_TPS", put((-1, 0, 0), NONE)))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ScheduleSpec("zero_bubble"), "gpipe or 1f1b or interleaved"),
+        (lambda: ScheduleSpec("zero_bubble"), "gpipe, 1f1b, interleaved"),
         (lambda: ScheduleSpec("interleaved"), "use 2 chunks or more, or kind='1f1b'"),
         (lambda: ScheduleSpec("1f1b", 2), "use 1, or kind='interleaved'"),
         (lambda: ScheduleSpec().build(0, 4), "num_stages=0"),

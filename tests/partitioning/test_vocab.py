@@ -12,9 +12,9 @@ from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.vocab import (
     RowOwners,
+    buffer_rows,
     look_up,
     requests,
-    room_for,
 )
 from tests.data.refusals import refused
 
@@ -57,7 +57,7 @@ def test_dealt_rows_are_where_their_owner_says(num_rows):
 
 @given(st.lists(st.integers(0, V - 1), min_size=1, max_size=80))
 @settings(max_examples=30, deadline=None)
-def test_an_id_is_asked_for_once_however_often_it_occurs(ids):
+def test_an_id_is_requested_once_however_often_it_occurs(ids):
     place_T, asked_P = jax.jit(requests, static_argnums=1)(np.array(ids, np.int32), OWNERS)
     different = sorted(set(ids))
     owner_U = np.array(different) % P
@@ -68,12 +68,12 @@ def test_an_id_is_asked_for_once_however_often_it_occurs(ids):
         assert places == list(range(len(places)))
 
 
-def test_room_is_a_share_and_never_more_than_can_be_asked_for():
-    assert room_for(64, OWNERS, 1.0) == (8, 64)
-    assert room_for(64, OWNERS, 1.3) == (11, 64)
-    assert room_for(64, OWNERS, 100.0) == (64, 64)
+def test_buffers_are_a_share_and_never_more_than_can_be_requested():
+    assert buffer_rows(64, OWNERS, 1.0) == (8, 64)
+    assert buffer_rows(64, OWNERS, 1.3) == (11, 64)
+    assert buffer_rows(64, OWNERS, 100.0) == (64, 64)
     # No more different rows than the owner has.
-    assert room_for(4096, OWNERS, 1.0) == (128, 128)
+    assert buffer_rows(4096, OWNERS, 1.0) == (128, 128)
 
 
 def on_devices(table_VD, id_PT, dy_PTD, factor=1.0):
@@ -140,7 +140,7 @@ def test_skewed_text_does_not_overload_an_owner():
 
     hashed_PP = counts(lambda ids: owners.of(ids)[0])
     blocks_PP = counts(lambda ids: ids // owners.block)
-    room, most = room_for(tokens, owners, 1.0)
+    room, most = buffer_rows(tokens, owners, 1.0)
     assert (room, most) == (512, 4096)
     assert hashed_PP.max() < 0.6 * room
     assert hashed_PP.sum(axis=0).max() < 1.1 * hashed_PP.sum(axis=0).mean()
@@ -165,7 +165,7 @@ def test_ids_out_rows_back_and_gradients_back_are_three_all_to_alls():
     found = [(each.kind, each.num_bytes) for each in collectives(hlo)]
     expected = [("all-reduce", 4)]  # whether some buffer is too small
     expected += [("all-to-all", 4 * V // P * D)] * 2  # blocks dealt
-    for room in room_for(T, OWNERS, 1.0):  # one of the two runs
+    for room in buffer_rows(T, OWNERS, 1.0):  # one of the two runs
         ids, rows = 4 * P * room, 4 * P * room * D
         expected += [("all-to-all", ids), ("all-to-all", rows), ("all-to-all", rows)]
     assert sorted(found) == sorted(expected)

@@ -41,7 +41,7 @@ def test_state_is_the_programs_arguments():
     )
 
 
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("remat", [pytest.param("full", marks=pytest.mark.slow), "none"])
 def test_temporaries_are_those_of_a_compiled_step(remat):
     """Within a third: what XLA fuses and shares is not modelled."""
     model = dataclasses.replace(

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts are all there, ranked by time, and what does not run or fit is counted."""
+"""Layouts are all there, ranked by time, explained; what does not run or fit is counted."""
 
 import collections
 import dataclasses
+import functools
 
 import pytest
 
+from switchx.models.config import ModelConfig
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.search import (
     DOES_NOT_FIT,
     GROUPS_DO_NOT_DIVIDE,
+    explain,
     layouts,
+    num_bytes,
     predict,
     search,
+    seconds,
     smallest_that_fits,
     workable_devices,
 )
@@ -25,6 +30,12 @@ V5E, H200 = load_hardware("v5e"), load_hardware("h200")
 def small(hardware, num_bytes: float):
     memory = dataclasses.replace(hardware.memory, num_bytes=num_bytes, usable=1.0)
     return dataclasses.replace(hardware, memory=memory)
+
+
+@functools.cache
+def search_on_v5e(model: ModelConfig = SPARSE, devices: int = 8):
+    """The search for a small step, which several tests look at."""
+    return search(make_workload(model), V5E, devices)
 
 
 def test_every_mesh_of_four_devices_is_looked_at_once():
@@ -39,7 +50,7 @@ def test_every_mesh_of_four_devices_is_looked_at_once():
 
 
 def test_plans_are_ranked_and_use_the_devices():
-    found = search(make_workload(), V5E, 8)
+    found = search_on_v5e()
     times = [plan.time.step_s for plan in found.plans]
     assert times == sorted(times)
     assert all(plan.layout.size == 8 for plan in found.plans)
@@ -62,17 +73,14 @@ def test_nodes_are_where_the_nodes_are():
 
 
 def test_pipelines_only_of_stacked_blocks():
-    workload = make_workload()
-    assert any(plan.layout.pipe > 1 for plan in search(workload, V5E, 8).plans)
-    flat = make_workload(dataclasses.replace(SPARSE, scan_layers=False))
-    assert all(plan.layout.pipe == 1 for plan in search(flat, V5E, 8).plans)
+    assert any(plan.layout.pipe > 1 for plan in search_on_v5e(DENSE).plans)
+    flat = dataclasses.replace(DENSE, scan_layers=False)
+    assert all(plan.layout.pipe == 1 for plan in search_on_v5e(flat).plans)
 
 
 def test_what_does_not_fit_is_refused_and_the_smallest_kept():
-    workload = make_workload()
-    everything = search(workload, V5E, 8)
-    least = min(plan.memory.total for plan in everything.plans)
-    found = search(workload, small(V5E, least * 0.4), 8)
+    least = min(plan.memory.total for plan in search_on_v5e(DENSE).plans)
+    found = search(make_workload(DENSE), small(V5E, least * 0.4), 8)
     assert found.refused[DOES_NOT_FIT] > 0
     assert found.smallest is not None
     assert found.smallest.memory.total > least * 0.4
@@ -104,12 +112,11 @@ def test_the_fewest_devices_that_would_do():
 
 
 def test_devices_that_nothing_divides_into():
-    workload = make_workload()
-    found = search(workload, V5E, 7)
+    found = search_on_v5e(devices=7)
     assert found.plans == () and found.smallest is None
-    below, above = workable_devices(workload, V5E, 7)
+    below, above = workable_devices(make_workload(), V5E, 7)
     assert below < 7 < above
-    assert search(workload, V5E, above).plans
+    assert search_on_v5e(devices=above).plans
 
 
 def test_groups_that_do_not_divide_are_counted():
@@ -138,3 +145,40 @@ def test_predictions_add_up():
     assert time.step_s == pytest.approx(parts)
     assert time.overlapped_s <= time.step_s
     assert plan.tokens_per_s == pytest.approx(256 / time.step_s)
+
+
+H200 = load_hardware("h200")
+
+
+def test_the_first_plan():
+    plan = predict(make_workload(), Layout(data=2, expert=4, dispatcher="all_to_all"), H200)
+    text = explain(plan, H200, plan)
+    assert text.startswith("2 replicas, 4 parts of the experts, Switch layers by all_to_all.")
+    assert f"products take {plan.time.compute_s / plan.time.step_s:.0%}" in text
+    assert f"A device holds {num_bytes(plan.memory.total)} of 130 GB" in text
+    assert "leaves a node" not in text and "stages wait" not in text
+    assert "slower" not in text
+
+
+def test_another_plan_says_what_makes_it_slower():
+    workload = make_workload()
+    first = predict(workload, Layout(data=8, dispatcher="gather"), H200)
+    other = predict(workload, Layout(model=8, dispatcher="gather"), H200)
+    slow, fast = sorted((first, other), key=lambda plan: -plan.time.step_s)
+    text = explain(slow, H200, fast)
+    assert f"{slow.time.step_s / fast.time.step_s - 1:.1%} slower than the first" in text
+
+
+def test_pipelines_wait_and_nodes_are_left():
+    layout = Layout(pipe=4, data=4, dispatcher="gather", num_microbatches=4)
+    plan = predict(make_workload(), layout, H200)
+    text = explain(plan, H200, plan)
+    assert "4 pipeline stages" in text and "4 microbatches" in text
+    assert "stages wait" in text and "leaves a node" in text
+
+
+def test_units():
+    assert [seconds(x) for x in (2.0, 0.0123)] == ["2 s", "12.3 ms"]
+    assert [num_bytes(x) for x in (2e12, 1.5e9, 2e6, 300.0)] == [
+        "2 TB", "1.5 GB", "2 MB", "0.3 kB",
+    ]  # fmt: skip

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from switchx.planner.layout import Layout
-from switchx.planner.model_cost import StateArray
+from switchx.planner.layout import Layout, StateArray
 from switchx.planner.step_comm import (
     compiled_on_cpu,
     local_shape,
@@ -85,7 +84,7 @@ def test_experts_exchange_their_slots_four_times_a_layer():
     exchange = [each for each in planned if each.part == "exchange"]
     assert [(e.kind, e.num_bytes, e.count) for e in exchange] == [("all-to-all", slots, 2)] * 4
     experts = [each for each in planned if "w_EDF" in each.what]
-    assert experts == []  # each device has its own, nobody else's gradient
+    assert experts == []  # each device has its own and no other gradients
 
 
 def test_microbatches_are_smaller_and_more():

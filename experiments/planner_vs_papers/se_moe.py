@@ -9,8 +9,8 @@ parameters (sections 2.1 and 4.2). No row length is given: 2048 is taken.
 
 import functools
 
-from switchx.bench.paper_models import gpt, paper_workload
-from switchx.bench.published import Cell
+from papers import Cell, gpt, paper_workload
+
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.model_cost import count_parameters

@@ -1,28 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT models of Pipeline MoE and SE-MoE as training steps that the planner predicts.
+"""What both papers have in common: cells of their tables, and their GPT models.
 
-What both papers do alike: float16 parameters and activations, Adam in float32, 2048 tokens a
-row (Pipeline MoE, arXiv:2304.11414, section 4.1; SE-MoE, arXiv:2205.10034, section 5.1 names
-no length, so GPT-3's is taken), tied embeddings, learned positions.
+Float16 parameters and activations, Adam in float32, 2048 tokens a row (Pipeline MoE,
+arXiv:2304.11414, section 4.1; SE-MoE, arXiv:2205.10034, section 5.1 names no length, so GPT-3's
+is taken), tied embeddings, learned positions.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.models.config import (
-    ModelConfig,
-    Precision,
-    RouterConfig,
-    SwitchConfig,
-)
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_shape
-from switchx.planner.model_cost import StateArray, Workload
+from switchx.planner.layout import StateArray, Workload
 
 LENGTH = 2048
 HALF = Precision(params="float16", compute="float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A number that a paper prints, and what the planner says instead.
+
+    Attributes:
+        paper: `PPMoE` or `SE-MoE`.
+        cell: table, row and column.
+        published: as the paper prints it; what it prints wrongly is in `note`.
+        predicted: None where a cost model cannot say it.
+        note: why it cannot, or what is a misprint or an assumption.
+    """
+
+    paper: str
+    cell: str
+    published: float
+    predicted: float | None
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """The prediction's error, relative to what is published."""
+        return None if self.predicted is None else self.predicted / self.published - 1
+
+    def row(self) -> dict[str, Any]:
+        """The cell as one object of a report."""
+        return {
+            "paper": self.paper,
+            "cell": self.cell,
+            "published": self.published,
+            "predicted": self.predicted,
+            "relative_error": self.error,
+            "note": self.note,
+        }
 
 
 def gpt(

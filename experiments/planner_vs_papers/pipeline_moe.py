@@ -12,12 +12,12 @@ otherwise).
 import dataclasses
 import functools
 
-from switchx.bench.paper_models import gpt, paper_workload, with_dispatcher
-from switchx.bench.published import Cell
+from papers import Cell, gpt, paper_workload, with_dispatcher
+
 from switchx.planner.hardware import Hardware, load_hardware
-from switchx.planner.layout import Layout
+from switchx.planner.layout import Layout, Workload
 from switchx.planner.memory import memory_use
-from switchx.planner.model_cost import Workload, count_parameters, flops_per_sequence
+from switchx.planner.model_cost import count_parameters, flops_per_sequence
 from switchx.planner.step_comm import StepCollective, step_collectives
 from switchx.planner.step_time import collective_seconds, step_time
 

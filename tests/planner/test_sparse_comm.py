@@ -5,23 +5,17 @@ import collections
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.partitioning.hlo_collectives import collectives
+from switchx.partitioning.hlo_collectives import HloCollective, collectives
 from switchx.partitioning.mesh import AXES, MeshSpec
-from switchx.planner.comm_cost import (
-    SparseLayer,
-    emulated,
-    promoted,
-    sparse_layer_collectives,
-)
+from switchx.planner.sparse_comm import SparseLayer, sparse_layer_collectives
 from tests.data.refusals import refused
 from tests.moe.sharded import (
     HOMES,
@@ -51,55 +45,54 @@ def groups_over(mesh, axes) -> frozenset:
     return frozenset(map(frozenset, ids.transpose(order).reshape(-1, size).tolist()))
 
 
-def _float32(name, spec):
-    return sparse_layer_collectives(name, LAYER, spec.build(), spec.rules)
+def arrays_of(each: HloCollective) -> list[tuple[str, int]]:
+    """Kind and bytes of the collectives of one array each that XLA made this one of.
+
+    An all-to-all stays as it is: CPU takes its array apart into one a device.
+    """
+    if each.kind == "all-to-all":
+        return [(each.kind, each.num_bytes)]
+    sizes = [math.prod(shape) for _, shape in each.arrays]
+    return [(each.kind, each.num_bytes * size // sum(sizes)) for size in sizes]
 
 
 def counted(hlo: str) -> collections.Counter:
     return collections.Counter(
-        (part.kind, frozenset(map(frozenset, part.groups)), part.num_bytes)
+        (kind, frozenset(map(frozenset, each.groups)), num_bytes)
         for each in collectives(hlo)
-        for part in each.before_combining()
+        for kind, num_bytes in arrays_of(each)
     )
 
 
-def planned_for(name: str, spec: MeshSpec, layer: SparseLayer, phases):
-    """The planner's on CPU, in the form that a compiled program is counted in."""
+def planned_for(name: str, spec: MeshSpec, phases):
+    """The planner's, in the form that a compiled program is counted in."""
     mesh = spec.build()
-    planned = sparse_layer_collectives(name, layer, mesh, spec.rules)
-    planned = promoted(emulated(planned, mesh), layer)
-    return collections.Counter(
-        (each.kind, groups_over(mesh, each.axes), each.num_bytes)
-        for each in planned
-        if each.phase in phases
+    found = collections.Counter()
+    for each in sparse_layer_collectives(name, LAYER, mesh, spec.rules):
+        kind, num_bytes = each.kind, each.num_bytes
+        if kind == "ragged-all-to-all":  # CPU has none: an all-gather of all operands
+            kind = "all-gather"
+            num_bytes *= math.prod(mesh.shape[axis] for axis in each.axes)
+        if each.phase in phases:
+            found[kind, groups_over(mesh, each.axes), num_bytes] += 1
+    return found
+
+
+# Weights gathered, slots exchanged once and twice, tokens scattered; all others are slow tests.
+BRIEF = (1, 4, 6, 13)
+CASES = [
+    pytest.param(
+        *home, marks=() if i in BRIEF else pytest.mark.slow, id="-".join(map(name_of, home))
     )
+    for i, home in enumerate(HOMES)
+]
 
 
-@pytest.mark.parametrize(("name", "spec"), HOMES, ids=name_of)
+@pytest.mark.parametrize(("name", "spec"), CASES)
 def test_compiled_collectives_are_the_planned_ones(name, spec):
     forward, both = compiled_hlo(spec, name, make_problem())
-    assert counted(forward) == planned_for(name, spec, LAYER, ["forward"])
-    assert counted(both) == planned_for(name, spec, LAYER, ["forward", "backward"])
-
-
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [
-        ("all_to_all", MeshSpec(data=1, fsdp=2, expert=2, model=2)),
-        ("sliced", MeshSpec(model=4, rules=PIPELINE_MOE)),
-        ("sliced_scatter", MeshSpec(model=4, rules=PIPELINE_MOE)),
-    ],
-    ids=name_of,
-)
-def test_bfloat16_activations_on_cpu_travel_in_float32(name, spec):
-    layer = dataclasses.replace(LAYER, activation_bytes=2)
-    planned = sparse_layer_collectives(name, layer, spec.build(), spec.rules)
-    assert any(
-        c.num_bytes * 2 == w.num_bytes
-        for c, w in zip(planned, _float32(name, spec), strict=True)
-    )
-    _, both = compiled_hlo(spec, name, make_problem(), jnp.bfloat16)
-    assert counted(both) == planned_for(name, spec, layer, ["forward", "backward"])
+    assert counted(forward) == planned_for(name, spec, ["forward"])
+    assert counted(both) == planned_for(name, spec, ["forward", "backward"])
 
 
 # In a process of its own: the TPU compiler refuses the flags that the tests' XLA has.
@@ -176,11 +169,6 @@ def test_tensor_sliced_has_the_all_reduces_of_a_dense_ffn_and_the_gates():
         ("all-reduce", "gradients of tokens", "backward", G * T * D * 4),
         ("all-reduce", "gradient of gates", "backward", G * T * S * 4),
     ]
-    forward, both = (collectives(hlo) for hlo in compiled_hlo(spec, "sliced", make_problem()))
-    assert [(c.kind, c.num_bytes) for c in forward] == [("all-reduce", G * T * D * 4)]
-    # XLA combines the two backward ones: as many instructions as the dense FFN has.
-    assert [c.kind for c in both] == ["all-reduce"] * 2
-    assert sorted(len(c.arrays) for c in both) == [1, 2]
 
 
 def test_expert_parallel_forms_worked_by_hand():
@@ -211,25 +199,6 @@ def test_shared_groups_worked_by_hand():
         ("ragged-all-to-all", ("expert",), 8 * row),
         *[("all-to-all", ("node",), 8 * row)] * 4,
     ]
-
-
-def test_hierarchical_groups_are_those_of_figure_8():
-    """Inside of a node all its devices; between nodes, one of each at equal rank."""
-    spec = MeshSpec(data=1, node=2, expert=4)
-    forward, _ = compiled_hlo(spec, "hierarchical", make_problem())
-    inside = ((0, 1, 2, 3), (4, 5, 6, 7))
-    between = ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert [c.groups for c in collectives(forward)] == [inside, between, inside, between]
-
-
-def test_a_layer_of_a_model():
-    switch = SwitchConfig(E, d_ff=F, expert_bias=True)
-    config = ModelConfig("decoder_only", 8, D, 99, 2, 4, 2, activation="geglu", switch=switch)
-    sizes = dict(num_groups=G, tokens_per_group=T, num_choices=S, capacity=C)
-    widths = dict(activation_bytes=4, param_bytes=4)
-    assert SparseLayer.of(config, **sizes, **widths) == LAYER
-    with refused("a dense model has no sparse layer; give a config with switch"):
-        SparseLayer.of(dataclasses.replace(config, switch=None), **sizes, **widths)
 
 
 def test_what_the_compiler_decides_has_no_formula():

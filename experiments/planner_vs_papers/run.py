@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner says of the tables of Pipeline MoE and SE-MoE, cell by cell.
+
+    python experiments/planner_vs_papers/run.py --json
+
+Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414); Shen et al. 2022 (SE-MoE, arXiv:2205.10034).
+The hardware specs were written before the comparison, with one efficiency a resource; an error
+stands as it is. Writes results.json beside this file; the exit status is 1 where a check does
+not hold. No device is needed.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+
+import pipeline_moe
+import se_moe
+from papers import Cell
+
+from switchx.bench.report import Check, Report
+
+RESULTS = pathlib.Path(__file__).with_name("results.json")
+# Papers round parameters to two or three digits.
+PARAMETER_ERROR = 0.03
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the report, writes the results, and returns 1 where a check does not hold."""
+    parser = argparse.ArgumentParser(description="the planner against two papers' tables")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, metavar="FILE")
+    chosen = parser.parse_args(arguments)
+    report = compare()
+    results = {
+        "results": report.results,
+        "checks": [dataclasses.asdict(each) | {"holds": each.holds} for each in report.checks],
+    }
+    chosen.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    report.print(chosen.json)
+    return 0 if all(check.holds for check in report.checks) else 1
+
+
+def compare() -> Report:
+    """Every cell, the errors of the predicted ones, and checks."""
+    cells = pipeline_moe.cells() + se_moe.cells()
+    return Report(
+        "experiments/planner_vs_papers", [cell.row() for cell in cells], checks(cells)
+    )
+
+
+def checks(cells: list[Cell]) -> list[Check]:
+    """Parameters within rounding, and who has to be the faster one; how much is in the rows."""
+    parameters = [
+        abs(cell.error)
+        for cell in cells
+        if "parameters" in cell.cell and cell.predicted is not None
+    ]
+    small = pipeline_moe.speedup("6.7B DPMoE DP32", "6.7B PPMoE TP8 PP4")
+    large = pipeline_moe.speedup("143B DPMoE DP128 TP2", "143B PPMoE TP8 PP16")
+    saving = se_moe.hierarchical_saving()
+    return [
+        Check("papers_parameters_error", max(parameters), f"<={PARAMETER_ERROR}"),
+        Check("ppmoe_vs_dpmoe_small", small[1], ">=1.0"),
+        Check("ppmoe_vs_dpmoe_143b", large[1], ">=1.0"),
+        Check("hierarchical_saving", saving, ">=0.0"),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

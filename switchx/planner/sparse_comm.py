@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives that one sparse layer runs on a mesh, forward and backward, and their bytes.
+
+Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3.4; Shen et al. 2022 (SE-MoE,
+arXiv:2205.10034), section 4.2. They are counted as the dispatchers state them, before XLA
+combines those of equal groups into one instruction. `gather` and `einsum` have no formula:
+there the compiler decides.
+Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert and
+group, D model, F feed-forward
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+from switchx.partitioning.placement import Placement
+from switchx.partitioning.rules import MeshAxes, Rules
+
+GATE_BYTES = COUNT_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLayer:
+    """What of a sparse layer decides its communication; counts are of the global batch.
+
+    Attributes:
+        num_groups, tokens_per_group, num_choices, capacity: G, T, S and C.
+        num_experts, d_model, d_ff: E, D and F.
+        is_gated, has_bias: which weights an expert has.
+        activation_bytes, param_bytes: of one element.
+    """
+
+    num_groups: int
+    tokens_per_group: int
+    num_choices: int
+    capacity: int
+    num_experts: int
+    d_model: int
+    d_ff: int
+    is_gated: bool = False
+    has_bias: bool = False
+    activation_bytes: int = 4
+    param_bytes: int = 4
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Dimension letters of each of an expert's weights."""
+        gate = ("EDF",) if self.is_gated else ()
+        return ("EDF", *gate, "EFD", *(("EF", "ED") if self.has_bias else ()))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's vector."""
+        return self.d_model * self.activation_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of one sparse layer.
+
+    Attributes:
+        kind: as HLO names it.
+        what: what it moves, for people.
+        phase: the pass; gradients of weights are part of the backward pass.
+        axes: the mesh axes that it goes over.
+        num_bytes: on one device, where the array is whole (`HloCollective.num_bytes`); of a
+            ragged all-to-all its operand, of which only the rows with tokens travel.
+    """
+
+    kind: str
+    what: str
+    phase: Literal["forward", "backward"]
+    axes: MeshAxes
+    num_bytes: int
+
+
+def sparse_layer_collectives(
+    dispatcher: str, layer: SparseLayer, mesh, rules: Rules
+) -> list[PlannedCollective]:
+    """The collectives of one sparse layer from the plan to its output, forward and backward.
+
+    They are those without remat. The router before the plan is replicated wherever tokens are:
+    over `model` its gradient needs no sum, over the batch's axes it is summed with those of all
+    other parameters.
+
+    Raises:
+        ValueError: the dispatcher leaves its communication to the compiler.
+    """
+    place = Placement.on(mesh, rules)
+    exchange = _EXCHANGES.get(dispatcher)
+    if exchange is None:
+        raise ValueError(
+            f"dispatcher={dispatcher!r} leaves its communication to the compiler; use one of "
+            f"{', '.join(_EXCHANGES)}"
+        )
+    is_scattered = dispatcher == "sliced_scatter"
+    return [
+        *exchange(layer, place),
+        *_outputs(layer, place, is_scattered=is_scattered),
+        *_weights(layer, place, mesh, rules),
+    ]
+
+
+def _all_to_all(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:
+    if shared := place.shared_by(layer.num_groups):
+        return _all_to_all_of_shared_groups(layer, place, shared)
+    slots = _slot_bytes(layer, place)
+    return _to_experts_and_back("all-to-all", place.experts, slots, slots)
+
+
+def _all_to_all_of_shared_groups(
+    layer: SparseLayer, place: Placement, shared: MeshAxes
+) -> list[PlannedCollective]:
+    """Rows travel between the devices of a group, full slots between groups."""
+    devices = place.size(shared)
+    between = tuple(axis for axis in place.experts if axis not in shared)
+    choices = layer.tokens_per_group // devices * layer.num_choices
+    slots = layer.num_experts * layer.capacity // devices * layer.row_bytes
+    counts = devices * layer.num_choices * layer.num_experts * COUNT_BYTES
+    places = devices * choices * COUNT_BYTES
+    found = [
+        PlannedCollective("all-gather", "loads", "forward", shared, counts),
+        PlannedCollective("all-gather", "slots of choices", "forward", shared, places),
+        *_to_experts_and_back("ragged-all-to-all", shared, choices * layer.row_bytes, slots),
+    ]
+    if between:
+        found += _to_experts_and_back("all-to-all", between, slots, slots)
+    return found
+
+
+def _hierarchical(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:
+    """Twice as many as flat, of the same bytes each: inside of nodes, then between them."""
+    slots = _slot_bytes(layer, place)
+    return [
+        each
+        for axis in reversed(place.experts)
+        for each in _to_experts_and_back("all-to-all", (axis,), slots, slots)
+    ]
+
+
+def _ragged(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:
+    num_parts = place.size(place.experts)
+    groups = layer.num_groups // place.size(place.batch)
+    choices = groups * layer.tokens_per_group * layer.num_choices
+    received = min(num_parts * choices, layer.num_experts * groups * layer.capacity)
+    counts = num_parts * layer.num_experts * COUNT_BYTES
+    sent, received = choices * layer.row_bytes, received * layer.row_bytes
+    return [
+        PlannedCollective("all-gather", "loads", "forward", place.experts, counts),
+        *_to_experts_and_back("ragged-all-to-all", place.experts, sent, received),
+    ]
+
+
+def _no_exchange(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:
+    return []
+
+
+_EXCHANGES = {
+    "dropless": _no_exchange,
+    "all_to_all": _all_to_all,
+    "hierarchical": _hierarchical,
+    "ragged_all_to_all": _ragged,
+    "sliced": _no_exchange,
+    "sliced_scatter": _no_exchange,
+}
+
+
+def _to_experts_and_back(kind: str, axes: MeshAxes, sent: int, received: int):
+    """An exchange of `sent` bytes to the experts and `received` bytes back; both reversed."""
+    return [
+        PlannedCollective(kind, "tokens to experts", "forward", axes, sent),
+        PlannedCollective(kind, "results to tokens", "forward", axes, received),
+        PlannedCollective(kind, "gradients of results", "backward", axes, sent),
+        PlannedCollective(kind, "gradients of tokens", "backward", axes, received),
+    ]
+
+
+def _slot_bytes(layer: SparseLayer, place: Placement) -> int:
+    """Bytes of all slots of one device's groups, for the experts of all devices: E G C D."""
+    groups = layer.num_groups // place.size(place.batch)
+    return layer.num_experts * groups * layer.capacity * layer.row_bytes
+
+
+def _outputs(
+    layer: SparseLayer, place: Placement, *, is_scattered: bool
+) -> list[PlannedCollective]:
+    """Sums over devices that share tokens: those of a tensor-parallel FFN, and of gates."""
+    if not place.summed:
+        return []
+    tokens = layer.num_groups * layer.tokens_per_group // place.size(place.batch)
+    activations = tokens * layer.row_bytes
+    gates = tokens * layer.num_choices * GATE_BYTES
+    if is_scattered:
+        found = [
+            ("all-gather", "tokens", "forward", activations),
+            ("reduce-scatter", "outputs", "forward", activations),
+            ("all-gather", "gradients of outputs", "backward", activations),
+            ("reduce-scatter", "gradients of tokens", "backward", activations),
+        ]
+    else:
+        found = [
+            ("all-reduce", "outputs", "forward", activations),
+            ("all-reduce", "gradients of tokens", "backward", activations),
+        ]
+    found.append(("all-reduce", "gradient of gates", "backward", gates))
+    return [
+        PlannedCollective(kind, what, phase, place.summed, num_bytes)
+        for kind, what, phase, num_bytes in found
+    ]
+
+
+def _weights(
+    layer: SparseLayer, place: Placement, mesh, rules: Rules
+) -> list[PlannedCollective]:
+    """Slices of D gathered and their gradients scattered; gradients summed over replicas."""
+    sizes = {"E": layer.num_experts, "D": layer.d_model, "F": layer.d_ff}
+    found = []
+    for dims in layer.weights:
+        split = {letter: rules.axes(letter, mesh, table="expert_params") for letter in dims}
+        elements = math.prod(sizes[letter] // place.size(split[letter]) for letter in dims)
+        what, num_bytes = f"w_{dims}", elements * layer.param_bytes
+        gradient = f"gradient of {what}"
+        if "D" in dims and (axes := place.gathered):
+            whole = num_bytes * place.size(axes)
+            found += [
+                PlannedCollective("all-gather", what, "forward", axes, whole),
+                PlannedCollective("reduce-scatter", gradient, "backward", axes, whole),
+            ]
+        used = {axis for axes in split.values() for axis in axes}
+        replicas = tuple(axis for axis in place.varying if axis not in used)
+        if replicas:
+            found.append(
+                PlannedCollective("all-reduce", gradient, "backward", replicas, num_bytes)
+            )
+    return found
