@@ -23,9 +23,8 @@ Use it in a gin file:
 
 
 def add_command(commands) -> None:
-    parser = shared.add_command(
-        commands, "vocab", run, "train a SentencePiece vocabulary", DESCRIPTION
-    )
+    help_text = "train a SentencePiece vocabulary"
+    parser = shared.add_command(commands, "vocab", run, help_text, DESCRIPTION)
     parser.add_argument(
         "--input",
         action="append",
@@ -40,7 +39,7 @@ def add_command(commands) -> None:
         metavar="N",
         help="pieces; 100 sentinels come on top when it is used",
     )
-    shared.add_output(parser, "folder to write into", required=True, metavar="DIR")
+    shared.add_new_folder(parser, "folder to write into")
     parser.add_argument(
         "--sample_characters",
         type=int,

@@ -10,7 +10,7 @@ import pytest
 
 from switchx.cli.config import building
 from switchx.cli.main import main
-from switchx.cli.plan_table import print_search, row
+from switchx.cli.plan import print_search, row
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec

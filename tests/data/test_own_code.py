@@ -14,7 +14,7 @@ import numpy as np
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.features import Example
 from switchx.data.objectives import CausalLM, RecordObjective
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary, Vocabulary
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import describe

@@ -11,8 +11,7 @@ from switchx.data.corpora.multi30k import Multi30k
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
 from switchx.data.mixtures import Mixture, ProportionalRates, as_mixture, multi30k_directions
 from switchx.data.objectives import CausalLM, InputsToTargets, PrefixLM, SpanCorruption
-from switchx.data.tasks import Task, open_task
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import Task, TextFormat, open_task
 from switchx.data.text_metrics import Accuracy, Bleu, ChrF
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import CorpusVocabulary

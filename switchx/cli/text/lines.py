@@ -55,9 +55,8 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
 
 
 def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
-    """Reads the lines, loads the model and has `answer(arguments, lines, model, reporter)` do
-    the rest; returns the exit status.
-    """
+    """Reads the lines, loads the model and calls `answer(arguments, lines, model, reporter)`;
+    returns the exit status."""
     from switchx.cli.progress import TerminalReporter
 
     with TerminalReporter(unit="line") as reporter:
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
 
 
 def load_model(arguments: argparse.Namespace, reporter):
-    """The `switchx.api.Model`, which has a vocabulary; says where results are not a line's own.
+    """The `switchx.api.Model`; says where results are not a line's own.
 
     Raises:
         ValueError: there is no such model, or it has no vocabulary.
@@ -162,11 +161,7 @@ def check(name: str, lines: Sequence[str], read_line: Callable[[str], Any]) -> N
 
 
 def refuse_lines(name: str, faults: Sequence[tuple[int, str]]) -> None:
-    """Raises one ValueError that names wrong lines of a file, if there are any.
-
-    Args:
-        faults: numbers of lines, from 1, and what is wrong with each, to be said after it.
-    """
+    """Raises one ValueError that names the numbers of wrong lines and each one's fault."""
     if not faults:
         return
     listed = "; ".join(f"line {number} {fault}" for number, fault in faults[:MOST_LISTED])
@@ -179,6 +174,7 @@ def refuse_lines(name: str, faults: Sequence[tuple[int, str]]) -> None:
 
 def write(
     arguments: argparse.Namespace,
+    model,
     lines: Sequence[str],
     settings: dict[str, Any],
     compute: Callable[[Sequence[str], int], Iterable[tuple[int, str]]],
@@ -187,7 +183,7 @@ def write(
     """Computes and writes a line for each line, going on where the output ends.
 
     Args:
-        settings: whatever decides what is written, the capacity apart.
+        settings: of the command's own, which decide what is written.
         compute: see `run_in_shards`.
 
     Returns:
@@ -195,7 +191,10 @@ def write(
     """
     from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
 
-    settings = settings | {"capacity": arguments.capacity}
+    settings = settings | {
+        "command": arguments.command, "model": model.fingerprint, "json": arguments.json,
+        "capacity": arguments.capacity,
+    }  # fmt: skip
     if arguments.capacity == "trained":
         settings["batch_size"] = arguments.batch_size
     output = StandardOutput()
@@ -217,9 +216,7 @@ def run_in_shards(
     """Writes a line for each input from `output.num_lines` on, a shard at a time.
 
     Args:
-        output: a `ResumableOutput` or a `StandardOutput`.
         compute: gives each input's number and its line, of a shard and its first number.
-        reporter: a `TerminalReporter`.
     """
     done, total = output.num_lines, len(inputs)
     if done:
@@ -227,12 +224,12 @@ def run_in_shards(
     reporter.begin(done, total)
     while done < total:
         shard = inputs[done : done + BATCHES_PER_SHARD * batch_size]
-        lines, first_number = [None] * len(shard), done
-        for number, line in compute(shard, first_number):
-            lines[number - first_number] = line
-            done += 1
-            reporter.counted(done)
-        output.append(lines)
+        written = {}
+        for number, line in compute(shard, done):
+            written[number] = line
+            reporter.counted(done + len(written))
+        output.append([written[done + i] for i in range(len(shard))])
+        done += len(shard)
 
 
 def _is_same_file(one: str, other: str) -> bool:
