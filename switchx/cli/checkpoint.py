@@ -118,11 +118,10 @@ def _print_inspection(run, step, checkpoints, arrays, config) -> None:
     print(f"step {step}: name, shape, dtype, bytes, split over the mesh that saved it")
     width = max(len(each["name"]) for each in arrays)
     for each in arrays:
-        parts = {
-            axes: math.prod(each["mesh"].get(axis, 1) for axis in axes.split("*"))
-            for axes in each["partition"] or () if axes
-        }  # fmt: skip
-        split = [f"{axes}={number}" for axes, number in parts.items() if number > 1]
+        split = []
+        for axes in filter(None, each["partition"] or ()):
+            parts = math.prod(each["mesh"].get(axis, 1) for axis in axes.split("*"))
+            split += [f"{axes}={parts}"] * (parts > 1)
         shape = "x".join(map(str, each["shape"])) or "-"
         print(
             f"  {each['name']:<{width}}  {shape:>16}  {each['dtype']:<9} {each['bytes']:>13,}  "

@@ -53,12 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.data.vocabularies import train_sentencepiece
 
     inputs = [name for names in arguments.input for name in names.split(",") if name]
-    summary = train_sentencepiece(
+    path, num_pieces, num_characters, ratio = train_sentencepiece(
         inputs, arguments.size, arguments.output, arguments.sample_characters
     )
     print(
-        f"{summary.path}: {summary.num_pieces} pieces, trained on "
-        f"{summary.num_characters:,} characters, {summary.characters_per_token:.2f} characters "
-        "per token"
+        f"{path}: {num_pieces} pieces, trained on {num_characters:,} characters, {ratio:.2f} "
+        "characters per token"
     )
     return 0

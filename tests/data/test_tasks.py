@@ -150,7 +150,7 @@ def test_every_direction_asks_for_its_language():
 
 
 def test_bad_languages():
-    with refused("languages ['xx'] are not in Multi30K; use cs, de, en, fr"):
+    with refused("Multi30k.<any>='xx' is unknown; use one of cs, de, en, fr"):
         multi30k_directions(NumberVocabulary(), ("en", "xx"))
     with refused("languages=('en',) have no direction; use two or more"):
         multi30k_directions(NumberVocabulary(), ("en",))

@@ -116,15 +116,16 @@ def read_lines(name: str) -> list[str]:
         lines.pop()
     if not lines:
         raise ValueError(f"{_shown(name)} has no lines; write one input a line")
-    texts, faults = [], []
-    for number, line in enumerate(lines, 1):
+
+    def decoded(line: bytes) -> str:
         try:
-            texts.append(line.removesuffix(b"\r").decode())
+            return line.removesuffix(b"\r").decode()
         except UnicodeDecodeError as error:
-            byte = f"0x{error.object[error.start]:02x}"
-            faults.append((number, f"is not UTF-8: byte {error.start + 1} is {byte}"))
-    refuse_lines(name, faults)
-    return texts
+            byte = error.object[error.start]
+            fault = f"is not UTF-8: byte {error.start + 1} is 0x{byte:02x}"
+            raise ValueError(fault) from error
+
+    return check(name, lines, decoded)
 
 
 def encoded(
@@ -149,27 +150,26 @@ def encoded(
     return tokens
 
 
-def check(name: str, lines: Sequence[str], read_line: Callable[[str], Any]) -> None:
-    """Raises one ValueError that names all lines that `read_line` refuses, and why."""
-    faults = []
+def check(name: str, lines: Sequence, read_line: Callable[[Any], Any]) -> list:
+    """What `read_line` makes of each line.
+
+    Raises:
+        ValueError: it refuses some; names all of them by their numbers, and why.
+    """
+    read, faults = [], []
     for number, line in enumerate(lines, 1):
         try:
-            read_line(line)
+            read.append(read_line(line))
         except ValueError as error:
-            faults.append((number, str(error)))
-    refuse_lines(name, faults)
-
-
-def refuse_lines(name: str, faults: Sequence[tuple[int, str]]) -> None:
-    """Raises one ValueError that names the numbers of wrong lines and each one's fault."""
-    if not faults:
-        return
-    listed = "; ".join(f"line {number} {fault}" for number, fault in faults[:MOST_LISTED])
-    more = len(faults) - MOST_LISTED
-    rest = f"; and {more} more lines" if more > 0 else ""
-    raise ValueError(
-        f"{_shown(name)}: {listed}{rest}. Nothing was done; correct or remove what is wrong"
-    )
+            faults.append(f"line {number} {error}")
+    if faults:
+        more = len(faults) - MOST_LISTED
+        rest = f"; and {more} more lines" if more > 0 else ""
+        raise ValueError(
+            f"{_shown(name)}: {'; '.join(faults[:MOST_LISTED])}{rest}. Nothing was done; "
+            "correct or remove what is wrong"
+        )
+    return read
 
 
 def write(
