@@ -8,7 +8,6 @@ import sys
 from switchx.cli import (
     bench,
     checkpoint,
-    compile,
     convert,
     evaluate,
     export,
@@ -24,7 +23,7 @@ from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
 
 COMMANDS = (
     train, evaluate, generate, serve, export, convert, vocab, checkpoint, show, plan,
-    compile, bench,
+    bench,
 )  # fmt: skip
 
 DESCRIPTION = """\
