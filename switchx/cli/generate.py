@@ -123,19 +123,17 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
 
     def compute(shard, first):
         for number, score in scorer(list(map(pair, shard)), first):
-            values = (score.log_likelihood, score.num_tokens)
-            named = dict(zip(("log_likelihood", "num_tokens"), values, strict=True))
-            yield number, json.dumps(named) if arguments.json else "{:.6f}\t{}".format(*values)
+            values = {"log_likelihood": score.log_likelihood, "num_tokens": score.num_tokens}
+            plain = f"{score.log_likelihood:.6f}\t{score.num_tokens}"
+            yield number, json.dumps(values) if arguments.json else plain
 
     text.check(arguments.input, lines, pair)
-    log_likelihood, num_tokens, num_lines = 0.0, 0, 0
+    scores = []
     for line in text.write(arguments, model, lines, {}, compute, reporter):
         values = json.loads(line).values() if arguments.json else line.split("\t")
-        one_log_likelihood, one_num_tokens = values
-        log_likelihood += float(one_log_likelihood)
-        num_tokens += int(one_num_tokens)
-        num_lines += 1
+        scores.append([float(value) for value in values])
+    log_likelihood, num_tokens = map(sum, zip(*scores, strict=True))
     reporter.note(
-        f"{num_lines:,} lines, {num_tokens:,} target tokens: log-likelihood "
+        f"{len(scores):,} lines, {num_tokens:,.0f} target tokens: log-likelihood "
         f"{log_likelihood:,.4f}, {log_likelihood / num_tokens:.4f} a token"
     )

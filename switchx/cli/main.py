@@ -22,8 +22,7 @@ from switchx.cli import (
 from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
 
 COMMANDS = (
-    train, evaluate, generate, serve, export, convert, vocab, checkpoint, show, plan,
-    bench,
+    train, evaluate, generate, serve, export, convert, vocab, checkpoint, show, plan, bench,
 )  # fmt: skip
 
 DESCRIPTION = """\
