@@ -8,6 +8,7 @@ import sys
 from switchx.cli import (
     bench,
     checkpoint,
+    compile,
     convert,
     evaluate,
     export,
@@ -22,7 +23,8 @@ from switchx.cli import (
 from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
 
 COMMANDS = (
-    train, evaluate, generate, serve, export, convert, vocab, checkpoint, show, plan, bench,
+    train, evaluate, generate, serve, export, convert, vocab, checkpoint, show, plan,
+    compile, bench,
 )  # fmt: skip
 
 DESCRIPTION = """\

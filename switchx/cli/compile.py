@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx compile`: a run's whole training step, compiled for a pod that is not here."""
+
+import argparse
+import signal
+import sys
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Compiles the training step that gin files describe, forward, backward and optimizer, for a
+slice of TPUs or GPUs that this machine does not have, and prints what it takes there: bytes
+of a device's memory and whether they fit, FLOPs, collectives with their bytes. Nothing is
+run, and no parameter is allocated.
+
+  switchx compile --gin_file=configs/runs/pretrain_switch_c.gin --topology=v4:8x8x16
+  switchx compile --gin_file=configs/runs/pretrain_switch_base.gin --topology=v5e:16x16 --json
+
+Topologies are v4:8x8x16, v5e:16x16, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4 and the like, h200 and
+h200:8. The compilers are installed once, into folders of their own:
+
+  python -m pallas_kernels.aot.install tpu .venv/aot_tpu
+  python -m pallas_kernels.aot.install gpu .venv/aot_gpu
+
+The exit status is 1 where the step does not fit, or another check does not hold.
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "compile", run, "compile a training step for a pod", DESCRIPTION
+    )
+    shared.add_gin_arguments(parser)
+    parser.add_argument(
+        "--topology", required=True, metavar="KIND:SIDES", help="such as v4:8x8x16, or h200:8"
+    )
+    shared.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from switchx.partitioning.topology import Topology
+
+    topology = Topology.parse(arguments.topology)
+    from switchx.cli.progress import TerminalReporter
+    from switchx.training import aot
+
+    job = shared.parse_job(arguments)
+    aot.require_mesh_fits(job.mesh, topology)
+    if not aot.has_compiler():
+        sys.stdout.flush()
+        again = [
+            "compile",
+            f"--topology={arguments.topology}",
+            *shared.configuration_words(arguments),
+        ]
+        again += [f"--{name}" for name in ("json", "traceback") if getattr(arguments, name)]
+        return _status(aot.run_with_compiler(again, topology).returncode)
+    from switchx.bench import compiled
+
+    with TerminalReporter() as reporter:
+        reporter.note(f"compiling for {topology.num_devices} devices of {topology}")
+        report = compiled.run(job, topology, ", ".join(arguments.gin_file))
+    if arguments.json:
+        report.print(as_json=True)
+    else:
+        compiled.print_tables(report)
+    return 0 if all(check.holds for check in report.checks) else 1
+
+
+def _status(returncode: int) -> int:
+    """The exit status of the process that compiled; 1, and a line, where a signal ended it."""
+    if returncode >= 0:
+        return returncode
+    name = signal.Signals(-returncode).name
+    said = f"the process that compiled was ended by {name}"
+    if name == "SIGKILL":
+        said += (
+            ", as the system does when memory runs out; compile where more is free, or with "
+            "ModelConfig.scan_layers=True, which makes the program smaller"
+        )
+    print(f"switchx compile: {said}", file=sys.stderr)
+    return 1
