@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx quantize` and `switchx export`: a trained model, made ready to be used."""
+"""`switchx export`: a trained model as programs for a platform, run without switchx."""
 
 import argparse
 import dataclasses
@@ -12,20 +12,7 @@ from switchx.cli import arguments as shared
 from switchx.fields import options
 from switchx.inference.config import DecodingConfig
 
-QUANTIZE = """\
-Writes a model whose experts' matrices are int8 or int4, one scale for each output feature of
-each expert, and everything else as it was or in another dtype:
-
-  switchx quantize --model_dir=runs/tiny --output=runs/tiny_int4 --bits=4 --rest=bfloat16
-
-The folder holds the weights (safetensors), the vocabulary, and artifact.json: what the model
-is, where it comes from, and a SHA-256 of every file, which loading compares. `switchx
-generate`, `switchx score` and `switchx.load` read it as they read a run folder.
-
-It prints the share of the experts' bytes that is quantized, bytes before and after, and the
-error of every matrix: the root of its mean squared error over that of its mean square.
-"""
-EXPORT = """\
+DESCRIPTION = """\
 Writes a model as two programs of fixed shapes (jax.export), one that reads a batch of inputs
 and one that takes a step, for one or several platforms, with the weights beside them:
 
@@ -39,42 +26,12 @@ and safetensors alone.
 The platform and the mesh need not be here: programs are lowered for them, with their kernels,
 and compiled where they run. What runs them checks platform, devices and JAX's version.
 """
-METHODS = ("absmax", "ft", "mse")
 PLATFORMS = ("cpu", "tpu", "cuda")
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "quantize", run_quantize, "make a model's experts int8 or int4", QUANTIZE
-    )
-    shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
-    shared.add_new_folder(parser, "folder to write; nothing may be there")
-    parser.add_argument("--bits", type=int, choices=(4, 8), required=True, help="of a weight")
-    parser.add_argument(
-        "--method",
-        choices=METHODS,
-        help="of choosing a scale: the largest weight (absmax), FasterTransformer's (ft), or "
-        "least squared error (mse); default: mse with 4 bits, absmax with 8",
-    )
-    parser.add_argument(
-        "--group_size",
-        type=int,
-        metavar="N",
-        help="inputs of an expert that share a scale; default: all",
-    )
-    parser.add_argument(
-        "--rest",
-        choices=("bfloat16", "float32"),
-        help="dtype of all other parameters, routers apart; default: as they are",
-    )
-    shared.add_step(parser, "checkpoint to quantize")
-    shared.add_json(parser)
-    parser = shared.add_command(
-        commands,
-        "export",
-        run_export,
-        "make programs of a model, to run without switchx",
-        EXPORT,
+        commands, "export", run, "make programs of a model, to run without switchx", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
     shared.add_new_folder(parser, "folder to write; nothing may be there")
@@ -101,78 +58,7 @@ def add_command(commands) -> None:
     shared.add_json(parser)
 
 
-def run_quantize(arguments: argparse.Namespace) -> int:
-    import jax
-    import safetensors
-
-    from switchx import api
-    from switchx.inference.artifact import is_artifact, write_artifact
-    from switchx.inference.quantize import quantize_experts
-    from switchx.manifest import require_free
-    from switchx.provenance import git_commit
-
-    output = require_free(arguments.output)
-    if is_artifact(arguments.model_dir):
-        raise ValueError(
-            f"{arguments.model_dir} is quantized already; give the run folder it was made from"
-        )
-    model = api.load(arguments.model_dir, arguments.step)
-    settings = {name: getattr(arguments, name) for name in ("bits", "group_size", "rest")}
-    config, params, matrices, sizes = quantize_experts(
-        model.config, model.params, method=arguments.method, **settings
-    )
-    about = {
-        "source": arguments.model_dir,
-        "source_fingerprint": model.fingerprint,
-        "step": model.step,
-        "method": arguments.method or ("mse" if arguments.bits == 4 else "absmax"),
-        **settings,
-        "text_format": dataclasses.asdict(model.text_format),
-        "versions": {
-            "switchx": git_commit(),
-            "jax": jax.__version__,
-            "safetensors": safetensors.__version__,
-        },
-    }
-    num_bytes = write_artifact(output, config, params, about, model.save_vocabulary)
-    report = {
-        "command": "quantize",
-        "output": str(output),
-        "about": about,
-        "share_of_expert_bytes_quantized": sizes.quantized / sizes.experts,
-        "share_of_bytes_in_experts": sizes.experts / sizes.before,
-        "bytes_before": sizes.before,
-        "bytes_after": sizes.after,
-        "bytes_of_files": num_bytes,
-        "matrices": [dataclasses.asdict(each) for each in matrices],
-    }
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        _print_quantized(report)
-    return 0
-
-
-def _print_quantized(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("matrix", "error", "of the worst expert", box=None, pad_edge=False)
-    for each in report["matrices"]:
-        table.add_row(each["name"], f"{each['error']:.4f}", f"{each['worst_error']:.4f}")
-    before, after = report["bytes_before"], report["bytes_after"]
-    # Longer than any table: a path is not broken.
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
-    console.print(
-        f"{report['share_of_expert_bytes_quantized']:.1%} of the experts' bytes are quantized; "
-        f"experts are {report['share_of_bytes_in_experts']:.1%} of the model"
-    )
-    console.print(f"{before:,} bytes before, {after:,} after: {before / after:.2f} times less")
-    console.print(f"{report['output']}: {report['bytes_of_files']:,} bytes of files")
-
-
-def run_export(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from switchx import api
     from switchx.inference.export import Shapes, Target, export_model
     from switchx.manifest import require_free

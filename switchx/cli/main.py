@@ -15,6 +15,7 @@ from switchx.cli import (
     generate,
     messages,
     plan,
+    quantize,
     serve,
     show,
     train,
@@ -23,7 +24,7 @@ from switchx.cli import (
 from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
 
 COMMANDS = (
-    train, evaluate, generate, serve, export, convert, vocab, checkpoint, show, plan,
+    train, evaluate, generate, serve, quantize, export, convert, vocab, checkpoint, show, plan,
     compile, bench,
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 
 import switchx
 from pallas_kernels.quantization.quantize import METHODS
-from switchx.cli import export
+from switchx.cli import export, quantize
 from switchx.cli.main import main
 from switchx.inference.export import DEVICE_KINDS
 from switchx.inference.quantize import model_bytes
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def test_names_are_those_of_what_is_imported_late():
-    assert export.METHODS == METHODS
+    assert quantize.METHODS == METHODS
     assert tuple(DEVICE_KINDS) == export.PLATFORMS
 
 
