@@ -17,7 +17,7 @@ def xla_flags(devices: int) -> str:
     version = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2]))
     emitters = "--xla_cpu_use_fusion_emitters=false " if version < (0, 11) else ""
     return (
-        f"--xla_backend_optimization_level=0 {emitters}"
+        f"--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 {emitters}"
         f"--xla_force_host_platform_device_count={devices}"
     )
 
