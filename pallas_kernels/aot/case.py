@@ -8,15 +8,15 @@ Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bench.cells import MATRICES
+
 OPS = ("grouped_matmul", "quantized_grouped_matmul")
 PASSES = ("forward", "input_gradient", "weight_gradient")
-SHAPES = ((1024, 4096), (4096, 1024), (768, 3072), (4096, 14336))
 EXPERTS = 32
 # Rows an expert: of a decoding step, and of an encoder or a training batch.
 ROWS = {"few": 8, "many": 256}
@@ -70,7 +70,7 @@ class Case:
 def benchmark_cases() -> dict[str, Case]:
     """Every kernel at the shapes of the benchmark, by name, such as `int8 1024x4096 few`."""
     found = {}
-    for D, F in SHAPES:
+    for D, F in MATRICES:
         for load, rows in ROWS.items():
             sizes = {"R": rows * EXPERTS, "D": D, "F": F, "E": EXPERTS}
             for direction in PASSES:
@@ -84,17 +84,9 @@ def benchmark_cases() -> dict[str, Case]:
 
 def variant(op: str = "grouped_matmul", **changes) -> Case:
     """A kernel at the first shape with few rows."""
-    D, F = SHAPES[0]
+    D, F = MATRICES[0]
     sizes = {"R": ROWS["few"] * EXPERTS, "D": D, "F": F, "E": EXPERTS}
     return Case(op, **sizes | changes)
-
-
-def by_name(names: Iterable[str], results: Iterable[dict], resources: Iterable[str]) -> dict:
-    """Rows of a table of budgets: a case's resources, or what the compiler said instead."""
-    return {
-        name: {key: result[key] for key in (("error",) if result["error"] else resources)}
-        for name, result in zip(names, results, strict=True)
-    }
 
 
 def build(case: Case, implementation: str):
