@@ -19,12 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench import products
-from pallas_kernels.bench.cells import (
-    ACTIVE_OF_EXPERTS,
-    MATRICES,
-    TOKENS,
-    Cell,
-)
+from pallas_kernels.bench.cells import ACTIVE_OF_EXPERTS, MATRICES, TOKENS, Cell
 from pallas_kernels.bench.products import Product, activation_dtype
 from pallas_kernels.bench.timing import (
     Contender,
