@@ -57,13 +57,9 @@ def forward(
     tiling: Tiling | None = None,
     interpret=False,
 ):
-    """`y_r = x_r w_e`, e the expert of row r: `[R, F]` in the dtype of x.
+    """`y_r = x_r w_e` as `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        x_RD: rows sorted by expert; bfloat16 or float32.
-        w: [E, D, F]; [E, F, D] with `transpose_w`, as it lies, contracted over its last axis.
-        group_sizes_E: int32, rows of each expert; their sum is at most R. The result of rows
-            past the last expert's is zero, whatever is in them.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:

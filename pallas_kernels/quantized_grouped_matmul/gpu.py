@@ -108,15 +108,10 @@ def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None) -
 
 def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activation=None,
             gate_R=None, tiling: Tiling | None = None, interpret: bool = False):  # fmt: skip
-    """`y_r = gate_r act(scale_e (x_r . q_e) + bias_e)`, e the expert of row r; `[R, F]`.
+    """`y_r = gate_r act(scale_e (x_r . q_e) + bias_e)`, as `api.quantized_grouped_matmul`.
 
     Args:
-        x_RD: rows sorted by expert, bfloat16 or float16, the dtype of the result.
-        values_EFD: int8 or int4.
-        scales_EFG: float32; G=1 is a scale an output feature, else D/G channels share one.
-        group_sizes_E: int32 rows of each expert; rows past their sum are not read and zero.
-        activation: None or "relu".
-        interpret: runs on the CPU, with race detection.
+        values_EFD, scales_EFG: of a QTensor with native values.
 
     Raises:
         ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot

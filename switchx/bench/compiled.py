@@ -22,7 +22,7 @@ from switchx.bench.report import Check, Report
 from switchx.partitioning.hlo_collectives import KINDS
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters
-from switchx.training.aot import CompiledStep, compile_step, describe_devices, run_with_compiler
+from switchx.training.aot import CompiledStep, run_with_compiler
 from switchx.training.job import TrainingJob
 
 # The runs that docs/scale.md reports, and the slices that they are for.
@@ -42,18 +42,12 @@ RESULTS, PAGE = DOCS / "scale.json", DOCS / "scale.md"
 BEGIN, END = "<!-- tables: made by switchx.bench.compiled -->\n", "<!-- end of tables -->\n"
 
 
-def run(job: TrainingJob, topology: Topology, name: str) -> Report:
-    """Compiles a job's step for a slice; in a process that has the compiler.
+def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: str) -> Report:
+    """The report of a compiled step: a row that holds its collectives, and the checks.
 
     Args:
         name: of the job, for the row.
     """
-    step = compile_step(job, describe_devices(topology), topology.generation.hbm_bytes)
-    return report_of(step, job, topology, name)
-
-
-def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: str) -> Report:
-    """The report of a compiled step: a row that holds its collectives, and the checks."""
     memory = step.memory
     row = {
         "run": name,
@@ -69,9 +63,8 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         "hbm_bytes_per_device": memory.limit,
         "excess_bytes_per_device": memory.excess,
         "matrix_flops_per_device": step.flops,
-        "collectives": None
-        if step.collectives is None
-        else {
+        "collectives": step.collectives
+        and {
             kind: {"count_per_step": count, "bytes_per_device": size}
             for kind, (count, size) in step.collectives.items()
         },

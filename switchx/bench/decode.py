@@ -38,6 +38,7 @@ CASES = (
     ((1, 4), "beam4_b1_vs_torch", 4.0),
 )
 PRUNED_BATCH = 32
+PRUNINGS = ("none", "experts", "compact")
 NO_END = -1
 
 
@@ -83,11 +84,12 @@ def run(rounds: int) -> Report:
     checks = [
         Check(name, ratios[name], f">={least}") for _, name, least in CASES if name in ratios
     ]
-    measures = [pruning, quantized_bytes]
+    parts = [pruning(rounds), quantized_bytes()]
     if serving.is_available():
-        measures.append(served_requests)
-    for measure in measures:
-        found, more = measure(rounds)
+        config = switch_model(NUM_EXPERTS[0])
+        params = init_params(config, jax.random.key(0))
+        parts.append(serving.serving(config, params, inputs(PRUNED_BATCH), rounds))
+    for found, more in parts:
         rows, checks = rows + found, checks + more
     return Report("bench decode", rows, checks)
 
@@ -147,7 +149,7 @@ def pruning(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     config, params = for_decoding(config), init_params(config, jax.random.key(0))
     rooms = sentence_lengths(PRUNED_BATCH)
     decoders = {}
-    for name in ("none", "experts", "compact"):
+    for name in PRUNINGS:
         decoding = DecodingConfig(NEW_TOKENS, eos_id=NO_END, pruning=name)
         generator = Generator(config, params, decoding, PRUNED_BATCH)
         decoders[name] = Decoder(generator, inputs(PRUNED_BATCH), rooms)
@@ -167,9 +169,8 @@ def pruning(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     return rows, checks
 
 
-def quantized_bytes(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+def quantized_bytes() -> tuple[list[dict[str, Any]], list[Check]]:
     """Compares arguments and temporaries of the compiled loop, float32 and int4 experts."""
-    del rounds
     config = switch_model(NUM_EXPERTS[-1])
     config, params = for_decoding(config), init_params(config, jax.random.key(0))
     _, quantized, _, _ = quantize_experts(config, params, bits=4)
@@ -179,14 +180,6 @@ def quantized_bytes(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
         for name, size in found.items()
     ]
     return rows, [Check("int4_bytes_vs_f32", found["int4"] / found["float32"], "<=0.25")]
-
-
-def served_requests(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Measures a server of the smaller model with 1 to 32 clients at a time."""
-    config = switch_model(NUM_EXPERTS[0])
-    return serving.serving(
-        config, init_params(config, jax.random.key(0)), inputs(PRUNED_BATCH), rounds
-    )
 
 
 def loop_bytes(config, params) -> int:
