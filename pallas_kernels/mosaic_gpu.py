@@ -12,11 +12,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.dtypes import itemsize_bits
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.operands import vary_like
-from pallas_kernels.tiling.gpu import bits_of
 
 try:  # JAX 0.11 and later
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams, force_gpu_interpret_mode
@@ -110,8 +110,8 @@ def release_before(empty, step, stages: int) -> None:
 
 def tiled(columns: int, dtype) -> tuple:
     """The transforms that the tensor core asks of a matrix in shared memory."""
-    swizzle = min(128, columns * bits_of(dtype) // 8)
-    columns = swizzle * 8 // bits_of(dtype)
+    swizzle = min(128, columns * itemsize_bits(dtype) // 8)
+    columns = swizzle * 8 // itemsize_bits(dtype)
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
 
 

@@ -22,6 +22,7 @@ of a tile, K one step of D, M features of a warpgroup, P tiles of rows, N tiles 
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -120,7 +121,7 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activa
     (num_rows, D), (E, F, _) = x_RD.shape, values_EFD.shape
     G = scales_EFG.shape[2]
     group_size = D // G if G > 1 else None
-    bits = 4 if values_EFD.dtype == jnp.int4 else jnp.dtype(values_EFD.dtype).itemsize * 8
+    bits = jax.dtypes.itemsize_bits(values_EFD.dtype)
     if reason := refusal(x_RD.dtype, bits, num_rows, D, F, E, group_size):
         raise ValueError(reason)
     check_activation(activation)

@@ -32,7 +32,7 @@ from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.hlo_collectives import collectives
-from switchx.partitioning.mesh import MeshSpec, batch_axes, batch_parts
+from switchx.partitioning.mesh import MeshSpec, batch_axes, batch_parts, named_axes
 from switchx.partitioning.rules import param_shardings
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import SLICED_RULES
@@ -191,7 +191,7 @@ def layer_rows(note: Callable[[str], None] = lambda text: None) -> Rows:
             if each.num_bytes >= LEAST_BYTES:
                 counted[each.kind] += 1
                 sizes[each.kind] += each.num_bytes
-        axes = " ".join(f"{axis}={n}" for axis, n in spec.build().shape.items() if n > 1)
+        axes = named_axes(spec.build().shape)
         row = {"case": f"one layer, {name}, {axes}", "collectives": counted.total()}
         for kind in sorted(counted):
             row |= {f"{kind}s": counted[kind], f"{kind}_bytes": sizes[kind]}
