@@ -100,20 +100,18 @@ def build(case: Case, implementation: str):
     """
     module = importlib.import_module(f"pallas_kernels.{case.op}.{implementation}")
     tiling = None if case.tiling is None else module.Tiling(**case.tiling)
-    R, D, F, E = case.R, case.D, case.F, case.E
-    dtype = jnp.dtype(case.dtype)
-    spec = jax.ShapeDtypeStruct
-    counts = spec((E,), jnp.int32)
     if case.op == "quantized_grouped_matmul":
         return _quantized(case, module, tiling)
+    R, D, F, E = case.R, case.D, case.F, case.E
+    dtype, run = jnp.dtype(case.dtype), module.forward
+    first, second, options = (R, D), (E, D, F), {}
     if case.direction == "weight_gradient":
-        run = functools.partial(module.weight_gradient, out_dtype=dtype, tiling=tiling)
-        return run, (spec((R, D), dtype), spec((R, F), dtype), counts)
+        run, second, options = module.weight_gradient, (R, F), {"out_dtype": dtype}
     if case.direction == "input_gradient":
-        run = functools.partial(module.forward, transpose_w=True, tiling=tiling)
-        return run, (spec((R, F), dtype), spec((E, D, F), dtype), counts)
-    run = functools.partial(module.forward, tiling=tiling)
-    return run, (spec((R, D), dtype), spec((E, D, F), dtype), counts)
+        first, options = (R, F), {"transpose_w": True}
+    specs = (jax.ShapeDtypeStruct(shape, dtype) for shape in (first, second))
+    counts = jax.ShapeDtypeStruct((E,), jnp.int32)
+    return functools.partial(run, tiling=tiling, **options), (*specs, counts)
 
 
 def _quantized(case: Case, module, tiling):

@@ -179,13 +179,11 @@ def _collective(line: str, all_devices) -> HloCollective | None:
     if match["kind"] != "collective-permute" and len(groups[0]) == 1:
         return None
     scale = len(groups[0]) if match["kind"] == "reduce-scatter" else 1
-    num_bytes = scale * sum(_num_bytes(*array) for array in arrays)
+    num_bytes = 0
+    for dtype, shape in arrays:
+        bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+        num_bytes += scale * (math.prod(shape) * bits // 8)
     return HloCollective(match["kind"], arrays, groups, num_bytes)
-
-
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
-    return math.prod(shape) * bits // 8
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:

@@ -113,6 +113,7 @@ def test_a_wrong_product_has_a_large_error():
     assert products.relative_error(dense, given) is None
 
 
+@pytest.mark.slow
 def test_weights_rotate_and_stay_for_cells_of_the_same_matrices():
     cache = {}
     products.contenders(CELL, cache)
