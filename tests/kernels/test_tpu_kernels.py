@@ -174,7 +174,6 @@ def test_weight_gradient_sums_over_the_rows_of_each_expert(dtype, out_dtype, siz
     assert not dw_EDF[np.array(group_sizes) == 0].any()
 
 
-@pytest.mark.slow
 def test_two_cores_share_the_blocks_of_the_gradient():
     group_sizes = (10, 0, 17, 9)
     x_RD = rows_of(0, 37, 128, group_sizes, "float32")
