@@ -2,11 +2,8 @@
 """What child processes of the tests, and the tests themselves, run with."""
 
 import importlib.metadata
-import json
 import os
 import pathlib
-import subprocess
-import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -38,35 +35,3 @@ def child_environment(cache: pathlib.Path, devices: int) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-
-
-# Says before each command which it is, so that the last one said is the one that failed.
-_IN_TURN = """
-import json, sys
-from switchx.cli.main import main
-for words in json.loads(sys.argv[1]):
-    print("$ switchx", *words, file=sys.stderr, flush=True)
-    try:
-        status = main(words)
-    except SystemExit as end:  # --help
-        status = end.code
-    if status:
-        sys.exit(status)
-"""
-
-
-def run_in_turn(
-    commands: list[list[str]], cwd: pathlib.Path, cache: pathlib.Path, devices: int = 1
-) -> subprocess.CompletedProcess:
-    """Runs switchx commands, each its arguments, in one child, up to the first that fails.
-
-    Importing JAX takes longer than most small commands, and they share what was compiled.
-    """
-    return subprocess.run(
-        [sys.executable, "-c", _IN_TURN, json.dumps(commands)],
-        cwd=cwd,
-        env=child_environment(cache, devices),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
