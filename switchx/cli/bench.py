@@ -82,7 +82,9 @@ def run_bench(arguments) -> int:
                 "rounds; leave --rounds out"
             )
         shared.simulate_devices(8)
-    from switchx.bench import decode, kernels, moe, scale, train
+    from pallas_kernels.bench import kernels
+    from switchx.bench import decode, moe, scale, train
+    from switchx.bench.report import Check, Report
     from switchx.cli.progress import TerminalReporter
 
     rounds = arguments.rounds or BENCH_ROUNDS
@@ -91,7 +93,8 @@ def run_bench(arguments) -> int:
             if arguments.what == "scale":
                 report = scale.run(reporter.note)
             else:
-                report = kernels.run(rounds, note=reporter.note)
+                rows, checks = kernels.run(rounds, note=reporter.note)
+                report = Report("bench kernels", rows, [Check(**check) for check in checks])
     else:
         bench = {"train": train, "moe": moe, "decode": decode}[arguments.what]
         report = bench.run(rounds)

@@ -59,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     with TerminalReporter() as reporter:
         reporter.note(f"compiling for {topology.num_devices} devices of {topology}")
-        report = compiled.run(job, topology, ", ".join(arguments.gin_file))
+        devices, limit = aot.describe_devices(topology), topology.generation.hbm_bytes
+        step = aot.compile_step(job, devices, limit)
+        report = compiled.report_of(step, job, topology, ", ".join(arguments.gin_file))
     if arguments.json:
         report.print(as_json=True)
     else:

@@ -264,13 +264,9 @@ def run_with_compiler(arguments: Sequence[str], topology: Topology, **options):
     Raises:
         FileNotFoundError: no compiler is installed; the message says how to get it.
     """
-    root = str(pathlib.Path(__file__).parents[2])
     if topology.generation.platform == "tpu":
-        path = [root, str(tpu_compiler.compiler_folder())]
-        variables = tpu_compiler.compiler_variables(path)
+        variables = tpu_compiler.compiler_variables()
     else:
-        if reason := gpu_compiler.missing():
-            raise FileNotFoundError(reason)
         variables = gpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
     command = [sys.executable, "-m", "switchx", *arguments]
     return subprocess.run(
