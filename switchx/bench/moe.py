@@ -21,7 +21,7 @@ import numpy as np
 
 from switchx.bench.report import Check, Report
 from switchx.bench.train import MEBIBYTE, Contender, ratio, take_turns
-from switchx.layers.ffn import DenseFFN
+from switchx.layers.dense import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN

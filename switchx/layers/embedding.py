@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from switchx.layers import initializers
+from switchx.layers.dense import weight
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.rules import MeshAxes
 from switchx.partitioning.vocab import RowOwners, look_up
@@ -37,7 +37,7 @@ class Embedding(nnx.Module):
             shape = (config.max_length, D)
             self.positions_LD = nnx.Param(jax.random.normal(key_positions, shape, dtype) * 0.02)
         if not config.tie_embeddings:
-            self.w_logits_DV = initializers.weight(config, key_logits, (D, V), fan_in=D)
+            self.w_logits_DV = weight(config, key_logits, (D, V), fan_in=D)
 
     def embed(self, tokens_BL, positions_BL):
         """Rows of the table `[B, L, D]` in the compute dtype, plus learned positions."""

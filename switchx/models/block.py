@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers.attention import Attention, KeysValues
-from switchx.layers.dropout import dropout, split_key
-from switchx.layers.ffn import DenseFFN
-from switchx.layers.norm import Norm
+from switchx.layers.dense import DenseFFN, Norm, dropout, split_key
 from switchx.moe.attention import SwitchAttention
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.constrain import constrain_named
@@ -69,11 +67,7 @@ class Block(nnx.Module):
     def __init__(self, config, *, is_sparse: bool, has_memory: bool, key):
         self.config = config
         keys = jax.random.split(key, 3)
-
-        def norm():
-            return Norm(config.d_model, config.norm, config.precision.params)
-
-        self.self_attention_norm = norm()
+        self.self_attention_norm = Norm(config)
         switch = config.switch if is_sparse else None
         self.is_attention_sparse = switch is not None and switch.has_attention
         self.is_ffn_sparse = switch is not None and switch.has_ffn
@@ -85,11 +79,10 @@ class Block(nnx.Module):
             )
         self.has_memory = has_memory
         if has_memory:
-            self.cross_attention_norm = norm()
+            self.cross_attention_norm = Norm(config)
             self.cross_attention = Attention(config, key=keys[1])
-        self.ffn_norm = norm()
-        ffn = SwitchFFN if self.is_ffn_sparse else DenseFFN
-        self.ffn = ffn(config, key=keys[2])
+        self.ffn_norm = Norm(config)
+        self.ffn = (SwitchFFN if self.is_ffn_sparse else DenseFFN)(config, key=keys[2])
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ Dims: B batch, L length, M memory, D model, V vocabulary
 import jax
 from flax import nnx
 
-from switchx.layers.dropout import split_key
+from switchx.layers.dense import split_key
 from switchx.layers.embedding import Embedding
 from switchx.models.block import BlockInputs, causal_mask, segment_mask
 from switchx.models.stack import Stack

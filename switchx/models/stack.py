@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.dropout import dropout, split_key
-from switchx.layers.norm import Norm
+from switchx.layers.dense import Norm, dropout, split_key
 from switchx.layers.positions import RelativeBias, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.partitioning.buckets import whole
@@ -95,7 +94,7 @@ class Stack(nnx.Module):
             self.blocks = jax.vmap(build)(jax.random.split(key_blocks, self.repeats))
         else:
             self.blocks = build(key_blocks)
-        self.norm = Norm(config.d_model, config.norm, config.precision.params)
+        self.norm = Norm(config)
 
     def position_bias(self, num_queries: int, num_keys: int, *, first_query: int = 0):
         """The stack's relative `bias_HLM`, or None where it has none."""

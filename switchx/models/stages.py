@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from switchx.layers.dropout import split_key
+from switchx.layers.dense import split_key
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
 from switchx.partitioning.constrain import constrain_named

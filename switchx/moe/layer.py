@@ -13,14 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers import initializers
-from switchx.layers.dropout import split_key
-from switchx.layers.ffn import DenseFFN
-from switchx.moe.assignment import make_plan
+from switchx.layers.dense import DenseFFN, split_key, weight
 from switchx.moe.capacity import into_groups, layer_capacity, layer_groups, out_of_groups
 from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.plan import RoutingPlan, make_plan
 from switchx.moe.router import explored_inputs, hash_logits, router_logits
 from switchx.moe.shared_groups import assign_shared_slots, constrain_shared, shared_axes
 from switchx.moe.stats import Choices, RoutingStats, measure_routing
@@ -55,7 +52,7 @@ class RoutedLayer(nnx.Module):
         self.config = config
         D, E = config.d_model, config.switch.num_experts
         if config.switch.router.has_weights:
-            self.w_router_DE = initializers.weight(
+            self.w_router_DE = weight(
                 config, key, (D, E), fan_in=D, scale=config.switch.router_init_scale
             )
         if config.switch.router.has_bias:

@@ -10,7 +10,7 @@ Dims: G groups, T tokens of a group, D model, E experts
 import jax
 import jax.numpy as jnp
 
-from switchx.layers.dropout import dropout
+from switchx.layers.dense import dropout
 
 
 def router_logits(x_GTD, w_router_DE, *, dtype="float32"):

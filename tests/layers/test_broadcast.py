@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.layers.initializers import along_last
+from switchx.layers.dense import along_last
 
 
 def test_a_vector_along_the_last_dimension():

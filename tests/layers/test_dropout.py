@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.layers.dropout import dropout, split_key
+from switchx.layers.dense import dropout, split_key
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.75])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.layers.initializers import truncated_normal, weight
+from switchx.layers.dense import truncated_normal, weight
 from switchx.models.config import ModelConfig, Precision
 
 

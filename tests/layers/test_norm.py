@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm and LayerNorm against NumPy in float64, numbers by hand, finite differences."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.layers.norm import Norm, layer_norm, rms_norm
+from switchx.layers.dense import Norm, layer_norm, rms_norm
+from switchx.models.config import ModelConfig, Precision
 
 D = 12
 
@@ -103,9 +106,12 @@ def test_a_constant_row_stays_finite(norm, oracle):
 
 def test_the_module_starts_as_the_plain_norm():
     x = jnp.asarray(inputs()[0], jnp.float32)
-    module = Norm(D, "rms", jnp.float32)
+    sizes = dict(vocab_size=8, d_model=D, d_ff=8, num_heads=1, d_head=8, num_decoder_layers=1)
+    config = ModelConfig("decoder_only", **sizes)
+    module = Norm(config)
     assert not hasattr(module, "bias_D")
     np.testing.assert_array_equal(module(x), rms_norm(x, jnp.ones(D)))
-    module = Norm(D, "layer", jnp.float32)
+    config = dataclasses.replace(config, norm="layer", precision=Precision("bfloat16"))
+    module = Norm(config)
     np.testing.assert_array_equal(module(x), layer_norm(x, jnp.ones(D), jnp.zeros(D)))
-    assert Norm(D, "layer", jnp.bfloat16).scale_D[...].dtype == jnp.bfloat16
+    assert module.scale_D[...].dtype == jnp.bfloat16

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.models.config import RouterConfig
-from switchx.moe.assignment import make_plan
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.plan import RoutingPlan, make_plan
 
 G, T, S, E, C, D = 2, 11, 2, 3, 4, 5
 

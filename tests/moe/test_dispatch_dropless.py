@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, NamedSharding, PartitionSpec
 from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.dispatch import einsum_dispatch
-from switchx.moe.dropless import dropless_dispatch
+from switchx.moe.dropless import sliced_dispatch
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
@@ -30,7 +30,7 @@ SLICED = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
 @pytest.mark.parametrize("num_choices", [1, 2, 3])
 def test_output_equals_a_loop_drops_included(num_choices, capacity):
     plan, x_GTD = fixed_plan(num_choices, capacity), numbers()[0]
-    y_GTD = dropless_dispatch(jnp.asarray(x_GTD), plan, ffn_bank(NUMBERS))
+    y_GTD = sliced_dispatch(jnp.asarray(x_GTD), plan, ffn_bank(NUMBERS))
     np.testing.assert_allclose(y_GTD, dispatch_loop(x_GTD, plan, NUMBERS), rtol=1e-5, atol=1e-5)
 
 
@@ -50,14 +50,14 @@ def test_gradients_equal_those_of_the_einsum_form(num_choices, tokens):
     names = ("expert_GTS", "gate_GTS", "slot_GTS")
     plan = dataclasses.replace(plan, **{n: getattr(plan, n)[:, :tokens] for n in names})
     args = plan, jnp.asarray(x_GTD[:, :tokens]), target_GTD[:, :tokens]
-    got, want = gradients(dropless_dispatch, *args), gradients(einsum_dispatch, *args)
+    got, want = gradients(sliced_dispatch, *args), gradients(einsum_dispatch, *args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
     assert np.any(got[1])
 
 
 def test_tokens_without_an_expert_get_zero():
     plan, x_GTD = fixed_plan(1), numbers()[0]
-    y_GTD = dropless_dispatch(jnp.asarray(x_GTD), plan, ffn_bank(NUMBERS))
+    y_GTD = sliced_dispatch(jnp.asarray(x_GTD), plan, ffn_bank(NUMBERS))
     np.testing.assert_array_equal(np.any(y_GTD, axis=-1), plan.is_kept_GTS[..., 0])
 
 

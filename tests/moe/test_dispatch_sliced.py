@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe import tensor_parallel
+from switchx.moe import dropless
 from switchx.moe.dispatch import einsum_dispatch
-from switchx.moe.tensor_parallel import buffered_choices, overflows, sliced_dispatch
+from switchx.moe.dropless import buffered_choices, overflows, sliced_dispatch
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.banks import dispatch_loop
@@ -112,13 +112,13 @@ def test_split_tokens_are_gathered_and_scattered():
 def test_each_device_computes_its_own_choices_alone(monkeypatch):
     """Room for what its experts were asked for, in blocks; none for other devices' experts."""
     seen = []
-    run_choices = tensor_parallel.run_choices
+    run_choices = dropless.run_choices
 
     def watched(x_GTD, gate_GTS, rows, experts):
         seen.append(rows.count_E.shape)
         return run_choices(x_GTD, gate_GTS, rows, experts)
 
-    monkeypatch.setattr(tensor_parallel, "run_choices", watched)
+    monkeypatch.setattr(dropless, "run_choices", watched)
     answer_on(SPEC, "sliced", make_problem(capacity=C))
     assert set(seen) == {(1,)}
     assert jnp.shape(make_problem().plan.count_GE) == (G, E)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe import all_to_all, dropless, tensor_parallel
+from switchx.moe import all_to_all, dropless
 from switchx.moe.all_to_all import all_to_all_dispatch, hierarchical_dispatch
 from switchx.moe.dispatch import einsum_dispatch
-from switchx.moe.tensor_parallel import sliced_dispatch, sliced_scatter_dispatch
+from switchx.moe.dropless import sliced_dispatch, sliced_scatter_dispatch
 from switchx.partitioning import collectives
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.sharded import PIPELINE_MOE, answer, answer_on, assert_same, make_problem
@@ -94,19 +94,19 @@ MUTANTS = {
         *TENSOR_SLICED, jax.lax, "psum", lambda f: functools.partial(first_term_only, f),
     ),
     "no gate, as Algorithm 1 is printed": (
-        *TENSOR_SLICED, tensor_parallel, "run_choices", without_gates,
+        *TENSOR_SLICED, dropless, "run_choices", without_gates,
     ),
-    "off by one row": (*TENSOR_SLICED, tensor_parallel, "sort_into_rows", one_row_late),
-    "another expert's rows": (*TENSOR_SLICED, tensor_parallel, "sort_into_rows", expert_late),
+    "off by one row": (*TENSOR_SLICED, dropless, "sort_into_rows", one_row_late),
+    "another expert's rows": (*TENSOR_SLICED, dropless, "sort_into_rows", expert_late),
     "doubled gradient, sliced": (
-        *TENSOR_SLICED, tensor_parallel, "run_choices", doubled_gradient,
+        *TENSOR_SLICED, dropless, "run_choices", doubled_gradient,
     ),
     "half of a reduce-scatter": (
-        sliced_scatter_dispatch, "sliced_scatter", SLICED, tensor_parallel, "run_choices",
+        sliced_scatter_dispatch, "sliced_scatter", SLICED, dropless, "run_choices",
         lambda run: lambda x, *rest: run(x, *rest) / 2,
     ),
     "rows of another token": (
-        dropless.dropless_dispatch, "dropless", MeshSpec(), dropless,
+        sliced_dispatch, "dropless", MeshSpec(), dropless,
         "sort_into_rows", one_row_late,
     ),
 }  # fmt: skip

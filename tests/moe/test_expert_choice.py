@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.assignment import route_by_experts
 from switchx.moe.dispatch import einsum_dispatch, gather_dispatch
+from switchx.moe.plan import route_by_experts
 from tests.moe.oracle import softmax
 from tests.moe.plans import dispatch_loop, tanh_experts
 

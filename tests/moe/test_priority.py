@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.models.config import RouterConfig
-from switchx.moe.assignment import by_gate, make_plan
+from switchx.moe.plan import by_gate, make_plan
 from tests.moe.oracle import softmax
 
 G, T, E, C = 2, 20, 4, 4

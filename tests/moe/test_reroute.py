@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
-from switchx.moe.assignment import make_plan
 from switchx.moe.capacity import reroute
+from switchx.moe.plan import make_plan
 from switchx.moe.stats import balance_sums
 from tests.moe.oracle import softmax
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.assignment import choose_experts, chosen_gates
+from switchx.moe.plan import choose_experts, chosen_gates
 from switchx.moe.router import router_logits
 from tests.moe.oracle import softmax
 from tests.moe.plans import top1_plan

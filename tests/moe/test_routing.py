@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
-from switchx.moe.assignment import make_plan
+from switchx.moe.plan import make_plan
 from tests.moe.oracle import softmax
 
 G, T, E = 2, 18, 5
