@@ -14,7 +14,9 @@ from switchx.fields import (
     check_choices,
     from_description,
     require,
+    require_above_zero,
     require_at_least,
+    require_below_one,
 )
 from switchx.moe.config import RouterConfig, SwitchConfig
 
@@ -132,10 +134,8 @@ class ModelConfig:
             f"{self.relative_max_distance}; use at least 4 buckets, and a distance of more "
             "than half of them",
         )
-        require(self.init_scale > 0, f"init_scale={self.init_scale}; use a scale above 0")
-        require(
-            0 <= self.dropout_rate < 1, f"dropout_rate={self.dropout_rate}; use 0 <= rate < 1"
-        )
+        require_above_zero(self, "init_scale")
+        require_below_one(self, "dropout_rate")
         if self.switch is not None:
             self._check_stacks()
         self._check_layers()

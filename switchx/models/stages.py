@@ -126,10 +126,7 @@ class Chunk:
         return key_encoder if self.stack == "encoder" else key_decoder
 
     def _inputs(self, model, batch: dict, message: dict):
-        if not self.config.is_encoder_decoder:
-            return model.decoder_inputs(batch)
+        if self.stack == "decoder":
+            return model.decoder_inputs(batch, message.get("memory_BMD"))
         names = ("input_tokens", "segment_ids", "positions")
-        own = [batch[f"{self.stack}_{name}"] for name in names]
-        if self.stack == "encoder":
-            return model.encoder_inputs(*own)
-        return model.decoder_inputs(*own, message["memory_BMD"], batch["encoder_segment_ids"])
+        return model.encoder_inputs(*(batch[f"encoder_{name}"] for name in names))

@@ -28,13 +28,12 @@ GPT = dataclasses.replace(
 
 
 def build(config, key, is_decoder=True):
-    return Stack(
-        config,
-        num_layers=config.num_decoder_layers,
-        is_decoder=is_decoder,
-        has_memory=False,
-        key=key,
-    )
+    if not is_decoder:
+        layers = config.num_decoder_layers
+        config = dataclasses.replace(
+            config, architecture="encoder_decoder", num_encoder_layers=layers
+        )
+    return Stack(config, "decoder" if is_decoder else "encoder", key=key)
 
 
 def make(config, *, is_decoder=True):
