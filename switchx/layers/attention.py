@@ -41,9 +41,6 @@ class KeysValues:
             new,
         )
 
-    def first(self, places: int) -> "KeysValues":
-        return jax.tree.map(lambda leaf: leaf[:, :, :places], self)
-
 
 def attend(
     query_BLHK,

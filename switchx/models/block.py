@@ -121,12 +121,16 @@ class Block(nnx.Module):
             past = self.self_attention.project_memory(normed_BLD)
             if cache is not None:
                 kept = constrain_named(cache.past.written(inputs.place, past))
-                past = kept.first(inputs.mask_BLM.shape[2])
+                past = jax.tree.map(lambda leaf: leaf[:, :, : inputs.mask_BLM.shape[2]], kept)
                 cache = dataclasses.replace(cache, past=kept)
             y_BLD = self.self_attention(normed_BLD, past, **reads)
         x_BLD = residual(x_BLD, y_BLD, keys[1])
         if self.has_memory:
-            memory = self.memory_of(inputs.memory_BMD) if cache is None else cache.memory
+            memory = (
+                cache.memory
+                if cache
+                else self.cross_attention.project_memory(inputs.memory_BMD)
+            )
             y_BLD = self.cross_attention(
                 self.cross_attention_norm(x_BLD),
                 memory,
@@ -153,11 +157,8 @@ class Block(nnx.Module):
         config = self.config
         shape_BHMK = batch, config.num_heads, places, config.d_head
         past = KeysValues.empty(shape_BHMK, config.precision.compute_dtype)
-        return BlockCache(past, self.memory_of(memory_BMD) if self.has_memory else None)
-
-    def memory_of(self, memory_BMD) -> KeysValues:
-        """Keys and values of an encoder's output."""
-        return self.cross_attention.project_memory(memory_BMD)
+        memory = self.cross_attention.project_memory(memory_BMD) if self.has_memory else None
+        return BlockCache(past, memory)
 
 
 def segment_mask(query_segment_BL, key_segment_BM):

@@ -241,13 +241,8 @@ class ModelConfig:
 
     def num_sparse_layers_of(self, stack: Literal["encoder", "decoder"]) -> int:
         """Blocks of one stack that are sparse."""
-        if self.switch is None:
-            return 0
-        if self.switch.has_named_layers:
-            return len(getattr(self.switch, f"{stack}_layers"))
-        if stack == "decoder" and self.switch.stacks == "encoder":
-            return 0
-        return getattr(self, f"num_{stack}_layers") // self.switch.every
+        num_layers = getattr(self, f"num_{stack}_layers")
+        return sum(self.is_sparse(layer, stack) for layer in range(num_layers))
 
     def is_sparse(self, layer: int, stack: Literal["encoder", "decoder"] = "encoder") -> bool:
         """Whether block `layer`, from 0, of a stack has Switch layers."""

@@ -68,9 +68,6 @@ class BlockRun(nnx.Module):
             stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_stats)
         return x_BLD, stats, None if cache is None else tuple(caches)
 
-    def new_cache(self, batch: int, places: int, memory_BMD=None) -> tuple[BlockCache, ...]:
-        return tuple(block.new_cache(batch, places, memory_BMD) for block in self.blocks)
-
 
 class Stack(nnx.Module):
     """An encoder or a decoder: its biases of positions, its blocks, its final norm."""
@@ -136,9 +133,11 @@ class Stack(nnx.Module):
 
     def new_cache(self, batch: int, places: int, memory_BMD=None) -> tuple[BlockCache, ...]:
         """An empty cache of `places` places, with the keys and values of the memory."""
-        if not self.config.scan_layers:
-            return constrain_named(self.blocks.new_cache(batch, places, memory_BMD))
-        make = jax.vmap(lambda run: run.new_cache(batch, places, memory_BMD))
+
+        def make(run):
+            return tuple(block.new_cache(batch, places, memory_BMD) for block in run.blocks)
+
+        make = jax.vmap(make) if self.config.scan_layers else make
         return constrain_named(make(self.blocks))
 
     def enter(self, x_BLD, *, key=None):

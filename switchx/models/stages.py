@@ -93,7 +93,12 @@ class Chunk:
             key: of the whole model for this microbatch.
         """
         model = self._model(blocks, shared)
-        stack, inputs = getattr(model, self.stack), self._inputs(model, batch, message)
+        stack = getattr(model, self.stack)
+        if self.stack == "decoder":
+            inputs = model.decoder_inputs(batch, message.get("memory_BMD"))
+        else:
+            names = ("input_tokens", "segment_ids", "positions")
+            inputs = model.encoder_inputs(*(batch[f"encoder_{name}"] for name in names))
         key = self._key(key)
 
         def embedded(x_BLD):
@@ -124,9 +129,3 @@ class Chunk:
             return key
         key_encoder, key_decoder = split_key(key, 2)
         return key_encoder if self.stack == "encoder" else key_decoder
-
-    def _inputs(self, model, batch: dict, message: dict):
-        if self.stack == "decoder":
-            return model.decoder_inputs(batch, message.get("memory_BMD"))
-        names = ("input_tokens", "segment_ids", "positions")
-        return model.encoder_inputs(*(batch[f"encoder_{name}"] for name in names))

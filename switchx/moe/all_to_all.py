@@ -44,30 +44,24 @@ def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
     """
     if shared := shared_axes("all_to_all", plan.expert_GTS.shape[0]):
         local = functools.partial(run_shared, shared=shared)
-        return run_on_devices(local, x_GTD, plan, experts, shared=shared)
-
-    def local(x_GTD, plan, experts, placement: Placement):
-        def exchange(x_PERD):
-            return all_to_all(x_PERD, placement.experts) if placement.experts else x_PERD
-
-        num_parts = placement.size(placement.experts)
-        return run_slots(x_GTD, plan, experts, exchange, num_parts)
-
-    return run_on_devices(local, x_GTD, plan, experts)
+    else:
+        local = functools.partial(_run_exchanged, collective=all_to_all)
+    return run_on_devices(local, x_GTD, plan, experts, shared=shared)
 
 
 def hierarchical_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
     """Slots travel inside of their node first, then between devices of equal rank."""
-
-    def local(x_GTD, plan, experts, placement: Placement):
-        def exchange(x_PERD):
-            axes = placement.experts
-            return hierarchical_all_to_all(x_PERD, axes) if axes else x_PERD
-
-        num_parts = placement.size(placement.experts)
-        return run_slots(x_GTD, plan, experts, exchange, num_parts)
-
+    local = functools.partial(_run_exchanged, collective=hierarchical_all_to_all)
     return run_on_devices(local, x_GTD, plan, experts)
+
+
+def _run_exchanged(x_GTD, plan, experts, placement: Placement, *, collective):
+    axes = placement.experts
+
+    def exchange(x_PERD):
+        return collective(x_PERD, axes) if axes else x_PERD
+
+    return run_slots(x_GTD, plan, experts, exchange, placement.size(axes))
 
 
 def run_slots(

@@ -58,6 +58,11 @@ class RoutingPlan:
         return self.is_routed_GTS & (self.slot_GTS < self.capacity)
 
     @property
+    def is_dropped_GTS(self):
+        """Whether a choice asked for a slot and got none."""
+        return self.is_routed_GTS & (self.slot_GTS >= self.capacity)
+
+    @property
     def position_GTS(self):
         """Place in the G buffers of E * C slots; E * C where a choice has none."""
         position_GTS = self.expert_GTS * self.capacity + self.slot_GTS
@@ -95,25 +100,14 @@ def make_plan(
     if bias_E is not None:
         score_GTE = score_GTE + along_last(bias_E, score_GTE)
     rounds = router.max_rounds if router.overflow == "reroute" else router.num_selected
-    chosen_GTS = choose_experts(score_GTE, rounds)
-    return place_choices(router, prob_GTE, chosen_GTS, is_token_GT, capacity, assign)
-
-
-def place_choices(
-    router, prob_GTE, chosen_GTS, is_token_GT, capacity: int, assign=assign_slots
-) -> RoutingPlan:
-    """Slots and gates for the experts that the tokens chose.
-
-    Args:
-        chosen_GTS: each token's experts, the best first: k of them, or one for each round.
-    """
+    chosen_GTS = choose_experts(score_GTE, rounds)  # the best first
     E = prob_GTE.shape[-1]
     asked_GTS = jnp.where(is_token_GT[..., None], chosen_GTS, E)
     is_rerouted = router.overflow == "reroute"
 
     def place(asked_GTS):
         if not is_rerouted:
-            return asked_GTS, assign(asked_GTS, E)[0]
+            return asked_GTS, assign(asked_GTS, E)
         expert_GT, slot_GT = reroute(asked_GTS, E, capacity)
         return expert_GT[..., None], slot_GT[..., None]
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from switchx import tree
 from switchx.moe.dispatch import ExpertBank
 from switchx.moe.plan import RoutingPlan
+from switchx.partitioning.collectives import vary
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.placement import ONE_DEVICE, Placement
 from switchx.partitioning.rules import MeshAxes, Rules, param_dims
@@ -59,25 +60,21 @@ def run_on_devices(
         lambda leaf: plan_tokens if leaf.ndim == 3 else PartitionSpec(plan_tokens[0]), plan
     )
 
-    def vary(array, spec: PartitionSpec):
-        """The array typed as different on all devices: backward, its gradient is summed."""
-        has = {axis for axes in spec for axis in _as_tuple(axes)}
-        missing = tuple(axis for axis in placement.varying if axis not in has)
-        return jax.lax.pcast(array, missing, to="varying") if missing else array
+    def varied(values):
+        return jax.tree.map(lambda leaf: vary(leaf, placement.varying), values)
 
     def body(x_GTD, plan, experts):
         # Typed first and gathered then: backward, slices are summed over replicas.
-        experts = _whole_d(jax.tree.map(vary, experts, specs), placement.gathered)
+        experts = _whole_d(varied(experts), placement.gathered)
         index = jax.lax.axis_index(placement.varying)
         part = jax.lax.axis_index(placement.parts) if placement.parts else 0
         experts = experts.on_device(index, part == 0)
-        gate_GTS = vary(plan.gate_GTS, plan_tokens)
-        plan = dataclasses.replace(plan, gate_GTS=gate_GTS)
+        plan = dataclasses.replace(plan, gate_GTS=varied(plan.gate_GTS))
         if split_tokens:
             x_GTD = jax.lax.all_gather(x_GTD, summed, axis=1, tiled=True)
             y_GTD = local(x_GTD, plan, experts, placement)
             return jax.lax.psum_scatter(y_GTD, summed, scatter_dimension=1, tiled=True)
-        y_GTD = local(vary(x_GTD, tokens), plan, experts, placement)
+        y_GTD = local(varied(x_GTD), plan, experts, placement)
         return jax.lax.psum(y_GTD, summed) if summed else y_GTD
 
     specs = expert_specs(rules, mesh, experts)
@@ -113,11 +110,6 @@ def _dims(name: str, leaf) -> str:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return ""
     return param_dims(name, leaf.shape)
-
-
-def _as_tuple(axes) -> MeshAxes:
-    """One entry of a PartitionSpec as the axes in it."""
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def _whole_d(experts: ExpertBank, axes: MeshAxes):

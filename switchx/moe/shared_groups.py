@@ -18,7 +18,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from switchx.moe.capacity import assign_slots
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
@@ -26,7 +26,7 @@ from switchx.moe.dropless import sort_into_rows
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.sharded_dispatch import token_spec
 from switchx.partitioning.collectives import all_to_all, ragged_all_to_all
-from switchx.partitioning.constrain import current_rules, num_devices, open_axes
+from switchx.partitioning.constrain import constrain, current_rules, num_devices, open_axes
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import MeshAxes
 
@@ -41,8 +41,10 @@ def shared_axes(dispatcher: str, num_groups: int) -> MeshAxes:
     return _placement().shared_by(num_groups) or ()
 
 
-def constrain_shared(x_GT, shared: MeshAxes):
-    """Splits `[G, T, ...]` over the devices that share the groups."""
+def constrain_groups(x_GT, dims: str, shared: MeshAxes):
+    """Splits `[G, T, ...]` over devices, by whole groups where none are shared."""
+    if not shared:
+        return constrain(x_GT, dims)
     mesh = jax.sharding.get_abstract_mesh()
     spec = token_spec(_placement().batch, shared)
     return jax.lax.with_sharding_constraint(x_GT, NamedSharding(mesh, spec))
@@ -57,8 +59,6 @@ def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
     Args:
         expert_GTS: one group to each set of devices along `shared`.
 
-    Returns:
-        slot_GTS, count_GE: see `assign_slots`.
     """
     if not shared:
         return assign_slots(expert_GTS, num_experts)
@@ -75,13 +75,12 @@ def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
         first_SE = jnp.cumsum(total_SE, axis=0) - total_SE + before_SE
         place_TSE = jnp.cumsum(is_expert_TSE, axis=0) - 1 + first_SE[None]
         slot_TS = jnp.sum(is_expert_TSE * place_TSE, axis=-1)
-        count_E = jax.lax.psum(jnp.sum(count_SE, axis=0), shared)
-        return slot_TS[None], count_E[None]
+        return slot_TS[None]
 
     sharded = jax.shard_map(
         body,
         in_specs=tokens,
-        out_specs=(tokens, PartitionSpec(tokens[0])),
+        out_specs=tokens,
         axis_names=open_axes(),
         check_vma=True,
     )
@@ -114,15 +113,10 @@ class SlotOwners:
     def slots(self) -> int:
         return self.num_groups * self.experts * self.capacity
 
-    @property
-    def _none(self) -> int:
-        """`RoutingPlan.position_GTS` of a choice without a slot."""
-        return self.slots * self.num_devices
-
     def device(self, position):
-        """The rank of the device; P for a choice without a slot."""
+        """The rank of the device; P for a choice without a slot, whose position is O P E C."""
         rank = position // (self.experts * self.capacity) % self.num_devices
-        return jnp.where(position < self._none, rank, self.num_devices)
+        return jnp.where(position < self.slots * self.num_devices, rank, self.num_devices)
 
     def place(self, position):
         """The place among the device's Q slots."""

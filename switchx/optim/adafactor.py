@@ -257,7 +257,7 @@ def factoring_of(name: str, shape: tuple[int, ...], min_dim_size: int) -> Factor
         return Factoring(suffix, tuple(range(_num_batch(dims))), (), (), ndim)
     first_row, first_column = matrix.num_batch, matrix.num_batch + matrix.num_rows
     rows, columns = tuple(range(first_row, first_column)), tuple(range(first_column, ndim))
-    if min(_size(shape, rows), _size(shape, columns)) < min_dim_size:
+    if min(math.prod(shape[axis] for axis in side) for side in (rows, columns)) < min_dim_size:
         rows = columns = ()
     return Factoring(suffix, tuple(range(first_row)), rows, columns, ndim)
 
@@ -278,7 +278,3 @@ def _num_batch(dims: str) -> int:
     """
     count = len(dims) - len(dims.lstrip("NP"))
     return count + (dims[count:].startswith("E") and len(dims) > count + 1)
-
-
-def _size(shape, axes: Axes) -> int:
-    return math.prod(shape[axis] for axis in axes)

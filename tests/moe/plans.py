@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing plans with two choices a token, for the dispatchers, and what they must compute."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,6 +31,7 @@ def fixed_plan(num_choices: int = S, capacity: int = C) -> RoutingPlan:
     )
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def top1_plan(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
     """The plan of Switch's own router: each token to its most probable expert."""
     router = RouterConfig(exploration="none")

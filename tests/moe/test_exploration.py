@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.models.config import RouterConfig
-from switchx.moe.router import explored_inputs, jitter_inputs, sampling_scores
+from switchx.moe.router import explored_inputs, sampling_scores
 from tests.moe.oracle import softmax
 
 
 def test_jitter_multiplies_within_its_bounds(key):
     x = np.linspace(0.5, 2.0, 20_000).astype(np.float32)
-    factor = np.asarray(jitter_inputs(jnp.asarray(x), 0.2, key=key)) / x
+    factor = np.asarray(explored_inputs(RouterConfig(jitter=0.2), x, key=key)) / x
     assert factor.min() >= 0.8 - 1e-6 and factor.max() <= 1.2 + 1e-6
     # Uniform: deciles hold a tenth each, within five deviations of sqrt(0.09 / 20000).
     share, _ = np.histogram(factor, bins=10, range=(0.8, 1.2))
@@ -20,7 +20,7 @@ def test_jitter_multiplies_within_its_bounds(key):
 
 def test_no_noise_without_a_key_or_a_width(key):
     x_GTD = jnp.ones((2, 3, 5))
-    assert jitter_inputs(x_GTD, 0.0, key=key) is x_GTD
+    assert explored_inputs(RouterConfig(jitter=0.0), x_GTD, key=key) is x_GTD
     for exploration in ("none", "jitter", "sample", "dropout"):
         router = RouterConfig(exploration=exploration)
         assert explored_inputs(router, x_GTD, key=None) is x_GTD

@@ -36,7 +36,7 @@ def test_logits_are_float32_products_of_bfloat16_activations():
 def test_top1_equals_a_loop():
     x_GTD, w_router_DE, is_token_GT = inputs()
     prob_GTE = softmax(x_GTD.astype(np.float64) @ w_router_DE).astype(np.float32)
-    plan = top1_plan(jnp.asarray(prob_GTE), jnp.asarray(is_token_GT), capacity=3)
+    plan = jax.device_get(top1_plan(prob_GTE, is_token_GT, 3))
     assert (plan.num_experts, plan.capacity) == (E, 3)
     assert plan.expert_GTS.shape == (G, T, 1)
     for g in range(G):
@@ -59,7 +59,7 @@ def test_top1_equals_a_loop():
 
 def test_a_tie_goes_to_the_first_expert():
     prob_GTE = jnp.array([[[0.2, 0.4, 0.4], [1 / 3, 1 / 3, 1 / 3]]])
-    plan = top1_plan(prob_GTE, jnp.ones((1, 2), bool), capacity=2)
+    plan = top1_plan(prob_GTE, jnp.ones((1, 2), bool), 2)
     assert plan.expert_GTS[0, :, 0].tolist() == [1, 0]
 
 
@@ -69,9 +69,9 @@ def test_the_gate_is_the_probability_under_all_experts_and_has_its_gradient():
 
     def gate(logits_E):
         prob_GTE = jax.nn.softmax(logits_E)[None, None]
-        return top1_plan(prob_GTE, jnp.ones((1, 1), bool), capacity=1).gate_GTS[0, 0, 0]
+        return top1_plan(prob_GTE, jnp.ones((1, 1), bool), 1).gate_GTS[0, 0, 0]
 
-    value, grad = jax.value_and_grad(gate)(jnp.asarray(logits_E, jnp.float32))
+    value, grad = jax.jit(jax.value_and_grad(gate))(jnp.asarray(logits_E, jnp.float32))
     p_E = softmax(logits_E)
     np.testing.assert_allclose(value, p_E[1], rtol=1e-6)
     np.testing.assert_allclose(grad, p_E[1] * (np.eye(4)[1] - p_E), rtol=1e-5)
@@ -98,13 +98,18 @@ def test_the_routers_dtype_is_chosen(dtype):
     assert router_logits(x_GTD, w_router_DE, dtype=dtype).dtype == dtype
 
 
-@pytest.mark.parametrize("num_selected", [2, 3, E])
+@pytest.mark.parametrize("num_selected", [2, E])
 @pytest.mark.parametrize("convention", ["softmax", "normalized"])
 def test_top_k_and_both_conventions_of_the_gate_equal_a_loop(num_selected, convention):
     x_GTD, w_router_DE, _ = inputs()
     prob_GTE = softmax(x_GTD.astype(np.float64) @ w_router_DE).astype(np.float32)
-    expert_GTS = choose_experts(jnp.asarray(prob_GTE), num_selected)
-    gate_GTS = chosen_gates(jnp.asarray(prob_GTE), expert_GTS, convention)
+
+    @jax.jit
+    def run(prob_GTE):
+        expert_GTS = choose_experts(prob_GTE, num_selected)
+        return expert_GTS, chosen_gates(prob_GTE, expert_GTS, convention)
+
+    expert_GTS, gate_GTS = jax.device_get(run(prob_GTE))
     for g, t in np.ndindex(G, T):
         p_E = prob_GTE[g, t].astype(np.float64)
         best = sorted(range(E), key=lambda e, p_E=p_E: -p_E[e])[:num_selected]
@@ -128,10 +133,12 @@ def test_gradients_of_normalized_gates_by_hand():
 
     logits_E = jnp.asarray(logits_E, jnp.float32)
     g_S = softmax(np.array([1.2, 0.9]))
-    np.testing.assert_allclose(gates(logits_E), g_S, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(gates)(logits_E), g_S, rtol=1e-6)
     slope = g_S[0] * g_S[1]
     np.testing.assert_allclose(
-        jax.jacrev(gates)(logits_E), [[0, slope, 0, -slope], [0, -slope, 0, slope]], atol=1e-7
+        jax.jit(jax.jacrev(gates))(logits_E),
+        [[0, slope, 0, -slope], [0, -slope, 0, slope]],
+        atol=1e-7,
     )
 
 
@@ -139,7 +146,9 @@ def test_a_choice_of_no_expert_has_no_gate_and_no_gradient():
     prob_GTE = jnp.full((1, 1, E), 1 / E)
     nothing_GTS = jnp.full((1, 1, 2), E)
     for convention in ("softmax", "normalized"):
-        value, grad = jax.value_and_grad(
-            lambda prob_GTE, c=convention: jnp.sum(chosen_gates(prob_GTE, nothing_GTS, c))
+        value, grad = jax.jit(
+            jax.value_and_grad(
+                lambda prob_GTE, c=convention: jnp.sum(chosen_gates(prob_GTE, nothing_GTS, c))
+            )
         )(prob_GTE)
         assert value == 0 and not np.any(grad)

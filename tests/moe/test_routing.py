@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans by policy, against loops: what decides the choice, what the gate, what the slot."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +20,18 @@ G, T, E = 2, 18, 5
 def inputs(seed=0):
     rng = np.random.default_rng(seed)
     logits_GTE = (rng.normal(size=(G, T, E)) * 2).astype(np.float32)
-    return jnp.asarray(logits_GTE), jnp.asarray(rng.random((G, T)) < 0.8)
+    return logits_GTE, rng.random((G, T)) < 0.8
 
 
-def plan_of(router, logits_GTE, is_token_GT, capacity=4, **options):
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def traced_plan(router, logits_GTE, is_token_GT, capacity=4, **options):
     prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
     return make_plan(router, logits_GTE, prob_GTE, is_token_GT, capacity, **options)
+
+
+def plan_of(*arguments, **options):
+    """The plan in NumPy's arrays."""
+    return jax.device_get(traced_plan(*arguments, **options))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,7 @@ def test_no_gradient_reaches_the_bias():
     router = RouterConfig(bias_update_rate=0.001)
     grad_E = jax.grad(
         lambda bias_E: jnp.sum(
-            plan_of(router, logits_GTE, is_token_GT, bias_E=bias_E).gate_GTS ** 2
+            traced_plan(router, logits_GTE, is_token_GT, bias_E=bias_E).gate_GTS ** 2
         )
     )(jnp.zeros(E))
     assert not np.any(grad_E)
@@ -82,9 +90,9 @@ def test_sampled_experts_follow_the_softmax_and_are_gated_by_it(key):
     """With T draws of one distribution; temperature flattens the draw and not the gate."""
     logits_E = np.array([1.0, 0.0, -1.0, 2.0, 0.5])
     num = 20_000
-    logits_GTE = jnp.broadcast_to(jnp.asarray(logits_E, jnp.float32), (1, num, E))
+    logits_GTE = np.broadcast_to(logits_E.astype(np.float32), (1, num, E))
     router = RouterConfig(exploration="sample", temperature=2.0)
-    is_token_GT = jnp.ones((1, num), bool)
+    is_token_GT = np.ones((1, num), bool)
     plan = plan_of(router, logits_GTE, is_token_GT, num, key=key)
     # Five deviations of at most sqrt(0.25 / 20000).
     np.testing.assert_allclose(plan.count_GE[0] / num, softmax(logits_E / 2), atol=0.018)
@@ -110,7 +118,7 @@ POLICIES = {
 def test_every_policy_makes_a_sound_plan(name, seed):
     """Slots are given once and without gaps, and relabelled experts give the same plan."""
     logits_GTE, is_token_GT = inputs(seed)
-    plan = jitted[name](logits_GTE, is_token_GT)
+    plan = plan_of(POLICIES[name], logits_GTE, is_token_GT)
     is_kept_GTS = np.asarray(plan.is_kept_GTS)
     position_GTS = np.asarray(plan.position_GTS)
     for g in range(G):
@@ -126,17 +134,11 @@ def test_every_policy_makes_a_sound_plan(name, seed):
     assert not np.any(np.asarray(plan.gate_GTS)[~np.asarray(is_token_GT)])
 
     order_E = np.random.default_rng(seed).permutation(E)
-    other = jitted[name](logits_GTE[..., order_E], is_token_GT)
+    other = plan_of(POLICIES[name], logits_GTE[..., order_E], is_token_GT)
     for g, t in np.argwhere(is_token_GT):
         want = {(order_E[e], slot): gate for (e, slot), gate in fates(other, g, t).items()}
         # Sums over experts are of another order in the relabelled softmax.
         assert fates(plan, g, t) == pytest.approx(want, rel=1e-4)
-
-
-jitted = {
-    name: jax.jit(lambda logits_GTE, is_token_GT, r=router: plan_of(r, logits_GTE, is_token_GT))
-    for name, router in POLICIES.items()
-}
 
 
 def fates(plan, g, t):
