@@ -35,11 +35,8 @@ class KeysValues:
 
     def written(self, place, new: "KeysValues") -> "KeysValues":
         """The same with new entries from `place` on."""
-        return jax.tree.map(
-            lambda kept, new: jax.lax.dynamic_update_slice_in_dim(kept, new, place, axis=2),
-            self,
-            new,
-        )
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=2)
+        return jax.tree.map(put, self, new)
 
 
 def attend(

@@ -126,11 +126,9 @@ class Block(nnx.Module):
             y_BLD = self.self_attention(normed_BLD, past, **reads)
         x_BLD = residual(x_BLD, y_BLD, keys[1])
         if self.has_memory:
-            memory = (
-                cache.memory
-                if cache
-                else self.cross_attention.project_memory(inputs.memory_BMD)
-            )
+            memory = None if cache is None else cache.memory
+            if memory is None:
+                memory = self.cross_attention.project_memory(inputs.memory_BMD)
             y_BLD = self.cross_attention(
                 self.cross_attention_norm(x_BLD),
                 memory,

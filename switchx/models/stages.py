@@ -125,7 +125,5 @@ class Chunk:
 
     def _key(self, key):
         """The stack's key."""
-        if not self.config.is_encoder_decoder:
-            return key
-        key_encoder, key_decoder = split_key(key, 2)
-        return key_encoder if self.stack == "encoder" else key_decoder
+        names = stack_names(self.config)
+        return key if len(names) == 1 else split_key(key, 2)[names.index(self.stack)]

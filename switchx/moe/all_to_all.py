@@ -27,7 +27,7 @@ from switchx.moe.dispatch import (
 )
 from switchx.moe.dropless import sort_into_rows
 from switchx.moe.plan import RoutingPlan
-from switchx.moe.sharded_dispatch import run_on_devices
+from switchx.moe.sharded_dispatch import run_exchanged, run_on_devices
 from switchx.moe.shared_groups import run_shared, shared_axes
 from switchx.partitioning.collectives import (
     all_to_all,
@@ -71,19 +71,12 @@ def run_slots(
     exchange: Callable[[jax.Array], jax.Array],
     num_parts: int,
 ):
-    """One device's groups through experts that are on `num_parts` devices.
-
-    Args:
-        exchange: `[P, E / P, R, D]` by destination -> the same by source.
-    """
+    """One device's groups through experts that are on `num_parts` devices."""
     token_GQ = token_of_slot(plan)
     x_ERD = gather_into_slots(x_GTD, plan, token_GQ)
-    E, R, D = x_ERD.shape
-    x_PERD = exchange(x_ERD.reshape(num_parts, E // num_parts, R, D))
-    # Rows of one expert lie together, those of device 0 first.
-    y_ERD = experts(x_PERD.swapaxes(0, 1).reshape(E // num_parts, num_parts * R, D))
-    y_PERD = y_ERD.reshape(E // num_parts, num_parts, R, D).swapaxes(0, 1)
-    return gather_from_slots(exchange(y_PERD).reshape(E, R, D), plan, token_GQ)
+    x_PERD = x_ERD.reshape(num_parts, -1, *x_ERD.shape[1:])
+    y_PERD = run_exchanged(x_PERD, experts, exchange)
+    return gather_from_slots(y_PERD.reshape(x_ERD.shape), plan, token_GQ)
 
 
 def ragged_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):

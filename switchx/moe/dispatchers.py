@@ -11,7 +11,7 @@ import jax
 from switchx.moe.all_to_all import all_to_all_dispatch, hierarchical_dispatch, ragged_dispatch
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatch import Dispatcher, einsum_dispatch, gather_dispatch
-from switchx.moe.dropless import sliced_dispatch, sliced_scatter_dispatch
+from switchx.moe.dropless import sliced_dispatch
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.shared_groups import SHARING
 from switchx.partitioning.constrain import current_rules, num_devices
@@ -27,7 +27,7 @@ FUNCTIONS = {
     "hierarchical": hierarchical_dispatch,
     "ragged_all_to_all": ragged_dispatch,
     "sliced": sliced_dispatch,
-    "sliced_scatter": sliced_scatter_dispatch,
+    "sliced_scatter": functools.partial(sliced_dispatch, split_tokens=True),
 }
 
 

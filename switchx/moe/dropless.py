@@ -49,7 +49,12 @@ class ExpertRows:
 
 
 def sliced_dispatch(
-    x_GTD, plan: RoutingPlan, experts: ExpertBank, *, buffer_factor: float | None = None
+    x_GTD,
+    plan: RoutingPlan,
+    experts: ExpertBank,
+    *,
+    buffer_factor: float | None = None,
+    split_tokens: bool = False,
 ):
     """Each device's experts on their tokens; one all-reduce forward and one backward.
 
@@ -57,21 +62,12 @@ def sliced_dispatch(
 
     Args:
         buffer_factor: see `buffered_choices`; None has room for all choices on each device.
+        split_tokens: T is split over the group outside of this layer. An all-gather and a
+            reduce-scatter forward, and the same backward: the bytes of the two all-reduces,
+            but the rest of the model holds a part of the tokens.
     """
     local = functools.partial(_local, buffer_factor=buffer_factor)
-    return run_on_devices(local, x_GTD, plan, experts)
-
-
-def sliced_scatter_dispatch(
-    x_GTD, plan: RoutingPlan, experts: ExpertBank, *, buffer_factor: float | None = None
-):
-    """The same for activations whose T is split over the group outside of this layer.
-
-    An all-gather and a reduce-scatter forward, and the same backward: the bytes of the two
-    all-reduces, but the rest of the model holds a part of the tokens.
-    """
-    local = functools.partial(_local, buffer_factor=buffer_factor)
-    return run_on_devices(local, x_GTD, plan, experts, split_tokens=True)
+    return run_on_devices(local, x_GTD, plan, experts, split_tokens=split_tokens)
 
 
 def buffered_choices(num_choices: int, num_parts: int, buffer_factor: float | None) -> int:

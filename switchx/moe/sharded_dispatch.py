@@ -4,7 +4,8 @@
 Everything is differentiated from outside of `jax.shard_map`, and each value's devices are
 part of its type (`check_vma`): under `check_vma=False`, or with `jax.grad` inside, gradients
 come out multiplied by the size of the mesh.
-Dims: G groups, T tokens of a group, S choices of a token, D model, E experts, F ffn
+Dims: G groups, T tokens of a group, S choices of a token, D model, E experts, F ffn, R rows,
+P devices that have experts
 """
 
 import dataclasses
@@ -50,11 +51,8 @@ def run_on_devices(
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     placement = Placement.on(mesh, rules)
     batch, summed = placement.batch, placement.summed
-    if shared:
-        tokens = token_spec(batch, shared)
-    else:
-        tokens = PartitionSpec(batch, summed) if split_tokens else PartitionSpec(batch)
     plan_tokens = token_spec(batch, shared)
+    tokens = PartitionSpec(batch, summed) if split_tokens else plan_tokens
     # Counts of a group have no tokens, and all who share the group have them.
     groups = jax.tree.map(
         lambda leaf: plan_tokens if leaf.ndim == 3 else PartitionSpec(plan_tokens[0]), plan
@@ -86,6 +84,18 @@ def run_on_devices(
         check_vma=True,
     )
     return sharded(x_GTD, plan, experts)
+
+
+def run_exchanged(x_PERD, experts: ExpertBank, exchange: Callable[[jax.Array], jax.Array]):
+    """Each device's rows to the experts of P devices, through them and back.
+
+    Args:
+        exchange: `[P, E, R, D]` by destination -> the same by source.
+    """
+    P, E, R, D = x_PERD.shape
+    # Rows of one expert lie together, those of device 0 first.
+    x_ERD = exchange(x_PERD).swapaxes(0, 1).reshape(E, P * R, D)
+    return exchange(experts(x_ERD).reshape(E, P, R, D).swapaxes(0, 1))
 
 
 def token_spec(batch: MeshAxes, shared: MeshAxes) -> PartitionSpec:

@@ -152,11 +152,9 @@ class Adafactor:
 
         return optax.GradientTransformationExtraArgs(init, update)
 
-    def _factoring(self, name, param) -> Factoring:
-        return factoring_of(name, param.shape, self.min_dim_size_to_factor)
-
     def _init_statistics(self, name, param):
-        factoring, zeros = self._factoring(name, param), {}
+        factoring = factoring_of(name, param.shape, self.min_dim_size_to_factor)
+        zeros = {}
 
         def add(statistic, without=()):
             shape = [n for axis, n in enumerate(param.shape) if axis not in without]
@@ -173,7 +171,7 @@ class Adafactor:
 
     def _update_parameter(self, step: "_Step", name, param, gradient, statistics):
         """Update and new statistics of one parameter."""
-        factoring = self._factoring(name, param)
+        factoring = factoring_of(name, param.shape, self.min_dim_size_to_factor)
         scale = -step.learning_rate
         if self.multiply_by_parameter_scale:
             scale = scale * parameter_scale(param, factoring.within, self.epsilon2)
