@@ -35,11 +35,11 @@ def op(place: int) -> Op:
 @pytest.mark.parametrize("config", [DENSE, ENCODER_DECODER], ids=["decoder", "both"])
 def test_chunks_are_the_model_with_dropout(config):
     config = dataclasses.replace(
-        config, scan_layers=True, num_decoder_layers=2, dropout_rate=0.2
+        config, scan_layers=True, num_decoder_layers=4, dropout_rate=0.2
     )
     if config.is_encoder_decoder:
         switch = dataclasses.replace(config.switch, every=1)
-        config = dataclasses.replace(config, num_encoder_layers=2, switch=switch)
+        config = dataclasses.replace(config, num_encoder_layers=4, switch=switch)
     batch, params, key = make_batch(config, 2), make_params(config), jax.random.key(3)
     names = stack_names(config)
 
