@@ -52,6 +52,26 @@ def require_at_least(config, least: float, *names: str) -> None:
         )
 
 
+def require_above_zero(config, *names: str) -> None:
+    """Raises ValueError where a field is not above 0; None is no number and passes."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            value is None or value > 0,
+            f"{type(config).__name__}.{name}={value}; use a number above 0",
+        )
+
+
+def require_below_one(config, *names: str) -> None:
+    """Raises ValueError where a field is not in [0, 1); None is no number and passes."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            value is None or 0 <= value < 1,
+            f"{type(config).__name__}.{name}={value}; use 0 <= {name} < 1",
+        )
+
+
 def at_resume(default=dataclasses.MISSING, **options):
     """A field that may have another value when a run is resumed, and when it is evaluated.
 

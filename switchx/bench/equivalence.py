@@ -26,7 +26,7 @@ from switchx.models.params import params_of, with_params
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatchers import refusal
 from switchx.moe.layer import SwitchFFN
-from switchx.optim.norms import global_norm
+from switchx.optim.protocol import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import AXES, MeshSpec, named_axes
 from switchx.partitioning.rules import Rules, param_shardings

@@ -22,7 +22,7 @@ import numpy as np
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench.report import Check, Report
 from switchx.bench.train import MEBIBYTE, NUM_STEPS, in_ms
-from switchx.layers.ffn import DenseFFN
+from switchx.layers.dense import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN

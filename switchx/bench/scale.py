@@ -24,7 +24,7 @@ from switchx.bench import compiled, loss_parity, planned_bytes
 from switchx.bench.loss_parity import VOCABULARY_ROWS
 from switchx.bench.planned_bytes import compile_step, small_job
 from switchx.bench.report import Check, Report
-from switchx.layers.ffn import DenseFFN
+from switchx.layers.dense import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params, params_of, with_params
 from switchx.models.stages import split_blocks

@@ -15,8 +15,7 @@ from switchx.fields import at_resume
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
-from switchx.optim.norms import clip_scale, global_norm, sliced_global_norm
-from switchx.optim.protocol import apply_updates
+from switchx.optim.protocol import apply_updates, clip_scale, global_norm, sliced_global_norm
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.schedule import Schedule
 from switchx.training.fused_loss import fused_batch_loss

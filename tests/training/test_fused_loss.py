@@ -11,7 +11,7 @@ import pytest
 from switchx import tree
 from switchx.models.config import RouterConfig
 from switchx.optim.adamw import AdamW
-from switchx.optim.norms import global_norm, sliced_global_norm
+from switchx.optim.protocol import global_norm, sliced_global_norm
 from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec

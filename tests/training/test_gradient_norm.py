@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from switchx.optim.norms import clip_scale, global_norm
+from switchx.optim.protocol import clip_scale, global_norm
 
 
 def test_norm_by_hand():

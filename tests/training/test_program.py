@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from switchx import tree
 from switchx.optim.adafactor import Adafactor
-from switchx.optim.norms import global_norm
+from switchx.optim.protocol import global_norm
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec

@@ -12,7 +12,7 @@ import pytest
 from switchx import tree
 from switchx.models.config import RouterConfig
 from switchx.models.params import abstract_params
-from switchx.moe.assignment import make_plan
+from switchx.moe.plan import make_plan
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.training.router_bias import balanced_bias, rows_of_biases
