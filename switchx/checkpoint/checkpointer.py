@@ -129,24 +129,19 @@ class Checkpointer:
 
         Only sizes are compared here; `latest_complete_step` and `restore` read every byte.
         """
-        self._run = run
-        self._folder = run.checkpoints
-        self._retention = retention
-        self._saving: tuple[int, float | None, dict[str, float]] = (0, None, {})
+        self._run, self._folder, self._retention = run, run.checkpoints, retention
+        self._saving = Manifest(0, None, {})  # of the save that is under way
         self._whole: int | None = None  # the step whose bytes were all read last
         if jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_expired()
-            set_aside_unfinished(self._folder)
+            self._set_aside_unfinished("*")
             for path in checkpoint_paths(self._folder):
                 if damage := find_damage(path, checksums=False):
                     set_aside(path, damage)
         multihost_utils.sync_global_devices("switchx_checkpoints_opened")
         manifests = [read_manifest(path) for path in checkpoint_paths(self._folder)]
         self._scores = {each.step: each.score for each in manifests if each.score is not None}
-        self._manager = self._open_manager()
-
-    def _open_manager(self) -> ocp.CheckpointManager:
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         every_process = ocp.options.MultiprocessingOptions(primary_host=None)
         handler = ocp.handlers.JsonCheckpointHandler(
@@ -161,7 +156,9 @@ class Checkpointer:
             todelete_subdir=_EXPIRED,
             lightweight_initialize=True,  # reads nothing that no manifest covers
         )
-        return ocp.CheckpointManager(self._folder, options=options, handler_registry=registry)
+        self._manager = ocp.CheckpointManager(
+            self._folder, options=options, handler_registry=registry
+        )
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -192,7 +189,12 @@ class Checkpointer:
         self.wait()
         self._clear_the_way(step)
         score = self._retention.score(metrics)
-        self._saving = (step, score, numbers_of(metrics))
+        numbers_of = {
+            name: float(value)
+            for name, value in (metrics or {}).items()
+            if isinstance(value, numbers.Real) and math.isfinite(value)
+        }
+        self._saving = Manifest(step, score, numbers_of)
         # NumPy leaves are copied: their owner may write to them while Orbax reads.
         items = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),
@@ -276,8 +278,7 @@ class Checkpointer:
 
     def _write_manifest(self) -> None:
         """Called by Orbax' thread on process 0 when all is written and nothing renamed."""
-        step, score, metrics = self._saving
-        write_manifest(self._folder / f"{step}{UNFINISHED}", Manifest(step, score, metrics))
+        write_manifest(self._folder / f"{self._saving.step}{UNFINISHED}", self._saving)
 
     def _clear_the_way(self, step: int) -> None:
         """Sets a damaged checkpoint of this step aside, which Orbax would delete."""
@@ -288,7 +289,7 @@ class Checkpointer:
                 "that checkpoint away first"
             )
         if jax.process_index() == 0:
-            set_aside_unfinished(self._folder, step)
+            self._set_aside_unfinished(str(step))
         multihost_utils.sync_global_devices("switchx_checkpoint_way_cleared")
         self._manager.reload()
 
@@ -297,7 +298,7 @@ class Checkpointer:
             raise self._save_error(f"it needs about {expected_bytes / MIB:.1f} MiB")
 
     def _save_error(self, reason: str) -> SaveError:
-        step = self._saving[0]
+        step = self._saving.step
         self._scores.pop(step, None)
         reason = " ".join(reason.split()).replace(f"{self._folder}/", "")
         complete = [path.name for path in reversed(checkpoint_paths(self._folder))]
@@ -309,6 +310,11 @@ class Checkpointer:
             f"room or mend the disk ({damaged_mib:.1f} MiB are in *.damaged-* there), then run "
             "the same command to resume"
         )
+
+    def _set_aside_unfinished(self, steps: str) -> None:
+        """Renames what saves that were cut short left behind."""
+        for path in sorted(self._folder.glob(f"{steps}{UNFINISHED}")):
+            set_aside(path, "its save did not finish")
 
     def _remove_expired(self) -> None:
         shutil.rmtree(self._folder / _EXPIRED, ignore_errors=True)
@@ -331,21 +337,6 @@ def set_aside(path: pathlib.Path, damage: str) -> None:
     )
 
 
-def set_aside_unfinished(checkpoints: pathlib.Path, step: int | None = None) -> None:
-    """Renames what a save that was cut short left behind, of one step or of all."""
-    for path in sorted(checkpoints.glob(f"{'*' if step is None else step}{UNFINISHED}")):
-        set_aside(path, "its save did not finish")
-
-
 def damaged_bytes(checkpoints: pathlib.Path) -> int:
     """Bytes of everything that was set aside."""
     return sum(os.lstat(path).st_size for path in checkpoints.glob("*.damaged-*/**/*"))
-
-
-def numbers_of(metrics: dict[str, Any] | None) -> dict[str, float]:
-    """The finite numbers among metrics: what a manifest keeps of an evaluation."""
-    return {
-        name: float(value)
-        for name, value in (metrics or {}).items()
-        if isinstance(value, numbers.Real) and math.isfinite(value)
-    }

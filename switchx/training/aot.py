@@ -122,7 +122,7 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
     """
     program = TrainingProgram(job, devices)
     started, batch = time.monotonic(), batch_shapes(program)
-    arguments = bytes_on_one_device((program.restore_target(), batch))
+    arguments = bytes_on_one_device((program.abstract_state, batch))
     tokens, targets = _tokens(batch)
     memory, text = Memory(arguments, 0, arguments, hbm_bytes), None
     if memory.fits:
@@ -208,7 +208,7 @@ def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, s
     platform = program.mesh.devices.flat[0].platform
     platform = "cuda" if platform == "gpu" else platform
     with program.scope():
-        lowered = program.train_step.trace(program.restore_target(), batch).lower(
+        lowered = program.train_step.trace(program.abstract_state, batch).lower(
             lowering_platforms=(platform,)
         )
         try:

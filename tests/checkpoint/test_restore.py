@@ -187,9 +187,7 @@ def assert_restores(run: RunFolder, job, values, batch) -> None:
     """Bit for bit, each leaf on the mesh of the job as its program wants it."""
     program = program_of(job)
     with program.scope(), Checkpointer(run, Retention()) as checkpointer:
-        state, data_states = checkpointer.restore(
-            program.restore_target(), STEP, model=job.model
-        )
+        state, data_states = checkpointer.restore(program.abstract_state, STEP, model=job.model)
     wanted, shardings = tree.named_leaves(values), tree.named_leaves(program.shardings)
     got = tree.named_leaves(state)
     assert got.keys() == wanted.keys()
@@ -274,7 +272,7 @@ def test_layouts_of_layers(tmp_path, optimizer, saved, is_scanned, restored):
     program = program_of(job)
     expected = in_the_other_layout(values, program.abstract_state)
     assert_restores(run, job, expected, batch)
-    target = program.restore_target().params
+    target = program.abstract_state.params
     params = restore_params(run.root, target=target, model=job.model)
     for (name, leaf), sharding in zip(
         tree.named_leaves(params).items(),

@@ -56,7 +56,7 @@ def test_facts_of_a_step(step):
 
 def test_arguments_are_what_the_compiler_counts(step):
     program = TrainingProgram(job_on(MeshSpec(data=2, expert=4)))
-    arguments = program.restore_target(), batch_shapes(program)
+    arguments = program.abstract_state, batch_shapes(program)
     # Arguments that nothing reads (a skipped step's counters) are not passed.
     assert 0 <= bytes_on_one_device(arguments) - step.memory.arguments < 200
 

@@ -12,8 +12,7 @@ from switchx.fields import describe, differences
 from switchx.optim.protocol import Optax
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.program import TrainingProgram
-from switchx.training.workload import state_arrays
+from switchx.training.program import TrainingProgram, state_arrays
 from tests.data.refusals import refused
 from tests.training.jobs import make_job
 

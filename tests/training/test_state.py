@@ -11,7 +11,7 @@ import pytest
 from switchx.models.config import Precision
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant
-from switchx.training.state import init_state
+from switchx.training.step import init_state
 from tests.training.jobs import DENSE, make_params
 from tests.training.train_states import assert_same
 

@@ -8,8 +8,7 @@ import jax
 from switchx import tree
 from switchx.moe.capacity import group_shape
 from switchx.planner.layout import Layout
-from switchx.training.program import TrainingProgram
-from switchx.training.workload import fitting_group_size, workload_of
+from switchx.training.program import TrainingProgram, fitting_group_size, workload_of
 from tests.training.jobs import ENCODER_DECODER, SPARSE, make_job
 
 
