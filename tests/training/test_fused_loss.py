@@ -76,13 +76,8 @@ def raw_gradients(program) -> dict:
         params = jax.device_put(make_params(job.model), program.shardings.params)
         batch = program.place(padded_batch(job.model))
         shardings = {"grads": program.shardings.params, "norm": None, "rest": None}
-        # For one call: LLVM's optimizations would take longer than it.
-        compiled = (
-            jax.jit(compute, out_shardings=shardings)
-            .lower(params, batch)
-            .compile(compiler_options={"xla_backend_optimization_level": "0"})
-        )
-        return tree.named_leaves(jax.device_get(compiled(params, batch)))
+        compute = jax.jit(compute, out_shardings=shardings)
+        return tree.named_leaves(jax.device_get(compute(params, batch)))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +132,7 @@ def step_collectives(program) -> Counter:
     with program.scope():
         batch = program.place(make_batch(program.job.model, ROWS))
         lowered = program.train_step.lower(program.abstract_state, batch)
-        compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
+        compiled = lowered.compile()
     return Counter(each.kind for each in collectives(compiled.as_text()))
 
 
@@ -169,7 +164,7 @@ def test_gathered_parameters_are_freed():
     with program.scope():
         batch = program.place(make_batch(model, ROWS))
         lowered = program.train_step.lower(program.abstract_state, batch)
-        memory = lowered.compile({"xla_backend_optimization_level": "0"})
+        memory = lowered.compile()
     blocks = tree.num_bytes(program.abstract_state.params["decoder"]["blocks"])
     assert memory.memory_analysis().temp_size_in_bytes < blocks / 2
 

@@ -58,14 +58,7 @@ def unpipelined(config, num_microbatches=MICROBATCHES, batch=None):
     step = StepConfig(num_microbatches=num_microbatches)
     compute = functools.partial(gradients, config, WEIGHTY, step)
     batch = make_batch(config, ROWS) if batch is None else batch
-    return called_once(compute, make_params(config), batch)
-
-
-def called_once(compute, params, batch):
-    """For one call LLVM's optimizations would take longer than it."""
-    lowered = jax.jit(compute).lower(params, batch, key=jax.random.key(1))
-    compiled = lowered.compile({"xla_backend_optimization_level": "0"})
-    return jax.device_get(compiled(params, batch, key=jax.random.key(1)))
+    return jax.device_get(jax.jit(compute)(make_params(config), batch, key=jax.random.key(1)))
 
 
 def pipelined(config, mesh: MeshSpec, spec=None, num_microbatches=MICROBATCHES, batch=None):
@@ -77,7 +70,7 @@ def pipelined(config, mesh: MeshSpec, spec=None, num_microbatches=MICROBATCHES, 
     with use_mesh(built, mesh.rules):
         params = jax.device_put(params, param_shardings(mesh.rules, built, params))
         batch = make_batch(config, ROWS) if batch is None else batch
-        return called_once(compute, params, batch)
+        return jax.device_get(jax.jit(compute)(params, batch, key=jax.random.key(1)))
 
 
 def assert_equal(got, want):

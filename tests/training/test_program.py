@@ -34,8 +34,6 @@ PIPELINE_MOE = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
 # SE-MoE: the vocabulary's rows on devices with different tokens.
 VOCABULARY_ROWS = Rules(params=(("D", ("fsdp",)), ("V", ("data",))), may_stay_whole=())
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-# For one call: LLVM's optimizations would take longer than it.
-QUICKLY = {"xla_backend_optimization_level": "0"}
 # The auxiliary losses weigh enough to be seen in a wrong gradient.
 WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5)
 
@@ -74,12 +72,9 @@ def raw_gradients(program):
     with program.scope():
         params = jax.device_put(make_params(model), program.shardings.params)
         batch = program.place(make_batch(model, 16))
-        compiled = (
-            jax.jit(compute, out_shardings=(program.shardings.params, None, None))
-            .lower(params, batch)
-            .compile(QUICKLY)
+        return jax.jit(compute, out_shardings=(program.shardings.params, None, None))(
+            params, batch
         )
-        return compiled(params, batch)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +149,7 @@ def stepped():
         params = jax.device_put(make_params(SPARSE), program.shardings.params)
         state = program.init_state(params)
         batch = program.place(make_batch(SPARSE, 16))
-        compiled = program.train_step.lower(state, batch).compile(QUICKLY)
+        compiled = program.train_step.lower(state, batch).compile()
         after, metrics = compiled(state, batch)
     return program, compiled, state, after, metrics
 
@@ -208,7 +203,7 @@ def test_the_sharded_step_communicates_and_one_device_does_not(stepped):
     with program.scope():
         batch = jax.eval_shape(lambda: program.place(make_batch(DENSE, 16)))
         lowered = program.train_step.lower(program.abstract_state, batch)
-        text = lowered.compile(QUICKLY).as_text()
+        text = lowered.compile().as_text()
     assert not any(f" {name}(" in text for name in COLLECTIVES)
 
 

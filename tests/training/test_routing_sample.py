@@ -210,10 +210,7 @@ def costs(model, num_microbatches) -> dict[str, tuple[float, float]]:
             "train": program.train_step.lower(state, batch),
             "eval": program.eval_step.lower(state.params, batch),
         }
-        # XLA counts before LLVM optimizes, which would take longer than all else.
-        options = {"xla_backend_optimization_level": "0"}
-        compiled = {name: step.compile(options) for name, step in lowered.items()}
-    found = {name: step.cost_analysis() for name, step in compiled.items()}
+        found = {name: step.compile().cost_analysis() for name, step in lowered.items()}
     return {name: (cost["flops"], cost["bytes accessed"]) for name, cost in found.items()}
 
 
