@@ -8,6 +8,7 @@ docs/checkpoints.md.
 """
 
 import dataclasses
+import heapq
 import logging
 import math
 import numbers
@@ -92,26 +93,21 @@ class Retention:
             return None
         return value if self.best_mode == "max" else -value
 
-    def policy(self, scores: dict[int, float]) -> ocp.checkpoint_managers.PreservationPolicy:
-        """The same for Orbax; `scores` by step may grow."""
-        policies = ocp.checkpoint_managers
-        return policies.AnyPreservationPolicy(
-            [policies.LatestN(self.keep_last), KeepBest(self.keep_best, scores)]
-        )
-
 
 @dataclasses.dataclass
-class KeepBest:
-    """Orbax preservation policy: the `num` checkpoints with the highest scores."""
+class _Preservation:
+    """A retention as Orbax asks for it; `scores` by step may grow."""
 
-    num: int
+    retention: Retention
     scores: dict[int, float]
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
         del context
-        scored = [info.step for info in checkpoints if info.step in self.scores]
-        best = sorted(scored, key=self.scores.__getitem__, reverse=True)[: self.num]
-        return [info.step in best for info in checkpoints]
+        steps = [info.step for info in checkpoints]
+        scored = filter(self.scores.__contains__, steps)
+        best = heapq.nlargest(self.retention.keep_best, scored, key=self.scores.get)
+        kept = {*sorted(steps)[-self.retention.keep_last :], *best}
+        return [step in kept for step in steps]
 
 
 class SaveError(OSError):
@@ -149,7 +145,7 @@ class Checkpointer:
         )
         registry.add("data", ocp.args.JsonSave, handler)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._retention.policy(self._scores),
+            preservation_policy=_Preservation(self._retention, self._scores),
             async_options=ocp.options.AsyncOptions(
                 post_finalization_callback=self._write_manifest
             ),

@@ -122,7 +122,6 @@ class StepMetrics:
     grad_norm: jax.Array
     is_skipped: jax.Array
     skipped_in_a_row: jax.Array
-    loss_scale: jax.Array
 
 
 def split_batch(batch: dict, num_microbatches: int) -> dict:
@@ -244,9 +243,7 @@ def train_step(
         loss_scale=loss_scale,
         good_steps=good_steps,
     )
-    metrics = StepMetrics(
-        sums, value, stats, grad_norm, is_skipped, skipped_in_a_row, state.loss_scale
-    )
+    metrics = StepMetrics(sums, value, stats, grad_norm, is_skipped, skipped_in_a_row)
     return next_state, metrics
 
 

@@ -135,7 +135,10 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("harm", [damage, truncate, os.remove])
+@pytest.mark.parametrize(
+    "harm",
+    [damage, *(pytest.param(each, marks=pytest.mark.slow) for each in (truncate, os.remove))],
+)
 def test_damage_to_any_file_is_skipped_by_name_and_never_deleted(tmp_path, caplog, harm):
     save_all(tmp_path, [10, 20])
     newest = tmp_path / "checkpoints" / "20"
@@ -230,7 +233,7 @@ with Checkpointer(RunFolder(sys.argv[1]), Retention(keep_last=2, keep_best=1)) a
 def test_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path, caplog):
     target, command = shapes(filled_state(0, size=256)), [sys.executable, "-c", TRAINER]
     newest = 0
-    for delay_s in (0.0, 0.03, 0.08):
+    for delay_s in (0.0, 0.05):
         trainer = subprocess.Popen(
             [*command, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
         )

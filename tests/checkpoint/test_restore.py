@@ -132,7 +132,12 @@ MESHES = {
     "one": MeshSpec(data=1),
     "pipe": MeshSpec(pipe=2, data=2, expert=2),
 }
-QUICK = [("data", "all"), ("pipe", "expert"), ("hierarchical", "pipe"), ("all", "one")]
+PAIRS = [
+    ("pipe", "all"),
+    pytest.param("data", "all", marks=pytest.mark.slow),
+    pytest.param("hierarchical", "pipe", marks=pytest.mark.slow),
+    ("all", "one"),
+]
 
 
 def job_on(mesh: str, *, is_scanned: bool, optimizer=None):
@@ -201,7 +206,7 @@ def assert_restores(run: RunFolder, job, values, batch) -> None:
             np.testing.assert_array_equal(rows, batch[name])
 
 
-@pytest.mark.parametrize(("saved", "restored"), QUICK)
+@pytest.mark.parametrize(("saved", "restored"), PAIRS)
 def test_meshes(tmp_path, saved, restored):
     run = RunFolder(tmp_path)
     values, batch = save_job(run, job_on(saved, is_scanned=True))
@@ -258,9 +263,9 @@ def in_the_other_layout(values, like):
 @pytest.mark.parametrize(
     ("optimizer", "saved", "is_scanned", "restored"),
     [
-        (None, "expert", True, "model"),
-        (AdamW(), "all", True, "data"),
-        (None, "data", False, "pipe"),
+        (None, "all", True, "model"),
+        pytest.param(AdamW(), "all", True, "data", marks=pytest.mark.slow),
+        pytest.param(None, "data", False, "pipe", marks=pytest.mark.slow),
         (AdamW(), "hierarchical", False, "pipe"),
     ],
 )

@@ -23,13 +23,12 @@ from switchx.training.aot import (
     slots_per_token,
 )
 from switchx.training.program import TrainingProgram
-from tests.training.jobs import ENCODER_DECODER, SWITCH, make_job
+from tests.training.jobs import SPARSE, SWITCH, make_job
 
 SCANNED = dataclasses.replace(
-    ENCODER_DECODER,
+    SPARSE,
     scan_layers=True,
     remat="full",
-    num_encoder_layers=4,
     num_decoder_layers=4,
     switch=dataclasses.replace(SWITCH, dispatcher="all_to_all"),
 )
@@ -62,12 +61,12 @@ def test_arguments_are_what_the_compiler_counts(step):
 
 
 def test_every_layers_exchanges_are_counted(step):
-    """Two sparse blocks in each stack: two all-to-alls forward, two when remat computes the
+    """Two sparse blocks: two all-to-alls forward, two when remat computes the
     block again (the last of them is not needed), two backward."""
     count, num_bytes = step.collectives["all-to-all"]
-    assert count in (4 * 5, 4 * 6)
-    # E g C D floats: 8 experts, 1 group of a device, 2 slots, D = 16.
-    assert num_bytes == count * 8 * 1 * 2 * 16 * 4
+    assert count in (2 * 5, 2 * 6)
+    # E g C D floats: 8 experts, 2 groups of a device, 2 slots, D = 16.
+    assert num_bytes == count * 8 * 2 * 2 * 16 * 4
 
 
 def test_flops_are_those_of_the_model(step):

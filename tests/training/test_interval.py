@@ -51,7 +51,6 @@ def step(loss=2.0, nll=8.0, grad_norm=3.0, is_skipped=0, stats=None) -> StepMetr
         grad_norm=number(grad_norm),
         is_skipped=np.int32(is_skipped),
         skipped_in_a_row=np.int32(is_skipped),
-        loss_scale=number(1),
     )
 
 

@@ -83,9 +83,7 @@ def assert_equal(got, want):
 
 
 def test_encoder_decoder_with_dropout_equals_the_unpipelined_step():
-    switch = dataclasses.replace(ENCODER_DECODER.switch, every=1)
-    config = dataclasses.replace(ENCODER_DECODER, switch=switch)
-    config = stacked(config, 2, dropout_rate=0.1)
+    config = stacked(ENCODER_DECODER, 4, dropout_rate=0.1)
     got = pipelined(config, MeshSpec(pipe=2, data=2, expert=2))
     assert_equal(got, unpipelined(config))
 
