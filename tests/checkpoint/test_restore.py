@@ -136,7 +136,7 @@ PAIRS = [
     ("pipe", "all"),
     pytest.param("data", "all", marks=pytest.mark.slow),
     pytest.param("hierarchical", "pipe", marks=pytest.mark.slow),
-    ("all", "one"),
+    pytest.param("all", "one", marks=pytest.mark.slow),
 ]
 
 

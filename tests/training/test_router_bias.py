@@ -70,9 +70,7 @@ def stepped(config, batch, **changes):
     ("num_microbatches", "scan_layers"),
     [
         (4, True),
-        (1, False),
-        pytest.param(1, True, marks=pytest.mark.slow),
-        pytest.param(4, False, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_moves_each_bias_by_its_layers_load_alone(num_microbatches, scan_layers):
