@@ -28,8 +28,7 @@ from switchx.planner.step_comm import compiled_on_cpu, step_collectives
 from switchx.training.aot import batch_shapes
 from switchx.training.job import TrainingJob
 from switchx.training.losses import LossConfig
-from switchx.training.program import TrainingProgram
-from switchx.training.workload import workload_of
+from switchx.training.program import TrainingProgram, workload_of
 
 NUM_DEVICES = 8
 ROWS, LENGTH = 16, 8
@@ -162,7 +161,7 @@ def compile_step(job: TrainingJob):
     """Compiles a job's training step for eight devices."""
     program = TrainingProgram(job, jax.devices()[:NUM_DEVICES])
     with program.scope():
-        step = program.train_step.lower(program.restore_target(), batch_shapes(program))
+        step = program.train_step.lower(program.abstract_state, batch_shapes(program))
         # What is read off does not depend on LLVM, and its optimizations take long.
         is_cpu = jax.default_backend() == "cpu"
         options = {"xla_backend_optimization_level": "0"} if is_cpu else {}

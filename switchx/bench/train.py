@@ -20,8 +20,7 @@ from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.training.losses import LossConfig
-from switchx.training.state import init_state
-from switchx.training.step import StepConfig, train_step
+from switchx.training.step import StepConfig, init_state, train_step
 
 BATCH, INPUTS, TARGETS = 16, 128, 32
 TOKENS_PER_STEP = BATCH * (INPUTS + TARGETS)

@@ -121,8 +121,7 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
 
 
 def _write(arguments, reporter, config, params, vocabulary_file) -> None:
-    from switchx.checkpoint.converted import write_converted
-    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.checkpoint.run_folder import RunFolder, write_converted
     from switchx.cli.config.files import MODEL_FILE, model_gin
     from switchx.data.tokenizers import TokenIdVocabulary
     from switchx.manifest import new_folder

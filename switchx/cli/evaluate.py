@@ -171,7 +171,7 @@ def _likelihood(folder, job, step: int, reporter) -> dict[str, Any]:
     program = TrainingProgram(job)
     reporter.note(f"evaluating {folder.checkpoints / str(step)}")
     with program.scope():
-        target = program.restore_target().params
+        target = program.abstract_state.params
         params = restore_params(folder.root, step, target=target, model=job.model)
         return evaluate_job(job, program, params)
 

@@ -44,7 +44,7 @@ class RoutedLayer(nnx.Module):
     """The router of a Switch layer; what the experts do is in the classes below it.
 
     Parameters: `w_router_DE`, unless a hash routes; `router_bias_E` in float32 where the
-    load is balanced by it. No gradient reaches the bias: `training/router_bias.py` moves it.
+    load is balanced by it. No gradient reaches the bias: `training/step.py` moves it.
     """
 
     def __init__(self, config, *, key):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the planner plans: a training step, and how it is spread over devices.
 
-A `Workload` is a job's step as shapes and bytes (`training/workload.py` makes it), a `Layout` a
+A `Workload` is a job's step as shapes and bytes (`training/program.py` makes it), a `Layout` a
 mesh with its dispatcher and microbatches.
 Dims: G groups, T tokens of a group, C slots of an expert and group; E experts, D model
 """
