@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from jax.tree_util import tree_leaves_with_path
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
@@ -82,8 +82,9 @@ def write_artifact(
         "layout_version": QTensor.LAYOUT_VERSION,
         "model": dataclasses.asdict(config),
         "quantized": {
-            name: {"bits": leaf.bits, "group_size": leaf.group_size}
-            for name, leaf in _quantized(params).items()
+            path_name(path): {"bits": leaf.bits, "group_size": leaf.group_size}
+            for path, leaf in tree_leaves_with_path(params, is_leaf=is_quantized)
+            if is_quantized(leaf)
         },
         "about": about,
     }
@@ -171,9 +172,3 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
             + "; ".join(sorted(problems))
         )
     return params
-
-
-def _quantized(params: dict) -> dict[str, QTensor]:
-    """Those by name."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    return {path_name(path): leaf for path, leaf in leaves if is_quantized(leaf)}

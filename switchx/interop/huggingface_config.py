@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from switchx.fields import require
-from switchx.interop.t5x import not_t5
+from switchx.interop.t5x import not_t5, unexpected
 from switchx.layers.norm import EPSILON
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
@@ -65,12 +65,7 @@ def read_config(
     fields.only("pad_token_id", 0, "padding is 0 in every vocabulary of switchx")
     fields.only("eos_token_id", 1, "a text's end is 1 in every vocabulary of switchx")
     fields.only("decoder_start_token_id", 0, "decoding starts with 0 in switchx")
-    epsilon = fields.number("layer_norm_epsilon", EPSILON)
-    require(
-        epsilon == EPSILON,
-        f"{where}: layer_norm_epsilon={epsilon} cannot be converted: the norms of switchx have "
-        f"{EPSILON}",
-    )
+    fields.only("layer_norm_epsilon", EPSILON, "the norms of switchx have no other")
     num_layers = fields.whole("num_layers", most=_MOST_BLOCKS)
     config = ModelConfig(
         architecture="encoder_decoder",
@@ -214,22 +209,18 @@ def _scales_tied_logits(fields: _Fields, family: str) -> bool:
 
 
 def _read_switch(fields: _Fields, config: ModelConfig, overflow: str) -> SwitchConfig | None:
-    require(
-        not fields.flag("router_bias", False),
-        f"{fields.where}: router_bias=true cannot be converted: the routers of switchx have no "
-        "bias of their own",
-    )
+    fields.only("router_bias", False, "the routers of switchx have no bias of their own")
     fields.only("router_dtype", "float32", "routers run in float32 (selective precision)")
-    blocks = {}
+    blocks = []
     for stack in ("encoder", "decoder"):
         name = f"num_sparse_{stack}_layers"
         is_none = fields.values.get(name) == 0
         count = 0 if is_none else fields.whole(name, 3, _MOST_BLOCKS)
-        blocks[stack] = sparse_blocks(getattr(config, f"num_{stack}_layers"), count)
-    if not any(blocks.values()):
+        blocks.append(sparse_blocks(getattr(config, f"num_{stack}_layers"), count))
+    if not any(blocks):
         return None
     num_experts = fields.whole("num_experts", 8, _MOST_EXPERTS)
-    num_blocks = sum(map(len, blocks.values()))
+    num_blocks = sum(map(len, blocks))
     require(
         num_experts * num_blocks <= _MOST_EXPERTS_IN_ALL,
         f"{fields.where}: num_experts={num_experts} in each of {num_blocks} blocks; expected "
@@ -243,7 +234,7 @@ def _read_switch(fields: _Fields, config: ModelConfig, overflow: str) -> SwitchC
             overflow=overflow,
             padding="counted",
         ),
-        **switch_layers(config, blocks["encoder"], blocks["decoder"]),
+        **switch_layers(config, *blocks),
     )
 
 
@@ -282,16 +273,12 @@ def _describe_switch(
 
 def _sparse_reasons(config: ModelConfig) -> list[str]:
     switch, router = config.switch, config.switch.router
-    reasons = [
-        f"{name}={value!r} (expected {expected!r})"
-        for name, value, expected in (
-            ("SwitchConfig.d_ff", switch.d_ff or config.d_ff, config.d_ff),
-            ("RouterConfig.kind", router.kind, "top_k"),
-            ("RouterConfig.num_selected", router.num_selected, 1),
-            ("Precision.router", config.precision.router, "float32"),
-        )
-        if value != expected
-    ]
+    reasons = unexpected(
+        ("SwitchConfig.d_ff", switch.d_ff or config.d_ff, config.d_ff),
+        ("RouterConfig.kind", router.kind, "top_k"),
+        ("RouterConfig.num_selected", router.num_selected, 1),
+        ("Precision.router", config.precision.router, "float32"),
+    )
     if router.overflow == "reroute":
         reasons.append("RouterConfig.overflow='reroute' (expected 'drop' or 'dropless')")
     if config.is_gated:

@@ -10,7 +10,7 @@ from switchx import tree
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.separate_experts import separate_experts
+from switchx.inference.quantize import separate_experts
 from tests.inference import tiny
 
 
