@@ -122,7 +122,7 @@ class Model:
         }
         self.devices.check(config, self.params)
         with self.devices.use():
-            return _logits(config, self.params, _batch(**arrays))[:B]
+            return _logits(config, self.params, **arrays)[:B]
 
     def generate(
         self,
@@ -334,18 +334,14 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh) -> Model:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _logits(config: ModelConfig, params, batch):
-    return forward(config, params, batch, is_training=False)[0]
-
-
-def _batch(decoder_tokens, encoder_tokens=None) -> dict:
-    """T5X's features of one example a row; id 0 is padding but for the decoder's first."""
-    is_first_L = jnp.arange(decoder_tokens.shape[1]) == 0
-    batch = features("decoder", decoder_tokens, (decoder_tokens != PAD_ID) | is_first_L[None])
+def _logits(config: ModelConfig, params, decoder_tokens, encoder_tokens=None):
+    """Of one example a row; id 0 is padding but for the decoder's first."""
+    is_token_BL = (decoder_tokens != PAD_ID).at[:, 0].set(True)
+    batch = features("decoder", decoder_tokens, is_token_BL)
     batch["decoder_prefix_mask"] = jnp.zeros_like(decoder_tokens)
     if encoder_tokens is not None:
         batch |= features("encoder", encoder_tokens, encoder_tokens != PAD_ID)
-    return batch
+    return forward(config, params, batch, is_training=False)[0]
 
 
 def _token_list(tokens, name: str) -> list[int]:

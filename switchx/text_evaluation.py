@@ -7,6 +7,7 @@ stand there, never decoded tokens.
 
 import collections
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -116,19 +117,15 @@ def measure(
     num_bootstrap: int = 0,
 ) -> list[MetricResult]:
     """What all metrics say of the same texts, in their order."""
-    return [
-        result
-        for metric in metrics
-        for result in metric.results(predictions, targets, num_bootstrap)
-    ]
+    each = (metric.results(predictions, targets, num_bootstrap) for metric in metrics)
+    return list(itertools.chain.from_iterable(each))
 
 
 def mean_results(results: Sequence[Sequence[MetricResult]]) -> list[MetricResult]:
     """Means over tasks, of what has the same name and signature, in order of appearance."""
     scores = collections.defaultdict(list)
-    for each in results:
-        for result in each:
-            scores[result.name, result.signature].append(result.score)
+    for result in itertools.chain.from_iterable(results):
+        scores[result.name, result.signature].append(result.score)
     return [
         MetricResult(name, statistics.fmean(values), signature)
         for (name, signature), values in scores.items()

@@ -60,11 +60,12 @@ def load_figure(steps: np.ndarray, even_load: np.ndarray, layers: Sequence[str])
         mesh = axis.pcolormesh(
             edges, experts, even_load[:, n].T, cmap=COLOURS, vmin=0, vmax=limit, rasterized=True
         )
-        _map_axes(axis, layer, "step", "expert")
+        place = axis.get_subplotspec()
+        x, y = "step" * place.is_last_row(), "expert" * place.is_first_col()
+        _map_axes(axis, layer, x, y)
         axis.invert_yaxis()  # expert 0 on top, as in the other maps
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    _outer_labels_only(axes)
     extend = "max" if highest > limit else "neither"
     _colour_bar(figure, mesh, axes, "load (1 = even share)", extend=extend)
     return figure
@@ -228,13 +229,6 @@ def _integer_ticks(axis) -> None:
         each.set_major_locator(MaxNLocator(integer=True, nbins=10))
 
 
-def _outer_labels_only(axes) -> None:
-    for axis in axes:
-        place = axis.get_subplotspec()
-        axis.set_xlabel(axis.get_xlabel() if place.is_last_row() else "")
-        axis.set_ylabel(axis.get_ylabel() if place.is_first_col() else "")
-
-
 def _colour_bar(figure: Figure, image, axes, label: str, **options) -> None:
     """Beside the first maps: as long as one or two of them, however many there are."""
     shrink = min(1.0, 3.0 / figure.get_figheight())
@@ -259,7 +253,7 @@ def _limits(course: Course) -> tuple[float, float]:
     low = 0.0 if course.is_from_zero else float(np.min(everything, initial=np.inf))
     high = float(np.max(everything, initial=low))
     room = 0.08 * (high - low) or 1.0
-    return (low if course.is_from_zero else low - room), high + room
+    return low - room * (not course.is_from_zero), high + room
 
 
 def _label_ends(axis, ends) -> None:

@@ -319,11 +319,11 @@ def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 def _normalised_information(counts: np.ndarray) -> float:
+    def entropy(share: np.ndarray) -> float:
+        return -np.sum(share[share > 0] * np.log(share[share > 0]))
+
     joint = counts / max(counts.sum(), 1)
-    p, q = joint.sum(axis=1), joint.sum(axis=0)
-    is_there = joint > 0
-    information = np.sum(joint[is_there] * np.log(joint[is_there] / np.outer(p, q)[is_there]))
-    entropies = [-np.sum(each[each > 0] * np.log(each[each > 0])) for each in (p, q)]
-    if min(entropies) < 1e-9:  # one expert, up to rounding
+    p, q = entropy(joint.sum(axis=1)), entropy(joint.sum(axis=0))
+    if min(p, q) < 1e-9:  # one expert, up to rounding
         return 0.0
-    return float(information / np.sqrt(np.prod(entropies)))
+    return float((p + q - entropy(joint)) / np.sqrt(p * q))

@@ -222,10 +222,9 @@ def _block_names(config, family: str, stack: str, layer: int) -> dict[str, tuple
                 for expert in range(config.switch.num_experts)
             )
         return names
-    matrices = {"w_in_DF": "wi", "w_out_FD": "wo"}
+    matrices = {"w_in_DF": "wi_0" if config.is_gated else "wi", "w_out_FD": "wo"}
     if config.is_gated:
-        matrices = {"w_in_DF": "wi_0", "w_gate_DF": "wi_1", "w_out_FD": "wo"}
-    return names | {
-        f"{ours}/ffn/{parameter}": (f"{ffn}.{letters}.weight",)
-        for parameter, letters in matrices.items()
-    }
+        matrices["w_gate_DF"] = "wi_1"
+    for parameter, letters in matrices.items():
+        names[f"{ours}/ffn/{parameter}"] = (f"{ffn}.{letters}.weight",)
+    return names

@@ -7,6 +7,7 @@ side cannot express is refused with the reason, never approximated.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 from switchx.fields import require
@@ -132,22 +133,20 @@ class _Fields:
 
     def whole(self, name: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
         """A whole number from 1 to `most`."""
-        value = self._value(name, default)
-        is_right = type(value) is int and 1 <= value <= most
-        return self._expect(is_right, name, value, f"a whole number from 1 to {most}")
+        expected = f"a whole number from 1 to {most}"
+        return self._take(name, default, expected, lambda n: type(n) is int and 1 <= n <= most)
 
     def number(self, name: str, default: float) -> float:
-        value = self.values.get(name, default)
-        is_right = type(value) in (int, float) and abs(value) < math.inf
-        return float(self._expect(is_right, name, value, "a number"))
+        def is_number(value) -> bool:
+            return type(value) in (int, float) and abs(value) < math.inf
+
+        return float(self._take(name, default, "a number", is_number))
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._value(name, default)
-        return self._expect(type(value) is bool, name, value, "true or false")
+        return self._take(name, default, "true or false", lambda value: type(value) is bool)
 
     def text(self, name: str, default: str) -> str:
-        value = self._value(name, default)
-        return self._expect(isinstance(value, str), name, value, "a text")
+        return self._take(name, default, "a text", lambda value: isinstance(value, str))
 
     def only(self, name: str, expected, reason: str) -> None:
         """Requires that a value, where there is one, is `expected`."""
@@ -158,12 +157,10 @@ class _Fields:
             f"{_shown(expected)}",
         )
 
-    def _value(self, name: str, default):
+    def _take(self, name: str, default, expected: str, is_right: Callable[[Any], bool]):
         value = self.values.get(name)
-        return default if value is None else value
-
-    def _expect(self, is_right: bool, name: str, value, expected: str):
-        require(is_right, f"{self.where}: {name}={_shown(value)}; expected {expected}")
+        value = default if value is None else value
+        require(is_right(value), f"{self.where}: {name}={_shown(value)}; expected {expected}")
         return value
 
 
@@ -328,9 +325,8 @@ def switch_layers(
     """Fields of a SwitchConfig for these sparse blocks: `every` where they are a pattern."""
     counts = (config.num_encoder_layers, config.num_decoder_layers)
     for every in range(1, min(counts) + 1):
-        patterns = [tuple(range(every - 1, count, every)) for count in counts]
-        if any(count % every for count in counts) or encoder != patterns[0]:
-            continue
-        if decoder in (patterns[1], ()):
+        ours, theirs = (tuple(range(every - 1, count, every)) for count in counts)
+        divides = not any(count % every for count in counts)
+        if divides and encoder == ours and decoder in (theirs, ()):
             return {"every": every, "stacks": "all" if decoder else "encoder"}
     return {"encoder_layers": encoder, "decoder_layers": decoder}

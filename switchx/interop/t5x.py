@@ -66,7 +66,7 @@ class T5XFolder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, leaf in self._leaves.items():
             is_array = isinstance(leaf, np.ndarray)
-            self.shapes[name] = leaf.shape if is_array else self._header(name, leaf)[0]
+            self.shapes[name] = leaf.shape if is_array else self._header(name, leaf)[1]
 
     def read(self, name: str) -> np.ndarray:
         """An array in float32: exact but for one of float64, which is rounded.
@@ -107,7 +107,8 @@ class T5XFolder:
         require(has_target, f"{file} has no parameters, optimizer/target; fetch it again")
         return target
 
-    def _zarr(self, name: str, spec: dict[str, Any]) -> pathlib.Path:
+    def _header(self, name: str, spec: dict[str, Any]):
+        """Folder, shape, dtype, chunks and separator of a zarr array."""
         kvstore = spec["kvstore"]
         path = kvstore.get("path") if isinstance(kvstore, dict) else None
         path = spec.get("path") if path is None else path  # TensorStore before 0.1.14
@@ -119,11 +120,7 @@ class T5XFolder:
             f"path={path!r}; expected zarr in a folder of its own beside it: do not use this "
             "checkpoint",
         )
-        return self.folder / plain
-
-    def _header(self, name: str, spec: dict[str, Any]):
-        """Shape, dtype and chunks that a zarr array has."""
-        file = self._zarr(name, spec) / ".zarray"
+        file = self.folder / plain / ".zarray"
         try:
             header = json.loads(file.read_text(encoding="utf-8"))
             shape, chunks = tuple(header["shape"]), tuple(header["chunks"])
@@ -136,11 +133,10 @@ class T5XFolder:
                 f"{file} describes no array of floats that can be read ({error!r}); fetch the "
                 "folder again"
             ) from error
-        return shape, dtype, chunks, header.get("dimension_separator", ".")
+        return file.parent, shape, dtype, chunks, header.get("dimension_separator", ".")
 
     def _read_zarr(self, name: str, spec: dict[str, Any]) -> np.ndarray:
-        shape, dtype, chunks, separator = self._header(name, spec)
-        folder = self._zarr(name, spec)
+        folder, shape, dtype, chunks, separator = self._header(name, spec)
         grid = [math.ceil(size / chunk) for size, chunk in zip(shape, chunks, strict=True)]
         require(
             math.prod(grid) <= _MOST_CHUNKS and math.prod(chunks) <= 2 * math.prod(shape),

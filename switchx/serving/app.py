@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette import responses
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -26,7 +27,6 @@ from starlette.routing import Route
 
 from switchx.api import Model
 from switchx.data.tokenizers import Vocabulary
-from switchx.serving.metrics import Metrics
 from switchx.serving.requests import (
     GenerateRequest,
     Refusal,
@@ -98,14 +98,11 @@ def make_app(service: Service, token: str | None = None):
             Exception: _failed,
         },
     )
-    return _counting(app, service.metrics)
 
-
-def _counting(app, counted: Metrics):
     async def counting(scope, receive, send):
         async def send_and_count(message):
             if message["type"] == "http.response.start":
-                counted.responses.labels(str(message["status"])).inc()
+                service.metrics.responses.labels(str(message["status"])).inc()
             await send(message)
 
         await app(scope, receive, send_and_count)
@@ -286,10 +283,6 @@ def encoded(content: Any) -> bytes:
     return text.encode("utf-8", errors="backslashreplace")
 
 
-class JSONResponse(Response):
-    media_type = "application/json"
-
-    def __init__(
-        self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None
-    ):
-        super().__init__(encoded(content) + b"\n", status_code, headers)
+class JSONResponse(responses.JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return encoded(content) + b"\n"

@@ -73,6 +73,7 @@ class Limits:
         return rounded_up(tokens, PROMPT_LENGTHS)
 
 
+@dataclasses.dataclass(eq=False)
 class Refusal(Exception):
     """What is wrong with a request, or why it cannot be answered now.
 
@@ -83,17 +84,10 @@ class Refusal(Exception):
         retry_after_s: when to try again; None says nothing.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        field: str | None = None,
-        retry_after_s: int | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.message, self.field = status, message, field
-        self.retry_after_s = retry_after_s
+    status: int
+    message: str
+    field: str | None = None
+    retry_after_s: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {"error": {"status": self.status, "field": self.field, "message": self.message}}

@@ -123,18 +123,11 @@ class Service:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        settings = request.settings
-        inputs = [
-            QueuedInput(
-                prompt,
-                settings,
-                number,
-                Group.of(prompt, settings, self.limits),
-                deliver,
-                request.is_streaming,
-            )
-            for number, prompt in enumerate(request.prompts)
-        ]
+        settings, inputs = request.settings, []
+        for number, prompt in enumerate(request.prompts):
+            group = Group.of(prompt, settings, self.limits)
+            is_streaming = request.is_streaming
+            inputs.append(QueuedInput(prompt, settings, number, group, deliver, is_streaming))
         if not self._queue.put(inputs):
             waiting = len(self._queue)
             raise Refusal(

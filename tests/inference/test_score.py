@@ -2,6 +2,7 @@
 """Log-likelihoods are those of one forward pass a pair, whatever it is batched with."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -21,14 +22,17 @@ def scores_of(config, pairs=PAIRS, **settings):
     return [score for _, score in sorted(scorer(pairs))]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def whole_forward_pass(config, params, batch):
+    return forward(config, params, batch, is_training=False)[0]
+
+
 def log_likelihood(config, pair) -> float:
     """As training lays the pair out: `data/features.py` in rows of 8."""
     features = EncoderDecoderFeatures(8, 8) if config.is_encoder_decoder else None
     features = features or DecoderOnlyFeatures(8)
     batch = features.batch([[Example(*map(np.array, pair))]])
-    logits_BLV, _ = forward(
-        without_capacity(config), make_params(config), batch, is_training=False
-    )
+    logits_BLV = whole_forward_pass(without_capacity(config), make_params(config), batch)
     log_prob_LV = np.asarray(jax.nn.log_softmax(logits_BLV[0]))
     target_L = batch["decoder_target_tokens"][0]
     log_prob_L = log_prob_LV[np.arange(8), target_L]
