@@ -135,7 +135,7 @@ def test_greedy_tokens_are_the_likeliest_of_the_whole_forward_pass(any_model):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"beam_size": 3},
         pytest.param({"temperature": 1.0, "seed": 7}, marks=pytest.mark.slow),
     ],
@@ -182,7 +182,9 @@ def test_beams_have_the_positions_of_their_text():
             assert hypothesis.score == pytest.approx(mean, rel=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"beam_size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.slow), {"beam_size": 3}], ids=str
+)
 def test_a_sentence_with_less_room_is_what_it_would_be_if_all_had_as_little(settings):
     model, rooms = prepared("encoder-decoder"), [1, 6, 3, 2, 3, 4]
     got = generate(model, INPUTS, rooms, **WHOLE, **settings)
