@@ -107,9 +107,9 @@ class Model:
             needs = "encoder_tokens and decoder_tokens; give both"
             needs = needs if has_encoder else "decoder_tokens alone; give one array"
             raise ValueError(f"architecture={self.config.architecture!r} reads {needs}")
-        arrays = {"decoder_tokens": self._checked("decoder_tokens", decoder_tokens)}
-        if has_encoder:
-            arrays["encoder_tokens"] = self._checked("encoder_tokens", encoder_tokens)
+        arrays = {"encoder_tokens": encoder_tokens} if has_encoder else {}
+        arrays["decoder_tokens"] = decoder_tokens
+        arrays = {name: self._checked(name, tokens) for name, tokens in arrays.items()}
         if len({len(token_BL) for token_BL in arrays.values()}) > 1:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise ValueError(f"got {shapes}; expected equally many rows")

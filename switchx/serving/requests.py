@@ -89,6 +89,9 @@ class Refusal(Exception):
     field: str | None = None
     retry_after_s: int | None = None
 
+    def __str__(self) -> str:
+        return self.message
+
     def as_json(self) -> dict[str, Any]:
         return {"error": {"status": self.status, "field": self.field, "message": self.message}}
 
