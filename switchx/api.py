@@ -13,7 +13,7 @@ import operator
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,10 @@ from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
 from switchx.inference.artifact import is_artifact, read_artifact
 from switchx.inference.config import DecodingConfig
-from switchx.inference.generate import (
-    Generator,
-    for_decoding,
-    with_capacity,
-    without_capacity,
-)
+from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.quantize import native
-from switchx.inference.score import Score, Scorer
-from switchx.inference.separate_experts import separate_experts
+from switchx.inference.quantize import native, separate_experts
+from switchx.inference.score import Score, Scorer, features
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.partitioning.mesh import MeshSpec
@@ -106,15 +100,16 @@ class Model:
             ValueError: the arrays are not of whole numbers, of two dimensions, of equally
                 many rows, of ids of the vocabulary, or too long for the positions.
         """
-        given = {"encoder_tokens": encoder_tokens, "decoder_tokens": decoder_tokens}
-        if not self.config.is_encoder_decoder and decoder_tokens is None:
-            given = {"encoder_tokens": None, "decoder_tokens": encoder_tokens}
-        self._require_stacks(given)
-        arrays = {
-            name: self._checked(name, tokens)
-            for name, tokens in given.items()
-            if tokens is not None
-        }
+        has_encoder = self.config.is_encoder_decoder
+        if not has_encoder and decoder_tokens is None:
+            encoder_tokens, decoder_tokens = None, encoder_tokens
+        if decoder_tokens is None or has_encoder != (encoder_tokens is not None):
+            needs = "encoder_tokens and decoder_tokens; give both"
+            needs = needs if has_encoder else "decoder_tokens alone; give one array"
+            raise ValueError(f"architecture={self.config.architecture!r} reads {needs}")
+        arrays = {"encoder_tokens": encoder_tokens} if has_encoder else {}
+        arrays["decoder_tokens"] = decoder_tokens
+        arrays = {name: self._checked(name, tokens) for name, tokens in arrays.items()}
         if len({len(token_BL) for token_BL in arrays.values()}) > 1:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise ValueError(f"got {shapes}; expected equally many rows")
@@ -127,7 +122,7 @@ class Model:
         }
         self.devices.check(config, self.params)
         with self.devices.use():
-            return _logits(config, self.params, _batch(**arrays))[:B]
+            return _logits(config, self.params, **arrays)[:B]
 
     def generate(
         self,
@@ -263,15 +258,6 @@ class Model:
         encode = getattr(self.text_format, role)
         return [encode(self.vocabulary, text) for text in texts], True
 
-    def _require_stacks(self, given: dict[str, Any]) -> None:
-        for name, tokens in given.items():
-            is_needed = name == "decoder_tokens" or self.config.is_encoder_decoder
-            if is_needed != (tokens is not None):
-                needs = "encoder_tokens and decoder_tokens; give both"
-                if not self.config.is_encoder_decoder:
-                    needs = "decoder_tokens alone; give one array"
-                raise ValueError(f"architecture={self.config.architecture!r} reads {needs}")
-
     def _checked(self, name: str, tokens) -> jax.Array:
         array = np.asarray(tokens)
         if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
@@ -348,26 +334,14 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh) -> Model:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _logits(config: ModelConfig, params, batch):
-    return forward(config, params, batch, is_training=False)[0]
-
-
-def _batch(decoder_tokens, encoder_tokens=None) -> dict:
-    """T5X's features of one example a row; id 0 is padding but for the decoder's first."""
-    is_first_L = jnp.arange(decoder_tokens.shape[1]) == 0
-    batch = _features("decoder", decoder_tokens, (decoder_tokens != PAD_ID) | is_first_L[None])
+def _logits(config: ModelConfig, params, decoder_tokens, encoder_tokens=None):
+    """Of one example a row; id 0 is padding but for the decoder's first."""
+    is_token_BL = (decoder_tokens != PAD_ID).at[:, 0].set(True)
+    batch = features("decoder", decoder_tokens, is_token_BL)
     batch["decoder_prefix_mask"] = jnp.zeros_like(decoder_tokens)
     if encoder_tokens is not None:
-        batch |= _features("encoder", encoder_tokens, encoder_tokens != PAD_ID)
-    return batch
-
-
-def _features(stack: str, token_BL, is_token_BL) -> dict:
-    return {
-        f"{stack}_input_tokens": token_BL,
-        f"{stack}_segment_ids": is_token_BL.astype(jnp.int32),
-        f"{stack}_positions": jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape),
-    }
+        batch |= features("encoder", encoder_tokens, encoder_tokens != PAD_ID)
+    return forward(config, params, batch, is_training=False)[0]
 
 
 def _token_list(tokens, name: str) -> list[int]:

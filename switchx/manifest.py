@@ -5,7 +5,8 @@ A manifest is JSON: what its writer says, size and checksum of every other file 
 and a checksum of itself. It is written last, into a folder that is then renamed, so a folder
 without one is half-written whatever else it holds. Checkpoints take CRC-32, which finds every
 flipped byte and costs far less than the disk (zlib: 1 to 7 GB/s on one core); folders that are
-handed on take SHA-256, whose value is their fingerprint too. Neither proves who wrote them.
+handed on take SHA-256, whose value is their fingerprint too. Neither proves who wrote them;
+what a folder says of its origin has the commit of the code that wrote it.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import os
 import pathlib
 import secrets
 import shutil
+import subprocess
 import zlib
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -159,3 +161,21 @@ def _of_file(path: pathlib.Path, checksum: Checksum, flush: bool = False) -> int
         while chunk := file.read(1 << 24):
             crc32 = zlib.crc32(chunk, crc32)
     return crc32
+
+
+def git_commit() -> str:
+    """The commit of the checkout this code runs from, or `unknown` outside of one.
+
+    An installed copy may lie in another repository, whose commit says nothing about it: git
+    is believed only where it tracks this file.
+    """
+    here = pathlib.Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    is_tracked = [*git, "ls-files", "--error-unmatch", here.name]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        for command in (is_tracked, describe):
+            process = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return process.stdout.strip()

@@ -125,16 +125,13 @@ def read_run(
             f"experts, routing/ has {len(kept[-1].layers)} of {kept[-1].num_experts}; they are "
             "of two runs: restore the one that does not belong there"
         )
-    others = len(snapshots) - len(kept)
-    return RoutingRun(history, kept, others, classes, class_V, text_of)
+    return RoutingRun(history, kept, len(snapshots) - len(kept), classes, class_V, text_of)
 
 
 def all_sections(run: RoutingRun) -> list[Section]:
     """Everything, in the order of the page."""
-    return [
-        overview(run), load(run), course(run), saturation(run), transition(run),
-        classes(run), tokens(run), similarity(run),
-    ]  # fmt: skip
+    kinds = (overview, load, course, saturation, transition, classes, tokens, similarity)
+    return [section(run) for section in kinds]
 
 
 def overview(run: RoutingRun) -> Section:
@@ -203,20 +200,16 @@ def saturation(run: RoutingRun) -> Section:
     if len(run.snapshots) < 2:
         return Section(title, "This takes two evaluations of the same tokens; there is one.")
     steps = np.array([each.step for each in run.snapshots])
-    saturated = saturation_by_step(run.snapshots)
     choices = max(stack.expert_NTS.shape[-1] for stack in run.final.stacks)
     chance = choices / run.final.num_experts
-    left_out = f" {run.num_others} evaluations of other tokens are left out."
+    rows = [plots.Course("saturation", saturation_by_step(run.snapshots), chance)]
     text = (
         f"Share of the sample's choices that are already those of step {steps[-1]}, where it "
         "is 1 by definition (OLMoE, arXiv:2409.02060). Dotted: chance."
     )
-    rows = [plots.Course("saturation", saturated, chance)]
-    return Section(
-        title,
-        text + left_out * (run.num_others > 0),
-        [plots.course_figure(steps, rows, run.layers, markers=True)],
-    )
+    if run.num_others:
+        text += f" {run.num_others} evaluations of other tokens are left out."
+    return Section(title, text, [plots.course_figure(steps, rows, run.layers, markers=True)])
 
 
 def transition(run: RoutingRun) -> Section:
@@ -266,13 +259,14 @@ def classes(run: RoutingRun) -> Section:
 def tokens(run: RoutingRun) -> Section:
     """The tokens that tell most about each expert."""
     tables = []
+    columns, E = ("expert", "tokens of the sample", "typical"), run.final.num_experts
     for stack in run.final.stacks:
         for layer, expert_TS in zip(stack.layers, stack.expert_NTS, strict=True):
-            rows = [
-                _token_row(run, expert_TS, stack.token_T, expert)
-                for expert in range(run.final.num_experts)
-            ]
-            columns = ("expert", "tokens of the sample", "typical")
+            rows = []
+            for e in range(E):
+                typical = typical_tokens(expert_TS, stack.token_T, e, E, NUM_TYPICAL_TOKENS)
+                shown = [f"{_visible(run.text_of(t.token))} {t.share:.0%}" for t in typical]
+                rows.append((e, int(np.sum(expert_TS == e)), "\n".join(shown)))
             tables.append(Table(columns, rows, title=layer, codes=("typical",)))
     return Section(
         "Typical tokens",
@@ -290,21 +284,12 @@ def similarity(run: RoutingRun) -> Section:
         return Section(title, "No stack has two Switch layers to compare.")
     similarities = [layer_similarity(s.expert_NTS, run.final.num_experts) for s in stacks]
     names = [(s.layers[0].split()[0], *s.layers) for s in stacks]
-    label = "shared information"
     return Section(
         title,
         "Normalised mutual information of the layers' first choices, in percent: 100 when one "
         "layer's expert tells the other's, 0 when it tells nothing.",
-        [plots.similarity_figure(similarities, names, label)],
+        [plots.similarity_figure(similarities, names, "shared information")],
     )
-
-
-def _token_row(run: RoutingRun, expert_TS, token_T, expert: int) -> tuple:
-    typical = typical_tokens(
-        expert_TS, token_T, expert, run.final.num_experts, NUM_TYPICAL_TOKENS
-    )
-    shown = [f"{_visible(run.text_of(t.token))} {t.share:.0%}" for t in typical]
-    return expert, int(np.sum(expert_TS == expert)), "\n".join(shown)
 
 
 def _visible(text: str) -> str:

@@ -5,12 +5,14 @@ import dataclasses
 import itertools
 import json
 import operator
+import os
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
-from switchx.provenance import environment
+from switchx.manifest import git_commit
 
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
 
@@ -79,6 +81,17 @@ class Report:
         for check in self.checks:
             verdict = "holds" if check.holds else "does not hold"
             console.print(f"{check.name} {check.value:.3f} {check.bound}: {verdict}")
+
+
+def environment() -> dict[str, Any]:
+    """Device, cores, JAX and commit of a measurement, and glibc's tunables, which change it."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "jax": jax.__version__,
+        "commit": git_commit(),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
+    }
 
 
 def _shown(value) -> str:

@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     """Where the export comes from, how to make it again, and what texts become for it."""
     from switchx.inference.artifact import is_artifact
-    from switchx.provenance import git_commit
+    from switchx.manifest import git_commit
 
     names = ("model_dir", "output", "device_kind", "batch_size", "input_length")
     given = {name: getattr(arguments, name) for name in names}

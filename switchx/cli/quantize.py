@@ -97,7 +97,7 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     import jax
     import safetensors
 
-    from switchx.provenance import git_commit
+    from switchx.manifest import git_commit
 
     method = arguments.method or ("mse" if arguments.bits == 4 else "absmax")
     return {

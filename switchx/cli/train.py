@@ -6,7 +6,7 @@ import functools
 
 from switchx.cli import arguments as shared
 from switchx.cli import hosts, messages
-from switchx.provenance import git_commit
+from switchx.manifest import git_commit
 
 DESCRIPTION = """\
 Trains what the gin files describe and writes checkpoints, metrics.jsonl, TensorBoard events

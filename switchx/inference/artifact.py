@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from jax.tree_util import tree_leaves_with_path
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
@@ -82,8 +82,9 @@ def write_artifact(
         "layout_version": QTensor.LAYOUT_VERSION,
         "model": dataclasses.asdict(config),
         "quantized": {
-            name: {"bits": leaf.bits, "group_size": leaf.group_size}
-            for name, leaf in _quantized(params).items()
+            path_name(path): {"bits": leaf.bits, "group_size": leaf.group_size}
+            for path, leaf in tree_leaves_with_path(params, is_leaf=is_quantized)
+            if is_quantized(leaf)
         },
         "about": about,
     }
@@ -143,25 +144,21 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
     """The parameters of a configuration; all that is missing or does not fit is named."""
     expected, problems = set(), []
 
-    def read(name, shape=None):
-        expected.add(name)
-        if name not in arrays:
-            problems.append(f"{name} is missing")
-        elif shape is not None and arrays[name].shape != shape:
-            problems.append(f"{name} is {list(arrays[name].shape)}, expected {list(shape)}")
-        return arrays.get(name)
-
     def leaf_of(name, leaf):
-        if name not in quantized:
-            return read(name, leaf.shape)
-        values, scales = read(f"{name}/values"), read(f"{name}/scales_EFG")
-        if values is None or scales is None:
+        names = [name]
+        if is_expert := name in quantized:
+            names = [f"{name}/values", f"{name}/scales_EFG"]
+        expected.update(names)
+        if missing := [each for each in names if each not in arrays]:
+            problems.extend(f"{each} is missing" for each in missing)
             return None
-        q = QTensor(values, scales, **quantized[name])
-        q.check()
-        if EXPERTS not in name or q.shape != leaf.shape:
-            problems.append(f"{name} is {list(q.shape)}, expected {list(leaf.shape)}")
-        return q
+        found = [arrays[each] for each in names]
+        if is_expert:
+            found = [QTensor(*found, **quantized[name])]
+            found[0].check()
+        if found[0].shape != leaf.shape or (is_expert and EXPERTS not in name):
+            problems.append(f"{name} is {list(found[0].shape)}, expected {list(leaf.shape)}")
+        return found[0]
 
     params = map_named(leaf_of, abstract_params(config))
     problems += [f"{name} is not of this model" for name in arrays.keys() - expected]
@@ -171,9 +168,3 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
             + "; ".join(sorted(problems))
         )
     return params
-
-
-def _quantized(params: dict) -> dict[str, QTensor]:
-    """Those by name."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    return {path_name(path): leaf for path, leaf in leaves if is_quantized(leaf)}

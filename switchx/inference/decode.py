@@ -121,10 +121,9 @@ def run_until(
         are_many = jnp.sum(state.rows.is_live_B) > num_live
         return are_many if last_step is None else are_many & (state.step < last_step)
 
-    def advance(state: Decoding):
-        return _advance(model, decoding, state, positions)
-
-    return jax.lax.while_loop(goes_on, advance, state)
+    return jax.lax.while_loop(
+        goes_on, lambda state: _advance(model, decoding, state, positions), state
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"))

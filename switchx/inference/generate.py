@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.quantize import separate_experts
 from switchx.inference.running_batch import Hypothesis, RunningBatch
-from switchx.inference.separate_experts import separate_experts
 from switchx.models.config import ModelConfig, require_our_blocks
 
 
@@ -121,11 +121,19 @@ class Generator:
         order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
         for first in range(0, len(order), self.batch_size):
             indices = order[first : first + self.batch_size]
-            yield from self._decode(
-                [first_number + index for index in indices],
+            numbers = [first_number + index for index in indices]
+            batch = RunningBatch(
+                self.config,
+                self.params,
+                self.decoding,
                 [inputs[index] for index in indices],
-                [rooms[index] for index in indices],
+                numbers=numbers,
+                rooms=[rooms[index] for index in indices],
+                devices=self.devices,
             )
+            while batch.waiting:
+                for index, hypotheses in batch.advance().items():
+                    yield numbers[index], hypotheses
 
     def fault(self, tokens: Sequence[int]) -> str | None:
         """Why an input cannot be read, to be said after its name; or None."""
@@ -141,22 +149,6 @@ class Generator:
                 "shorten it, or lower max_new_tokens"
             )
         return None
-
-    def _decode(
-        self, numbers: list[int], inputs, rooms: list[int]
-    ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        batch = RunningBatch(
-            self.config,
-            self.params,
-            self.decoding,
-            inputs,
-            numbers=numbers,
-            rooms=rooms,
-            devices=self.devices,
-        )
-        while batch.waiting:
-            for index, hypotheses in batch.advance().items():
-                yield numbers[index], hypotheses
 
 
 def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) -> int | None:

@@ -96,8 +96,12 @@ class ExportedModel:
                 raise ValueError(f"input {i} {fault}")
         if not inputs:
             return []
-        arrays = self._arrays(inputs, room)
-        state, said = self._prefill(self._weights, self._place(arrays, "prefill"))
+        described = self._programs["prefill"]["in"]
+        arrays = {
+            name: jax.device_put(x, self._sharding(described[name]))
+            for name, x in self._arrays(inputs, room).items()
+        }
+        state, said = self._prefill(self._weights, arrays)
         while np.any(said["is_live_B"]):
             state, said = self._step(self._weights, state)
         token_BLT, score_BL = np.asarray(said["token_BLT"]), np.asarray(said["score_BL"])
@@ -157,24 +161,16 @@ class ExportedModel:
             "tokens": token_T[:length].tolist(), "score": score, "is_finished": bool(len(ends))
         }  # fmt: skip
 
-    def _place(self, arrays: dict, program: str) -> dict:
-        described = self._programs[program]["in"]
-        return {
-            name: jax.device_put(x, self._sharding(described[name]))
-            for name, x in arrays.items()
-        }
-
     def _sharding(self, described: dict) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec(*map(tuple, described["axes"])))
 
     def _program(self, name: str):
-        data = (self.folder / self._programs[name]["file"]).read_bytes()
+        file = self.folder / self._programs[name]["file"]
         try:
-            exported = export.deserialize(bytearray(data))
+            exported = export.deserialize(bytearray(file.read_bytes()))
         except Exception as error:
             raise ValueError(
-                f"{self.folder / self._programs[name]['file']} cannot be read by jax "
-                f"{jax.__version__} ({error}); {self._again}"
+                f"{file} cannot be read by jax {jax.__version__} ({error}); {self._again}"
             ) from error
         # A step's state is not read again: its memory is the next one's.
         return jax.jit(exported.call, donate_argnums=() if name == "prefill" else (1,))

@@ -16,6 +16,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette import responses
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -25,7 +27,6 @@ from starlette.routing import Route
 
 from switchx.api import Model
 from switchx.data.tokenizers import Vocabulary
-from switchx.serving import metrics
 from switchx.serving.requests import (
     GenerateRequest,
     Refusal,
@@ -66,12 +67,8 @@ def make_app(service: Service, token: str | None = None):
 
     async def show_health(request: Request) -> Response:
         """200 while the worker lives; what it is doing."""
-        is_alive = service.worker.error is None
-        status = {
-            "alive": is_alive,
-            "ready": service.is_ready,
-            "draining": service.is_draining,
-        }
+        is_alive, is_ready = service.worker.error is None, service.is_ready
+        status = {"alive": is_alive, "ready": is_ready, "draining": service.is_draining}
         return JSONResponse(status, 200 if is_alive else 500)
 
     async def show_readiness(request: Request) -> Response:
@@ -81,7 +78,7 @@ def make_app(service: Service, token: str | None = None):
     async def show_metrics(request: Request) -> Response:
         require_token(request)
         text = service.metrics.text()
-        return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def show_page(request: Request) -> Response:
         return HTMLResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
@@ -101,14 +98,11 @@ def make_app(service: Service, token: str | None = None):
             Exception: _failed,
         },
     )
-    return _counting(app, service.metrics)
 
-
-def _counting(app, counted: metrics.Metrics):
     async def counting(scope, receive, send):
         async def send_and_count(message):
             if message["type"] == "http.response.start":
-                counted.responses.labels(str(message["status"])).inc()
+                service.metrics.responses.labels(str(message["status"])).inc()
             await send(message)
 
         await app(scope, receive, send_and_count)
@@ -241,9 +235,8 @@ def event_bytes(name: str, content: Any) -> bytes:
 
 def answer_json(model: Model, answer: Answer) -> dict[str, Any]:
     values = dataclasses.asdict(answer.hypothesis)
-    if model.vocabulary is None:
-        return {"text": None} | values
-    return {"text": model.vocabulary.decode(answer.hypothesis.tokens)} | values
+    vocabulary = model.vocabulary
+    return {"text": vocabulary and vocabulary.decode(values["tokens"])} | values
 
 
 def usage_json(wanted: GenerateRequest, answers: list[Answer]) -> dict[str, int]:
@@ -290,10 +283,6 @@ def encoded(content: Any) -> bytes:
     return text.encode("utf-8", errors="backslashreplace")
 
 
-class JSONResponse(Response):
-    media_type = "application/json"
-
-    def __init__(
-        self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None
-    ):
-        super().__init__(encoded(content) + b"\n", status_code, headers)
+class JSONResponse(responses.JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return encoded(content) + b"\n"

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `POST /v1/generate` is asked for: a body, its JSON, its checks; or why it is refused.
+"""What a server accepts: its limits, and a request's body, JSON and checks, or its refusal.
 
 A client may be slow, send without end, or disconnect, and nothing that it sends is trusted.
-The fields of a request are `inputs`, `stream`, and the options of `DecodingConfig`.
+The fields of a request are `inputs`, `stream`, and the options of `DecodingConfig`; each limit
+is a flag of `switchx serve`.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import time
@@ -14,9 +16,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from switchx.api import Model
-from switchx.fields import FieldError, Option, options
-from switchx.inference.config import DecodingConfig
-from switchx.serving.limits import Limits
+from switchx.fields import FieldError, Option, check_options, option, options, require
+from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
 
 # What is decoded together is pruned together: the server's choice.
 OPTIONS = {name: each for name, each in options(DecodingConfig).items() if name != "pruning"}
@@ -24,7 +25,55 @@ FIELDS = ("inputs", "stream", *OPTIONS)
 # What is read of a body that is too big, so that its sender gets to read why.
 DISCARDED_BYTES, DISCARDING_S = 1 << 26, 2.0
 
+# Prompts are padded to one of these, answers have space for one of those: a program is
+# compiled for each pair that occurs. A prompt is at most half padding, or short.
+PROMPT_LENGTHS = tuple(length for length in LENGTHS if length >= 16 and length.bit_count() == 1)
+ANSWER_LENGTHS = (16, 64, 256, 1024, 4096)
 
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Whatever a client may ask of a server; names end in their units."""
+
+    batch_size: int = option(8, "most inputs that are decoded together", 1, BATCHES[-1])
+    batch_wait_ms: float = option(5.0, "how long an input waits for others to join it", 0)
+    max_waiting: int = option(256, "inputs in the request queue", 1)
+    max_inputs: int = option(64, "inputs of a request", 1)
+    max_input_tokens: int = option(1024, "tokens of an input", 1, PROMPT_LENGTHS[-1])
+    max_new_tokens: int = option(256, "tokens of an answer", 1, ANSWER_LENGTHS[-1])
+    max_beam_size: int = option(4, "beams; a program is compiled for each size", 1)
+    max_body_bytes: int = option(1 << 20, "bytes of a request's body", 1)
+    max_connections: int = option(512, "connections that are open at once", 1)
+    body_timeout_s: float = option(10.0, "for a request's head, and for its body", 0.01)
+    request_timeout_s: float = option(60.0, "for a request to be answered", 0.01)
+    drain_timeout_s: float = option(60.0, "for requests that run when it is stopped", 0.01)
+    warm_up_tokens: int = option(
+        64, "programs for inputs of up to so many tokens are compiled before it is ready", 0
+    )
+
+    def __post_init__(self):
+        """Raises ValueError: a value is out of its bounds."""
+        check_options(self)
+        require(
+            self.max_inputs <= self.max_waiting,
+            f"Limits.max_inputs={self.max_inputs}; use at most max_waiting={self.max_waiting}",
+        )
+
+    @property
+    def default_new_tokens(self) -> int:
+        """Of a request that does not say how many."""
+        return min(DecodingConfig.max_new_tokens, self.max_new_tokens)
+
+    def answer_length(self, new_tokens: int) -> int:
+        """New tokens of the compiled program for answers of so many."""
+        return min(rounded_up(new_tokens, ANSWER_LENGTHS), self.max_new_tokens)
+
+    def prompt_length(self, tokens: int) -> int:
+        """Length of the compiled program for prompts of so many tokens."""
+        return rounded_up(tokens, PROMPT_LENGTHS)
+
+
+@dataclasses.dataclass(eq=False)
 class Refusal(Exception):
     """What is wrong with a request, or why it cannot be answered now.
 
@@ -35,17 +84,13 @@ class Refusal(Exception):
         retry_after_s: when to try again; None says nothing.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        field: str | None = None,
-        retry_after_s: int | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.message, self.field = status, message, field
-        self.retry_after_s = retry_after_s
+    status: int
+    message: str
+    field: str | None = None
+    retry_after_s: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def as_json(self) -> dict[str, Any]:
         return {"error": {"status": self.status, "field": self.field, "message": self.message}}
@@ -88,25 +133,21 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 async def _refuse_size(request: Request, limits: Limits) -> None:
     end_s, left = time.monotonic() + DISCARDING_S, DISCARDED_BYTES
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARDING_S):
             while left > 0 and time.monotonic() < end_s:
                 message = await request.receive()
                 if message["type"] == "http.disconnect" or not message.get("more_body"):
                     break
                 left -= len(message["body"])
-    except TimeoutError:
-        pass
     raise Refusal(413, f"the body is too big; send {limits.max_body_bytes} bytes at most")
 
 
 async def until_disconnected(request: Request) -> None:
     """Returns when the client has disconnected; to be awaited when the body is read."""
-    try:
+    with contextlib.suppress(ClientDisconnect):
         while (await request.receive())["type"] != "http.disconnect":
             pass
-    except ClientDisconnect:
-        pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +188,8 @@ def read_request(body: bytes, model: Model, limits: Limits) -> GenerateRequest:
     if not isinstance(inputs, list):
         raise _wrong("inputs", f"inputs is {_shown(inputs)}; expected a text, or a list")
     if not 1 <= len(inputs) <= limits.max_inputs:
-        raise _wrong(
-            "inputs", f"inputs has {len(inputs)} items; expected 1 to {limits.max_inputs}"
-        )
+        expected = f"expected 1 to {limits.max_inputs}"
+        raise _wrong("inputs", f"inputs has {len(inputs)} items; {expected}")
     prompts = [
         _prompt(model, limits, generator.fault, f"inputs[{i}]", item)
         for i, item in enumerate(inputs)
@@ -211,13 +251,18 @@ def _number(option: Option, value) -> int | float:
     if option.type is float and (is_whole or isinstance(value, float)):
         return value if abs(value) > 2**53 else float(value)
     kind = "a whole number" if option.type is int else "a number"
-    raise _wrong(
-        option.name, f"{option.name} is {_shown(value)}; expected {kind}, {option.range}"
-    )
+    expected = f"expected {kind}, {option.range}"
+    raise _wrong(option.name, f"{option.name} is {_shown(value)}; {expected}")
 
 
 def _prompt(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
     """What the model reads of one input, a text or a list of token ids."""
+
+    def require_short(tokens: list[int]) -> None:
+        if len(tokens) > limits.max_input_tokens:
+            expected = f"expected {limits.max_input_tokens} at most"
+            raise _wrong(name, f"{name} has {len(tokens)} tokens; {expected}")
+
     if isinstance(item, str):
         if not item.strip():
             raise _wrong(name, f"{name} is empty; give a text")
@@ -225,23 +270,16 @@ def _prompt(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
         isinstance(token, int) and not isinstance(token, bool) for token in item
     ):
         raise _wrong(name, f"{name} is {_shown(item)}; expected a text, or a list of token ids")
-    elif len(item) > limits.max_input_tokens:
-        raise _too_long(name, len(item), limits)
+    else:
+        require_short(item)
     try:
         (prompt,) = model.prompts([item])
     except ValueError as error:
         raise _wrong(name, f"{name} cannot be read: {str(error)[:200]}") from None
-    if len(prompt) > limits.max_input_tokens:
-        raise _too_long(name, len(prompt), limits)
+    require_short(prompt)
     if wrong := fault(prompt):
         raise _wrong(name, f"{name} {wrong}")
     return prompt
-
-
-def _too_long(name: str, length: int, limits: Limits) -> Refusal:
-    return _wrong(
-        name, f"{name} has {length} tokens; expected {limits.max_input_tokens} at most"
-    )
 
 
 def _wrong(field: str | None, message: str) -> Refusal:

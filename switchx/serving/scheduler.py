@@ -22,9 +22,8 @@ from switchx.inference.config import BATCHES, DecodingConfig, rounded_up
 from switchx.inference.generate import Generator
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.inference.sampling import RowSettings
-from switchx.serving.limits import PROMPT_LENGTHS, Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.requests import GenerateRequest, Refusal
+from switchx.serving.requests import PROMPT_LENGTHS, GenerateRequest, Limits, Refusal
 
 LOG = logging.getLogger(__name__)
 
@@ -127,9 +126,8 @@ class Service:
         settings, inputs = request.settings, []
         for number, prompt in enumerate(request.prompts):
             group = Group.of(prompt, settings, self.limits)
-            inputs.append(
-                QueuedInput(prompt, settings, number, group, deliver, request.is_streaming)
-            )
+            is_streaming = request.is_streaming
+            inputs.append(QueuedInput(prompt, settings, number, group, deliver, is_streaming))
         if not self._queue.put(inputs):
             waiting = len(self._queue)
             raise Refusal(
@@ -284,23 +282,19 @@ class Worker(threading.Thread):
             self._warm_up()
             self.is_ready = not self._queue.is_closed
             while batch := self._queue.take():
-                self._answer_or_fail(batch)
+                self.running = batch
+                try:
+                    self._answer(batch)
+                except Exception:
+                    LOG.exception("a batch of %d inputs failed", len(batch))
+                    for each in batch:
+                        each.deliver(Failure(each.number))
+                self.running = ()
         except BaseException as error:
             self.error = error
             LOG.exception("the worker ended")
         finally:
-            self.is_ready = False
-
-    def _answer_or_fail(self, batch: list[QueuedInput]) -> None:
-        self.running = batch
-        try:
-            self._answer(batch)
-        except Exception:
-            LOG.exception("a batch of %d inputs failed", len(batch))
-            for each in batch:
-                each.deliver(Failure(each.number))
-        finally:
-            self.running = ()
+            self.is_ready, self.running = False, ()
 
     def _answer(self, batch: list[QueuedInput]) -> None:
         self._metrics.batch_size.observe(len(batch))
@@ -315,7 +309,9 @@ class Worker(threading.Thread):
         while running.waiting:
             running.abandon(i for i, each in enumerate(batch) if each.is_abandoned)
             if has_streams and not is_search:
-                self._deliver_tokens(batch, running)
+                for i, tokens in running.tokens_so_far().items():
+                    if batch[i].is_streaming:
+                        batch[i].deliver(NewTokens(batch[i].number, tokens))
             for i, hypotheses in running.advance(STEPS[has_streams]).items():
                 if is_search:
                     self._observe_seconds(self._metrics.first_token_s, [batch[i]])
@@ -359,11 +355,6 @@ class Worker(threading.Thread):
         now_s = time.monotonic()
         for each in inputs:
             histogram.observe(now_s - each.arrival_s)
-
-    def _deliver_tokens(self, batch: list[QueuedInput], running: RunningBatch) -> None:
-        for i, tokens in running.tokens_so_far().items():
-            if batch[i].is_streaming:
-                batch[i].deliver(NewTokens(batch[i].number, tokens))
 
     def _deliver_answer(self, each: QueuedInput, best: Hypothesis) -> None:
         self._observe_seconds(self._metrics.latency_s, [each])

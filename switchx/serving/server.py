@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from switchx.serving.app import make_app
+from switchx.serving.requests import Refusal
 from switchx.serving.scheduler import Service
 
 LOG = logging.getLogger(__name__)
@@ -73,10 +74,10 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig, frame) -> None:
         """Of SIGTERM and SIGINT, the first and later ones."""
-        if self._drain_until_s is not None:
+        if self._drain_until_s is None:
+            self.drain()
+        else:
             self.is_cut_short = self.should_exit = self.force_exit = True
-            return
-        self.drain()
 
     def drain(self) -> None:
         """Takes no new requests, and stops when those that run are answered."""
@@ -152,8 +153,7 @@ class HeadTimeoutProtocol(H11Protocol):
         self._say_and_close(400, "this is no HTTP request, or its head is too long")
 
     def _say_and_close(self, status: int, message: str) -> None:
-        error = {"status": status, "field": None, "message": message}
-        body = json.dumps({"error": error}).encode() + b"\n"
+        body = json.dumps(Refusal(status, message).as_json()).encode() + b"\n"
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),

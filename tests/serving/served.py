@@ -16,7 +16,7 @@ from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
-from switchx.serving.limits import Limits
+from switchx.serving.requests import Limits
 from switchx.serving.scheduler import Service
 from switchx.serving.server import Server, open_socket
 
@@ -58,7 +58,7 @@ def start(limits: Limits = LIMITS, a_model: Model | None = None) -> Service:
 @functools.cache
 def said(settings: tuple = (("max_new_tokens", 8),)):
     """What the model itself says to all of TEXTS, by text."""
-    answers = model().generate(TEXTS, with_scores=True, **dict(settings))
+    answers = model().generate(TEXTS, with_scores=True, pruning="none", **dict(settings))
     return dict(zip(TEXTS, answers, strict=True))
 
 

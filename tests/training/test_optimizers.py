@@ -11,8 +11,14 @@ from switchx import tree
 from switchx.fields import describe, differences
 from switchx.optim.adafactor import factoring_of, parameter_scale
 from switchx.optim.adamw import AdamW
-from switchx.optim.protocol import clip_scale, global_norm
-from switchx.optim.protocol import Optax, apply_updates, decay_mask, is_decayed
+from switchx.optim.protocol import (
+    Optax,
+    apply_updates,
+    clip_scale,
+    decay_mask,
+    global_norm,
+    is_decayed,
+)
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import MeshSpec
 from switchx.training.program import TrainingProgram, state_arrays
