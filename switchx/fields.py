@@ -13,7 +13,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 
@@ -41,32 +41,24 @@ def check_choices(config) -> None:
 
 def require_at_least(config, least: float, *names: str) -> None:
     """Raises ValueError where a field is below `least`; None is no number and passes."""
-    for name in names:
-        value = getattr(config, name)
-        require(
-            value is None or value >= least,
-            f"{type(config).__name__}.{name}={value}; use at least {least}",
-        )
+    _require_each(config, names, lambda value: value >= least, f"at least {least}")
 
 
 def require_above_zero(config, *names: str) -> None:
     """Raises ValueError where a field is not above 0; None is no number and passes."""
-    for name in names:
-        value = getattr(config, name)
-        require(
-            value is None or value > 0,
-            f"{type(config).__name__}.{name}={value}; use a number above 0",
-        )
+    _require_each(config, names, lambda value: value > 0, "a number above 0")
 
 
 def require_below_one(config, *names: str) -> None:
     """Raises ValueError where a field is not in [0, 1); None is no number and passes."""
+    _require_each(config, names, lambda value: 0 <= value < 1, "0 <= {name} < 1")
+
+
+def _require_each(config, names, holds: Callable[[Any], bool], allowed: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        require(
-            value is None or 0 <= value < 1,
-            f"{type(config).__name__}.{name}={value}; use 0 <= {name} < 1",
-        )
+        if (value := getattr(config, name)) is not None and not holds(value):
+            way_out = f"use {allowed.format(name=name)}"
+            raise ValueError(f"{type(config).__name__}.{name}={value}; {way_out}")
 
 
 def at_resume(default=dataclasses.MISSING):

@@ -196,7 +196,9 @@ class Checkpointer:
             lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),
             to_items(state),
         )
-        self._require_space(num_bytes(items))
+        expected = num_bytes(items)
+        if shutil.disk_usage(self._folder).free < expected + MIB:
+            raise self._save_error(f"it needs about {expected / MIB:.1f} MiB")
         if score is not None:
             self._scores[step] = score
         arguments = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
@@ -231,11 +233,7 @@ class Checkpointer:
         return self._whole
 
     def restore(
-        self,
-        abstract_state: Tree,
-        step: int | None = None,
-        *,
-        model: ModelConfig | None = None,
+        self, abstract_state: Tree, step: int | None = None, *, model: ModelConfig | None = None
     ) -> tuple[Tree, list]:
         """The state, and the states of the data iterators of all processes that saved it.
 
@@ -288,10 +286,6 @@ class Checkpointer:
             self._set_aside_unfinished(str(step))
         multihost_utils.sync_global_devices("switchx_checkpoint_way_cleared")
         self._manager.reload()
-
-    def _require_space(self, expected_bytes: int) -> None:
-        if shutil.disk_usage(self._folder).free < expected_bytes + MIB:
-            raise self._save_error(f"it needs about {expected_bytes / MIB:.1f} MiB")
 
     def _save_error(self, reason: str) -> SaveError:
         step = self._saving.step

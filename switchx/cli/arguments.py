@@ -55,7 +55,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unexpected {argument!r}; options are written --NAME=VALUE")
         name = argument.partition("=")[0]
         # Dashes apart, which would make all flags alike.
-        flags = [flag for action in self._actions for flag in action.option_strings]
+        flags = self._option_string_actions
         stems = {flag.strip("-").replace("-", "_"): flag for flag in flags}
         close = close_match(name.strip("-").replace("-", "_"), stems)
         hint = f" (did you mean {stems[close]}?)" if close else ""
@@ -114,13 +114,9 @@ def add_json(parser: argparse.ArgumentParser, help_text: str = "print one JSON o
     parser.add_argument("--json", action="store_true", help=help_text)
 
 
-def add_output(parser: CommandParser, help_text: str) -> None:
-    parser.add_argument("--output", type=not_empty, metavar="FILE", help=help_text)
-
-
-def add_new_folder(parser: CommandParser, help_text: str) -> None:
+def add_output(parser: CommandParser, help_text: str, metavar="FILE", required=False) -> None:
     parser.add_argument(
-        "--output", required=True, type=not_empty, metavar="DIR", help=help_text
+        "--output", required=required, type=not_empty, metavar=metavar, help=help_text
     )
 
 

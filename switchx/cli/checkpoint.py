@@ -73,9 +73,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         for item, tree in items.items()
         for name, leaf in named_leaves(tree).items()
     ]
-    found = {
-        "step": step, "checkpoints": checkpoints, "arrays": arrays, "config": read_config(run)
-    }  # fmt: skip
+    found = dict(step=step, checkpoints=checkpoints, arrays=arrays, config=read_config(run))
     if arguments.json:
         print(json.dumps({"command": "checkpoint inspect"} | found))
     else:
@@ -154,9 +152,8 @@ def verify(arguments: argparse.Namespace) -> int:
         print(json.dumps({"command": "checkpoint verify", "faults": faults}))
     else:
         for step, found in faults.items():
-            print(
-                f"{run.checkpoints / str(step)}: {f'{len(found)} faults' if found else 'sound'}"
-            )
+            verdict = f"{len(found)} faults" if found else "sound"
+            print(f"{run.checkpoints / str(step)}: {verdict}")
             for fault in found:
                 print(f"  {fault.strip()}")
     return 1 if any(faults.values()) else 0

@@ -48,11 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     aot.require_mesh_fits(job.mesh, topology)
     if not aot.has_compiler():
         sys.stdout.flush()
-        again = [
-            "compile",
-            f"--topology={arguments.topology}",
-            *shared.configuration_words(arguments),
-        ]
+        again = ["compile", f"--topology={arguments.topology}"]
+        again += shared.configuration_words(arguments)
         again += [f"--{name}" for name in ("json", "traceback") if getattr(arguments, name)]
         return _status(aot.run_with_compiler(again, topology).returncode)
     from switchx.bench import compiled

@@ -42,9 +42,8 @@ def add_command(commands) -> None:
     parser = shared.add_command(commands, "eval", run, "evaluate a trained model", DESCRIPTION)
     shared.add_gin_arguments(parser, default="operative_config.gin of the run folder")
     shared.add_model_dir(
-        parser, "run folder of `switchx train`, or of `switchx quantize`; nothing is written "
-        "there",
-    )  # fmt: skip
+        parser, "run folder of `switchx train` or `switchx quantize`; nothing is written there"
+    )
     shared.add_step(parser, "checkpoint to evaluate")
     parser.add_argument(
         "--metrics",
@@ -263,9 +262,8 @@ def _evaluate_texts(
             "outputs_unfinished": answered.num_unfinished,
             "metrics": [dataclasses.asdict(each) for each in results[-1]],
         }
-    means = mean_results(results) if len(results) > 1 else []
-    means = [dataclasses.asdict(each) for each in means]
-    return {"decoding": decoding, "tasks": tasks, "mean": means}
+    means = map(dataclasses.asdict, mean_results(results) if len(results) > 1 else [])
+    return {"decoding": decoding, "tasks": tasks, "mean": list(means)}
 
 
 def _answer(model, generator, questions, file: str | None, reporter) -> list:

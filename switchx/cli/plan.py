@@ -180,7 +180,7 @@ def row(rank: int, plan, workload) -> dict[str, Any]:
 def print_search(found, hardware, devices: int, top: int) -> None:
     """Prints the ranked plans, the first three in words, and what was refused."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from switchx.planner.search import explain, num_bytes, seconds
 
@@ -190,12 +190,9 @@ def print_search(found, hardware, devices: int, top: int) -> None:
         f"{devices} devices of {hardware.name} ({hardware.description}): "
         f"{found.looked_at:,} layouts, {len(plans):,} fit"
     )
-    table = Table(box=None)
-    for column in COLUMNS:
-        if column == "mesh":
-            table.add_column(column, overflow="fold")
-        else:
-            table.add_column(column, justify="right", no_wrap=True)
+    columns = [Column(name, justify="right", no_wrap=True) for name in COLUMNS]
+    columns[COLUMNS.index("mesh")] = Column("mesh", overflow="fold")
+    table = Table(*columns, box=None)
     for i, plan in enumerate(plans[:top], 1):
         table.add_row(
             str(i),

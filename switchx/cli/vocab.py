@@ -39,7 +39,7 @@ def add_command(commands) -> None:
         metavar="N",
         help="pieces; 100 sentinels come on top when it is used",
     )
-    shared.add_new_folder(parser, "folder to write into")
+    shared.add_output(parser, "folder to write into", "DIR", required=True)
     parser.add_argument(
         "--sample_characters",
         type=int,

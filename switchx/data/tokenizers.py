@@ -239,6 +239,8 @@ class ByteVocabulary(Vocabulary):
     as such, which is ByT5's choice.
     """
 
+    size = 384
+
     num_sentinels: int = 100
 
     def __post_init__(self):
@@ -246,10 +248,6 @@ class ByteVocabulary(Vocabulary):
             0 <= self.num_sentinels <= 256,
             f"ByteVocabulary.num_sentinels={self.num_sentinels}; use 0 to 256, ByT5 has 100",
         )
-
-    @property
-    def size(self) -> int:
-        return 384
 
     def sentinel_id(self, index: int) -> int:
         self.require_sentinel(index)

@@ -175,7 +175,6 @@ def slots_per_token(program: TrainingProgram) -> float | None:
 
 def bytes_on_one_device(arrays) -> int:
     """Of shape structs with shardings; devices have equal parts."""
-
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)
@@ -195,11 +194,9 @@ def memory_in_refusal(message: str) -> tuple[int, int] | None:
     """(bytes used, bytes there) in a TPU compiler's RESOURCE_EXHAUSTED; None in any other."""
     if not (match := _USED.search(message)):
         return None
-    used, used_unit, limit, limit_unit = (part for part in match.groups() if part is not None)
-    return (
-        round(float(used) * _UNITS[used_unit or "B"]),
-        round(float(limit) * _UNITS[limit_unit or "B"]),
-    )
+    sizes = zip(match.groups()[::2], match.groups()[1::2], strict=True)
+    used, limit = (round(float(n) * _UNITS[unit or "B"]) for n, unit in sizes if n is not None)
+    return used, limit
 
 
 def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, str | None]:
@@ -267,12 +264,10 @@ def describe_devices(topology: Topology) -> list:
     """
     try:
         if topology.generation.platform == "tpu":
-            return topologies.get_topology_desc(
-                platform="tpu", topology_name=str(topology)
-            ).devices
-        description = pathlib.Path(gpu_compiler.__file__).with_name(
-            gpu_compiler.TARGETS[topology.kind]
-        )
+            name = str(topology)
+            return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        target = gpu_compiler.TARGETS[topology.kind]
+        description = pathlib.Path(gpu_compiler.__file__).with_name(target)
         return topologies.get_topology_desc(
             topology.kind,
             "cuda",

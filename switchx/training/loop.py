@@ -148,10 +148,9 @@ def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tre
         )
     target = program.abstract_state.params
     params = restore_params(source.root, target=target, model=job.model)
-    num_arrays = len(jax.tree.leaves(params))
     reporter.note(
-        f"restored {num_arrays} parameter arrays, {num_bytes(params)} bytes, from "
-        f"{source.root}; optimizer and step are fresh"
+        f"restored {len(jax.tree.leaves(params))} parameter arrays, {num_bytes(params)} bytes, "
+        f"from {source.root}; optimizer and step are fresh"
     )
     return params
 
@@ -301,14 +300,10 @@ def evaluate_job(
     Args:
         sample: takes in where tokens of each task were routed; None keeps nothing of it.
     """
-    tasks = as_mixture(job.source).tasks
-
-    def batches(task) -> Iterator[dict]:
-        return map(program.place, _evaluation_batches(job, task, program.shard))
-
-    per_task = {
-        task.name: evaluate(program.eval_step, params, batches(task), sample) for task in tasks
-    }
+    tasks, per_task = as_mixture(job.source).tasks, {}
+    for task in tasks:
+        batches = map(program.place, _evaluation_batches(job, task, program.shard))
+        per_task[task.name] = evaluate(program.eval_step, params, batches, sample)
     if len(tasks) == 1:
         return per_task[tasks[0].name]
     tokens = sum(metrics["target_tokens"] for metrics in per_task.values())

@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from switchx.fields import check_choices, require_at_least
+from switchx.fields import check_choices, require_at_least, require_below_one
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward
 from switchx.moe.capacity import into_groups, layer_groups
@@ -41,10 +41,7 @@ class LossConfig:
     def __post_init__(self):
         check_choices(self)
         require_at_least(self, 0, "balance_weight", "router_z_weight", "z_loss")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"LossConfig.label_smoothing={self.label_smoothing}; use 0 <= mass < 1"
-            )
+        require_below_one(self, "label_smoothing")
 
 
 @jax.tree_util.register_dataclass
@@ -183,13 +180,7 @@ def loss_terms(
 
 
 def batch_loss(
-    config: ModelConfig,
-    loss: LossConfig,
-    params,
-    batch,
-    *,
-    denominators: LossDenominators,
-    key,
+    config: ModelConfig, loss: LossConfig, params, batch, *, denominators: LossDenominators, key
 ):
     """One microbatch's part of the training loss.
 

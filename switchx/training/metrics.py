@@ -71,9 +71,7 @@ class Stopwatch:
             self._since = time.perf_counter()
 
     def stop(self) -> None:
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
+        self.seconds, self._since = self.read(), None
 
     def read(self) -> float:
         running = 0.0 if self._since is None else time.perf_counter() - self._since

@@ -167,7 +167,6 @@ def workload_of(job: TrainingJob) -> Workload:
     """What one step of `job` has to do, its mesh and dispatcher apart."""
     require_our_blocks(job.model, "the planner")
     encoder_length, decoder_length = job.sequence_lengths
-    switch = job.model.switch
 
     def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:
         sizes = dict(num_groups=num_groups, tokens_per_group=tokens_per_group)
@@ -179,7 +178,7 @@ def workload_of(job: TrainingJob) -> Workload:
         decoder_length=decoder_length,
         batch_size=job.batch_size,
         state=state_arrays(job),
-        routing=functools.partial(layer_shape, switch),
+        routing=functools.partial(layer_shape, job.model.switch),
         refusal=refused,
     )
 

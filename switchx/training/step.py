@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from switchx import tree
-from switchx.fields import at_resume, require_at_least
+from switchx.fields import at_resume, require_above_zero, require_at_least
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 from switchx.moe.stats import RoutingStats
@@ -22,12 +22,7 @@ from switchx.optim.protocol import apply_updates, clip_scale, global_norm, slice
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.schedule import Schedule
 from switchx.training.fused_loss import fused_batch_loss
-from switchx.training.losses import (
-    LossConfig,
-    TokenSums,
-    batch_loss,
-    loss_denominators,
-)
+from switchx.training.losses import LossConfig, TokenSums, batch_loss, loss_denominators
 from switchx.training.pipelined import pipelined_gradients
 
 # Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
@@ -54,8 +49,7 @@ class StepConfig:
         if self.bucket_bytes is not None:
             require_bucket_bytes(self.bucket_bytes)
         require_at_least(self, 1, "num_microbatches")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"clip_norm={self.clip_norm}; use a norm above 0, or None")
+        require_above_zero(self, "clip_norm")
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +91,6 @@ def init_state(
     """A state at step 0; `params` of an earlier run, or drawn from `seed`."""
     init_key, run_key = jax.random.split(jax.random.key(seed))
     params = init_params(config, init_key) if params is None else params
-
     is_half = config.precision.compute == "float16"
     # A new zero each time: donated buffers must not be shared.
     counters = ("step", "skipped", "skipped_in_a_row", "good_steps")

@@ -232,8 +232,8 @@ def test_other_dtypes_have_no_loss_scale(noisy):
     ("changes", "message"),
     [
         ({"num_microbatches": 0}, "StepConfig.num_microbatches=0; use at least 1"),
-        ({"clip_norm": 0.0}, "clip_norm=0.0; use a norm above 0, or None"),
-        ({"clip_norm": -1.0}, "clip_norm=-1.0; use a norm above 0, or None"),
+        ({"clip_norm": 0.0}, "StepConfig.clip_norm=0.0; use a number above 0"),
+        ({"clip_norm": -1.0}, "StepConfig.clip_norm=-1.0; use a number above 0"),
     ],
 )
 def test_wrong_configurations_are_refused(changes, message):

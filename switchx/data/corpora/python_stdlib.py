@@ -45,15 +45,13 @@ class PythonStdlib:
         max_characters: documents are cut at definitions, where they can be, to this length.
     """
 
+    name = "python_stdlib"
+
     validation_fraction: float = 0.05
     max_characters: int = 8000
 
     def __post_init__(self):
         require_cut(self)
-
-    @property
-    def name(self) -> str:
-        return "python_stdlib"
 
     def open(self, split: str, data_dir: str | None) -> CorpusSource:
         """Split `train` or `validation`; examples are `{"text": ...}`. Takes seconds at first.

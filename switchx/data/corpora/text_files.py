@@ -38,16 +38,14 @@ class TextFiles:
         max_characters: of a document cut from a `.txt` file.
     """
 
+    name = "text_files"
+
     path: str | Sequence[str] = at_resume()
     validation_fraction: float = 0.05
     max_characters: int = 8000
 
     def __post_init__(self):
         require_cut(self)
-
-    @property
-    def name(self) -> str:
-        return "text_files"
 
     def open(self, split: str, data_dir: str | None) -> CorpusSource:
         """Split `train` or `validation`.
