@@ -50,10 +50,9 @@ class Case:
     tiling: dict[str, Any] | None = None
 
     def __post_init__(self):
-        if self.op not in OPS:
-            raise ValueError(f"op={self.op!r} is not one of {', '.join(OPS)}")
-        if self.direction not in PASSES:
-            raise ValueError(f"direction={self.direction!r} is not one of {', '.join(PASSES)}")
+        for name, known in (("op", OPS), ("direction", PASSES)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
         is_quantized = self.op == "quantized_grouped_matmul"
         if is_quantized != (self.bits in (4, 8)):
             raise ValueError(

@@ -69,12 +69,7 @@ def forward(
     F = w.shape[1] if transpose_w else w.shape[2]
     tiling = tiling or candidates(R, D, F, w.shape[0], x_RD.dtype, w.dtype)[0]
     return multiply_rows(
-        x_RD,
-        w,
-        group_sizes_E,
-        tiling=tiling,
-        is_output_major=transpose_w,
-        interpret=interpret,
+        x_RD, w, group_sizes_E, tiling=tiling, is_output_major=transpose_w, interpret=interpret
     )
 
 

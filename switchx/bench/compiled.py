@@ -16,7 +16,7 @@ import pathlib
 import sys
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from switchx.bench.report import Check, Report
 from switchx.partitioning.hlo_collectives import KINDS
@@ -73,11 +73,13 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
     if memory.excess:
         row["way_out"] = way_out(step, topology)
     counted = count_parameters(job.model).total
+    encoder, decoder = job.sequence_lengths
+    tokens = job.batch_size * (encoder or decoder)  # the latter of a decoder-only model
     checks = [
         Check("fits", int(memory.fits), "==1"),
         Check("parameters", step.parameters, f"=={counted}"),
         Check("devices", step.devices, f"=={topology.num_devices}"),
-        Check("tokens_per_batch", step.tokens_per_batch, f"=={_tokens_asked_for(job)}"),
+        Check("tokens_per_batch", step.tokens_per_batch, f"=={tokens}"),
     ]
     if step.slots_per_token is not None:
         factor = job.model.switch.capacity_factor * job.model.switch.router.num_selected
@@ -163,19 +165,18 @@ def print_tables(report: Report) -> None:
         table = Table(
             title=f"switchx compile, {row['topology']}", title_justify="left", box=None
         )
-        table.add_column("")
-        table.add_column("", justify="right")
+        table.add_column()
+        table.add_column(justify="right")
         for name, value in row.items():
             if name not in ("collectives", "way_out") and value is not None:
                 table.add_row(name.replace("_", " "), _shown(name, value))
         console.print(table)
         if row["collectives"]:
-            table = Table(box=None)
-            for column in ("collective", "times a step", "a device"):
-                table.add_column(column, justify="left" if column == "collective" else "right")
+            right = (Column(name, justify="right") for name in ("times a step", "a device"))
+            table = Table("collective", *right, box=None)
             for kind, one in row["collectives"].items():
-                count, size = one["count_per_step"], one["bytes_per_device"]
-                table.add_row(kind, f"{count:,}", f"{_gib(size)} GiB")
+                size = f"{_gib(one['bytes_per_device'])} GiB"
+                table.add_row(kind, f"{one['count_per_step']:,}", size)
             console.print(table)
         if "way_out" in row:
             console.print(row["way_out"])
@@ -183,12 +184,6 @@ def print_tables(report: Report) -> None:
         verdict = "holds" if check.holds else "does not hold"
         console.print(f"{check.name} {check.value:,.6g} {check.bound}: {verdict}")
     console.print("Compiled, not run.")
-
-
-def _tokens_asked_for(job: TrainingJob) -> int:
-    """Tokens of a batch of the encoder, or of a decoder-only model's rows."""
-    encoder, decoder = job.sequence_lengths
-    return job.batch_size * (encoder or decoder)
 
 
 def _shown(name: str, value) -> str:

@@ -125,12 +125,8 @@ def make_inputs() -> dict[str, jax.Array]:
     is_token_BL = np.ones((ROWS, LENGTH), bool)
     is_token_BL[::2, -3:] = False
     token_BL = rng.integers(0, 1000, (ROWS, LENGTH)).astype(np.int32)
-    return {
-        "x_BLD": jnp.array(x_BLD),
-        "dy_BLD": jnp.array(dy_BLD),
-        "is_token_BL": jnp.array(is_token_BL),
-        "token_BL": jnp.array(token_BL),
-    }
+    inputs = dict(x_BLD=x_BLD, dy_BLD=dy_BLD, is_token_BL=is_token_BL, token_BL=token_BL)
+    return {name: jnp.array(value) for name, value in inputs.items()}
 
 
 def make_params(layer: SwitchFFN) -> dict:

@@ -22,7 +22,7 @@ from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.hlo_collectives import collectives
-from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.layout import SLICED_RULES, Layout
 from switchx.planner.step_comm import compiled_on_cpu, step_collectives
 from switchx.training.aot import batch_shapes
@@ -180,12 +180,8 @@ def planned_bytes(job: TrainingJob) -> collections.Counter:
     """Bytes by kind of collective as the planner has them."""
     sizes = job.mesh.build(jax.devices()[:NUM_DEVICES]).shape
     switch = job.model.switch
-    layout = Layout(
-        **{axis: sizes.get(axis, 1) for axis in AXES},
-        dispatcher=switch.dispatcher if switch else None,
-    )
+    layout = Layout(**sizes, dispatcher=switch.dispatcher if switch else None)
     counted = collections.Counter()
-    planned = step_collectives(workload_of(job), layout)
-    for each in compiled_on_cpu(planned, layout):
+    for each in compiled_on_cpu(step_collectives(workload_of(job), layout), layout):
         counted[each.kind] += round(each.total_bytes)
     return counted

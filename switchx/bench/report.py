@@ -52,14 +52,8 @@ class Report:
 
     def as_json(self) -> str:
         checks = [dataclasses.asdict(check) | {"holds": check.holds} for check in self.checks]
-        return json.dumps(
-            {
-                "command": self.command,
-                "environment": environment(),
-                "results": self.results,
-                "checks": checks,
-            }
-        )
+        head = {"command": self.command, "environment": environment()}
+        return json.dumps(head | {"results": self.results, "checks": checks})
 
     def print(self, as_json: bool) -> None:
         """Prints a table for each first column, or the object as the last line."""

@@ -258,10 +258,8 @@ def token_tables() -> tuple[float, Rows]:
         The ratio, 1 over the devices, and a row for each of both.
     """
     arguments = {}
-    for name, spec in (
-        ("replicated", MeshSpec()),
-        ("rows split", MeshSpec(rules=VOCABULARY_ROWS)),
-    ):
+    meshes = {"replicated": MeshSpec(), "rows split": MeshSpec(rules=VOCABULARY_ROWS)}
+    for name, spec in meshes.items():
         job = small_job(WIDE_VOCABULARY, spec, STEP_ROWS, STEP_LENGTH)
         arguments[name] = compile_step(job).memory_analysis().argument_size_in_bytes
     whole = 4 * STATES * WIDE_VOCABULARY.vocab_size * WIDE_VOCABULARY.d_model

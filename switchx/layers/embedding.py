@@ -69,14 +69,8 @@ def take_rows(table_VD, tokens_BL):
 
     def local(table_VD, tokens_BL):
         table_VD = _gather(vary(table_VD, batch), _axes("D"), axis=1)
-        x_TD = look_up(
-            owners.deal(table_VD, axes),
-            tokens_BL.reshape(-1),
-            owners,
-            axes,
-            factor=rules.vocab_room,
-            everywhere=batch,
-        )
+        rows_RD, id_T = owners.deal(table_VD, axes), tokens_BL.reshape(-1)
+        x_TD = look_up(rows_RD, id_T, owners, axes, factor=rules.vocab_room, everywhere=batch)
         return x_TD.reshape(*tokens_BL.shape, -1)
 
     specs = PartitionSpec(axes, _axes("D")), PartitionSpec(batch)

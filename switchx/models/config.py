@@ -230,11 +230,10 @@ class ModelConfig:
         Where attention is sparse too, it comes first: `encoder 1 attention`, `encoder 1 ffn`.
         """
         parts = {"ffn": [""], "attention": [" attention"], "both": [" attention", " ffn"]}
-        stacks = {"encoder": self.num_encoder_layers, "decoder": self.num_decoder_layers}
         return [
             f"{stack} {layer}{part}"
-            for stack, num_layers in stacks.items()
-            for layer in range(num_layers)
+            for stack in ("encoder", "decoder")
+            for layer in range(getattr(self, f"num_{stack}_layers"))
             if self.is_sparse(layer, stack)
             for part in parts[self.switch.sublayers]
         ]

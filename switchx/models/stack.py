@@ -83,9 +83,8 @@ class Stack(nnx.Module):
             return BlockRun(config, length=length, stack=stack, key=key)
 
         if config.has_relative_bias:
-            is_bidirectional = stack == "encoder"
             self.relative_bias = RelativeBias(
-                config, is_bidirectional=is_bidirectional, key=key_bias
+                config, is_bidirectional=stack == "encoder", key=key_bias
             )
         if config.has_untied_positions:
             key_untied = jax.random.fold_in(key_bias, 1)

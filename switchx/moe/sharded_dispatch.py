@@ -106,7 +106,6 @@ def token_spec(batch: MeshAxes, shared: MeshAxes) -> PartitionSpec:
 
 def expert_specs(rules: Rules, mesh, experts: ExpertBank):
     """Partitions of a bank's weights by the letters in their names; a key is whole."""
-
     return tree.map_named(
         lambda name, leaf: rules.spec(
             _dims(name, leaf), leaf.shape, mesh, table="expert_params"

@@ -58,7 +58,6 @@ def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
 
     Args:
         expert_GTS: one group to each set of devices along `shared`.
-
     """
     if not shared:
         return assign_slots(expert_GTS, num_experts)
@@ -78,11 +77,7 @@ def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
         return slot_TS[None]
 
     sharded = jax.shard_map(
-        body,
-        in_specs=tokens,
-        out_specs=tokens,
-        axis_names=open_axes(),
-        check_vma=True,
+        body, in_specs=tokens, out_specs=tokens, axis_names=open_axes(), check_vma=True
     )
     return sharded(expert_GTS)
 

@@ -154,19 +154,15 @@ class Adafactor:
 
     def _init_statistics(self, name, param):
         factoring = factoring_of(name, param.shape, self.min_dim_size_to_factor)
-        zeros = {}
-
-        def add(statistic, without=()):
-            shape = [n for axis, n in enumerate(param.shape) if axis not in without]
-            zeros[factoring.state_name(statistic, without)] = jnp.zeros(shape, jnp.float32)
-
+        without = {"v": ()}  # the axes that each statistic is a mean over
         if factoring.is_factored:
-            add("v_row", factoring.columns)
-            add("v_col", factoring.rows)
-        else:
-            add("v")
+            without = {"v_row": factoring.columns, "v_col": factoring.rows}
         if self.beta1 is not None:
-            add("momentum")
+            without["momentum"] = ()
+        zeros = {}
+        for statistic, axes in without.items():
+            shape = [n for axis, n in enumerate(param.shape) if axis not in axes]
+            zeros[factoring.state_name(statistic, axes)] = jnp.zeros(shape, jnp.float32)
         return zeros
 
     def _update_parameter(self, step: "_Step", name, param, gradient, statistics):

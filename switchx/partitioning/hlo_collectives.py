@@ -72,8 +72,7 @@ def collectives(hlo: str) -> list[HloCollective]:
     its trips); one over groups of a single device moves nothing and is left out.
     """
     all_devices = _all_devices(hlo)
-    found = (_collective(line, all_devices) for line in hlo.splitlines())
-    return [collective for collective in found if collective]
+    return [one for line in hlo.splitlines() if (one := _collective(line, all_devices))]
 
 
 def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:

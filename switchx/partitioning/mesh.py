@@ -54,8 +54,7 @@ class MeshSpec:
     def __post_init__(self):
         for name, size in self._sizes.items():
             require(
-                size is None or size >= 1,
-                f"mesh axis {name!r} has size {size}; use at least 1",
+                size is None or size >= 1, f"mesh axis {name!r} has size {size}; use at least 1"
             )
 
     @property
@@ -142,9 +141,7 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     machines = _machines(devices)
     shape = tuple(sizes.values())
     nodes = sizes.get("node", 1)
-    ordered = [device for machine in machines for device in machine]
-    array = np.empty(len(ordered), object)
-    array[:] = ordered
+    array = np.array([device for machine in machines for device in machine], object)
     if nodes == 1 or len(machines) == 1:
         return array.reshape(shape)
     inner = math.prod(sizes[axis] for axis in WITHIN)

@@ -121,7 +121,7 @@ def device_flops(workload: Workload, layout: Layout) -> float:
     flops = flops_per_sequence(model, workload.encoder_length, workload.decoder_length)
     rows = workload.batch_size
     passes = 4 if model.remat == "full" else 3
-    # Of slots both full and empty ones; the router is not on `model`, see below.
+    # Of slots both full and empty ones.
     blocks = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
     blocks += flops.dense_ffn + (
         flops.expert_slots if layout.has_equal_blocks else flops.experts
@@ -180,10 +180,9 @@ def _ring(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
     if inside == n:
         return share / _ring_bytes_per_s(hardware.inside, n) + _hops(hardware.inside, n)
     nodes = n // inside
-    between = inside * hardware.between.achieved_bytes_per_s
-    slowest = between
+    slowest = inside * hardware.between.achieved_bytes_per_s
     if inside > 1:
-        slowest = min(between, _ring_bytes_per_s(hardware.inside, inside))
+        slowest = min(slowest, _ring_bytes_per_s(hardware.inside, inside))
     latency = (n - nodes) * hardware.inside.latency_s + nodes * hardware.between.latency_s
     return share / slowest + latency
 
@@ -191,10 +190,7 @@ def _ring(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
 def _exchange(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
     """Seconds of an exchange: every device sends 1/n of its bytes to each."""
     fast, slow = hardware.inside, hardware.between
-    near = 0.0
-    if inside > 1:
-        to_near = num_bytes * inside / n
-        near = _exchange_inside(fast, to_near, inside)
+    near = _exchange_inside(fast, num_bytes * inside / n, inside) if inside > 1 else 0.0
     far = (n - inside) / n * num_bytes / slow.achieved_bytes_per_s
     messages = _hops(fast, inside) + (n - inside) * slow.latency_s
     return max(near, far) + messages
