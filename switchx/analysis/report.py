@@ -106,10 +106,7 @@ def read_run(
     class_V: np.ndarray,
     text_of: Callable[[int], str],
 ) -> RoutingRun:
-    """The routing of a run folder.
-
-    Args:
-        classes, class_V, text_of: of its vocabulary, as in `RoutingRun`.
+    """The routing of a run folder; the arguments after it are of its vocabulary.
 
     Raises:
         ValueError: nothing was recorded (a dense model, no logged step, no evaluation), a
@@ -164,12 +161,11 @@ def overview(run: RoutingRun) -> Section:
 
 def load(run: RoutingRun) -> Section:
     """Load of every expert over training."""
-    even = even_shares(run.history.load)
     return Section(
         "Load per expert",
         "Tokens that asked for each expert, before capacity. A balanced router is evenly "
         "light; a dark row is an expert that many tokens choose, a white one gets hardly any.",
-        [plots.load_figure(run.history.steps, even, run.layers)],
+        [plots.load_figure(run.history.steps, even_shares(run.history.load), run.layers)],
     )
 
 
@@ -216,8 +212,7 @@ def transition(run: RoutingRun) -> Section:
     """From which expert to which one of the next Switch layer tokens go."""
     shares, pairs = [], []
     for stack in run.final.stacks:
-        counts = transitions(stack.expert_NTS, run.final.num_experts)
-        shares += list(rows_to_shares(counts))
+        shares += list(rows_to_shares(transitions(stack.expert_NTS, run.final.num_experts)))
         pairs += list(zip(stack.layers, stack.layers[1:], strict=False))
     title = "From expert to expert"
     if not pairs:

@@ -105,7 +105,7 @@ def export_model(
     decoding = dataclasses.replace(decoding, pruning="experts")
     config = for_decoding(config)
     needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
-    if needed is not None and needed > config.max_length:
+    if needed > config.max_length:
         raise ValueError(
             f"input_length={shapes.input_length} and max_new_tokens={decoding.max_new_tokens} "
             f"need {needed} positions, the model has {config.max_length}; use less"
@@ -200,9 +200,8 @@ def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
         outputs = _split(devices, jax.eval_shape(function, weights, arguments))
         is_split = devices.mesh.size > 1
         shardings = jax.tree.map(lambda leaf: leaf.sharding, outputs) if is_split else None
-        jitted = jax.jit(function, out_shardings=shardings)
         exported = jax_export.export(
-            jitted,
+            jax.jit(function, out_shardings=shardings),
             platforms=[target.platform],
             disabled_checks=[jax_export.DisabledSafetyCheck.custom_call(UNSTABLE_CALL)],
         )(weights, arguments)

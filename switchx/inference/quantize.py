@@ -81,22 +81,19 @@ def quantize_experts(
         )
     require_our_blocks(config, "quantization")
     config, params = unrolled(config, params)
-    before = model_bytes(params)
-    errors, quantized_bytes = [], 0
-    experts = sum(
-        leaf.nbytes for name, leaf in tree.named_leaves(params).items() if "/experts/" in name
-    )
+    before, errors = model_bytes(params), []
+    bytes_of = {name: leaf.nbytes for name, leaf in tree.named_leaves(params).items()}
+    experts = sum(size for name, size in bytes_of.items() if "/experts/" in name)
+    quantized_bytes = sum(size for name, size in bytes_of.items() if EXPERTS in name)
 
     def convert(name, leaf):
-        nonlocal quantized_bytes
         if EXPERTS not in name:
             keep = rest is None or "router" in name
             return leaf if keep else jnp.asarray(leaf).astype(rest)
-        quantized_bytes += leaf.nbytes
         quantized = quantize(leaf, bits, method, group_size)
         error_E = np.asarray(quantization_error(leaf, quantized))
-        whole = float(np.sqrt(np.mean(error_E**2)))
-        errors.append(QuantizedMatrix(name, whole, float(error_E.max())))
+        whole = np.sqrt(np.mean(error_E**2))
+        errors.append(QuantizedMatrix(name, float(whole), float(error_E.max())))
         return quantized
 
     params = tree.map_named(convert, params)

@@ -205,8 +205,7 @@ class ExportedModel:
             raise ValueError(
                 f"{self.folder} was exported by jax {made_by['jax']}, calling convention "
                 f"{made_by['calling_convention']}; this is jax {jax.__version__}, which reads "
-                f"{low} to {high}: install jax {made_by['jax']}{later}, or "
-                f"{self._again}"
+                f"{low} to {high}: install jax {made_by['jax']}{later}, or {self._again}"
             )
 
     def _platform(self) -> str:

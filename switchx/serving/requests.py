@@ -188,8 +188,8 @@ def read_request(body: bytes, model: Model, limits: Limits) -> GenerateRequest:
     if not isinstance(inputs, list):
         raise _wrong("inputs", f"inputs is {_shown(inputs)}; expected a text, or a list")
     if not 1 <= len(inputs) <= limits.max_inputs:
-        expected = f"expected 1 to {limits.max_inputs}"
-        raise _wrong("inputs", f"inputs has {len(inputs)} items; {expected}")
+        most = limits.max_inputs
+        raise _wrong("inputs", f"inputs has {len(inputs)} items; expected 1 to {most}")
     prompts = [
         _prompt(model, limits, generator.fault, f"inputs[{i}]", item)
         for i, item in enumerate(inputs)
@@ -228,10 +228,8 @@ def _no_constant(name: str):
 
 def _generator(values: dict[str, Any], model: Model, limits: Limits):
     """The model's generator with the settings of a request."""
-    settings = {"max_new_tokens": limits.default_new_tokens}
-    settings |= {
-        name: _number(each, values[name]) for name, each in OPTIONS.items() if name in values
-    }
+    given = {name: _number(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
+    settings = {"max_new_tokens": limits.default_new_tokens} | given
     most = {"max_new_tokens": limits.max_new_tokens, "beam_size": limits.max_beam_size}
     for name, number in most.items():
         if settings.get(name, 1) > number:
@@ -251,8 +249,8 @@ def _number(option: Option, value) -> int | float:
     if option.type is float and (is_whole or isinstance(value, float)):
         return value if abs(value) > 2**53 else float(value)
     kind = "a whole number" if option.type is int else "a number"
-    expected = f"expected {kind}, {option.range}"
-    raise _wrong(option.name, f"{option.name} is {_shown(value)}; {expected}")
+    message = f"{option.name} is {_shown(value)}; expected {kind}, {option.range}"
+    raise _wrong(option.name, message)
 
 
 def _prompt(model: Model, limits: Limits, fault, name: str, item) -> list[int]:

@@ -161,10 +161,7 @@ class HeadTimeoutProtocol(H11Protocol):
         ]
         # A response may be on its way already: then the connection just ends.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            for event in (
-                h11.Response(status_code=status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
+            head = h11.Response(status_code=status, headers=headers)
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
