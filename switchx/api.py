@@ -214,11 +214,7 @@ class Model:
             save_vocabulary(self.vocabulary, folder)
 
     def prompts(self, inputs: Texts) -> list[list[int]]:
-        """What a generator reads of texts or lists of token ids.
-
-        Raises:
-            ValueError: one cannot be read; see `generate`.
-        """
+        """What a generator reads of texts or lists of token ids; raises as `generate` does."""
         return [self.prompt(tokens) for tokens in self._read(inputs, "inputs")[0]]
 
     def prompt(self, tokens: list[int]) -> list[int]:

@@ -106,7 +106,7 @@ def read_run(
     class_V: np.ndarray,
     text_of: Callable[[int], str],
 ) -> RoutingRun:
-    """The routing of a run folder; the arguments after it are of its vocabulary.
+    """The routing of a run folder; the other arguments are of its vocabulary.
 
     Raises:
         ValueError: nothing was recorded (a dense model, no logged step, no evaluation), a
@@ -171,14 +171,12 @@ def load(run: RoutingRun) -> Section:
 
 def course(run: RoutingRun) -> Section:
     """Drops, entropy, gate and dead experts over training."""
-    history = run.history
+    history, E = run.history, run.history.num_experts
     num_dead = dead_experts(history.load).sum(axis=-1).astype(float)
     rows = [
         plots.Course("dropped per token", history.dropped),
-        plots.Course(
-            "router entropy (nats)", history.entropy, math.log(history.num_experts), False
-        ),
-        plots.Course("gate of 1st choice", history.gate, 1 / history.num_experts),
+        plots.Course("router entropy (nats)", history.entropy, math.log(E), False),
+        plots.Course("gate of 1st choice", history.gate, 1 / E),
         plots.Course("dead experts", num_dead),
     ]
     return Section(
@@ -216,9 +214,7 @@ def transition(run: RoutingRun) -> Section:
         pairs += list(zip(stack.layers, stack.layers[1:], strict=False))
     title = "From expert to expert"
     if not pairs:
-        return Section(
-            title, "No stack has two Switch layers, so there is no way between them."
-        )
+        return Section(title, "No stack has two Switch layers: there is no way between them.")
     return Section(
         title,
         "Of the sample's tokens that an expert gets, the percentage that goes to each expert "

@@ -105,7 +105,7 @@ def export_model(
     decoding = dataclasses.replace(decoding, pruning="experts")
     config = for_decoding(config)
     needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
-    if needed > config.max_length:
+    if needed is not None and needed > config.max_length:
         raise ValueError(
             f"input_length={shapes.input_length} and max_new_tokens={decoding.max_new_tokens} "
             f"need {needed} positions, the model has {config.max_length}; use less"
@@ -125,9 +125,7 @@ def export_model(
         "versions": {
             "jax": jax.__version__,
             "jaxlib": jaxlib.__version__,
-            "calling_convention": max(
-                each.calling_convention_version for each in files.values()
-            ),
+            "calling_convention": max(p.calling_convention_version for p in files.values()),
         },
         "about": about,
         "model": dataclasses.asdict(config),

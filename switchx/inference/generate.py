@@ -142,7 +142,7 @@ class Generator:
         if wrong := token_fault(self.config, tokens):
             return wrong
         needed = positions_needed(self.config, len(tokens), self.decoding.max_new_tokens)
-        if needed > self.config.max_length:
+        if needed is not None and needed > self.config.max_length:
             return (
                 f"needs {needed} positions, the model has {self.config.max_length}; "
                 "shorten it, or lower max_new_tokens"
@@ -150,10 +150,10 @@ class Generator:
         return None
 
 
-def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) -> int:
-    """Rows of a position table that decoding reads; 0 where the model has no table."""
+def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) -> int | None:
+    """Rows of a position table that decoding reads, or None where the model has no table."""
     if not config.has_position_table:
-        return 0
+        return None
     if config.is_encoder_decoder:
         return max(input_length, 1 + new_tokens)
     return input_length + new_tokens

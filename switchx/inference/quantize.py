@@ -151,8 +151,7 @@ def separate_experts(params: dict) -> dict:
         if not isinstance(leaf, jax.Array) or EXPERTS not in tree.path_name(path):
             return leaf
         is_on_one_cpu = [device.platform for device in leaf.devices()] == ["cpu"]
-        if leaf.ndim != 3 or leaf.shape[0] > MAX_EXPERTS or not is_on_one_cpu:
-            return leaf
-        return SeparateMatrices.of(leaf)
+        is_small = leaf.ndim == 3 and leaf.shape[0] <= MAX_EXPERTS
+        return SeparateMatrices.of(leaf) if is_small and is_on_one_cpu else leaf
 
     return jax.tree_util.tree_map_with_path(taken_apart, params, is_leaf=is_quantized)

@@ -264,11 +264,9 @@ def _read_manifest(folder: pathlib.Path) -> dict:
     try:
         content = json.loads(file.read_bytes())
         claimed = content.pop("sha256")
-        for name, ours in (("format", FORMAT), ("format_version", FORMAT_VERSION)):
-            if content[name] != ours:
-                raise ValueError(
-                    f"its {name} is {content[name]!r}, this program reads {ours!r}"
-                )
+        for name, own in (("format", FORMAT), ("format_version", FORMAT_VERSION)):
+            if content[name] != own:
+                raise ValueError(f"its {name} is {content[name]!r}, this program reads {own!r}")
         text = json.dumps(content, sort_keys=True)
         if claimed != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError("it has changed since it was written")

@@ -188,8 +188,8 @@ def read_request(body: bytes, model: Model, limits: Limits) -> GenerateRequest:
     if not isinstance(inputs, list):
         raise _wrong("inputs", f"inputs is {_shown(inputs)}; expected a text, or a list")
     if not 1 <= len(inputs) <= limits.max_inputs:
-        most = limits.max_inputs
-        raise _wrong("inputs", f"inputs has {len(inputs)} items; expected 1 to {most}")
+        expected = f"expected 1 to {limits.max_inputs}"
+        raise _wrong("inputs", f"inputs has {len(inputs)} items; {expected}")
     prompts = [
         _prompt(model, limits, generator.fault, f"inputs[{i}]", item)
         for i, item in enumerate(inputs)
@@ -249,8 +249,8 @@ def _number(option: Option, value) -> int | float:
     if option.type is float and (is_whole or isinstance(value, float)):
         return value if abs(value) > 2**53 else float(value)
     kind = "a whole number" if option.type is int else "a number"
-    message = f"{option.name} is {_shown(value)}; expected {kind}, {option.range}"
-    raise _wrong(option.name, message)
+    expected = f"expected {kind}, {option.range}"
+    raise _wrong(option.name, f"{option.name} is {_shown(value)}; {expected}")
 
 
 def _prompt(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
