@@ -237,9 +237,9 @@ class RequestQueue:
 
     def take(self) -> list[QueuedInput]:
         """The next batch, when it is full or has waited; empty when the queue is closed."""
-        limits = self._limits
         with self._changed:
             while not self.is_closed:
+                limits = self._limits
                 if not self._inputs:
                     self._changed.wait()
                     continue
