@@ -116,10 +116,8 @@ class Model:
         config = self._config(dropless)
         B = len(arrays["decoder_tokens"])
         (rows,) = self.devices.batches(config, (B,))
-        arrays = {
-            name: jnp.pad(token_BL, ((0, rows - B), (0, 0)))
-            for name, token_BL in arrays.items()
-        }
+        padding = ((0, rows - B), (0, 0))
+        arrays = {name: jnp.pad(token_BL, padding) for name, token_BL in arrays.items()}
         self.devices.check(config, self.params)
         with self.devices.use():
             return _logits(config, self.params, **arrays)[:B]
@@ -216,11 +214,7 @@ class Model:
             save_vocabulary(self.vocabulary, folder)
 
     def prompts(self, inputs: Texts) -> list[list[int]]:
-        """What a generator reads of texts or lists of token ids.
-
-        Raises:
-            ValueError: one cannot be read; see `generate`.
-        """
+        """What a generator reads of texts or lists of token ids; raises as `generate` does."""
         return [self.prompt(tokens) for tokens in self._read(inputs, "inputs")[0]]
 
     def prompt(self, tokens: list[int]) -> list[int]:
@@ -321,13 +315,12 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh) -> Model:
     if step is not None:
         raise ValueError(f"step={step!r} of {folder}, which is a quantized model and has one")
     artifact = read_artifact(folder)
-    about = artifact.about
     return Model(
         artifact.config,
         devices.place(native(artifact.params)),
         load_vocabulary(folder) if (folder / DESCRIPTION_FILE).exists() else None,
-        about["step"],
-        TextFormat(**about["text_format"]),
+        artifact.about["step"],
+        TextFormat(**artifact.about["text_format"]),
         artifact.fingerprint,
         devices,
     )

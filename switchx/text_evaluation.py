@@ -69,14 +69,20 @@ def read_questions(
             f"task {task.name!r}: {type(task.objective).__name__} has no texts for targets; "
             "metrics of generated texts need a task of InputsToTargets"
         )
-    _require_vocabulary(model, task)
+    ours, theirs = task.vocabulary, model.vocabulary
+    if theirs is None or ours.fingerprint() != theirs.fingerprint():
+        found = "none" if theirs is None else f"another one, of {theirs.size} ids"
+        raise ValueError(
+            f"task {task.name!r} has a vocabulary of {ours.size} ids, the model has {found}; "
+            "use the one that the model was trained with, whose copy is in its folder"
+        )
     records = open_task(task, split, data_dir, features).records
     count = len(records) if max_examples is None else min(max_examples, len(records))
     inputs, targets, prompts, num_cut = [], [], [], 0
     for record in (records[number] for number in range(count)):
-        tokens = task.objective.example(record, task.vocabulary).inputs
+        tokens = task.objective.example(record, ours).inputs
         if task.too_long == "truncate":
-            cut = features.truncate(Example(tokens, tokens[:0]), task.vocabulary.eos_id).inputs
+            cut = features.truncate(Example(tokens, tokens[:0]), ours.eos_id).inputs
             num_cut += len(cut) < len(tokens)
             tokens = cut
         inputs.append(record["inputs"])
@@ -130,13 +136,3 @@ def mean_results(results: Sequence[Sequence[MetricResult]]) -> list[MetricResult
         MetricResult(name, statistics.fmean(values), signature)
         for (name, signature), values in scores.items()
     ]
-
-
-def _require_vocabulary(model: Model, task: Task) -> None:
-    ours, theirs = task.vocabulary, model.vocabulary
-    if theirs is None or ours.fingerprint() != theirs.fingerprint():
-        found = "none" if theirs is None else f"another one, of {theirs.size} ids"
-        raise ValueError(
-            f"task {task.name!r} has a vocabulary of {ours.size} ids, the model has {found}; "
-            "use the one that the model was trained with, whose copy is in its folder"
-        )

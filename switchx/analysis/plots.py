@@ -95,8 +95,7 @@ def course_figure(
     """
     stacks = list(dict.fromkeys(layer.split()[0] for layer in layers))
     with matplotlib.rc_context(STYLE):
-        size = (1.2 + 4.2 * len(stacks), 0.5 + 1.7 * len(rows))
-        figure = Figure(figsize=size)
+        figure = Figure(figsize=(1.2 + 4.2 * len(stacks), 0.5 + 1.7 * len(rows)))
         grid = figure.subplots(len(rows), len(stacks), sharex=True, sharey="row", squeeze=False)
     marker = "o" if markers else None
     for axes, course in zip(grid, rows, strict=True):

@@ -106,10 +106,7 @@ def read_run(
     class_V: np.ndarray,
     text_of: Callable[[int], str],
 ) -> RoutingRun:
-    """The routing of a run folder.
-
-    Args:
-        classes, class_V, text_of: of its vocabulary, as in `RoutingRun`.
+    """The routing of a run folder; the other arguments are of its vocabulary.
 
     Raises:
         ValueError: nothing was recorded (a dense model, no logged step, no evaluation), a
@@ -164,25 +161,22 @@ def overview(run: RoutingRun) -> Section:
 
 def load(run: RoutingRun) -> Section:
     """Load of every expert over training."""
-    even = even_shares(run.history.load)
     return Section(
         "Load per expert",
         "Tokens that asked for each expert, before capacity. A balanced router is evenly "
         "light; a dark row is an expert that many tokens choose, a white one gets hardly any.",
-        [plots.load_figure(run.history.steps, even, run.layers)],
+        [plots.load_figure(run.history.steps, even_shares(run.history.load), run.layers)],
     )
 
 
 def course(run: RoutingRun) -> Section:
     """Drops, entropy, gate and dead experts over training."""
-    history = run.history
+    history, E = run.history, run.history.num_experts
     num_dead = dead_experts(history.load).sum(axis=-1).astype(float)
     rows = [
         plots.Course("dropped per token", history.dropped),
-        plots.Course(
-            "router entropy (nats)", history.entropy, math.log(history.num_experts), False
-        ),
-        plots.Course("gate of 1st choice", history.gate, 1 / history.num_experts),
+        plots.Course("router entropy (nats)", history.entropy, math.log(E), False),
+        plots.Course("gate of 1st choice", history.gate, 1 / E),
         plots.Course("dead experts", num_dead),
     ]
     return Section(
@@ -216,14 +210,11 @@ def transition(run: RoutingRun) -> Section:
     """From which expert to which one of the next Switch layer tokens go."""
     shares, pairs = [], []
     for stack in run.final.stacks:
-        counts = transitions(stack.expert_NTS, run.final.num_experts)
-        shares += list(rows_to_shares(counts))
+        shares += list(rows_to_shares(transitions(stack.expert_NTS, run.final.num_experts)))
         pairs += list(zip(stack.layers, stack.layers[1:], strict=False))
     title = "From expert to expert"
     if not pairs:
-        return Section(
-            title, "No stack has two Switch layers, so there is no way between them."
-        )
+        return Section(title, "No stack has two Switch layers: there is no way between them.")
     return Section(
         title,
         "Of the sample's tokens that an expert gets, the percentage that goes to each expert "

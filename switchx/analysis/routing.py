@@ -76,8 +76,7 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
 
 def even_shares(load: np.ndarray) -> np.ndarray:
     """Load `[..., E]` in units of an even share: 1 everywhere when balanced."""
-    mean = np.mean(load, axis=-1, keepdims=True)
-    return load / np.maximum(mean, 1e-12)
+    return load / np.maximum(np.mean(load, axis=-1, keepdims=True), 1e-12)
 
 
 def dead_experts(load: np.ndarray) -> np.ndarray:
@@ -136,11 +135,6 @@ class Snapshot:
         """Names of all Switch layers, in the order of the metrics."""
         return [layer for stack in self.stacks for layer in stack.layers]
 
-    @property
-    def tokens(self) -> list[list[int]]:
-        """Of each stack."""
-        return [stack.token_T.tolist() for stack in self.stacks]
-
 
 def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
     """The samples in a run's `routing/` folder, by step.
@@ -162,7 +156,11 @@ def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
     A run that was resumed on other data has a new sample from there on.
     """
-    return [each for each in snapshots if each.tokens == snapshots[-1].tokens]
+
+    def tokens(snapshot: Snapshot) -> list[list[int]]:
+        return [stack.token_T.tolist() for stack in snapshot.stacks]
+
+    return [each for each in snapshots if tokens(each) == tokens(snapshots[-1])]
 
 
 def _read(path: pathlib.Path) -> Snapshot:
@@ -249,8 +247,6 @@ def typical_tokens(
     is_choice_TS = expert_TS < num_experts
     token_TS = np.broadcast_to(token_T[:, None], expert_TS.shape)
     ids, index = np.unique(token_TS[is_choice_TS], return_inverse=True)
-    if not len(ids):
-        return []
     total = np.bincount(index, minlength=len(ids))
     is_here = expert_TS[is_choice_TS] == expert
     count = np.bincount(index[is_here], minlength=len(ids))
@@ -311,10 +307,9 @@ def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
     similarity_NN = np.zeros((len(first_NT), len(first_NT)))
     for a, here_T in enumerate(first_NT):
         for b, there_T in enumerate(first_NT):
-            is_both_T = (here_T < num_experts) & (there_T < num_experts)
-            counts_EE = np.zeros((num_experts, num_experts))
-            np.add.at(counts_EE, (here_T[is_both_T], there_T[is_both_T]), 1)
-            similarity_NN[a, b] = _normalised_information(counts_EE)
+            # The class of a token is its other expert; those without one are the last.
+            counts = class_counts(here_T[:, None], there_T, num_experts, num_experts + 1)
+            similarity_NN[a, b] = _normalised_information(counts[:, :-1])
     return similarity_NN
 
 

@@ -28,8 +28,12 @@ from switchx.tree import map_named, named_leaves, path_name
 
 MANIFEST = "artifact.json"
 WEIGHTS = "weights.safetensors"
-FORMAT = "switchx quantized model"
-FORMAT_VERSION = 1
+# An artifact with other values of these is not read.
+HEADER = {
+    "format": "switchx quantized model",
+    "format_version": 1,
+    "layout_version": QTensor.LAYOUT_VERSION,
+}
 AGAIN = "copy the whole folder again, or make it with `switchx quantize`"
 
 
@@ -76,10 +80,7 @@ def write_artifact(
     Raises:
         ValueError: see `manifest.new_folder`.
     """
-    content = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "layout_version": QTensor.LAYOUT_VERSION,
+    content = HEADER | {
         "model": dataclasses.asdict(config),
         "quantized": {
             path_name(path): {"bits": leaf.bits, "group_size": leaf.group_size}
@@ -109,10 +110,9 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
     where = str(path / MANIFEST)
     try:
         config = model_from_description(content["model"], where)
+        arrays = load_file(path / WEIGHTS)
     except TypeError as error:
         raise ValueError(f"{where} describes no model ({error}); write it again") from error
-    try:
-        arrays = load_file(path / WEIGHTS)
     except SafetensorError as error:
         raise ValueError(f"{path / WEIGHTS} cannot be read ({error})") from error
     params = _params(path, config, content["quantized"], arrays)
@@ -122,12 +122,7 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
 def _read_manifest(path: pathlib.Path) -> dict[str, Any]:
     try:
         content = read_manifest(path, MANIFEST, "sha256")
-        expected = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "layout_version": QTensor.LAYOUT_VERSION,
-        }
-        for name, ours in expected.items():
+        for name, ours in HEADER.items():
             if content.get(name) != ours:
                 raise ValueError(
                     f"its {name} is {content.get(name)!r}, this switchx reads {ours!r}; it was "
@@ -145,9 +140,8 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
     expected, problems = set(), []
 
     def leaf_of(name, leaf):
-        names = [name]
-        if is_expert := name in quantized:
-            names = [f"{name}/values", f"{name}/scales_EFG"]
+        is_expert = name in quantized
+        names = [f"{name}/values", f"{name}/scales_EFG"] if is_expert else [name]
         expected.update(names)
         if missing := [each for each in names if each not in arrays]:
             problems.extend(f"{each} is missing" for each in missing)

@@ -93,11 +93,9 @@ def prefill(
         place=jnp.int32(0),
     )
     logits_BPV, cache = _extend(model, cache, prompt_BP, position_BP, inputs)
-    hypotheses = (Beams if L > 1 else Greedy).start(B, decoding)
+    start = (Beams if L > 1 else Greedy).start(B, decoding)
     logits_BLV = jnp.broadcast_to(logits_BPV[:, -1:], (B, L, logits_BPV.shape[-1]))
-    hypotheses, token_BL, is_live_B = hypotheses.advance(
-        logits_BLV, jnp.int32(0), rows, decoding
-    )
+    hypotheses, token_BL, is_live_B = start.advance(logits_BLV, jnp.int32(0), rows, decoding)
     rows = dataclasses.replace(rows, is_live_B=is_live_B)
     return constrain_named(
         Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP, is_source_BM)
@@ -121,9 +119,7 @@ def run_until(
         are_many = jnp.sum(state.rows.is_live_B) > num_live
         return are_many if last_step is None else are_many & (state.step < last_step)
 
-    return jax.lax.while_loop(
-        goes_on, lambda state: _advance(model, decoding, state, positions), state
-    )
+    return jax.lax.while_loop(goes_on, lambda s: _advance(model, decoding, s, positions), state)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"))

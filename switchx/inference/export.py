@@ -125,9 +125,7 @@ def export_model(
         "versions": {
             "jax": jax.__version__,
             "jaxlib": jaxlib.__version__,
-            "calling_convention": max(
-                each.calling_convention_version for each in files.values()
-            ),
+            "calling_convention": max(p.calling_convention_version for p in files.values()),
         },
         "about": about,
         "model": dataclasses.asdict(config),
@@ -200,9 +198,8 @@ def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
         outputs = _split(devices, jax.eval_shape(function, weights, arguments))
         is_split = devices.mesh.size > 1
         shardings = jax.tree.map(lambda leaf: leaf.sharding, outputs) if is_split else None
-        jitted = jax.jit(function, out_shardings=shardings)
         exported = jax_export.export(
-            jitted,
+            jax.jit(function, out_shardings=shardings),
             platforms=[target.platform],
             disabled_checks=[jax_export.DisabledSafetyCheck.custom_call(UNSTABLE_CALL)],
         )(weights, arguments)

@@ -141,8 +141,7 @@ class Generator:
             return "is empty; give at least one token"
         if wrong := token_fault(self.config, tokens):
             return wrong
-        most = self.decoding.max_new_tokens
-        needed = positions_needed(self.config, len(tokens), most)
+        needed = positions_needed(self.config, len(tokens), self.decoding.max_new_tokens)
         if needed is not None and needed > self.config.max_length:
             return (
                 f"needs {needed} positions, the model has {self.config.max_length}; "

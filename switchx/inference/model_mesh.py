@@ -44,11 +44,7 @@ class ModelMesh:
         return use_mesh(self.mesh, self.rules)
 
     def check(self, config: ModelConfig, params: dict) -> None:
-        """Checks that a model can be computed here.
-
-        Raises:
-            ValueError: experts have a capacity and are quantized.
-        """
+        """Raises ValueError where experts have a capacity and are quantized, on a mesh."""
         leaves = jax.tree.leaves(params, is_leaf=is_quantized)
         if self.mesh is not None and has_capacity(config) and any(map(is_quantized, leaves)):
             raise ValueError(

@@ -81,22 +81,19 @@ def quantize_experts(
         )
     require_our_blocks(config, "quantization")
     config, params = unrolled(config, params)
-    before = model_bytes(params)
-    errors, quantized_bytes = [], 0
-    experts = sum(
-        leaf.nbytes for name, leaf in tree.named_leaves(params).items() if "/experts/" in name
-    )
+    before, errors = model_bytes(params), []
+    bytes_of = {name: leaf.nbytes for name, leaf in tree.named_leaves(params).items()}
+    experts = sum(size for name, size in bytes_of.items() if "/experts/" in name)
+    quantized_bytes = sum(size for name, size in bytes_of.items() if EXPERTS in name)
 
     def convert(name, leaf):
-        nonlocal quantized_bytes
         if EXPERTS not in name:
             keep = rest is None or "router" in name
             return leaf if keep else jnp.asarray(leaf).astype(rest)
-        quantized_bytes += leaf.nbytes
         quantized = quantize(leaf, bits, method, group_size)
         error_E = np.asarray(quantization_error(leaf, quantized))
-        whole = float(np.sqrt(np.mean(error_E**2)))
-        errors.append(QuantizedMatrix(name, whole, float(error_E.max())))
+        whole = np.sqrt(np.mean(error_E**2))
+        errors.append(QuantizedMatrix(name, float(whole), float(error_E.max())))
         return quantized
 
     params = tree.map_named(convert, params)
@@ -154,8 +151,7 @@ def separate_experts(params: dict) -> dict:
         if not isinstance(leaf, jax.Array) or EXPERTS not in tree.path_name(path):
             return leaf
         is_on_one_cpu = [device.platform for device in leaf.devices()] == ["cpu"]
-        if leaf.ndim != 3 or leaf.shape[0] > MAX_EXPERTS or not is_on_one_cpu:
-            return leaf
-        return SeparateMatrices.of(leaf)
+        is_small = leaf.ndim == 3 and leaf.shape[0] <= MAX_EXPERTS
+        return SeparateMatrices.of(leaf) if is_small and is_on_one_cpu else leaf
 
     return jax.tree_util.tree_map_with_path(taken_apart, params, is_leaf=is_quantized)

@@ -205,8 +205,7 @@ class ExportedModel:
             raise ValueError(
                 f"{self.folder} was exported by jax {made_by['jax']}, calling convention "
                 f"{made_by['calling_convention']}; this is jax {jax.__version__}, which reads "
-                f"{low} to {high}: install jax {made_by['jax']}{later}, or "
-                f"{self._again}"
+                f"{low} to {high}: install jax {made_by['jax']}{later}, or {self._again}"
             )
 
     def _platform(self) -> str:
@@ -265,11 +264,9 @@ def _read_manifest(folder: pathlib.Path) -> dict:
     try:
         content = json.loads(file.read_bytes())
         claimed = content.pop("sha256")
-        for name, ours in (("format", FORMAT), ("format_version", FORMAT_VERSION)):
-            if content[name] != ours:
-                raise ValueError(
-                    f"its {name} is {content[name]!r}, this program reads {ours!r}"
-                )
+        for name, own in (("format", FORMAT), ("format_version", FORMAT_VERSION)):
+            if content[name] != own:
+                raise ValueError(f"its {name} is {content[name]!r}, this program reads {own!r}")
         text = json.dumps(content, sort_keys=True)
         if claimed != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError("it has changed since it was written")

@@ -96,11 +96,9 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
         for parameter, theirs in names.items()
         for name in theirs
     }
-    table_shape = torch_shape("embedding/embedding_VD", config)
     copies = [*tables[1:], *([LM_HEAD] if head_is_copy else [])]
-    require_same_tensors(
-        expected | dict.fromkeys(copies, table_shape), found, str(folder), _WAY_OUT
-    )
+    expected |= dict.fromkeys(copies, torch_shape("embedding/embedding_VD", config))
+    require_same_tensors(expected, found, str(folder), _WAY_OUT)
     table_VD = tensors.read(tables[0]) if copies else None
     different = [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
     if different == [LM_HEAD] and not config.scale_tied_logits:
@@ -116,17 +114,12 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
     )
     if not config.tie_embeddings:
         config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
+    params = {
+        parameter: from_torch(parameter, config, map(tensors.read, theirs))
+        for parameter, theirs in names.items()
+    }
     vocabulary = folder / VOCABULARY
-    return Checkpoint(
-        config,
-        nested(
-            {
-                parameter: from_torch(parameter, config, map(tensors.read, theirs))
-                for parameter, theirs in names.items()
-            }
-        ),
-        vocabulary if vocabulary.is_file() else None,
-    )
+    return Checkpoint(config, nested(params), vocabulary if vocabulary.is_file() else None)
 
 
 def write_checkpoint(

@@ -116,7 +116,7 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     activation = _ACTIVATIONS[config.activation][0]
     if config.switch is None:
         return description | {"feed_forward_proj": activation}, []
-    switch_fields, notes = _describe_switch(config, config.switch)
+    switch_fields, notes = _describe_switch(config)
     return description | {"dense_act_fn": activation} | switch_fields, notes
 
 
@@ -235,10 +235,9 @@ def _read_switch(fields: _Fields, config: ModelConfig, overflow: str) -> SwitchC
     )
 
 
-def _describe_switch(
-    config: ModelConfig, switch: SwitchConfig
-) -> tuple[dict[str, Any], list[str]]:
-    router, capacity, notes = switch.router, switch.expert_capacity, []
+def _describe_switch(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    switch, router, notes = config.switch, config.switch.router, []
+    capacity = switch.expert_capacity
     if router.overflow == "dropless" or capacity is None:
         capacity = _UNLIMITED
     if router.overflow == "drop" and switch.expert_capacity is None:

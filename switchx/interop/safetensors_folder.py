@@ -53,9 +53,7 @@ class SafetensorsFolder:
             return self._indexed()
         if (self.folder / MODEL).is_file():
             return [self.folder / MODEL]
-        pickles = sorted(
-            path.name for pattern in _PICKLES for path in self.folder.glob(pattern)
-        )
+        pickles = sorted(path.name for each in _PICKLES for path in self.folder.glob(each))
         require(
             not pickles,
             f"{self.folder} has {', '.join(pickles)} and no {MODEL}; such a file may run any "

@@ -24,7 +24,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import tensorstore
 from flax import serialization
@@ -40,12 +39,7 @@ from switchx.models.config import ModelConfig, require_our_blocks
 
 INDEX = "checkpoint"
 _VERSION = 3
-_DTYPES = {
-    "<f4": np.float32,
-    "<f8": np.float64,
-    "<f2": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
+_DTYPES = {name: jnp.dtype(name) for name in ("<f4", "<f8", "<f2", "bfloat16")}
 _MOST_CHUNKS = 1 << 20
 _SCAN_AXIS = 1
 
@@ -75,9 +69,8 @@ class T5XFolder:
             ValueError: it cannot be read whole.
         """
         leaf = self._leaves[name]
-        if not isinstance(leaf, np.ndarray):
-            leaf = self._read_zarr(name, leaf)
-        return leaf.astype(np.float32)
+        array = leaf if isinstance(leaf, np.ndarray) else self._read_zarr(name, leaf)
+        return array.astype(np.float32)
 
     def _target(self) -> dict[str, Any]:
         file = self.folder / INDEX

@@ -61,8 +61,7 @@ def make_app(service: Service, token: str | None = None):
 
     def require_token(request: Request) -> None:
         given = request.headers.get("authorization", "")
-        wanted = f"Bearer {token}"
-        if token and not hmac.compare_digest(given.encode(), wanted.encode()):
+        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise Refusal(401, "send the server's token, as Authorization: Bearer TOKEN")
 
     async def show_health(request: Request) -> Response:
@@ -77,8 +76,7 @@ def make_app(service: Service, token: str | None = None):
 
     async def show_metrics(request: Request) -> Response:
         require_token(request)
-        text = service.metrics.text()
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def show_page(request: Request) -> Response:
         return HTMLResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
@@ -134,8 +132,7 @@ async def _disconnected(request: Request, error: ClientDisconnect) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     LOG.error("a request failed", exc_info=error)
-    refusal = Refusal(500, "the server failed; its log says how")
-    return JSONResponse(refusal.as_json(), refusal.status)
+    return await _refused(request, Refusal(500, "the server failed; its log says how"))
 
 
 class GenerateEndpoint:
@@ -213,16 +210,14 @@ class GenerateEndpoint:
         is_search, answers = wanted.settings.beam_size > 1, []
         try:
             async for event in events:
-                is_last = isinstance(event, Answer)
+                is_last, which = isinstance(event, Answer), {"input": event.number}
                 tokens = event.hypothesis.tokens if is_last else event.tokens
                 piece = streams[event.number].piece(tokens, is_last=is_last)
                 if piece and not is_search:
-                    yield event_bytes("tokens", {"input": event.number} | piece)
+                    yield event_bytes("tokens", which | piece)
                 if is_last:
                     answers.append(event)
-                    yield event_bytes(
-                        "answer", {"input": event.number} | answer_json(model, event)
-                    )
+                    yield event_bytes("answer", which | answer_json(model, event))
             yield event_bytes("done", {"usage": usage_json(wanted, answers)})
         except Refusal as refusal:
             yield event_bytes("error", refusal.as_json())

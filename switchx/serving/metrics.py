@@ -28,8 +28,7 @@ class Metrics:
             return Counter(f"switchx:{name}", text, labels, registry=self._registry)
 
         def histogram(name, text, buckets):
-            name = f"switchx:{name}"
-            return Histogram(name, text, registry=self._registry, buckets=buckets)
+            return Histogram(f"switchx:{name}", text, registry=self._registry, buckets=buckets)
 
         self.running = gauge("num_requests_running", "Inputs being answered.")
         self.waiting = gauge("num_requests_waiting", "Inputs in the queue.")

@@ -228,10 +228,8 @@ def _no_constant(name: str):
 
 def _generator(values: dict[str, Any], model: Model, limits: Limits):
     """The model's generator with the settings of a request."""
-    settings = {"max_new_tokens": limits.default_new_tokens}
-    settings |= {
-        name: _number(each, values[name]) for name, each in OPTIONS.items() if name in values
-    }
+    given = {name: _number(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
+    settings = {"max_new_tokens": limits.default_new_tokens} | given
     most = {"max_new_tokens": limits.max_new_tokens, "beam_size": limits.max_beam_size}
     for name, number in most.items():
         if settings.get(name, 1) > number:

@@ -239,16 +239,15 @@ class RequestQueue:
         """The next batch, when it is full or has waited; empty when the queue is closed."""
         with self._changed:
             while not self.is_closed:
-                batch_size = self._limits.batch_size
+                limits = self._limits
                 if not self._inputs:
                     self._changed.wait()
                     continue
                 oldest = self._inputs[0]
                 batch = [each for each in self._inputs if each.group == oldest.group]
-                end_s = oldest.arrival_s + self._limits.batch_wait_ms / 1e3
-                wait_s = end_s - time.monotonic()
-                if wait_s <= 0 or len(batch) >= batch_size:
-                    batch = batch[:batch_size]
+                wait_s = oldest.arrival_s + limits.batch_wait_ms / 1e3 - time.monotonic()
+                if wait_s <= 0 or len(batch) >= limits.batch_size:
+                    batch = batch[: limits.batch_size]
                     self._inputs = [each for each in self._inputs if each not in batch]
                     return batch
                 self._changed.wait(wait_s)

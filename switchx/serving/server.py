@@ -145,9 +145,7 @@ class HeadTimeoutProtocol(H11Protocol):
     def _give_up(self) -> None:
         self._head_timer = None
         if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
-            self._say_and_close(
-                408, "the request's head did not arrive in time; send it at once"
-            )
+            self._say_and_close(408, "the request head did not arrive in time; send it at once")
 
     def send_400_response(self, msg: str) -> None:
         self._say_and_close(400, "this is no HTTP request, or its head is too long")
@@ -161,10 +159,7 @@ class HeadTimeoutProtocol(H11Protocol):
         ]
         # A response may be on its way already: then the connection just ends.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            for event in (
-                h11.Response(status_code=status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
+            head = h11.Response(status_code=status, headers=headers)
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
