@@ -22,7 +22,7 @@ import numpy as np
 from switchx.checkpoint.items import MANIFEST
 from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
 from switchx.inference.artifact import is_artifact, read_artifact

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 Checksum = Literal["crc32", "sha256"]
-_CHUNK_BYTES = 1 << 24
 
 
 def write_manifest(
@@ -153,16 +152,15 @@ def checksum_of(content: dict[str, Any], checksum: Checksum) -> int | str:
 
 def _of_file(path: pathlib.Path, checksum: Checksum, flush: bool = False) -> int | str:
     """Of a file's bytes; with `flush`, they are on the disk then."""
-    crc32, sha256 = 0, hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            if checksum == "crc32":
-                crc32 = zlib.crc32(chunk, crc32)
-            else:
-                sha256.update(chunk)
         if flush:
             os.fsync(file.fileno())
-    return crc32 if checksum == "crc32" else sha256.hexdigest()
+        if checksum == "sha256":
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        crc32 = 0
+        while chunk := file.read(1 << 24):
+            crc32 = zlib.crc32(chunk, crc32)
+    return crc32
 
 
 def git_commit() -> str:

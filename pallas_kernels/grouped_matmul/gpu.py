@@ -89,13 +89,7 @@ def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tilin
 
 def forward(x_RD, w, group_sizes_E, *, transpose_w: bool = False, tiling: Tiling | None = None,
             interpret: bool = False):  # fmt: skip
-    """`y_r = x_r w_e` with e the expert of row r, `[R, F]` in the dtype of x.
-
-    Args:
-        x_RD: rows sorted by expert.
-        w: `[E, D, F]`; with `transpose_w` `[E, F, D]`, contracted over the last axis.
-        group_sizes_E: int32 rows of each expert; rows past their sum are not read and zero.
-        interpret: runs on the CPU, with race detection.
+    """`y_r = x_r w_e` as `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Raises:
         ValueError: `refusal` has a reason, or the tiling cannot run.

@@ -28,14 +28,10 @@ def forward(
     gate_R=None,
     tiling: Tiling | None = None,
 ):
-    """`y_r = gate_r act(x_r w_e + bias_e)`, `[R, F]` in the dtype of x; 0 past the groups.
+    """`y_r = gate_r act(x_r w_e + bias_e)`, as `api.quantized_grouped_matmul`.
 
-    Everything before the last rounding is float32.
-
-    Args:
-        w: in either form; packed is the quicker one on CPU.
-        activation: None or `relu`.
-        tiling: of the CPU; None is `default_tiling`.
+    Everything before the last rounding is float32. Packed weights are the quicker ones on CPU,
+    whose tiling it is.
 
     Raises:
         ValueError: `tiling` does not fit.

@@ -166,7 +166,7 @@ def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
 
 def _read(path: pathlib.Path) -> Snapshot:
-    """What `training/routing_sample.py` wrote."""
+    """What `training/evaluate.py` wrote."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             stacks = tuple(

@@ -26,9 +26,9 @@ from switchx.models.params import params_of, with_params
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatchers import refusal
 from switchx.moe.layer import SwitchFFN
-from switchx.optim.norms import global_norm
+from switchx.optim.protocol import global_norm
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.partitioning.mesh import AXES, MeshSpec, named_axes
 from switchx.partitioning.rules import Rules, param_shardings
 from switchx.planner.layout import SLICED_RULES
 
@@ -67,9 +67,7 @@ class Cell:
 
     @property
     def mesh_name(self) -> str:
-        """`data=2 expert=4`: the axes of more than one device."""
-        sizes = {axis: getattr(self.mesh, axis) for axis in AXES}
-        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        return named_axes({axis: getattr(self.mesh, axis) for axis in AXES})
 
 
 def meshes(rules: Rules) -> Iterator[MeshSpec]:

@@ -69,7 +69,14 @@ class Report:
         console = Console(highlight=False)
         title = f"switchx {self.command}"
         for _, rows in itertools.groupby(self.results, key=lambda row: next(iter(row))):
-            console.print(_table(title, list(rows)))
+            rows = list(rows)
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            table = Table(title=title, title_justify="left", box=None)
+            for column in columns:
+                table.add_column(column, justify="left" if column == columns[0] else "right")
+            for row in rows:
+                table.add_row(*(_shown(row.get(column)) for column in columns))
+            console.print(table)
             title = None
         for check in self.checks:
             verdict = "holds" if check.holds else "does not hold"
@@ -87,21 +94,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _table(title: str | None, rows: list[dict[str, Any]]) -> Table:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(title=title, title_justify="left", box=None)
-    for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right")
-    for row in rows:
-        table.add_row(*(_shown(row.get(column)) for column in columns))
-    return table
-
-
 def _shown(value) -> str:
-    if value is None:
-        return ""
-    return (
-        f"{value:,.3g}"
-        if isinstance(value, float) and abs(value) < 100
-        else (f"{value:,.0f}" if isinstance(value, int | float) else str(value))
-    )
+    if not isinstance(value, int | float):
+        return "" if value is None else str(value)
+    is_small = isinstance(value, float) and abs(value) < 100
+    return f"{value:,.3g}" if is_small else f"{value:,.0f}"

@@ -34,9 +34,7 @@ def add_command(commands) -> None:
         commands, "export", run, "make programs of a model, to run without switchx", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
-    shared.add_output(
-        parser, "folder to write; nothing may be there", required=True, metavar="DIR"
-    )
+    shared.add_new_folder(parser, "folder to write; nothing may be there")
     parser.add_argument(
         "--platform",
         required=True,

@@ -29,7 +29,6 @@ class TerminalReporter:
 
         Args:
             console: None is standard error.
-            clock: seconds, of which only differences matter.
             unit: of the work, for the bar.
         """
         self._unit = unit
@@ -90,14 +89,14 @@ class TerminalReporter:
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
         loss, rate = metrics["loss"], metrics["tokens_per_s"]
         self._progress.update(self._task, status=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
-        parts = [f"step {step:>5}", f"loss {loss:.3f}"]
+        line = f"step {step:>5}  loss {loss:.3f}"
         if "accuracy" in metrics:
-            parts.append(f"accuracy {metrics['accuracy']:.3f}")
+            line += f"  accuracy {metrics['accuracy']:.3f}"
         if "dropped_fraction" in metrics:
-            parts.append(f"dropped {metrics['dropped_fraction']:.1%}")
+            line += f"  dropped {metrics['dropped_fraction']:.1%}"
         if metrics.get("skipped_steps"):
-            parts.append(f"skipped {metrics['skipped_steps']}")
-        self.note("  ".join([*parts, f"{rate:,.0f} tokens/s"]))
+            line += f"  skipped {metrics['skipped_steps']}"
+        self.note(f"{line}  {rate:,.0f} tokens/s")
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         self.note(

@@ -29,9 +29,7 @@ def add_command(commands) -> None:
         commands, "quantize", run, "make a model's experts int8 or int4", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
-    shared.add_output(
-        parser, "folder to write; nothing may be there", required=True, metavar="DIR"
-    )
+    shared.add_new_folder(parser, "folder to write; nothing may be there")
     parser.add_argument("--bits", type=int, choices=(4, 8), required=True, help="of a weight")
     parser.add_argument(
         "--method",

@@ -107,6 +107,11 @@ class MeshSpec:
         return AbstractMesh(sizes, AXES, axis_types, abstract_device=device)
 
 
+def named_axes(sizes: Mapping[str, int]) -> str:
+    """`data=2 expert=4`: the axes of more than one device."""
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+
 def batch_axes(mesh, rules: Rules) -> MeshAxes:
     """The axes that the rows of a batch are split over."""
     return rules.axes("B", mesh, table="activations")

@@ -199,11 +199,6 @@ class Schedule:
         """The number of chunks that a microbatch passes before this one."""
         return (lane * self.num_chunks + chunk) * self.num_stages + stage
 
-    @property
-    def num_places(self) -> int:
-        """The number of chunks of all stacks, which a microbatch passes one after the other."""
-        return self.num_lanes * self.num_chunks * self.num_stages
-
 
 @functools.lru_cache(maxsize=64)
 def _build(spec: ScheduleSpec, P: int, M: int, num_lanes: int) -> Schedule:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from switchx.fields import check_choices, require_at_least
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import forward
 from switchx.moe.capacity import into_groups, layer_groups
 from switchx.moe.stats import RoutingStats
 
@@ -179,3 +180,30 @@ def loss_terms(
         + loss.router_z_weight * stats.router_z / jnp.maximum(tokens, 1)
     )
     return value + auxiliary / (len(layers) if loss.layer_reduction == "mean" else 1)
+
+
+def batch_loss(
+    config: ModelConfig,
+    loss: LossConfig,
+    params,
+    batch,
+    *,
+    denominators: LossDenominators,
+    key,
+):
+    """One microbatch's part of the training loss.
+
+    The gradient is that of the unsplit batch where groups of tokens lie within microbatches.
+
+    Args:
+        denominators: of the whole batch.
+
+    Returns:
+        The loss and (token sums, routing statistics).
+    """
+    logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
+    sums = cross_entropy(
+        logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
+    )
+    value = loss_terms(loss, config, denominators, sums, stats)
+    return value, (sums, None if stats is None else stats.summed)

@@ -4,8 +4,9 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 from switchx.checkpoint.run_folder import RunFolder, read_config
 from switchx.data.data_dir import write_atomically
@@ -19,7 +20,11 @@ logger = logging.getLogger(__name__)
 
 def flat_description(job: TrainingJob) -> dict[str, Any]:
     """A job's settings by dotted name, as `model.switch.num_experts`: numbers and texts."""
-    return dict(_flat(describe(job, "job")))
+    description = describe(job, "job")
+    leaves = jax.tree.leaves_with_path(description, is_leaf=lambda leaf: leaf is None)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
+    }
 
 
 def write_run_config(run: RunFolder, job: TrainingJob) -> None:
@@ -100,15 +105,3 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     is_task = mixture is not job.source
     source = tasks[0] if is_task else dataclasses.replace(mixture, tasks=tasks)
     return dataclasses.replace(job, source=source)
-
-
-def _flat(value, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    else:
-        yield prefix, value
-        return
-    for key, item in items:
-        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))

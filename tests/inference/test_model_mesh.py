@@ -11,7 +11,7 @@ import pytest
 import switchx
 from switchx import tree
 from switchx.data.objectives import SpanCorruption
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import TextFormat
 from switchx.inference.artifact import write_artifact
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import run_until

@@ -12,7 +12,7 @@ import time
 import jax
 
 from switchx.api import Model
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params

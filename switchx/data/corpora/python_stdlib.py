@@ -115,11 +115,8 @@ def _source_paths(root: Path) -> list[Path]:
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not _LEFT_OUT.fullmatch(name)]
-        paths += [
-            Path(folder, name).relative_to(root)
-            for name in names
-            if name.endswith(".py") and not _LEFT_OUT.fullmatch(name)
-        ]
+        sources = (n for n in names if n.endswith(".py") and not _LEFT_OUT.fullmatch(n))
+        paths += [Path(folder, name).relative_to(root) for name in sources]
     return sorted(paths)
 
 
