@@ -26,8 +26,9 @@ MODELS = {
         "encoder_decoder", V, 16, 32, 2, 8, 2, 2, switch=SwitchConfig(4, every=1),
         init_scale=4.0, scan_layers=True,
     ),
+    # Two blocks: in one, what a prompt's tokens see of each other changes no later token.
     "decoder-only": ModelConfig(
-        "decoder_only", V, 16, 32, 2, 8, 1, init_scale=4.0,
+        "decoder_only", V, 16, 32, 2, 8, 2, init_scale=4.0,
         switch=SwitchConfig(4, every=1, router=RouterConfig(num_selected=2)),
     ),
     "gpt": ModelConfig(

@@ -59,8 +59,11 @@ def same(got, want):
 
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_step_by_step_gives_what_one_run_gives(beam_size):
-    decoding = DecodingConfig(T, beam_size=beam_size)
-    same(all_of(running(decoding), most_steps=1), generated(decoding))
+    decoding, rooms = DecodingConfig(T, beam_size=beam_size), [6, 2, 5, 2, 4]
+    # Two end at once: three of eight rows are left, and a finished one fills up to four.
+    batch = running(decoding, rooms=rooms)
+    same(all_of(batch, most_steps=1), generated(decoding, rooms=rooms))
+    assert len(batch._sentence_B) == 1  # of eight rows at first
 
 
 @pytest.mark.parametrize("num_alone", [1, pytest.param(2, marks=pytest.mark.slow)])

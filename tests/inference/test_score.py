@@ -12,11 +12,9 @@ from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, E
 from switchx.inference.generate import without_capacity
 from switchx.inference.score import Scorer
 from switchx.models.params import forward
-from tests.training.jobs import ENCODER_DECODER, SWITCH, make_params
-from tests.training.jobs import SPARSE as TWO_BLOCKS
+from tests.training.jobs import ENCODER_DECODER, SPARSE, SWITCH, make_params
 
 EVERY = dataclasses.replace(SWITCH, every=1)
-SPARSE = dataclasses.replace(TWO_BLOCKS, num_decoder_layers=1, switch=EVERY)
 T5 = dataclasses.replace(
     ENCODER_DECODER, num_encoder_layers=1, num_decoder_layers=1, switch=EVERY
 )
