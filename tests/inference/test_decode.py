@@ -17,10 +17,11 @@ from switchx.inference.decode import (
     step_logits,
     take_rows,
 )
+from switchx.inference.score import features
 from switchx.layers.attention import KeysValues
 from switchx.models.block import BlockInputs
 from switchx.models.config import ModelConfig
-from switchx.models.params import bind, init_params
+from switchx.models.params import bind, forward, init_params
 from switchx.models.unroll import scanned_blocks
 from tests.inference.tiny import SOURCE_BM, V, model, start
 
@@ -78,13 +79,9 @@ def in_pieces(config, params, pieces, places=T):
 @jax.jit
 def at_once(params):
     """Logits of the same tokens as training computes them."""
-    decoder = bind(model()[0], params)
-    position_BM = jnp.broadcast_to(jnp.arange(4), SOURCE_BM.shape)
-    segment_BM = (SOURCE_BM > 0).astype(jnp.int32)
-    memory_BMD, _ = decoder.encode(SOURCE_BM, segment_BM, position_BM)
-    position_BT = jnp.broadcast_to(jnp.arange(T), TOKEN_BT.shape)
-    ones_BT = jnp.ones_like(TOKEN_BT)
-    return decoder.decode(TOKEN_BT, ones_BT, position_BT, memory_BMD, segment_BM)[0]
+    batch = features("encoder", SOURCE_BM, SOURCE_BM > 0)
+    batch |= features("decoder", TOKEN_BT, TOKEN_BT > 0)
+    return forward(model()[0], params, batch, is_training=False)[0]
 
 
 @pytest.mark.parametrize(
