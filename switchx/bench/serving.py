@@ -60,7 +60,7 @@ def serving(
     # Imported here: the rest of `bench decode` does without the extra.
     from switchx.api import Model
     from switchx.data.tasks import TextFormat
-    from switchx.serving.requests import Limits
+    from switchx.serving.limits import Limits
     from switchx.serving.scheduler import Service
     from switchx.serving.server import Server, open_socket
 

@@ -9,7 +9,7 @@ import sys
 import threading
 
 from switchx.cli import arguments as shared
-from switchx.serving.requests import Limits
+from switchx.serving.limits import Limits
 
 DESCRIPTION = """\
 Answers requests over HTTP until it is stopped:

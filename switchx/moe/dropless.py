@@ -124,7 +124,7 @@ def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement, 
 def run_choices(x_GTD, gate_GTS, rows: ExpertRows, experts: ExpertBank):
     """Gated sum of the experts' results for the choices that are in `rows`."""
     G, T, S = gate_GTS.shape
-    # Groups have had their say in the plan: their tokens are one list here.
+    # The plan has seen the groups: from here on, all their tokens are one list.
     token_1R = (rows.choice_R // S)[None]
     row_1TS = rows.row_X.reshape(1, G * T, S)
     x_1TD = x_GTD.reshape(1, G * T, -1)

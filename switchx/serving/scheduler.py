@@ -22,8 +22,9 @@ from switchx.inference.config import BATCHES, DecodingConfig, rounded_up
 from switchx.inference.generate import Generator
 from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.inference.sampling import RowSettings
+from switchx.serving.limits import PROMPT_LENGTHS, Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.requests import PROMPT_LENGTHS, GenerateRequest, Limits, Refusal
+from switchx.serving.requests import GenerateRequest, Refusal
 
 LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
-from switchx.serving.requests import Limits
+from switchx.serving.limits import Limits
 from switchx.serving.scheduler import Service
 from switchx.serving.server import Server, open_socket
 

@@ -4,8 +4,8 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.requests import Limits
 from tests.data.refusals import refused
 
 

@@ -15,10 +15,10 @@ from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
+from switchx.serving.limits import Limits
 from switchx.serving.requests import (
     DecodingConfig,
     GenerateRequest,
-    Limits,
     Refusal,
     read_request,
 )

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server accepts, how long it waits, and the sizes that it has compiled programs for.
+
+Each limit is a flag of `switchx serve`, which reads this file before it imports JAX.
+"""
+
+import dataclasses
+
+from switchx.fields import check_options, option, require
+from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
+
+# Prompts are padded to one of these, answers have space for one of those: a program is
+# compiled for each pair that occurs. A prompt is at most half padding, or short.
+PROMPT_LENGTHS = tuple(length for length in LENGTHS if length >= 16 and length.bit_count() == 1)
+ANSWER_LENGTHS = (16, 64, 256, 1024, 4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Whatever a client may ask of a server; names end in their units."""
+
+    batch_size: int = option(8, "most inputs that are decoded together", 1, BATCHES[-1])
+    batch_wait_ms: float = option(5.0, "how long an input waits for others to join it", 0)
+    max_waiting: int = option(256, "inputs in the request queue", 1)
+    max_inputs: int = option(64, "inputs of a request", 1)
+    max_input_tokens: int = option(1024, "tokens of an input", 1, PROMPT_LENGTHS[-1])
+    max_new_tokens: int = option(256, "tokens of an answer", 1, ANSWER_LENGTHS[-1])
+    max_beam_size: int = option(4, "beams; a program is compiled for each size", 1)
+    max_body_bytes: int = option(1 << 20, "bytes of a request's body", 1)
+    max_connections: int = option(512, "connections that are open at once", 1)
+    body_timeout_s: float = option(10.0, "for a request's head, and for its body", 0.01)
+    request_timeout_s: float = option(60.0, "for a request to be answered", 0.01)
+    drain_timeout_s: float = option(60.0, "for requests that run when it is stopped", 0.01)
+    warm_up_tokens: int = option(
+        64, "programs for inputs of up to so many tokens are compiled before it is ready", 0
+    )
+
+    def __post_init__(self):
+        """Raises ValueError: a value is out of its bounds."""
+        check_options(self)
+        require(
+            self.max_inputs <= self.max_waiting,
+            f"Limits.max_inputs={self.max_inputs}; use at most max_waiting={self.max_waiting}",
+        )
+
+    @property
+    def default_new_tokens(self) -> int:
+        """Of a request that does not say how many."""
+        return min(DecodingConfig.max_new_tokens, self.max_new_tokens)
+
+    def answer_length(self, new_tokens: int) -> int:
+        """New tokens of the compiled program for answers of so many."""
+        return min(rounded_up(new_tokens, ANSWER_LENGTHS), self.max_new_tokens)
+
+    def prompt_length(self, tokens: int) -> int:
+        """Length of the compiled program for prompts of so many tokens."""
+        return rounded_up(tokens, PROMPT_LENGTHS)
