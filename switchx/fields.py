@@ -222,7 +222,11 @@ def from_description(cls: type, description: dict[str, Any], where: str):
         inner = [each for each in _alternatives(hint) if dataclasses.is_dataclass(each)]
         if inner and isinstance(values.get(name), dict):
             values[name] = from_description(inner[0], values[name], where)
-    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+    required = {
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING is field.default_factory
+    }
     for fault, names in (
         ("has no", values.keys() - fields.keys()),
         ("needs", required - values.keys()),

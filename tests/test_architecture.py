@@ -241,8 +241,9 @@ def test_questions_have_their_answers_where_the_page_says():
             assert (ROOT / file).exists(), file
             if file.endswith(".py"):
                 assert symbol in defined_in(ROOT / file), f"{symbol} in {file}"
-    for link in re.findall(r"\]\((?!https:)([^)#]+)\)", text):
-        assert (PAGE.parent / link).exists(), link
+    for page in (PAGE, ROOT / "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\((?!https:)([^)#]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{link} in {page.name}"
 
 
 if __name__ == "__main__":

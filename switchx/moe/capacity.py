@@ -8,6 +8,7 @@ slots of an expert (capacity), R choices of a group
 """
 
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,28 @@ def layer_groups(switch, batch: int, length: int) -> tuple[int, int]:
     if switch.expert_capacity is not None:
         return batch, length
     return group_shape(batch * length, switch.group_size)
+
+
+def rows_of_groups(switch, batch: int, lengths: Iterable[int], parts: int) -> int | None:
+    """Rows that stay together where a batch is cut into parts, so that its groups stay whole.
+
+    Args:
+        batch: rows of the whole batch.
+        lengths: tokens of a row, in each stack that has Switch layers.
+        parts: microbatches of the batch.
+
+    Returns:
+        None where a part has other groups than the whole batch, whose capacity and balance loss
+        then are other ones too: a group is no number of whole rows, or does not fit a part.
+    """
+    rows = 1
+    for L in lengths:
+        G, T = layer_groups(switch, batch, L)
+        part_G, part_T = layer_groups(switch, batch // parts, L)
+        if (part_G * parts, part_T) != (G, T) or batch * L != G * T or max(T, L) % min(T, L):
+            return None
+        rows = math.lcm(rows, max(1, T // L))
+    return None if batch % (parts * rows) else rows
 
 
 def into_groups(x, num_groups: int, group_size: int):

@@ -3,8 +3,9 @@
 
 Sums over tokens or groups add up over microbatches, stages, devices and batches, so a mean is
 the quotient of two of them and does not depend on how a batch was split. `RoutingStats` holds
-numerators and denominators; its properties finish them, and nothing else does. A new auxiliary
-loss is a numerator here, its quotient in `means`, and its weight in `training/losses.py`.
+numerators and denominators, and its properties the quotients that are reported; `loss_terms` in
+`training/losses.py` divides by the whole batch's. A new auxiliary loss is a numerator here, its
+quotient in `means`, and its weight there.
 Dims: B batch, L length, N Switch layers, G groups, T tokens of a group, E experts, S choices
 """
 

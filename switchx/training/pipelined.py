@@ -28,6 +28,7 @@ from switchx.training.losses import (
     LossConfig,
     TokenSums,
     cross_entropy,
+    into_microbatches,
     loss_denominators,
     loss_terms,
 )
@@ -71,8 +72,7 @@ def pipelined_gradients(
     """
     M = schedule.num_microbatches
     keys = key[None] if M == 1 else jax.random.split(key, M)
-    # Every M-th row is one microbatch, as in `split_batch`, without a copy of them all.
-    rows = jax.tree.map(lambda x: x.reshape(x.shape[0] // M, M, *x.shape[1:]), batch)
+    rows = into_microbatches(config, batch, M)
     denominators = loss_denominators(config, batch, M)
     inputs = {"rows": rows, "keys": keys, "denominators": denominators}
     blocks, shared = split_blocks(config, params)

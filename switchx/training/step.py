@@ -22,7 +22,13 @@ from switchx.optim.protocol import apply_updates, clip_scale, global_norm, slice
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.schedule import Schedule
 from switchx.training.fused_loss import fused_batch_loss
-from switchx.training.losses import LossConfig, TokenSums, batch_loss, loss_denominators
+from switchx.training.losses import (
+    LossConfig,
+    TokenSums,
+    batch_loss,
+    into_microbatches,
+    loss_denominators,
+)
 from switchx.training.pipelined import pipelined_gradients
 
 # Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
@@ -116,19 +122,6 @@ class StepMetrics:
     skipped_in_a_row: jax.Array
 
 
-def split_batch(batch: dict, num_microbatches: int) -> dict:
-    """`[B, ...]` -> `[num_microbatches, B / num_microbatches, ...]`, every n-th row together.
-
-    Strided, so that each device of a sharded batch keeps its rows.
-    """
-
-    def split(x):
-        rows = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
-        return jnp.swapaxes(rows, 0, 1)
-
-    return jax.tree.map(split, batch)
-
-
 def gradients(
     config: ModelConfig,
     loss: LossConfig,
@@ -158,7 +151,8 @@ def gradients(
     if step.num_microbatches == 1:
         grads, (value, sums, stats) = microbatch_gradients(batch, key)
     else:
-        batches = split_batch(batch, step.num_microbatches)
+        rows = into_microbatches(config, batch, step.num_microbatches)
+        batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
         keys = jax.random.split(key, step.num_microbatches)
         first = jax.tree.map(lambda x: x[0], (batches, keys))
         zeros = jax.tree.map(

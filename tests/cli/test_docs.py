@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands of docs/command_line.md run, in their order, in one folder."""
 
+import itertools
 import re
 import shlex
 import shutil
@@ -48,6 +49,32 @@ def test_commands_run(trains, my_text, tiny_run, one_device, capsys):
         options = [each.replace("--size=2000", "--size=400") for each in options]
         assert main([name, *options]) == 0, f"{command}\n{capsys.readouterr().err}"
         assert capsys.readouterr().out
+
+
+def switchx_lines() -> list[tuple[str, str]]:
+    """Every line of a ```bash block of all pages that begins with switchx."""
+    found = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [(page.name, line) for line in lines if "switchx " in line]
+    return found
+
+
+def test_commands_of_all_pages_are_understood():
+    """Options and gin files exist; the pages' own tests run what can be run."""
+    num_commands = 0
+    for page, line in switchx_lines():
+        words = shlex.split(line, comments=True)
+        if "switchx" not in words or "$hosts" in words:
+            continue
+        words = words[words.index("switchx") + 1 :]
+        words = list(itertools.takewhile(lambda word: word not in ("|", ">", "&"), words))
+        assert _parse(_parser(), words).run, page
+        for file in re.findall(r"configs/[\w/]+\.gin", line):
+            assert (ROOT / file).exists(), f"{file} in {page}"
+        num_commands += 1
+    assert num_commands > 50
 
 
 def test_malloc_is_tuned_as_make_train_does():

@@ -234,6 +234,25 @@ OWN_GIN = (
 )
 
 
+@pytest.mark.parametrize("maker", ["optax.lion", "my_makers.lion"])
+def test_a_function_that_is_bound_is_refused(tmp_path, monkeypatch, maker):
+    """A run folder has its name alone, so another value would go unnoticed on resume."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pathlib.Path("my_makers.py").write_text("from optax import adam\ndef lion(learning_rate, "
+        "b1=0.9):\n    return adam(learning_rate, b1)\n")  # fmt: skip
+    text = (
+        f"from __gin__ import dynamic_registration\nimport {maker.split('.')[0]}\n"
+        "from switchx.optim import protocol\nfrom switchx.training import job\n"
+        "job.TrainingJob.optimizer = @protocol.Optax()\n"
+        f"protocol.Optax.make = @{maker}\n"
+    )
+    assert job_of(files=my_gin(text)).optimizer.make.__name__ == "lion"
+    building.gin.clear_config()
+    said = refusal(files=my_gin(text + f"{maker}.b1 = 0.8\n"))
+    assert f"{maker} is bound (b1)" in said
+    sys.modules.pop("my_makers", None)
+
+
 @pytest.fixture
 def my_tasks(tmp_path, monkeypatch):
     """A package of a user's own in the working directory, which is not on the module path."""

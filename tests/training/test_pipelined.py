@@ -101,9 +101,8 @@ BOTH = dataclasses.replace(
             stacked(SPARSE, 4, dispatcher="sliced"),
             MeshSpec(pipe=2, data=2, model=2, rules=PIPELINE_MOE),
         ),
-        pytest.param(  # two Switch layers a sparse block
-            stacked(BOTH, 4), MeshSpec(pipe=2, data=4), marks=pytest.mark.slow
-        ),
+        # two Switch layers a sparse block
+        (stacked(BOTH, 4), MeshSpec(pipe=2, data=4)),
     ],
     ids=["sliced", "both"],
 )

@@ -15,11 +15,11 @@ from switchx.models.config import Precision, RouterConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant
 from switchx.training import step as training_step
+from switchx.training.losses import into_microbatches
 from switchx.training.step import (
     StepConfig,
     gradients,
     init_state,
-    split_batch,
     train_step,
 )
 from tests.data.refusals import refused
@@ -82,16 +82,35 @@ def raw_gradients(config, num_microbatches, batch):
     return compute(make_params(config), batch, key=jax.random.key(0))
 
 
-def test_microbatches_are_every_nth_row():
-    batch = make_batch(SPARSE, 8)
-    for name, split in split_batch(batch, 4).items():
-        assert split.shape == (4, 2, LENGTH)
-        for i in range(4):
-            np.testing.assert_array_equal(split[i], batch[name][i::4])
+PAIRS = dataclasses.replace(
+    SPARSE, switch=dataclasses.replace(SPARSE.switch, group_size=2 * LENGTH, capacity_factor=1)
+)
+WHOLE = dataclasses.replace(
+    SPARSE, switch=dataclasses.replace(SPARSE.switch, group_size=1 << 20)
+)
 
 
 @pytest.mark.parametrize(
-    "config", [pytest.param(DENSE, marks=pytest.mark.slow), SPARSE], ids=["dense", "switch"]
+    ("config", "rows"),
+    [
+        (SPARSE, (0, 2, 4, 6)),
+        (PAIRS, (0, 1, 4, 5)),
+        (WHOLE, (0, 2, 4, 6)),
+        (DENSE, (0, 2, 4, 6)),
+    ],
+    ids=["row_groups", "groups_of_two_rows", "one_group", "dense"],
+)
+def test_microbatches_are_every_nth_row_or_group(config, rows):
+    batch = make_batch(config, 8)
+    for name, split in into_microbatches(config, batch, 2).items():
+        assert split.shape == (4, 2, LENGTH)
+        np.testing.assert_array_equal(split[:, 0], batch[name][list(rows)])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(DENSE, marks=pytest.mark.slow), SPARSE, PAIRS],
+    ids=["dense", "switch", "groups_of_two_rows"],
 )
 def test_gradients_of_microbatches_add_up_to_those_of_the_batch(config):
     """With unequal real tokens in them, and routing groups that are all padding: means of

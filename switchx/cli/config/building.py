@@ -28,6 +28,7 @@ from switchx.cli.config.files import (
     missing_file,
     without_scopes,
 )
+from switchx.fields import without_gin
 
 _NAME = re.compile(r"(?:\w+/)*[A-Za-z_]\w*(?:\.\w+)*")
 # A macro that nothing reads is taken for a misspelt one above this likeness: TRAIN_STEP.
@@ -102,7 +103,34 @@ def build(macro: str, expected: type):
             f"{macro} is a {type(value).__name__}; expected a {expected.__name__}"
         )
     check_types(value)
+    _refuse_bound_functions(value)
     return value
+
+
+def _refuse_bound_functions(value) -> None:
+    """Refuses bindings of a function that is a field's value: it is saved by its name alone."""
+    functions = set(_functions_in(value))
+    for scope, selector in gin.config._CONFIG:
+        known = gin.config._REGISTRY.get(selector)
+        if known is not None and known.wrapped in functions:
+            names = ", ".join(gin.config._CONFIG[scope, selector])
+            raise ConfigurationError(
+                f"{selector} is bound ({names}), but a run folder has the name of a function "
+                "alone, and the run could not be told from one with other values; bind the "
+                "fields of a frozen dataclass, or the arguments of `Optax`"
+            )
+
+
+def _functions_in(value) -> Iterator[types.FunctionType]:
+    value = without_gin(value)
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _functions_in(getattr(value, field.name))
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _functions_in(each)
 
 
 def require_effect(macro: str, bindings: Sequence[str]) -> None:
