@@ -2,7 +2,7 @@
 """`switchx.load`: a trained or quantized model in a notebook, its logits, texts and scores.
 
 Token id 0 is padding, and the start token where it stands first in a decoder's input.
-Dims: B L M V
+Dims: B batch, L length, M memory, V vocabulary
 """
 
 import dataclasses

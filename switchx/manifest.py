@@ -166,8 +166,8 @@ def _of_file(path: pathlib.Path, checksum: Checksum, flush: bool = False) -> int
 def git_commit() -> str:
     """The commit of the checkout this code runs from, or `unknown` outside of one.
 
-    An installed copy may lie in another repository, whose commit says nothing about it: git
-    is believed only where it tracks this file.
+    An installed copy may lie in another repository, whose commit says nothing about it:
+    git's answer counts only where it tracks this file.
     """
     here = pathlib.Path(__file__)
     git = ["git", "-C", str(here.parent)]

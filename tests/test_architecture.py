@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of the house: which package imports which, no cycles, sizes, headers, paths.
+"""The layout: which package imports which, no cycles, sizes, headers, paths.
 
 `python -m tests.test_architecture` prints the picture for docs/architecture.md.
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of contenders that take turns, with weights that no cache holds from call to call.
 
-All of them live in one process, so that a machine whose speed drifts is equally fast for all.
+All of them are in one process, so that a machine whose speed drifts is equally fast for all.
+Dims: R rows, D inputs, E experts, F outputs, J sets of sizes, N elements
 """
 
 import dataclasses

@@ -15,7 +15,8 @@ stands in for the rest, with the same arithmetic in the same order:
     int4 and int8 conversion by prmt and lop3                   XLA's conversion
     zeros for copies out of bounds                              operands padded to whole tiles
     copies that are still under way                             copies that are done at once
-Dims: R rows, D inputs, F outputs, E experts; P tiles of rows
+Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
+K one step of D, M features of a tile
 """
 
 import dataclasses

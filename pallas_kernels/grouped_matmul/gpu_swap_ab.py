@@ -8,7 +8,7 @@ runs through the tiles of a block without a stop, so the next tile's weights are
 while the last one is stored. Blocks stay on their SM and take tiles in turn.
 Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
 K one step of D, M features of a warpgroup,
-N tiles of M features, C warpgroups that multiply
+N tiles of M features, C warpgroups that multiply, G groups of D with a scale
 """
 
 import dataclasses

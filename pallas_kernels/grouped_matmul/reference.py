@@ -8,7 +8,7 @@ that have rows, over blocks of the expert's matrix that stay in the cache (a dot
 copies its operand; from memory that would be as slow as the product), over tiles of the
 expert's rows. What a tile has of other experts' rows is masked. Tests lower both paths.
 Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; K rows of a block of the
-matrix as it is stored
+matrix as it is stored, X its columns
 """
 
 import dataclasses

@@ -4,7 +4,8 @@
 Kim et al. 2022 (arXiv:2211.10017), section 3.4. On CPU a block of one expert's matrix is
 dequantized at a time, in the loops of `grouped_matmul.reference`. On TPU and GPU, where the
 kernels are for use and this for comparison, `jax.lax.ragged_dot` of all matrices dequantized.
-Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; K of F of a block
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale, C of D in a group; K
+of F of a block; X columns of the matrix as it is stored
 """
 
 import jax

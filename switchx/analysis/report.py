@@ -3,7 +3,8 @@
 
 The page and the notebook are made of the same sections, each from the numbers of one run.
 
-Dims: N Switch layers, E experts, T tokens of the sample, S experts selected by a token
+Dims: N Switch layers, E experts, T tokens of the sample, S experts selected by a token, V
+vocabulary
 """
 
 import base64

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding of one batch: prefill, then a compiled loop of steps until few sentences live.
+"""Decoding of one batch: prefill, then a compiled loop of steps until few are unfinished.
 
 A step runs all beams of a sentence as L tokens side by side, whose keys and values share the
 sentence's row of the cache: the prompt's P places, then a place for every beam at every step.
 Which of them a beam may see is a mask (its ancestors), so beams are never moved or copied.
 Pruning has two levels (Kim et al. 2022, arXiv:2211.10017, section 3.5): finished sentences take
-part in no Switch layer, and the loop hands back as soon as the living ones fit the next smaller
+part in no Switch layer, and the loop ends as soon as the unfinished ones fit the next smaller
 batch.
 Dims: B batch, L beams, M places of the cache or of the source, P prompt, T new tokens, H heads,
-K head size, V vocabulary
+K head size, D model, V vocabulary
 """
 
 import dataclasses

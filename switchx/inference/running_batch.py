@@ -4,7 +4,7 @@
 Lengths and batches are rounded up to the next of a few buckets, so that few programs are
 compiled.
 
-Dims: B batch, M input length, P prompt, T new tokens
+Dims: B batch, L beams, M input length, P prompt, T new tokens
 """
 
 import dataclasses

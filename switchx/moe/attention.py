@@ -6,7 +6,7 @@ matrices of query, key and value are replaced by a Switch layer. A token is rout
 expert has one set of weights for the query and one for a vector that is its key and its value
 alike. Each expert is a linear map or an FFN. The paper found it unstable in bfloat16.
 Dims: B batch, L length, M memory, D model, H heads, K head size, E experts, R rows, F ffn, or
-the heads joined
+the heads joined, G groups, T tokens of a group
 """
 
 import jax

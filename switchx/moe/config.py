@@ -261,7 +261,7 @@ class SwitchConfig:
             require(
                 count <= self.num_experts,
                 f"RouterConfig.{name}={count} with num_experts={self.num_experts}: a token "
-                f"meets an expert once; use {name}={self.num_experts} at most",
+                f"chooses an expert once; use {name}={self.num_experts} at most",
             )
 
     def _check_layers(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which dispatcher runs a layer: the one table, the one choice, the refusals.
 
-Dims: G groups, T tokens of a group
+Dims: G groups, T tokens of a group, S choices of a token
 """
 
 import functools

@@ -216,9 +216,9 @@ def route_by_experts(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
 
     is_best_GTE = jax.nn.one_hot(jnp.argmax(score_GTE, axis=-1), E, dtype=jnp.bool_)
     is_left_GT = is_token_GT & ~jnp.any(is_taken_GTE, axis=-1)
-    asks_in_vain_GTE = is_left_GT[..., None] & is_best_GTE
+    is_refused_GTE = is_left_GT[..., None] & is_best_GTE
     index_GTE = jax.lax.broadcasted_iota(jnp.int32, (G, T, E), 2)
-    expert_GTE = jnp.where(is_taken_GTE | asks_in_vain_GTE, index_GTE, E)
+    expert_GTE = jnp.where(is_taken_GTE | is_refused_GTE, index_GTE, E)
     return RoutingPlan(
         expert_GTS=expert_GTE,
         gate_GTS=jnp.where(is_taken_GTE, prob_GTE, 0.0),

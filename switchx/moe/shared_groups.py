@@ -53,8 +53,8 @@ def constrain_groups(x_GT, dims: str, shared: MeshAxes):
 def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
     """What `assign_slots` gives, by each device for its own tokens.
 
-    A queue is that of the whole group: devices tell each other how many of their choices name
-    each expert, one all-gather of P S E numbers, and count on from those before.
+    A queue is that of the whole group: one all-gather of P S E numbers says how many choices of
+    each device name each expert, and a device counts on from those before it.
 
     Args:
         expert_GTS: one group to each set of devices along `shared`.

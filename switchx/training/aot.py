@@ -116,7 +116,7 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
 
     Args:
         devices: as `jax.experimental.topologies` describes them.
-        hbm_bytes: that a program may use on one; a compiler that says otherwise is believed.
+        hbm_bytes: that a program may use on one, unless the compiler says another number.
 
     Raises:
         ValueError: the job does not suit its mesh, or the mesh not the devices.

@@ -219,7 +219,7 @@ class _Loop:
                 self._save(step, state, evaluation)
                 saved = step
             self.checkpointer.check()
-            self._stop_if_hopeless(step, state, saved)
+            self._stop_if_diverged(step, state, saved)
         self._account()
         if saved != step and step > 0:
             self._save(step, state, None)
@@ -279,7 +279,7 @@ class _Loop:
         self.checkpointer.save(step, state, self.loader.state(), evaluation)
         self.watch.start()
 
-    def _stop_if_hopeless(self, step: int, state: TrainState, saved: int | None) -> None:
+    def _stop_if_diverged(self, step: int, state: TrainState, saved: int | None) -> None:
         if self.skipped_in_a_row < self.job.max_skipped_in_a_row:
             return
         if saved != step:

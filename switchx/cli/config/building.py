@@ -134,7 +134,7 @@ def _functions_in(value) -> Iterator[types.FunctionType]:
 
 
 def require_effect(macro: str, bindings: Sequence[str]) -> None:
-    """Checks, once `macro` is built, that nothing was set in vain.
+    """Checks, once `macro` is built, that every binding was read.
 
     Raises:
         ConfigurationError: nothing read the name of a binding, or nothing read a macro of
