@@ -3,6 +3,7 @@
 
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -33,7 +34,7 @@ def run(page: str, folder, cache, steps: list[int]) -> str:
         blocks.replace(":8476", f":{free_port()}"),
         flags=re.MULTILINE,
     )
-    script = f'set -e\nswitchx() {{ python -m switchx "$@"; }}\n{blocks}'
+    script = f'set -e\nswitchx() {{ "{sys.executable}" -m switchx "$@"; }}\n{blocks}'
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
