@@ -131,8 +131,10 @@ def into_microbatches(model: ModelConfig, batch: dict, num_microbatches: int) ->
         rows = rows_of_groups(model.switch, batch_size, lengths, M) or 1
 
     def split(x):
-        x = x.reshape(-1, M, rows, *x.shape[1:])
-        return jnp.swapaxes(x, 1, 2).reshape(batch_size // M, M, *x.shape[3:])
+        if rows > 1:  # else no row moves: a reshape alone needs no communication
+            x = jnp.swapaxes(x.reshape(-1, M, rows, *x.shape[1:]), 1, 2)
+            x = x.reshape(batch_size, *x.shape[3:])
+        return x.reshape(batch_size // M, M, *x.shape[1:])
 
     return jax.tree.map(split, batch)
 
