@@ -21,6 +21,7 @@ from switchx.cli import (
     score,
     serve,
     show,
+    simulate,
     train,
     vocab,
 )
@@ -82,7 +83,7 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for module in (
         train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        checkpoint, show, plan, compile, bench, check,
+        checkpoint, show, plan, simulate, compile, bench, check,
     ):  # fmt: skip
         module.add_command(commands)
     return parser
