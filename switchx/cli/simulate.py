@@ -2,6 +2,7 @@
 """`switchx simulate cache`: which policy, and how large a cache of experts in host memory."""
 
 import argparse
+import math
 
 from switchx.cli import arguments as shared
 
@@ -80,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         simulations = [simulation.simulate(trace, capacity)]
     chosen = simulation.choose(simulations, arguments.min_hits)
     rows = [_row("run", trace, each) for each in simulations]
+    rows += [_traffic(trace, each) for each in simulations]
     more_rows, checks = _checks(simulations)
     rows += more_rows
     if arguments.output:
@@ -155,28 +157,34 @@ def _record_bytes(folder, layers: list[str], is_training: bool) -> int:
         and array.name.startswith(stacks)
         and (is_training or array.kind == "params")
     ]
-    elements = {array: 1 for array in arrays}
-    for array in arrays:
-        for size in array.shape:
-            elements[array] *= size
-    total = sum(number * array.itemsize for array, number in elements.items())
+    total = sum(math.prod(array.shape) * array.itemsize for array in arrays)
     return total // (len(layers) * job.model.switch.num_experts)
 
 
-def _row(name: str, trace, each) -> dict:
-    """A line of the table; host memory and traffic where a record's bytes are known."""
-    row = {"trace": name, "experts_share": each.capacity / trace.num_keys}
-    row |= {policy: each.hits(policy) for policy in each.hit_T}
-    row |= {"chosen": each.chosen, "chosen_vs_best": each.chosen_vs_best}
-    if trace.record_bytes > 1:
-        mib = trace.record_bytes / 2**20 / len(set(trace.step_T.tolist()))
-        misses = int((~each.hit_T[each.chosen]).sum())
-        row |= {
-            "host_mib": each.capacity * trace.record_bytes / 2**20,
-            "read_mib_per_step": misses * mib,
-            "written_mib_per_step": each.num_written_back[each.chosen] * mib,
-        }
-    return row
+def _row(what: str, trace, each, name: str = "") -> dict:
+    """Hit rates of one capacity, a share of all experts.
+
+    Args:
+        what: the first column.
+        name: of the trace; the share is added.
+    """
+    share = f"{name} {each.capacity / trace.num_keys:.0%}".strip()
+    return {what: share} | {policy: each.hits(policy) for policy in each.hit_T}
+
+
+def _traffic(trace, each) -> dict:
+    """What the chosen policy keeps in host memory, reads and writes."""
+    num_steps = len(set(trace.step_T.tolist()))
+    mib = trace.record_bytes / 2**20
+    num_misses = int((~each.hit_T[each.chosen]).sum())
+    return {
+        "chosen": each.chosen,
+        "experts": each.capacity,
+        "vs_best": each.chosen_vs_best,
+        "host_mib": each.capacity * mib,
+        "step_read_mib": num_misses * mib / num_steps,
+        "step_written_mib": each.num_written_back[each.chosen] * mib / num_steps,
+    }
 
 
 def _checks(simulations: list) -> tuple[list[dict], list]:
@@ -192,12 +200,12 @@ def _checks(simulations: list) -> tuple[list[dict], list]:
         trace, ratios = training_trace(used), []
         for fraction in (0.25, 0.5):
             each = simulate(trace, int(fraction * trace.num_keys))
-            rows.append(_row(f"training, {name.replace('_', ' ')}", trace, each))
+            rows.append(_row("synthetic", trace, each, f"training, {name}"))
             ratios.append(each.hits("next_use") / each.hits("belady"))
         checks.append(Check(f"next_use_vs_belady_{name}", min(ratios), bound))
     for name, trace in synthetic_traces().items():
         each = simulate(trace, int(FRACTION * trace.num_keys))
-        rows.append(_row(f"decoding, {name}", trace, each))
+        rows.append(_row("synthetic", trace, each, name))
         choices.append(each.chosen_vs_best)
     checks.append(Check("chosen_vs_best_policy", min(choices), ">=-0.02"))
     return rows, checks

@@ -213,5 +213,5 @@ def _check_bytes(data: bytes) -> int:
 
 def _require_numbers(array: Any, name: str) -> None:
     # Kind V: bfloat16 and its like, which have a name that NumPy finds them by.
-    if array.dtype.kind not in "biufcV" or array.dtype.names or array.dtype.name == "void":
+    if array.dtype.kind not in "biufcV" or array.dtype.name.startswith("void"):
         raise ValueError(f"array {name!r} has dtype {array.dtype}; store numbers")
