@@ -24,8 +24,8 @@ from switchx.storage.cache import (
     make_policy,
 )
 from switchx.storage.cached_store import CachedStore
+from switchx.storage.record import Record
 from switchx.storage.simulation import decoding_trace
-from tests.storage.stored import is_same, record
 
 HERE = Place(0, 0, 0)
 NUM_KEYS = 8
@@ -216,7 +216,7 @@ class DelayedStore:
     """A store whose reads and writes are done when the test says so."""
 
     def __init__(self):
-        self.disk = {key: record(key, 0) for key in range(NUM_KEYS)}
+        self.disk = {key: Record({}, 0) for key in range(NUM_KEYS)}
         self.pending = collections.deque()
 
     def read(self, key):
@@ -249,7 +249,8 @@ OPERATIONS = st.lists(
         st.tuples(st.sampled_from(["put", "pin", "unpin"]), st.integers(0, NUM_KEYS - 1)),
         st.tuples(st.sampled_from(["flush", "disk"]), st.just(0)),
     ),
-    max_size=50,
+    min_size=20,
+    max_size=60,
 )
 
 
@@ -260,14 +261,16 @@ def test_room_pins_and_changes_are_kept_whatever_is_requested(operations, capaci
     cached = CachedStore(store, Cache(capacity, make_policy(name, 2, NUM_KEYS // 2, 1)))
     latest, pinned = dict(store.disk), collections.Counter()
     for t, (operation, what) in enumerate(operations):
-        resident = set(cached.cache.resident.tolist())
-        if operation == "request" and len(what | {key for key in +pinned}) <= capacity:
+        resident = cached.cache.resident.tolist()
+        if operation in ("put", "pin") and resident:
+            what = resident[what % len(resident)]
+        if operation == "request" and len(what | set(+pinned)) <= capacity:
             cached.request(sorted(what), Place(t, 0, 0))
             assert what <= set(cached.cache.resident.tolist())
-        elif operation == "put" and what in resident:
-            latest[what] = record(what, t + 1)
+        elif operation == "put" and resident:
+            latest[what] = Record({}, t + 1)
             cached.put(what, latest[what])
-        elif operation == "pin" and what in resident:
+        elif operation == "pin" and resident:
             cached.cache.pin([what])
             pinned[what] += 1
         elif operation == "unpin" and pinned[what]:
@@ -275,14 +278,15 @@ def test_room_pins_and_changes_are_kept_whatever_is_requested(operations, capaci
             pinned[what] -= 1
         elif operation == "flush":
             cached.flush()
-            assert all(is_same(store.disk[key], latest[key]) for key in latest)
+            assert not len(cached.cache.dirty)
+            assert all(store.disk[key] is latest[key] for key in latest)
         elif operation == "disk" and store.pending:
             store.do_one()
         resident = cached.cache.resident.tolist()
         assert len(resident) <= capacity and set(+pinned) <= set(resident)
-    assert all(is_same(cached.get(key), latest[key]) for key in cached.cache.resident.tolist())
+    assert all(cached.get(key) is latest[key] for key in cached.cache.resident.tolist())
     cached.flush()
-    assert all(is_same(store.disk[key], latest[key]) for key in latest)
+    assert all(store.disk[key] is latest[key] for key in latest)
 
 
 # Algorithm 1 as it is printed.
