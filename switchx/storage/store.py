@@ -235,16 +235,22 @@ class RecordStore:
 
     def _write(self, key: int, record: Record) -> None:
         name = self.layout.name(key)
-        data = encode(record, name)
         try:
-            self._files.write(name, data).result()
-        except ValueError as error:
-            failure = self._write_error(name, len(data), error)
-            self._failure = self._failure or failure
-            raise failure from error
+            data = encode(record, name)
+            self._put(name, data)
+        except Exception as error:
+            # Whoever wrote may never ask for the future: the next call raises it.
+            self._failure = self._failure or error
+            raise
         with self._lock:
             self.bytes_written += len(data)
             self._written[key] = len(data), file_crc32(data)
+
+    def _put(self, name: str, data: bytes) -> None:
+        try:
+            self._files.write(name, data).result()
+        except ValueError as error:  # tensorstore's, of the system
+            raise self._write_error(name, len(data), error) from error
 
     def _write_error(self, name: str, num_bytes: int, error: ValueError) -> StoreError:
         code = re.search(r"os_error_code='(\d+)'", str(error))

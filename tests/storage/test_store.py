@@ -168,6 +168,16 @@ def test_a_full_disk_is_named_with_bytes_needed_and_free(store, tmp_path, monkey
     assert f"needs {size:,} bytes" in str(error) and "are free" in str(error)
 
 
+def test_any_error_of_a_write_that_nobody_waits_for_is_raised_later(store, monkeypatch):
+    def write(name, data):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(store, "_files", types.SimpleNamespace(write=write))
+    store.write(0, record(0, 2))
+    with pytest.raises(StoreError, match="failed before: none left"):
+        store.drain()
+
+
 # Snapshots.
 
 
