@@ -48,7 +48,7 @@ test-aot: $(VENV)/.installed-dev $(VENV)/aot_tpu/.installed $(VENV)/aot_gpu/.ins
 		$(BIN)/python -m pytest -m aot $(ARGS)
 
 scale: $(VENV)/.installed $(VENV)/aot_tpu/.installed
-	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m switchx.bench.scale_page $(ARGS)
+	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m switchx.bench.compiled $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.dtypes import itemsize_bits
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.operands import vary_like
-from pallas_kernels.tiling.gpu import bits_of
 
 try:  # JAX 0.11 and later
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams, force_gpu_interpret_mode
@@ -62,19 +62,26 @@ def mosaic_gpu_kernel(body, *, out_type, scratch_types, grid, num_threads, inter
     return run
 
 
+def turns_of(tiles, num_sms: int):
+    """How many of the tiles this block has; the n-th is number `sm + n * num_sms`."""
+    last = tiles - lax.axis_index("sm") + (num_sms - 1)
+    return lax.div(last, jnp.int32(num_sms))
+
+
 def copy_and_multiply(
-    groups: int, copy: Callable[[], None], tile_loop: Callable, turns: Callable
+    groups: int, stages: int, empty, copy_tile: Callable, tile_loop: Callable, turns: Callable
 ) -> None:
     """Splits the work of a block whose kernel was started with `groups + 1` warpgroups.
 
     A thread that only starts copies needs few registers; what it gives back, the accumulators
-    of the others get.
+    of the others get. Bodies of loops over tiles count the steps of the ring of stages,
+    `(turn, step) -> step`.
 
     Args:
         groups: warpgroups that multiply; the one after them copies.
-        copy: issues all copies of the block.
-        tile_loop: of the number of a multiplying warpgroup, the body of a loop over its tiles
-            that counts the steps of the ring, `(turn, step) -> step`.
+        empty: the barriers of the stages that may be overwritten.
+        copy_tile: the body that issues the copies of a tile.
+        tile_loop: of the number of a multiplying warpgroup, the body that computes a tile.
         turns: says how many tiles this block has.
     """
     warpgroup = lax.axis_index("wg")
@@ -82,7 +89,11 @@ def copy_and_multiply(
     @pl.when(warpgroup == groups)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        copy()
+        steps = lax.fori_loop(0, turns(), copy_tile, jnp.int32(0))
+
+        @pl.loop(lax.max(steps - stages, 0), steps)
+        def _(step):  # No barrier is left in the middle of a phase.
+            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
 
     @pl.when(warpgroup < groups)
     def _():
@@ -92,10 +103,15 @@ def copy_and_multiply(
         plgpu.wait_smem_to_gmem(0)
 
 
+def release_before(empty, step, stages: int) -> None:
+    """Says that the stage of the step before is read."""
+    plgpu.barrier_arrive(empty.at[lax.rem(step + stages - 1, stages)])
+
+
 def tiled(columns: int, dtype) -> tuple:
     """The transforms that the tensor core asks of a matrix in shared memory."""
-    swizzle = min(128, columns * bits_of(dtype) // 8)
-    columns = swizzle * 8 // bits_of(dtype)
+    swizzle = min(128, columns * itemsize_bits(dtype) // 8)
+    columns = swizzle * 8 // itemsize_bits(dtype)
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
 
 

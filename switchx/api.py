@@ -2,7 +2,7 @@
 """`switchx.load`: a trained or quantized model in a notebook, its logits, texts and scores.
 
 Token id 0 is padding, and the start token where it stands first in a decoder's input.
-Dims: B L M V
+Dims: B batch, L length, M memory, V vocabulary
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import operator
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,15 @@ import numpy as np
 from switchx.checkpoint.items import MANIFEST
 from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
 from switchx.inference.artifact import is_artifact, read_artifact
 from switchx.inference.config import DecodingConfig
-from switchx.inference.generate import (
-    Generator,
-    for_decoding,
-    with_capacity,
-    without_capacity,
-)
+from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.quantize import native
-from switchx.inference.score import Score, Scorer
-from switchx.inference.separate_experts import separate_experts
+from switchx.inference.quantize import native, separate_experts
+from switchx.inference.score import Score, Scorer, features
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.partitioning.mesh import MeshSpec
@@ -106,28 +100,27 @@ class Model:
             ValueError: the arrays are not of whole numbers, of two dimensions, of equally
                 many rows, of ids of the vocabulary, or too long for the positions.
         """
-        given = {"encoder_tokens": encoder_tokens, "decoder_tokens": decoder_tokens}
-        if not self.config.is_encoder_decoder and decoder_tokens is None:
-            given = {"encoder_tokens": None, "decoder_tokens": encoder_tokens}
-        self._require_stacks(given)
-        arrays = {
-            name: self._checked(name, tokens)
-            for name, tokens in given.items()
-            if tokens is not None
-        }
+        has_encoder = self.config.is_encoder_decoder
+        if not has_encoder and decoder_tokens is None:
+            encoder_tokens, decoder_tokens = None, encoder_tokens
+        if decoder_tokens is None or has_encoder != (encoder_tokens is not None):
+            needs = "encoder_tokens and decoder_tokens; give both"
+            needs = needs if has_encoder else "decoder_tokens alone; give one array"
+            raise ValueError(f"architecture={self.config.architecture!r} reads {needs}")
+        arrays = {"encoder_tokens": encoder_tokens} if has_encoder else {}
+        arrays["decoder_tokens"] = decoder_tokens
+        arrays = {name: self._checked(name, tokens) for name, tokens in arrays.items()}
         if len({len(token_BL) for token_BL in arrays.values()}) > 1:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise ValueError(f"got {shapes}; expected equally many rows")
         config = self._config(dropless)
         B = len(arrays["decoder_tokens"])
         (rows,) = self.devices.batches(config, (B,))
-        arrays = {
-            name: jnp.pad(token_BL, ((0, rows - B), (0, 0)))
-            for name, token_BL in arrays.items()
-        }
+        padding = ((0, rows - B), (0, 0))
+        arrays = {name: jnp.pad(token_BL, padding) for name, token_BL in arrays.items()}
         self.devices.check(config, self.params)
         with self.devices.use():
-            return _logits(config, self.params, _batch(**arrays))[:B]
+            return _logits(config, self.params, **arrays)[:B]
 
     def generate(
         self,
@@ -221,11 +214,7 @@ class Model:
             save_vocabulary(self.vocabulary, folder)
 
     def prompts(self, inputs: Texts) -> list[list[int]]:
-        """What a generator reads of texts or lists of token ids.
-
-        Raises:
-            ValueError: one cannot be read; see `generate`.
-        """
+        """What a generator reads of texts or lists of token ids; raises as `generate` does."""
         return [self.prompt(tokens) for tokens in self._read(inputs, "inputs")[0]]
 
     def prompt(self, tokens: list[int]) -> list[int]:
@@ -262,15 +251,6 @@ class Model:
             )
         encode = getattr(self.text_format, role)
         return [encode(self.vocabulary, text) for text in texts], True
-
-    def _require_stacks(self, given: dict[str, Any]) -> None:
-        for name, tokens in given.items():
-            is_needed = name == "decoder_tokens" or self.config.is_encoder_decoder
-            if is_needed != (tokens is not None):
-                needs = "encoder_tokens and decoder_tokens; give both"
-                if not self.config.is_encoder_decoder:
-                    needs = "decoder_tokens alone; give one array"
-                raise ValueError(f"architecture={self.config.architecture!r} reads {needs}")
 
     def _checked(self, name: str, tokens) -> jax.Array:
         array = np.asarray(tokens)
@@ -335,39 +315,26 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh) -> Model:
     if step is not None:
         raise ValueError(f"step={step!r} of {folder}, which is a quantized model and has one")
     artifact = read_artifact(folder)
-    about = artifact.about
     return Model(
         artifact.config,
         devices.place(native(artifact.params)),
         load_vocabulary(folder) if (folder / DESCRIPTION_FILE).exists() else None,
-        about["step"],
-        TextFormat(**about["text_format"]),
+        artifact.about["step"],
+        TextFormat(**artifact.about["text_format"]),
         artifact.fingerprint,
         devices,
     )
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _logits(config: ModelConfig, params, batch):
-    return forward(config, params, batch, is_training=False)[0]
-
-
-def _batch(decoder_tokens, encoder_tokens=None) -> dict:
-    """T5X's features of one example a row; id 0 is padding but for the decoder's first."""
-    is_first_L = jnp.arange(decoder_tokens.shape[1]) == 0
-    batch = _features("decoder", decoder_tokens, (decoder_tokens != PAD_ID) | is_first_L[None])
+def _logits(config: ModelConfig, params, decoder_tokens, encoder_tokens=None):
+    """Of one example a row; id 0 is padding but for the decoder's first."""
+    is_token_BL = (decoder_tokens != PAD_ID).at[:, 0].set(True)
+    batch = features("decoder", decoder_tokens, is_token_BL)
     batch["decoder_prefix_mask"] = jnp.zeros_like(decoder_tokens)
     if encoder_tokens is not None:
-        batch |= _features("encoder", encoder_tokens, encoder_tokens != PAD_ID)
-    return batch
-
-
-def _features(stack: str, token_BL, is_token_BL) -> dict:
-    return {
-        f"{stack}_input_tokens": token_BL,
-        f"{stack}_segment_ids": is_token_BL.astype(jnp.int32),
-        f"{stack}_positions": jnp.broadcast_to(jnp.arange(token_BL.shape[1]), token_BL.shape),
-    }
+        batch |= features("encoder", encoder_tokens, encoder_tokens != PAD_ID)
+    return forward(config, params, batch, is_training=False)[0]
 
 
 def _token_list(tokens, name: str) -> list[int]:

@@ -13,11 +13,8 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
-
-OCCASION = "may change on"
-OPTION = "option"
 
 
 def require(condition: bool, message: str) -> None:
@@ -44,36 +41,40 @@ def check_choices(config) -> None:
 
 def require_at_least(config, least: float, *names: str) -> None:
     """Raises ValueError where a field is below `least`; None is no number and passes."""
+    _require_each(config, names, lambda value: value >= least, f"at least {least}")
+
+
+def require_above_zero(config, *names: str) -> None:
+    """Raises ValueError where a field is not above 0; None is no number and passes."""
+    _require_each(config, names, lambda value: value > 0, "a number above 0")
+
+
+def require_below_one(config, *names: str) -> None:
+    """Raises ValueError where a field is not in [0, 1); None is no number and passes."""
+    _require_each(config, names, lambda value: 0 <= value < 1, "0 <= {name} < 1")
+
+
+def _require_each(config, names, holds: Callable[[Any], bool], allowed: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        require(
-            value is None or value >= least,
-            f"{type(config).__name__}.{name}={value}; use at least {least}",
-        )
+        if (value := getattr(config, name)) is not None and not holds(value):
+            way_out = f"use {allowed.format(name=name)}"
+            raise ValueError(f"{type(config).__name__}.{name}={value}; {way_out}")
 
 
-def at_resume(default=dataclasses.MISSING, **options):
+def at_resume(default=dataclasses.MISSING):
     """A field that may have another value when a run is resumed, and when it is evaluated.
 
     It changes no mathematics, or decides only how long, how often and where.
-
-    Args:
-        options: of `dataclasses.field`.
     """
-    return dataclasses.field(default=default, metadata={OCCASION: "resume"}, **options)
+    return dataclasses.field(default=default, metadata={"may change on": "resume"})
 
 
-def at_evaluation(default=dataclasses.MISSING, **options):
+def at_evaluation(default=dataclasses.MISSING):
     """A field that may have another value when a run is evaluated.
 
     The trained parameters mean the same; training would go on in another way.
     """
-    return dataclasses.field(default=default, metadata={OCCASION: "evaluation"}, **options)
-
-
-def may_change(field: dataclasses.Field, on: Literal["resume", "evaluation"]) -> bool:
-    """Whether a field may have another value on such an occasion."""
-    return field.metadata.get(OCCASION) in ("resume", on)
+    return dataclasses.field(default=default, metadata={"may change on": "evaluation"})
 
 
 class FieldError(ValueError):
@@ -124,20 +125,18 @@ class Option:
 
 def option(default, help: str, least: float | None = None, most: float | None = None):
     """A field with what `Option` says; its type and choices are those of the annotation."""
-    return dataclasses.field(default=default, metadata={OPTION: (help, least, most)})
+    return dataclasses.field(default=default, metadata={"option": (help, least, most)})
 
 
 def options(cls: type) -> dict[str, Option]:
     """The options of a configuration class, by name."""
     found = {}
     for field in dataclasses.fields(cls):
-        if OPTION in field.metadata:
+        if said := field.metadata.get("option"):
             hint, *_ = _alternatives(_hints(cls)[field.name])
             choices = typing.get_args(hint) or None
             of = type(choices[0]) if choices else hint
-            found[field.name] = Option(
-                field.name, of, choices, field.default, *field.metadata[OPTION]
-            )
+            found[field.name] = Option(field.name, of, choices, field.default, *said)
     return found
 
 
@@ -149,7 +148,7 @@ def check_options(config) -> None:
             raise FieldError(config, name, f"use {each.range}")
 
 
-def type_name(of: type) -> str:
+def _type_name(of: type) -> str:
     """The name that a description has for a class: the module too, unless it is switchx's."""
     is_ours = of.__module__.split(".")[0] == "switchx"
     return of.__name__ if is_ours else f"{of.__module__}.{of.__qualname__}"
@@ -171,7 +170,7 @@ def describe(value, where: str = "the configuration") -> Any:
             field.name: describe(getattr(value, field.name), f"{where}.{field.name}")
             for field in dataclasses.fields(value)
         }
-        name = type_name(type(value))
+        name = _type_name(type(value))
         return {"type": _importable(type(value), where) if "." in name else name} | described
     if isinstance(value, dict):
         return {str(name): describe(item, f"{where}.{name}") for name, item in value.items()}
@@ -216,14 +215,18 @@ def from_description(cls: type, description: dict[str, Any], where: str):
             cannot be imported.
     """
     if "." in (name := description.get("type", cls.__name__)):
-        cls = import_named(name, cls, where)
+        cls = _import_named(name, cls, where)
     values = {name: value for name, value in description.items() if name != "type"}
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name, hint in _hints(cls).items():
         inner = [each for each in _alternatives(hint) if dataclasses.is_dataclass(each)]
         if inner and isinstance(values.get(name), dict):
             values[name] = from_description(inner[0], values[name], where)
-    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+    required = {
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING is field.default_factory
+    }
     for fault, names in (
         ("has no", values.keys() - fields.keys()),
         ("needs", required - values.keys()),
@@ -236,12 +239,8 @@ def from_description(cls: type, description: dict[str, Any], where: str):
     return cls(**values)
 
 
-def import_named(name: str, expected: type, where: str) -> type:
-    """The class of a dotted name, `my_package.tasks.MyObjective`.
-
-    Raises:
-        ValueError: it cannot be imported, or is no subclass of what is expected.
-    """
+def _import_named(name: str, expected: type, where: str) -> type:
+    """The class of a dotted name, `my_package.tasks.MyObjective`."""
     module, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last)
@@ -273,15 +272,15 @@ def differences(
     elif isinstance(current, list | tuple) and isinstance(saved, list):
         if len(saved) != len(current):
             yield f"{name}: {len(saved)} there, {len(current)} here"
-        else:
-            for i, (there, here) in enumerate(zip(saved, current, strict=True)):
-                yield from differences(there, here, on, f"{name}.{i}")
+            return
+        for i, (there, here) in enumerate(zip(saved, current, strict=True)):
+            yield from differences(there, here, on, f"{name}.{i}")
     elif saved != (here := describe(current, name)):
         yield f"{name}: {saved!r} there, {here!r} here"
 
 
 def _differences_of_fields(saved: dict, current, on, name: str) -> Iterator[str]:
-    of = type_name(type(current))
+    of = _type_name(type(current))
     if saved.get("type", of) != of:
         yield f"{name}: {saved['type']} there, {of} here"
         return
@@ -289,20 +288,17 @@ def _differences_of_fields(saved: dict, current, on, name: str) -> Iterator[str]
     for field in fields.values():
         path = f"{name}.{field.name}".lstrip(".")
         here = getattr(current, field.name)
-        if may_change(field, on):
+        if field.metadata.get("may change on") in ("resume", on):
             continue
+        default = None if field.default is dataclasses.MISSING else field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         if field.name in saved:
             yield from differences(saved[field.name], here, on, path)
-        elif here != (default := _default(field)):
+        elif here != default:
             yield f"{path}: {default!r} there, {here!r} here"
     for unknown in sorted(saved.keys() - fields.keys() - {"type"}):
         yield f"{name}.{unknown}: {saved[unknown]!r} there, unknown here".lstrip(".")
-
-
-def _default(field: dataclasses.Field):
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default
 
 
 @functools.cache

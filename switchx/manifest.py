@@ -5,7 +5,8 @@ A manifest is JSON: what its writer says, size and checksum of every other file 
 and a checksum of itself. It is written last, into a folder that is then renamed, so a folder
 without one is half-written whatever else it holds. Checkpoints take CRC-32, which finds every
 flipped byte and costs far less than the disk (zlib: 1 to 7 GB/s on one core); folders that are
-handed on take SHA-256, whose value is their fingerprint too. Neither proves who wrote them.
+handed on take SHA-256, whose value is their fingerprint too. Neither proves who wrote them;
+what a folder says of its origin has the commit of the code that wrote it.
 """
 
 import contextlib
@@ -15,13 +16,13 @@ import os
 import pathlib
 import secrets
 import shutil
+import subprocess
 import zlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
 Checksum = Literal["crc32", "sha256"]
-_CHUNK_BYTES = 1 << 24
 
 
 def write_manifest(
@@ -155,13 +156,30 @@ def checksum_of(content: dict[str, Any], checksum: Checksum) -> int | str:
 
 def _of_file(path: pathlib.Path, checksum: Checksum, flush: bool = False) -> int | str:
     """Of a file's bytes; with `flush`, they are on the disk then."""
-    crc32, sha256 = 0, hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            if checksum == "crc32":
-                crc32 = zlib.crc32(chunk, crc32)
-            else:
-                sha256.update(chunk)
         if flush:
             os.fsync(file.fileno())
-    return crc32 if checksum == "crc32" else sha256.hexdigest()
+        if checksum == "sha256":
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        crc32 = 0
+        while chunk := file.read(1 << 24):
+            crc32 = zlib.crc32(chunk, crc32)
+    return crc32
+
+
+def git_commit() -> str:
+    """The commit of the checkout this code runs from, or `unknown` outside of one.
+
+    An installed copy may lie in another repository, whose commit says nothing about it:
+    git's answer counts only where it tracks this file.
+    """
+    here = pathlib.Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    is_tracked = [*git, "ls-files", "--error-unmatch", here.name]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        for command in (is_tracked, describe):
+            process = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return process.stdout.strip()

@@ -7,12 +7,13 @@ stand there, never decoded tokens.
 
 import collections
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 
 from switchx.api import Model
 from switchx.data.features import Example, Features
-from switchx.data.tasks import OpenTask, Task, open_task
+from switchx.data.tasks import Task, open_task
 from switchx.data.text_metrics import MetricResult, TextMetric
 from switchx.inference.generate import Generator
 
@@ -63,10 +64,31 @@ def read_questions(
         ValueError: the task has no texts for targets, there is no such split or it is empty,
             or the vocabulary is not the model's.
     """
-    _require_texts(task)
-    _require_vocabulary(model, task)
-    opened = open_task(task, split, data_dir, features)
-    return _questions(model, opened, features, max_examples)
+    if not task.objective.has_texts:
+        raise ValueError(
+            f"task {task.name!r}: {type(task.objective).__name__} has no texts for targets; "
+            "metrics of generated texts need a task of InputsToTargets"
+        )
+    ours, theirs = task.vocabulary, model.vocabulary
+    if theirs is None or ours.fingerprint() != theirs.fingerprint():
+        found = "none" if theirs is None else f"another one, of {theirs.size} ids"
+        raise ValueError(
+            f"task {task.name!r} has a vocabulary of {ours.size} ids, the model has {found}; "
+            "use the one that the model was trained with, whose copy is in its folder"
+        )
+    records = open_task(task, split, data_dir, features).records
+    count = len(records) if max_examples is None else min(max_examples, len(records))
+    inputs, targets, prompts, num_cut = [], [], [], 0
+    for record in (records[number] for number in range(count)):
+        tokens = task.objective.example(record, ours).inputs
+        if task.too_long == "truncate":
+            cut = features.truncate(Example(tokens, tokens[:0]), ours.eos_id).inputs
+            num_cut += len(cut) < len(tokens)
+            tokens = cut
+        inputs.append(record["inputs"])
+        targets.append(record["targets"])
+        prompts.append(model.prompt(tokens.tolist()))
+    return Questions(task, inputs, targets, prompts, num_cut)
 
 
 def answer(
@@ -101,56 +123,16 @@ def measure(
     num_bootstrap: int = 0,
 ) -> list[MetricResult]:
     """What all metrics say of the same texts, in their order."""
-    return [
-        result
-        for metric in metrics
-        for result in metric.results(predictions, targets, num_bootstrap)
-    ]
+    each = (metric.results(predictions, targets, num_bootstrap) for metric in metrics)
+    return list(itertools.chain.from_iterable(each))
 
 
 def mean_results(results: Sequence[Sequence[MetricResult]]) -> list[MetricResult]:
     """Means over tasks, of what has the same name and signature, in order of appearance."""
     scores = collections.defaultdict(list)
-    for each in results:
-        for result in each:
-            scores[result.name, result.signature].append(result.score)
+    for result in itertools.chain.from_iterable(results):
+        scores[result.name, result.signature].append(result.score)
     return [
         MetricResult(name, statistics.fmean(values), signature)
         for (name, signature), values in scores.items()
     ]
-
-
-def _require_texts(task: Task) -> None:
-    if not task.objective.has_texts:
-        raise ValueError(
-            f"task {task.name!r}: {type(task.objective).__name__} has no texts for targets; "
-            "metrics of generated texts need a task of InputsToTargets"
-        )
-
-
-def _require_vocabulary(model: Model, task: Task) -> None:
-    ours, theirs = task.vocabulary, model.vocabulary
-    if theirs is None or ours.fingerprint() != theirs.fingerprint():
-        found = "none" if theirs is None else f"another one, of {theirs.size} ids"
-        raise ValueError(
-            f"task {task.name!r} has a vocabulary of {ours.size} ids, the model has {found}; "
-            "use the one that the model was trained with, whose copy is in its folder"
-        )
-
-
-def _questions(
-    model: Model, opened: OpenTask, features: Features, max_examples: int | None
-) -> Questions:
-    task, records = opened.task, opened.records
-    count = len(records) if max_examples is None else min(max_examples, len(records))
-    inputs, targets, prompts, num_cut = [], [], [], 0
-    for record in (records[number] for number in range(count)):
-        tokens = task.objective.example(record, task.vocabulary).inputs
-        if task.too_long == "truncate":
-            cut = features.truncate(Example(tokens, tokens[:0]), task.vocabulary.eos_id).inputs
-            num_cut += len(cut) < len(tokens)
-            tokens = cut
-        inputs.append(record["inputs"])
-        targets.append(record["targets"])
-        prompts.append(model.prompt(tokens.tolist()))
-    return Questions(task, inputs, targets, prompts, num_cut)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that a test compiles again and again, compiled once, and for few devices."""
+"""Programs that tests compile again and again: compiled once, small, for few devices."""
 
 import contextlib
 import pathlib
@@ -10,6 +10,25 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 ALL_DEVICES = jax.devices
+
+# The commands of pages train models that take seconds; a later flag wins over an earlier one.
+# All of one size, so that they share programs.
+GPT = tuple(
+    f"--gin.{each}"
+    for each in (
+        "TRAIN_STEPS=2", "TrainingJob.eval_batches=1", "VOCAB_SIZE=500",
+        "ModelConfig.d_model=32", "ModelConfig.d_ff=64", "ModelConfig.num_decoder_layers=1",
+        "SwitchConfig.every=1",
+    )
+)  # fmt: skip
+T5 = (*GPT, "--gin.ModelConfig.num_encoder_layers=1")
+T5_OF_2 = (
+    *GPT,
+    "--gin.ModelConfig.num_encoder_layers=2",
+    "--gin.ModelConfig.num_decoder_layers=2",
+)
+# What `make train` runs.
+TINY_RUN = ("train", "--gin_file=configs/runs/pretrain_tiny.gin")
 
 
 @contextlib.contextmanager

@@ -7,10 +7,12 @@ import fcntl
 import importlib.util
 import os
 import pathlib
+import resource
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import types
 from collections.abc import Callable
 
@@ -25,8 +27,10 @@ import pytest
 
 from switchx.cli.config import building
 from switchx.cli.main import main
-from tests.compilation import compiled_once, on_devices
+from tests.compilation import T5, TINY_RUN, compiled_once, on_devices
 from tests.integration.runs import arguments, write_corpus
+
+START_S = time.monotonic()
 
 # Broadcasting [D] against [B, D] unnoticed is how a wrong axis stays hidden.
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -39,6 +43,14 @@ LONGEST = ("test_readme.py", "test_several_hosts.py", "test_train.py", "test_doc
 def pytest_collection_modifyitems(items):
     """The longest files first; all else stays in its order."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says what all took: xdist's workers have ended, and count as children as theirs do."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    cpu_s = sum(each.ru_utime + each.ru_stime for each in used)
+    wall_s = time.monotonic() - START_S
+    terminalreporter.write_line(f"{wall_s:,.0f} s wall, {cpu_s:,.0f} s CPU (user and system)")
 
 
 def pytest_runtest_setup(item):
@@ -124,17 +136,35 @@ def small_stdlib(made_once) -> pathlib.Path:
     return made_once("small_stdlib", copy)
 
 
-@pytest.fixture
-def in_a_folder(tmp_path, monkeypatch, session_cache, small_stdlib):
-    """Commands called in this process work in `tmp_path`, and see no data of the user's."""
-    stdlib = types.SimpleNamespace(get_path=lambda name: str(small_stdlib))
-    monkeypatch.setattr("switchx.data.corpora.python_stdlib.sysconfig", stdlib)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(session_cache))
-    monkeypatch.delenv("SWITCHX_DATA_DIR", raising=False)
-    with compiled_once(session_cache / "compiled"):
-        yield tmp_path
+@contextlib.contextmanager
+def working_in(folder: pathlib.Path, cache: pathlib.Path, stdlib: pathlib.Path):
+    """Commands called in this process work in a folder, and see no data of the user's."""
+    library = types.SimpleNamespace(get_path=lambda name: str(stdlib))
+    with pytest.MonkeyPatch.context() as patch, compiled_once(cache / "compiled"):
+        patch.setattr("switchx.data.corpora.python_stdlib.sysconfig", library)
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.delenv("SWITCHX_DATA_DIR", raising=False)
+        yield
     building.gin.clear_config()
+
+
+@pytest.fixture
+def in_a_folder(tmp_path, session_cache, small_stdlib):
+    """`tmp_path`, where commands called in this process work."""
+    with working_in(tmp_path, session_cache, small_stdlib):
+        yield tmp_path
+
+
+@pytest.fixture(scope="session")
+def tiny_run(made_once, session_cache, small_stdlib) -> pathlib.Path:
+    """The run folder that `make train` leaves, of a small model and two steps; to be copied."""
+
+    def train(base: pathlib.Path) -> None:
+        with working_in(base, session_cache, small_stdlib), on_devices(1):
+            assert main([*TINY_RUN, "--model_dir=run", *T5]) == 0
+
+    return made_once("tiny_run", train) / "run"
 
 
 @pytest.fixture
@@ -155,24 +185,20 @@ class FinishedRun:
 
 
 @pytest.fixture(scope="session")
-def finished_run(made_once, session_cache) -> FinishedRun:
+def finished_run(made_once, session_cache, small_stdlib) -> FinishedRun:
     """The small run of 12 steps on one device, uninterrupted; tests must not change it."""
 
     def train(base: pathlib.Path) -> None:
         words = arguments(base / "run", write_corpus(base))
         with (
-            pytest.MonkeyPatch.context() as patch,
-            compiled_once(session_cache / "compiled"),
+            working_in(base, session_cache, small_stdlib),
             on_devices(1),
             (base / "stdout").open("w") as out,
             (base / "stderr").open("w") as err,
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
-            patch.setenv("XDG_CACHE_HOME", str(session_cache))
-            patch.chdir(base)
             assert main(["train", *words]) == 0
-        building.gin.clear_config()
 
     base = made_once("finished_run", train)
     texts = [(base / name).read_text() for name in ("stdout", "stderr")]

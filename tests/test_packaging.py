@@ -72,7 +72,8 @@ def test_configurations_are_installed_below_switchx(config):
 
 def test_files_beside_the_code_are_installed(config):
     for file in map(pathlib.PurePosixPath, package_files()):
-        package = ".".join(file.parent.parts)
+        [folder, *_] = (up for up in file.parents if (ROOT / up / "__init__.py").exists())
+        package = ".".join(folder.parts)
         patterns = config["options.package_data"].get(package, "").split()
         assert file.suffix == ".py" or any(map(file.match, patterns)), (
             f"{file} would not be installed; name it under [options.package_data] {package}"

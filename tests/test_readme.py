@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README is true: its commands run, its links lead somewhere, its key is the key.
+"""The README and docs/capabilities.md are true: commands run, links lead somewhere.
 
 A command is a line of a ```bash block, or an inline code span that starts like one. Each
 has to be in `CHAIN`, `VARIANTS` or `TESTED_ELSEWHERE`, or be a make target: a new one without
-a row fails. Commands are told apart by their text, so the page is the only place that says
+a row fails. Commands are told apart by their text, so the pages are the only place that says
 them. By default variants of training are begun, up to what would be compiled; `slow` runs them.
 """
 
@@ -12,6 +12,7 @@ import configparser
 import os
 import re
 import shlex
+import shutil
 import subprocess
 
 import pytest
@@ -19,41 +20,30 @@ import pytest
 from switchx.axes import DIMENSIONS
 from switchx.cli.main import main
 from switchx.training.program import TrainingProgram
-from tests.compilation import on_devices
+from tests.compilation import GPT, T5, T5_OF_2, TINY_RUN, on_devices
 from tests.processes import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    path: path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", ROOT / "docs/capabilities.md")
+}
+README = PAGES[ROOT / "README.md"]
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
-STARTS = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:switchx|python -m switchx|make|pip|pytest) \S")
-
-# What is added to a command so that it takes seconds; a later flag wins over an earlier one.
-GPT = tuple(
-    f"--gin.{each}"
-    for each in (
-        "TRAIN_STEPS=2", "TrainingJob.eval_batches=1", "VOCAB_SIZE=500",
-        "ModelConfig.d_model=32", "ModelConfig.d_ff=64", "ModelConfig.num_decoder_layers=1",
-        "SwitchConfig.every=1",
-    )
-)  # fmt: skip
-T5 = (*GPT, "--gin.ModelConfig.num_encoder_layers=1")
-T5_OF_2 = (
-    *GPT,
-    "--gin.ModelConfig.num_encoder_layers=2",
-    "--gin.ModelConfig.num_decoder_layers=2",
+STARTS = re.compile(
+    r"^(?:[A-Z_]+=\S+ )*(?:switchx|python -m switchx|make|pip|pytest|python experiments)[ /]\S"
 )
 
-# Command -> what is added. They run in this order in one folder: later ones read what earlier
-# ones wrote. `make train` stands for the switchx command that it ends in.
+# Command -> what is added, so that it takes seconds. They run in this order in one folder, in
+# which `tiny_run` is what `make train` left: later ones read what earlier ones wrote.
 EIGHT = "XLA_FLAGS=--xla_force_host_platform_device_count=8 switchx"
 TINY = "train --gin_file=configs/runs/pretrain_tiny.gin"
 TUNE = "train --gin_file=configs/runs/finetune.gin --gin.INIT_FROM=runs/pretrain_tiny"
 EVAL = "eval --gin_file=configs/runs/pretrain_tiny.gin --model_dir=runs/pretrain_tiny"
+OWN = "switchx train --gin_file=own.gin --model_dir=runs/own"
 CHAIN = {
     "switchx --help": (),
-    "make train": T5,
-    f"switchx {EVAL}": T5,
     f"switchx {EVAL} --step=best --json": T5,
     f"switchx {TINY} --gin.TRAIN_STEPS=800 --model_dir=runs/pretrain_tiny": (
         *T5, "--gin.TRAIN_STEPS=3",
@@ -63,14 +53,14 @@ CHAIN = {
     "switchx checkpoint verify runs/pretrain_tiny": (),
     "switchx show schedule --stages=4 --microbatches=8": (),
     "switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5p "
-    "--devices=64": (),
+    "--devices=64": ("--devices=8",),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt "
     "--output=answers.txt --beam_size=4": ("--max_new_tokens=4",),
     "switchx score --model_dir=runs/pretrain_tiny --input=pairs.tsv": (),
     "switchx quantize --model_dir=runs/pretrain_tiny --output=runs/tiny_int4 --bits=4 "
     "--rest=bfloat16": (),
     "switchx export --model_dir=runs/pretrain_tiny --output=exports/tiny --platform=cpu,tpu "
-    "--beam_size=4": (),
+    "--beam_size=4": ("--beam_size=1",),
     "switchx vocab --input=my_text --size=8000 --output=vocabularies/mine": ("--size=500",),
     f"{EIGHT} generate --model_dir=runs/pretrain_tiny --input=questions.txt "
     "--mesh=expert=4,model=2": ("--max_new_tokens=2",),
@@ -120,6 +110,10 @@ TESTED_ELSEWHERE = {
         "tests/bench/test_scale.py::test_names_of_the_checks_are_fixed"
     ),
     "switchx check equivalence --json": MEASURING + "::test_report_and_exit_status",
+    OWN: "tests/data/test_own_code.py::test_the_page_runs_as_printed",
+    "python experiments/planner_vs_papers/run.py --json": (
+        "tests/planner/test_papers.py::test_the_command_prints_and_writes_what_is_published"
+    ),
 }
 
 
@@ -128,8 +122,9 @@ def plain(line: str) -> str:
     return " ".join(shlex.split(line, comments=True)) if "#" in line else " ".join(line.split())
 
 
-def commands(text: str) -> list[str]:
-    """Every command of a page, once, in order."""
+def commands(*texts: str) -> list[str]:
+    """Every command of some pages, once, in order."""
+    text = "\n".join(texts)
     found = []
     for language, block in BLOCK.findall(text):
         if language in ("bash", "console", "sh"):
@@ -142,6 +137,9 @@ def commands(text: str) -> list[str]:
 
 def python_blocks(text: str) -> list[str]:
     return [block for language, block in BLOCK.findall(text) if language == "python"]
+
+
+ALL = commands(*PAGES.values())
 
 
 def kind(command: str) -> str:
@@ -183,17 +181,18 @@ def devices_of(environment: dict[str, str]) -> int:
 
 
 def test_every_command_has_a_check():
-    assert [command for command in commands(README) if kind(command) == "unknown"] == []
+    assert [command for command in ALL if kind(command) == "unknown"] == []
 
 
 def test_no_check_is_left_over():
     checked = CHAIN | VARIANTS | TESTED_ELSEWHERE
-    assert checked.keys() - set(commands(README)) == set()
+    assert checked.keys() - set(ALL) == set()
 
 
 @pytest.fixture
-def folder(in_a_folder):
-    """Where commands run: text, questions and pairs of one's own."""
+def folder(in_a_folder, tiny_run):
+    """Where commands run: what `make train` left; text, questions and pairs of one's own."""
+    shutil.copytree(tiny_run, in_a_folder / "runs/pretrain_tiny")
     (in_a_folder / "my_text").mkdir()
     for page in ROOT.glob("*.md"):
         text = page.read_text(encoding="utf-8")
@@ -247,14 +246,14 @@ def test_variants_of_training_run(folder, capsys, command, added):
     assert "Training finished" in run(command, added, capsys)
 
 
-@pytest.mark.parametrize("command", [c for c in commands(README) if c.startswith("make ")])
+@pytest.mark.parametrize("command", [c for c in ALL if c.startswith("make ")])
 def test_make_target_exists(command):
     result = dry_run(*command.split()[1:])
     assert result.returncode == 0, result.stderr
     assert result.stdout
 
 
-@pytest.mark.parametrize("command", [c for c in commands(README) if kind(c) == "pip"])
+@pytest.mark.parametrize("command", [c for c in ALL if kind(c) == "pip"])
 def test_extras_exist(command):
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
@@ -269,15 +268,18 @@ def test_test_that_runs_a_command_exists(command, test):
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_links_and_paths_lead_somewhere():
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
-    paths = re.findall(r"(?<![\w/])(?:configs|docs|switchx|tests|experiments)/[\w/.]+", README)
-    assert [path for path in [*links, *paths] if not (ROOT / path).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", PAGES[page])
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    folders = "configs|docs|switchx|tests|experiments|launch"
+    paths = re.findall(rf"(?<![\w/])(?:{folders})/[\w/.]+", PAGES[page])
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_dimension_key_is_that_of_axes():
-    section = README.partition("## The dimension key")[2]
-    cells = re.findall(r"\| ([A-Z]) \| (\w+) (?=\|)", section)
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    cells = re.findall(r"\| ([A-Z]) \| (\w+) (?=\|)", page.partition("## The dimension key")[2])
     assert dict(cells) == DIMENSIONS
     assert len(cells) == len(DIMENSIONS)
 
@@ -306,4 +308,4 @@ def test_environment_and_arguments_of_a_command():
     assert switchx_of("A=b switchx eval --y=1") == ({"A": "b"}, ["eval", "--y=1"])
     environment, words = switchx_of("make train")
     assert list(environment) == ["GLIBC_TUNABLES"]
-    assert words == [*TINY.split(), "--model_dir=runs/pretrain_tiny"]
+    assert words == [*TINY_RUN, "--model_dir=runs/pretrain_tiny"]

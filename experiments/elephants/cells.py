@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from switchx.provenance import environment
+from switchx.bench.report import environment
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.json"

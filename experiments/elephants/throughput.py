@@ -23,9 +23,9 @@ import jax
 from cells import HERE, FinishedCells, write_section
 from precision import arguments_parser, open_model, read_sentences, with_experts
 
+from pallas_kernels.bench.timing import Contender, take_turns
 from switchx.bench import torch_peer
 from switchx.bench.decode import Decoder
-from switchx.bench.train import Contender, take_turns
 from switchx.inference.generate import without_capacity
 from switchx.interop.huggingface import write_checkpoint
 
@@ -103,16 +103,14 @@ def measure(arguments, models, sentences: Sentences, batch: int, beams: int, tor
             pruning=pruning,
         )
         decoders[column] = Decoder(generator, sentences.prompts)
-    contenders = [Contender(name, decode, 0) for name, decode in decoders.items()]
+    contenders = [Contender(name, decode) for name, decode in decoders.items()]
     if torch is not None:
         ask = functools.partial(torch.peer.ask, f"{batch} {beams}")
-        contenders.append(Contender(TORCH, ask, 0))
-    for each in contenders:  # compiles, allocates
-        each.step()
+        contenders.append(Contender(TORCH, ask))
+    take_turns(contenders, arguments.rounds)
     said = {name: decode.tokens for name, decode in decoders.items()}
     if torch is not None:
         said[TORCH] = torch.said()
-    take_turns(contenders, arguments.rounds, num_steps=1)
     return {
         "seconds": {each.name: each.times_s for each in contenders},
         "same_texts": {

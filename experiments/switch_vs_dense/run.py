@@ -15,12 +15,12 @@ import statistics
 
 import jax
 
-from switchx.bench.train import Contender, ratio, take_turns
+from pallas_kernels.bench.timing import Contender, speedup, take_turns
+from switchx.bench.report import environment
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.config import building
 from switchx.data.loader import evaluation_batches
 from switchx.data.mixtures import as_mixture
-from switchx.provenance import environment
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram
@@ -78,7 +78,7 @@ def step_times(rounds: int) -> dict[str, float]:
     contenders = {name_of(n): _stepper(n) for n in EXPERTS}
     take_turns(list(contenders.values()), rounds, num_steps=10)
     dense = contenders["dense"]
-    return {name: 1 / ratio(each, dense) for name, each in contenders.items()}
+    return {name: 1 / speedup(each, dense) for name, each in contenders.items()}
 
 
 def _stepper(num_experts: int) -> Contender:
@@ -94,8 +94,7 @@ def _stepper(num_experts: int) -> Contender:
             held[0], metrics = program.train_step(held[0], batch)
         jax.block_until_ready((held[0], metrics))
 
-    step()
-    return Contender(name_of(num_experts), step, peak_bytes=0)
+    return Contender(name_of(num_experts), step)
 
 
 def first_step_at(curve: dict[int, float], quality: float) -> float | None:

@@ -8,15 +8,15 @@ Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bench.cells import MATRICES
+
 OPS = ("grouped_matmul", "quantized_grouped_matmul")
 PASSES = ("forward", "input_gradient", "weight_gradient")
-SHAPES = ((1024, 4096), (4096, 1024), (768, 3072), (4096, 14336))
 EXPERTS = 32
 # Rows an expert: of a decoding step, and of an encoder or a training batch.
 ROWS = {"few": 8, "many": 256}
@@ -50,10 +50,9 @@ class Case:
     tiling: dict[str, Any] | None = None
 
     def __post_init__(self):
-        if self.op not in OPS:
-            raise ValueError(f"op={self.op!r} is not one of {', '.join(OPS)}")
-        if self.direction not in PASSES:
-            raise ValueError(f"direction={self.direction!r} is not one of {', '.join(PASSES)}")
+        for name, known in (("op", OPS), ("direction", PASSES)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
         is_quantized = self.op == "quantized_grouped_matmul"
         if is_quantized != (self.bits in (4, 8)):
             raise ValueError(
@@ -70,7 +69,7 @@ class Case:
 def benchmark_cases() -> dict[str, Case]:
     """Every kernel at the shapes of the benchmark, by name, such as `int8 1024x4096 few`."""
     found = {}
-    for D, F in SHAPES:
+    for D, F in MATRICES:
         for load, rows in ROWS.items():
             sizes = {"R": rows * EXPERTS, "D": D, "F": F, "E": EXPERTS}
             for direction in PASSES:
@@ -84,17 +83,9 @@ def benchmark_cases() -> dict[str, Case]:
 
 def variant(op: str = "grouped_matmul", **changes) -> Case:
     """A kernel at the first shape with few rows."""
-    D, F = SHAPES[0]
+    D, F = MATRICES[0]
     sizes = {"R": ROWS["few"] * EXPERTS, "D": D, "F": F, "E": EXPERTS}
     return Case(op, **sizes | changes)
-
-
-def by_name(names: Iterable[str], results: Iterable[dict], resources: Iterable[str]) -> dict:
-    """Rows of a table of budgets: a case's resources, or what the compiler said instead."""
-    return {
-        name: {key: result[key] for key in (("error",) if result["error"] else resources)}
-        for name, result in zip(names, results, strict=True)
-    }
 
 
 def build(case: Case, implementation: str):
@@ -108,20 +99,18 @@ def build(case: Case, implementation: str):
     """
     module = importlib.import_module(f"pallas_kernels.{case.op}.{implementation}")
     tiling = None if case.tiling is None else module.Tiling(**case.tiling)
-    R, D, F, E = case.R, case.D, case.F, case.E
-    dtype = jnp.dtype(case.dtype)
-    spec = jax.ShapeDtypeStruct
-    counts = spec((E,), jnp.int32)
     if case.op == "quantized_grouped_matmul":
         return _quantized(case, module, tiling)
+    R, D, F, E = case.R, case.D, case.F, case.E
+    dtype, run = jnp.dtype(case.dtype), module.forward
+    first, second, options = (R, D), (E, D, F), {}
     if case.direction == "weight_gradient":
-        run = functools.partial(module.weight_gradient, out_dtype=dtype, tiling=tiling)
-        return run, (spec((R, D), dtype), spec((R, F), dtype), counts)
+        run, second, options = module.weight_gradient, (R, F), {"out_dtype": dtype}
     if case.direction == "input_gradient":
-        run = functools.partial(module.forward, transpose_w=True, tiling=tiling)
-        return run, (spec((R, F), dtype), spec((E, D, F), dtype), counts)
-    run = functools.partial(module.forward, tiling=tiling)
-    return run, (spec((R, D), dtype), spec((E, D, F), dtype), counts)
+        first, options = (R, F), {"transpose_w": True}
+    specs = (jax.ShapeDtypeStruct(shape, dtype) for shape in (first, second))
+    counts = jax.ShapeDtypeStruct((E,), jnp.int32)
+    return functools.partial(run, tiling=tiling, **options), (*specs, counts)
 
 
 def _quantized(case: Case, module, tiling):

@@ -116,21 +116,22 @@ def contenders(cell: Cell, cache: dict) -> list[Contender]:
     Args:
         cache: keeps weights from one cell to the next of the same matrices.
     """
-    prepare = one_by_one if jax.default_backend() == "cpu" else all_in_one_program
     found = []
     for product in products(cell):
-        x_RD, sets, sizes = operands(cell, product.bits, cache)
-        error = relative_error(product, x_RD, sets[0], sizes[0])
-        found.append(
-            Contender(
-                product.name,
-                prepare(product.run, x_RD, sets, sizes),
-                calls=1 if prepare is one_by_one else len(sets) * len(sizes),
-                weight_bytes=weight_bytes(cell, product.bits, cell.active),
-                error=error,
-            )
-        )
+        given = operands(cell, product.bits, cache)
+        each = contender(product.name, product.run, given)
+        each.weight_bytes = weight_bytes(cell, product.bits, cell.active)
+        each.error = relative_error(product, given)
+        found.append(each)
     return found
+
+
+def contender(name: str, run, given: tuple[Any, list, list]) -> Contender:
+    """A product of `operands`, compiled as this machine is best measured."""
+    _, sets, sizes = given
+    if jax.default_backend() == "cpu":
+        return Contender(name, one_by_one(run, *given))
+    return Contender(name, all_in_one_program(run, *given), calls=len(sets) * len(sizes))
 
 
 def operands(cell: Cell, bits: int | None, cache: dict) -> tuple[Any, list, list]:
@@ -153,10 +154,14 @@ def _weight_sets(cell: Cell, bits: int | None, cache: dict) -> list:
     return cache[bits]
 
 
-def relative_error(product: Product, x_RD, weights, sizes_E) -> float | None:
-    """The error of a sample of rows against float64, in Euclidean length; None for `dense`."""
+def relative_error(product: Product, given: tuple[Any, list, list]) -> float | None:
+    """The error of a sample of rows against float64, in Euclidean length; None for `dense`.
+
+    With the first weights and sizes of `operands`.
+    """
     if product.run is dense:
         return None
+    x_RD, [weights, *_], [sizes_E, *_] = given
     row_i = np.linspace(0, x_RD.shape[0] - 1, CHECKED_ROWS).astype(int)
     y_iF = np.asarray(jax.jit(product.run)(x_RD, weights, sizes_E)[row_i], np.float64)
     expert_R = np.repeat(np.arange(sizes_E.shape[0]), np.asarray(sizes_E))

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of contenders that take turns, with weights that no cache holds from call to call."""
+"""Times of contenders that take turns, with weights that no cache holds from call to call.
+
+All of them are in one process, so that a machine whose speed drifts is equally fast for all.
+Dims: R rows, D inputs, E experts, F outputs, J sets of sizes, N elements
+"""
 
 import dataclasses
 import itertools
@@ -21,6 +25,7 @@ class Contender:
         step: runs, and returns when the result is there.
         calls: how many calls of the operation a step is.
         weight_bytes: that a call has to read.
+        peak_bytes: arguments and temporaries of the compiled step.
         error: relative, of the checked part of the result against float64.
         times_s: of a call, one for each round.
     """
@@ -29,13 +34,16 @@ class Contender:
     step: Callable[[], Any]
     calls: int = 1
     weight_bytes: int = 0
+    peak_bytes: int = 0
     error: float | None = None
     times_s: list[float] = dataclasses.field(default_factory=list)
 
-    def measure(self) -> None:
+    def measure(self, num_steps: int) -> None:
+        """Adds the mean time of a call in `num_steps` steps to the measured times."""
         start = time.perf_counter()
-        self.step()
-        self.times_s.append((time.perf_counter() - start) / self.calls)
+        for _ in range(num_steps):
+            self.step()
+        self.times_s.append((time.perf_counter() - start) / (num_steps * self.calls))
 
     @property
     def median_s(self) -> float:
@@ -46,13 +54,13 @@ class Contender:
         return ordered[round(percent / 100 * (len(ordered) - 1))]
 
 
-def take_turns(contenders: Sequence[Contender], rounds: int) -> None:
+def take_turns(contenders: Sequence[Contender], rounds: int, num_steps: int = 1) -> None:
     """Measures all in every round, the order turned around each time."""
     for each in contenders:
-        each.step()  # warm
+        each.step()  # warm: compiles, allocates
     for i in range(rounds):
         for each in contenders if i % 2 == 0 else contenders[::-1]:
-            each.measure()
+            each.measure(num_steps)
 
 
 def speedup(fast: Contender, slow: Contender) -> float:

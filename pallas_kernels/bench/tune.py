@@ -19,20 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bench import products
-from pallas_kernels.bench.cells import (
-    ACTIVE_OF_EXPERTS,
-    MATRICES,
-    TOKENS,
-    Cell,
-)
+from pallas_kernels.bench.cells import ACTIVE_OF_EXPERTS, MATRICES, TOKENS, Cell
 from pallas_kernels.bench.products import Product, activation_dtype
-from pallas_kernels.bench.timing import (
-    Contender,
-    all_in_one_program,
-    one_by_one,
-    speedup,
-    take_turns,
-)
+from pallas_kernels.bench.timing import speedup, take_turns
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.implementations import choose
 from pallas_kernels.quantized_grouped_matmul.api import quantized_grouped_matmul
@@ -88,22 +77,20 @@ def tune_one(cell: Cell, bits: int | None, rounds: int, cache: dict):
     asked = (dtype, dtype, R, D, F, E) if bits is None else (dtype, bits, R, D, F, E, None)
     module = choose(op, None, asked, interpret=False)
     tilings = candidates(module, (R, D, F, E), dtype, bits)
-    x_RD, sets, sizes = products.operands(cell, bits, cache)
-    prepare = one_by_one if jax.default_backend() == "cpu" else all_in_one_program
+    given = products.operands(cell, bits, cache)
+    operation = grouped_matmul if bits is None else quantized_grouped_matmul
     contenders, dropped = {}, []
     for tiling in tilings:
-        operation = grouped_matmul if bits is None else quantized_grouped_matmul
         run_it = functools.partial(operation, tiling=tiling)
         try:
-            step = prepare(run_it, x_RD, sets, sizes)
+            each = products.contender(str(tiling), run_it, given)
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             dropped.append(f"{tiling}: {error}")
             continue
-        error = products.relative_error(Product("", run_it), x_RD, sets[0], sizes[0])
+        error = products.relative_error(Product("", run_it), given)
         if not error <= LARGEST_ERROR:
             raise RuntimeError(f"{op} with {tiling} has a relative error of {error}: a bug")
-        calls = 1 if prepare is one_by_one else len(sets) * len(sizes)
-        contenders[tiling] = Contender(str(tiling), step, calls)
+        contenders[tiling] = each
     if tilings[0] not in contenders:
         raise RuntimeError(f"the default tiling of {op} does not compile: {dropped[0]}")
     take_turns(list(contenders.values()), rounds)

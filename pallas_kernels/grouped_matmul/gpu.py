@@ -15,7 +15,8 @@ stands in for the rest, with the same arithmetic in the same order:
     int4 and int8 conversion by prmt and lop3                   XLA's conversion
     zeros for copies out of bounds                              operands padded to whole tiles
     copies that are still under way                             copies that are done at once
-Dims: R rows, D inputs, F outputs, E experts; P tiles of rows
+Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
+K one step of D, M features of a tile
 """
 
 import dataclasses
@@ -89,13 +90,7 @@ def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tilin
 
 def forward(x_RD, w, group_sizes_E, *, transpose_w: bool = False, tiling: Tiling | None = None,
             interpret: bool = False):  # fmt: skip
-    """`y_r = x_r w_e` with e the expert of row r, `[R, F]` in the dtype of x.
-
-    Args:
-        x_RD: rows sorted by expert.
-        w: `[E, D, F]`; with `transpose_w` `[E, F, D]`, contracted over the last axis.
-        group_sizes_E: int32 rows of each expert; rows past their sum are not read and zero.
-        interpret: runs on the CPU, with race detection.
+    """`y_r = x_r w_e` as `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Raises:
         ValueError: `refusal` has a reason, or the tiling cannot run.

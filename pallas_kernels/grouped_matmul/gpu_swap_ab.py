@@ -8,7 +8,7 @@ runs through the tiles of a block without a stop, so the next tile's weights are
 while the last one is stored. Blocks stay on their SM and take tiles in turn.
 Dims: R rows, D inputs, F outputs, E experts; P tiles of rows, T rows of a tile,
 K one step of D, M features of a warpgroup,
-N tiles of M features, C warpgroups that multiply
+N tiles of M features, C warpgroups that multiply, G groups of D with a scale
 """
 
 import dataclasses
@@ -27,7 +27,9 @@ from pallas_kernels.mosaic_gpu import (
     copy_and_multiply,
     load_as,
     mosaic_gpu_kernel,
+    release_before,
     tiled_smem,
+    turns_of,
 )
 from pallas_kernels.tiling.gpu import STORED, Tiling
 
@@ -156,7 +158,9 @@ def _body(
 
     copy_and_multiply(
         walk.tiling.warpgroups,
-        lambda: _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights),
+        walk.tiling.stages,
+        empty,
+        _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights),
         tile_loop,
         lambda: walk.turns(tiles),
     )
@@ -176,10 +180,8 @@ class _Walk:
         return pl.cdiv(self.features, self.tiling.tile_m * self.tiling.warpgroups)
 
     def turns(self, tiles: RowTiles):
-        """How many tiles this block has; the n-th is `sm + n * num_sms`."""
         total = tiles.count_1[0] * (self.feature_tiles * self.tiling.splits)
-        last = total - lax.axis_index("sm") + (self.tiling.num_sms - 1)
-        return lax.div(last, jnp.int32(self.tiling.num_sms))
+        return turns_of(total, self.tiling.num_sms)
 
     def tile(self, turn, tiles: RowTiles):
         """(tile of rows, tile of features, split) of a turn.
@@ -225,7 +227,7 @@ def for_rows(tiling: Tiling, end, run) -> None:
         at_least = option
 
 
-def _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
+def _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
     tiling = walk.tiling
 
     def copy_tile(turn, step):
@@ -258,11 +260,7 @@ def _copy(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
 
         return lax.fori_loop(0, walk.steps(expert), copy_step, step)
 
-    steps = lax.fori_loop(0, walk.turns(tiles), copy_tile, jnp.int32(0))
-
-    @pl.loop(lax.max(steps - tiling.stages, 0), steps)
-    def _(step):  # No barrier is left in the middle of a phase.
-        plgpu.barrier_wait(empty.at[lax.rem(step, tiling.stages)])
+    return copy_tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,9 +309,6 @@ class _Consumer:
     def _accumulate(self, steps, first_step):
         stages = self.walk.tiling.stages
 
-        def release_before(step):
-            plgpu.barrier_arrive(self.empty.at[lax.rem(step + stages - 1, stages)])
-
         def accumulate(acc):
             def multiply(k, step):
                 slot = lax.rem(step, stages)
@@ -324,13 +319,13 @@ class _Consumer:
                 else:
                     # The products of the step before are done; these still run.
                     plgpu.wgmma_wait(1)
-                    pl.when(k > 0)(lambda: release_before(step))
+                    pl.when(k > 0)(lambda: release_before(self.empty, step, stages))
                 return step + 1
 
             end = lax.fori_loop(0, steps, multiply, first_step)
             result = acc[...]
             if not self.weights.waits:
-                pl.when(steps > 0)(lambda: release_before(end))
+                pl.when(steps > 0)(lambda: release_before(self.empty, end, stages))
             return result
 
         return pl.run_scoped(accumulate, self._acc)

@@ -11,6 +11,7 @@ N of F of a tile
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,8 +25,10 @@ from pallas_kernels.mosaic_gpu import (
     copy_and_multiply,
     load_as,
     mosaic_gpu_kernel,
+    release_before,
     tiled_smem,
     transposed,
+    turns_of,
 )
 from pallas_kernels.sorted_rows import group_bounds
 from pallas_kernels.tiling.gpu import Tiling, checked, fitted, sm_count
@@ -118,9 +121,7 @@ class _Walk:
         )
 
     def turns(self):
-        total = self.num_experts * self.tiles[0] * self.tiles[1]
-        last = total - lax.axis_index("sm") + (self.tiling.num_sms - 1)
-        return lax.div(last, jnp.int32(self.tiling.num_sms))
+        return turns_of(self.num_experts * math.prod(self.tiles), self.tiling.num_sms)
 
     def tile(self, turn):
         """(expert, tile of D, tile of F): panels of F, all of D in each."""
@@ -151,15 +152,15 @@ def _body(
 
     copy_and_multiply(
         walk.tiling.warpgroups,
-        lambda: _copy(
-            x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty, walk
-        ),
+        walk.tiling.stages,
+        empty,
+        _copies(x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty, walk),
         tile_loop,
         walk.turns,
     )
 
 
-def _copy(x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty, walk):
+def _copies(x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty, walk):
     tiling = walk.tiling
     k = tiling.tile_k
 
@@ -184,11 +185,7 @@ def _copy(x_gmem, dy_gmem, first_gmem, steps_gmem, x_smem, dy_smem, full, empty,
 
         return lax.fori_loop(0, steps_gmem[expert], copy_step, step)
 
-    steps = lax.fori_loop(0, walk.turns(), copy_tile, jnp.int32(0))
-
-    @pl.loop(lax.max(steps - tiling.stages, 0), steps)
-    def _(step):  # No barrier is left in the middle of a phase.
-        plgpu.barrier_wait(empty.at[lax.rem(step, tiling.stages)])
+    return copy_tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,9 +217,6 @@ class _Consumer:
         begin = self.begin_gmem[expert] - self.first_gmem[expert]
         end = self.end_gmem[expert] - self.first_gmem[expert]
 
-        def release_before(step):
-            plgpu.barrier_arrive(self.empty.at[lax.rem(step + stages - 1, stages)])
-
         def accumulate(acc):
             def multiply(i, step):
                 slot = lax.rem(step, stages)
@@ -234,12 +228,12 @@ class _Consumer:
                 )
                 plgpu.wgmma(acc, x_MK, self.dy_smem.at[slot])
                 plgpu.wgmma_wait(1)
-                pl.when(i > 0)(lambda: release_before(step))
+                pl.when(i > 0)(lambda: release_before(self.empty, step, stages))
                 return step + 1
 
             end_step = lax.fori_loop(0, steps, multiply, first_step)
             result = acc[...]
-            pl.when(steps > 0)(lambda: release_before(end_step))
+            pl.when(steps > 0)(lambda: release_before(self.empty, end_step, stages))
             return result
 
         dw_MN = pl.run_scoped(accumulate, plgpu.ACC((tiling.tile_m, tiling.tile_n)))

@@ -8,7 +8,7 @@ that have rows, over blocks of the expert's matrix that stay in the cache (a dot
 copies its operand; from memory that would be as slow as the product), over tiles of the
 expert's rows. What a tile has of other experts' rows is masked. Tests lower both paths.
 Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; K rows of a block of the
-matrix as it is stored
+matrix as it is stored, X its columns
 """
 
 import dataclasses
@@ -88,11 +88,7 @@ def _divisor(number: int, at_most: int) -> int:
 
 
 def forward(x_RD, w, group_sizes_E, *, transpose_w=False, tiling: Tiling | None = None):
-    """`y_r = x_r w_e`, `[R, F]` in the dtype of x, added up in float32; 0 past the groups.
-
-    Args:
-        w: `[E, D, F]`, or `[E, F, D]` with `transpose_w`, of which no transpose is made.
-        tiling: of the CPU; None is `default_tiling`.
+    """`y_r = x_r w_e` as `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Raises:
         ValueError: `tiling` does not fit.
@@ -115,9 +111,6 @@ def forward(x_RD, w, group_sizes_E, *, transpose_w=False, tiling: Tiling | None 
 
 def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None):
     """`dw_e = sum over its rows of x_r dy_r^T`, `[E, D, F]`; 0 for groups without rows.
-
-    Args:
-        tiling: of the CPU; None is `default_tiling`.
 
     Raises:
         ValueError: `tiling` does not fit.

@@ -9,6 +9,7 @@ Dims: R rows, D inputs, F outputs, E experts; b rows of a tile; N tiles, at most
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ class SeparateMatrices:
         matrices: arrays of one shape and dtype.
     """
 
+    ndim: ClassVar[int] = 3
     matrices: tuple[jax.Array, ...]
 
     @classmethod
@@ -42,10 +44,6 @@ class SeparateMatrices:
     @property
     def shape(self) -> tuple[int, int, int]:
         return len(self.matrices), *self.matrices[0].shape
-
-    @property
-    def ndim(self) -> int:
-        return 3
 
     @property
     def dtype(self):

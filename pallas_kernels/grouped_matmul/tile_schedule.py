@@ -6,7 +6,8 @@ experts is two tiles (Gale et al. 2022, MegaBlocks, arXiv:2211.15841, and JAX's 
 computes the schedule from prefix sums before the kernel, without a loop: scalar code in the
 kernel takes longer than the product itself once experts are many and rows few. TPU tiles lie in
 blocks of fixed size; Hopper tiles begin at any multiple of 8 rows.
-Dims: R rows, E experts, F output features; P tiles, T rows of a tile, S parts of a sum
+Dims: R rows, E experts, F output features; P tiles, T rows of a tile, S parts of a sum, G
+groups of rows: the experts', then those of none
 """
 
 import dataclasses

@@ -13,21 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped_matmul.tile_schedule import (
-    BlockTiles,
-    num_blocks,
-    tiles_by_expert,
-)
-from pallas_kernels.grouped_matmul.tpu_rows import multiply_rows
-from pallas_kernels.operands import result_type
+from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_expert
+from pallas_kernels.grouped_matmul.tpu_rows import exact_dot, multiply_rows, pipelined
 from pallas_kernels.tiling import tpu as tpu_tiling
-from pallas_kernels.tiling.tpu import Problem, Tiling, vmem_limit_bytes
-from pallas_kernels.tpu_chip import (
-    interpret_mode,
-    on_some_tpu,
-    padded_shape,
-    padded_to_tiles,
-)
+from pallas_kernels.tiling.tpu import Problem, Tiling
+from pallas_kernels.tpu_chip import padded_shape, padded_to_tiles
 
 DTYPES = ("bfloat16", "float32")
 
@@ -67,13 +57,9 @@ def forward(
     tiling: Tiling | None = None,
     interpret=False,
 ):
-    """`y_r = x_r w_e`, e the expert of row r: `[R, F]` in the dtype of x.
+    """`y_r = x_r w_e` as `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Args:
-        x_RD: rows sorted by expert; bfloat16 or float32.
-        w: [E, D, F]; [E, F, D] with `transpose_w`, as it lies, contracted over its last axis.
-        group_sizes_E: int32, rows of each expert; their sum is at most R. The result of rows
-            past the last expert's is zero, whatever is in them.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:
@@ -83,12 +69,7 @@ def forward(
     F = w.shape[1] if transpose_w else w.shape[2]
     tiling = tiling or candidates(R, D, F, w.shape[0], x_RD.dtype, w.dtype)[0]
     return multiply_rows(
-        x_RD,
-        w,
-        group_sizes_E,
-        tiling=tiling,
-        is_output_major=transpose_w,
-        interpret=interpret,
+        x_RD, w, group_sizes_E, tiling=tiling, is_output_major=transpose_w, interpret=interpret
     )
 
 
@@ -116,36 +97,17 @@ def weight_gradient(
         x_RD = padded_to_tiles(x_RD, (tiling.block_R, tiling.block_D))
         dy_RF = padded_to_tiles(dy_RF, (tiling.block_R, tiling.block_F))
         out_shape = padded_shape(out_shape, (tiling.block_D, tiling.block_F))
-    any_space = pl.BlockSpec(memory_space=pl.ANY)
     # Where the result is float32 the sum is built up in its own block.
-    needs_sum = out_dtype != jnp.float32
-    call = pl.pallas_call(
-        functools.partial(_kernel, tiling, D, F),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(tiles),
-            grid=(tiling.cores,),
-            in_specs=[any_space, any_space],
-            out_specs=any_space,
-            scratch_shapes=[pltpu.VMEM((tiling.block_D, tiling.block_F), jnp.float32)]
-            * needs_sum,
-        ),
-        out_shape=result_type(out_shape, out_dtype, *tiles, x_RD, dy_RF),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",),
-            vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * R * D * F,
-            bytes_accessed=R * D * num_blocks(F, tiling.block_F) * x_RD.dtype.itemsize
-            + R * F * num_blocks(D, tiling.block_D) * dy_RF.dtype.itemsize
-            + E * D * F * out_dtype.itemsize,
-            transcendentals=0,
-        ),
-        interpret=interpret_mode(interpret),
+    block = pltpu.VMEM((tiling.block_D, tiling.block_F), jnp.float32)
+    num_bytes = R * D * num_blocks(F, tiling.block_F) * x_RD.dtype.itemsize
+    num_bytes += R * F * num_blocks(D, tiling.block_D) * dy_RF.dtype.itemsize
+    dw_EDF = pipelined(
+        functools.partial(_kernel, tiling, D, F), tiles, (x_RD, dy_RF), (out_shape, out_dtype),
+        problem, tiling, scratch=[] if out_dtype == jnp.float32 else [block],
+        bytes_accessed=num_bytes + E * D * F * out_dtype.itemsize, interpret=interpret,
         name="sum_outer_products",
-    )
-    with on_some_tpu(tiling.cores):
-        return call(*tiles, x_RD, dy_RF)[:, :D, :F]
+    )  # fmt: skip
+    return dw_EDF[:, :D, :F]
 
 
 def _kernel(tiling, D, F, *refs):
@@ -185,12 +147,13 @@ def _add_tile(tiles: BlockTiles, scratch, x_rd, dy_rf, dw_df):
 
     @pl.when(is_whole)
     def _():
-        sum_df[...] += _outer(x_rd[...], dy_rf[...])
+        sum_df[...] += exact_dot(x_rd[...], dy_rf[...], 0, 0)
 
     @pl.when((begin < end) & ~is_whole)
     def _():
         # Zeros on both sides: in rows of no expert either may be NaN.
-        sum_df[...] += _outer(_between(x_rd[...], begin, end), _between(dy_rf[...], begin, end))
+        x_own, dy_own = (_between(each[...], begin, end) for each in (x_rd, dy_rf))
+        sum_df[...] += exact_dot(x_own, dy_own, 0, 0)
 
     if scratch:
 
@@ -202,14 +165,3 @@ def _add_tile(tiles: BlockTiles, scratch, x_rd, dy_rf, dw_df):
 def _between(a_rx, begin, end):
     row_rx = lax.broadcasted_iota(jnp.int32, a_rx.shape, 0)
     return jnp.where((row_rx >= begin) & (row_rx < end), a_rx, 0)
-
-
-def _outer(x_rd, dy_rf):
-    is_exact = x_rd.dtype == jnp.float32
-    return lax.dot_general(
-        x_rd,
-        dy_rf,
-        (((0,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if is_exact else lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )

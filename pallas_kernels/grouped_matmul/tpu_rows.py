@@ -20,12 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_block
 from pallas_kernels.operands import result_type
 from pallas_kernels.tiling.tpu import Problem, Tiling, vmem_limit_bytes
-from pallas_kernels.tpu_chip import (
-    interpret_mode,
-    on_some_tpu,
-    padded_shape,
-    padded_to_tiles,
-)
+from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu, padded_shape, padded_to_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,27 +116,53 @@ def multiply_rows(
     if interpret:
         arrays = [padded_to_tiles(*pair) for pair in zip(arrays, blocks, strict=True)]
         out_shape = padded_shape(out_shape, plan.y_block)
+    scratch = [pltpu.VMEM(plan.y_block, jnp.float32)] if plan.num_blocks_D > 1 else []
+    # As if every expert had rows.
+    num_bytes = R * (D * plan.num_blocks_F + F) * x_RD.dtype.itemsize
+    num_bytes += w.size * problem.w_bits // 8
+    y_RF = pipelined(
+        functools.partial(_kernel, plan, tuple(specs.values())), tiles, arrays,
+        (out_shape, x_RD.dtype), problem, tiling, scratch=scratch, bytes_accessed=num_bytes,
+        interpret=interpret, name="multiply_rows",
+    )  # fmt: skip
+    return y_RF[:R, :F]
+
+
+def pipelined(
+    kernel, tiles, arrays, out, problem: Problem, tiling: Tiling, *, scratch,
+    bytes_accessed: int, interpret, name: str,
+):  # fmt: skip
+    """The result, of shape and dtype `out`, of a kernel that runs a pipeline over tiles.
+
+    Args:
+        scratch: memory of the kernel, after the references of tiles, arrays and result.
+        bytes_accessed: for XLA's scheduler.
+    """
     any_space = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
-        functools.partial(_kernel, plan, tuple(specs.values())),
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tiles),
             grid=(tiling.cores,),
             in_specs=[any_space] * len(arrays),
             out_specs=any_space,
-            scratch_shapes=_scratch(plan),
+            scratch_shapes=scratch,
         ),
-        out_shape=result_type(out_shape, x_RD.dtype, *tiles, *arrays),
+        out_shape=result_type(*out, *tiles, *arrays),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
         ),
-        cost_estimate=_cost(plan, x_RD, w),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * problem.R * problem.D * problem.F,
+            bytes_accessed=bytes_accessed,
+            transcendentals=0,
+        ),
         interpret=interpret_mode(interpret),
-        name="multiply_rows",
+        name=name,
     )
     with on_some_tpu(tiling.cores):
-        return call(*tiles, *arrays)[:R, :F]
+        return call(*tiles, *arrays)
 
 
 def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
@@ -158,24 +179,6 @@ def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
         operands["gate"] = epilogue.gate_R.astype(jnp.float32)[:, None]
         specs["gate"] = ((tiling.block_R, 1), "rows")
     return operands, specs
-
-
-def _scratch(plan: _Plan):
-    if plan.num_blocks_D == 1:
-        return []
-    return [pltpu.VMEM(plan.y_block, jnp.float32)]
-
-
-def _cost(plan: _Plan, x_RD, w) -> pl.CostEstimate:
-    """The cost for XLA's scheduler, as if every expert had rows."""
-    R = x_RD.shape[0]
-    bits = jax.dtypes.itemsize_bits(w.dtype)
-    item = x_RD.dtype.itemsize
-    return pl.CostEstimate(
-        flops=2 * R * plan.D * plan.F,
-        bytes_accessed=R * (plan.D * plan.num_blocks_F + plan.F) * item + w.size * bits // 8,
-        transcendentals=0,
-    )
 
 
 def _kernel(plan: _Plan, specs, *refs):
@@ -282,12 +285,16 @@ def _dot(plan: _Plan, x_rd, w, width: int | None):
     if width is not None:
         # What lies behind the last channel is whatever was there: it may be NaN.
         x_rd, w = _first(x_rd, 1, width), _first(w, axis, width)
-    # A product of float32 is one, not one of operands rounded to bfloat16.
-    is_exact = x_rd.dtype == jnp.float32
+    return exact_dot(x_rd, w, 1, axis)
+
+
+def exact_dot(a, b, contract_a: int, contract_b: int):
+    """A product, added up in float32; float32 operands are not rounded to bfloat16."""
+    is_exact = a.dtype == jnp.float32
     return lax.dot_general(
-        x_rd,
-        w,
-        (((1,), (axis,)), ((), ())),
+        a,
+        b,
+        (((contract_a,), (contract_b,)), ((), ())),
         precision=lax.Precision.HIGHEST if is_exact else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )

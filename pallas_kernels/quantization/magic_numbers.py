@@ -6,7 +6,7 @@ between 1024 and 2048 neighbours differ by 1: 0x6400 | u is 1024 + u for 0 <= u 
 weights are stored unsigned (8 bits: plus 128; 4 bits: plus 8), put below 0x64, and 1024 and
 the offset are subtracted: exact, for two numbers of a 32-bit register at a time. Hardware
 kernels do the same with their own instructions; this is what they are held to.
-Dims: N registers of 32 bits
+Dims: N registers of 32 bits, K parts of a register
 """
 
 import jax

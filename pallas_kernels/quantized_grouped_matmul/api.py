@@ -44,21 +44,14 @@ def quantized_grouped_matmul(
         x_RD: float32, bfloat16 or float16.
         w: of `quantize`. Kernels read native values: `w.native()` once, when weights are
             loaded, spares a conversion in every call.
-        group_sizes_E: int32, summing to at most R. Checked where they are concrete. While they
-            are traced they may sum to more: rows past R are neither read nor written.
         bias_EF: added before the activation.
         activation: None or `relu`.
         gate_R: the weight of each row's result.
-        implementation: `reference`, `tpu`, `gpu`, or None: see `implementations.choose`.
-        tiling: the implementation's `Tiling`; None is the tuned one, where `switchx tune
-            kernels` has written one, or its heuristic.
-        interpret: runs a named kernel by interpretation, on any machine and slowly.
+        group_sizes_E, implementation, tiling, interpret: as of `grouped_matmul`.
 
     Raises:
-        ValueError: shapes that do not agree, an unsupported dtype, alignment or activation,
-            weights of another layout, group sizes below 0 or above R in sum, an
-            implementation that cannot run here, a damaged file of tuned tilings. Nothing has
-            been launched then.
+        ValueError: as `grouped_matmul`, or an unsupported activation, or weights of another
+            layout.
     """
     check_quantized(x_RD, w, group_sizes_E, bias_EF, activation, gate_R)
     R, (E, D, F) = x_RD.shape[0], w.shape

@@ -22,6 +22,7 @@ of a tile, K one step of D, M features of a warpgroup, P tiles of rows, N tiles 
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -108,15 +109,10 @@ def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None) -
 
 def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activation=None,
             gate_R=None, tiling: Tiling | None = None, interpret: bool = False):  # fmt: skip
-    """`y_r = gate_r act(scale_e (x_r . q_e) + bias_e)`, e the expert of row r; `[R, F]`.
+    """`y_r = gate_r act(scale_e (x_r . q_e) + bias_e)`, as `api.quantized_grouped_matmul`.
 
     Args:
-        x_RD: rows sorted by expert, bfloat16 or float16, the dtype of the result.
-        values_EFD: int8 or int4.
-        scales_EFG: float32; G=1 is a scale an output feature, else D/G channels share one.
-        group_sizes_E: int32 rows of each expert; rows past their sum are not read and zero.
-        activation: None or "relu".
-        interpret: runs on the CPU, with race detection.
+        values_EFD, scales_EFG: of a QTensor with native values.
 
     Raises:
         ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot
@@ -125,7 +121,7 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activa
     (num_rows, D), (E, F, _) = x_RD.shape, values_EFD.shape
     G = scales_EFG.shape[2]
     group_size = D // G if G > 1 else None
-    bits = 4 if values_EFD.dtype == jnp.int4 else jnp.dtype(values_EFD.dtype).itemsize * 8
+    bits = jax.dtypes.itemsize_bits(values_EFD.dtype)
     if reason := refusal(x_RD.dtype, bits, num_rows, D, F, E, group_size):
         raise ValueError(reason)
     check_activation(activation)

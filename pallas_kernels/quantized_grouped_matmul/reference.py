@@ -4,7 +4,8 @@
 Kim et al. 2022 (arXiv:2211.10017), section 3.4. On CPU a block of one expert's matrix is
 dequantized at a time, in the loops of `grouped_matmul.reference`. On TPU and GPU, where the
 kernels are for use and this for comparison, `jax.lax.ragged_dot` of all matrices dequantized.
-Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; K of F of a block
+Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale, C of D in a group; K
+of F of a block; X columns of the matrix as it is stored
 """
 
 import jax
@@ -28,14 +29,10 @@ def forward(
     gate_R=None,
     tiling: Tiling | None = None,
 ):
-    """`y_r = gate_r act(x_r w_e + bias_e)`, `[R, F]` in the dtype of x; 0 past the groups.
+    """`y_r = gate_r act(x_r w_e + bias_e)`, as `api.quantized_grouped_matmul`.
 
-    Everything before the last rounding is float32.
-
-    Args:
-        w: in either form; packed is the quicker one on CPU.
-        activation: None or `relu`.
-        tiling: of the CPU; None is `default_tiling`.
+    Everything before the last rounding is float32. Packed weights are the quicker ones on CPU,
+    whose tiling it is.
 
     Raises:
         ValueError: `tiling` does not fit.

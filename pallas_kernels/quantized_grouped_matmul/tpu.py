@@ -57,15 +57,10 @@ def forward(
     tiling: Tiling | None = None,
     interpret=False,
 ):
-    """`y_r = gate_r * act(scale_e * (x_r . q_e) + bias_e)`: `[R, F]` in the dtype of x.
+    """`y_r = gate_r act(scale_e (x_r . q_e) + bias_e)`, as `api.quantized_grouped_matmul`.
 
     Args:
-        x_RD: rows sorted by expert; bfloat16 or float32.
-        values_EFD: int8 or int4, output-major.
-        scales_EFG: float32; G=1, or each of G is the scale of D / G channels.
-        group_sizes_E: int32, rows of each expert; their sum is at most R. The result of rows
-            past the last expert's is zero, whatever is in them.
-        activation: None or `relu`.
+        values_EFD, scales_EFG: of a QTensor with native values.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:

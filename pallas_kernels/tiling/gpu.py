@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.dtypes import itemsize_bits
 
 # Shared memory that a block may ask for on Hopper, and what its barriers take of it at most.
 SHARED_BYTES = 232448
@@ -54,10 +54,6 @@ class Tiling:
     num_sms: int = 0
 
 
-def bits_of(dtype) -> int:
-    return 4 if dtype == jnp.int4 else jnp.dtype(dtype).itemsize * 8
-
-
 def sm_count(interpret: bool) -> int:
     """Blocks to start: 2 of an interpreter, else the GPU's SMs, or an H200's without one."""
     if interpret:
@@ -70,7 +66,7 @@ def sm_count(interpret: bool) -> int:
 def shared_bytes(tiling: Tiling, x_dtype, w_dtype, stored_bytes: int | None = None) -> int:
     """Shared memory of a block without its barriers; `stored_bytes` hold its results."""
     m, n, k = tiling.tile_m * tiling.warpgroups, tiling.tile_n, tiling.tile_k
-    stage_bits = n * k * bits_of(x_dtype) + m * k * bits_of(w_dtype)
+    stage_bits = n * k * itemsize_bits(x_dtype) + m * k * itemsize_bits(w_dtype)
     y_bytes = m * n * (4 if tiling.splits > 1 else 2) if stored_bytes is None else stored_bytes
     scratch = m * 64 * 2 if tiling.through_smem else 0
     return tiling.stages * stage_bits // 8 + y_bytes + scratch

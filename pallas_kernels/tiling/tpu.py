@@ -55,18 +55,12 @@ class Tiling:
     cores: int = 1
 
     def check(self, D: int, F: int) -> None:
-        """
-        Raises:
-            ValueError: a block that no TPU can address.
-        """
+        """Raises ValueError where no TPU can address the blocks."""
         if self.block_R < 16 or self.block_R % 16:
             raise ValueError(
                 f"block_R={self.block_R} is not a multiple of 16; use one of {ROWS}"
             )
-        for name, block, size in (
-            ("block_D", self.block_D, D),
-            ("block_F", self.block_F, F),
-        ):
+        for name, block, size in (("block_D", self.block_D, D), ("block_F", self.block_F, F)):
             if block != size and (block % LANES or not 0 < block < size):
                 raise ValueError(
                     f"{name}={block} is neither {size} nor a smaller multiple of {LANES}; "

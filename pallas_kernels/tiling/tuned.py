@@ -2,9 +2,8 @@
 """The cache of tuned tilings: what `switchx tune kernels` writes and the operations look up.
 
 A JSON file of the user, `$SWITCHX_KERNEL_TILINGS` or `kernel_tilings.json` in the user's
-cache folder, and files that come with this package beside this one; the user's wins. A file
-that is not there holds nothing. One that is damaged or of another format is an error that
-names it: otherwise tuning would be lost without a word.
+cache folder. A file that is not there holds nothing. One that is damaged or of another format
+is an error that names it: otherwise tuning would be lost without a word.
 Dims: R rows, D inputs, F outputs, E experts
 """
 
@@ -78,12 +77,6 @@ def user_file() -> pathlib.Path:
     return pathlib.Path(cache) / "switchx" / "kernel_tilings.json"
 
 
-@functools.cache
-def shipped_files() -> tuple[pathlib.Path, ...]:
-    """The files that come with this package."""
-    return tuple(sorted(pathlib.Path(__file__).parent.glob("*.json")))
-
-
 def tuned_tiling(module, x_dtype, bits, group_size, R, D, F, E) -> Any:
     """The tuned tiling of `pallas_kernels.<op>.<implementation>`; see `lookup`."""
     _, op, implementation = module.__name__.split(".")
@@ -101,19 +94,17 @@ def lookup(key: Key, tiling_type: type) -> Any:
         ValueError: a file is damaged or of another format, or its tiling has fields that
             the implementation does not know.
     """
-    for path in (user_file(), *shipped_files()):
-        fields = read(path).get(key)
-        if fields is None:
-            continue
-        known = {field.name for field in dataclasses.fields(tiling_type)}
-        if unknown := set(fields) - known:
-            raise ValueError(
-                f"{path} has a tiling with {', '.join(sorted(unknown))} for {key.op} on "
-                f"{key.device}; this version knows {', '.join(sorted(known))}: run switchx "
-                "tune kernels again, or remove the file"
-            )
-        return tiling_type(**fields)
-    return None
+    fields = read(path := user_file()).get(key)
+    if fields is None:
+        return None
+    known = {field.name for field in dataclasses.fields(tiling_type)}
+    if unknown := set(fields) - known:
+        raise ValueError(
+            f"{path} has a tiling with {', '.join(sorted(unknown))} for {key.op} on "
+            f"{key.device}; this version knows {', '.join(sorted(known))}: run switchx tune "
+            "kernels again, or remove the file"
+        )
+    return tiling_type(**fields)
 
 
 def read(path: pathlib.Path) -> dict[Key, dict[str, int]]:

@@ -60,11 +60,12 @@ def load_figure(steps: np.ndarray, even_load: np.ndarray, layers: Sequence[str])
         mesh = axis.pcolormesh(
             edges, experts, even_load[:, n].T, cmap=COLOURS, vmin=0, vmax=limit, rasterized=True
         )
-        _map_axes(axis, layer, "step", "expert")
+        place = axis.get_subplotspec()
+        x, y = "step" * place.is_last_row(), "expert" * place.is_first_col()
+        _map_axes(axis, layer, x, y)
         axis.invert_yaxis()  # expert 0 on top, as in the other maps
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    _outer_labels_only(axes)
     extend = "max" if highest > limit else "neither"
     _colour_bar(figure, mesh, axes, "load (1 = even share)", extend=extend)
     return figure
@@ -94,8 +95,7 @@ def course_figure(
     """
     stacks = list(dict.fromkeys(layer.split()[0] for layer in layers))
     with matplotlib.rc_context(STYLE):
-        size = (1.2 + 4.2 * len(stacks), 0.5 + 1.7 * len(rows))
-        figure = Figure(figsize=size)
+        figure = Figure(figsize=(1.2 + 4.2 * len(stacks), 0.5 + 1.7 * len(rows)))
         grid = figure.subplots(len(rows), len(stacks), sharex=True, sharey="row", squeeze=False)
     marker = "o" if markers else None
     for axes, course in zip(grid, rows, strict=True):
@@ -132,8 +132,7 @@ def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, s
     figure, axes = _panels(len(shares), height=2.9, max_columns=3)
     limit = _limit(shares)
     for axis, share_EE, (here, there) in zip(axes, shares, pairs, strict=True):
-        image = _map(axis, share_EE, limit)
-        _map_axes(axis, None, f"expert in {there}", f"expert in {here}")
+        image = _map(axis, share_EE, limit, None, f"expert in {there}", f"expert in {here}")
         _integer_ticks(axis)
     _colour_bar(figure, image, axes, "share of the row's tokens", format=PERCENT)
     return figure
@@ -149,11 +148,10 @@ def class_figure(
             the last column is of all tokens.
         classes: names of the columns of each map.
     """
-    figure, axes = _panels(len(shares), height=3.2, max_columns=2, width=10.5)
+    figure, axes = _panels(len(shares), height=3.2, max_columns=2)
     limit = _limit(shares)
     for axis, share, names, layer in zip(axes, shares, classes, layers, strict=True):
-        image = _map(axis, share, limit=limit)
-        _map_axes(axis, layer, None, "expert")
+        image = _map(axis, share, limit, layer, None, "expert")
         axis.axvline(len(names) - 1.5, color="white", linewidth=5)
         axis.set_xticks(range(len(names)), names, rotation=35, ha="right")
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
@@ -172,8 +170,7 @@ def similarity_figure(
     """
     figure, axes = _panels(len(similarities), height=2.4)
     for axis, similarity, (title, *rows) in zip(axes, similarities, names, strict=True):
-        image = _map(axis, similarity, limit=1.0)
-        _map_axes(axis, title, None, None)
+        image = _map(axis, similarity, 1.0, title, None, None)
         if len(rows) <= MAX_NUMBERED_ROWS:
             axis.set_xticks(range(len(rows)), rows, rotation=35, ha="right")
             axis.set_yticks(range(len(rows)), rows)
@@ -183,12 +180,12 @@ def similarity_figure(
     return figure
 
 
-def _panels(count: int, height: float, max_columns: int = MAX_COLUMNS, width: float = 10.5):
+def _panels(count: int, height: float, max_columns: int = MAX_COLUMNS):
     """A figure and `count` axes in as few, even rows as `max_columns` allows."""
     rows = math.ceil(count / max_columns)
     columns = math.ceil(count / rows)
     # One panel does not fill the page.
-    width *= (0.35 + 0.65 * columns / max_columns) if rows == 1 else 1.0
+    width = 10.5 * ((0.35 + 0.65 * columns / max_columns) if rows == 1 else 1.0)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height * rows))
         grid = figure.subplots(rows, columns, squeeze=False)
@@ -202,7 +199,8 @@ def _limit(shares: Sequence[np.ndarray]) -> float:
     return max(0.2, *(float(np.max(share[np.isfinite(share)], initial=0)) for share in shares))
 
 
-def _map(axis, values: np.ndarray, limit: float):
+def _map(axis, values: np.ndarray, limit: float, title: str | None, x, y):
+    _map_axes(axis, title, x, y)
     image = axis.imshow(
         values, cmap=COLOURS, vmin=0, vmax=limit, aspect="auto", interpolation="nearest"
     )
@@ -230,13 +228,6 @@ def _integer_ticks(axis) -> None:
         each.set_major_locator(MaxNLocator(integer=True, nbins=10))
 
 
-def _outer_labels_only(axes) -> None:
-    for axis in axes:
-        place = axis.get_subplotspec()
-        axis.set_xlabel(axis.get_xlabel() if place.is_last_row() else "")
-        axis.set_ylabel(axis.get_ylabel() if place.is_first_col() else "")
-
-
 def _colour_bar(figure: Figure, image, axes, label: str, **options) -> None:
     """Beside the first maps: as long as one or two of them, however many there are."""
     shrink = min(1.0, 3.0 / figure.get_figheight())
@@ -261,7 +252,7 @@ def _limits(course: Course) -> tuple[float, float]:
     low = 0.0 if course.is_from_zero else float(np.min(everything, initial=np.inf))
     high = float(np.max(everything, initial=low))
     room = 0.08 * (high - low) or 1.0
-    return (low if course.is_from_zero else low - room), high + room
+    return low - room * (not course.is_from_zero), high + room
 
 
 def _label_ends(axis, ends) -> None:

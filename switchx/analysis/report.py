@@ -3,7 +3,8 @@
 
 The page and the notebook are made of the same sections, each from the numbers of one run.
 
-Dims: N Switch layers, E experts, T tokens of the sample, S experts selected by a token
+Dims: N Switch layers, E experts, T tokens of the sample, S experts selected by a token, V
+vocabulary
 """
 
 import base64
@@ -106,10 +107,7 @@ def read_run(
     class_V: np.ndarray,
     text_of: Callable[[int], str],
 ) -> RoutingRun:
-    """The routing of a run folder.
-
-    Args:
-        classes, class_V, text_of: of its vocabulary, as in `RoutingRun`.
+    """The routing of a run folder; the other arguments are of its vocabulary.
 
     Raises:
         ValueError: nothing was recorded (a dense model, no logged step, no evaluation), a
@@ -125,16 +123,13 @@ def read_run(
             f"experts, routing/ has {len(kept[-1].layers)} of {kept[-1].num_experts}; they are "
             "of two runs: restore the one that does not belong there"
         )
-    others = len(snapshots) - len(kept)
-    return RoutingRun(history, kept, others, classes, class_V, text_of)
+    return RoutingRun(history, kept, len(snapshots) - len(kept), classes, class_V, text_of)
 
 
 def all_sections(run: RoutingRun) -> list[Section]:
     """Everything, in the order of the page."""
-    return [
-        overview(run), load(run), course(run), saturation(run), transition(run),
-        classes(run), tokens(run), similarity(run),
-    ]  # fmt: skip
+    kinds = (overview, load, course, saturation, transition, classes, tokens, similarity)
+    return [section(run) for section in kinds]
 
 
 def overview(run: RoutingRun) -> Section:
@@ -167,25 +162,22 @@ def overview(run: RoutingRun) -> Section:
 
 def load(run: RoutingRun) -> Section:
     """Load of every expert over training."""
-    even = even_shares(run.history.load)
     return Section(
         "Load per expert",
         "Tokens that asked for each expert, before capacity. A balanced router is evenly "
         "light; a dark row is an expert that many tokens choose, a white one gets hardly any.",
-        [plots.load_figure(run.history.steps, even, run.layers)],
+        [plots.load_figure(run.history.steps, even_shares(run.history.load), run.layers)],
     )
 
 
 def course(run: RoutingRun) -> Section:
     """Drops, entropy, gate and dead experts over training."""
-    history = run.history
+    history, E = run.history, run.history.num_experts
     num_dead = dead_experts(history.load).sum(axis=-1).astype(float)
     rows = [
         plots.Course("dropped per token", history.dropped),
-        plots.Course(
-            "router entropy (nats)", history.entropy, math.log(history.num_experts), False
-        ),
-        plots.Course("gate of 1st choice", history.gate, 1 / history.num_experts),
+        plots.Course("router entropy (nats)", history.entropy, math.log(E), False),
+        plots.Course("gate of 1st choice", history.gate, 1 / E),
         plots.Course("dead experts", num_dead),
     ]
     return Section(
@@ -203,34 +195,27 @@ def saturation(run: RoutingRun) -> Section:
     if len(run.snapshots) < 2:
         return Section(title, "This takes two evaluations of the same tokens; there is one.")
     steps = np.array([each.step for each in run.snapshots])
-    saturated = saturation_by_step(run.snapshots)
     choices = max(stack.expert_NTS.shape[-1] for stack in run.final.stacks)
     chance = choices / run.final.num_experts
-    left_out = f" {run.num_others} evaluations of other tokens are left out."
+    rows = [plots.Course("saturation", saturation_by_step(run.snapshots), chance)]
     text = (
         f"Share of the sample's choices that are already those of step {steps[-1]}, where it "
         "is 1 by definition (OLMoE, arXiv:2409.02060). Dotted: chance."
     )
-    rows = [plots.Course("saturation", saturated, chance)]
-    return Section(
-        title,
-        text + left_out * (run.num_others > 0),
-        [plots.course_figure(steps, rows, run.layers, markers=True)],
-    )
+    if run.num_others:
+        text += f" {run.num_others} evaluations of other tokens are left out."
+    return Section(title, text, [plots.course_figure(steps, rows, run.layers, markers=True)])
 
 
 def transition(run: RoutingRun) -> Section:
     """From which expert to which one of the next Switch layer tokens go."""
     shares, pairs = [], []
     for stack in run.final.stacks:
-        counts = transitions(stack.expert_NTS, run.final.num_experts)
-        shares += list(rows_to_shares(counts))
+        shares += list(rows_to_shares(transitions(stack.expert_NTS, run.final.num_experts)))
         pairs += list(zip(stack.layers, stack.layers[1:], strict=False))
     title = "From expert to expert"
     if not pairs:
-        return Section(
-            title, "No stack has two Switch layers, so there is no way between them."
-        )
+        return Section(title, "No stack has two Switch layers: there is no way between them.")
     return Section(
         title,
         "Of the sample's tokens that an expert gets, the percentage that goes to each expert "
@@ -266,13 +251,14 @@ def classes(run: RoutingRun) -> Section:
 def tokens(run: RoutingRun) -> Section:
     """The tokens that tell most about each expert."""
     tables = []
+    columns, E = ("expert", "tokens of the sample", "typical"), run.final.num_experts
     for stack in run.final.stacks:
         for layer, expert_TS in zip(stack.layers, stack.expert_NTS, strict=True):
-            rows = [
-                _token_row(run, expert_TS, stack.token_T, expert)
-                for expert in range(run.final.num_experts)
-            ]
-            columns = ("expert", "tokens of the sample", "typical")
+            rows = []
+            for e in range(E):
+                typical = typical_tokens(expert_TS, stack.token_T, e, E, NUM_TYPICAL_TOKENS)
+                shown = [f"{_visible(run.text_of(t.token))} {t.share:.0%}" for t in typical]
+                rows.append((e, int(np.sum(expert_TS == e)), "\n".join(shown)))
             tables.append(Table(columns, rows, title=layer, codes=("typical",)))
     return Section(
         "Typical tokens",
@@ -290,21 +276,12 @@ def similarity(run: RoutingRun) -> Section:
         return Section(title, "No stack has two Switch layers to compare.")
     similarities = [layer_similarity(s.expert_NTS, run.final.num_experts) for s in stacks]
     names = [(s.layers[0].split()[0], *s.layers) for s in stacks]
-    label = "shared information"
     return Section(
         title,
         "Normalised mutual information of the layers' first choices, in percent: 100 when one "
         "layer's expert tells the other's, 0 when it tells nothing.",
-        [plots.similarity_figure(similarities, names, label)],
+        [plots.similarity_figure(similarities, names, "shared information")],
     )
-
-
-def _token_row(run: RoutingRun, expert_TS, token_T, expert: int) -> tuple:
-    typical = typical_tokens(
-        expert_TS, token_T, expert, run.final.num_experts, NUM_TYPICAL_TOKENS
-    )
-    shown = [f"{_visible(run.text_of(t.token))} {t.share:.0%}" for t in typical]
-    return expert, int(np.sum(expert_TS == expert)), "\n".join(shown)
 
 
 def _visible(text: str) -> str:

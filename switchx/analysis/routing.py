@@ -76,13 +76,12 @@ def read_history(path: pathlib.Path) -> RoutingHistory:
 
 def even_shares(load: np.ndarray) -> np.ndarray:
     """Load `[..., E]` in units of an even share: 1 everywhere when balanced."""
-    mean = np.mean(load, axis=-1, keepdims=True)
-    return load / np.maximum(mean, 1e-12)
+    return load / np.maximum(np.mean(load, axis=-1, keepdims=True), 1e-12)
 
 
-def dead_experts(load: np.ndarray, fraction: float = DEAD_FRACTION) -> np.ndarray:
-    """Which experts of `[..., E]` have less than `fraction` of an even share."""
-    return even_shares(load) < fraction
+def dead_experts(load: np.ndarray) -> np.ndarray:
+    """Which experts of `[..., E]` have less than `DEAD_FRACTION` of an even share."""
+    return even_shares(load) < DEAD_FRACTION
 
 
 def _read_lines(path: pathlib.Path) -> list[dict]:
@@ -136,11 +135,6 @@ class Snapshot:
         """Names of all Switch layers, in the order of the metrics."""
         return [layer for stack in self.stacks for layer in stack.layers]
 
-    @property
-    def tokens(self) -> list[list[int]]:
-        """Of each stack."""
-        return [stack.token_T.tolist() for stack in self.stacks]
-
 
 def read_snapshots(folder: pathlib.Path) -> list[Snapshot]:
     """The samples in a run's `routing/` folder, by step.
@@ -162,11 +156,15 @@ def comparable(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
     A run that was resumed on other data has a new sample from there on.
     """
-    return [each for each in snapshots if each.tokens == snapshots[-1].tokens]
+
+    def tokens(snapshot: Snapshot) -> list[list[int]]:
+        return [stack.token_T.tolist() for stack in snapshot.stacks]
+
+    return [each for each in snapshots if tokens(each) == tokens(snapshots[-1])]
 
 
 def _read(path: pathlib.Path) -> Snapshot:
-    """What `training/routing_sample.py` wrote."""
+    """What `training/evaluate.py` wrote."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             stacks = tuple(
@@ -192,17 +190,13 @@ def transitions(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
 
     A token with several choices counts once a layer: its pairs share a weight of 1.
     """
-    num_layers = len(expert_NTS)
-    counts = np.zeros((max(num_layers - 1, 0), num_experts, num_experts))
-    for n in range(num_layers - 1):
-        here_TSS, there_TSS = np.broadcast_arrays(
-            expert_NTS[n][:, :, None], expert_NTS[n + 1][:, None, :]
-        )
+    counts = np.zeros((max(len(expert_NTS) - 1, 0), num_experts, num_experts))
+    for counts_EE, here_TS, there_TS in zip(counts, expert_NTS, expert_NTS[1:], strict=False):
+        here_TSS, there_TSS = np.broadcast_arrays(here_TS[:, :, None], there_TS[:, None])
         is_pair_TSS = (here_TSS < num_experts) & (there_TSS < num_experts)
-        pairs_T = np.maximum(is_pair_TSS.sum(axis=(1, 2)), 1)
-        weight_TSS = is_pair_TSS / pairs_T[:, None, None]
+        weight_TSS = is_pair_TSS / np.maximum(is_pair_TSS.sum((1, 2), keepdims=True), 1)
         pairs = here_TSS[is_pair_TSS], there_TSS[is_pair_TSS]
-        np.add.at(counts[n], pairs, weight_TSS[is_pair_TSS])
+        np.add.at(counts_EE, pairs, weight_TSS[is_pair_TSS])
     return counts
 
 
@@ -253,8 +247,6 @@ def typical_tokens(
     is_choice_TS = expert_TS < num_experts
     token_TS = np.broadcast_to(token_T[:, None], expert_TS.shape)
     ids, index = np.unique(token_TS[is_choice_TS], return_inverse=True)
-    if not len(ids):
-        return []
     total = np.bincount(index, minlength=len(ids))
     is_here = expert_TS[is_choice_TS] == expert
     count = np.bincount(index[is_here], minlength=len(ids))
@@ -294,17 +286,14 @@ def saturation(expert_NTS: np.ndarray, final_NTS: np.ndarray, num_experts: int) 
 def saturation_by_step(snapshots: Sequence[Snapshot]) -> np.ndarray:
     """Saturation of every snapshot against the last, `[snapshots, N]` over all layers."""
     last = snapshots[-1]
-    return np.array(
-        [
-            np.concatenate(
-                [
-                    saturation(stack.expert_NTS, final.expert_NTS, last.num_experts)
-                    for stack, final in zip(each.stacks, last.stacks, strict=True)
-                ]
-            )
-            for each in snapshots
-        ]
-    )
+
+    def of_layers(snapshot: Snapshot) -> np.ndarray:
+        pairs = zip(snapshot.stacks, last.stacks, strict=True)
+        return np.concatenate(
+            [saturation(a.expert_NTS, b.expert_NTS, last.num_experts) for a, b in pairs]
+        )
+
+    return np.array([of_layers(each) for each in snapshots])
 
 
 def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
@@ -318,19 +307,18 @@ def layer_similarity(expert_NTS: np.ndarray, num_experts: int) -> np.ndarray:
     similarity_NN = np.zeros((len(first_NT), len(first_NT)))
     for a, here_T in enumerate(first_NT):
         for b, there_T in enumerate(first_NT):
-            is_both_T = (here_T < num_experts) & (there_T < num_experts)
-            counts_EE = np.zeros((num_experts, num_experts))
-            np.add.at(counts_EE, (here_T[is_both_T], there_T[is_both_T]), 1)
-            similarity_NN[a, b] = _normalised_information(counts_EE)
+            # The class of a token is its other expert; those without one are the last.
+            counts = class_counts(here_T[:, None], there_T, num_experts, num_experts + 1)
+            similarity_NN[a, b] = _normalised_information(counts[:, :-1])
     return similarity_NN
 
 
 def _normalised_information(counts: np.ndarray) -> float:
+    def entropy(share: np.ndarray) -> float:
+        return -np.sum(share[share > 0] * np.log(share[share > 0]))
+
     joint = counts / max(counts.sum(), 1)
-    p, q = joint.sum(axis=1), joint.sum(axis=0)
-    is_there = joint > 0
-    information = np.sum(joint[is_there] * np.log(joint[is_there] / np.outer(p, q)[is_there]))
-    entropies = [-np.sum(each[each > 0] * np.log(each[each > 0])) for each in (p, q)]
-    if min(entropies) < 1e-9:  # one expert, up to rounding
+    p, q = entropy(joint.sum(axis=1)), entropy(joint.sum(axis=0))
+    if min(p, q) < 1e-9:  # one expert, up to rounding
         return 0.0
-    return float(information / np.sqrt(np.prod(entropies)))
+    return float((p + q - entropy(joint)) / np.sqrt(p * q))

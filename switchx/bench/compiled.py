@@ -3,18 +3,26 @@
 
 `bench scale` and docs/scale.md report the four Switch models on pods so. Memory and collectives
 are those of the program that a pod would run; nothing is run, so there are no times.
+
+    SWITCHX_AOT_TPU=.venv/aot_tpu python -m switchx.bench.compiled
+
+compiles all four, writes the reports to `docs/scale.json` and the tables to the page; with
+names of models (`switch_c`) it does so for those alone. Each takes minutes to half an hour. The
+exit status is 1 where a check does not hold.
 """
 
 import json
 import pathlib
+import sys
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from switchx.bench.report import Check, Report
+from switchx.partitioning.hlo_collectives import KINDS
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters
-from switchx.training.aot import CompiledStep, compile_step, describe_devices, run_with_compiler
+from switchx.training.aot import CompiledStep, run_with_compiler
 from switchx.training.job import TrainingJob
 
 # The runs that docs/scale.md reports, and the slices that they are for.
@@ -29,20 +37,17 @@ POD_TOKENS = 1 << 20
 MOST_OFF = 0.05
 # Slots over the capacity factor that rounding may add.
 MOST_PADDING = 1.25
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+RESULTS, PAGE = DOCS / "scale.json", DOCS / "scale.md"
+BEGIN, END = "<!-- tables: made by switchx.bench.compiled -->\n", "<!-- end of tables -->\n"
 
 
-def run(job: TrainingJob, topology: Topology, name: str) -> Report:
-    """Compiles a job's step for a slice; in a process that has the compiler.
+def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: str) -> Report:
+    """The report of a compiled step: a row that holds its collectives, and the checks.
 
     Args:
         name: of the job, for the row.
     """
-    step = compile_step(job, describe_devices(topology), topology.generation.hbm_bytes)
-    return report_of(step, job, topology, name)
-
-
-def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: str) -> Report:
-    """The report of a compiled step: a row that holds its collectives, and the checks."""
     memory = step.memory
     row = {
         "run": name,
@@ -58,9 +63,8 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         "hbm_bytes_per_device": memory.limit,
         "excess_bytes_per_device": memory.excess,
         "matrix_flops_per_device": step.flops,
-        "collectives": None
-        if step.collectives is None
-        else {
+        "collectives": step.collectives
+        and {
             kind: {"count_per_step": count, "bytes_per_device": size}
             for kind, (count, size) in step.collectives.items()
         },
@@ -69,11 +73,13 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
     if memory.excess:
         row["way_out"] = way_out(step, topology)
     counted = count_parameters(job.model).total
+    encoder, decoder = job.sequence_lengths
+    tokens = job.batch_size * (encoder or decoder)  # the latter of a decoder-only model
     checks = [
         Check("fits", int(memory.fits), "==1"),
         Check("parameters", step.parameters, f"=={counted}"),
         Check("devices", step.devices, f"=={topology.num_devices}"),
-        Check("tokens_per_batch", step.tokens_per_batch, f"=={_tokens_asked_for(job)}"),
+        Check("tokens_per_batch", step.tokens_per_batch, f"=={tokens}"),
     ]
     if step.slots_per_token is not None:
         factor = job.model.switch.capacity_factor * job.model.switch.router.num_selected
@@ -85,7 +91,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
 def way_out(step: CompiledStep, topology: Topology) -> str:
     """Says where a step that does not fit could, by the size of its arguments."""
     total = step.memory.arguments * step.devices
-    said = f"too large by {_gib(step.memory.excess)} a device"
+    said = f"too large by {_gib(step.memory.excess)} GiB a device"
     if step.memory.arguments <= step.memory.limit:
         return (
             f"{said}, of temporaries: use ModelConfig.remat='full', more microbatches, or more "
@@ -99,8 +105,8 @@ def way_out(step: CompiledStep, topology: Topology) -> str:
     ]
     if not fitting:
         return (
-            f"{said}, of arguments alone: {_gib(total)} of arguments fit no slice there is; "
-            "use fewer experts, or split what this mesh replicates"
+            f"{said}, of arguments alone: {_gib(total)} GiB of arguments fit no slice there "
+            "is; use fewer experts, or split what this mesh replicates"
         )
     return f"{said}, of arguments alone: split them over more devices ({', '.join(fitting)})"
 
@@ -159,19 +165,18 @@ def print_tables(report: Report) -> None:
         table = Table(
             title=f"switchx compile, {row['topology']}", title_justify="left", box=None
         )
-        table.add_column("")
-        table.add_column("", justify="right")
+        table.add_column()
+        table.add_column(justify="right")
         for name, value in row.items():
             if name not in ("collectives", "way_out") and value is not None:
                 table.add_row(name.replace("_", " "), _shown(name, value))
         console.print(table)
         if row["collectives"]:
-            table = Table(box=None)
-            for column in ("collective", "times a step", "a device"):
-                table.add_column(column, justify="left" if column == "collective" else "right")
+            right = (Column(name, justify="right") for name in ("times a step", "a device"))
+            table = Table("collective", *right, box=None)
             for kind, one in row["collectives"].items():
-                count, size = one["count_per_step"], one["bytes_per_device"]
-                table.add_row(kind, f"{count:,}", _gib(size))
+                size = f"{_gib(one['bytes_per_device'])} GiB"
+                table.add_row(kind, f"{one['count_per_step']:,}", size)
             console.print(table)
         if "way_out" in row:
             console.print(row["way_out"])
@@ -181,17 +186,92 @@ def print_tables(report: Report) -> None:
     console.print("Compiled, not run.")
 
 
-def _tokens_asked_for(job: TrainingJob) -> int:
-    """Tokens of a batch of the encoder, or of a decoder-only model's rows."""
-    encoder, decoder = job.sequence_lengths
-    return job.batch_size * (encoder or decoder)
-
-
 def _shown(name: str, value) -> str:
     if "bytes" in name:
-        return _gib(value)
+        return f"{_gib(value)} GiB"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):,.2f} GiB"
+    return f"{num_bytes / (1 << 30):,.2f}"
+
+
+def tables(reports: dict[str, dict]) -> str:
+    """Markdown tables: what each model needs of a device, and what it communicates."""
+    names = filter(reports.__contains__, (name_of(run_file) for run_file, _ in PODS))
+    rows = {name.replace("_", "-"): reports[name]["results"][0] for name in names}
+    needs = [
+        {
+            "": name,
+            "slice": f"`{row['topology']}`",
+            "devices": f"{row['devices']:,}",
+            "parameters": f"{row['parameters'] / 1e9:,.1f} B",
+            "tokens a batch": f"{row['tokens_per_batch']:,}",
+            "slots a token": f"{row['slots_per_token']:.3f}",
+            "arguments, GiB": _gib(row["argument_bytes_per_device"]),
+            "temporaries, GiB": _gib(row["temporary_bytes_per_device"]),
+            "of, GiB": _gib(row["hbm_bytes_per_device"]),
+            "fits": "no" if row["excess_bytes_per_device"] else "yes",
+            # A step that its compiler refused has neither FLOPs nor collectives.
+            "TFLOPs": f"{flops / 1e12:.2f}"
+            if (flops := row["matrix_flops_per_device"])
+            else "",
+        }
+        for name, row in rows.items()
+    ]
+    sent = {
+        name: {
+            kind: f"{one['count_per_step']}: {_gib(one['bytes_per_device'])}"
+            for kind, one in (row["collectives"] or {}).items()
+        }
+        for name, row in rows.items()
+    }
+    kinds = [kind for kind in KINDS if any(kind in one for one in sent.values())]
+    sends = [
+        {"": name} | {kind: one.get(kind, "") for kind in kinds} for name, one in sent.items()
+    ]
+    title = "Collectives of a step: how often it executes each kind, and GiB on one device."
+    return f"{_markdown(needs)}\n{title}\n\n{_markdown(sends)}"
+
+
+def _markdown(rows: list[dict[str, str]]) -> str:
+    head = f"| {' | '.join(rows[0])} |\n{'|---' * len(rows[0])}|\n"
+    return head + "".join(f"| {' | '.join(row.values())} |\n" for row in rows)
+
+
+def with_tables(page: str, reports: dict[str, dict]) -> str:
+    """The page with new tables in the place of the old ones.
+
+    Raises:
+        ValueError: the page does not mark their place.
+    """
+    if BEGIN not in page or END not in page:
+        raise ValueError(f"{PAGE} has no lines {BEGIN.strip()!r} and {END.strip()!r}")
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{tables(reports)}\n{END}{rest.partition(END)[2]}"
+
+
+def main(names: list[str]) -> int:
+    """Compiles models and writes the page; returns 1 where one of their checks does not hold.
+
+    Raises:
+        ValueError: a model is not one of the pods'.
+    """
+    known = [name_of(run_file) for run_file, _ in PODS]
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"there is no {', '.join(unknown)}; use {', '.join(known)}")
+    pods = [pod for pod in PODS if not names or name_of(pod[0]) in names]
+    reports = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    failed = []
+    for pod in pods:
+        [reports[name_of(pod[0])]] = compiled_reports([pod])
+        RESULTS.write_text(json.dumps(reports, indent=1) + "\n")
+        PAGE.write_text(with_tables(PAGE.read_text(), reports))
+        failed += [one for one in pod_checks([reports[name_of(pod[0])]]) if not one.holds]
+    for check in failed:
+        print(f"{check.name} {check.value:,.6g} {check.bound}: does not hold")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

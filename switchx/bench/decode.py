@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench import serving, torch_peer
 from switchx.bench.report import Check, Report
-from switchx.bench.train import DENSE, MEBIBYTE, Contender, ratio, switch_model, take_turns
+from switchx.bench.train import DENSE, MEBIBYTE, in_ms, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
 from switchx.inference.generate import Generator, Hypothesis, for_decoding
@@ -37,6 +38,7 @@ CASES = (
     ((1, 4), "beam4_b1_vs_torch", 4.0),
 )
 PRUNED_BATCH = 32
+PRUNINGS = ("none", "experts", "compact")
 NO_END = -1
 
 
@@ -82,11 +84,12 @@ def run(rounds: int) -> Report:
     checks = [
         Check(name, ratios[name], f">={least}") for _, name, least in CASES if name in ratios
     ]
-    measures = [pruning, quantized_bytes]
+    parts = [pruning(rounds), quantized_bytes()]
     if serving.is_available():
-        measures.append(served_requests)
-    for measure in measures:
-        found, more = measure(rounds)
+        config = switch_model(NUM_EXPERTS[0])
+        params = init_params(config, jax.random.key(0))
+        parts.append(serving.serving(config, params, inputs(PRUNED_BATCH), rounds))
+    for found, more in parts:
         rows, checks = rows + found, checks + more
     return Report("bench decode", rows, checks)
 
@@ -100,9 +103,10 @@ def against_torch(
         config, params = for_decoding(config), init_params(config, jax.random.key(0))
         return _measured(config, params, num_experts, rounds, None, None)
     with tempfile.TemporaryDirectory() as name:
+        described, _ = huggingface.describe(switch_model(num_experts))
         settings = {
-            "task": "generate", "folder": name, "inputs": inputs(BATCH),
-            "config": torch_peer.config_of(switch_model(num_experts)), "new_tokens": NEW_TOKENS,
+            "task": "generate", "folder": name, "config": described,
+            "inputs": inputs(BATCH), "new_tokens": NEW_TOKENS,
         }  # fmt: skip
         with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
             peer.ask("1 1")  # the weights are written by then
@@ -119,16 +123,14 @@ def _measured(config, params, num_experts, rounds, peer, folder):
     for (batch, beams), check, _ in CASES:
         name = f"{num_experts} experts, batch {batch}, {beams} beams"
         decode = decoder(config, params, batch, beams)
-        ours = [Contender(f"ours, {name}", decode, 0)]
+        ours = [Contender(f"ours, {name}", decode)]
         if peer is not None:
             ask = functools.partial(peer.ask, f"{batch} {beams}")
-            ours.append(Contender(f"transformers, {name}", ask, 0))
-        for each in ours:  # compiles, allocates
-            each.step()
-        take_turns(ours, rounds, num_steps=1)
+            ours.append(Contender(f"transformers, {name}", ask))
+        take_turns(ours, rounds)
         rows += [_row(each, ours[-1], batch * NEW_TOKENS) for each in ours]
         if peer is not None:
-            speedups[check] = ratio(*ours)
+            speedups[check] = speedup(*ours)
             theirs = np.load(folder / f"tokens_{batch}_{beams}.npy").tolist()
             same = sum(a == b for a, b in zip(decode.tokens, theirs, strict=True))
             rows[-2]["same_texts"] = same / batch
@@ -146,32 +148,24 @@ def pruning(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     config = switch_model(NUM_EXPERTS[0])
     config, params = for_decoding(config), init_params(config, jax.random.key(0))
     rooms = sentence_lengths(PRUNED_BATCH)
-    decoders = {}
-    for name in ("none", "experts", "compact"):
+    contenders = {}
+    for name in PRUNINGS:
         decoding = DecodingConfig(NEW_TOKENS, eos_id=NO_END, pruning=name)
         generator = Generator(config, params, decoding, PRUNED_BATCH)
-        decoders[name] = Decoder(generator, inputs(PRUNED_BATCH), rooms)
-    contenders = {
-        name: Contender(f"pruning {name}, batch {PRUNED_BATCH}", decode, 0)
-        for name, decode in decoders.items()
-    }
-    for each in contenders.values():
-        each.step()
-    take_turns(list(contenders.values()), rounds, num_steps=1)
+        decode = Decoder(generator, inputs(PRUNED_BATCH), rooms)
+        contenders[name] = Contender(f"pruning {name}, batch {PRUNED_BATCH}", decode)
+    take_turns(list(contenders.values()), rounds)
     rows = [_row(each, contenders["none"], sum(rooms)) for each in contenders.values()]
-    texts = [decode.tokens for decode in decoders.values()]
-    checks = [
-        Check("pruning_gain", ratio(contenders["compact"], contenders["none"]), ">=1.15"),
-        Check(
-            "pruning_tokens_identical", float(all(text == texts[0] for text in texts)), "==1"
-        ),
+    first, *others = (each.step.tokens for each in contenders.values())
+    is_same = all(tokens == first for tokens in others)
+    return rows, [
+        Check("pruning_gain", speedup(contenders["compact"], contenders["none"]), ">=1.15"),
+        Check("pruning_tokens_identical", float(is_same), "==1"),
     ]
-    return rows, checks
 
 
-def quantized_bytes(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+def quantized_bytes() -> tuple[list[dict[str, Any]], list[Check]]:
     """Compares arguments and temporaries of the compiled loop, float32 and int4 experts."""
-    del rounds
     config = switch_model(NUM_EXPERTS[-1])
     config, params = for_decoding(config), init_params(config, jax.random.key(0))
     _, quantized, _, _ = quantize_experts(config, params, bits=4)
@@ -181,14 +175,6 @@ def quantized_bytes(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
         for name, size in found.items()
     ]
     return rows, [Check("int4_bytes_vs_f32", found["int4"] / found["float32"], "<=0.25")]
-
-
-def served_requests(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Measures a server of the smaller model with 1 to 32 clients at a time."""
-    config = switch_model(NUM_EXPERTS[0])
-    return serving.serving(
-        config, init_params(config, jax.random.key(0)), inputs(PRUNED_BATCH), rounds
-    )
 
 
 def loop_bytes(config, params) -> int:
@@ -209,10 +195,9 @@ def loop_bytes(config, params) -> int:
 
 
 def _row(each: Contender, baseline: Contender, tokens: int) -> dict[str, Any]:
-    summary = each.summary()
     return {
         "decoding": each.name,
-        **summary,
-        "tokens_per_s": 1e3 * tokens / summary["step_ms"],
-        "vs_baseline": ratio(each, baseline),
+        **in_ms(each),
+        "tokens_per_s": tokens / each.median_s,
+        "vs_baseline": speedup(each, baseline),
     }

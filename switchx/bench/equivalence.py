@@ -26,9 +26,9 @@ from switchx.models.params import params_of, with_params
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatchers import refusal
 from switchx.moe.layer import SwitchFFN
-from switchx.optim.norms import global_norm
+from switchx.optim.protocol import global_norm
 from switchx.partitioning.constrain import use_mesh
-from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.partitioning.mesh import AXES, MeshSpec, named_axes
 from switchx.partitioning.rules import Rules, param_shardings
 from switchx.planner.layout import SLICED_RULES
 
@@ -67,9 +67,7 @@ class Cell:
 
     @property
     def mesh_name(self) -> str:
-        """`data=2 expert=4`: the axes of more than one device."""
-        sizes = {axis: getattr(self.mesh, axis) for axis in AXES}
-        return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        return named_axes({axis: getattr(self.mesh, axis) for axis in AXES})
 
 
 def meshes(rules: Rules) -> Iterator[MeshSpec]:
@@ -127,12 +125,8 @@ def make_inputs() -> dict[str, jax.Array]:
     is_token_BL = np.ones((ROWS, LENGTH), bool)
     is_token_BL[::2, -3:] = False
     token_BL = rng.integers(0, 1000, (ROWS, LENGTH)).astype(np.int32)
-    return {
-        "x_BLD": jnp.array(x_BLD),
-        "dy_BLD": jnp.array(dy_BLD),
-        "is_token_BL": jnp.array(is_token_BL),
-        "token_BL": jnp.array(token_BL),
-    }
+    inputs = dict(x_BLD=x_BLD, dy_BLD=dy_BLD, is_token_BL=is_token_BL, token_BL=token_BL)
+    return {name: jnp.array(value) for name, value in inputs.items()}
 
 
 def make_params(layer: SwitchFFN) -> dict:

@@ -22,14 +22,13 @@ from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.hlo_collectives import collectives
-from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.layout import SLICED_RULES, Layout
 from switchx.planner.step_comm import compiled_on_cpu, step_collectives
 from switchx.training.aot import batch_shapes
 from switchx.training.job import TrainingJob
 from switchx.training.losses import LossConfig
-from switchx.training.program import TrainingProgram
-from switchx.training.workload import workload_of
+from switchx.training.program import TrainingProgram, workload_of
 
 NUM_DEVICES = 8
 ROWS, LENGTH = 16, 8
@@ -85,34 +84,20 @@ LEFT_OVER = (
 
 def run(note: Callable[[str], None] = lambda text: None) -> Report:
     """Compiles every case; those left over have their own check, which does not hold."""
-    rows, left_over = measured_rows(CASES, note), measured_rows(LEFT_OVER, note)
-    return Report("check planned_bytes", rows + left_over, checks(rows, left_over))
-
-
-def measured_rows(
-    cases: tuple[Case, ...] = CASES, note: Callable[[str], None] = lambda text: None
-) -> list[dict[str, Any]]:
-    """A row a case: bytes compiled and planned, by kind and altogether."""
-    found = []
-    for case in cases:
-        note(f"compiling {case.name}")
-        found.append(compare(case))
-    return found
-
-
-def check(rows: list[dict[str, Any]], name: str = "hlo_vs_planner_bytes") -> Check:
-    """The largest relative error of the planned bytes."""
-    worst = max(abs(row["relative_error"]) for row in rows)
-    return Check(name, worst, f"<={BOUND}")
-
-
-def checks(rows: list[dict[str, Any]], left_over: list[dict[str, Any]]) -> list[Check]:
-    """The check of what is modelled, and with the same bound that of what is not."""
-    return [check(rows), check(left_over, "hlo_vs_planner_bytes_left_over")]
+    rows, checks = [], []
+    for name, cases in (("", CASES), ("_left_over", LEFT_OVER)):
+        found = []
+        for case in cases:
+            note(f"compiling {case.name}")
+            found.append(compare(case))
+        rows += found
+        worst = max(abs(row["relative_error"]) for row in found)
+        checks.append(Check(f"hlo_vs_planner_bytes{name}", worst, f"<={BOUND}"))
+    return Report("check planned_bytes", rows, checks)
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """Compiles one case and plans it."""
+    """A row: bytes of a case compiled and planned, by kind and altogether."""
     job = make_job(case)
     compiled, planned = compiled_bytes(job), planned_bytes(job)
     row = {"case": case.name}
@@ -176,7 +161,7 @@ def compile_step(job: TrainingJob):
     """Compiles a job's training step for eight devices."""
     program = TrainingProgram(job, jax.devices()[:NUM_DEVICES])
     with program.scope():
-        step = program.train_step.lower(program.restore_target(), batch_shapes(program))
+        step = program.train_step.lower(program.abstract_state, batch_shapes(program))
         # What is read off does not depend on LLVM, and its optimizations take long.
         is_cpu = jax.default_backend() == "cpu"
         options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
@@ -195,12 +180,8 @@ def planned_bytes(job: TrainingJob) -> collections.Counter:
     """Bytes by kind of collective as the planner has them."""
     sizes = job.mesh.build(jax.devices()[:NUM_DEVICES]).shape
     switch = job.model.switch
-    layout = Layout(
-        **{axis: sizes.get(axis, 1) for axis in AXES},
-        dispatcher=switch.dispatcher if switch else None,
-    )
+    layout = Layout(**sizes, dispatcher=switch.dispatcher if switch else None)
     counted = collections.Counter()
-    planned = step_collectives(workload_of(job), layout)
-    for each in compiled_on_cpu(planned, layout):
+    for each in compiled_on_cpu(step_collectives(workload_of(job), layout), layout):
         counted[each.kind] += round(each.total_bytes)
     return counted

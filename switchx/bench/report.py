@@ -5,12 +5,14 @@ import dataclasses
 import itertools
 import json
 import operator
+import os
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
-from switchx.provenance import environment
+from switchx.manifest import git_commit
 
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
 
@@ -50,14 +52,8 @@ class Report:
 
     def as_json(self) -> str:
         checks = [dataclasses.asdict(check) | {"holds": check.holds} for check in self.checks]
-        return json.dumps(
-            {
-                "command": self.command,
-                "environment": environment(),
-                "results": self.results,
-                "checks": checks,
-            }
-        )
+        head = {"command": self.command, "environment": environment()}
+        return json.dumps(head | {"results": self.results, "checks": checks})
 
     def print(self, as_json: bool) -> None:
         """Prints a table for each first column, or the object as the last line."""
@@ -67,28 +63,33 @@ class Report:
         console = Console(highlight=False)
         title = f"switchx {self.command}"
         for _, rows in itertools.groupby(self.results, key=lambda row: next(iter(row))):
-            console.print(_table(title, list(rows)))
+            rows = list(rows)
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            table = Table(title=title, title_justify="left", box=None)
+            for column in columns:
+                table.add_column(column, justify="left" if column == columns[0] else "right")
+            for row in rows:
+                table.add_row(*(_shown(row.get(column)) for column in columns))
+            console.print(table)
             title = None
         for check in self.checks:
             verdict = "holds" if check.holds else "does not hold"
             console.print(f"{check.name} {check.value:.3f} {check.bound}: {verdict}")
 
 
-def _table(title: str | None, rows: list[dict[str, Any]]) -> Table:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(title=title, title_justify="left", box=None)
-    for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right")
-    for row in rows:
-        table.add_row(*(_shown(row.get(column)) for column in columns))
-    return table
+def environment() -> dict[str, Any]:
+    """Device, cores, JAX and commit of a measurement, and glibc's tunables, which change it."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "jax": jax.__version__,
+        "commit": git_commit(),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
+    }
 
 
 def _shown(value) -> str:
-    if value is None:
-        return ""
-    return (
-        f"{value:,.3g}"
-        if isinstance(value, float) and abs(value) < 100
-        else (f"{value:,.0f}" if isinstance(value, int | float) else str(value))
-    )
+    if not isinstance(value, int | float):
+        return "" if value is None else str(value)
+    is_small = isinstance(value, float) and abs(value) < 100
+    return f"{value:,.3g}" if is_small else f"{value:,.0f}"

@@ -24,7 +24,7 @@ from switchx.bench import compiled, loss_parity, planned_bytes
 from switchx.bench.loss_parity import VOCABULARY_ROWS
 from switchx.bench.planned_bytes import compile_step, small_job
 from switchx.bench.report import Check, Report
-from switchx.layers.ffn import DenseFFN
+from switchx.layers.dense import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params, params_of, with_params
 from switchx.models.stages import split_blocks
@@ -32,7 +32,7 @@ from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.hlo_collectives import collectives
-from switchx.partitioning.mesh import MeshSpec, batch_axes, batch_parts
+from switchx.partitioning.mesh import MeshSpec, batch_axes, batch_parts, named_axes
 from switchx.partitioning.rules import param_shardings
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import SLICED_RULES
@@ -54,15 +54,14 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
     note("compiling pipelines")
     memory = pipeline_rows()
     layers = layer_rows(note)
-    planned = planned_bytes.measured_rows(note=note)
-    left_over = planned_bytes.measured_rows(planned_bytes.LEFT_OVER, note=note)
+    planned = planned_bytes.run(note)
     note("compiling token tables and buckets")
     table_ratio, tables = token_tables()
     bucket_ratio, buckets = bucket_rows()
     checks = [
         loss_parity.check(parity),
         Check("memory_1f1b_m128_vs_m8", growth(memory, "1f1b"), "<=1.05"),
-        *planned_bytes.checks(planned, left_over),
+        *planned.checks,
         extra_collectives(layers),
         Check("embedding_bytes_vs_replicated", table_ratio, f"<={TABLE_BOUND:g}"),
         Check("buckets_vs_collectives", bucket_ratio, "==1"),
@@ -71,7 +70,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         _named("training", parity)
         + memory
         + _named("layer", layers)
-        + _named("communication", planned + left_over)
+        + _named("communication", planned.results)
         + _named("table", tables)
         + _named("fused", buckets)
     )
@@ -192,7 +191,7 @@ def layer_rows(note: Callable[[str], None] = lambda text: None) -> Rows:
             if each.num_bytes >= LEAST_BYTES:
                 counted[each.kind] += 1
                 sizes[each.kind] += each.num_bytes
-        axes = " ".join(f"{axis}={n}" for axis, n in spec.build().shape.items() if n > 1)
+        axes = named_axes(spec.build().shape)
         row = {"case": f"one layer, {name}, {axes}", "collectives": counted.total()}
         for kind in sorted(counted):
             row |= {f"{kind}s": counted[kind], f"{kind}_bytes": sizes[kind]}
@@ -259,10 +258,8 @@ def token_tables() -> tuple[float, Rows]:
         The ratio, 1 over the devices, and a row for each of both.
     """
     arguments = {}
-    for name, spec in (
-        ("replicated", MeshSpec()),
-        ("rows split", MeshSpec(rules=VOCABULARY_ROWS)),
-    ):
+    meshes = {"replicated": MeshSpec(), "rows split": MeshSpec(rules=VOCABULARY_ROWS)}
+    for name, spec in meshes.items():
         job = small_job(WIDE_VOCABULARY, spec, STEP_ROWS, STEP_LENGTH)
         arguments[name] = compile_step(job).memory_analysis().argument_size_in_bytes
     whole = 4 * STATES * WIDE_VOCABULARY.vocab_size * WIDE_VOCABULARY.d_model

@@ -59,7 +59,7 @@ def serving(
     """
     # Imported here: the rest of `bench decode` does without the extra.
     from switchx.api import Model
-    from switchx.data.text_format import TextFormat
+    from switchx.data.tasks import TextFormat
     from switchx.serving.limits import Limits
     from switchx.serving.scheduler import Service
     from switchx.serving.server import Server, open_socket
@@ -70,7 +70,7 @@ def serving(
         batch_size=BATCH_SIZE, max_input_tokens=max(length, 16), max_new_tokens=NEW_TOKENS,
         warm_up_tokens=max(length, 16),
     )  # fmt: skip
-    wanted = model.generate(inputs, max_length=NEW_TOKENS)
+    wanted = model.generate(inputs, max_length=NEW_TOKENS, batch_size=BATCH_SIZE)
     for number in CONCURRENCY:  # compiles
         _generate(model, inputs, number)
     service = Service(model, limits)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's Switch Transformer on the same cores, in a process of its own.
 
-Nothing that `switchx` imports needs PyTorch: this file starts a program that does, where it is
-installed.
+The first half starts the process, where PyTorch is installed; nothing that `switchx` imports
+needs it. The second half is the process' program, which runs this file and imports nothing of
+`switchx`: it does its task once for each line that it is sent and prints `done` after each.
+Shapes, capacity factor and optimizer are those of our side.
+Dims: B rows of a batch, M tokens of a source, T generated tokens
 """
 
 import contextlib
@@ -11,22 +14,15 @@ import json
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from switchx.interop.huggingface import describe
-from switchx.models.config import ModelConfig
-
-PROGRAM = pathlib.Path(__file__).with_name("torch_program.py")
+PROGRAM = pathlib.Path(__file__)
 
 
 def is_available() -> bool:
     """Whether the extra `hf` is installed."""
     return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
-
-
-def config_of(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of transformers' configuration of the same model, which drops no token."""
-    return describe(model)[0]
 
 
 class TorchPeer:
@@ -57,3 +53,69 @@ class TorchPeer:
         with contextlib.suppress(BrokenPipeError):  # closing writes what is left
             self._process.stdin.close()
         self._process.wait()
+
+
+def trainer(settings: dict) -> Callable[[str], None]:
+    """A training step of transformers' Switch Transformer, whatever the line says."""
+    import torch
+    import transformers
+
+    config = transformers.SwitchTransformersConfig(**settings["config"])
+    model = transformers.SwitchTransformersForConditionalGeneration(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    inputs = torch.randint(3, config.vocab_size, (settings["batch"], settings["inputs"]))
+    labels = torch.randint(3, config.vocab_size, (settings["batch"], settings["targets"]))
+
+    def step(line: str) -> None:
+        optimizer.zero_grad()
+        model(input_ids=inputs, labels=labels, output_router_logits=True).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def generator(settings: dict) -> Callable[[str], None]:
+    """`generate` with the line's `BATCH BEAMS`.
+
+    It draws the weights and saves them into the folder first, so that both sides decode the
+    same model, and writes the generated tokens beside them, for the other side to compare.
+    """
+    import numpy as np
+    import torch
+    import transformers
+
+    folder, new_tokens = pathlib.Path(settings["folder"]), settings["new_tokens"]
+    config = transformers.SwitchTransformersConfig(**settings["config"])
+    model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    input_BM = torch.tensor(settings["inputs"])
+
+    def generate(line: str) -> None:
+        batch, beams = map(int, line.split())
+        with torch.no_grad():
+            token_BT = model.generate(
+                input_ids=input_BM[:batch],
+                num_beams=beams,
+                do_sample=False,
+                min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
+            )
+        np.save(folder / f"tokens_{batch}_{beams}.npy", token_BT[:, 1:].numpy())
+
+    return generate
+
+
+def main(settings: dict) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    do = {"train": trainer, "generate": generator}[settings["task"]](settings)
+    for line in sys.stdin:
+        do(line)
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

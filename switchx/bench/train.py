@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx bench train`: a Switch T5's training step against the same model dense.
 
-One step is forward, backward and the optimizer. All models live in one process and take turns,
-so that a machine whose speed drifts is equally fast for all of them. `Contender`, `take_turns`
-and `ratio` serve the other benches too.
+One step is forward, backward and the optimizer; the contenders take turns.
 """
 
 import dataclasses
 import functools
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench import torch_peer
 from switchx.bench.report import Check, Report
+from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.training.losses import LossConfig
-from switchx.training.state import init_state
-from switchx.training.step import StepConfig, train_step
+from switchx.training.step import StepConfig, init_state, train_step
 
 BATCH, INPUTS, TARGETS = 16, 128, 32
 TOKENS_PER_STEP = BATCH * (INPUTS + TARGETS)
@@ -33,6 +29,7 @@ DENSE = ModelConfig(
     num_encoder_layers=4, num_decoder_layers=4, activation="relu", init_scale=0.1,
 )  # fmt: skip
 NUM_EXPERTS = (8, 16, 32, 64)
+NUM_STEPS = 2  # of a turn
 MEBIBYTE = 2**20
 
 
@@ -42,9 +39,9 @@ def switch_model(num_experts: int) -> ModelConfig:
     return dataclasses.replace(DENSE, switch=switch)
 
 
-def make_batch(seed: int = 0) -> dict[str, np.ndarray]:
+def make_batch() -> dict[str, np.ndarray]:
     """A batch without padding; token ids are random, as speed does not depend on them."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def side(prefix: str, length: int) -> dict[str, np.ndarray]:
         return {
@@ -57,39 +54,6 @@ def make_batch(seed: int = 0) -> dict[str, np.ndarray]:
     features["decoder_target_tokens"] = rng.integers(3, DENSE.vocab_size, (BATCH, TARGETS))
     batch = {name: value.astype(np.int32) for name, value in features.items()}
     return batch | {"decoder_loss_weights": np.ones((BATCH, TARGETS), np.float32)}
-
-
-@dataclasses.dataclass
-class Contender:
-    """What is measured: a step to call, and the times that it took.
-
-    Attributes:
-        peak_bytes: arguments and temporaries of the compiled step.
-    """
-
-    name: str
-    step: Callable[[], Any]
-    peak_bytes: int
-    times_s: list[float] = dataclasses.field(default_factory=list)
-
-    def measure(self, num_steps: int) -> None:
-        """Adds the mean time of `num_steps` steps to the measured times."""
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            self.step()
-        self.times_s.append((time.perf_counter() - start) / num_steps)
-
-    def summary(self) -> dict[str, float]:
-        """Median, least and largest time of a step, as columns of a row."""
-        return {
-            "step_ms": 1e3 * statistics.median(self.times_s),
-            "min_ms": 1e3 * min(self.times_s),
-            "max_ms": 1e3 * max(self.times_s),
-        }
-
-    @property
-    def tokens_per_s(self) -> float:
-        return TOKENS_PER_STEP / statistics.median(self.times_s)
 
 
 def contender(name: str, config: ModelConfig, optimizer=Adafactor()) -> Contender:
@@ -115,31 +79,27 @@ def contender(name: str, config: ModelConfig, optimizer=Adafactor()) -> Contende
         if step().is_skipped:
             raise RuntimeError(f"{name}: the step is not finite; nothing to measure")
     peak_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return Contender(name, step, peak_bytes)
+    return Contender(name, step, peak_bytes=peak_bytes)
 
 
-def take_turns(contenders: list[Contender], rounds: int, num_steps: int = 2) -> None:
-    """Measures all contenders in every round, in reversed order every second time."""
-    for i in range(rounds):
-        for each in contenders if i % 2 == 0 else contenders[::-1]:
-            each.measure(num_steps)
-
-
-def ratio(fast: Contender, slow: Contender) -> float:
-    """Median over rounds of `slow`'s time over `fast`'s in the same round."""
-    pairs = zip(fast.times_s, slow.times_s, strict=True)
-    return statistics.median(slow_s / fast_s for fast_s, slow_s in pairs)
+def in_ms(each: Contender) -> dict[str, float]:
+    """Median, least and largest time of a step, as columns of a row."""
+    return {
+        "step_ms": 1e3 * each.median_s,
+        "min_ms": 1e3 * min(each.times_s),
+        "max_ms": 1e3 * max(each.times_s),
+    }
 
 
 def run(rounds: int) -> Report:
     """Measures dense against 8 to 64 experts, and PyTorch where it is installed."""
     dense = contender("dense", DENSE)
     switches = {n: contender(f"switch {n}", switch_model(n)) for n in NUM_EXPERTS}
-    take_turns([dense, *switches.values()], rounds)
+    take_turns([dense, *switches.values()], rounds, NUM_STEPS)
     rows = [_row(each, dense) for each in (dense, *switches.values())]
     checks = [
-        Check("switch8_vs_dense", ratio(switches[8], dense), ">=0.93"),
-        Check("switch64_vs_dense", ratio(switches[64], dense), ">=0.68"),
+        Check("switch8_vs_dense", speedup(switches[8], dense), ">=0.93"),
+        Check("switch64_vs_dense", speedup(switches[64], dense), ">=0.68"),
     ]
     if torch_peer.is_available():
         peer_rows, peer_checks = against_torch(rounds)
@@ -154,28 +114,27 @@ def against_torch(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
         ours = contender(f"switch {num_experts}, AdamW", switch_model(num_experts), AdamW())
         settings = {
             "task": "train",
-            "config": torch_peer.config_of(switch_model(num_experts))
+            "config": describe(switch_model(num_experts))[0]
             # Tokens of one sequence that an expert takes: a capacity factor of 1.0.
             | {"expert_capacity": max(INPUTS // num_experts, 1)},
             "batch": BATCH, "inputs": INPUTS, "targets": TARGETS,
         }  # fmt: skip
         with torch_peer.TorchPeer(torch_peer.PROGRAM, settings) as peer:
             step = functools.partial(peer.ask, "step")
-            theirs = Contender(f"transformers {num_experts}, AdamW", step, 0)
-            for _ in range(2):  # the first steps allocate
-                step()
-            take_turns([ours, theirs], rounds)
+            theirs = Contender(f"transformers {num_experts}, AdamW", step)
+            step()  # its first two steps allocate
+            take_turns([ours, theirs], rounds, NUM_STEPS)
         rows += [_row(theirs, theirs), _row(ours, theirs)]
-        checks.append(Check(f"switch{num_experts}_vs_torch", ratio(ours, theirs), ">=1.6"))
+        checks.append(Check(f"switch{num_experts}_vs_torch", speedup(ours, theirs), ">=1.6"))
     return rows, checks
 
 
 def _row(each: Contender, baseline: Contender) -> dict[str, Any]:
     return {
         "model": each.name,
-        **each.summary(),
-        "tokens_per_s": each.tokens_per_s,
+        **in_ms(each),
+        "tokens_per_s": TOKENS_PER_STEP / each.median_s,
         "peak_mib": each.peak_bytes / MEBIBYTE or None,
         "baseline": baseline.name,
-        "vs_baseline": ratio(each, baseline),
+        "vs_baseline": speedup(each, baseline),
     }

@@ -8,6 +8,7 @@ docs/checkpoints.md.
 """
 
 import dataclasses
+import heapq
 import logging
 import math
 import numbers
@@ -92,26 +93,21 @@ class Retention:
             return None
         return value if self.best_mode == "max" else -value
 
-    def policy(self, scores: dict[int, float]) -> ocp.checkpoint_managers.PreservationPolicy:
-        """The same for Orbax; `scores` by step may grow."""
-        policies = ocp.checkpoint_managers
-        return policies.AnyPreservationPolicy(
-            [policies.LatestN(self.keep_last), KeepBest(self.keep_best, scores)]
-        )
-
 
 @dataclasses.dataclass
-class KeepBest:
-    """Orbax preservation policy: the `num` checkpoints with the highest scores."""
+class _Preservation:
+    """A retention as Orbax asks for it; `scores` by step may grow."""
 
-    num: int
+    retention: Retention
     scores: dict[int, float]
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
         del context
-        scored = [info.step for info in checkpoints if info.step in self.scores]
-        best = sorted(scored, key=self.scores.__getitem__, reverse=True)[: self.num]
-        return [info.step in best for info in checkpoints]
+        steps = [info.step for info in checkpoints]
+        scored = filter(self.scores.__contains__, steps)
+        best = heapq.nlargest(self.retention.keep_best, scored, key=self.scores.get)
+        kept = {*sorted(steps)[-self.retention.keep_last :], *best}
+        return [step in kept for step in steps]
 
 
 class SaveError(OSError):
@@ -129,24 +125,19 @@ class Checkpointer:
 
         Only sizes are compared here; `latest_complete_step` and `restore` read every byte.
         """
-        self._run = run
-        self._folder = run.checkpoints
-        self._retention = retention
-        self._saving: tuple[int, float | None, dict[str, float]] = (0, None, {})
+        self._run, self._folder, self._retention = run, run.checkpoints, retention
+        self._saving = Manifest(0, None, {})  # of the save that is under way
         self._whole: int | None = None  # the step whose bytes were all read last
         if jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_expired()
-            set_aside_unfinished(self._folder)
+            self._set_aside_unfinished("*")
             for path in checkpoint_paths(self._folder):
                 if damage := find_damage(path, checksums=False):
                     set_aside(path, damage)
         multihost_utils.sync_global_devices("switchx_checkpoints_opened")
         manifests = [read_manifest(path) for path in checkpoint_paths(self._folder)]
         self._scores = {each.step: each.score for each in manifests if each.score is not None}
-        self._manager = self._open_manager()
-
-    def _open_manager(self) -> ocp.CheckpointManager:
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         every_process = ocp.options.MultiprocessingOptions(primary_host=None)
         handler = ocp.handlers.JsonCheckpointHandler(
@@ -154,14 +145,16 @@ class Checkpointer:
         )
         registry.add("data", ocp.args.JsonSave, handler)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._retention.policy(self._scores),
+            preservation_policy=_Preservation(self._retention, self._scores),
             async_options=ocp.options.AsyncOptions(
                 post_finalization_callback=self._write_manifest
             ),
             todelete_subdir=_EXPIRED,
             lightweight_initialize=True,  # reads nothing that no manifest covers
         )
-        return ocp.CheckpointManager(self._folder, options=options, handler_registry=registry)
+        self._manager = ocp.CheckpointManager(
+            self._folder, options=options, handler_registry=registry
+        )
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -192,13 +185,20 @@ class Checkpointer:
         self.wait()
         self._clear_the_way(step)
         score = self._retention.score(metrics)
-        self._saving = (step, score, numbers_of(metrics))
+        numbers_of = {
+            name: float(value)
+            for name, value in (metrics or {}).items()
+            if isinstance(value, numbers.Real) and math.isfinite(value)
+        }
+        self._saving = Manifest(step, score, numbers_of)
         # NumPy leaves are copied: their owner may write to them while Orbax reads.
         items = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),
             to_items(state),
         )
-        self._require_space(num_bytes(items))
+        expected = num_bytes(items)
+        if shutil.disk_usage(self._folder).free < expected + MIB:
+            raise self._save_error(f"it needs about {expected / MIB:.1f} MiB")
         if score is not None:
             self._scores[step] = score
         arguments = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
@@ -233,11 +233,7 @@ class Checkpointer:
         return self._whole
 
     def restore(
-        self,
-        abstract_state: Tree,
-        step: int | None = None,
-        *,
-        model: ModelConfig | None = None,
+        self, abstract_state: Tree, step: int | None = None, *, model: ModelConfig | None = None
     ) -> tuple[Tree, list]:
         """The state, and the states of the data iterators of all processes that saved it.
 
@@ -276,8 +272,7 @@ class Checkpointer:
 
     def _write_manifest(self) -> None:
         """Called by Orbax' thread on process 0 when all is written and nothing renamed."""
-        step, score, metrics = self._saving
-        write_manifest(self._folder / f"{step}{UNFINISHED}", Manifest(step, score, metrics))
+        write_manifest(self._folder / f"{self._saving.step}{UNFINISHED}", self._saving)
 
     def _clear_the_way(self, step: int) -> None:
         """Sets a damaged checkpoint of this step aside, which Orbax would delete."""
@@ -288,16 +283,12 @@ class Checkpointer:
                 "that checkpoint away first"
             )
         if jax.process_index() == 0:
-            set_aside_unfinished(self._folder, step)
+            self._set_aside_unfinished(str(step))
         multihost_utils.sync_global_devices("switchx_checkpoint_way_cleared")
         self._manager.reload()
 
-    def _require_space(self, expected_bytes: int) -> None:
-        if shutil.disk_usage(self._folder).free < expected_bytes + MIB:
-            raise self._save_error(f"it needs about {expected_bytes / MIB:.1f} MiB")
-
     def _save_error(self, reason: str) -> SaveError:
-        step = self._saving[0]
+        step = self._saving.step
         self._scores.pop(step, None)
         reason = " ".join(reason.split()).replace(f"{self._folder}/", "")
         complete = [path.name for path in reversed(checkpoint_paths(self._folder))]
@@ -309,6 +300,11 @@ class Checkpointer:
             f"room or mend the disk ({damaged_mib:.1f} MiB are in *.damaged-* there), then run "
             "the same command to resume"
         )
+
+    def _set_aside_unfinished(self, steps: str) -> None:
+        """Renames what saves that were cut short left behind."""
+        for path in sorted(self._folder.glob(f"{steps}{UNFINISHED}")):
+            set_aside(path, "its save did not finish")
 
     def _remove_expired(self) -> None:
         shutil.rmtree(self._folder / _EXPIRED, ignore_errors=True)
@@ -331,21 +327,6 @@ def set_aside(path: pathlib.Path, damage: str) -> None:
     )
 
 
-def set_aside_unfinished(checkpoints: pathlib.Path, step: int | None = None) -> None:
-    """Renames what a save that was cut short left behind, of one step or of all."""
-    for path in sorted(checkpoints.glob(f"{'*' if step is None else step}{UNFINISHED}")):
-        set_aside(path, "its save did not finish")
-
-
 def damaged_bytes(checkpoints: pathlib.Path) -> int:
     """Bytes of everything that was set aside."""
     return sum(os.lstat(path).st_size for path in checkpoints.glob("*.damaged-*/**/*"))
-
-
-def numbers_of(metrics: dict[str, Any] | None) -> dict[str, float]:
-    """The finite numbers among metrics: what a manifest keeps of an evaluation."""
-    return {
-        name: float(value)
-        for name, value in (metrics or {}).items()
-        if isinstance(value, numbers.Real) and math.isfinite(value)
-    }

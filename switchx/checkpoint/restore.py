@@ -40,8 +40,7 @@ def warn_skipped(path: pathlib.Path, damage: str) -> None:
 
 
 def first_complete(
-    paths: Iterable[pathlib.Path],
-    report: Callable[[pathlib.Path, str], None] = warn_skipped,
+    paths: Iterable[pathlib.Path], report: Callable[[pathlib.Path, str], None] = warn_skipped
 ) -> int | None:
     """Step of the first whole checkpoint; every byte of it is read, by process 0.
 
@@ -139,7 +138,8 @@ def restore_items(
     if model is None or stored_model(path, model) == model:
         return read_items(path, targets)
     if model.scan_layers:
-        stored = jax.tree.map(_struct, unrolled_blocks(jax.tree.map(_StackedStruct, targets)))
+        stored = unrolled_blocks(jax.tree.map(_StackedStruct, targets))
+        stored = jax.tree.map(lambda leaf: getattr(leaf, "struct", leaf), stored)
         repeats = scanned_blocks(read_items(path, stored), model.period, _Repeats)
         return jax.tree.map(_stack, repeats, targets)
     repeats = scanned_blocks(targets, model.period, _Repeats)
@@ -192,10 +192,6 @@ class _StackedStruct:
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
         return jax.ShapeDtypeStruct(self.shape[1:], self.struct.dtype, sharding=sharding)
-
-
-def _struct(leaf) -> jax.ShapeDtypeStruct:
-    return leaf.struct if isinstance(leaf, _StackedStruct) else leaf
 
 
 def _stacked_struct(leaf) -> jax.ShapeDtypeStruct:

@@ -1,19 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run folder (`--model_dir`): what one training run writes, and where.
 
-Its layout:
-
-    config.json            the configuration that a resumed run is compared with
-    operative_config.gin   every gin binding that was used
-    git_commit.txt         the code that ran
-    vocabulary.*           a copy of the vocabulary, see data/vocabularies.py
-    metrics.jsonl          one line a logged step
-    validation.jsonl       one line an evaluation
-    routing/step_<n>.npz   where an evaluation's tokens went, see routing_sample.py
-    tensorboard/           the same numbers as TensorBoard events
-    checkpoints/<step>/    see checkpoints.py and docs/checkpoints.md
-    skipped_batches/       identities of batches whose step was not taken
-    trainer.lock           held by the one trainer that may write here
+A model from elsewhere gets a run folder too (`write_converted`): checkpoint 0 with parameters
+alone. What reads a run's parameters reads them: `INIT_FROM`, `switchx eval`, `switchx.load`.
 """
 
 import contextlib
@@ -29,9 +18,20 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from switchx.checkpoint.items import Manifest, require_same_leaves, write_manifest
+from switchx.data.data_dir import write_atomically
+from switchx.data.vocabularies import save_vocabulary
+from switchx.fields import describe
 from switchx.models.config import ModelConfig, model_from_description
+from switchx.models.params import abstract_params
+from switchx.tree import named_leaves
+
+
+def _inside(name: str) -> property:
+    return property(lambda self: self.root / name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,50 +52,22 @@ class RunFolder:
                 "(gcsfuse, mount-s3) and give the folder where it is mounted"
             )
 
+    config = _inside("config.json")  # what a resumed run is compared with
+    operative_config = _inside("operative_config.gin")  # every gin binding that was used
+    git_commit = _inside("git_commit.txt")  # the code that ran
+    # The vocabulary's copy is in vocabulary.*, see data/vocabularies.py.
+    metrics = _inside("metrics.jsonl")  # one line a logged step
+    validation = _inside("validation.jsonl")  # one line an evaluation
+    routing = _inside("routing")  # where an evaluation's tokens went, training/evaluate.py
+    tensorboard = _inside("tensorboard")  # the same numbers as TensorBoard events
+    checkpoints = _inside("checkpoints")  # see checkpointer.py and docs/checkpoints.md
+    skipped_batches = _inside("skipped_batches")  # batches whose step was not taken
+    lock_file = _inside("trainer.lock")  # held by the one trainer that may write here
+
     @property
     def root(self) -> pathlib.Path:
         """`path`, absolute: Orbax wants it so."""
         return pathlib.Path(self.path).expanduser().absolute()
-
-    @property
-    def config(self) -> pathlib.Path:
-        return self.root / "config.json"
-
-    @property
-    def operative_config(self) -> pathlib.Path:
-        return self.root / "operative_config.gin"
-
-    @property
-    def git_commit(self) -> pathlib.Path:
-        return self.root / "git_commit.txt"
-
-    @property
-    def metrics(self) -> pathlib.Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def validation(self) -> pathlib.Path:
-        return self.root / "validation.jsonl"
-
-    @property
-    def routing(self) -> pathlib.Path:
-        return self.root / "routing"
-
-    @property
-    def tensorboard(self) -> pathlib.Path:
-        return self.root / "tensorboard"
-
-    @property
-    def checkpoints(self) -> pathlib.Path:
-        return self.root / "checkpoints"
-
-    @property
-    def skipped_batches(self) -> pathlib.Path:
-        return self.root / "skipped_batches"
-
-    @property
-    def lock_file(self) -> pathlib.Path:
-        return self.root / "trainer.lock"
 
     def create(self) -> Self:
         """Makes the folder, unless it is there, and proves that it can be written.
@@ -211,3 +183,34 @@ def require_shared(run: RunFolder, patience_s: float = PATIENCE_S) -> None:
             f"{', '.join(map(str, blind))} does not see what process 0 writes there; give a "
             "folder on a file system that all machines share"
         )
+
+
+def write_converted(
+    run: RunFolder, config: ModelConfig, params: dict, vocabulary, origin: str
+) -> None:
+    """Writes a model from elsewhere into an existing, empty folder, as checkpoint 0.
+
+    Args:
+        params: NumPy or JAX arrays, in the dtypes of `config.precision.params`.
+        origin: what the model was converted from, in words.
+
+    Raises:
+        ValueError: the parameters are not those of the configuration (all that differ are
+            named), or the vocabulary is larger than the embedding.
+    """
+    require_same_leaves(
+        named_leaves(abstract_params(config)), named_leaves(params), "the converted model"
+    )
+    if vocabulary.size > config.vocab_size:
+        raise ValueError(
+            f"the vocabulary has {vocabulary.size} ids, the model's embedding "
+            f"{config.vocab_size} rows; give the vocabulary that the model was trained with"
+        )
+    save_vocabulary(vocabulary, run.root)
+    folder = run.checkpoints / "0"
+    folder.mkdir(parents=True)
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(folder / "params", params)
+    write_manifest(folder, Manifest(0, None, {}))
+    description = {"type": "ConvertedModel", "origin": origin, "model": describe(config)}
+    write_atomically(run.config, (json.dumps(description, indent=2) + "\n").encode())

@@ -38,21 +38,19 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
         items = read_items(path, dict.fromkeys(items_of(path)))
     except Exception as error:  # Orbax raises what its storage does
         return [f"its arrays cannot be read: {' '.join(str(error).split())[:300]}"]
-    faults = _shape_faults(run, path, items["params"])
-    faults += [fault for item in items.values() for fault in _value_faults(item)]
-    if "train_state" in items:
-        faults += _step_faults(items["train_state"], step)
-        faults += _data_faults(run, path, step)
-    return faults
-
-
-def _shape_faults(run: RunFolder, path: pathlib.Path, params) -> list[str]:
     try:
         expected = named_leaves(abstract_params(stored_model(path, read_model_config(run))))
-        require_same_leaves(expected, named_leaves(params), "it is not of the run's model: it")
+        got = named_leaves(items["params"])
+        require_same_leaves(expected, got, "it is not of the run's model: it")
     except ValueError as error:
-        return str(error).splitlines()
-    return []
+        faults += str(error).splitlines()
+    faults += [fault for item in items.values() for fault in _value_faults(item)]
+    if "train_state" in items:
+        saved = int(items["train_state"].get("step", step))
+        if saved != step:
+            faults.append(f"its state is of step {saved}, its folder of step {step}")
+        faults += _data_faults(run, path, step)
+    return faults
 
 
 def _value_faults(item) -> list[str]:
@@ -63,13 +61,6 @@ def _value_faults(item) -> list[str]:
         if bad := int(np.count_nonzero(~np.isfinite(np.asarray(leaf, np.float32)))):
             faults.append(f"{name} has {bad} of {leaf.size} values that are not finite")
     return faults
-
-
-def _step_faults(train_state, step: int) -> list[str]:
-    saved = train_state.get("step")
-    if saved is None or int(saved) == step:
-        return []
-    return [f"its state is of step {int(saved)}, its folder of step {step}"]
 
 
 def _data_faults(run: RunFolder, path: pathlib.Path, step: int) -> list[str]:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that several commands share, spelt as T5X spells them.
-
-In this order: the parser, groups of arguments, the job that they describe, devices that are
-simulated on CPU, and the command line written so that a shell reads it again.
-"""
+"""Arguments that several commands share, spelt as T5X spells them."""
 
 import argparse
 import os
@@ -57,14 +53,13 @@ class CommandParser(argparse.ArgumentParser):
         """Raises UsageError for an argument that means nothing here."""
         if not argument.startswith("-"):
             self.error(f"unexpected {argument!r}; options are written --NAME=VALUE")
-        flags = [name for action in self._actions for name in action.option_strings]
         name = argument.partition("=")[0]
         # Dashes apart, which would make all flags alike.
-        stems = {flag.lstrip("-").replace("_", "-"): flag for flag in flags}
-        close = close_match(name.lstrip("-").replace("_", "-"), stems)
-        self.error(
-            f"unknown option {name}" + (f" (did you mean {stems[close]}?)" if close else "")
-        )
+        flags = self._option_string_actions
+        stems = {flag.strip("-").replace("-", "_"): flag for flag in flags}
+        close = close_match(name.strip("-").replace("-", "_"), stems)
+        hint = f" (did you mean {stems[close]}?)" if close else ""
+        self.error(f"unknown option {name}{hint}")
 
 
 def add_command(commands, name: str, run, help_text: str, description: str) -> CommandParser:
@@ -119,9 +114,9 @@ def add_json(parser: argparse.ArgumentParser, help_text: str = "print one JSON o
     parser.add_argument("--json", action="store_true", help=help_text)
 
 
-def add_output(parser: CommandParser, help_text: str, **settings) -> None:
+def add_output(parser: CommandParser, help_text: str, metavar="FILE", required=False) -> None:
     parser.add_argument(
-        "--output", type=not_empty, help=help_text, **({"metavar": "FILE"} | settings)
+        "--output", required=required, type=not_empty, metavar=metavar, help=help_text
     )
 
 
@@ -144,13 +139,13 @@ def add_options(
         names: of the options; None is all of them.
         defaults: that differ from the class' own.
     """
-    for each in options(config).values():
-        if names is not None and each.name not in names:
+    for name, each in options(config).items():
+        if names is not None and name not in names:
             continue
-        default = defaults.get(each.name, each.default)
+        default = defaults.get(name, each.default)
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(
-            f"--{each.name}",
+            f"--{name}",
             type=each.type,
             choices=each.choices,
             default=default,
@@ -241,11 +236,7 @@ def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
 
 
 def parse_gin(arguments: argparse.Namespace, files: list[str] | None = None) -> None:
-    """Parses the gin files and bindings of the command line; see `building.parse_files`.
-
-    Args:
-        files: read instead of those that were given.
-    """
+    """Parses the gin files of the command line, or `files`, and its bindings."""
     from switchx.cli.config import building
 
     search_paths = [path for path in arguments.gin_search_paths.split(",") if path]
@@ -286,18 +277,12 @@ def command_line(name: str, *words: str) -> str:
 
 
 def configuration_words(arguments: argparse.Namespace, without: str = "") -> list[str]:
-    """The gin files, search paths and bindings that were given, in their order.
-
-    Args:
-        without: name of a macro whose binding is left out.
-    """
+    """The gin files, search paths and bindings that were given, but for a macro's, in order."""
     words = [f"--gin_file={file}" for file in arguments.gin_file or ()]
     if arguments.gin_search_paths:
         words.append(f"--gin_search_paths={arguments.gin_search_paths}")
-    for binding in arguments.gin_bindings:
-        if binding.partition("=")[0].strip() != without:
-            words.append(f"--gin.{binding}")
-    return words
+    kept = (b for b in arguments.gin_bindings if b.partition("=")[0].strip() != without)
+    return [*words, *(f"--gin.{binding}" for binding in kept)]
 
 
 def _program() -> list[str]:

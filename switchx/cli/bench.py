@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench` and `switchx tune`: what this machine does, measured."""
+"""`switchx bench`, `tune` and `check`: what is measured, and what has to hold."""
 
 from switchx.cli import arguments as shared
 
@@ -33,6 +33,19 @@ else to do.
   switchx tune kernels          float, int8 and int4 weights; on CPU a minute
   switchx tune kernels --json   one JSON object on the last line
 """
+CHECK = """\
+Checks a promise and prints the largest errors; the exit status is 1 where one does not hold.
+
+  switchx check equivalence            every router, dispatcher and way to split eight
+                                       devices against one device: outputs, auxiliary
+                                       losses, raw gradients, global gradient norm
+  switchx check equivalence --sample   each router with each dispatcher on one mesh
+  switchx check equivalence --json     one JSON object on the last line
+  switchx check planned_bytes          bytes that compiled training steps communicate on
+                                       several meshes against the planner's
+
+Eight devices are simulated on CPU where XLA_FLAGS does not say otherwise.
+"""
 BENCH_ROUNDS, TUNE_ROUNDS = 9, 7
 
 
@@ -51,6 +64,14 @@ def add_command(commands) -> None:
             "--rounds", type=shared.positive, metavar="N", help=f"turns (default: {rounds})"
         )
         shared.add_json(parser)
+    check = shared.add_command(
+        commands, "check", run_check, "check that numbers are the same everywhere", CHECK
+    )
+    check.add_argument("what", choices=["equivalence", "planned_bytes"], help="what to check")
+    check.add_argument(
+        "--sample", action="store_true", help="each router with each dispatcher once"
+    )
+    shared.add_json(check)
 
 
 def run_bench(arguments) -> int:
@@ -61,7 +82,9 @@ def run_bench(arguments) -> int:
                 "rounds; leave --rounds out"
             )
         shared.simulate_devices(8)
-    from switchx.bench import decode, kernels, moe, scale, train
+    from pallas_kernels.bench import kernels
+    from switchx.bench import decode, moe, scale, train
+    from switchx.bench.report import Check, Report
     from switchx.cli.progress import TerminalReporter
 
     rounds = arguments.rounds or BENCH_ROUNDS
@@ -70,7 +93,8 @@ def run_bench(arguments) -> int:
             if arguments.what == "scale":
                 report = scale.run(reporter.note)
             else:
-                report = kernels.run(rounds, note=reporter.note)
+                rows, checks = kernels.run(rounds, note=reporter.note)
+                report = Report("bench kernels", rows, [Check(**check) for check in checks])
     else:
         bench = {"train": train, "moe": moe, "decode": decode}[arguments.what]
         report = bench.run(rounds)
@@ -89,3 +113,19 @@ def run_tune(arguments) -> int:
         reporter.note(f"written to {user_file()}")
     Report("tune kernels", rows, []).print(arguments.json)
     return 0
+
+
+def run_check(arguments) -> int:
+    shared.simulate_devices(8)
+    if arguments.sample and arguments.what != "equivalence":
+        raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
+    from switchx.bench import equivalence, planned_bytes
+    from switchx.cli.progress import TerminalReporter
+
+    with TerminalReporter() as reporter:
+        if arguments.what == "equivalence":
+            report = equivalence.run(is_sample=arguments.sample, note=reporter.note)
+        else:
+            report = planned_bytes.run(note=reporter.note)
+    report.print(arguments.json)
+    return 0 if all(check.holds for check in report.checks) else 1

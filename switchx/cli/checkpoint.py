@@ -4,6 +4,7 @@
 import argparse
 import json
 import math
+from collections.abc import Sequence
 
 from switchx.cli import arguments as shared
 
@@ -30,18 +31,15 @@ states of the data that do not belong to the step. Exit status 1 where there is 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "checkpoint", _ask, "inspect or verify checkpoints", DESCRIPTION
+        commands, "checkpoint", None, "inspect or verify checkpoints", DESCRIPTION
     )
-    actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    for name, run, description in (
-        ("inspect", inspect, INSPECT),
-        ("verify", verify, VERIFY),
+    actions = parser.add_subparsers(title="actions", metavar="inspect|verify", required=True)
+    for name, run, help_text, description in (
+        ("inspect", inspect, "show steps, scores, sizes and parameters", INSPECT),
+        ("verify", verify, "read every byte and name all faults", VERIFY),
     ):
         action = actions.add_parser(
-            name,
-            prog=f"switchx checkpoint {name}",
-            help=description.split(":")[0].split(".")[0].replace("\n", " "),
-            description=description,
+            name, prog=f"switchx checkpoint {name}", help=help_text, description=description
         )
         action.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
         action.add_argument("dir", metavar="DIR", help="run folder of `switchx train`")
@@ -75,9 +73,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         for item, tree in items.items()
         for name, leaf in named_leaves(tree).items()
     ]
-    found = {
-        "step": step, "checkpoints": checkpoints, "arrays": arrays, "config": read_config(run)
-    }  # fmt: skip
+    found = dict(step=step, checkpoints=checkpoints, arrays=arrays, config=read_config(run))
     if arguments.json:
         print(json.dumps({"command": "checkpoint inspect"} | found))
     else:
@@ -96,12 +92,13 @@ def _array(name: str, leaf) -> dict:
         "dtype": str(leaf.dtype),
         "bytes": math.prod(leaf.shape) * leaf.dtype.itemsize,
         "mesh": {axis: size for axis, size in axes.items() if size > 1},
-        "partition": None if spec is None else [_entry(each) for each in spec],
+        "partition": None if spec is None else [_axes(each) for each in spec],
     }
 
 
-def _entry(axes) -> str | None:
-    return axes if axes is None or isinstance(axes, str) else "*".join(axes)
+def _axes(entry: str | Sequence[str] | None) -> str | None:
+    """The mesh axes that one dimension is split over, `data*expert`."""
+    return entry if entry is None or isinstance(entry, str) else "*".join(entry)
 
 
 def _print_inspection(run, step, checkpoints, arrays, config) -> None:
@@ -114,18 +111,15 @@ def _print_inspection(run, step, checkpoints, arrays, config) -> None:
             number = row["processes"]
             by = f"  by {number} process{'es' * (number > 1)}" if number else ""
             print(f"  {row['step']:>8}  {_size(row['bytes'])}{score}{by}")
-    model = {
-        key: value for key, value in config["model"].items()
-        if isinstance(value, int | float | str)
-    }  # fmt: skip
-    print("model: " + ", ".join(f"{key}={value}" for key, value in model.items()))
+    model = [f"{k}={v}" for k, v in config["model"].items() if isinstance(v, int | float | str)]
+    print(f"model: {', '.join(model)}")
     print(f"step {step}: name, shape, dtype, bytes, split over the mesh that saved it")
     width = max(len(each["name"]) for each in arrays)
     for each in arrays:
-        split = [
-            f"{axes}={_parts(axes, each['mesh'])}" for axes in each["partition"] or ()
-            if axes and _parts(axes, each["mesh"]) > 1
-        ]  # fmt: skip
+        split = []
+        for axes in filter(None, each["partition"] or ()):
+            parts = math.prod(each["mesh"].get(axis, 1) for axis in axes.split("*"))
+            split += [f"{axes}={parts}"] * (parts > 1)
         shape = "x".join(map(str, each["shape"])) or "-"
         print(
             f"  {each['name']:<{width}}  {shape:>16}  {each['dtype']:<9} {each['bytes']:>13,}  "
@@ -136,10 +130,6 @@ def _print_inspection(run, step, checkpoints, arrays, config) -> None:
         elements = sum(math.prod(each["shape"]) for each in mine)
         total = sum(each["bytes"] for each in mine)
         print(f"{item}: {len(mine)} arrays, {elements:,} numbers, {_size(total)}")
-
-
-def _parts(axes: str, mesh: dict[str, int]) -> int:
-    return math.prod(mesh.get(axis, 1) for axis in axes.split("*"))
 
 
 def _size(num_bytes: int) -> str:
@@ -162,16 +152,11 @@ def verify(arguments: argparse.Namespace) -> int:
         print(json.dumps({"command": "checkpoint verify", "faults": faults}))
     else:
         for step, found in faults.items():
-            print(
-                f"{run.checkpoints / str(step)}: {f'{len(found)} faults' if found else 'sound'}"
-            )
+            verdict = f"{len(found)} faults" if found else "sound"
+            print(f"{run.checkpoints / str(step)}: {verdict}")
             for fault in found:
                 print(f"  {fault.strip()}")
     return 1 if any(faults.values()) else 0
-
-
-def _ask(arguments: argparse.Namespace) -> int:
-    arguments.parser.error("give an action: inspect or verify")
 
 
 def _paths(run) -> list:

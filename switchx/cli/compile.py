@@ -48,13 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
     aot.require_mesh_fits(job.mesh, topology)
     if not aot.has_compiler():
         sys.stdout.flush()
-        child = aot.run_with_compiler(_again(arguments), topology)
-        return _status(child.returncode)
+        again = ["compile", f"--topology={arguments.topology}"]
+        again += shared.configuration_words(arguments)
+        again += [f"--{name}" for name in ("json", "traceback") if getattr(arguments, name)]
+        return _status(aot.run_with_compiler(again, topology).returncode)
     from switchx.bench import compiled
 
     with TerminalReporter() as reporter:
         reporter.note(f"compiling for {topology.num_devices} devices of {topology}")
-        report = compiled.run(job, topology, ", ".join(arguments.gin_file))
+        devices, limit = aot.describe_devices(topology), topology.generation.hbm_bytes
+        step = aot.compile_step(job, devices, limit)
+        report = compiled.report_of(step, job, topology, ", ".join(arguments.gin_file))
     if arguments.json:
         report.print(as_json=True)
     else:
@@ -63,10 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _status(returncode: int) -> int:
-    """The exit status of the process that compiled; 1 where a signal ended it.
-
-    Such a process says nothing itself, so this one does.
-    """
+    """The exit status of the process that compiled; 1, and a line, where a signal ended it."""
     if returncode >= 0:
         return returncode
     name = signal.Signals(-returncode).name
@@ -78,10 +79,3 @@ def _status(returncode: int) -> int:
         )
     print(f"switchx compile: {said}", file=sys.stderr)
     return 1
-
-
-def _again(arguments: argparse.Namespace) -> list[str]:
-    """The command line once more."""
-    words = ["compile", f"--topology={arguments.topology}"]
-    words += shared.configuration_words(arguments)
-    return words + ["--json"] * arguments.json + ["--traceback"] * arguments.traceback

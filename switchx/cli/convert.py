@@ -2,6 +2,7 @@
 """`switchx convert`: models of Hugging Face and T5X into run folders, and back."""
 
 import argparse
+import dataclasses
 import pathlib
 import tempfile
 
@@ -75,20 +76,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuses options that would have no effect."""
-    is_t5x = arguments.source == "t5x"
-    if is_t5x != bool(arguments.gin_file):
-        arguments.parser.error(
+    is_t5x, error = arguments.source == "t5x", arguments.parser.error
+    if is_t5x and not arguments.gin_file:
+        error(
             "--from=t5x needs the model's configuration, such as "
             "--gin_file=configs/models/switch_base_released.gin"
-            if is_t5x
-            else "--gin_file is for --from=t5x; a folder of transformers describes its model"
         )
+    if arguments.gin_file and not is_t5x:
+        error("--gin_file is for --from=t5x; a folder of transformers describes its model")
     if arguments.overflow and arguments.source != "huggingface":
-        arguments.parser.error("--overflow is for --from=huggingface; leave it out")
+        error("--overflow is for --from=huggingface; leave it out")
     if arguments.vocabulary and arguments.target:
-        arguments.parser.error("--vocabulary is for --from; a run folder has its own")
+        error("--vocabulary is for --from; a run folder has its own")
     if arguments.step is not None and not arguments.target:
-        arguments.parser.error("--step is for --to; leave it out")
+        error("--step is for --to; leave it out")
 
 
 def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
@@ -120,21 +121,20 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
 
 
 def _write(arguments, reporter, config, params, vocabulary_file) -> None:
-    from switchx.checkpoint.converted import write_converted
-    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.checkpoint.run_folder import RunFolder, write_converted
     from switchx.cli.config.files import MODEL_FILE, model_gin
     from switchx.data.tokenizers import TokenIdVocabulary
     from switchx.manifest import new_folder
     from switchx.tree import num_elements
 
-    if vocabulary_file is None:
+    if vocabulary_file is not None:
+        vocabulary = _sentencepiece(vocabulary_file, config.vocab_size)
+    else:
+        vocabulary = TokenIdVocabulary(config.vocab_size)
         reporter.note(
             "no vocabulary: texts of this model are token ids such as '12 5 7'; "
             "--vocabulary=FILE gives it a SentencePiece model"
         )
-        vocabulary = TokenIdVocabulary(config.vocab_size)
-    else:
-        vocabulary = _sentencepiece(vocabulary_file, config.vocab_size)
     with new_folder(arguments.dst) as folder:
         origin = f"{arguments.source}: {pathlib.Path(arguments.src).name}"
         write_converted(RunFolder(folder), config, params, vocabulary, origin)
@@ -146,17 +146,15 @@ def _sentencepiece(file, vocab_size: int):
     """The vocabulary with as many ids as the model has rows, sentinels where they fit."""
     from switchx.data.tokenizers import SentencePieceVocabulary
 
-    pieces = SentencePieceVocabulary(str(file), num_sentinels=0).num_pieces
-    num_sentinels = 100
-    if pieces > vocab_size:
+    without = SentencePieceVocabulary(str(file), 0, vocab_size)
+    if (pieces := without.num_pieces) > vocab_size:
         raise ValueError(
             f"vocabulary {file} has {pieces} pieces, the model's embedding {vocab_size} rows; "
             "give the vocabulary that the model was trained with"
         )
-    vocabulary = SentencePieceVocabulary(str(file), num_sentinels, vocab_size)
-    if vocabulary.size > vocab_size:  # mT5's sentinels are pieces that have other names
-        return SentencePieceVocabulary(str(file), 0, vocab_size)
-    return vocabulary
+    vocabulary = dataclasses.replace(without, num_sentinels=100)
+    # mT5's sentinels are pieces that have other names.
+    return vocabulary if vocabulary.size <= vocab_size else without
 
 
 def _reads_as_t5(vocabulary) -> bool:

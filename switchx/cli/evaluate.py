@@ -4,10 +4,12 @@
 import argparse
 import dataclasses
 import json
+import os
+import pathlib
 from typing import Any
 
 from switchx.cli import arguments as shared
-from switchx.cli.text import metrics as text_metrics
+from switchx.inference.config import DecodingConfig
 
 DESCRIPTION = """\
 Evaluates a checkpoint of a run folder on the validation split of its task: negative log
@@ -40,26 +42,82 @@ def add_command(commands) -> None:
     parser = shared.add_command(commands, "eval", run, "evaluate a trained model", DESCRIPTION)
     shared.add_gin_arguments(parser, default="operative_config.gin of the run folder")
     shared.add_model_dir(
-        parser, "run folder of `switchx train`, or of `switchx quantize`; nothing is written "
-        "there",
-    )  # fmt: skip
+        parser, "run folder of `switchx train` or `switchx quantize`; nothing is written there"
+    )
     shared.add_step(parser, "checkpoint to evaluate")
-    text_metrics.add_arguments(parser)
+    parser.add_argument(
+        "--metrics",
+        type=_metric_names,
+        metavar="NAMES",
+        help="of generated texts, some of bleu,chrf,rouge,squad,accuracy, instead of the "
+        "tasks' own; none generates nothing",
+    )
+    parser.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="of a mixture, to answer, separated by commas; default: all with metrics",
+    )
+    parser.add_argument("--split", metavar="NAME", help="of the corpora; default: the tasks'")
+    parser.add_argument(
+        "--max_examples", type=shared.positive, metavar="N", help="answer N of each task"
+    )
+    # Searched for, not sampled: a score is to be the same again.
+    shared.add_options(
+        parser,
+        DecodingConfig,
+        ("beam_size", "max_new_tokens", "length_penalty"),
+        max_new_tokens=128,
+    )
+    parser.add_argument(
+        "--batch_size",
+        type=shared.positive,
+        default=32,
+        metavar="N",
+        help="most inputs at once in generation (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--bootstrap",
+        type=shared.positive,
+        default=0,
+        metavar="N",
+        help="samples of sacreBLEU's bootstrap, for intervals of 95%% of BLEU and chrF, such "
+        "as 1000",
+    )
+    parser.add_argument(
+        "--predictions",
+        type=shared.not_empty,
+        metavar="FILE",
+        help="file to write: JSON lines of task, inputs, target, prediction",
+    )
     shared.add_json(parser, "print one JSON object, with the routing of each layer")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from switchx.cli.progress import TerminalReporter
 
-    text_metrics.require_options(arguments)
+    _require_options(arguments)
     with TerminalReporter(unit="example") as reporter:
         reporter.note("loading JAX and the data libraries")
         job, metrics = _evaluate(arguments, reporter)
     if arguments.json:
         print(json.dumps(metrics))
     else:
-        _print(job, metrics)
+        print_tables(job, metrics)
     return 0
+
+
+def _require_options(arguments: argparse.Namespace) -> None:
+    """Refuses, before anything is read, what cannot be written or means nothing."""
+    if arguments.bootstrap == 1:
+        raise ValueError("--bootstrap=1 is no sample to tell an interval by; use 1000")
+    if arguments.predictions is None:
+        return
+    path = pathlib.Path(arguments.predictions).expanduser().absolute()
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--predictions={path} cannot be written: "
+            f"{'it is a folder' if path.is_dir() else 'its folder is not there or is locked'}"
+        )
 
 
 def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, Any]]:
@@ -83,9 +141,8 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
             f"{folder.found()}; give the model_dir of a run, or --gin_file"
         )
     job = shared.parse_job(arguments, default_file=str(folder.operative_config))
-    source = text_metrics.with_split(job.source, arguments.split)
-    job = dataclasses.replace(job, source=source)
-    wanted = text_metrics.metrics_of(source, arguments.metrics, arguments.tasks)
+    job = dataclasses.replace(job, source=_with_split(job.source, arguments.split))
+    wanted = metrics_of(job.source, arguments.metrics, arguments.tasks)
     step, metrics = arguments.step, {}
     if not is_quantized:
         job = check_same_model(folder, job)
@@ -100,9 +157,8 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
         job = with_vocabulary_of(folder, job)
     if wanted:
         model = api.load(arguments.model_dir, step)
-        metrics = {"step": model.step} | metrics
-        texts = text_metrics.evaluate_texts(arguments, job, wanted, model, reporter)
-        metrics["texts"] = texts
+        texts = _evaluate_texts(arguments, job, wanted, model, reporter)
+        metrics = {"step": model.step} | metrics | {"texts": texts}
     return job, metrics
 
 
@@ -114,12 +170,131 @@ def _likelihood(folder, job, step: int, reporter) -> dict[str, Any]:
     program = TrainingProgram(job)
     reporter.note(f"evaluating {folder.checkpoints / str(step)}")
     with program.scope():
-        target = program.restore_target().params
+        target = program.abstract_state.params
         params = restore_params(folder.root, step, target=target, model=job.model)
         return evaluate_job(job, program, params)
 
 
-def _print(job, metrics: dict[str, Any]) -> None:
+# What the model writes.
+
+
+def _with_split(source, split: str | None):
+    """The task or mixture, to be evaluated on another split."""
+    from switchx.data.mixtures import Mixture
+
+    if split is None:
+        return source
+    if isinstance(source, Mixture):
+        tasks = tuple(_with_split(task, split) for task in source.tasks)
+        return dataclasses.replace(source, tasks=tasks)
+    return dataclasses.replace(source, evaluation_split=split)
+
+
+def metrics_of(
+    source, names: list[str] | None, chosen_tasks: str | None = None
+) -> dict[str, tuple]:
+    """Metrics of each task that is to be answered.
+
+    Args:
+        names: of metrics; None is the tasks' own.
+        chosen_tasks: names, separated by commas; None is all that have metrics.
+
+    Raises:
+        ValueError: metrics are named, and no task has texts for targets; a chosen task is not
+            there or has no metrics.
+    """
+    from switchx.data.mixtures import as_mixture
+    from switchx.data.text_metrics import METRICS
+
+    tasks = as_mixture(source).tasks
+    if names is None:
+        metrics = {task.name: task.metrics for task in tasks if task.metrics}
+    else:
+        named = tuple(METRICS[name]() for name in names)
+        metrics = {task.name: named for task in tasks if task.objective.has_texts and named}
+        if named and not metrics:
+            raise ValueError(
+                f"--metrics={','.join(names)} compares generated texts with targets, and no "
+                f"task ({', '.join(task.name for task in tasks)}) is of InputsToTargets; leave "
+                "it out, or give the gin file of such a task"
+            )
+    chosen = metrics if chosen_tasks is None else chosen_tasks.split(",")
+    if wrong := [name for name in chosen if name not in metrics]:
+        raise ValueError(
+            f"--tasks names {', '.join(map(repr, wrong))}; there are metrics for "
+            f"{', '.join(metrics) or 'no task: name some by --metrics'}"
+        )
+    return {name: metrics[name] for name in metrics if name in chosen}
+
+
+def _evaluate_texts(
+    arguments: argparse.Namespace, job, metrics: dict[str, tuple], model, reporter
+) -> dict[str, Any]:
+    """Answers the tasks in `metrics` and measures the answers.
+
+    Returns:
+        Settings, results of each task, and their means where there are several; JSON.
+    """
+    from switchx.data.mixtures import as_mixture
+    from switchx.text_evaluation import mean_results, measure, read_questions
+
+    decoding = shared.options_of(arguments, DecodingConfig)
+    generator = model.generator(batch_size=arguments.batch_size, **decoding)
+    questions = [
+        read_questions(
+            model, task, task.evaluation_split, job.features, job.data_dir,
+            arguments.max_examples,
+        )
+        for task in as_mixture(job.source).tasks
+        if task.name in metrics
+    ]  # fmt: skip
+    answers = _answer(model, generator, questions, arguments.predictions, reporter)
+    tasks, results = {}, []
+    for asked, answered in zip(questions, answers, strict=True):
+        name = asked.task.name
+        results.append(
+            measure(metrics[name], answered.texts, asked.targets, arguments.bootstrap)
+        )
+        tasks[name] = {
+            "split": asked.task.evaluation_split,
+            "examples": len(asked.inputs),
+            "inputs_cut": asked.num_cut,
+            "outputs_unfinished": answered.num_unfinished,
+            "metrics": [dataclasses.asdict(each) for each in results[-1]],
+        }
+    means = map(dataclasses.asdict, mean_results(results) if len(results) > 1 else [])
+    return {"decoding": decoding, "tasks": tasks, "mean": list(means)}
+
+
+def _answer(model, generator, questions, file: str | None, reporter) -> list:
+    """Answers of all questions; the file has them from when each task is done."""
+    from switchx.data.data_dir import write_atomically
+    from switchx.text_evaluation import answer
+
+    answers, lines, done = [], [], 0
+    reporter.begin(0, sum(len(each.prompts) for each in questions))
+    for asked in questions:
+        reporter.note(f"answering {len(asked.prompts):,} examples of {asked.task.name}")
+
+        def progressed(number: int, before: int = done):
+            reporter.counted(before + number)
+
+        answers.append(answer(model, generator, asked, progressed))
+        done += len(asked.prompts)
+        for texts in zip(asked.inputs, asked.targets, answers[-1].texts, strict=True):
+            values = dict(zip(("inputs", "target", "prediction"), texts, strict=True))
+            line = {"task": asked.task.name} | values
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        if file:
+            path = pathlib.Path(file).expanduser().absolute()
+            write_atomically(path, "".join(lines).encode())
+    return answers
+
+
+# Tables for a person.
+
+
+def print_tables(job, metrics: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -133,12 +308,47 @@ def _print(job, metrics: dict[str, Any]) -> None:
     for name, value in rows.items():
         is_count = name in ("step", "target_tokens")
         table.add_row(name, f"{value:,.0f}" if is_count else f"{value:.4f}")
-    console = Console(highlight=False, soft_wrap=True)
-    texts = metrics.get("texts", {})
-    for row in text_metrics.table_rows(texts) if texts else ():
+    texts = metrics.get("texts", {"tasks": {}, "mean": []})
+    for row in rows_of_texts(texts):
         table.add_row(*row)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    for signature in text_metrics.signatures(texts) if texts else ():
+    for signature in signatures(texts):
         console.print(signature)
     if "routing" in metrics:
         console.print(load_table(job.model, metrics["routing"]["load"]))
+
+
+def rows_of_texts(texts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """What was measured of texts, its score or number, and its interval."""
+    rows = []
+    groups = {name: values["metrics"] for name, values in texts["tasks"].items()}
+    for name, metrics in (groups | {"mean": texts["mean"]}).items():
+        for each in metrics:
+            interval = "{:.2f} to {:.2f}".format(*each["interval"]) if each["interval"] else ""
+            rows.append((f"{name}: {each['name']}", f"{each['score']:.2f}", interval))
+    for name, values in texts["tasks"].items():
+        for key, said in (
+            ("inputs_cut", "inputs cut to a row of training"),
+            ("outputs_unfinished", "outputs cut off"),
+        ):
+            if values[key]:
+                rows.append((f"{name}: {said}", f"{values[key]:,}", ""))
+    return rows
+
+
+def signatures(texts: dict[str, Any]) -> list[str]:
+    """Each metric's signature, once."""
+    of_all = [each for values in texts["tasks"].values() for each in values["metrics"]]
+    return list(dict.fromkeys(f"{each['name']}  {each['signature']}" for each in of_all))
+
+
+def _metric_names(text: str) -> list[str]:
+    # Not imported from switchx.data: help does not wait for the data libraries.
+    known = ("bleu", "chrf", "rouge", "squad", "accuracy")
+    names = [] if text == "none" else text.split(",")
+    if wrong := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(
+            f"there is no metric {wrong[0]!r}; use some of {','.join(known)}, or none"
+        )
+    return list(dict.fromkeys(names))

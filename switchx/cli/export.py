@@ -11,6 +11,7 @@ from typing import Any
 from switchx.cli import arguments as shared
 from switchx.fields import options
 from switchx.inference.config import DecodingConfig
+from switchx.manifest import git_commit, require_free
 
 DESCRIPTION = """\
 Writes a model as two programs of fixed shapes (jax.export), one that reads a batch of inputs
@@ -34,9 +35,7 @@ def add_command(commands) -> None:
         commands, "export", run, "make programs of a model, to run without switchx", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
-    shared.add_output(
-        parser, "folder to write; nothing may be there", required=True, metavar="DIR"
-    )
+    shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
     parser.add_argument(
         "--platform",
         required=True,
@@ -63,7 +62,6 @@ def add_command(commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from switchx import api
     from switchx.inference.export import Shapes, Target, export_model
-    from switchx.manifest import require_free
 
     if arguments.device_kind and len(arguments.platform) > 1:
         raise ValueError(
@@ -107,7 +105,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     """Where the export comes from, how to make it again, and what texts become for it."""
     from switchx.inference.artifact import is_artifact
-    from switchx.provenance import git_commit
 
     names = ("model_dir", "output", "device_kind", "batch_size", "input_length")
     given = {name: getattr(arguments, name) for name in names}

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx generate`: what a model writes to each line of a text."""
+"""`switchx generate` and `switchx score`: what a model answers to lines, and how likely it
+finds given answers.
+
+Both read and check all lines before they compute anything (`text/lines.py`).
+"""
 
 import argparse
 import dataclasses
@@ -11,7 +15,7 @@ from switchx.cli import arguments as shared
 from switchx.cli.text import lines as text
 from switchx.inference.config import DecodingConfig
 
-DESCRIPTION = """\
+GENERATE = """\
 Writes what a model answers to each line of a file or of standard input, in their order:
 
   switchx generate --model_dir=DIR --input=questions.txt --output=answers.txt --beam_size=4
@@ -27,19 +31,41 @@ added to the input: FILE.progress.json says of which inputs and settings the lin
 All lines are read and checked before anything is generated: empty ones, those that are not
 UTF-8, and those that are too long are errors.
 """
+SCORE = """\
+Scores each line `input<TAB>target` of a file or of standard input: the natural logarithm of
+the target's probability given the input, and the target's tokens, its end included.
+
+  switchx score --model_dir=DIR --input=pairs.tsv
+  switchx score --model_dir=DIR --input=pairs.tsv --output=scores.tsv
+
+It writes `log likelihood<TAB>tokens` a line, in the order of the input, and at the end what
+all of them together have, on standard error. A decoder-only model also scores a line without
+a tab, a text from its beginning. As with `switchx generate`, texts become what training made
+of them, --output goes on where a killed command left it, and wrong lines are errors before
+anything is scored.
+"""
 
 
 def add_command(commands) -> None:
-    parser = shared.add_command(
-        commands, "generate", run, "let a model write to each line of a text", DESCRIPTION
+    generate = shared.add_command(
+        commands, "generate", run_generate, "let a model write to each line of a text", GENERATE
     )
-    text.add_arguments(parser, "text file, an input a line")
-    shared.add_options(parser, DecodingConfig)
-    shared.add_json(parser, "write a JSON object a line: output, tokens, score, is_finished")
+    text.add_arguments(generate, "text file, an input a line")
+    shared.add_options(generate, DecodingConfig)
+    shared.add_json(generate, "write a JSON object a line: output, tokens, score, is_finished")
+    score = shared.add_command(
+        commands, "score", run_score, "log-likelihoods of texts given others", SCORE
+    )
+    text.add_arguments(score, "file of lines `input<TAB>target`")
+    shared.add_json(score, "write a JSON object a line: log_likelihood, num_tokens")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_generate(arguments: argparse.Namespace) -> int:
     return text.run(arguments, _generate)
+
+
+def run_score(arguments: argparse.Namespace) -> int:
+    return text.run(arguments, _score)
 
 
 def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
@@ -56,20 +82,58 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
             raise ValueError(fault)
         return tokens
 
+    def written(hypothesis):
+        output = model.vocabulary.decode(hypothesis.tokens)
+        if not arguments.json:
+            return re.sub(r"[\r\n]+", " ", output)
+        values = {"output": output} | dataclasses.asdict(hypothesis)
+        return json.dumps(values, ensure_ascii=False)
+
     def compute(shard, first):
         for number, (best, *_) in generator(list(map(prompt, shard)), first_number=first):
-            yield number, _line(model.vocabulary.decode(best.tokens), best, arguments.json)
+            yield number, written(best)
 
     text.check(arguments.input, lines, prompt)
-    settings = {"command": "generate", "model": model.fingerprint, "json": arguments.json}
-    settings |= dataclasses.asdict(generator.decoding)
+    settings = dataclasses.asdict(generator.decoding)
     if arguments.capacity == "dropless":
         del settings["pruning"]  # the same outputs with it and without
-    text.write(arguments, lines, settings, compute, reporter)
+    text.write(arguments, model, lines, settings, compute, reporter)
 
 
-def _line(output: str, hypothesis, is_json: bool) -> str:
-    if not is_json:
-        return re.sub(r"[\r\n]+", " ", output)
-    values = {"output": output} | dataclasses.asdict(hypothesis)
-    return json.dumps(values, ensure_ascii=False)
+def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
+    scorer = model.scorer(
+        batch_size=arguments.batch_size, dropless=arguments.capacity == "dropless"
+    )
+    read_input, read_target = (
+        functools.partial(encode, model.vocabulary)
+        for encode in (model.text_format.inputs, model.text_format.targets)
+    )
+
+    def pair(line):
+        *inputs, target = line.split("\t")
+        if len(inputs) != 1 and (inputs or model.config.is_encoder_decoder):
+            raise ValueError(f"has {len(inputs)} tabs, expected input<TAB>target")
+        tokens = []
+        for each in inputs:
+            tokens = text.encoded(arguments, read_input, each, "has an input that ")
+        both = (tokens, text.encoded(arguments, read_target, target, "has a target that "))
+        if fault := scorer.fault(both):
+            raise ValueError(fault)
+        return both
+
+    def compute(shard, first):
+        for number, score in scorer(list(map(pair, shard)), first):
+            values = {"log_likelihood": score.log_likelihood, "num_tokens": score.num_tokens}
+            plain = f"{score.log_likelihood:.6f}\t{score.num_tokens}"
+            yield number, json.dumps(values) if arguments.json else plain
+
+    text.check(arguments.input, lines, pair)
+    scores = []
+    for line in text.write(arguments, model, lines, {}, compute, reporter):
+        values = json.loads(line).values() if arguments.json else line.split("\t")
+        scores.append([float(value) for value in values])
+    log_likelihood, num_tokens = map(sum, zip(*scores, strict=True))
+    reporter.note(
+        f"{len(scores):,} lines, {num_tokens:,.0f} target tokens: log-likelihood "
+        f"{log_likelihood:,.4f}, {log_likelihood / num_tokens:.4f} a token"
+    )

@@ -7,7 +7,6 @@ import sys
 # These are quick to import; each imports JAX and what else it needs when it is run.
 from switchx.cli import (
     bench,
-    check,
     checkpoint,
     compile,
     convert,
@@ -17,8 +16,6 @@ from switchx.cli import (
     messages,
     plan,
     quantize,
-    report,
-    score,
     serve,
     show,
     simulate,
@@ -26,6 +23,11 @@ from switchx.cli import (
     vocab,
 )
 from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
+
+COMMANDS = (
+    train, evaluate, generate, serve, quantize, export, convert, vocab, checkpoint, show, plan,
+    simulate, compile, bench,
+)  # fmt: skip
 
 DESCRIPTION = """\
 switchx pretrains, fine-tunes and studies sparse Mixture-of-Experts Transformers.
@@ -50,8 +52,6 @@ input (nothing was done), 75 saved after a signal to one of several processes, 1
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit status, see EPILOG.
-
-    What is not meant for a person, any error that switchx itself did not raise, is a traceback.
 
     Args:
         argv: without the program's name; None takes the command line.
@@ -81,10 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser("switchx", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (
-        train, evaluate, report, generate, score, serve, quantize, export, convert, vocab,
-        checkpoint, show, plan, simulate, compile, bench, check,
-    ):  # fmt: skip
+    for module in COMMANDS:
         module.add_command(commands)
     return parser
 

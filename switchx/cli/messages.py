@@ -17,7 +17,10 @@ OURS = ("switchx", "pallas_kernels")
 
 @contextlib.contextmanager
 def shown_by(show: Callable[[str], None]) -> Iterator[None]:
-    """Gives every log record to `show` as a line, until the end of the context."""
+    """Gives every log record to `show` as a line, until the end of the context.
+
+    A warning's begins with `warning: `, an error's with `error: `.
+    """
     root, ours = logging.getLogger(), logging.getLogger("switchx")
     handlers, level = root.handlers[:], ours.level
     root.handlers[:] = [_LineHandler(show)]
@@ -29,23 +32,19 @@ def shown_by(show: Callable[[str], None]) -> Iterator[None]:
         ours.setLevel(level)
 
 
-def line_of(record: logging.LogRecord) -> str:
-    """`warning: ...` (or `error: ...`) for what is worse than information."""
-    text = record.getMessage().strip()
-    if record.name == "py.warnings":
-        text = text.partition("\n")[0]  # the line of code that follows says nothing to a user
-    return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
-
-
 class _LineHandler(logging.Handler):
     def __init__(self, show: Callable[[str], None]):
         super().__init__(logging.INFO)
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        is_ours = record.name.partition(".")[0] == "switchx"
-        if record.levelno >= logging.WARNING or is_ours:
-            self._show(line_of(record))
+        if record.levelno < logging.WARNING and record.name.partition(".")[0] != "switchx":
+            return
+        text = record.getMessage().strip()
+        if record.name == "py.warnings":
+            text = text.partition("\n")[0]  # the line of code that follows says nothing
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        self._show(f"{level}{text}")
 
 
 def explain(error: BaseException, arguments: argparse.Namespace) -> int:
@@ -65,10 +64,8 @@ def explain(error: BaseException, arguments: argparse.Namespace) -> int:
 
 def _is_for_a_person(error: BaseException) -> bool:
     """Whether its message suffices: our own code raised it, or the system refused something."""
-    if isinstance(error, OSError):
-        return True
-    if not isinstance(error, ValueError | RuntimeError):
-        return False
+    if isinstance(error, OSError) or not isinstance(error, ValueError | RuntimeError):
+        return isinstance(error, OSError)
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_ours = frame.f_globals.get("__name__", "").split(".")[0] in OURS
     return is_ours and not type(error).__module__.startswith("jax")

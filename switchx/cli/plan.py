@@ -2,8 +2,13 @@
 """`switchx plan`: the mesh and the dispatcher to run a job on, before devices are rented."""
 
 import argparse
+import pathlib
+from typing import Any
 
 from switchx.cli import arguments as shared
+
+COLUMNS = ("", "mesh", "step", "tokens/s", "products", "collectives", "bubble", "memory")
+MEMORY_PARTS = ("state", "gradients", "activations", "working", "logits", "gathered")
 
 DESCRIPTION = """\
 Predicts a training step on every mesh and dispatcher that divides the model and the batch:
@@ -43,14 +48,12 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import pathlib
-
     from switchx.bench.report import Check, Report
-    from switchx.cli.plan_table import mesh_gin, print_search, row
+    from switchx.cli.config.files import mesh_gin
     from switchx.data.data_dir import write_atomically
     from switchx.planner.hardware import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, search
-    from switchx.training.workload import fitting_group_size, workload_of
+    from switchx.training.program import fitting_group_size, workload_of
 
     hardware = load_hardware(arguments.hardware)
     devices = _devices(hardware, arguments.devices)
@@ -59,9 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     found = search(workload, hardware, devices)
     hint = ""
     if GROUPS_DO_NOT_DIVIDE in found.refused:
-        size = fitting_group_size(job, devices)
+        size, switch = fitting_group_size(job, devices), job.model.switch
         # With fewer tokens than experts most slots of a group would be empty.
-        if size and job.model.switch.num_experts <= size < job.model.switch.group_size:
+        if size and switch.num_experts <= size < switch.group_size:
             hint = f"SwitchConfig.group_size={size}"
     fits = Check("fits", len(found.plans[:1]), "==1")
     if not found.plans:
@@ -89,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _devices(hardware, asked: int | None) -> int:
     most = hardware.max_devices
     if asked is None:
-        if hardware.max_devices is None or hardware.inside.torus_dims:
+        if most is None or hardware.inside.torus_dims:
             raise ValueError(
                 f"--hardware={hardware.name} does not say how many devices there are; give "
                 "--devices=N"
@@ -144,3 +147,67 @@ def _nothing_fits(workload, hardware, devices: int, found, hint: str) -> str:
         f"use {number} devices, where {plan.layout.name} needs "
         f"{num_bytes(plan.memory.total)}, ModelConfig.remat='full', or a smaller model"
     )
+
+
+def row(rank: int, plan, workload) -> dict[str, Any]:
+    """A plan as one JSON object; units are in the names."""
+    from switchx.planner.step_comm import step_collectives
+
+    time, memory = plan.time, plan.memory
+    kinds: dict[str, float] = {}
+    for each in step_collectives(workload, plan.layout):
+        kinds[each.kind] = kinds.get(each.kind, 0.0) + each.total_bytes
+    return {
+        "rank": rank,
+        **plan.layout.shape,
+        "dispatcher": plan.layout.dispatcher,
+        "microbatches": plan.layout.num_microbatches,
+        "step_s": time.step_s,
+        "overlapped_step_s": time.overlapped_s,
+        "tokens_per_s": plan.tokens_per_s,
+        "compute_s": time.compute_s,
+        "communication_s": time.communication_s,
+        "communication_between_nodes_s": time.between_s,
+        "update_s": time.update_s,
+        "bubble_s": time.bubble_s,
+        "bubble_fraction": time.bubble,
+        "memory_bytes": memory.total,
+        **{f"memory_{part}_bytes": getattr(memory, part) for part in MEMORY_PARTS},
+        "collective_bytes": kinds,
+    }
+
+
+def print_search(found, hardware, devices: int, top: int) -> None:
+    """Prints the ranked plans, the first three in words, and what was refused."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from switchx.planner.search import explain, num_bytes, seconds
+
+    console = Console(highlight=False, soft_wrap=True)
+    plans = found.plans
+    console.print(
+        f"{devices} devices of {hardware.name} ({hardware.description}): "
+        f"{found.looked_at:,} layouts, {len(plans):,} fit"
+    )
+    columns = [Column(name, justify="right", no_wrap=True) for name in COLUMNS]
+    columns[COLUMNS.index("mesh")] = Column("mesh", overflow="fold")
+    table = Table(*columns, box=None)
+    for i, plan in enumerate(plans[:top], 1):
+        table.add_row(
+            str(i),
+            plan.layout.name,
+            seconds(plan.time.step_s),
+            f"{plan.tokens_per_s:,.0f}",
+            seconds(plan.time.compute_s),
+            seconds(plan.time.communication_s),
+            f"{plan.time.bubble:.0%}",
+            num_bytes(plan.memory.total),
+        )
+    console.print(table)
+    for i, plan in enumerate(plans[:3], 1):
+        console.print(f"\n{i}. {explain(plan, hardware, plans[0])}")
+    if found.refused:
+        console.print("\nRefused:")
+        for reason, count in sorted(found.refused.items(), key=lambda item: -item[1]):
+            console.print(f"  {count:6,}  {reason}")

@@ -29,14 +29,13 @@ class TerminalReporter:
 
         Args:
             console: None is standard error.
-            clock: seconds, of which only differences matter.
             unit: of the work, for the bar.
         """
         self._unit = unit
         self.console = console or Console(stderr=True, highlight=False)
         self._clock = clock
         self._start_s = self._noted_s = clock()
-        self._pace = _Pace(clock)
+        self._first: tuple[int, float] | None = None  # step of this process, and when
         self._last_step = 0
         self._contexts = contextlib.ExitStack()
         self._progress = Progress(
@@ -60,8 +59,7 @@ class TerminalReporter:
 
     def __exit__(self, *exception) -> None:
         # What remains on the terminal: the bar as it stood, or nothing if nothing was trained.
-        has_stepped = self._pace.first is not None
-        self._progress.update(self._task, time_left="", visible=has_stepped)
+        self._progress.update(self._task, time_left="", visible=self._first is not None)
         self._contexts.close()
 
     def begin(self, first_step: int, last_step: int) -> None:
@@ -71,12 +69,13 @@ class TerminalReporter:
         )
 
     def stepped(self, step: int) -> None:
-        self._pace.stepped(step)
+        if self._first is None:
+            self._first = step, self._clock()
         self._progress.update(
             self._task,
             completed=step,
             description=f"{self._unit} {step}/{self._last_step}",
-            time_left=self._pace.time_left(step, self._last_step),
+            time_left=self._time_left(step),
         )
 
     def counted(self, number: int) -> None:
@@ -84,20 +83,20 @@ class TerminalReporter:
         self.stepped(number)
         if self._clock() - self._noted_s >= NOTE_EVERY_S:
             self._noted_s = self._clock()
-            left = self._pace.time_left(number, self._last_step)
+            left = self._time_left(number)
             self.note(f"{number:,} of {self._last_step:,} {self._unit}s  {left}")
 
     def logged(self, step: int, metrics: dict[str, Any]) -> None:
         loss, rate = metrics["loss"], metrics["tokens_per_s"]
         self._progress.update(self._task, status=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
-        parts = [f"step {step:>5}", f"loss {loss:.3f}"]
+        line = f"step {step:>5}  loss {loss:.3f}"
         if "accuracy" in metrics:
-            parts.append(f"accuracy {metrics['accuracy']:.3f}")
+            line += f"  accuracy {metrics['accuracy']:.3f}"
         if "dropped_fraction" in metrics:
-            parts.append(f"dropped {metrics['dropped_fraction']:.1%}")
+            line += f"  dropped {metrics['dropped_fraction']:.1%}"
         if metrics.get("skipped_steps"):
-            parts.append(f"skipped {metrics['skipped_steps']}")
-        self.note("  ".join([*parts, f"{rate:,.0f} tokens/s"]))
+            line += f"  skipped {metrics['skipped_steps']}"
+        self.note(f"{line}  {rate:,.0f} tokens/s")
 
     def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
         self.note(
@@ -109,26 +108,16 @@ class TerminalReporter:
         seconds = self._clock() - self._start_s
         self.console.print(f"[dim]{seconds:6.1f}s[/dim]  {escape(text)}", soft_wrap=True)
 
+    def _time_left(self, step: int) -> str:
+        """From the steps after the first one of this process, which compiles.
 
-class _Pace:
-    """Time left, from the steps after the first one of this process, which compiles.
-
-    Evaluations and checkpoints count, as they will come again.
-    """
-
-    def __init__(self, clock):
-        self._clock = clock
-        self.first: tuple[int, float] | None = None
-
-    def stepped(self, step: int) -> None:
-        if self.first is None:
-            self.first = step, self._clock()
-
-    def time_left(self, step: int, last_step: int) -> str:
-        first_step, first_s = self.first
+        Evaluations and checkpoints count, as they will come again.
+        """
+        first_step, first_s = self._first
         if step == first_step:
             return ""
-        seconds = (self._clock() - first_s) / (step - first_step) * (last_step - step)
+        seconds_per_step = (self._clock() - first_s) / (step - first_step)
+        seconds = seconds_per_step * (self._last_step - step)
         minutes, seconds = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02} left"

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.manifest import git_commit, require_free
 
 DESCRIPTION = """\
 Writes a model whose experts' matrices are int8 or int4, one scale for each output feature of
@@ -29,9 +30,7 @@ def add_command(commands) -> None:
         commands, "quantize", run, "make a model's experts int8 or int4", DESCRIPTION
     )
     shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
-    shared.add_output(
-        parser, "folder to write; nothing may be there", required=True, metavar="DIR"
-    )
+    shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
     parser.add_argument("--bits", type=int, choices=(4, 8), required=True, help="of a weight")
     parser.add_argument(
         "--method",
@@ -58,7 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx import api
     from switchx.inference.artifact import is_artifact, write_artifact
     from switchx.inference.quantize import quantize_experts
-    from switchx.manifest import require_free
 
     output = require_free(arguments.output)
     if is_artifact(arguments.model_dir):
@@ -87,10 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         "bytes_of_files": num_bytes,
         "matrices": [dataclasses.asdict(each) for each in matrices],
     }
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        _print(report)
+    print(json.dumps(report) if arguments.json else _text(report))
     return 0
 
 
@@ -98,8 +93,6 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     """Where the artifact comes from, and what reading texts with it needs."""
     import jax
     import safetensors
-
-    from switchx.provenance import git_commit
 
     method = arguments.method or ("mse" if arguments.bits == 4 else "absmax")
     return {
@@ -119,20 +112,17 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     }
 
 
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("matrix", "error", "of the worst expert", box=None, pad_edge=False)
+def _text(report: dict[str, Any]) -> str:
+    rows = [("matrix", "error", "of the worst expert")]
     for each in report["matrices"]:
-        table.add_row(each["name"], f"{each['error']:.4f}", f"{each['worst_error']:.4f}")
+        rows.append((each["name"], f"{each['error']:.4f}", f"{each['worst_error']:.4f}"))
+    width = max(len(name) for name, *_ in rows)
     before, after = report["bytes_before"], report["bytes_after"]
-    # Longer than any table: a path is not broken.
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
-    console.print(
+    lines = [f"{name:<{width}}  {error:<6}  {worst}" for name, error, worst in rows]
+    lines += [
         f"{report['share_of_expert_bytes_quantized']:.1%} of the experts' bytes are quantized; "
-        f"experts are {report['share_of_bytes_in_experts']:.1%} of the model"
-    )
-    console.print(f"{before:,} bytes before, {after:,} after: {before / after:.2f} times less")
-    console.print(f"{report['output']}: {report['bytes_of_files']:,} bytes of files")
+        f"experts are {report['share_of_bytes_in_experts']:.1%} of the model",
+        f"{before:,} bytes before, {after:,} after: {before / after:.2f} times less",
+        f"{report['output']}: {report['bytes_of_files']:,} bytes of files",
+    ]
+    return "\n".join(lines)

@@ -43,11 +43,7 @@ def add_command(commands) -> None:
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        metavar="N",
-        help="0 takes a free one (default: %(default)s)",
+        "--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: 8000)"
     )
     parser.add_argument(
         "--token_file", metavar="FILE", help="its first line is the token that clients send"
@@ -95,7 +91,7 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
 
 
 def _leave(worker: threading.Thread, status: int) -> int:
-    """The status, when the worker has ended, or the process with it, when it does not.
+    """Waits for the worker; the status, or the end of the process where it does not end.
 
     The interpreter cannot end around a thread that is in the compiler: it would abort.
     """

@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx show`: what a configuration means, drawn."""
+"""`switchx report` and `switchx show`: a run's routing and a pipeline's schedule, drawn."""
 
 import argparse
+import pathlib
 
 from switchx.cli import arguments as shared
 
-DESCRIPTION = """\
+REPORT = """\
+Writes one HTML page, which needs no other file and no network, about the routing of a run:
+load, drops, entropy and gate of every Switch layer over training, dead experts, where tokens
+go from layer to layer, which tokens an expert gets, how early the routing became the final
+one.
+
+  switchx report --model_dir=DIR                   writes DIR/report.html
+  switchx report --model_dir=DIR --output=FILE
+
+It reads what training recorded, DIR/metrics.jsonl and DIR/routing/, and may be run while
+training goes on. Nothing is computed with the model.
+"""
+SHOW = """\
 Draws the schedule of a pipeline: which microbatch a stage runs forward (F) and backward (B)
 in which tick, the share of time that is lost (the bubble), and how many inputs are kept.
 
@@ -20,8 +33,11 @@ STACKS = ((" ",), ("encoder", "decoder"))
 
 
 def add_command(commands) -> None:
+    parser = shared.add_command(commands, "report", run_report, "plot a run's routing", REPORT)
+    shared.add_model_dir(parser, "run folder of `switchx train`")
+    shared.add_output(parser, "page to write; default: report.html of the run folder")
     parser = shared.add_command(
-        commands, "show", run, "draw the schedule of a pipeline", DESCRIPTION
+        commands, "show", run_show, "draw the schedule of a pipeline", SHOW
     )
     parser.add_argument("what", choices=["schedule"], help="what to draw")
     number = {"type": int, "metavar": "N"}
@@ -41,51 +57,76 @@ def add_command(commands) -> None:
     shared.add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_report(arguments: argparse.Namespace) -> int:
+    from switchx.analysis.report import all_sections, page, read_run
+    from switchx.checkpoint.run_folder import RunFolder, read_model_config
+    from switchx.data.data_dir import write_atomically
+    from switchx.data.tokenizers import token_classes
+    from switchx.data.vocabularies import load_vocabulary
+
+    folder = RunFolder(arguments.model_dir)
+    model = read_model_config(folder)
+    if model.switch is None:
+        raise ValueError(
+            f"{folder.root} is the run of a dense model, which routes nothing; give the "
+            "model_dir of a run with Switch layers"
+        )
+    vocabulary = load_vocabulary(folder.root)
+    classes = token_classes(vocabulary)
+    routing = read_run(
+        folder.root, classes.names, classes.class_V, lambda token: vocabulary.piece(token).text
+    )
+    sizes = [
+        f"{len(stack.token_T):,} {stack.layers[0].split()[0]}" for stack in routing.final.stacks
+    ]
+    facts = {
+        "run folder": str(folder.root),
+        "experts": f"{model.switch.num_experts} in each of {model.num_sparse_layers} layers",
+        "steps": f"{routing.history.steps[-1]}",
+        "sample": f"{' and '.join(sizes)} tokens of the validation data, "
+        f"{len(routing.snapshots)} evaluations, the last one at step {routing.final.step}",
+    }
+    output = pathlib.Path(arguments.output or folder.root / "report.html").expanduser()
+    title = f"Routing of {folder.root.name}"
+    write_atomically(output, page(title, facts, all_sections(routing)).encode())
+    print(output)
+    return 0
+
+
+def run_show(arguments: argparse.Namespace) -> int:
     from switchx.bench.report import Check, Report
     from switchx.partitioning.schedule import ScheduleSpec
 
     spec = ScheduleSpec(arguments.schedule, arguments.chunks)
     schedule = spec.build(arguments.stages, arguments.microbatches, arguments.stacks)
-    row = summary(schedule)
-    if not arguments.json:
-        print("\n".join(table_lines(schedule)))
-        print(f"\n{sentence(row)}")
-    if arguments.output:
-        _draw(schedule, sentence(row), arguments.output)
-        if not arguments.json:
-            print(arguments.output)
-    if arguments.json:
-        P, M, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
-        formula = (P - 1) / (v * M + P - 1)
-        check = Check("bubble_vs_formula", abs(row["bubble"] - formula), "<=1e-9")
-        Report("show schedule", [row], [check]).print(as_json=True)
-    return 0
-
-
-def summary(schedule) -> dict:
-    """The schedule in numbers, as one row of results."""
-    time, free = schedule.time(), schedule.time_without_lock_step()
-    return {
-        "schedule": schedule.spec.kind,
+    row = {
+        "schedule": spec.kind,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         "chunks": schedule.num_chunks,
         "stacks": schedule.num_lanes,
         "ticks": schedule.num_ticks,
         "bubble": schedule.bubble(),
-        "lock_step_adds": time / free - 1,
+        "lock_step_adds": schedule.time() / schedule.time_without_lock_step() - 1,
         "kept_inputs": sum(schedule.num_slots),
     }
-
-
-def sentence(row: dict) -> str:
-    """`1f1b, 4 stages, ...`: what `summary` says, in words."""
-    return (
+    sentence = (
         f"{row['schedule']}, {row['stages']} stages, {row['microbatches']} microbatches: "
         f"{row['ticks']} ticks, bubble {row['bubble']:.1%} (B = 2 F), common ticks add "
         f"{row['lock_step_adds']:.1%}, at most {row['kept_inputs']} inputs kept a stage"
     )
+    if arguments.output:
+        _draw(schedule, sentence, arguments.output)
+    if arguments.json:
+        P, M, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+        formula = (P - 1) / (v * M + P - 1)
+        check = Check("bubble_vs_formula", abs(row["bubble"] - formula), "<=1e-9")
+        Report("show schedule", [row], [check]).print(as_json=True)
+    else:
+        print("\n".join([*table_lines(schedule), "", sentence]))
+        if arguments.output:
+            print(arguments.output)
+    return 0
 
 
 def table_lines(schedule) -> list[str]:
@@ -116,8 +157,6 @@ def _cell(schedule, ops, tick: int, stage: int, lane: int) -> str:
 
 
 def _draw(schedule, title: str, output: str) -> None:
-    import pathlib
-
     from switchx.analysis.plots import FORMATS, schedule_figure
 
     path = pathlib.Path(output).expanduser()

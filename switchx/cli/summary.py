@@ -37,14 +37,19 @@ def print_summary(
     end = "finished" if outcome.is_finished else "stopped by a signal"
     is_saved = (run.checkpoints / str(outcome.step)).is_dir()
     saved = "the state is saved" if is_saved else "there is nothing to save"
-    parts = [
-        Text(f"\nTraining {end}; {saved} at step {outcome.step}", style="bold"),
-    ]
+    parts = [Text(f"\nTraining {end}; {saved} at step {outcome.step}", style="bold")]
     if numbers := _numbers(validation, metrics):
         parts.append(_aligned(numbers))
     if metrics and metrics[-1].get("routing"):
         parts.append(load_table(job.model, metrics[-1]["routing"]["load"]))
-    parts += [_aligned(_places(run, outcome, is_saved)), Text("Next", style="bold")]
+    places = {
+        "run folder": run.root,
+        "checkpoint": run.checkpoints / str(outcome.step) if is_saved else "none",
+        "metrics": f"{run.metrics}, {run.validation.name}",
+        "TensorBoard": run.tensorboard,
+        "configuration": run.operative_config,
+    }
+    parts += [_aligned(places), Text("Next", style="bold")]
     # Longer than any table: lines that will be pasted must not be broken.
     console = Console(highlight=False, soft_wrap=True)
     console.print(Group(*parts))
@@ -57,8 +62,7 @@ def print_summary(
 def next_commands(
     job: TrainingJob, run: RunFolder, outcome: Outcome, arguments: argparse.Namespace
 ) -> list[str]:
-    """What to try next: evaluate, go on, fine-tune, look at the routing. Each runs as it
-    stands."""
+    """Commands to run next: evaluate, go on, fine-tune, look at the routing."""
     folder = f"--model_dir={run.path}"
     same = configuration_words(arguments, without="TRAIN_STEPS")
     steps = [f"--gin.TRAIN_STEPS={max(2 * job.train_steps, 1)}"]
@@ -86,18 +90,15 @@ def load_table(model: ModelConfig, load: list[list[float]]) -> Group:
             first.
     """
     num_experts = model.switch.num_experts
-    table = Table(box=None, pad_edge=False)
+    table = Table("layer", box=None, pad_edge=False)
     is_short = num_experts <= MAX_COLUMNS
-    table.add_column("layer")
     for column in map(str, range(num_experts)) if is_short else ("least", "median", "most"):
         table.add_column(column, justify="right")
     for name, shares in zip(model.sparse_layer_names, load, strict=True):
         even_share = sum(shares) / num_experts or 1.0
-        even = sorted(share / even_share for share in shares)
-        shown = [even[0], even[num_experts // 2], even[-1]]
-        if is_short:
-            shown = [share / even_share for share in shares]
-        table.add_row(name, *(f"{value:.2f}" for value in shown))
+        if not is_short:
+            shares = [min(shares), sorted(shares)[num_experts // 2], max(shares)]
+        table.add_row(name, *(f"{share / even_share:.2f}" for share in shares))
     # Not the table's title, which would be broken to the table's width.
     return Group("load per expert (1.00 is an even share)", table)
 
@@ -139,17 +140,7 @@ def _value(line: dict[str, Any]) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def _places(run: RunFolder, outcome: Outcome, is_saved: bool) -> dict[str, str]:
-    return {
-        "run folder": str(run.root),
-        "checkpoint": str(run.checkpoints / str(outcome.step)) if is_saved else "none",
-        "metrics": f"{run.metrics}, {run.validation.name}",
-        "TensorBoard": str(run.tensorboard),
-        "configuration": str(run.operative_config),
-    }
-
-
-def _aligned(rows: dict[str, str]) -> Text:
+def _aligned(rows: dict[str, Any]) -> Text:
     """Not a table, which would break a long path to the terminal's width."""
     width = max(map(len, rows), default=0)
     return Text("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))

@@ -6,7 +6,7 @@ import functools
 
 from switchx.cli import arguments as shared
 from switchx.cli import hosts, messages
-from switchx.provenance import git_commit
+from switchx.manifest import git_commit
 
 DESCRIPTION = """\
 Trains what the gin files describe and writes checkpoints, metrics.jsonl, TensorBoard events
@@ -74,8 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 def exit_status(is_finished: bool, processes) -> int:
     """0, but 75 of each of several processes where a signal came before the last step.
 
-    A person who ends a single process knows why. Several have a launcher, which takes 0 for
-    the end of the run: a machine that was taken away would end it for good.
+    A launcher of several takes 0 for the end of the run, and would not start it again.
     """
     return 0 if is_finished or processes is None else STOPPED_STATUS
 

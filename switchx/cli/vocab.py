@@ -23,9 +23,8 @@ Use it in a gin file:
 
 
 def add_command(commands) -> None:
-    parser = shared.add_command(
-        commands, "vocab", run, "train a SentencePiece vocabulary", DESCRIPTION
-    )
+    help_text = "train a SentencePiece vocabulary"
+    parser = shared.add_command(commands, "vocab", run, help_text, DESCRIPTION)
     parser.add_argument(
         "--input",
         action="append",
@@ -40,7 +39,7 @@ def add_command(commands) -> None:
         metavar="N",
         help="pieces; 100 sentinels come on top when it is used",
     )
-    shared.add_output(parser, "folder to write into", required=True, metavar="DIR")
+    shared.add_output(parser, "folder to write into", "DIR", required=True)
     parser.add_argument(
         "--sample_characters",
         type=int,
@@ -54,12 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.data.vocabularies import train_sentencepiece
 
     inputs = [name for names in arguments.input for name in names.split(",") if name]
-    summary = train_sentencepiece(
+    path, num_pieces, num_characters, ratio = train_sentencepiece(
         inputs, arguments.size, arguments.output, arguments.sample_characters
     )
     print(
-        f"{summary.path}: {summary.num_pieces} pieces, trained on "
-        f"{summary.num_characters:,} characters, {summary.characters_per_token:.2f} characters "
-        "per token"
+        f"{path}: {num_pieces} pieces, trained on {num_characters:,} characters, {ratio:.2f} "
+        "characters per token"
     )
     return 0

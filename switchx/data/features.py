@@ -114,7 +114,8 @@ class DecoderOnlyFeatures:
             targets have loss weight, and `decoder_prefix_mask`, 1 where the token read is
             part of bidirectional inputs (or the 0 that stands before them), else 0.
         """
-        batch = _decoder_features([[_joined(e) for e in row] for row in rows], self.length)
+        joined = [[np.concatenate([e.inputs, e.targets]) for e in row] for row in rows]
+        batch = _decoder_features(joined, self.length)
         positions_BL = batch["decoder_positions"]
         num_inputs_BL = self._per_token(rows, lambda example: len(example.inputs))
         batch["decoder_loss_weights"] *= positions_BL >= num_inputs_BL
@@ -169,10 +170,6 @@ def _lay_out(rows: Sequence[Sequence[np.ndarray]], length: int):
             positions_BL[b, start:end] = np.arange(len(tokens))
             start = end
     return tokens_BL, segments_BL, positions_BL
-
-
-def _joined(example: Example) -> np.ndarray:
-    return np.concatenate([example.inputs, example.targets])
 
 
 def _cut(tokens_L: np.ndarray, length: int, eos_id: int) -> np.ndarray:

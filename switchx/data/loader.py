@@ -2,13 +2,13 @@
 """The loader: training batches without end, and evaluation batches, each process its part.
 
 Training reads one stream a row (`streams.py`). Each batch comes with the cursors of its rows,
-so the state of the loader is that of the batch last handed out, however far threads and
-worker processes have read ahead.
+so the loader's state is that of the batch last handed out, however far it has read ahead.
 """
 
 import dataclasses
 import itertools
 import logging
+import textwrap
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -104,9 +104,8 @@ class Prefetch:
 class TrainLoader:
     """Iterates over this process' part of the training batches, without end.
 
-    The global batch, the parts of all shards one after another, is a function of the
-    source, the batch config, the seed and the step; not of shards, prefetching or
-    interruptions.
+    The global batch, the parts of all shards one after another, is a function of the source,
+    the batch config, the seed and the step; not of shards, prefetching or interruptions.
 
     Args:
         source: a task, or a mixture of several; their training splits are read.
@@ -216,7 +215,7 @@ class TrainLoader:
 
     def _description(self) -> dict:
         plan, config = self._plan, self._config
-        description = {
+        return {
             "state_version": STATE_VERSION,
             "seed": plan.seed,
             "features": repr(config.features),
@@ -224,11 +223,11 @@ class TrainLoader:
             "packed": config.packed,
             "tasks": [opened.task.name for opened in plan.tasks],
             "probabilities": plan.probabilities.tolist(),
+        } | {
+            f"{opened.task.name}.{key}": value
+            for opened in plan.tasks
+            for key, value in opened.description.items()
         }
-        for opened in plan.tasks:
-            for key, value in opened.description.items():
-                description[f"{opened.task.name}.{key}"] = value
-        return description
 
 
 def _stop(iterators: list[grain.DatasetIterator]) -> None:
@@ -274,10 +273,9 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """This process' part of the task's evaluation batches, the same each time.
 
-    The evaluation split is read once, in its order; an example's random choices are fixed
-    by its index. The last batch is filled up with rows of padding, whose loss weights are
-    0. Each process goes through all rows and lays out its own: no example is lost or seen
-    twice, and all processes see equally many batches.
+    The split is read once, in its order; an example's random choices are fixed by its index.
+    The last batch is filled up with padding, whose loss weights are 0. Each process goes
+    through all rows and lays out its own: all see equally many batches.
 
     Args:
         num_batches: stop after so many; None reads the whole split.
@@ -314,8 +312,7 @@ class RowBatches(grain.IterDataset):
 
     def __init__(self, plan: StreamPlan, is_packed: bool, rows: Sequence[int], cursors):
         super().__init__()
-        self._plan = plan
-        self._is_packed = is_packed
+        self._plan, self._is_packed = plan, is_packed
         self._rows = list(zip(rows, cursors, strict=True))
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
@@ -324,7 +321,6 @@ class RowBatches(grain.IterDataset):
         Blocks of rows rather than every `sl.step`-th, so that workers' parts one after
         another are the batch.
         """
-        del sequential_slice
         num_rows = len(self._rows)
         start, stop = (num_rows * worker // sl.step for worker in (sl.start, sl.start + 1))
         self._rows = self._rows[start:stop]
@@ -370,17 +366,14 @@ def _rows_of(state: dict) -> Sequence[int]:
 
 
 def _listed(rows: Iterable[int]) -> str:
-    text = ", ".join(map(str, rows))
-    return text if len(text) < 80 else f"{text[:80]} ..."
+    return textwrap.shorten(", ".join(map(str, rows)), 80, placeholder=" ...")
 
 
 def _require_same(taken: dict, here: dict) -> None:
     names = [name for name in {**here, **taken} if taken.get(name) != here.get(name)]
-    differences = "; ".join(
-        f"{name}: {taken.get(name)!r} there, {here.get(name)!r} here" for name in names
-    )
+    each = [f"{name}: {taken.get(name)!r} there, {here.get(name)!r} here" for name in names]
     require(
         not names,
-        f"the loader's state was taken from another pipeline ({differences}); use the settings "
-        "it was taken with, or begin the data anew by not restoring it",
+        f"the loader's state was taken from another pipeline ({'; '.join(each)}); use the "
+        "settings it was taken with, or begin the data anew by not restoring it",
     )

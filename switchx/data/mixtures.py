@@ -40,8 +40,7 @@ class ProportionalRates:
         require_at_least(self, 1, "maximum")
 
     def of_sizes(self, sizes: Sequence[int]) -> list[float]:
-        limit = self.maximum or max(sizes)
-        return [min(size, limit) ** (1 / self.temperature) for size in sizes]
+        return [min(size, self.maximum or size) ** (1 / self.temperature) for size in sizes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,33 +101,27 @@ def multi30k_directions(
 ) -> Mixture:
     """A task for each ordered pair of languages: `German: A man sleeps.` asks for German.
 
-    Tasks are named `multi30k_en_de`, are measured by BLEU and chrF, and are drawn equally
-    often but for the favoured.
+    Tasks are named `multi30k_en_de` and are measured by BLEU and chrF.
 
     Args:
-        vocabulary: of all languages.
         languages: two or more of cs, de, en, fr.
         favoured: directions, such as `en_de`, drawn `favour` times as often as others.
 
     Raises:
-        ValueError: an unknown language, fewer than two, or a direction that is not among
-            them.
+        ValueError: an unknown language, fewer than two, or a direction not among them.
     """
-    unknown = sorted(set(languages) - set(LANGUAGES))
-    require(not unknown, f"languages {unknown} are not in Multi30K; use {', '.join(LANGUAGES)}")
     pairs = list(itertools.permutations(languages, 2))
     require(pairs, f"languages={tuple(languages)} have no direction; use two or more")
     directions = ["_".join(pair) for pair in pairs]
     unknown = sorted(set(favoured) - set(directions))
     require(not unknown, f"favoured={unknown}; use directions of {', '.join(directions)}")
+    corpora = [Multi30k(*pair) for pair in pairs]
     tasks = tuple(
         Task(
-            f"multi30k_{source}_{target}",
-            Multi30k(source, target),
-            vocabulary,
-            InputsToTargets(prefix=f"{LANGUAGE_NAMES[target]}: "),
+            each.name, each, vocabulary,
+            InputsToTargets(prefix=f"{LANGUAGE_NAMES[each.target]}: "),
             metrics=(Bleu(), ChrF()),
         )
-        for source, target in pairs
-    )
+        for each in corpora
+    )  # fmt: skip
     return Mixture(tasks, tuple(favour if each in favoured else 1.0 for each in directions))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objectives: how a corpus' records become examples of inputs and targets.
 
-Raffel et al. 2020 (arXiv:1910.10683), sections 3.1 and 3.2. A `TextObjective` reads text,
-`{"text": ...}`: documents are tokenized, joined and cut into chunks of a fixed length, so that
-nothing is padding and nothing is lost (seqio's `reduce_concat_tokens` and `split_tokens`); a
-chunk becomes one example. A `RecordObjective` makes an example of each record.
+Raffel et al. 2020 (arXiv:1910.10683), sections 3.1 and 3.2. For a `TextObjective`, documents
+are tokenized, joined and cut into chunks of a fixed length, so that nothing is padding and
+nothing is lost (seqio's `reduce_concat_tokens` and `split_tokens`); a chunk becomes one
+example. A `RecordObjective` makes an example of each record.
 
 T5's span corruption (section 3.1.4, figure 2): spans of the text become sentinels, the targets
 spell them out. The arithmetic is that of `t5.data.preprocessors` (`random_spans_helper`,
@@ -28,6 +28,7 @@ import numpy as np
 
 from switchx.data.features import EncoderDecoderFeatures, Example, Features
 from switchx.data.tokenizers import Vocabulary
+from switchx.fields import require, require_at_least
 
 
 class Objective(abc.ABC):
@@ -118,29 +119,26 @@ class SpanCorruption(TextObjective):
     is_prefix_bidirectional: bool = _prefix_choice()
 
     def __post_init__(self):
-        if not 0 < self.noise_density < 1:
-            raise ValueError(f"noise_density={self.noise_density}; use one between 0 and 1")
-        if self.mean_span_length < 1:
-            raise ValueError(f"mean_span_length={self.mean_span_length}; use at least 1 token")
+        density = self.noise_density
+        require(0 < density < 1, f"noise_density={density}; use one between 0 and 1")
+        require_at_least(self, 1, "mean_span_length")
 
     def chunk_length(self, features: Features) -> int:
-        """Tokens of raw text that an example is made of: 568 for inputs of 512."""
+        """568 tokens for inputs of 512."""
         noise = (self.noise_density, self.mean_span_length)
         if not isinstance(features, EncoderDecoderFeatures):
             return fit_joint_length(features.length, *noise).raw_length
         counts = fit_inputs_length(features.inputs_length, *noise)
-        if counts.targets_length > features.targets_length:
-            raise ValueError(
-                f"span corruption of inputs_length={features.inputs_length} makes targets of "
-                f"{counts.targets_length} tokens, got targets_length="
-                f"{features.targets_length}; use targets_length={counts.targets_length} or "
-                "more, or shorter inputs"
-            )
+        require(
+            counts.targets_length <= features.targets_length,
+            f"span corruption of inputs_length={features.inputs_length} makes targets of "
+            f"{counts.targets_length} tokens, got targets_length={features.targets_length}; "
+            f"use targets_length={counts.targets_length} or more, or shorter inputs",
+        )
         return counts.raw_length
 
     def example(self, tokens_L, vocabulary, features, rng) -> Example:
-        """Corrupts a chunk; see `corrupt_spans`."""
-        del features  # the chunk's length is chosen for them
+        """The corrupted chunk (`corrupt_spans`), whose length suits the features."""
         counts = count_spans(len(tokens_L), self.noise_density, self.mean_span_length)
         return Example(*corrupt_spans(tokens_L, counts, vocabulary, rng))
 
@@ -157,14 +155,13 @@ class PrefixLM(TextObjective):
     is_prefix_bidirectional: bool = _prefix_choice()
 
     def chunk_length(self, features: Features) -> int:
-        """Tokens of raw text that an example is made of: what the longer side holds."""
-        if max(features.capacity) < 2:
-            raise ValueError(f"{features} holds no prefix with a continuation; use longer ones")
-        return max(features.capacity)
+        """What the longer side holds."""
+        length = max(features.capacity)
+        require(length >= 2, f"{features} holds no prefix with a continuation; use longer ones")
+        return length
 
     def example(self, tokens_L, vocabulary, features, rng) -> Example:
-        """Splits a chunk into a prefix and its continuation, a token or more each."""
-        del vocabulary
+        """A prefix of the chunk and its continuation, a token or more each."""
         first, last = 1, len(tokens_L) - 1
         if isinstance(features, EncoderDecoderFeatures):
             first = max(first, len(tokens_L) - features.targets_length)
@@ -184,17 +181,16 @@ class CausalLM(TextObjective):
     min_tokens = 1
 
     def chunk_length(self, features: Features) -> int:
-        """Tokens of raw text that an example is made of: a whole row."""
-        if isinstance(features, EncoderDecoderFeatures):
-            raise ValueError(
-                "CausalLM has no inputs for an encoder; use PrefixLM or SpanCorruption, or "
-                "DecoderOnlyFeatures with a decoder-only model"
-            )
+        """A whole row."""
+        require(
+            not isinstance(features, EncoderDecoderFeatures),
+            "CausalLM has no inputs for an encoder; use PrefixLM or SpanCorruption, or "
+            "DecoderOnlyFeatures with a decoder-only model",
+        )
         return features.length
 
     def example(self, tokens_L, vocabulary, features, rng) -> Example:
         """The whole chunk as targets."""
-        del vocabulary, features, rng
         return Example(tokens_L[:0], tokens_L)
 
 
@@ -256,16 +252,15 @@ def count_spans(raw_length: int, noise_density: float, mean_span_length: float) 
         ValueError: fewer than 2 tokens, or more spans asked for than tokens are kept to
             stand between them.
     """
-    if raw_length < 2:
-        raise ValueError(
-            f"span corruption of {raw_length} tokens; it needs at least 2, one to keep and "
-            "one to mask"
-        )
-    if noise_density / mean_span_length > 1 - noise_density:
-        raise ValueError(
-            f"noise_density={noise_density} leaves too few tokens between spans of "
-            f"mean_span_length={mean_span_length}; use a lower density or longer spans"
-        )
+    require(
+        raw_length >= 2,
+        f"span corruption of {raw_length} tokens; use at least 2, one to keep and one to mask",
+    )
+    require(
+        noise_density / mean_span_length <= 1 - noise_density,
+        f"noise_density={noise_density} leaves too few tokens between spans of "
+        f"mean_span_length={mean_span_length}; use a lower density or longer spans",
+    )
     num_noise = min(max(round(raw_length * noise_density), 1), raw_length - 1)
     num_spans = max(round(num_noise / mean_span_length), 1)
     # Rounding alone can ask for a span too many, in short texts at half density.
@@ -273,7 +268,7 @@ def count_spans(raw_length: int, noise_density: float, mean_span_length: float) 
 
 
 def fit_inputs_length(
-    inputs_length: int, noise_density: float = 0.15, mean_span_length: float = 3.0
+    inputs_length: int, noise_density: float, mean_span_length: float
 ) -> SpanCounts:
     """The longest text whose corrupted inputs, EOS included, fit `inputs_length` tokens.
 
@@ -282,37 +277,34 @@ def fit_inputs_length(
     Raises:
         ValueError: `inputs_length` is below 3: a token, a sentinel and EOS.
     """
-    if inputs_length < 3:
-        raise ValueError(
-            f"inputs_length={inputs_length} is too short for any text; use at least 3"
-        )
-
     noise = (noise_density, mean_span_length)
-    found = _longest(noise, lambda counts: counts.inputs_length <= inputs_length)
+    found = _longest(noise, "inputs_length", inputs_length, lambda counts: counts.inputs_length)
     # T5's own exception: at half density, targets as long as the inputs, a rounder number.
     if noise_density == 0.5 and found.targets_length > found.inputs_length:
         found = count_spans(found.raw_length - 1, *noise)
     return found
 
 
-def fit_joint_length(
-    length: int, noise_density: float = 0.15, mean_span_length: float = 3.0
-) -> SpanCounts:
+def fit_joint_length(length: int, noise_density: float, mean_span_length: float) -> SpanCounts:
     """The longest text whose inputs and targets together fit `length` tokens.
 
     Raises:
         ValueError: `length` is below 6: a token, a sentinel and EOS, twice.
     """
-    if length < 6:
-        raise ValueError(f"length={length} is too short for any text; use at least 6")
     noise = (noise_density, mean_span_length)
-    return _longest(noise, lambda each: each.inputs_length + each.targets_length <= length)
+    return _longest(
+        noise, "length", length, lambda counts: counts.inputs_length + counts.targets_length
+    )
 
 
-def _longest(noise: tuple[float, float], fits: Callable[[SpanCounts], bool]) -> SpanCounts:
-    """The counts of the longest text that fits, of 2 tokens at least."""
+def _longest(
+    noise: tuple[float, float], name: str, length: int, length_of: Callable[[SpanCounts], int]
+) -> SpanCounts:
+    """The counts of the longest text that fits `length` tokens, of 2 tokens at least."""
     found = count_spans(2, *noise)
-    while fits(longer := count_spans(found.raw_length + 1, *noise)):
+    if length < (least := length_of(found)):
+        raise ValueError(f"{name}={length} is too short for any text; use at least {least}")
+    while length_of(longer := count_spans(found.raw_length + 1, *noise)) <= length:
         found = longer
     return found
 
@@ -355,9 +347,6 @@ def corrupt_spans(
     tokens_L: np.ndarray, counts: SpanCounts, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Corrupts a text: inputs and targets, both ending in EOS, of the lengths in `counts`.
-
-    The same generator gives the same result: training draws it from the run's seed,
-    evaluation from the example's index.
 
     Raises:
         ValueError: the vocabulary has fewer sentinels than there are spans. (T5 goes on

@@ -7,9 +7,8 @@ batch, are the same however many processes share them, and where a stream stands
 of counters, its cursor. Text has several streams a row, `LANES`, of which each example draws
 one: documents are longer than a chunk, and this mixes them as T5's shuffle buffer does.
 
-Packing is first fit over a few open rows. Grain has the same algorithm as a dataset with a
-state of its own; here the examples of a row are drawn from a stream that can be put back to
-where a window of rows began, which is all the state that packing needs.
+Packing is first fit over a few open rows, as Grain's; here all the state that it needs is
+where the stream of examples stood when a window of rows began.
 
 Dims: L length of a text in tokens
 """
@@ -116,27 +115,22 @@ class Shuffled:
     def __init__(self, records: Sequence[Any], seed: Sequence[int]):
         self._records = records
         self._seed = tuple(seed)
-        self._cached = (None, None)
+        self._epoch, self._order = None, None
 
     def __getitem__(self, index: int) -> Any:
-        epoch, position = divmod(index, len(self._records))
-        return self._records[self._position(self._order_of(epoch), position)]
-
-    def _order_of(self, epoch: int) -> np.ndarray | int:
-        """The permutation, or for many records the seed of Grain's."""
-        cached_epoch, order = self._cached
-        if cached_epoch != epoch:
+        size = len(self._records)
+        epoch, position = divmod(index, size)
+        if self._epoch != epoch:
             rng = np.random.default_rng((*self._seed, epoch))
-            is_few = len(self._records) < _FEW
-            order = rng.permutation(len(self._records)) if is_few else int(rng.integers(2**32))
-            self._cached = (epoch, order)
-        return order
-
-    def _position(self, order: np.ndarray | int, position: int) -> int:
-        if isinstance(order, np.ndarray):
-            return int(order[position])
-        last = len(self._records) - 1
-        return grain.experimental.index_shuffle(position, max_index=last, seed=order, rounds=4)
+            # The permutation, or for many records the seed of Grain's.
+            self._order = rng.permutation(size) if size < _FEW else int(rng.integers(2**32))
+            self._epoch = epoch
+        if size < _FEW:
+            return self._records[int(self._order[position])]
+        shuffled = grain.experimental.index_shuffle(
+            position, max_index=size - 1, seed=self._order, rounds=4
+        )
+        return self._records[shuffled]
 
 
 class RowStream:
@@ -272,12 +266,9 @@ class _Reader(abc.ABC):
     """The examples of one task, as one row reads them."""
 
     def __init__(self, plan: StreamPlan, index: int, row: int):
-        self._plan = plan
-        self._open = plan.tasks[index]
+        self._plan, self._index, self._row = plan, index, row
+        self._open, self._records = plan.tasks[index], plan.records[index]
         self._task = self._open.task
-        self._index = index
-        self._row = row
-        self._records = plan.records[index]
         self._most_skipped = min(_MOST_SKIPPED, 100 * len(self._open.records))
 
     @abc.abstractmethod

@@ -115,8 +115,9 @@ class Rouge:
         from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer(list(self.types), use_stemmer=self.use_stemmer)
+        # A line a sentence: rouge-score splits at newlines alone.
         scores = [
-            scorer.score(*map(_sentence_lines, pair))
+            scorer.score(*(" .\n".join(text.split(" . ")) for text in pair))
             for pair in zip(targets, predictions, strict=True)
         ]
         stemmer, version = self.use_stemmer, importlib.metadata.version("rouge-score")
@@ -164,11 +165,6 @@ def normalized_answer(text: str) -> str:
     """An answer as SQuAD compares it."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-def _sentence_lines(text: str) -> str:
-    """A line a sentence: rouge-score splits at newlines alone."""
-    return " .\n".join(text.split(" . "))
 
 
 def _token_f1(prediction: str, target: str) -> float:

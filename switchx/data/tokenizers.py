@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -31,12 +31,9 @@ UNKNOWN = " \u2047 "
 
 _FIRST_BYTE_ID = 3
 _LAST_BYTE_ID = 258
-# 0xF5 to 0xFF.
-_NUM_BYTES_NOT_IN_UTF8 = 11
-# SentencePiece's sign for a space, U+2581.
-_SPACE = "\u2581"
+_NUM_BYTES_NOT_IN_UTF8 = 11  # 0xF5 to 0xFF
+_SPACE = "\u2581"  # SentencePiece's sign for one
 _NUMBER = re.compile(r"[0-9]{1,10}")
-# Classes of tokens.
 PIECE_CLASSES = (
     "word start", "word part", "digits", "punctuation", "whitespace", "byte", "sentinel",
     "special",
@@ -46,8 +43,7 @@ BYTE_CLASSES = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one token id stands for.
 
     Attributes:
@@ -114,11 +110,11 @@ class Vocabulary(abc.ABC):
 
     def require_sentinel(self, index: int) -> None:
         """Raises ValueError unless there is a sentinel `index`."""
-        if not 0 <= index < self.num_sentinels:
-            raise ValueError(
-                f"sentinel {index} of {self.num_sentinels}; raise num_sentinels, or mask fewer "
-                "spans: a lower noise density, longer spans or a shorter input"
-            )
+        require(
+            0 <= index < self.num_sentinels,
+            f"sentinel {index} of {self.num_sentinels}; raise num_sentinels, or mask fewer "
+            "spans: a lower noise density, longer spans or a shorter input",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,11 +203,11 @@ class SentencePieceVocabulary(Vocabulary):
                 "name a .model file, not the .vocab beside it"
             ) from error
         ids = processor.pad_id(), processor.eos_id(), processor.unk_id()
-        if ids != (PAD_ID, EOS_ID, UNK_ID):
-            raise ValueError(
-                f"vocabulary {self.path} has pad, eos, unk at {ids}, expected (0, 1, 2); train "
-                "it with `switchx vocab`, or SentencePiece's --pad_id=0 --eos_id=1 --unk_id=2"
-            )
+        require(
+            ids == (PAD_ID, EOS_ID, UNK_ID),
+            f"vocabulary {self.path} has pad, eos, unk at {ids}, expected (0, 1, 2); train it "
+            "with `switchx vocab`, or SentencePiece's --pad_id=0 --eos_id=1 --unk_id=2",
+        )
         return processor
 
     @functools.cached_property
@@ -243,6 +239,8 @@ class ByteVocabulary(Vocabulary):
     as such, which is ByT5's choice.
     """
 
+    size = 384
+
     num_sentinels: int = 100
 
     def __post_init__(self):
@@ -250,10 +248,6 @@ class ByteVocabulary(Vocabulary):
             0 <= self.num_sentinels <= 256,
             f"ByteVocabulary.num_sentinels={self.num_sentinels}; use 0 to 256, ByT5 has 100",
         )
-
-    @property
-    def size(self) -> int:
-        return 384
 
     def sentinel_id(self, index: int) -> int:
         self.require_sentinel(index)
@@ -305,12 +299,12 @@ class TokenIdVocabulary(Vocabulary):
         """
         words = text.split()
         for word in words:
-            if not (_NUMBER.fullmatch(word) and int(word) < self.size):
-                raise ValueError(
-                    f"{word[:40]!r} is no token id: this model came without a vocabulary, and "
-                    f"its texts are ids from 0 to {self.size - 1} such as '12 5 7'; convert "
-                    "it again with its SentencePiece model, --vocabulary=FILE"
-                )
+            require(
+                _NUMBER.fullmatch(word) and int(word) < self.size,
+                f"{word[:40]!r} is no token id: this model came without a vocabulary, and its "
+                f"texts are ids from 0 to {self.size - 1} such as '12 5 7'; convert it again "
+                "with its SentencePiece model, --vocabulary=FILE",
+            )
         return [int(word) for word in words]
 
     def piece(self, token_id: int) -> Piece:
@@ -325,8 +319,7 @@ class TokenIdVocabulary(Vocabulary):
         return hashlib.sha256(f"token ids {self.size}".encode()).hexdigest()
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenClasses:
+class TokenClasses(NamedTuple):
     """Names of classes, and the class of every id as an index into these."""
 
     names: tuple[str, ...]
@@ -347,19 +340,16 @@ def token_classes(vocabulary: SentencePieceVocabulary | ByteVocabulary) -> Token
     is_bytes = isinstance(vocabulary, ByteVocabulary)
     names = BYTE_CLASSES if is_bytes else PIECE_CLASSES
     sentinels = {vocabulary.sentinel_id(i) for i in range(vocabulary.num_sentinels)}
-    class_V = np.zeros(vocabulary.size, np.int8)
-    for token_id in range(vocabulary.size):
+
+    def class_of(token_id: int) -> str:
         piece = vocabulary.piece(token_id)
-        if piece.kind == "text":
-            name = _class_of(piece.text)
-            if is_bytes and name.startswith("word"):
-                name = "letter"
-        elif piece.kind == "byte":
-            name = "byte"
-        else:
-            name = "sentinel" if token_id in sentinels else "special"
-        class_V[token_id] = names.index(name)
-    return TokenClasses(names, class_V)
+        if piece.kind == "control":
+            return "sentinel" if token_id in sentinels else "special"
+        name = "byte" if piece.kind == "byte" else _class_of(piece.text)
+        return "letter" if is_bytes and name.startswith("word") else name
+
+    classes = [names.index(class_of(token_id)) for token_id in range(vocabulary.size)]
+    return TokenClasses(names, np.array(classes, np.int8))
 
 
 def _byte_piece(byte: int) -> Piece:
@@ -373,8 +363,8 @@ def _sentinel_text(index: int | None) -> str:
 def _class_of(text: str) -> str:
     if not text.strip():
         return "whitespace"
-    if not any(character.isalnum() for character in text):
+    if not any(map(str.isalnum, text)):
         return "punctuation"
-    if not any(character.isalpha() for character in text):
+    if not any(map(str.isalpha, text)):
         return "digits"
     return "word part" if text[0].isalnum() or text[0] == "_" else "word start"

@@ -20,6 +20,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import sentencepiece
 
@@ -63,8 +64,7 @@ _TOO_SMALL = re.compile(r"smaller than required_chars. \d+ vs (\d+)")
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class VocabularySummary:
+class VocabularySummary(NamedTuple):
     """The `.model` file that training wrote, its pieces (sentinels come on top), how many
     characters it was trained on, and how many of these a token stands for."""
 
@@ -80,7 +80,8 @@ def train_sentencepiece(
     output_dir: str,
     sample_characters: int = SAMPLE_CHARACTERS,
 ) -> VocabularySummary:
-    """Trains on text files and writes `vocabulary.model` and `vocabulary.vocab`.
+    """Trains on text files and writes `vocabulary.model` and `vocabulary.vocab`, a piece and
+    its log probability a line.
 
     Args:
         inputs: files and folders as the corpus TextFiles takes them.
@@ -104,7 +105,11 @@ def train_sentencepiece(
         _log.info("training %d pieces on %d characters", size, sum(map(len, texts)))
         model = train_model(texts, size)
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        write_atomically(output / VOCAB_FILE, _list_pieces(processor).encode())
+        pieces = [
+            f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}".replace("\n", r"\n")
+            for i in range(processor.get_piece_size())
+        ]
+        write_atomically(output / VOCAB_FILE, ("\n".join(pieces) + "\n").encode())
         write_atomically(output / MODEL_FILE, model)
     except OSError as error:
         raise ValueError(
@@ -113,9 +118,7 @@ def train_sentencepiece(
     num_characters = sum(map(len, texts))
     num_tokens = sum(len(processor.encode(text)) for text in texts)
     ratio = num_characters / num_tokens
-    return VocabularySummary(
-        output / MODEL_FILE, processor.get_piece_size(), num_characters, ratio
-    )
+    return VocabularySummary(output / MODEL_FILE, len(pieces), num_characters, ratio)
 
 
 def train_model(texts: Iterable[str], size: int) -> bytes:
@@ -125,8 +128,7 @@ def train_model(texts: Iterable[str], size: int) -> bytes:
         ValueError: no text, or a size that does not fit it.
     """
     lines = [line for text in texts for line in _LINE_ENDS.split(text) if line]
-    if not lines:
-        raise ValueError("a vocabulary cannot be trained on no text; expected some, got none")
+    require(lines, "a vocabulary cannot be trained on no text; expected some, got none")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -171,19 +173,10 @@ def sample_evenly(texts: Iterable[str], num_characters: int) -> list[str]:
     return kept
 
 
-def _texts_of(inputs: str | Sequence[str]) -> Iterable[str]:
+def _texts_of(inputs: str | Sequence[str]) -> Iterator[str]:
     for file in find_files(inputs):
         for example in read_examples([file], fields_of([file]), _DOCUMENT_CHARACTERS):
             yield from example.values()
-
-
-def _list_pieces(processor: sentencepiece.SentencePieceProcessor) -> str:
-    r"""Piece and log probability, tab-separated, a line each; the line break as `\n`."""
-    rows = (
-        f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}".replace("\n", r"\n")
-        for i in range(processor.get_piece_size())
-    )
-    return "\n".join(rows) + "\n"
 
 
 def _explain(size: int, num_characters: int, message: str) -> str:
@@ -245,11 +238,11 @@ class CorpusVocabulary(LateVocabulary):
     data_dir: str | None = None
 
     def __post_init__(self):
-        if self.size <= self.num_sentinels:
-            raise ValueError(
-                f"CorpusVocabulary.size={self.size} leaves no piece beside "
-                f"{self.num_sentinels} sentinels; use some thousands, such as 8192"
-            )
+        require(
+            self.size > self.num_sentinels,
+            f"CorpusVocabulary.size={self.size} leaves no piece beside {self.num_sentinels} "
+            "sentinels; use some thousands, such as 8192",
+        )
 
     @functools.cached_property
     def resolved(self) -> SentencePieceVocabulary:
@@ -341,12 +334,12 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
             "one there"
         ) from error
     vocabulary = _from_description(description, file)
-    if vocabulary.fingerprint() != description["fingerprint"]:
-        raise ValueError(
-            f"the vocabulary in {directory} has the fingerprint {vocabulary.fingerprint()}, "
-            f"its description says {description['fingerprint']}; restore {MODEL_FILE} from "
-            "where the run was trained"
-        )
+    found, written = vocabulary.fingerprint(), description["fingerprint"]
+    require(
+        found == written,
+        f"the vocabulary in {directory} has the fingerprint {found}, its description says "
+        f"{written}; restore {MODEL_FILE} from where the run was trained",
+    )
     return vocabulary
 
 

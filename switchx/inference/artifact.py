@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from jax.tree_util import tree_leaves_with_path
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
@@ -28,8 +28,12 @@ from switchx.tree import map_named, named_leaves, path_name
 
 MANIFEST = "artifact.json"
 WEIGHTS = "weights.safetensors"
-FORMAT = "switchx quantized model"
-FORMAT_VERSION = 1
+# An artifact with other values of these is not read.
+HEADER = {
+    "format": "switchx quantized model",
+    "format_version": 1,
+    "layout_version": QTensor.LAYOUT_VERSION,
+}
 AGAIN = "copy the whole folder again, or make it with `switchx quantize`"
 
 
@@ -76,14 +80,12 @@ def write_artifact(
     Raises:
         ValueError: see `manifest.new_folder`.
     """
-    content = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "layout_version": QTensor.LAYOUT_VERSION,
+    content = HEADER | {
         "model": dataclasses.asdict(config),
         "quantized": {
-            name: {"bits": leaf.bits, "group_size": leaf.group_size}
-            for name, leaf in _quantized(params).items()
+            path_name(path): {"bits": leaf.bits, "group_size": leaf.group_size}
+            for path, leaf in tree_leaves_with_path(params, is_leaf=is_quantized)
+            if is_quantized(leaf)
         },
         "about": about,
     }
@@ -108,10 +110,9 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
     where = str(path / MANIFEST)
     try:
         config = model_from_description(content["model"], where)
+        arrays = load_file(path / WEIGHTS)
     except TypeError as error:
         raise ValueError(f"{where} describes no model ({error}); write it again") from error
-    try:
-        arrays = load_file(path / WEIGHTS)
     except SafetensorError as error:
         raise ValueError(f"{path / WEIGHTS} cannot be read ({error})") from error
     params = _params(path, config, content["quantized"], arrays)
@@ -121,12 +122,7 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
 def _read_manifest(path: pathlib.Path) -> dict[str, Any]:
     try:
         content = read_manifest(path, MANIFEST, "sha256")
-        expected = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "layout_version": QTensor.LAYOUT_VERSION,
-        }
-        for name, ours in expected.items():
+        for name, ours in HEADER.items():
             if content.get(name) != ours:
                 raise ValueError(
                     f"its {name} is {content.get(name)!r}, this switchx reads {ours!r}; it was "
@@ -143,25 +139,20 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
     """The parameters of a configuration; all that is missing or does not fit is named."""
     expected, problems = set(), []
 
-    def read(name, shape=None):
-        expected.add(name)
-        if name not in arrays:
-            problems.append(f"{name} is missing")
-        elif shape is not None and arrays[name].shape != shape:
-            problems.append(f"{name} is {list(arrays[name].shape)}, expected {list(shape)}")
-        return arrays.get(name)
-
     def leaf_of(name, leaf):
-        if name not in quantized:
-            return read(name, leaf.shape)
-        values, scales = read(f"{name}/values"), read(f"{name}/scales_EFG")
-        if values is None or scales is None:
+        is_expert = name in quantized
+        names = [f"{name}/values", f"{name}/scales_EFG"] if is_expert else [name]
+        expected.update(names)
+        if missing := [each for each in names if each not in arrays]:
+            problems.extend(f"{each} is missing" for each in missing)
             return None
-        q = QTensor(values, scales, **quantized[name])
-        q.check()
-        if EXPERTS not in name or q.shape != leaf.shape:
-            problems.append(f"{name} is {list(q.shape)}, expected {list(leaf.shape)}")
-        return q
+        found = [arrays[each] for each in names]
+        if is_expert:
+            found = [QTensor(*found, **quantized[name])]
+            found[0].check()
+        if found[0].shape != leaf.shape or (is_expert and EXPERTS not in name):
+            problems.append(f"{name} is {list(found[0].shape)}, expected {list(leaf.shape)}")
+        return found[0]
 
     params = map_named(leaf_of, abstract_params(config))
     problems += [f"{name} is not of this model" for name in arrays.keys() - expected]
@@ -171,9 +162,3 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
             + "; ".join(sorted(problems))
         )
     return params
-
-
-def _quantized(params: dict) -> dict[str, QTensor]:
-    """Those by name."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-    return {path_name(path): leaf for path, leaf in leaves if is_quantized(leaf)}

@@ -110,7 +110,6 @@ class Beams:
 
     def results(self, config: DecodingConfig, rows: Rows):
         """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
-        del config, rows
         return self.finished_BLT, self.score_BL
 
 

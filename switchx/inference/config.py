@@ -65,32 +65,20 @@ class DecodingConfig:
         """Raises FieldError: a value is out of its bounds, or contradicts another one."""
         check_choices(self)
         check_options(self)
-        temperature, is_sampling = self.temperature, self.is_sampling
-        for is_wrong, field, way_out in (
-            (
-                0 < temperature < LEAST_TEMPERATURE,
-                "temperature",
-                f"use 0 for the likeliest token, or {LEAST_TEMPERATURE} to 100 to sample",
-            ),
-            (self.top_p == 0, "top_p", "use more than 0, up to 1, or None for all tokens"),
-            (
-                is_sampling and self.beam_size > 1,
-                "beam_size",
-                f"temperature={temperature} samples; use beam_size=1 with it, or temperature=0",
-            ),
-            (
-                self.top_k is not None and not is_sampling,
-                "top_k",
-                "temperature=0 does not sample; set a temperature",
-            ),
-            (
-                self.top_p is not None and not is_sampling,
-                "top_p",
-                "temperature=0 does not sample; set a temperature",
-            ),
-        ):
+
+        def refuse(field: str, is_wrong: bool, way_out: str) -> None:
             if is_wrong:
                 raise FieldError(self, field, way_out)
+
+        temperature, is_sampling = self.temperature, self.is_sampling
+        bounds = f"use 0 for the likeliest token, or {LEAST_TEMPERATURE} to 100 to sample"
+        refuse("temperature", 0 < temperature < LEAST_TEMPERATURE, bounds)
+        refuse("top_p", self.top_p == 0, "use more than 0, up to 1, or None for all tokens")
+        alone = f"temperature={temperature} samples; use beam_size=1 with it, or temperature=0"
+        refuse("beam_size", is_sampling and self.beam_size > 1, alone)
+        for field in ("top_k", "top_p"):
+            is_unread = getattr(self, field) is not None and not is_sampling
+            refuse(field, is_unread, "temperature=0 does not sample; set a temperature")
 
     @property
     def is_sampling(self) -> bool:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding of one batch: prefill, then a compiled loop of steps until few sentences live.
+"""Decoding of one batch: prefill, then a compiled loop of steps until few are unfinished.
 
 A step runs all beams of a sentence as L tokens side by side, whose keys and values share the
 sentence's row of the cache: the prompt's P places, then a place for every beam at every step.
 Which of them a beam may see is a mask (its ancestors), so beams are never moved or copied.
 Pruning has two levels (Kim et al. 2022, arXiv:2211.10017, section 3.5): finished sentences take
-part in no Switch layer, and the loop hands back as soon as the living ones fit the next smaller
+part in no Switch layer, and the loop ends as soon as the unfinished ones fit the next smaller
 batch.
 Dims: B batch, L beams, M places of the cache or of the source, P prompt, T new tokens, H heads,
-K head size, V vocabulary
+K head size, D model, V vocabulary
 """
 
 import dataclasses
@@ -93,11 +93,9 @@ def prefill(
         place=jnp.int32(0),
     )
     logits_BPV, cache = _extend(model, cache, prompt_BP, position_BP, inputs)
-    hypotheses = (Beams if L > 1 else Greedy).start(B, decoding)
+    start = (Beams if L > 1 else Greedy).start(B, decoding)
     logits_BLV = jnp.broadcast_to(logits_BPV[:, -1:], (B, L, logits_BPV.shape[-1]))
-    hypotheses, token_BL, is_live_B = hypotheses.advance(
-        logits_BLV, jnp.int32(0), rows, decoding
-    )
+    hypotheses, token_BL, is_live_B = start.advance(logits_BLV, jnp.int32(0), rows, decoding)
     rows = dataclasses.replace(rows, is_live_B=is_live_B)
     return constrain_named(
         Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP, is_source_BM)
@@ -121,10 +119,7 @@ def run_until(
         are_many = jnp.sum(state.rows.is_live_B) > num_live
         return are_many if last_step is None else are_many & (state.step < last_step)
 
-    def advance(state: Decoding):
-        return _advance(model, decoding, state, positions)
-
-    return jax.lax.while_loop(goes_on, advance, state)
+    return jax.lax.while_loop(goes_on, lambda s: _advance(model, decoding, s, positions), state)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"))

@@ -23,6 +23,7 @@ from safetensors.flax import save_file
 from pallas_kernels import QTensor
 from switchx import tree
 from switchx.axes import dims_of
+from switchx.fields import require_at_least
 from switchx.inference import run_exported
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import Decoding, prefill, run_step
@@ -34,9 +35,9 @@ from switchx.manifest import new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import MeshSpec, batch_parts
 
-# Platforms, and the device whose kernels are taken where none is named.
 # JAX does not promise to run it in later versions: `run_exported` asks for this one.
 UNSTABLE_CALL = "ragged_all_to_all"
+# Platforms, and the device whose kernels are taken where none is named.
 DEVICE_KINDS = {"cpu": "cpu", "tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}
 
 
@@ -73,9 +74,7 @@ class Shapes:
     input_length: int
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{name}={value}; use at least 1")
+        require_at_least(self, 1, "batch_size", "input_length")
 
 
 def export_model(
@@ -105,15 +104,20 @@ def export_model(
     """
     decoding = dataclasses.replace(decoding, pruning="experts")
     config = for_decoding(config)
-    _require_positions(config, decoding, shapes)
+    needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
+    if needed is not None and needed > config.max_length:
+        raise ValueError(
+            f"input_length={shapes.input_length} and max_new_tokens={decoding.max_new_tokens} "
+            f"need {needed} positions, the model has {config.max_length}; use less"
+        )
     programs = {
         target.platform: _export(config, params, decoding, shapes, target) for target in targets
     }
     files = {}
-    for platform, each in programs.items():
+    for platform, described in programs.items():
         for name in ("prefill", "step"):
-            each[name]["file"] = f"{name}.{platform}.jax_export"
-            files[each[name]["file"]] = each[name].pop("program")
+            described[name]["file"] = file = f"{name}.{platform}.jax_export"
+            files[file] = described[name].pop("program")
     content = {
         "format": run_exported.FORMAT,
         "format_version": run_exported.FORMAT_VERSION,
@@ -121,9 +125,7 @@ def export_model(
         "versions": {
             "jax": jax.__version__,
             "jaxlib": jaxlib.__version__,
-            "calling_convention": max(
-                each.calling_convention_version for each in files.values()
-            ),
+            "calling_convention": max(p.calling_convention_version for p in files.values()),
         },
         "about": about,
         "model": dataclasses.asdict(config),
@@ -178,34 +180,33 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
 
     state = _split(devices, tree.named_leaves(form))
     programs = {
-        name: _lowered(*each, weights, target, devices)
-        for name, each in {"prefill": (first, inputs), "step": (step, state)}.items()
+        "prefill": _lowered(first, inputs, weights, target, devices),
+        "step": _lowered(step, state, weights, target, devices),
     }
     text = programs["step"]["program"].mlir_module()
     return {
         "device_kind": target.kind,
         "needs_same_jax": f"custom_call @{UNSTABLE_CALL}" in text,
-        "weights": _described(weights, is_split=devices.mesh.size > 1),
+        "weights": _described(weights),
         **programs,
     }
 
 
 def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
     """One program, and what goes into it and comes out of it."""
-    is_split = devices.mesh.size > 1
     with devices.use():
         outputs = _split(devices, jax.eval_shape(function, weights, arguments))
+        is_split = devices.mesh.size > 1
         shardings = jax.tree.map(lambda leaf: leaf.sharding, outputs) if is_split else None
-        jitted = jax.jit(function, out_shardings=shardings)
         exported = jax_export.export(
-            jitted,
+            jax.jit(function, out_shardings=shardings),
             platforms=[target.platform],
             disabled_checks=[jax_export.DisabledSafetyCheck.custom_call(UNSTABLE_CALL)],
         )(weights, arguments)
     return {
         "program": exported,
-        "in": _described(arguments, is_split=is_split),
-        "out": [_described(each, is_split=is_split) for each in outputs],
+        "in": _described(arguments),
+        "out": [_described(each) for each in outputs],
     }
 
 
@@ -219,12 +220,14 @@ def _outputs(state: Decoding, decoding: DecodingConfig):
 def _inputs(config: ModelConfig, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
     B, M = shapes.batch_size, shapes.input_length
     P = 1 if config.is_encoder_decoder else M
-    dtypes = {"prompt_BP": ((B, P), jnp.int32), "is_prompt_BP": ((B, P), bool)}
+    forms = {name: (B,) for name in ("sentence_B", "is_live_B", "room_B")}
+    forms |= {"prompt_BP": (B, P), "is_prompt_BP": (B, P)}
     if config.is_encoder_decoder:
-        dtypes |= {"source_BM": ((B, M), jnp.int32), "is_source_BM": ((B, M), bool)}
-    for name, dtype in (("sentence_B", jnp.int32), ("is_live_B", bool), ("room_B", jnp.int32)):
-        dtypes[name] = (B,), dtype
-    return {name: jax.ShapeDtypeStruct(*each) for name, each in dtypes.items()}
+        forms |= {"source_BM": (B, M), "is_source_BM": (B, M)}
+    return {
+        name: jax.ShapeDtypeStruct(shape, bool if name.startswith("is_") else jnp.int32)
+        for name, shape in forms.items()
+    }
 
 
 def _split(devices: ModelMesh, arrays):
@@ -241,10 +244,11 @@ def _split(devices: ModelMesh, arrays):
     return tree.map_named(split, arrays)
 
 
-def _described(arrays, *, is_split: bool) -> dict[str, dict[str, Any]]:
+def _described(arrays) -> dict[str, dict[str, Any]]:
     """By name: shape, dtype, and the mesh axes that each dimension is split over."""
 
     def axes(leaf) -> list[list[str]]:
+        is_split = leaf.sharding is not None and leaf.sharding.mesh.size > 1
         entries = tuple(leaf.sharding.spec) if is_split else (None,) * len(leaf.shape)
         return [[each] if isinstance(each, str) else list(each or ()) for each in entries]
 
@@ -252,12 +256,3 @@ def _described(arrays, *, is_split: bool) -> dict[str, dict[str, Any]]:
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "axes": axes(leaf)}
         for name, leaf in tree.named_leaves(arrays).items()
     }
-
-
-def _require_positions(config: ModelConfig, decoding: DecodingConfig, shapes: Shapes) -> None:
-    needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
-    if needed is not None and needed > config.max_length:
-        raise ValueError(
-            f"input_length={shapes.input_length} and max_new_tokens={decoding.max_new_tokens} "
-            f"need {needed} positions, the model has {config.max_length}; use less"
-        )

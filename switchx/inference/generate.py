@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.quantize import separate_experts
 from switchx.inference.running_batch import Hypothesis, RunningBatch
-from switchx.inference.separate_experts import separate_experts
 from switchx.models.config import ModelConfig, require_our_blocks
 
 
@@ -121,11 +121,19 @@ class Generator:
         order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
         for first in range(0, len(order), self.batch_size):
             indices = order[first : first + self.batch_size]
-            yield from self._decode(
-                [first_number + index for index in indices],
+            numbers = [first_number + index for index in indices]
+            batch = RunningBatch(
+                self.config,
+                self.params,
+                self.decoding,
                 [inputs[index] for index in indices],
-                [rooms[index] for index in indices],
+                numbers=numbers,
+                rooms=[rooms[index] for index in indices],
+                devices=self.devices,
             )
+            while batch.waiting:
+                for index, hypotheses in batch.advance().items():
+                    yield numbers[index], hypotheses
 
     def fault(self, tokens: Sequence[int]) -> str | None:
         """Why an input cannot be read, to be said after its name; or None."""
@@ -133,30 +141,13 @@ class Generator:
             return "is empty; give at least one token"
         if wrong := token_fault(self.config, tokens):
             return wrong
-        most = self.decoding.max_new_tokens
-        needed = positions_needed(self.config, len(tokens), most)
+        needed = positions_needed(self.config, len(tokens), self.decoding.max_new_tokens)
         if needed is not None and needed > self.config.max_length:
             return (
                 f"needs {needed} positions, the model has {self.config.max_length}; "
                 "shorten it, or lower max_new_tokens"
             )
         return None
-
-    def _decode(
-        self, numbers: list[int], inputs, rooms: list[int]
-    ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        batch = RunningBatch(
-            self.config,
-            self.params,
-            self.decoding,
-            inputs,
-            numbers=numbers,
-            rooms=rooms,
-            devices=self.devices,
-        )
-        while batch.waiting:
-            for index, hypotheses in batch.advance().items():
-                yield numbers[index], hypotheses
 
 
 def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) -> int | None:

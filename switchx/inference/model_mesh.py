@@ -14,7 +14,7 @@ import math
 import jax
 
 from switchx.inference.quantize import is_quantized
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec, batch_parts
 from switchx.partitioning.rules import Rules, param_shardings
@@ -44,15 +44,9 @@ class ModelMesh:
         return use_mesh(self.mesh, self.rules)
 
     def check(self, config: ModelConfig, params: dict) -> None:
-        """Checks that a model can be computed here.
-
-        Raises:
-            ValueError: experts have a capacity and are quantized.
-        """
+        """Raises ValueError where experts have a capacity and are quantized, on a mesh."""
         leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-        if self.mesh is None or config.switch is None or not any(map(is_quantized, leaves)):
-            return
-        if has_capacity(config.switch):
+        if self.mesh is not None and has_capacity(config) and any(map(is_quantized, leaves)):
             raise ValueError(
                 "quantized experts with a capacity do not run on a mesh: decode without "
                 "(dropless=True, --capacity=dropless), on one device, or not quantized"
@@ -84,7 +78,7 @@ class ModelMesh:
         Where experts have a capacity they are as they were: a larger batch would be grouped
         in another way.
         """
-        if self.mesh is None or (config.switch is not None and has_capacity(config.switch)):
+        if self.mesh is None or has_capacity(config):
             return sizes
         parts = batch_parts(self.mesh, self.rules)
         return tuple(sorted({math.ceil(size / parts) * parts for size in sizes}))
@@ -93,6 +87,9 @@ class ModelMesh:
 ONE_DEVICE = ModelMesh()
 
 
-def has_capacity(switch: SwitchConfig) -> bool:
+def has_capacity(config: ModelConfig) -> bool:
     """Whether a token's result depends on the others of its group."""
-    return switch.router.overflow != "dropless" or switch.router.kind == "expert_choice"
+    if config.switch is None:
+        return False
+    router = config.switch.router
+    return router.overflow != "dropless" or router.kind == "expert_choice"

@@ -96,8 +96,12 @@ class ExportedModel:
                 raise ValueError(f"input {i} {fault}")
         if not inputs:
             return []
-        arrays = self._arrays(inputs, room)
-        state, said = self._prefill(self._weights, self._place(arrays, "prefill"))
+        described = self._programs["prefill"]["in"]
+        arrays = {
+            name: jax.device_put(x, self._sharding(described[name]))
+            for name, x in self._arrays(inputs, room).items()
+        }
+        state, said = self._prefill(self._weights, arrays)
         while np.any(said["is_live_B"]):
             state, said = self._step(self._weights, state)
         token_BLT, score_BL = np.asarray(said["token_BLT"]), np.asarray(said["score_BL"])
@@ -157,24 +161,16 @@ class ExportedModel:
             "tokens": token_T[:length].tolist(), "score": score, "is_finished": bool(len(ends))
         }  # fmt: skip
 
-    def _place(self, arrays: dict, program: str) -> dict:
-        described = self._programs[program]["in"]
-        return {
-            name: jax.device_put(x, self._sharding(described[name]))
-            for name, x in arrays.items()
-        }
-
     def _sharding(self, described: dict) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec(*map(tuple, described["axes"])))
 
     def _program(self, name: str):
-        data = (self.folder / self._programs[name]["file"]).read_bytes()
+        file = self.folder / self._programs[name]["file"]
         try:
-            exported = export.deserialize(bytearray(data))
+            exported = export.deserialize(bytearray(file.read_bytes()))
         except Exception as error:
             raise ValueError(
-                f"{self.folder / self._programs[name]['file']} cannot be read by jax "
-                f"{jax.__version__} ({error}); {self._again}"
+                f"{file} cannot be read by jax {jax.__version__} ({error}); {self._again}"
             ) from error
         # A step's state is not read again: its memory is the next one's.
         return jax.jit(exported.call, donate_argnums=() if name == "prefill" else (1,))
@@ -209,8 +205,7 @@ class ExportedModel:
             raise ValueError(
                 f"{self.folder} was exported by jax {made_by['jax']}, calling convention "
                 f"{made_by['calling_convention']}; this is jax {jax.__version__}, which reads "
-                f"{low} to {high}: install jax {made_by['jax']}{later}, or "
-                f"{self._again}"
+                f"{low} to {high}: install jax {made_by['jax']}{later}, or {self._again}"
             )
 
     def _platform(self) -> str:
@@ -269,11 +264,9 @@ def _read_manifest(folder: pathlib.Path) -> dict:
     try:
         content = json.loads(file.read_bytes())
         claimed = content.pop("sha256")
-        for name, ours in (("format", FORMAT), ("format_version", FORMAT_VERSION)):
-            if content[name] != ours:
-                raise ValueError(
-                    f"its {name} is {content[name]!r}, this program reads {ours!r}"
-                )
+        for name, own in (("format", FORMAT), ("format_version", FORMAT_VERSION)):
+            if content[name] != own:
+                raise ValueError(f"its {name} is {content[name]!r}, this program reads {own!r}")
         text = json.dumps(content, sort_keys=True)
         if claimed != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError("it has changed since it was written")

@@ -4,7 +4,7 @@
 Lengths and batches are rounded up to the next of a few buckets, so that few programs are
 compiled.
 
-Dims: B batch, M input length, P prompt, T new tokens
+Dims: B batch, L beams, M input length, P prompt, T new tokens
 """
 
 import dataclasses
@@ -15,12 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
-from switchx.inference.decode import (
-    Decoding,
-    prefill,
-    run_until,
-    take_rows,
-)
+from switchx.inference.decode import Decoding, prefill, run_until, take_rows
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.sampling import Rows, RowSettings
 from switchx.models.config import ModelConfig
@@ -124,7 +119,7 @@ class RunningBatch:
             (self._state.hypotheses.token_BT, self._state.hypotheses.length_B)
         )
         return {
-            int(sentence): self._without_end(token_BT[row, : length_B[row]])[0]
+            int(sentence): self._hypothesis(token_BT[row, : length_B[row]], 0.0).tokens
             for row, sentence in enumerate(self._sentence_B)
             if sentence in self.waiting
         }
@@ -139,12 +134,14 @@ class RunningBatch:
 
     def _prefilled(self, inputs, length: int, rows: Rows) -> Decoding:
         B, decoding = len(self._sentence_B), self._decoding
-        is_decoder_only = not self._config.is_encoder_decoder
-        token_BM, is_token_BM = _padded(
-            inputs, B, length, decoding.pad_id, on_the_left=is_decoder_only
+        has_encoder = self._config.is_encoder_decoder
+        token_BM, is_token_BM = padded(
+            inputs, B, length, decoding.pad_id, on_the_left=not has_encoder
         )
+        # A row that fills up attends to something: softmax over nothing is an average of all.
+        is_token_BM[len(inputs) :, 0 if has_encoder else -1] = True
         texts = {"prompt_BP": token_BM, "is_prompt_BP": is_token_BM}
-        if not is_decoder_only:
+        if has_encoder:
             texts = {
                 "source_BM": token_BM,
                 "is_source_BM": is_token_BM,
@@ -167,11 +164,11 @@ class RunningBatch:
         self._sentence_B = np.concatenate([self._sentence_B[live], np.full_like(fill, -1)])
 
     def _results(self, is_ended_B) -> dict[int, list[Hypothesis]]:
-        ended = [
-            (row, int(sentence))
+        ended = {
+            int(sentence): row
             for row, sentence in enumerate(self._sentence_B)
             if is_ended_B[row] and sentence in self.waiting
-        ]
+        }
         if not ended:
             return {}
         rows = self._state.rows
@@ -183,25 +180,20 @@ class RunningBatch:
                 self._hypothesis(tokens[: room_B[row]], float(score))
                 for tokens, score in zip(token_BLT[row], score_BL[row], strict=True)
             ]
-            for row, sentence in ended
+            for sentence, row in ended.items()
         }
 
     def _hypothesis(self, token_T, score: float) -> Hypothesis:
-        tokens, is_finished = self._without_end(token_T)
-        return Hypothesis(tokens, score, is_finished)
-
-    def _without_end(self, token_T) -> tuple[list[int], bool]:
         ends = np.flatnonzero(token_T == self._decoding.eos_id)
         length = int(ends[0]) if len(ends) else len(token_T)
-        return token_T[:length].tolist(), bool(len(ends))
+        return Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
 
 
-def _padded(inputs, B: int, length: int, pad_id: int, *, on_the_left: bool):
+def padded(inputs, B: int, length: int, pad_id: int = 0, *, on_the_left: bool = False):
+    """Token lists as an array `[B, length]`, and where in it tokens are."""
     token_BM = np.full((B, length), pad_id, np.int32)
     is_token_BM = np.zeros((B, length), bool)
     for row, tokens in enumerate(inputs):
         places = slice(length - len(tokens), None) if on_the_left else slice(len(tokens))
         token_BM[row, places], is_token_BM[row, places] = tokens, True
-    # A row that fills up attends to something: softmax over nothing is an average of all.
-    is_token_BM[len(inputs) :, -1 if on_the_left else 0] = True
     return token_BM, is_token_BM

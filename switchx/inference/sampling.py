@@ -142,8 +142,7 @@ def likely_logits_by_row(logits_BV, top_k_B, top_p_B):
     # Of a row with p = 1, rounding may let the sum reach it too soon.
     is_kept_BV = (before_BV < top_p_B1) | (top_p_B1 >= 1)
     least_of_p_B1 = jnp.min(jnp.where(is_kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
-    logits_BV = jnp.where(logits_BV < least_B1, EXCLUDED, logits_BV)
-    return jnp.where(logits_BV < least_of_p_B1, EXCLUDED, logits_BV)
+    return jnp.where(logits_BV < jnp.maximum(least_B1, least_of_p_B1), EXCLUDED, logits_BV)
 
 
 @jax.tree_util.register_dataclass
@@ -181,9 +180,7 @@ class Greedy:
         Returns:
             the hypotheses, token_BL, is_live_B.
         """
-        key_B = None
-        if config.is_sampling:
-            key_B = _sample_keys(step, rows, config)
+        key_B = _sample_keys(step, rows, config) if config.is_sampling else None
         token_B, log_prob_B = next_token(logits_BLV[:, 0], key_B, config, rows.settings)
         token_B = jnp.where(rows.is_live_B, token_B, config.pad_id)
         chosen = Greedy(
@@ -203,10 +200,8 @@ class Greedy:
 
 def _sample_keys(step, rows: Rows, config: DecodingConfig):
     """A key a row: of the seed, the step and the sentence's number alone."""
-    if rows.settings is None:
-        seed_B = jnp.full(rows.sentence_B.shape, config.seed, jnp.int32)
-    else:
-        seed_B = rows.settings.seed_B
+    seed = config.seed if rows.settings is None else rows.settings.seed_B
+    seed_B = jnp.broadcast_to(jnp.int32(seed), rows.sentence_B.shape)
 
     def key_of(seed, sentence):
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), sentence)

@@ -18,6 +18,7 @@ import numpy as np
 from switchx.inference.config import BATCHES, LENGTHS, rounded_up
 from switchx.inference.generate import token_fault
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.running_batch import padded
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 
@@ -116,18 +117,16 @@ class Scorer:
     def _batch(self, pairs: Sequence[Pair]) -> dict:
         B = rounded_up(len(pairs), self.batches)
         batch, texts = {}, [list(targets) for _, targets in pairs]
+        num_inputs_B1 = np.zeros((B, 1), np.int32)
         if self.config.is_encoder_decoder:
-            token_BL, segment_BL, _ = _padded([inputs for inputs, _ in pairs], B)
-            batch = _features("encoder", token_BL, segment_BL)
+            batch = features("encoder", *_in_bucket([inputs for inputs, _ in pairs], B))
         else:
             texts = [[*inputs, *targets] for inputs, targets in pairs]
-        target_BL, segment_BL, place_BL = _padded(texts, B)
-        read_BL = np.full_like(target_BL, START_ID)
-        read_BL[:, 1:] = target_BL[:, :-1]
-        num_inputs_B1 = np.zeros((B, 1), np.int32)
-        if not self.config.is_encoder_decoder:
             num_inputs_B1[: len(pairs), 0] = [len(inputs) for inputs, _ in pairs]
-        batch |= _features("decoder", read_BL * segment_BL, segment_BL)
+        target_BL, segment_BL = _in_bucket(texts, B)
+        read_BL = np.pad(target_BL, ((0, 0), (1, 0)), constant_values=START_ID)[:, :-1]
+        batch |= features("decoder", read_BL * segment_BL, segment_BL)
+        place_BL = batch["decoder_positions"]
         # Of the tokens read, shifted by the start token, the last input stands at this place.
         is_prefix_BL = (place_BL <= num_inputs_B1) & (num_inputs_B1 > 0)
         batch["decoder_prefix_mask"] = is_prefix_BL * self.is_prompt_bidirectional
@@ -145,19 +144,15 @@ def _log_likelihoods(config: ModelConfig, params, batch):
     return jnp.sum(jnp.where(batch["decoder_loss_weights"] > 0, log_prob_BL, 0), axis=1)
 
 
-def _features(stack: str, token_BL, segment_BL) -> dict:
+def features(stack: str, token_BL, is_token_BL) -> dict:
+    """T5X's features of one text a row, for `forward`."""
     position_BL = np.broadcast_to(np.arange(token_BL.shape[1]), token_BL.shape)
     return {
         f"{stack}_input_tokens": token_BL,
-        f"{stack}_segment_ids": segment_BL,
+        f"{stack}_segment_ids": is_token_BL.astype(np.int32),
         f"{stack}_positions": position_BL,
     }
 
 
-def _padded(texts: Sequence[Sequence[int]], B: int):
-    """Tokens, segment ids (1, or 0 for padding) and places, each `[B, L]`."""
-    length = rounded_up(max(map(len, texts)), LENGTHS)
-    token_BL, segment_BL = np.zeros((2, B, length), np.int32)
-    for row, tokens in enumerate(texts):
-        token_BL[row, : len(tokens)], segment_BL[row, : len(tokens)] = tokens, 1
-    return token_BL, segment_BL, np.broadcast_to(np.arange(length), token_BL.shape)
+def _in_bucket(texts: Sequence[Sequence[int]], B: int):
+    return padded(texts, B, rounded_up(max(map(len, texts)), LENGTHS))

@@ -9,7 +9,6 @@ Dims: V vocabulary, D model; the others as parameters are named
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import shutil
@@ -20,11 +19,13 @@ from switchx.fields import require, require_choice
 from switchx.interop.huggingface_config import SWITCH, describe, read_config
 from switchx.interop.safetensors_folder import (
     SafetensorsFolder,
-    fill,
+    from_torch,
+    nested,
     read_json,
     require_same_tensors,
     to_torch,
     torch_shape,
+    write_json,
     write_safetensors,
 )
 from switchx.models.config import ModelConfig
@@ -95,12 +96,11 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
         for parameter, theirs in names.items()
         for name in theirs
     }
-    table_shape = torch_shape("embedding/embedding_VD", config)
     copies = [*tables[1:], *([LM_HEAD] if head_is_copy else [])]
-    require_same_tensors(
-        expected | dict.fromkeys(copies, table_shape), found, str(folder), _WAY_OUT
-    )
-    different = _different_copies(tensors, tables[0], copies)
+    expected |= dict.fromkeys(copies, torch_shape("embedding/embedding_VD", config))
+    require_same_tensors(expected, found, str(folder), _WAY_OUT)
+    table_VD = tensors.read(tables[0]) if copies else None
+    different = [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
     if different == [LM_HEAD] and not config.scale_tied_logits:
         # T5 1.1 and mT5, saved by transformers 5: not tied, whatever the file says.
         config = dataclasses.replace(config, tie_embeddings=False)
@@ -114,19 +114,12 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
     )
     if not config.tie_embeddings:
         config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
+    params = {
+        parameter: from_torch(parameter, config, map(tensors.read, theirs))
+        for parameter, theirs in names.items()
+    }
     vocabulary = folder / VOCABULARY
-    return Checkpoint(
-        config,
-        fill(config, names, tensors.read),
-        vocabulary if vocabulary.is_file() else None,
-    )
-
-
-def _different_copies(tensors: SafetensorsFolder, table: str, copies: list[str]) -> list[str]:
-    if not copies:
-        return []
-    table_VD = tensors.read(table)
-    return [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
+    return Checkpoint(config, nested(params), vocabulary if vocabulary.is_file() else None)
 
 
 def write_checkpoint(
@@ -136,7 +129,6 @@ def write_checkpoint(
     vocabulary: pathlib.Path | None = None,
     *,
     num_sentinels: int = 100,
-    most_shard_bytes: int = MOST_SHARD_BYTES,
 ) -> list[str]:
     """Writes what `from_pretrained` reads into an existing folder.
 
@@ -164,10 +156,10 @@ def write_checkpoint(
         tensors.setdefault(LM_HEAD, tensors[SHARED].copy())
         if family == SWITCH:
             tensors |= {name: tensors[SHARED].copy() for name in EMBEDDINGS}
-    write_safetensors(folder, tensors, most_shard_bytes)
-    _write_json(folder / "config.json", description)
+    write_safetensors(folder, tensors, MOST_SHARD_BYTES)
+    write_json(folder / "config.json", description)
     ids = ("decoder_start_token_id", "eos_token_id", "pad_token_id")
-    _write_json(folder / "generation_config.json", {name: description[name] for name in ids})
+    write_json(folder / "generation_config.json", {name: description[name] for name in ids})
     if vocabulary is not None:
         shutil.copyfile(vocabulary, folder / VOCABULARY)
         tokenizer = {
@@ -177,12 +169,8 @@ def write_checkpoint(
             "eos_token": "</s>",
             "unk_token": "<unk>",
         }
-        _write_json(folder / "tokenizer_config.json", tokenizer)
+        write_json(folder / "tokenizer_config.json", tokenizer)
     return notes
-
-
-def _write_json(path: pathlib.Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def tensor_names(config: ModelConfig, family: str) -> dict[str, tuple[str, ...]]:
@@ -227,10 +215,9 @@ def _block_names(config, family: str, stack: str, layer: int) -> dict[str, tuple
                 for expert in range(config.switch.num_experts)
             )
         return names
-    matrices = {"w_in_DF": "wi", "w_out_FD": "wo"}
+    matrices = {"w_in_DF": "wi_0" if config.is_gated else "wi", "w_out_FD": "wo"}
     if config.is_gated:
-        matrices = {"w_in_DF": "wi_0", "w_gate_DF": "wi_1", "w_out_FD": "wo"}
-    return names | {
-        f"{ours}/ffn/{parameter}": (f"{ffn}.{letters}.weight",)
-        for parameter, letters in matrices.items()
-    }
+        matrices["w_gate_DF"] = "wi_1"
+    for parameter, letters in matrices.items():
+        names[f"{ours}/ffn/{parameter}"] = (f"{ffn}.{letters}.weight",)
+    return names

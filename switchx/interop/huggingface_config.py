@@ -7,11 +7,12 @@ side cannot express is refused with the reason, never approximated.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 from switchx.fields import require
-from switchx.interop.t5x import not_t5
-from switchx.layers.norm import EPSILON
+from switchx.interop.t5x import not_t5, unexpected
+from switchx.layers.dense import EPSILON
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
 SWITCH = "switch_transformers"
@@ -65,12 +66,7 @@ def read_config(
     fields.only("pad_token_id", 0, "padding is 0 in every vocabulary of switchx")
     fields.only("eos_token_id", 1, "a text's end is 1 in every vocabulary of switchx")
     fields.only("decoder_start_token_id", 0, "decoding starts with 0 in switchx")
-    epsilon = fields.number("layer_norm_epsilon", EPSILON)
-    require(
-        epsilon == EPSILON,
-        f"{where}: layer_norm_epsilon={epsilon} cannot be converted: the norms of switchx have "
-        f"{EPSILON}",
-    )
+    fields.only("layer_norm_epsilon", EPSILON, "the norms of switchx have no other")
     num_layers = fields.whole("num_layers", most=_MOST_BLOCKS)
     config = ModelConfig(
         architecture="encoder_decoder",
@@ -120,7 +116,7 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     activation = _ACTIVATIONS[config.activation][0]
     if config.switch is None:
         return description | {"feed_forward_proj": activation}, []
-    switch_fields, notes = _describe_switch(config, config.switch)
+    switch_fields, notes = _describe_switch(config)
     return description | {"dense_act_fn": activation} | switch_fields, notes
 
 
@@ -137,22 +133,20 @@ class _Fields:
 
     def whole(self, name: str, default: int | None = None, most: int = _MOST_SIZE) -> int:
         """A whole number from 1 to `most`."""
-        value = self._value(name, default)
-        is_right = type(value) is int and 1 <= value <= most
-        return self._expect(is_right, name, value, f"a whole number from 1 to {most}")
+        expected = f"a whole number from 1 to {most}"
+        return self._take(name, default, expected, lambda n: type(n) is int and 1 <= n <= most)
 
     def number(self, name: str, default: float) -> float:
-        value = self.values.get(name, default)
-        is_right = type(value) in (int, float) and abs(value) < math.inf
-        return float(self._expect(is_right, name, value, "a number"))
+        def is_number(value) -> bool:
+            return type(value) in (int, float) and abs(value) < math.inf
+
+        return float(self._take(name, default, "a number", is_number))
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._value(name, default)
-        return self._expect(type(value) is bool, name, value, "true or false")
+        return self._take(name, default, "true or false", lambda value: type(value) is bool)
 
     def text(self, name: str, default: str) -> str:
-        value = self._value(name, default)
-        return self._expect(isinstance(value, str), name, value, "a text")
+        return self._take(name, default, "a text", lambda value: isinstance(value, str))
 
     def only(self, name: str, expected, reason: str) -> None:
         """Requires that a value, where there is one, is `expected`."""
@@ -163,12 +157,10 @@ class _Fields:
             f"{_shown(expected)}",
         )
 
-    def _value(self, name: str, default):
+    def _take(self, name: str, default, expected: str, is_right: Callable[[Any], bool]):
         value = self.values.get(name)
-        return default if value is None else value
-
-    def _expect(self, is_right: bool, name: str, value, expected: str):
-        require(is_right, f"{self.where}: {name}={_shown(value)}; expected {expected}")
+        value = default if value is None else value
+        require(is_right(value), f"{self.where}: {name}={_shown(value)}; expected {expected}")
         return value
 
 
@@ -214,22 +206,18 @@ def _scales_tied_logits(fields: _Fields, family: str) -> bool:
 
 
 def _read_switch(fields: _Fields, config: ModelConfig, overflow: str) -> SwitchConfig | None:
-    require(
-        not fields.flag("router_bias", False),
-        f"{fields.where}: router_bias=true cannot be converted: the routers of switchx have no "
-        "bias of their own",
-    )
+    fields.only("router_bias", False, "the routers of switchx have no bias of their own")
     fields.only("router_dtype", "float32", "routers run in float32 (selective precision)")
-    blocks = {}
+    blocks = []
     for stack in ("encoder", "decoder"):
         name = f"num_sparse_{stack}_layers"
         is_none = fields.values.get(name) == 0
         count = 0 if is_none else fields.whole(name, 3, _MOST_BLOCKS)
-        blocks[stack] = sparse_blocks(getattr(config, f"num_{stack}_layers"), count)
-    if not any(blocks.values()):
+        blocks.append(sparse_blocks(getattr(config, f"num_{stack}_layers"), count))
+    if not any(blocks):
         return None
     num_experts = fields.whole("num_experts", 8, _MOST_EXPERTS)
-    num_blocks = sum(map(len, blocks.values()))
+    num_blocks = sum(map(len, blocks))
     require(
         num_experts * num_blocks <= _MOST_EXPERTS_IN_ALL,
         f"{fields.where}: num_experts={num_experts} in each of {num_blocks} blocks; expected "
@@ -243,14 +231,13 @@ def _read_switch(fields: _Fields, config: ModelConfig, overflow: str) -> SwitchC
             overflow=overflow,
             padding="counted",
         ),
-        **switch_layers(config, blocks["encoder"], blocks["decoder"]),
+        **switch_layers(config, *blocks),
     )
 
 
-def _describe_switch(
-    config: ModelConfig, switch: SwitchConfig
-) -> tuple[dict[str, Any], list[str]]:
-    router, capacity, notes = switch.router, switch.expert_capacity, []
+def _describe_switch(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+    switch, router, notes = config.switch, config.switch.router, []
+    capacity = switch.expert_capacity
     if router.overflow == "dropless" or capacity is None:
         capacity = _UNLIMITED
     if router.overflow == "drop" and switch.expert_capacity is None:
@@ -282,16 +269,12 @@ def _describe_switch(
 
 def _sparse_reasons(config: ModelConfig) -> list[str]:
     switch, router = config.switch, config.switch.router
-    reasons = [
-        f"{name}={value!r} (expected {expected!r})"
-        for name, value, expected in (
-            ("SwitchConfig.d_ff", switch.d_ff or config.d_ff, config.d_ff),
-            ("RouterConfig.kind", router.kind, "top_k"),
-            ("RouterConfig.num_selected", router.num_selected, 1),
-            ("Precision.router", config.precision.router, "float32"),
-        )
-        if value != expected
-    ]
+    reasons = unexpected(
+        ("SwitchConfig.d_ff", switch.d_ff or config.d_ff, config.d_ff),
+        ("RouterConfig.kind", router.kind, "top_k"),
+        ("RouterConfig.num_selected", router.num_selected, 1),
+        ("Precision.router", config.precision.router, "float32"),
+    )
     if router.overflow == "reroute":
         reasons.append("RouterConfig.overflow='reroute' (expected 'drop' or 'dropless')")
     if config.is_gated:
@@ -341,9 +324,8 @@ def switch_layers(
     """Fields of a SwitchConfig for these sparse blocks: `every` where they are a pattern."""
     counts = (config.num_encoder_layers, config.num_decoder_layers)
     for every in range(1, min(counts) + 1):
-        patterns = [tuple(range(every - 1, count, every)) for count in counts]
-        if any(count % every for count in counts) or encoder != patterns[0]:
-            continue
-        if decoder in (patterns[1], ()):
+        ours, theirs = (tuple(range(every - 1, count, every)) for count in counts)
+        divides = not any(count % every for count in counts)
+        if divides and encoder == ours and decoder in (theirs, ()):
             return {"every": every, "stacks": "all" if decoder else "encoder"}
     return {"encoder_layers": encoder, "decoder_layers": decoder}

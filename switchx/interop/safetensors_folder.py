@@ -11,14 +11,14 @@ Dims: as parameters are named, D model, E expert, F ffn, H heads, K head size, V
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from switchx.axes import dims_of, matrix_dims
+from switchx.axes import matrix_dims
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 
@@ -53,9 +53,7 @@ class SafetensorsFolder:
             return self._indexed()
         if (self.folder / MODEL).is_file():
             return [self.folder / MODEL]
-        pickles = sorted(
-            path.name for pattern in _PICKLES for path in self.folder.glob(pattern)
-        )
+        pickles = sorted(path.name for each in _PICKLES for path in self.folder.glob(each))
         require(
             not pickles,
             f"{self.folder} has {', '.join(pickles)} and no {MODEL}; such a file may run any "
@@ -72,9 +70,7 @@ class SafetensorsFolder:
         path = self.folder / INDEX
         index = read_json(path, _MOST_INDEX_BYTES)
         places = index.get("weight_map")
-        are_names = isinstance(places, dict) and all(
-            isinstance(n, str) for n in places.values()
-        )
+        are_names = isinstance(places, dict) and all(type(n) is str for n in places.values())
         require(are_names, f"{path} has no weight_map of names; restore the file")
         names = sorted(set(places.values()))
         for name in names:
@@ -157,15 +153,25 @@ def write_safetensors(
         places |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / INDEX, index)
+
+
+def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a JSON object, indented as transformers does."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 # Of a model that has nothing in common with its checkpoint, so many lines are enough.
 MOST_LINES = 1000
 
 
-def sizes_of(config: ModelConfig) -> dict[str, int]:
-    """Sizes of the dimensions that parameters have, by letter."""
+def letters_of(parameter: str) -> str:
+    """`D`, `HK`, ... of a parameter's name."""
+    return parameter.rpartition("_")[2]
+
+
+def shape_of(parameter: str, config: ModelConfig) -> tuple[int, ...]:
+    """Shape of one of our parameters, by its letters."""
     sizes = {
         "V": config.vocab_size,
         "D": config.d_model,
@@ -174,33 +180,38 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
         "F": config.d_ff,
         "U": config.relative_buckets,
     }
-    return sizes | ({"E": config.switch.num_experts} if config.switch else {})
+    if config.switch is not None:
+        sizes["E"] = config.switch.num_experts
+        if "/experts/" in parameter:
+            sizes["F"] = config.switch.d_ff or config.d_ff
+    return tuple(sizes[letter] for letter in letters_of(parameter))
 
 
-def letters_of(parameter: str) -> str:
-    """`D`, `HK`, ... of a parameter's name."""
-    return parameter.rpartition("_")[2]
+def is_linear(parameter: str) -> bool:
+    """Whether a parameter is a linear map, which PyTorch keeps as `[out, in]`."""
+    return parameter.rpartition("/")[2].startswith("w_")
+
+
+def _matrix_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Inputs and outputs of a linear map, heads joined; of one expert, where there are many."""
+    split = matrix_dims(letters_of(parameter))
+    shape = shape[split.num_batch :]
+    return math.prod(shape[: split.num_rows]), math.prod(shape[split.num_rows :])
 
 
 def torch_shape(parameter: str, config: ModelConfig) -> tuple[int, ...]:
     """Shape of the tensors in PyTorch's layout that make up a parameter."""
-    sizes, letters = sizes_of(config), letters_of(parameter)
-    if not is_linear(parameter):
-        return tuple(sizes[letter] for letter in letters)
-    rows, columns = _sides(letters)
-    return tuple(math.prod(sizes[letter] for letter in side) for side in (columns, rows))
+    shape = shape_of(parameter, config)
+    return _matrix_shape(parameter, shape)[::-1] if is_linear(parameter) else shape
 
 
 def from_torch(parameter: str, config: ModelConfig, tensors: Iterable[np.ndarray]):
     """The parameter, float arrays as they are, out of its tensors: one, or one an expert."""
-    sizes, letters = sizes_of(config), letters_of(parameter)
-    shape = tuple(sizes[letter] for letter in letters)
-    if not is_linear(parameter):
+    shape = shape_of(parameter, config)
+    if letters_of(parameter)[0] != "E":
         (tensor,) = tensors
-        return tensor
-    if letters[0] != "E":
-        (tensor,) = tensors
-        return np.ascontiguousarray(tensor.T).reshape(shape)
+        is_map = is_linear(parameter)
+        return np.ascontiguousarray(tensor.T).reshape(shape) if is_map else tensor
     parameter_E = None
     for expert, tensor in enumerate(tensors):  # one at a time: together they are large
         if parameter_E is None:
@@ -213,25 +224,9 @@ def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:
     """The tensors in PyTorch's layout that a parameter is: one, or one an expert."""
     if not is_linear(parameter):
         return [np.ascontiguousarray(value)]
-    letters = dims_of(parameter.rpartition("/")[2], value.ndim)
-    rows, _ = _sides(letters)
-    matrices = list(value) if letters[0] == "E" else [value]
-    return [
-        np.ascontiguousarray(each.reshape(math.prod(each.shape[: len(rows)]), -1).T)
-        for each in matrices
-    ]
-
-
-def is_linear(parameter: str) -> bool:
-    """Whether a parameter is a linear map, which PyTorch keeps as `[out, in]`."""
-    return parameter.rpartition("/")[2].startswith("w_")
-
-
-def _sides(letters: str) -> tuple[str, str]:
-    """Letters of a linear map's inputs and outputs, the experts' apart."""
-    split = matrix_dims(letters)
-    rows = split.num_batch + split.num_rows
-    return letters[split.num_batch : rows], letters[rows:]
+    matrices = value if letters_of(parameter)[0] == "E" else [value]
+    shape = _matrix_shape(parameter, value.shape)
+    return [np.ascontiguousarray(each.reshape(shape).T) for each in matrices]
 
 
 def require_same_tensors(
@@ -259,25 +254,6 @@ def require_same_tensors(
             f"{where} does not hold the model that is described; {len(problems)} of "
             f"{len(names)} tensors differ:\n{listing}\n{way_out}"
         )
-
-
-def fill(
-    config: ModelConfig,
-    names: Mapping[str, tuple[str, ...]],
-    read: Callable[[str], np.ndarray],
-) -> dict:
-    """All parameters, as a nested dictionary, out of tensors in PyTorch's layout.
-
-    Args:
-        names: of our parameters -> of theirs, all of which exist in their shapes.
-        read: gives a tensor.
-    """
-    return nested(
-        {
-            parameter: from_torch(parameter, config, map(read, theirs))
-            for parameter, theirs in names.items()
-        }
-    )
 
 
 def nested(named: Mapping[str, np.ndarray]) -> dict:

@@ -1,35 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of T5X: T5, T5 1.1 and flaxformer's Switch Transformers.
+"""Checkpoints of T5X, version 3: T5, T5 1.1 and flaxformer's Switch Transformers.
+
+`checkpoint_<step>/checkpoint` is `{"version": 3, "optimizer": {"target": ..., "state": ...}}`
+in msgpack; an array is there itself, or as the description of a zarr folder `target.encoder.x`
+next to it. Read without TensorFlow and T5X. Where a description says that its array is (a
+bucket, another folder) is not followed: it is looked for in the checkpoint's own folder.
 
 Two layouts. By layers: `target/encoder/layers_3/mlp/wi/kernel`. Scanned: the blocks of one run
 stacked along axis 1, `target/encoder/encoder/subblock_1/mlp/wi/kernel` `[D, N, F]`, without
 `subblock_1` where every block is alike. Kernels are `[in, out]`; heads are joined or apart.
 
-Dims: as in the names of parameters; N blocks of one scanned run
+Dims: as in the names of parameters; N blocks of one scanned run, U buckets of
+relative positions, H heads
 """
 
 import dataclasses
+import itertools
+import json
 import math
 import os
 import pathlib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
+from flax import serialization
 
 from switchx.fields import require
 from switchx.interop.safetensors_folder import (
     letters_of,
     nested,
     require_same_tensors,
-    sizes_of,
+    shape_of,
 )
-from switchx.interop.t5x_folder import T5XFolder
 from switchx.models.config import ModelConfig, require_our_blocks
 
-TABLE = "target/token_embedder/embedding"
+INDEX = "checkpoint"
+_VERSION = 3
+_DTYPES = {name: jnp.dtype(name) for name in ("<f4", "<f8", "<f2", "bfloat16")}
+_MOST_CHUNKS = 1 << 20
 _SCAN_AXIS = 1
+
+
+class T5XFolder:
+    """The parameters of a checkpoint.
+
+    Attributes:
+        shapes: of every array below `target`, by name: `target/encoder/...`.
+
+    Raises:
+        ValueError: it is no such checkpoint, or parts of it are missing or damaged.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self._leaves = {f"target/{name}": leaf for name, leaf in _leaves(self._target())}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, leaf in self._leaves.items():
+            is_array = isinstance(leaf, np.ndarray)
+            self.shapes[name] = leaf.shape if is_array else self._header(name, leaf)[1]
+
+    def read(self, name: str) -> np.ndarray:
+        """An array in float32: exact but for one of float64, which is rounded.
+
+        Raises:
+            ValueError: it cannot be read whole.
+        """
+        leaf = self._leaves[name]
+        array = leaf if isinstance(leaf, np.ndarray) else self._read_zarr(name, leaf)
+        return array.astype(np.float32)
+
+    def _target(self) -> dict[str, Any]:
+        file = self.folder / INDEX
+        if not file.is_file():
+            inside = sorted(path.name for path in self.folder.glob("checkpoint_*"))
+            raise ValueError(
+                f"{self.folder} has no file {INDEX!r}; give the folder checkpoint_<step> of a "
+                f"T5X run" + (f": it has {', '.join(inside[:8])}" if inside else "")
+            )
+        try:
+            content = serialization.msgpack_restore(file.read_bytes())
+        # A damaged index fails wherever the damage is.
+        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+            raise ValueError(
+                f"{file} cannot be read as msgpack ({error}); it is damaged or cut short: "
+                "fetch it again"
+            ) from error
+        version = content.get("version") if isinstance(content, dict) else None
+        require(
+            version == _VERSION,
+            f"{file} has version={version!r}; expected {_VERSION}: restore and save it with a "
+            "T5X of 2021 or later",
+        )
+        optimizer = content.get("optimizer")
+        target = optimizer.get("target") if isinstance(optimizer, dict) else None
+        has_target = isinstance(target, dict)
+        require(has_target, f"{file} has no parameters, optimizer/target; fetch it again")
+        return target
+
+    def _header(self, name: str, spec: dict[str, Any]):
+        """Folder, shape, dtype, chunks and separator of a zarr array."""
+        kvstore = spec["kvstore"]
+        path = kvstore.get("path") if isinstance(kvstore, dict) else None
+        path = spec.get("path") if path is None else path  # TensorStore before 0.1.14
+        plain = path.rstrip("/") if isinstance(path, str) else ""
+        is_plain = plain not in ("", ".", "..") and not set(plain) & set("/\\\0")
+        require(
+            spec["driver"] == "zarr" and is_plain,
+            f"{self.folder / INDEX} describes {name} as driver={spec['driver']!r} with "
+            f"path={path!r}; expected zarr in a folder of its own beside it: do not use this "
+            "checkpoint",
+        )
+        file = self.folder / plain / ".zarray"
+        try:
+            header = json.loads(file.read_text(encoding="utf-8"))
+            shape, chunks = tuple(header["shape"]), tuple(header["chunks"])
+            numbers = [type(n) is int and n >= 1 for n in (*shape, *chunks)]
+            if not all(numbers) or len(shape) != len(chunks):
+                raise ValueError(f"shape {shape} in chunks {chunks}")
+            dtype = _DTYPES[header["dtype"]]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{file} describes no array of floats that can be read ({error!r}); fetch the "
+                "folder again"
+            ) from error
+        return file.parent, shape, dtype, chunks, header.get("dimension_separator", ".")
+
+    def _read_zarr(self, name: str, spec: dict[str, Any]) -> np.ndarray:
+        folder, shape, dtype, chunks, separator = self._header(name, spec)
+        grid = [math.ceil(size / chunk) for size, chunk in zip(shape, chunks, strict=True)]
+        require(
+            math.prod(grid) <= _MOST_CHUNKS and math.prod(chunks) <= 2 * math.prod(shape),
+            f"{folder}: shape {list(shape)} in chunks {list(chunks)}; expected at most "
+            f"{_MOST_CHUNKS} chunks, none larger than the array",
+        )
+        # A chunk that is not there would read as zeros.
+        for indices in itertools.product(*map(range, grid)):
+            chunk = separator.join(map(str, indices))
+            is_there = (folder / chunk).is_file()
+            require(is_there, f"{folder} has no chunk {chunk}; fetch the folder again")
+        kvstore = {"driver": "file", "path": f"{folder.absolute()}/"}
+        try:
+            store = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
+            array = np.asarray(store.read().result())
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{folder} cannot be read ({str(error)[:300]}); it is damaged, cut short or in "
+                "a form that TensorStore does not read: fetch it again"
+            ) from error
+        is_that = array.shape == shape and array.dtype == dtype
+        require(is_that, f"{folder} holds another array than its .zarray; fetch it again")
+        return array
+
+
+def _leaves(tree: dict[str, Any], prefix: str = ""):
+    """Names of arrays and of descriptions of arrays; what else there is is refused."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and not {"driver", "kvstore", "metadata"} <= value.keys():
+            yield from _leaves(value, f"{name}/")
+        elif isinstance(value, np.ndarray | dict):
+            yield name, value
+        else:
+            raise ValueError(
+                f"target/{name} is a {type(value).__name__}; expected an array: this is no "
+                "checkpoint of T5X's"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +192,7 @@ def places(config: ModelConfig, found: Iterable[str]) -> dict[str, Place]:
         found: names in the checkpoint, which tell the layout.
     """
     found = set(found)
-    result = {"embedding/embedding_VD": Place(TABLE)}
+    result = {"embedding/embedding_VD": Place("target/token_embedder/embedding")}
     if not config.tie_embeddings:
         result["embedding/w_logits_DV"] = Place("target/decoder/logits_dense/kernel")
     for stack in ("encoder", "decoder"):
@@ -111,14 +250,6 @@ def _names_of_block(config: ModelConfig, stack: str, layer: int) -> dict[str, st
     return names
 
 
-def shape_of(parameter: str, config: ModelConfig) -> tuple[int, ...]:
-    """Shape of one of our parameters."""
-    sizes = sizes_of(config)
-    if "/experts/" in parameter and config.switch.d_ff is not None:
-        sizes["F"] = config.switch.d_ff
-    return tuple(sizes[letter] for letter in letters_of(parameter))
-
-
 def their_shapes(parameter: str, config: ModelConfig, repeats: int | None) -> list[tuple]:
     """Shapes in which T5X may keep a parameter, heads joined first.
 
@@ -136,11 +267,6 @@ def their_shapes(parameter: str, config: ModelConfig, repeats: int | None) -> li
     if repeats is not None:
         shapes = [(*s[:_SCAN_AXIS], repeats, *s[_SCAN_AXIS:]) for s in shapes]
     return shapes
-
-
-def take(value, place: Place):
-    """The block of a place out of the array that is there."""
-    return value if place.repeat is None else value.take(place.repeat, axis=_SCAN_AXIS)
 
 
 _WAY_OUT = (
@@ -181,7 +307,9 @@ def read_checkpoint(folder: str | os.PathLike, config: ModelConfig) -> tuple[Mod
     for parameter, place in ours.items():
         if place.name not in arrays:
             arrays[place.name] = source.read(place.name)
-        array = take(arrays[place.name], place)
+        array = arrays[place.name]
+        if place.repeat is not None:
+            array = array.take(place.repeat, axis=_SCAN_AXIS)
         if letters_of(parameter) == "UH":
             array = _one_bias(parameter.partition("/")[0], source).T
         array = np.ascontiguousarray(array).reshape(shape_of(parameter, config))
@@ -198,22 +326,17 @@ def _expected(config, ours: dict[str, Place], source: T5XFolder) -> dict[str, tu
         repeats = None
         if place.repeat is not None:
             repeats = 1 + max(p.repeat for p in ours.values() if p.name == place.name)
-        names = [place.name]
+        names, stack = [place.name], parameter.partition("/")[0]
         if letters_of(parameter) == "UH":
-            names = bias_names(parameter.partition("/")[0], set(source.shapes))
-            repeats = _bias_repeats(config, parameter, names)
+            names = bias_names(stack, set(source.shapes))
+            is_shared = names[0] == f"target/{stack}/relpos_bias/rel_embedding"
+            num_blocks = getattr(config, f"num_{stack}_layers")
+            repeats = None if is_shared else num_blocks // len(names)
         shapes = their_shapes(parameter, config, repeats)
         for name in names:
             is_there = source.shapes.get(name) in shapes
             expected[name] = source.shapes[name] if is_there else shapes[0]
     return expected
-
-
-def _bias_repeats(config: ModelConfig, parameter: str, names: list[str]) -> int | None:
-    stack = parameter.partition("/")[0]
-    if names[0] == f"target/{stack}/relpos_bias/rel_embedding":
-        return None
-    return getattr(config, f"num_{stack}_layers") // len(names)
 
 
 def _one_bias(stack: str, source: T5XFolder) -> np.ndarray:
@@ -254,6 +377,11 @@ def not_t5(config: ModelConfig) -> list[str]:
             ("SwitchConfig.expert_bias", switch.expert_bias, False),
             ("RouterConfig.bias_update_rate", switch.router.bias_update_rate, None),
         ]
+    return unexpected(*wanted)
+
+
+def unexpected(*wanted: tuple[str, Any, Any]) -> list[str]:
+    """What is not as it should be, of names, values and expected values."""
     return [
         f"{name}={value!r} (expected {expected!r})"
         for name, value, expected in wanted

@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers import initializers
-from switchx.layers.dropout import dropout
-from switchx.layers.initializers import along_last
+from switchx.layers.dense import along_last, dropout, weight, zeros
 
 MASKED = -1e9
 
@@ -37,14 +35,8 @@ class KeysValues:
 
     def written(self, place, new: "KeysValues") -> "KeysValues":
         """The same with new entries from `place` on."""
-        return jax.tree.map(
-            lambda kept, new: jax.lax.dynamic_update_slice_in_dim(kept, new, place, axis=2),
-            self,
-            new,
-        )
-
-    def first(self, places: int) -> "KeysValues":
-        return jax.tree.map(lambda leaf: leaf[:, :, :places], self)
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=2)
+        return jax.tree.map(put, self, new)
 
 
 def attend(
@@ -54,7 +46,8 @@ def attend(
     bias_HLM=None,
     row_bias_BHLM=None,
     mask_BLM=None,
-    drop=None,
+    dropout_rate: float = 0.0,
+    key=None,
 ):
     """softmax(q k^T + biases) v, the softmax in float32.
 
@@ -64,7 +57,8 @@ def attend(
         mask_BLM: true where a query may look at a key; L or M may be 1 where all are alike. A
             query that may look at nothing (padding) gets an average that no loss and no other
             token reads.
-        drop: applied to the attention weights `[B, H, L, M]`, as dropout is; None for nothing.
+        key: of the dropout of attention weights, whose mask all queries share, as in T5X;
+            None for none.
 
     Returns:
         `out_BLHK` in the queries' dtype.
@@ -73,39 +67,24 @@ def attend(
         "BLHK,BHMK->BHLM", query_BLHK, memory.key_BHMK, preferred_element_type=jnp.float32
     )
     if bias_HLM is not None:
-        # A product with ones, whose gradient is a product too: the sum over the batch that
-        # broadcasting has for a gradient takes XLA's CPU compiler 5% of a training step.
-        ones_B = jnp.ones(scores_BHLM.shape[0], scores_BHLM.dtype)
-        bias_HLM = bias_HLM.astype(scores_BHLM.dtype)
-        scores_BHLM = scores_BHLM + jnp.einsum("B,HLM->BHLM", ones_B, bias_HLM)
+        scores_BHLM = scores_BHLM + bias_HLM.astype(scores_BHLM.dtype)[None]
     if row_bias_BHLM is not None:
         scores_BHLM = scores_BHLM + row_bias_BHLM.astype(scores_BHLM.dtype)
     if mask_BLM is not None:
         scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
     weights_BHLM = jax.nn.softmax(scores_BHLM, axis=-1).astype(query_BLHK.dtype)
-    if drop is not None:
-        weights_BHLM = drop(weights_BHLM)
+    weights_BHLM = dropout(weights_BHLM, dropout_rate, key=key, shared_dims=(2,))
     return jnp.einsum("BHLM,BHMK->BLHK", weights_BHLM, memory.value_BHMK)
 
 
-def weight_dropout(rate: float, key):
-    """The dropout of attention weights `[B, H, L, M]`, or None where there is none.
-
-    A mask is shared by all queries, as in T5X.
-    """
-    if key is None or rate == 0:
-        return None
-    return functools.partial(dropout, rate=rate, key=key, shared_dims=(2,))
-
-
-class Attention(nnx.Module):
-    """Attention whose memory is the tokens themselves, a cache, or an encoder's output.
+class AttentionOutput(nnx.Module):
+    """The second half of an attention: queries read the memory, the heads go back to D.
 
     Attributes:
         score_scale: of the queries, where the model scales them.
     """
 
-    def __init__(self, config, *, num_correlations: int = 1, key):
+    def __init__(self, config, *, num_correlations: int, key):
         """Draws the weights.
 
         Args:
@@ -113,22 +92,42 @@ class Attention(nnx.Module):
         """
         self.config = config
         self.score_scale = (num_correlations * config.d_head) ** -0.5
+        D, H, K = config.d_model, config.num_heads, config.d_head
+        self.w_out_HKD = weight(config, key, (H, K, D), fan_in=H * K)
+        if config.use_bias:
+            self.b_out_D = zeros(config, D)
+
+    def read(self, query_BLHK, memory: KeysValues, *, key=None, **biases):
+        """Output `[B, L, D]` of queries that read the memory.
+
+        Args:
+            key: of dropout; None for none.
+            biases: `bias_HLM`, `row_bias_BHLM` and `mask_BLM` of `attend`.
+        """
+        if self.config.scale_attention:
+            query_BLHK = query_BLHK * jnp.asarray(self.score_scale, query_BLHK.dtype)
+        rate = self.config.dropout_rate
+        out_BLHK = attend(query_BLHK, memory, dropout_rate=rate, key=key, **biases)
+        w_out_HKD = self.w_out_HKD[...].astype(out_BLHK.dtype)
+        y_BLD = jnp.einsum("BLHK,HKD->BLD", out_BLHK, w_out_HKD)
+        return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
+
+
+class Attention(AttentionOutput):
+    """Attention whose memory is the tokens themselves, a cache, or an encoder's output."""
+
+    def __init__(self, config, *, num_correlations: int = 1, key):
         keys = jax.random.split(key, 4)
+        super().__init__(config, num_correlations=num_correlations, key=keys[3])
         D, H, K = config.d_model, config.num_heads, config.d_head
         # Without 1/sqrt(K) in the scores, the queries start that much smaller.
         query_scale = config.init_scale / (1 if config.scale_attention else K)
-
-        self.w_query_DHK = initializers.weight(
-            config, keys[0], (D, H, K), fan_in=D, scale=query_scale
-        )
-        self.w_key_DHK = initializers.weight(config, keys[1], (D, H, K), fan_in=D)
-        self.w_value_DHK = initializers.weight(config, keys[2], (D, H, K), fan_in=D)
-        self.w_out_HKD = initializers.weight(config, keys[3], (H, K, D), fan_in=H * K)
+        self.w_query_DHK = weight(config, keys[0], (D, H, K), fan_in=D, scale=query_scale)
+        self.w_key_DHK = weight(config, keys[1], (D, H, K), fan_in=D)
+        self.w_value_DHK = weight(config, keys[2], (D, H, K), fan_in=D)
         if config.use_bias:
             for name in ("query", "key", "value"):
-                bias_HK = jnp.zeros((H, K), config.precision.params)
-                setattr(self, f"b_{name}_HK", nnx.Param(bias_HK))
-            self.b_out_D = nnx.Param(jnp.zeros((D,), config.precision.params))
+                setattr(self, f"b_{name}_HK", zeros(config, H, K))
 
     def _project(self, name: str, x, equation: str):
         y = jnp.einsum(equation, x, getattr(self, f"w_{name}_DHK")[...].astype(x.dtype))
@@ -142,32 +141,7 @@ class Attention(nnx.Module):
         project = functools.partial(self._project, x=x_BMD, equation="BMD,DHK->BHMK")
         return KeysValues(project("key"), project("value"))
 
-    def __call__(
-        self,
-        x_BLD,
-        memory: KeysValues,
-        *,
-        bias_HLM=None,
-        row_bias_BHLM=None,
-        mask_BLM=None,
-        key=None,
-    ):
-        """Output `[B, L, D]` of queries that read the memory; see `attend`.
-
-        Args:
-            key: of dropout; None for none.
-        """
+    def __call__(self, x_BLD, memory: KeysValues, *, key=None, **biases):
+        """Output `[B, L, D]` of these tokens' queries; see `read`."""
         query_BLHK = self._project("query", x_BLD, "BLD,DHK->BLHK")
-        if self.config.scale_attention:
-            query_BLHK = query_BLHK * jnp.asarray(self.score_scale, query_BLHK.dtype)
-        out_BLHK = attend(
-            query_BLHK,
-            memory,
-            bias_HLM=bias_HLM,
-            row_bias_BHLM=row_bias_BHLM,
-            mask_BLM=mask_BLM,
-            drop=weight_dropout(self.config.dropout_rate, key),
-        )
-        w_out_HKD = self.w_out_HKD[...].astype(out_BLHK.dtype)
-        y_BLD = jnp.einsum("BLHK,HKD->BLD", out_BLHK, w_out_HKD)
-        return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
+        return self.read(query_BLHK, memory, key=key, **biases)

@@ -6,7 +6,8 @@ Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.3: with `("V", ("data",))
 of the logits' matrix are on devices that have different tokens. Everywhere else, and for a
 batch that these axes do not divide, the compiler splits the lookup.
 
-Dims: B batch, L length, T tokens, D model, V vocabulary
+Dims: B batch, L length, T tokens, D model, V vocabulary, R rows of
+the table on a device
 """
 
 import math
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from switchx.layers import initializers
+from switchx.layers.dense import weight
+from switchx.partitioning.collectives import vary
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.rules import MeshAxes
 from switchx.partitioning.vocab import RowOwners, look_up
@@ -37,7 +39,7 @@ class Embedding(nnx.Module):
             shape = (config.max_length, D)
             self.positions_LD = nnx.Param(jax.random.normal(key_positions, shape, dtype) * 0.02)
         if not config.tie_embeddings:
-            self.w_logits_DV = initializers.weight(config, key_logits, (D, V), fan_in=D)
+            self.w_logits_DV = weight(config, key_logits, (D, V), fan_in=D)
 
     def embed(self, tokens_BL, positions_BL):
         """Rows of the table `[B, L, D]` in the compute dtype, plus learned positions."""
@@ -63,19 +65,13 @@ def take_rows(table_VD, tokens_BL):
     if not _is_split(tokens_BL.shape[0]):
         return jnp.take(table_VD, tokens_BL, axis=0)
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
-    axes, batch = _axes("V"), rules.axes("B", mesh, table="activations")
+    axes, batch = _axes("V"), _axes("B", "activations")
     owners = RowOwners(table_VD.shape[0], math.prod(mesh.shape[axis] for axis in axes))
 
     def local(table_VD, tokens_BL):
-        table_VD = _gather(_vary(table_VD, batch), _axes("D"), axis=1)
-        x_TD = look_up(
-            owners.deal(table_VD, axes),
-            tokens_BL.reshape(-1),
-            owners,
-            axes,
-            factor=rules.vocab_room,
-            everywhere=batch,
-        )
+        table_VD = _gather(vary(table_VD, batch), _axes("D"), axis=1)
+        rows_RD, id_T = owners.deal(table_VD, axes), tokens_BL.reshape(-1)
+        x_TD = look_up(rows_RD, id_T, owners, axes, factor=rules.vocab_room, everywhere=batch)
         return x_TD.reshape(*tokens_BL.shape, -1)
 
     specs = PartitionSpec(axes, _axes("D")), PartitionSpec(batch)
@@ -92,10 +88,10 @@ def project(x_BLD, weight, dims: str):
     equation = f"BLD,{dims}->BLV"
     if not _is_split(x_BLD.shape[0]):
         return jnp.einsum(equation, x_BLD, weight)
-    batch = current_rules().axes("B", jax.sharding.get_abstract_mesh(), table="activations")
+    batch = _axes("B", "activations")
 
     def local(x_BLD, weight):
-        weight = _vary(weight, batch)
+        weight = vary(weight, batch)
         for axis, letter in enumerate(dims):
             weight = _gather(weight, _axes(letter), axis=axis)
         return jnp.einsum(equation, x_BLD, weight)
@@ -107,10 +103,9 @@ def project(x_BLD, weight, dims: str):
     return sharded(x_BLD, weight)
 
 
-def _axes(letter: str) -> MeshAxes:
-    """Axes of the ambient mesh that a parameter's dimension is split over."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return current_rules().axes(letter, mesh, table="params")
+def _axes(letter: str, table: str = "params") -> MeshAxes:
+    """Axes of the ambient mesh that a dimension is split over."""
+    return current_rules().axes(letter, jax.sharding.get_abstract_mesh(), table=table)
 
 
 def _is_split(rows: int) -> bool:
@@ -121,13 +116,6 @@ def _is_split(rows: int) -> bool:
     (batch,) = rules.spec("B", (rows,), mesh, table="activations")
     batch = (batch,) if isinstance(batch, str) else batch or ()
     return bool(set(_axes("V")) & set(batch))
-
-
-def _vary(array, axes: MeshAxes):
-    """The array typed as different along `axes`: backward, its gradient is summed."""
-    varying = jax.typeof(array).manual_axis_type.varying
-    missing = tuple(axis for axis in axes if axis not in varying)
-    return jax.lax.pcast(array, missing, to="varying") if missing else array
 
 
 def _gather(array, axes: MeshAxes, *, axis: int):

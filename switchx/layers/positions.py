@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from switchx.layers import initializers
+from switchx.layers.dense import weight
 from switchx.partitioning.constrain import constrain
 
 
@@ -71,9 +71,7 @@ class RelativeBias(nnx.Module):
         self.max_distance = config.relative_max_distance
         buckets, heads = config.relative_buckets, config.num_heads
         # Fan average, as T5's variance scaling of this table.
-        self.bias_UH = initializers.weight(
-            config, key, (buckets, heads), fan_in=(buckets + heads) / 2
-        )
+        self.bias_UH = weight(config, key, (buckets, heads), fan_in=(buckets + heads) / 2)
 
     def __call__(self, num_queries: int, num_keys: int, *, first_query: int = 0):
         """The bias of every head, query and key: `bias_HLM`, float32."""
@@ -101,8 +99,8 @@ class UntiedPositions(nnx.Module):
         # Of unit variance, as normed words are; the authors put a LayerNorm behind the table.
         table_LD = jax.random.normal(keys[0], (config.max_length, D), config.precision.params)
         self.positions_LD = nnx.Param(table_LD)
-        self.w_query_DHK = initializers.weight(config, keys[1], (D, H, K), fan_in=D)
-        self.w_key_DHK = initializers.weight(config, keys[2], (D, H, K), fan_in=D)
+        self.w_query_DHK = weight(config, keys[1], (D, H, K), fan_in=D)
+        self.w_key_DHK = weight(config, keys[2], (D, H, K), fan_in=D)
 
     def projected(self, num_positions: int):
         """`query_LHK`, divided by sqrt(2 K), and `key_LHK` of the first positions, or of all

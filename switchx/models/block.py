@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.layers.attention import Attention, KeysValues
-from switchx.layers.dropout import dropout, split_key
-from switchx.layers.ffn import DenseFFN
-from switchx.layers.norm import Norm
+from switchx.layers.dense import DenseFFN, Norm, dropout, split_key
 from switchx.moe.attention import SwitchAttention
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.constrain import constrain_named
@@ -69,11 +67,7 @@ class Block(nnx.Module):
     def __init__(self, config, *, is_sparse: bool, has_memory: bool, key):
         self.config = config
         keys = jax.random.split(key, 3)
-
-        def norm():
-            return Norm(config.d_model, config.norm, config.precision.params)
-
-        self.self_attention_norm = norm()
+        self.self_attention_norm = Norm(config)
         switch = config.switch if is_sparse else None
         self.is_attention_sparse = switch is not None and switch.has_attention
         self.is_ffn_sparse = switch is not None and switch.has_ffn
@@ -85,11 +79,10 @@ class Block(nnx.Module):
             )
         self.has_memory = has_memory
         if has_memory:
-            self.cross_attention_norm = norm()
+            self.cross_attention_norm = Norm(config)
             self.cross_attention = Attention(config, key=keys[1])
-        self.ffn_norm = norm()
-        ffn = SwitchFFN if self.is_ffn_sparse else DenseFFN
-        self.ffn = ffn(config, key=keys[2])
+        self.ffn_norm = Norm(config)
+        self.ffn = (SwitchFFN if self.is_ffn_sparse else DenseFFN)(config, key=keys[2])
 
     def __call__(
         self,
@@ -128,12 +121,14 @@ class Block(nnx.Module):
             past = self.self_attention.project_memory(normed_BLD)
             if cache is not None:
                 kept = constrain_named(cache.past.written(inputs.place, past))
-                past = kept.first(inputs.mask_BLM.shape[2])
+                past = jax.tree.map(lambda leaf: leaf[:, :, : inputs.mask_BLM.shape[2]], kept)
                 cache = dataclasses.replace(cache, past=kept)
             y_BLD = self.self_attention(normed_BLD, past, **reads)
         x_BLD = residual(x_BLD, y_BLD, keys[1])
         if self.has_memory:
-            memory = self.memory_of(inputs.memory_BMD) if cache is None else cache.memory
+            memory = None if cache is None else cache.memory
+            if memory is None:
+                memory = self.cross_attention.project_memory(inputs.memory_BMD)
             y_BLD = self.cross_attention(
                 self.cross_attention_norm(x_BLD),
                 memory,
@@ -160,11 +155,8 @@ class Block(nnx.Module):
         config = self.config
         shape_BHMK = batch, config.num_heads, places, config.d_head
         past = KeysValues.empty(shape_BHMK, config.precision.compute_dtype)
-        return BlockCache(past, self.memory_of(memory_BMD) if self.has_memory else None)
-
-    def memory_of(self, memory_BMD) -> KeysValues:
-        """Keys and values of an encoder's output."""
-        return self.cross_attention.project_memory(memory_BMD)
+        memory = self.cross_attention.project_memory(memory_BMD) if self.has_memory else None
+        return BlockCache(past, memory)
 
 
 def segment_mask(query_segment_BL, key_segment_BM):

@@ -14,7 +14,9 @@ from switchx.fields import (
     check_choices,
     from_description,
     require,
+    require_above_zero,
     require_at_least,
+    require_below_one,
 )
 from switchx.moe.config import RouterConfig, SwitchConfig
 
@@ -132,10 +134,8 @@ class ModelConfig:
             f"{self.relative_max_distance}; use at least 4 buckets, and a distance of more "
             "than half of them",
         )
-        require(self.init_scale > 0, f"init_scale={self.init_scale}; use a scale above 0")
-        require(
-            0 <= self.dropout_rate < 1, f"dropout_rate={self.dropout_rate}; use 0 <= rate < 1"
-        )
+        require_above_zero(self, "init_scale")
+        require_below_one(self, "dropout_rate")
         if self.switch is not None:
             self._check_stacks()
         self._check_layers()
@@ -230,24 +230,18 @@ class ModelConfig:
         Where attention is sparse too, it comes first: `encoder 1 attention`, `encoder 1 ffn`.
         """
         parts = {"ffn": [""], "attention": [" attention"], "both": [" attention", " ffn"]}
-        stacks = {"encoder": self.num_encoder_layers, "decoder": self.num_decoder_layers}
         return [
             f"{stack} {layer}{part}"
-            for stack, num_layers in stacks.items()
-            for layer in range(num_layers)
+            for stack in ("encoder", "decoder")
+            for layer in range(getattr(self, f"num_{stack}_layers"))
             if self.is_sparse(layer, stack)
             for part in parts[self.switch.sublayers]
         ]
 
     def num_sparse_layers_of(self, stack: Literal["encoder", "decoder"]) -> int:
         """Blocks of one stack that are sparse."""
-        if self.switch is None:
-            return 0
-        if self.switch.has_named_layers:
-            return len(getattr(self.switch, f"{stack}_layers"))
-        if stack == "decoder" and self.switch.stacks == "encoder":
-            return 0
-        return getattr(self, f"num_{stack}_layers") // self.switch.every
+        num_layers = getattr(self, f"num_{stack}_layers")
+        return sum(self.is_sparse(layer, stack) for layer in range(num_layers))
 
     def is_sparse(self, layer: int, stack: Literal["encoder", "decoder"] = "encoder") -> bool:
         """Whether block `layer`, from 0, of a stack has Switch layers."""

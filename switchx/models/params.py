@@ -12,15 +12,11 @@ import jax
 from flax import nnx
 
 from switchx.models.config import ModelConfig
-from switchx.models.decoder_only import DecoderOnly
-from switchx.models.encoder_decoder import EncoderDecoder
+from switchx.models.transformer import Transformer
 
 
 def _build(config: ModelConfig, key) -> nnx.Module:
-    if config.build is not None:
-        return config.build(key)
-    model = EncoderDecoder if config.is_encoder_decoder else DecoderOnly
-    return model(config, key=key)
+    return Transformer(config, key=key) if config.build is None else config.build(key)
 
 
 @functools.lru_cache(maxsize=32)

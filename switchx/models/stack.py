@@ -8,12 +8,13 @@ stacked as the parameters are.
 Dims: B batch, L length, M memory, D model, H heads, N repeats of the run
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers.dropout import dropout, split_key
-from switchx.layers.norm import Norm
+from switchx.layers.dense import Norm, dropout, split_key
 from switchx.layers.positions import RelativeBias, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.partitioning.buckets import whole
@@ -28,8 +29,9 @@ REMAT_POLICIES = {
 class BlockRun(nnx.Module):
     """The blocks `layer_0`, `layer_1`, ... of one run, applied one after the other."""
 
-    def __init__(self, config, *, length: int, stack: str, has_memory: bool, key):
+    def __init__(self, config, *, length: int, stack: str, key):
         self.length = length
+        has_memory = stack == "decoder" and config.is_encoder_decoder
         for i, key_i in enumerate(jax.random.split(key, length)):
             is_sparse = config.is_sparse(i, stack)
             block = Block(config, is_sparse=is_sparse, has_memory=has_memory, key=key_i)
@@ -66,27 +68,23 @@ class BlockRun(nnx.Module):
             stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_stats)
         return x_BLD, stats, None if cache is None else tuple(caches)
 
-    def new_cache(self, batch: int, places: int, memory_BMD=None) -> tuple[BlockCache, ...]:
-        return tuple(block.new_cache(batch, places, memory_BMD) for block in self.blocks)
-
 
 class Stack(nnx.Module):
     """An encoder or a decoder: its biases of positions, its blocks, its final norm."""
 
-    def __init__(self, config, *, num_layers: int, is_decoder: bool, has_memory: bool, key):
+    def __init__(self, config, stack: Literal["encoder", "decoder"], *, key):
         self.config = config
+        num_layers = getattr(config, f"num_{stack}_layers")
         self.repeats = num_layers // config.period if config.scan_layers else 1
         length = num_layers // self.repeats
         key_bias, key_blocks = jax.random.split(key)
 
-        stack = "decoder" if is_decoder else "encoder"
-
         def build(key):
-            return BlockRun(config, length=length, stack=stack, has_memory=has_memory, key=key)
+            return BlockRun(config, length=length, stack=stack, key=key)
 
         if config.has_relative_bias:
             self.relative_bias = RelativeBias(
-                config, is_bidirectional=not is_decoder, key=key_bias
+                config, is_bidirectional=stack == "encoder", key=key_bias
             )
         if config.has_untied_positions:
             key_untied = jax.random.fold_in(key_bias, 1)
@@ -95,7 +93,7 @@ class Stack(nnx.Module):
             self.blocks = jax.vmap(build)(jax.random.split(key_blocks, self.repeats))
         else:
             self.blocks = build(key_blocks)
-        self.norm = Norm(config.d_model, config.norm, config.precision.params)
+        self.norm = Norm(config)
 
     def position_bias(self, num_queries: int, num_keys: int, *, first_query: int = 0):
         """The stack's relative `bias_HLM`, or None where it has none."""
@@ -108,6 +106,18 @@ class Stack(nnx.Module):
         if not self.config.has_untied_positions:
             return None
         return self.untied_positions(position_BL, position_BM)
+
+    def inputs(self, token_BL, segment_BL, position_BL, mask_BLM, **memory) -> BlockInputs:
+        """What every block reads of whole texts, with what `memory` names of an encoder."""
+        length = token_BL.shape[1]
+        return BlockInputs(
+            is_token_BL=segment_BL > 0,
+            mask_BLM=mask_BLM,
+            bias_HLM=self.position_bias(length, length),
+            row_bias_BHLM=self.row_bias(position_BL, position_BL),
+            token_BL=token_BL,
+            **memory,
+        )
 
     def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):
         """The normed output `[B, L, D]` and the routing statistics `[num_sparse, ...]`."""
@@ -122,9 +132,11 @@ class Stack(nnx.Module):
 
     def new_cache(self, batch: int, places: int, memory_BMD=None) -> tuple[BlockCache, ...]:
         """An empty cache of `places` places, with the keys and values of the memory."""
-        if not self.config.scan_layers:
-            return constrain_named(self.blocks.new_cache(batch, places, memory_BMD))
-        make = jax.vmap(lambda run: run.new_cache(batch, places, memory_BMD))
+
+        def make(run):
+            return tuple(block.new_cache(batch, places, memory_BMD) for block in run.blocks)
+
+        make = jax.vmap(make) if self.config.scan_layers else make
         return constrain_named(make(self.blocks))
 
     def enter(self, x_BLD, *, key=None):

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from switchx.layers.dropout import split_key
+from switchx.layers.dense import split_key
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
 from switchx.partitioning.constrain import constrain_named
@@ -93,7 +93,12 @@ class Chunk:
             key: of the whole model for this microbatch.
         """
         model = self._model(blocks, shared)
-        stack, inputs = getattr(model, self.stack), self._inputs(model, batch, message)
+        stack = getattr(model, self.stack)
+        if self.stack == "decoder":
+            inputs = model.decoder_inputs(batch, message.get("memory_BMD"))
+        else:
+            names = ("input_tokens", "segment_ids", "positions")
+            inputs = model.encoder_inputs(*(batch[f"encoder_{name}"] for name in names))
         key = self._key(key)
 
         def embedded(x_BLD):
@@ -120,16 +125,5 @@ class Chunk:
 
     def _key(self, key):
         """The stack's key."""
-        if not self.config.is_encoder_decoder:
-            return key
-        key_encoder, key_decoder = split_key(key, 2)
-        return key_encoder if self.stack == "encoder" else key_decoder
-
-    def _inputs(self, model, batch: dict, message: dict):
-        if not self.config.is_encoder_decoder:
-            return model.decoder_inputs(batch)
-        names = ("input_tokens", "segment_ids", "positions")
-        own = [batch[f"{self.stack}_{name}"] for name in names]
-        if self.stack == "encoder":
-            return model.encoder_inputs(*own)
-        return model.decoder_inputs(*own, message["memory_BMD"], batch["encoder_segment_ids"])
+        names = stack_names(self.config)
+        return key if len(names) == 1 else split_key(key, 2)[names.index(self.stack)]

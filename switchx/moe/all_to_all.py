@@ -7,7 +7,8 @@ sends them in one all-to-all inside of nodes and one between them (Shen et al. 2
 arXiv:2205.10034, section 4.2, Figure 8): the same numbers bit for bit. `ragged_dispatch` sends
 rows and no empty slots; CPU emulates its collective, all else is the code of accelerators.
 Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert, D
-model, R rows, X choices in any order, P devices of the exchange
+model, R rows, X choices in any order, P devices of the exchange, Q
+slots of all experts of a group
 """
 
 import functools
@@ -27,7 +28,7 @@ from switchx.moe.dispatch import (
 )
 from switchx.moe.dropless import sort_into_rows
 from switchx.moe.plan import RoutingPlan
-from switchx.moe.sharded_dispatch import run_on_devices
+from switchx.moe.sharded_dispatch import run_exchanged, run_on_devices
 from switchx.moe.shared_groups import run_shared, shared_axes
 from switchx.partitioning.collectives import (
     all_to_all,
@@ -44,30 +45,24 @@ def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
     """
     if shared := shared_axes("all_to_all", plan.expert_GTS.shape[0]):
         local = functools.partial(run_shared, shared=shared)
-        return run_on_devices(local, x_GTD, plan, experts, shared=shared)
-
-    def local(x_GTD, plan, experts, placement: Placement):
-        def exchange(x_PERD):
-            return all_to_all(x_PERD, placement.experts) if placement.experts else x_PERD
-
-        num_parts = placement.size(placement.experts)
-        return run_slots(x_GTD, plan, experts, exchange, num_parts)
-
-    return run_on_devices(local, x_GTD, plan, experts)
+    else:
+        local = functools.partial(_run_exchanged, collective=all_to_all)
+    return run_on_devices(local, x_GTD, plan, experts, shared=shared)
 
 
 def hierarchical_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
     """Slots travel inside of their node first, then between devices of equal rank."""
-
-    def local(x_GTD, plan, experts, placement: Placement):
-        def exchange(x_PERD):
-            axes = placement.experts
-            return hierarchical_all_to_all(x_PERD, axes) if axes else x_PERD
-
-        num_parts = placement.size(placement.experts)
-        return run_slots(x_GTD, plan, experts, exchange, num_parts)
-
+    local = functools.partial(_run_exchanged, collective=hierarchical_all_to_all)
     return run_on_devices(local, x_GTD, plan, experts)
+
+
+def _run_exchanged(x_GTD, plan, experts, placement: Placement, *, collective):
+    axes = placement.experts
+
+    def exchange(x_PERD):
+        return collective(x_PERD, axes) if axes else x_PERD
+
+    return run_slots(x_GTD, plan, experts, exchange, placement.size(axes))
 
 
 def run_slots(
@@ -77,19 +72,12 @@ def run_slots(
     exchange: Callable[[jax.Array], jax.Array],
     num_parts: int,
 ):
-    """One device's groups through experts that are on `num_parts` devices.
-
-    Args:
-        exchange: `[P, E / P, R, D]` by destination -> the same by source.
-    """
+    """One device's groups through experts that are on `num_parts` devices."""
     token_GQ = token_of_slot(plan)
     x_ERD = gather_into_slots(x_GTD, plan, token_GQ)
-    E, R, D = x_ERD.shape
-    x_PERD = exchange(x_ERD.reshape(num_parts, E // num_parts, R, D))
-    # Rows of one expert lie together, those of device 0 first.
-    y_ERD = experts(x_PERD.swapaxes(0, 1).reshape(E // num_parts, num_parts * R, D))
-    y_PERD = y_ERD.reshape(E // num_parts, num_parts, R, D).swapaxes(0, 1)
-    return gather_from_slots(exchange(y_PERD).reshape(E, R, D), plan, token_GQ)
+    x_PERD = x_ERD.reshape(num_parts, -1, *x_ERD.shape[1:])
+    y_PERD = run_exchanged(x_PERD, experts, exchange)
+    return gather_from_slots(y_PERD.reshape(x_ERD.shape), plan, token_GQ)
 
 
 def ragged_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):

@@ -6,23 +6,18 @@ matrices of query, key and value are replaced by a Switch layer. A token is rout
 expert has one set of weights for the query and one for a vector that is its key and its value
 alike. Each expert is a linear map or an FFN. The paper found it unstable in bfloat16.
 Dims: B batch, L length, M memory, D model, H heads, K head size, E experts, R rows, F ffn, or
-the heads joined
+the heads joined, G groups, T tokens of a group
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers import initializers
-from switchx.layers.attention import KeysValues, attend, weight_dropout
-from switchx.layers.dropout import dropout, split_key
-from switchx.layers.ffn import activate
-from switchx.layers.initializers import along_last
+from switchx.layers.attention import AttentionOutput, KeysValues
+from switchx.layers.dense import split_key, weight
 from switchx.moe.capacity import out_of_groups
 from switchx.moe.dispatchers import FUNCTIONS
-from switchx.moe.experts import expert_matmul
+from switchx.moe.experts import ExpertFFN, expert_matmul
 from switchx.moe.layer import RoutedLayer
 from switchx.partitioning.constrain import constrain
 
@@ -38,21 +33,24 @@ class ProjectionExperts(nnx.Module):
         D, H, K = config.d_model, config.num_heads, config.d_head
         E, F = config.switch.num_experts, config.switch.d_ff or config.d_ff
         query_scale = config.init_scale / (1 if config.scale_attention else K)
-        scales = {"query": query_scale, "memory": config.init_scale}
-        for (name, scale), part_key in zip(
-            scales.items(), jax.random.split(key, 2), strict=True
+        key_query, key_memory = jax.random.split(key)
+        for name, scale, part_key in (
+            ("query", query_scale, key_query),
+            ("memory", config.init_scale, key_memory),
         ):
             keys = jax.random.split(part_key, 3)
-            draw = functools.partial(initializers.weight, config)
+
+            def draw(suffix, key, shape, name=name, **options):
+                drawn = weight(config, key, shape, fan_in=shape[1], **options)
+                setattr(self, f"w_{name}_{suffix}", drawn)
+
             if config.switch.attention_experts == "linear":
-                weight = draw(keys[0], (E, D, H, K), fan_in=D, scale=scale)
-                setattr(self, f"w_{name}_EDHK", weight)
+                draw("EDHK", keys[0], (E, D, H, K), scale=scale)
                 continue
-            setattr(self, f"w_{name}_in_EDF", draw(keys[0], (E, D, F), fan_in=D))
+            draw("in_EDF", keys[0], (E, D, F))
             if config.is_gated:
-                setattr(self, f"w_{name}_gate_EDF", draw(keys[1], (E, D, F), fan_in=D))
-            weight = draw(keys[2], (E, F, H, K), fan_in=F, scale=scale)
-            setattr(self, f"w_{name}_out_EFHK", weight)
+                draw("gate_EDF", keys[1], (E, D, F))
+            draw("out_EFHK", keys[2], (E, F, H, K), scale=scale)
 
     def __call__(self, x_ERD, *, key=None):
         """Queries and shared keys and values of every row, `[E, R, 2 H K]`.
@@ -68,25 +66,18 @@ class ProjectionExperts(nnx.Module):
         return jnp.concatenate(parts, axis=-1)
 
     def _project(self, x_ERD, name: str, key):
-        switch = self.config.switch
-        if switch.attention_experts == "linear":
-            return expert_matmul(x_ERD, _joined(getattr(self, f"w_{name}_EDHK")[...]))
-        h_ERF = expert_matmul(x_ERD, getattr(self, f"w_{name}_in_EDF")[...])
-        gate_ERF = None
-        if self.config.is_gated:
-            gate_ERF = expert_matmul(x_ERD, getattr(self, f"w_{name}_gate_EDF")[...])
-        rate = switch.expert_dropout_rate
-        rate = self.config.dropout_rate if rate is None else rate
-        h_ERF = dropout(activate(self.config.activation, h_ERF, gate_ERF), rate, key=key)
-        return expert_matmul(h_ERF, _joined(getattr(self, f"w_{name}_out_EFHK")[...]))
+        def of(suffix):
+            w = getattr(self, f"w_{name}_{suffix}")[...]
+            return w.reshape(*w.shape[:2], -1)  # heads and head size as one dimension
+
+        if self.config.switch.attention_experts == "linear":
+            return expert_matmul(x_ERD, of("EDHK"))
+        gate_EDF = of("gate_EDF") if self.config.is_gated else None
+        experts = ExpertFFN.of(self.config, of("in_EDF"), of("out_EFHK"), gate_EDF, key=key)
+        return experts(x_ERD)
 
 
-def _joined(w):
-    """Heads and head size as one dimension."""
-    return w.reshape(*w.shape[:2], -1)
-
-
-class SwitchAttention(RoutedLayer):
+class SwitchAttention(RoutedLayer, AttentionOutput):
     """Self-attention whose queries, keys and values are made by experts.
 
     A token that gets no slot has a query, key and value of zero: it looks at all tokens
@@ -95,32 +86,23 @@ class SwitchAttention(RoutedLayer):
 
     def __init__(self, config, *, key):
         keys = jax.random.split(key, 3)
-        super().__init__(config, key=keys[0])
-        D, H, K = config.d_model, config.num_heads, config.d_head
+        RoutedLayer.__init__(self, config, key=keys[0])
+        AttentionOutput.__init__(
+            self, config, num_correlations=config.num_correlations, key=keys[2]
+        )
         self.projections = ProjectionExperts(config, key=keys[1])
-        self.w_out_HKD = initializers.weight(config, keys[2], (H, K, D), fan_in=H * K)
-        if config.use_bias:
-            self.b_out_D = nnx.Param(jnp.zeros((D,), config.precision.params))
 
     def __call__(
-        self,
-        x_BLD,
-        is_token_BL,
-        token_BL=None,
-        *,
-        is_training: bool,
-        bias_HLM=None,
-        row_bias_BHLM=None,
-        mask_BLM=None,
-        key=None,
+        self, x_BLD, is_token_BL, token_BL=None, *, is_training: bool, key=None, **biases
     ):
         """Output `[B, L, D]` and routing statistics.
 
         Args:
             is_token_BL: false for padding.
             token_BL: ids of the tokens, for a router that hashes them.
+            biases: see `AttentionOutput.read`.
         """
-        config, switch = self.config, self.config.switch
+        config = self.config
         B, L, _ = x_BLD.shape
         key_router, key_experts, key_weights = split_key(key, 3)
         routed = self.route(
@@ -131,23 +113,9 @@ class SwitchAttention(RoutedLayer):
             y_ERF = self.projections(constrain(x_ERD, "ERD"), key=key_experts)
             return constrain(y_ERF, "ERF")
 
-        y_GTF = FUNCTIONS[switch.dispatcher](routed.x_GTD, routed.plan, run_experts)
+        y_GTF = FUNCTIONS[config.switch.dispatcher](routed.x_GTD, routed.plan, run_experts)
         heads = out_of_groups(y_GTF, B, L).reshape(B, L, 2, config.num_heads, config.d_head)
-        query_BLHK, memory_BMHK = heads[:, :, 0], heads[:, :, 1]
-        if config.scale_attention:
-            scale = (config.num_correlations * config.d_head) ** -0.5
-            query_BLHK = query_BLHK * jnp.asarray(scale, query_BLHK.dtype)
-        memory_BHMK = jnp.swapaxes(memory_BMHK, 1, 2)
-        out_BLHK = attend(
-            query_BLHK,
-            KeysValues(memory_BHMK, memory_BHMK),
-            bias_HLM=bias_HLM,
-            row_bias_BHLM=row_bias_BHLM,
-            mask_BLM=mask_BLM,
-            drop=weight_dropout(config.dropout_rate, key_weights),
-        )
-        w_out_HKD = self.w_out_HKD[...].astype(out_BLHK.dtype)
-        y_BLD = jnp.einsum("BLHK,HKD->BLD", out_BLHK, w_out_HKD)
-        if config.use_bias:
-            y_BLD = y_BLD + along_last(self.b_out_D[...], y_BLD)
+        query_BLHK, memory_BHMK = heads[:, :, 0], jnp.swapaxes(heads[:, :, 1], 1, 2)
+        memory = KeysValues(memory_BHMK, memory_BHMK)
+        y_BLD = self.read(query_BLHK, memory, key=key_weights, **biases)
         return y_BLD, self.measure(routed, B, L)

@@ -8,6 +8,7 @@ slots of an expert (capacity), R choices of a group
 """
 
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,28 @@ def layer_groups(switch, batch: int, length: int) -> tuple[int, int]:
     return group_shape(batch * length, switch.group_size)
 
 
+def rows_of_groups(switch, batch: int, lengths: Iterable[int], parts: int) -> int | None:
+    """Rows that stay together where a batch is cut into parts, so that its groups stay whole.
+
+    Args:
+        batch: rows of the whole batch.
+        lengths: tokens of a row, in each stack that has Switch layers.
+        parts: microbatches of the batch.
+
+    Returns:
+        None where a part has other groups than the whole batch, whose capacity and balance loss
+        then are other ones too: a group is no number of whole rows, or does not fit a part.
+    """
+    rows = 1
+    for L in lengths:
+        G, T = layer_groups(switch, batch, L)
+        part_G, part_T = layer_groups(switch, batch // parts, L)
+        if (part_G * parts, part_T) != (G, T) or batch * L != G * T or max(T, L) % min(T, L):
+            return None
+        rows = math.lcm(rows, max(1, T // L))
+    return None if batch % (parts * rows) else rows
+
+
 def into_groups(x, num_groups: int, group_size: int):
     """`[B, L, ...]` -> `[G, T, ...]`, in order, zero-padded at the end of the last group."""
     x = x.reshape(-1, *x.shape[2:])
@@ -44,50 +67,26 @@ def out_of_groups(x, batch: int, length: int):
     return x.reshape(-1, *x.shape[2:])[: batch * length].reshape(batch, length, *x.shape[2:])
 
 
-def expert_capacity(
-    tokens_per_group: int,
-    num_experts: int,
-    *,
-    capacity_factor: float,
-    min_capacity: int,
-    num_selected: int = 1,
-    rounding: str = "up",
-) -> int:
+def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
     """Slots of one expert for one group: choices / experts * factor, rounded; eq. 3.
 
-    At least `min_capacity`, and never more than the group has tokens: no token
-    chooses an expert twice.
+    GShard's capacity counts all choices of a token, flaxformer's does not; ours does. At least
+    `min_capacity`, and never more than the group has tokens: no token chooses an expert twice.
+    All of them where the router is dropless; `expert_capacity` where that is given.
 
     Args:
-        num_selected: choices a token has; GShard's capacity counts them, flaxformer's not.
-        rounding: `up`, so that a factor of 1.0 gives perfectly balanced choices a slot
-            each; `down` (Mesh-TensorFlow); `nearest`, halves to the even (flaxformer).
-    """
-    # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
-    even_share = round(tokens_per_group * num_selected * capacity_factor / num_experts, 9)
-    rounded = {"up": math.ceil, "down": math.floor, "nearest": round}[rounding](even_share)
-    return min(tokens_per_group, max(min_capacity, rounded))
-
-
-def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
-    """`expert_capacity` with the factor that a `SwitchConfig` has for training or not.
-
-    All tokens of the group where the router is dropless; `SwitchConfig.expert_capacity`
-    where that is given.
+        switch: a `SwitchConfig`, with a factor for training and one for all else.
     """
     if switch.router.overflow == "dropless":
         return tokens_per_group
     if switch.expert_capacity is not None:
         return min(tokens_per_group, switch.expert_capacity)
     factor = switch.capacity_factor if is_training else switch.eval_capacity_factor
-    return expert_capacity(
-        tokens_per_group,
-        switch.num_experts,
-        capacity_factor=factor,
-        min_capacity=switch.min_capacity,
-        num_selected=switch.router.num_selected,
-        rounding=switch.capacity_rounding,
-    )
+    choices = tokens_per_group * switch.router.num_selected
+    # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
+    even_share = round(choices * factor / switch.num_experts, 9)
+    round_to = {"up": math.ceil, "down": math.floor, "nearest": round}[switch.capacity_rounding]
+    return min(tokens_per_group, max(switch.min_capacity, round_to(even_share)))
 
 
 def layer_shape(
@@ -107,7 +106,6 @@ def assign_slots(expert_GTS, num_experts: int):
 
     Returns:
         slot_GTS: places in the queues, from 0 (0 where a choice takes part in nothing).
-        count_GE: length of each queue, before any capacity.
     """
     G, T, S = expert_GTS.shape
     # R: all choices of a group, every token's first choice before any second one.
@@ -115,7 +113,7 @@ def assign_slots(expert_GTS, num_experts: int):
     is_expert_GRE = jax.nn.one_hot(expert_GR, num_experts, dtype=jnp.int32)
     queue_GRE = jnp.cumsum(is_expert_GRE, axis=1)
     slot_GR = jnp.sum(is_expert_GRE * (queue_GRE - 1), axis=-1)
-    return slot_GR.reshape(G, S, T).transpose(0, 2, 1), queue_GRE[:, -1]
+    return slot_GR.reshape(G, S, T).transpose(0, 2, 1)
 
 
 def reroute(ranked_GTS, num_experts: int, capacity: int):

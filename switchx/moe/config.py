@@ -8,7 +8,15 @@ import dataclasses
 import itertools
 from typing import Literal, NamedTuple
 
-from switchx.fields import at_evaluation, at_resume, check_choices, require, require_at_least
+from switchx.fields import (
+    at_evaluation,
+    at_resume,
+    check_choices,
+    require,
+    require_above_zero,
+    require_at_least,
+    require_below_one,
+)
 
 
 class DispatcherTraits(NamedTuple):
@@ -34,13 +42,6 @@ DISPATCHERS = {
     "sliced_scatter": DispatcherTraits(has_equal_blocks=False),
 }
 
-# Fields that mean nothing where the tokens do not choose by a router's probabilities.
-_ONLY_TOP_K = {
-    "num_selected": 1,
-    "gate": "softmax",
-    "priority": "position",
-    "bias_update_rate": None,
-}
 _REASONS = {
     "expert_choice": "the experts choose, each as many tokens as it has slots",
     "hash": "a token's id alone decides, and there is no router",
@@ -101,26 +102,15 @@ class RouterConfig:
     padding: Literal["ignored", "counted"] = at_evaluation("ignored")
 
     def __post_init__(self):
-        self._check_ranges()
+        check_choices(self)
+        require_at_least(self, 1, "num_selected", "max_rounds")
+        require_at_least(self, 0, "bias_update_rate")
+        require_below_one(self, "jitter", "input_dropout_rate")
+        require_above_zero(self, "temperature")
         if self.kind == "top_k":
             self._check_top_k()
         else:
             self._check_other_kinds()
-
-    def _check_ranges(self) -> None:
-        check_choices(self)
-        require_at_least(self, 1, "num_selected", "max_rounds")
-        require_at_least(self, 0, "bias_update_rate")
-        require(0 <= self.jitter < 1, f"RouterConfig.jitter={self.jitter}; use 0 <= jitter < 1")
-        require(
-            self.temperature > 0,
-            f"RouterConfig.temperature={self.temperature}; use a temperature above 0, or "
-            "exploration='none' for the most probable expert",
-        )
-        require(
-            0 <= self.input_dropout_rate < 1,
-            f"RouterConfig.input_dropout_rate={self.input_dropout_rate}; use 0 <= rate < 1",
-        )
 
     def _check_top_k(self) -> None:
         require(
@@ -148,14 +138,18 @@ class RouterConfig:
         )
 
     def _check_other_kinds(self) -> None:
-        only = dict(_ONLY_TOP_K)
-        only["overflow"] = ("drop", "dropless") if self.kind == "hash" else ("drop",)
-        only["exploration"] = ("none",)
-        if self.kind == "expert_choice":
-            only["exploration"] = ("none", "jitter", "dropout")
+        """Refuses what means nothing where tokens do not choose by a router's probabilities."""
+        is_hash = self.kind == "hash"
+        only = {
+            "num_selected": (1,),
+            "gate": ("softmax",),
+            "priority": ("position",),
+            "bias_update_rate": (None,),
+            "overflow": ("drop", "dropless") if is_hash else ("drop",),
+            "exploration": ("none",) if is_hash else ("none", "jitter", "dropout"),
+        }
         for name, allowed in only.items():
             value = getattr(self, name)
-            allowed = allowed if isinstance(allowed, tuple) else (allowed,)
             require(
                 value in allowed,
                 f"RouterConfig.{name}={value!r} does not go with kind={self.kind!r}: "
@@ -241,32 +235,14 @@ class SwitchConfig:
         check_choices(self)
         require_at_least(self, 1, "num_experts", "every", "min_capacity", "group_size")
         require_at_least(self, 1, "expert_capacity", "d_ff", "shared_d_ff")
+        require_above_zero(self, "capacity_factor", "eval_capacity_factor")
+        require_above_zero(self, "buffer_factor", "router_init_scale")
+        require_below_one(self, "expert_dropout_rate")
         self._check_layers()
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            require(
-                getattr(self, name) > 0,
-                f"SwitchConfig.{name}={getattr(self, name)}; "
-                "use a factor above 0, usually 1.0 to 2.0",
-            )
         require(
             self.shared_d_ff is None or self.has_ffn,
             f"SwitchConfig.shared_d_ff={self.shared_d_ff} with sublayers={self.sublayers!r}; "
             "use it where FFNs are sparse, or None",
-        )
-        rate = self.expert_dropout_rate
-        require(
-            rate is None or 0 <= rate < 1,
-            f"SwitchConfig.expert_dropout_rate={rate}; use 0 <= rate < 1, or None for the "
-            "model's",
-        )
-        require(
-            self.buffer_factor is None or self.buffer_factor > 0,
-            f"SwitchConfig.buffer_factor={self.buffer_factor}; use a factor above 0, usually "
-            "1.5 to 4, or None for room for all",
-        )
-        require(
-            self.router_init_scale > 0,
-            f"SwitchConfig.router_init_scale={self.router_init_scale}; use a scale above 0",
         )
         require(
             not self.has_attention or self.dispatcher in ("gather", "einsum"),
@@ -285,7 +261,7 @@ class SwitchConfig:
             require(
                 count <= self.num_experts,
                 f"RouterConfig.{name}={count} with num_experts={self.num_experts}: a token "
-                f"meets an expert once; use {name}={self.num_experts} at most",
+                f"chooses an expert once; use {name}={self.num_experts} at most",
             )
 
     def _check_layers(self) -> None:

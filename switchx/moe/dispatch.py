@@ -178,10 +178,7 @@ def _gather_rows_backward(residuals, dy_GQD):
         dx_GRD = sum(_take(dy_GQD, inverse_GRS[..., s]) for s in range(S))
     else:
         dx_GRD = _add_rows(dy_GQD, index_GQ, inverse_GRS.shape[1])
-    no_gradient = [
-        np.zeros(index.shape, jax.dtypes.float0) for index in (index_GQ, inverse_GRS)
-    ]
-    return dx_GRD, *no_gradient
+    return dx_GRD, *(np.zeros(index.shape, jax.dtypes.float0) for index in residuals)
 
 
 gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which dispatcher runs a layer: the one table, the one choice, the refusals.
 
-Dims: G groups, T tokens of a group
+Dims: G groups, T tokens of a group, S choices of a token
 """
 
 import functools
@@ -11,10 +11,9 @@ import jax
 from switchx.moe.all_to_all import all_to_all_dispatch, hierarchical_dispatch, ragged_dispatch
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatch import Dispatcher, einsum_dispatch, gather_dispatch
-from switchx.moe.dropless import dropless_dispatch
+from switchx.moe.dropless import sliced_dispatch
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.shared_groups import SHARING
-from switchx.moe.tensor_parallel import sliced_dispatch, sliced_scatter_dispatch
 from switchx.partitioning.constrain import current_rules, num_devices
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
@@ -23,12 +22,12 @@ from switchx.partitioning.rules import Rules
 FUNCTIONS = {
     "gather": gather_dispatch,
     "einsum": einsum_dispatch,
-    "dropless": dropless_dispatch,
+    "dropless": sliced_dispatch,
     "all_to_all": all_to_all_dispatch,
     "hierarchical": hierarchical_dispatch,
     "ragged_all_to_all": ragged_dispatch,
     "sliced": sliced_dispatch,
-    "sliced_scatter": sliced_scatter_dispatch,
+    "sliced_scatter": functools.partial(sliced_dispatch, split_tokens=True),
 }
 
 

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropless dispatch: choices as rows sorted by expert, and a grouped matrix product over them.
+"""Dispatch by rows sorted by expert: each device runs the experts that it has on their rows.
 
-Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 4. No slot is empty, and 4 tokens do
-not cost E of them. Nothing is dropped where the plan drops nothing (a capacity of all tokens);
-what the plan drops is dropped here too.
+`dropless`: Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 4. No slot is empty, and 4
+tokens do not cost E of them. Nothing is dropped where the plan drops nothing (a capacity of all
+tokens); what the plan drops is dropped here too.
+`sliced`: Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3, Algorithm 1: experts
+inside of the tensor-parallel group. Every device of the group has the same tokens; it selects
+those of its experts by index, and one all-reduce adds up what the devices found, as after a
+tensor-parallel dense FFN. Algorithm 1 as printed never applies the gate, and its router would
+learn nothing: ours does.
 Dims: G groups, T tokens of a group, S choices of a token, E experts, D model, R rows, X
-choices in any order
+choices in any order, P devices of the group
 """
 
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -41,23 +48,83 @@ class ExpertRows:
     count_E: jax.Array
 
 
-def dropless_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
-    """Sorts choices by expert, runs the experts on the rows, gathers back and gates."""
-    return run_on_devices(_local, x_GTD, plan, experts)
+def sliced_dispatch(
+    x_GTD,
+    plan: RoutingPlan,
+    experts: ExpertBank,
+    *,
+    buffer_factor: float | None = None,
+    split_tokens: bool = False,
+):
+    """Each device's experts on their tokens; one all-reduce forward and one backward.
+
+    Where all experts are on every device, nothing is sent: the dropless dispatcher.
+
+    Args:
+        buffer_factor: see `buffered_choices`; None has room for all choices on each device.
+        split_tokens: T is split over the group outside of this layer. An all-gather and a
+            reduce-scatter forward, and the same backward: the bytes of the two all-reduces,
+            but the rest of the model holds a part of the tokens.
+    """
+    local = functools.partial(_local, buffer_factor=buffer_factor)
+    return run_on_devices(local, x_GTD, plan, experts, split_tokens=split_tokens)
 
 
-def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement):
-    del placement  # every device has all experts
-    E = plan.num_experts
-    expert_X = jnp.where(plan.is_kept_GTS, plan.expert_GTS, E).reshape(-1)
-    rows = sort_into_rows(expert_X, E, rows=expert_X.size)
-    return run_choices(x_GTD, plan.gate_GTS, rows, experts)
+def buffered_choices(num_choices: int, num_parts: int, buffer_factor: float | None) -> int:
+    """Choices that a device has room for: `buffer_factor` times its even share, or all."""
+    if buffer_factor is None:
+        return num_choices
+    return min(num_choices, math.ceil(num_choices / num_parts * buffer_factor))
+
+
+def overflows(plan: RoutingPlan, num_parts: int, buffer_factor: float | None):
+    """Whether each of `num_parts` devices has more choices than it has room for, `[P]`.
+
+    Nothing is lost where it has: that device computes the layer again with room for all.
+
+    Args:
+        plan: of the groups that one such set of devices shares.
+    """
+    room = buffered_choices(plan.expert_GTS.size, num_parts, buffer_factor)
+    size = plan.num_experts // num_parts
+    part_GTS = jnp.where(plan.is_kept_GTS, plan.expert_GTS // size, num_parts)
+    part_P = jnp.arange(num_parts)
+    load_P = jnp.sum(part_GTS.reshape(-1, 1) == part_P[None], axis=0)
+    return load_P > room
+
+
+def _local(x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement, buffer_factor):
+    num_parts = placement.size(placement.experts)
+    E, expert_GTS, is_here_GTS = plan.num_experts, plan.expert_GTS, plan.is_kept_GTS
+    here = 0
+    if placement.experts:
+        E //= num_parts
+        here = jax.lax.axis_index(placement.experts)
+        expert_GTS = expert_GTS - here * E
+        is_here_GTS = is_here_GTS & (expert_GTS >= 0) & (expert_GTS < E)
+    expert_X = jnp.where(is_here_GTS, expert_GTS, E).reshape(-1)
+    num_choices = expert_X.size
+    room = buffered_choices(num_choices, num_parts, buffer_factor)
+
+    def run(room, x_GTD, gate_GTS, experts):
+        rows = sort_into_rows(expert_X, E, rows=room)
+        return run_choices(x_GTD, gate_GTS, rows, experts)
+
+    if room == num_choices:
+        return run(num_choices, x_GTD, plan.gate_GTS, experts)
+    # Only the operands are kept for the backward pass, which runs the layer again: else the
+    # buffer of the larger room would be kept, and saving it is what the smaller one is for.
+    small, large = (
+        jax.checkpoint(functools.partial(run, rows)) for rows in (room, num_choices)
+    )
+    is_over = overflows(plan, num_parts, buffer_factor)[here]
+    return jax.lax.cond(is_over, large, small, x_GTD, plan.gate_GTS, experts)
 
 
 def run_choices(x_GTD, gate_GTS, rows: ExpertRows, experts: ExpertBank):
     """Gated sum of the experts' results for the choices that are in `rows`."""
     G, T, S = gate_GTS.shape
-    # Groups have had their say in the plan: their tokens are one list here.
+    # The plan has seen the groups: from here on, all their tokens are one list.
     token_1R = (rows.choice_R // S)[None]
     row_1TS = rows.row_X.reshape(1, G * T, S)
     x_1TD = x_GTD.reshape(1, G * T, -1)

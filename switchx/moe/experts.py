@@ -20,9 +20,7 @@ from pallas_kernels import (
     separate_matmul,
 )
 from pallas_kernels.sorted_rows import rows_of_groups
-from switchx.layers import initializers
-from switchx.layers.dropout import dropout
-from switchx.layers.ffn import activate
+from switchx.layers.dense import activate, dropout, weight, zeros
 
 Weight = jax.Array | QTensor | SeparateMatrices
 
@@ -34,17 +32,13 @@ class Experts(nnx.Module):
         self.config = config
         key_in, key_gate, key_out = jax.random.split(key, 3)
         E, D, F = config.switch.num_experts, config.d_model, config.switch.d_ff or config.d_ff
-
-        def matrices(key, shape):
-            return initializers.weight(config, key, shape, fan_in=shape[1])
-
-        self.w_in_EDF = matrices(key_in, (E, D, F))
+        self.w_in_EDF = weight(config, key_in, (E, D, F), fan_in=D)
         if config.is_gated:
-            self.w_gate_EDF = matrices(key_gate, (E, D, F))
-        self.w_out_EFD = matrices(key_out, (E, F, D))
+            self.w_gate_EDF = weight(config, key_gate, (E, D, F), fan_in=D)
+        self.w_out_EFD = weight(config, key_out, (E, F, D), fan_in=F)
         if config.switch.expert_bias:
-            self.b_in_EF = nnx.Param(jnp.zeros((E, F), config.precision.params))
-            self.b_out_ED = nnx.Param(jnp.zeros((E, D), config.precision.params))
+            self.b_in_EF = zeros(config, E, F)
+            self.b_out_ED = zeros(config, E, D)
 
     def weights(self, *, key=None) -> "ExpertFFN":
         """The expert bank.
@@ -52,19 +46,11 @@ class Experts(nnx.Module):
         Args:
             key: of the dropout inside of the experts (section 2.4); None for none.
         """
-        config, switch = self.config, self.config.switch
-        rate = switch.expert_dropout_rate
-        rate = config.dropout_rate if rate is None else rate
-        return ExpertFFN(
-            self.w_in_EDF.get_value(),
-            self.w_out_EFD.get_value(),
-            self.w_gate_EDF.get_value() if config.is_gated else None,
-            self.b_in_EF.get_value() if switch.expert_bias else None,
-            self.b_out_ED.get_value() if switch.expert_bias else None,
-            key=key if rate else None,
-            activation=config.activation,
-            dropout_rate=rate,
+        names = ("w_in_EDF", "w_out_EFD", "w_gate_EDF", "b_in_EF", "b_out_ED")
+        values = (
+            getattr(self, name).get_value() if hasattr(self, name) else None for name in names
         )
+        return ExpertFFN.of(self.config, *values, key=key)
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +74,14 @@ class ExpertFFN:
     key: jax.Array | None = None
     activation: str = dataclasses.field(default="relu", metadata={"static": True})
     dropout_rate: float = dataclasses.field(default=0.0, metadata={"static": True})
+
+    @classmethod
+    def of(cls, config, *weights, key) -> "ExpertFFN":
+        """The bank of a model's weights, with its activation and dropout."""
+        rate = config.switch.expert_dropout_rate
+        rate = config.dropout_rate if rate is None else rate
+        key = key if rate else None
+        return cls(*weights, key=key, activation=config.activation, dropout_rate=rate)
 
     def __call__(self, x_ERD):
         """Every expert on its own block of R rows, `[E, R, D]`."""

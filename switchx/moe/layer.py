@@ -3,7 +3,8 @@
 
 Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. `RoutedLayer` has the router, and the
 way from tokens to a plan; Switch attention is another of its subclasses.
-Dims: B batch, L length, D model, G groups, T tokens of a group, E experts
+Dims: B batch, L length, D model, G groups, T tokens of a group, E experts, S
+choices of a token
 """
 
 import dataclasses
@@ -13,18 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from switchx.layers import initializers
-from switchx.layers.dropout import split_key
-from switchx.layers.ffn import DenseFFN
-from switchx.moe.assignment import make_plan
+from switchx.layers.dense import DenseFFN, split_key, weight
 from switchx.moe.capacity import into_groups, layer_capacity, layer_groups, out_of_groups
 from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.plan import RoutingPlan, make_plan
 from switchx.moe.router import explored_inputs, hash_logits, router_logits
-from switchx.moe.shared_groups import assign_shared_slots, constrain_shared, shared_axes
+from switchx.moe.shared_groups import assign_shared_slots, constrain_groups, shared_axes
 from switchx.moe.stats import Choices, RoutingStats, measure_routing
-from switchx.partitioning.constrain import constrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +45,14 @@ class RoutedLayer(nnx.Module):
     """The router of a Switch layer; what the experts do is in the classes below it.
 
     Parameters: `w_router_DE`, unless a hash routes; `router_bias_E` in float32 where the
-    load is balanced by it. No gradient reaches the bias: `training/router_bias.py` moves it.
+    load is balanced by it. No gradient reaches the bias: `training/step.py` moves it.
     """
 
     def __init__(self, config, *, key):
         self.config = config
         D, E = config.d_model, config.switch.num_experts
         if config.switch.router.has_weights:
-            self.w_router_DE = initializers.weight(
+            self.w_router_DE = weight(
                 config, key, (D, E), fan_in=D, scale=config.switch.router_init_scale
             )
         if config.switch.router.has_bias:
@@ -75,12 +72,8 @@ class RoutedLayer(nnx.Module):
         if router.padding == "counted":
             is_token_BL = jnp.ones_like(is_token_BL)
         shared = shared_axes(switch.dispatcher, G)
-
-        def grouped(x, dims):
-            x = into_groups(x, G, T)
-            return constrain_shared(x, shared) if shared else constrain(x, dims)
-
-        x_GTD, is_token_GT = grouped(x_BLD, "GTD"), grouped(is_token_BL, "GT")
+        x_GTD = constrain_groups(into_groups(x_BLD, G, T), "GTD", shared)
+        is_token_GT = constrain_groups(into_groups(is_token_BL, G, T), "GT", shared)
         key = key if is_training else None
         if router.has_weights:
             logits_GTE = router_logits(
@@ -152,18 +145,12 @@ class SwitchFFN(RoutedLayer):
         dispatch = choose_dispatcher(switch, routed.plan, is_training=is_training)
         y_GTD = dispatch(routed.x_GTD, routed.plan, self.experts.weights(key=key_dropout))
         if switch.router.overflow == "identity":
-            y_GTD = y_GTD + dropped_gates(routed.plan)[..., None].astype(y_GTD.dtype) * (
-                routed.x_GTD
+            gate_GT = jnp.sum(
+                jnp.where(routed.plan.is_dropped_GTS, routed.plan.gate_GTS, 0.0), axis=-1
             )
+            y_GTD = y_GTD + gate_GT[..., None].astype(y_GTD.dtype) * routed.x_GTD
         shared = shared_axes(switch.dispatcher, y_GTD.shape[0])
-        y_GTD = constrain_shared(y_GTD, shared) if shared else constrain(y_GTD, "GTD")
-        y_BLD = out_of_groups(y_GTD, B, L)
+        y_BLD = out_of_groups(constrain_groups(y_GTD, "GTD", shared), B, L)
         if switch.shared_d_ff is not None:
             y_BLD = y_BLD + self.shared_expert(x_BLD, key=key_shared)
         return y_BLD, self.measure(routed, B, L)
-
-
-def dropped_gates(plan: RoutingPlan):
-    """Sum of the gates of each token's choices that got no slot, `[G, T]`."""
-    is_dropped_GTS = plan.is_routed_GTS & ~plan.is_kept_GTS
-    return jnp.sum(jnp.where(is_dropped_GTS, plan.gate_GTS, 0.0), axis=-1)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing plan: what a router decided, in the one form that every dispatcher reads.
+"""The routing plan, and who goes where in it, by the policies of a `RouterConfig`.
 
+Fedus et al. 2021 (arXiv:2101.03961), section 2.1 eq. 2; Lepikhin et al. 2020
+(arXiv:2006.16668), algorithm 1, for k = 2; Zhou et al. 2022 (arXiv:2202.09368), section 3.2,
+for experts that choose; Riquelme et al. 2021 (arXiv:2106.05974), section 4.2, for priority by
+gate.
 Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert
 """
 
@@ -9,11 +13,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sorted_rows import stable_argsort
+from switchx.layers.dense import along_last
+from switchx.moe.capacity import assign_slots, reroute
+from switchx.moe.router import sampling_scores
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoutingPlan:
-    """Which expert each token goes to, with what weight, and into which slot.
+    """What a router decided, in the one form that every dispatcher reads.
 
     Attributes:
         expert_GTS: int32 chosen experts; `num_experts` where nothing is routed (padding).
@@ -49,7 +58,172 @@ class RoutingPlan:
         return self.is_routed_GTS & (self.slot_GTS < self.capacity)
 
     @property
+    def is_dropped_GTS(self):
+        """Whether a choice asked for a slot and got none."""
+        return self.is_routed_GTS & (self.slot_GTS >= self.capacity)
+
+    @property
     def position_GTS(self):
         """Place in the G buffers of E * C slots; E * C where a choice has none."""
         position_GTS = self.expert_GTS * self.capacity + self.slot_GTS
         return jnp.where(self.is_kept_GTS, position_GTS, self.num_experts * self.capacity)
+
+
+def make_plan(
+    router,
+    logits_GTE,
+    prob_GTE,
+    is_token_GT,
+    capacity: int,
+    *,
+    bias_E=None,
+    key=None,
+    assign=assign_slots,
+) -> RoutingPlan:
+    """The plan of one layer.
+
+    Args:
+        router: a `RouterConfig`.
+        prob_GTE: softmax of the logits; gates and balance loss get their gradient from it.
+        is_token_GT: false for what is neither routed nor counted.
+        bias_E: added to the probabilities for choosing, not for gating
+            (arXiv:2408.15664, eq. 3).
+        assign: places choices in queues; `assign_slots`, or its like for groups that devices
+            share.
+        key: of `exploration="sample"`; None (evaluation) takes the most probable experts.
+    """
+    if router.kind == "expert_choice":
+        return route_by_experts(prob_GTE, is_token_GT, capacity)
+    score_GTE = prob_GTE
+    if router.exploration == "sample" and key is not None:
+        score_GTE = sampling_scores(logits_GTE, router.temperature, key=key)
+    if bias_E is not None:
+        score_GTE = score_GTE + along_last(bias_E, score_GTE)
+    rounds = router.max_rounds if router.overflow == "reroute" else router.num_selected
+    chosen_GTS = choose_experts(score_GTE, rounds)  # the best first
+    E = prob_GTE.shape[-1]
+    asked_GTS = jnp.where(is_token_GT[..., None], chosen_GTS, E)
+    is_rerouted = router.overflow == "reroute"
+
+    def place(asked_GTS):
+        if not is_rerouted:
+            return asked_GTS, assign(asked_GTS, E)
+        expert_GT, slot_GT = reroute(asked_GTS, E, capacity)
+        return expert_GT[..., None], slot_GT[..., None]
+
+    if router.priority == "gate":
+        place = by_gate(chosen_gates(prob_GTE, chosen_GTS[..., :1])[..., 0], place)
+    expert_GTS, slot_GTS = place(asked_GTS)
+    counts_rounds = is_rerouted and router.balance_counts == "all_rounds"
+    return RoutingPlan(
+        expert_GTS=expert_GTS,
+        gate_GTS=chosen_gates(prob_GTE, expert_GTS, router.gate),
+        slot_GTS=slot_GTS,
+        # What was asked for first: rerouted tokens are not what an expert attracts.
+        count_GE=count_choices(asked_GTS[..., :1] if is_rerouted else asked_GTS, E),
+        num_experts=E,
+        capacity=capacity,
+        balance_GE=count_choices(asked_GTS, E) if counts_rounds else None,
+    )
+
+
+def choose_experts(score_GTE, num_selected: int):
+    """int32 indices of the highest scores, the highest first, ties to the lower index."""
+    score_GTE = jax.lax.stop_gradient(score_GTE)
+    if num_selected == 1:
+        return jnp.argmax(score_GTE, axis=-1, keepdims=True).astype(jnp.int32)
+    return jax.lax.top_k(score_GTE, num_selected)[1].astype(jnp.int32)
+
+
+def chosen_gates(prob_GTE, expert_GTS, convention: str = "softmax"):
+    """Weight of each chosen expert's output, with the router's gradient.
+
+    Args:
+        expert_GTS: int32; a choice of none (`num_experts`) has a gate of 0.
+        convention: `softmax`, the expert's probability under the softmax over all experts
+            (Switch); `normalized`, divided by the sum over the chosen ones (GShard).
+            Normalized over one chosen expert it would be 1, without a gradient.
+    """
+
+    def gate_of(expert_GT):  # a sum over a mask, not a gather: its gradient is no scatter
+        is_expert_GTE = jax.nn.one_hot(expert_GT, prob_GTE.shape[-1], dtype=jnp.bool_)
+        return jnp.sum(jnp.where(is_expert_GTE, prob_GTE, 0.0), axis=-1)
+
+    gates = [gate_of(expert_GTS[..., s]) for s in range(expert_GTS.shape[-1])]
+    gate_GTS = jnp.stack(gates, axis=-1)
+    if convention == "softmax":
+        return gate_GTS
+    # The floor keeps a token that chooses nothing at 0.
+    return gate_GTS / jnp.maximum(jnp.sum(gate_GTS, axis=-1, keepdims=True), 1e-9)
+
+
+def count_choices(expert_GTS, num_experts: int):
+    """How many choices name each expert, int32 `[G, E]`."""
+    return jnp.sum(jax.nn.one_hot(expert_GTS, num_experts, dtype=jnp.int32), axis=(1, 2))
+
+
+def by_gate(gate_GT, place):
+    """Runs `place` on tokens in the order of their gates, the largest first.
+
+    A token's slot then depends on all tokens of its group, later ones among them.
+
+    Args:
+        gate_GT: gate of each token's first choice; ties keep the order of the tokens.
+        place: `expert_GTS` -> arrays `[G, T, ...]` in the same order of tokens.
+
+    Returns:
+        `expert_GTS` -> what `place` returns, in the old order of tokens.
+    """
+    order_GT = stable_argsort(-jax.lax.stop_gradient(gate_GT))
+    # Where each token went: the inverse of a permutation is the order of it.
+    inverse_GT = stable_argsort(order_GT)
+
+    def reordered(expert_GTS):
+        placed = place(_take(expert_GTS, order_GT))
+        return jax.tree.map(lambda array: _take(array, inverse_GT), placed)
+
+    return reordered
+
+
+def _take(array, index_GT):
+    index = index_GT.reshape(index_GT.shape + (1,) * (array.ndim - 2))
+    return jnp.take_along_axis(array, index, axis=1)
+
+
+def route_by_experts(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
+    """Each expert's `capacity` tokens of the highest probability, gated by it.
+
+    The plan has a choice for every expert: choice s of a token is expert s where that took
+    the token. A token that none took asks for its most probable expert and is dropped, so
+    that the plan and the metrics know of it.
+
+    Args:
+        prob_GTE: the softmax over experts, as in the paper.
+        is_token_GT: false for padding, which no expert takes.
+    """
+    G, T, E = prob_GTE.shape
+    score_GTE = jnp.where(is_token_GT[..., None], jax.lax.stop_gradient(prob_GTE), -1.0)
+    score_GEC, token_GEC = jax.lax.top_k(jnp.swapaxes(score_GTE, 1, 2), capacity)
+    # An expert may have more slots than there are tokens: T is past the end.
+    token_GEC = jnp.where(score_GEC >= 0, token_GEC, T)
+    slots_C = jnp.arange(capacity, dtype=jnp.int32)
+    nowhere_T = jnp.full((T,), capacity, jnp.int32)
+    slot_GET = jax.vmap(
+        jax.vmap(lambda token_C: nowhere_T.at[token_C].set(slots_C, mode="drop"))
+    )(token_GEC)
+    slot_GTE = jnp.swapaxes(slot_GET, 1, 2)
+    is_taken_GTE = slot_GTE < capacity
+
+    is_best_GTE = jax.nn.one_hot(jnp.argmax(score_GTE, axis=-1), E, dtype=jnp.bool_)
+    is_left_GT = is_token_GT & ~jnp.any(is_taken_GTE, axis=-1)
+    is_refused_GTE = is_left_GT[..., None] & is_best_GTE
+    index_GTE = jax.lax.broadcasted_iota(jnp.int32, (G, T, E), 2)
+    expert_GTE = jnp.where(is_taken_GTE | is_refused_GTE, index_GTE, E)
+    return RoutingPlan(
+        expert_GTS=expert_GTE,
+        gate_GTS=jnp.where(is_taken_GTE, prob_GTE, 0.0),
+        slot_GTS=jnp.where(expert_GTE < E, slot_GTE, 0),
+        count_GE=jnp.sum(is_taken_GTE, axis=1, dtype=jnp.int32),
+        num_experts=E,
+        capacity=capacity,
+    )

@@ -10,7 +10,7 @@ Dims: G groups, T tokens of a group, D model, E experts
 import jax
 import jax.numpy as jnp
 
-from switchx.layers.dropout import dropout
+from switchx.layers.dense import dropout
 
 
 def router_logits(x_GTD, w_router_DE, *, dtype="float32"):
@@ -22,20 +22,14 @@ def router_logits(x_GTD, w_router_DE, *, dtype="float32"):
     return jnp.einsum("GTD,DE->GTE", x_GTD, w_router_DE, precision=jax.lax.Precision.HIGHEST)
 
 
-def jitter_inputs(x, jitter: float, *, key: jax.Array | None):
-    """Multiplies by U[1-jitter, 1+jitter]; a key of None (evaluation) changes nothing."""
-    if key is None or jitter == 0.0:
-        return x
-    return x * jax.random.uniform(key, x.shape, x.dtype, 1.0 - jitter, 1.0 + jitter)
-
-
 def explored_inputs(router, x_GTD, *, key: jax.Array | None):
     """The router's inputs with the noise that a `RouterConfig` asks for.
 
-    Local to the router: the experts never see it.
+    Local to the router: the experts never see it. A key of None (evaluation) adds none.
     """
-    if router.exploration == "jitter":
-        return jitter_inputs(x_GTD, router.jitter, key=key)
+    if router.exploration == "jitter" and key is not None and router.jitter:
+        low, high = 1.0 - router.jitter, 1.0 + router.jitter
+        return x_GTD * jax.random.uniform(key, x_GTD.shape, x_GTD.dtype, low, high)
     if router.exploration == "dropout":
         return dropout(x_GTD, router.input_dropout_rate, key=key)
     return x_GTD

@@ -4,7 +4,8 @@
 Everything is differentiated from outside of `jax.shard_map`, and each value's devices are
 part of its type (`check_vma`): under `check_vma=False`, or with `jax.grad` inside, gradients
 come out multiplied by the size of the mesh.
-Dims: G groups, T tokens of a group, S choices of a token, D model, E experts, F ffn
+Dims: G groups, T tokens of a group, S choices of a token, D model, E experts, F ffn, R rows,
+P devices that have experts
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 from switchx import tree
 from switchx.moe.dispatch import ExpertBank
 from switchx.moe.plan import RoutingPlan
+from switchx.partitioning.collectives import vary
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.placement import ONE_DEVICE, Placement
 from switchx.partitioning.rules import MeshAxes, Rules, param_dims
@@ -49,35 +51,28 @@ def run_on_devices(
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     placement = Placement.on(mesh, rules)
     batch, summed = placement.batch, placement.summed
-    if shared:
-        tokens = token_spec(batch, shared)
-    else:
-        tokens = PartitionSpec(batch, summed) if split_tokens else PartitionSpec(batch)
     plan_tokens = token_spec(batch, shared)
+    tokens = PartitionSpec(batch, summed) if split_tokens else plan_tokens
     # Counts of a group have no tokens, and all who share the group have them.
     groups = jax.tree.map(
         lambda leaf: plan_tokens if leaf.ndim == 3 else PartitionSpec(plan_tokens[0]), plan
     )
 
-    def vary(array, spec: PartitionSpec):
-        """The array typed as different on all devices: backward, its gradient is summed."""
-        has = {axis for axes in spec for axis in _as_tuple(axes)}
-        missing = tuple(axis for axis in placement.varying if axis not in has)
-        return jax.lax.pcast(array, missing, to="varying") if missing else array
+    def varied(values):
+        return jax.tree.map(lambda leaf: vary(leaf, placement.varying), values)
 
     def body(x_GTD, plan, experts):
         # Typed first and gathered then: backward, slices are summed over replicas.
-        experts = _whole_d(jax.tree.map(vary, experts, specs), placement.gathered)
+        experts = _whole_d(varied(experts), placement.gathered)
         index = jax.lax.axis_index(placement.varying)
         part = jax.lax.axis_index(placement.parts) if placement.parts else 0
         experts = experts.on_device(index, part == 0)
-        gate_GTS = vary(plan.gate_GTS, plan_tokens)
-        plan = dataclasses.replace(plan, gate_GTS=gate_GTS)
+        plan = dataclasses.replace(plan, gate_GTS=varied(plan.gate_GTS))
         if split_tokens:
             x_GTD = jax.lax.all_gather(x_GTD, summed, axis=1, tiled=True)
             y_GTD = local(x_GTD, plan, experts, placement)
             return jax.lax.psum_scatter(y_GTD, summed, scatter_dimension=1, tiled=True)
-        y_GTD = local(vary(x_GTD, tokens), plan, experts, placement)
+        y_GTD = local(varied(x_GTD), plan, experts, placement)
         return jax.lax.psum(y_GTD, summed) if summed else y_GTD
 
     specs = expert_specs(rules, mesh, experts)
@@ -91,6 +86,18 @@ def run_on_devices(
     return sharded(x_GTD, plan, experts)
 
 
+def run_exchanged(x_PERD, experts: ExpertBank, exchange: Callable[[jax.Array], jax.Array]):
+    """Each device's rows to the experts of P devices, through them and back.
+
+    Args:
+        exchange: `[P, E, R, D]` by destination -> the same by source.
+    """
+    P, E, R, D = x_PERD.shape
+    # Rows of one expert lie together, those of device 0 first.
+    x_ERD = exchange(x_PERD).swapaxes(0, 1).reshape(E, P * R, D)
+    return exchange(experts(x_ERD).reshape(E, P, R, D).swapaxes(0, 1))
+
+
 def token_spec(batch: MeshAxes, shared: MeshAxes) -> PartitionSpec:
     """How `[G, T, ...]` lies where devices along `shared` have parts of one group each."""
     whole = tuple(axis for axis in batch if axis not in shared)
@@ -99,7 +106,6 @@ def token_spec(batch: MeshAxes, shared: MeshAxes) -> PartitionSpec:
 
 def expert_specs(rules: Rules, mesh, experts: ExpertBank):
     """Partitions of a bank's weights by the letters in their names; a key is whole."""
-
     return tree.map_named(
         lambda name, leaf: rules.spec(
             _dims(name, leaf), leaf.shape, mesh, table="expert_params"
@@ -113,11 +119,6 @@ def _dims(name: str, leaf) -> str:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return ""
     return param_dims(name, leaf.shape)
-
-
-def _as_tuple(axes) -> MeshAxes:
-    """One entry of a PartitionSpec as the axes in it."""
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def _whole_d(experts: ExpertBank, axes: MeshAxes):

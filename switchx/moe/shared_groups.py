@@ -18,15 +18,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from switchx.moe.capacity import assign_slots
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
 from switchx.moe.dropless import sort_into_rows
 from switchx.moe.plan import RoutingPlan
-from switchx.moe.sharded_dispatch import token_spec
+from switchx.moe.sharded_dispatch import run_exchanged, token_spec
 from switchx.partitioning.collectives import all_to_all, ragged_all_to_all
-from switchx.partitioning.constrain import current_rules, num_devices, open_axes
+from switchx.partitioning.constrain import constrain, current_rules, num_devices, open_axes
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import MeshAxes
 
@@ -41,8 +41,10 @@ def shared_axes(dispatcher: str, num_groups: int) -> MeshAxes:
     return _placement().shared_by(num_groups) or ()
 
 
-def constrain_shared(x_GT, shared: MeshAxes):
-    """Splits `[G, T, ...]` over the devices that share the groups."""
+def constrain_groups(x_GT, dims: str, shared: MeshAxes):
+    """Splits `[G, T, ...]` over devices, by whole groups where none are shared."""
+    if not shared:
+        return constrain(x_GT, dims)
     mesh = jax.sharding.get_abstract_mesh()
     spec = token_spec(_placement().batch, shared)
     return jax.lax.with_sharding_constraint(x_GT, NamedSharding(mesh, spec))
@@ -51,14 +53,11 @@ def constrain_shared(x_GT, shared: MeshAxes):
 def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
     """What `assign_slots` gives, by each device for its own tokens.
 
-    A queue is that of the whole group: devices tell each other how many of their choices name
-    each expert, one all-gather of P S E numbers, and count on from those before.
+    A queue is that of the whole group: one all-gather of P S E numbers says how many choices of
+    each device name each expert, and a device counts on from those before it.
 
     Args:
         expert_GTS: one group to each set of devices along `shared`.
-
-    Returns:
-        slot_GTS, count_GE: see `assign_slots`.
     """
     if not shared:
         return assign_slots(expert_GTS, num_experts)
@@ -75,15 +74,10 @@ def assign_shared_slots(expert_GTS, num_experts: int, shared: MeshAxes):
         first_SE = jnp.cumsum(total_SE, axis=0) - total_SE + before_SE
         place_TSE = jnp.cumsum(is_expert_TSE, axis=0) - 1 + first_SE[None]
         slot_TS = jnp.sum(is_expert_TSE * place_TSE, axis=-1)
-        count_E = jax.lax.psum(jnp.sum(count_SE, axis=0), shared)
-        return slot_TS[None], count_E[None]
+        return slot_TS[None]
 
     sharded = jax.shard_map(
-        body,
-        in_specs=tokens,
-        out_specs=(tokens, PartitionSpec(tokens[0])),
-        axis_names=open_axes(),
-        check_vma=True,
+        body, in_specs=tokens, out_specs=tokens, axis_names=open_axes(), check_vma=True
     )
     return sharded(expert_GTS)
 
@@ -114,15 +108,10 @@ class SlotOwners:
     def slots(self) -> int:
         return self.num_groups * self.experts * self.capacity
 
-    @property
-    def _none(self) -> int:
-        """`RoutingPlan.position_GTS` of a choice without a slot."""
-        return self.slots * self.num_devices
-
     def device(self, position):
-        """The rank of the device; P for a choice without a slot."""
+        """The rank of the device; P for a choice without a slot, whose position is O P E C."""
         rank = position // (self.experts * self.capacity) % self.num_devices
-        return jnp.where(position < self._none, rank, self.num_devices)
+        return jnp.where(position < self.slots * self.num_devices, rank, self.num_devices)
 
     def place(self, position):
         """The place among the device's Q slots."""
@@ -141,12 +130,8 @@ def run_shared(
     S = plan.expert_GTS.shape[-1]
     between = tuple(axis for axis in placement.experts if axis not in shared)
     num_groups, num_devices = placement.size(between), placement.size(shared)
-    owners = SlotOwners(
-        num_groups,
-        num_devices,
-        plan.num_experts // (num_groups * num_devices),
-        plan.capacity,
-    )
+    experts_here = plan.num_experts // (num_groups * num_devices)
+    owners = SlotOwners(num_groups, num_devices, experts_here, plan.capacity)
     position_X = plan.position_GTS.reshape(-1)
     sent = sort_into_rows(owners.device(position_X), num_devices, rows=position_X.size)
     token_1R, row_1TS = (sent.choice_R // S)[None], sent.row_X.reshape(plan.expert_GTS.shape)
@@ -156,7 +141,12 @@ def run_shared(
     size_PP, row_1Q, slot_1R = _arrivals(owners, position_PX, jax.lax.axis_index(shared))
     x_RD = ragged_all_to_all(x_1RD[0], size_PP, shared, owners.slots)
     x_1QD = gather_rows(x_RD[None], row_1Q, slot_1R[..., None])
-    y_1QD = _run_slots(x_1QD, owners, experts, between)
+
+    def exchange(x_OECD):
+        return all_to_all(x_OECD, between) if between else x_OECD
+
+    x_OECD = x_1QD.reshape(num_groups, owners.experts, owners.capacity, -1)
+    y_1QD = run_exchanged(x_OECD, experts, exchange).reshape(x_1QD.shape)
     y_1RD = gather_rows(y_1QD, slot_1R, row_1Q[..., None])
     y_RD = ragged_all_to_all(y_1RD[0], size_PP.T, shared, position_X.size)
     return gated_sum(y_RD[None], token_1R, row_1TS, plan.gate_GTS)
@@ -184,17 +174,3 @@ def _arrivals(owners: SlotOwners, position_PX, here):
         return empty_Q.at[index_Y].set(value_Y, mode="drop", unique_indices=True)[None]
 
     return size_PP, invert(slot_Y, row_Y), invert(row_Y, slot_Y)
-
-
-def _run_slots(x_1QD, owners: SlotOwners, experts: ExpertBank, between: MeshAxes):
-    """Slots to the experts' devices, one block of each group, and back."""
-    groups, E, C = owners.num_groups, owners.experts, owners.capacity
-    D = x_1QD.shape[-1]
-
-    def exchange(x_OECD):
-        return all_to_all(x_OECD, between) if between else x_OECD
-
-    x_OECD = exchange(x_1QD.reshape(groups, E, C, D))
-    y_ERD = experts(x_OECD.swapaxes(0, 1).reshape(E, groups * C, D))
-    y_OECD = exchange(y_ERD.reshape(E, groups, C, D).swapaxes(0, 1))
-    return y_OECD.reshape(1, owners.slots, D)

@@ -3,8 +3,9 @@
 
 Sums over tokens or groups add up over microbatches, stages, devices and batches, so a mean is
 the quotient of two of them and does not depend on how a batch was split. `RoutingStats` holds
-numerators and denominators; its properties finish them, and nothing else does. A new auxiliary
-loss is a numerator here, its quotient in `means`, and its weight in `training/losses.py`.
+numerators and denominators, and its properties the quotients that are reported; `loss_terms` in
+`training/losses.py` divides by the whole batch's. A new auxiliary loss is a numerator here, its
+quotient in `means`, and its weight there.
 Dims: B batch, L length, N Switch layers, G groups, T tokens of a group, E experts, S choices
 """
 
@@ -98,7 +99,6 @@ def measure_routing(
     token_GT = is_token_GT.astype(jnp.float32)
     frozen_GTE = jax.lax.stop_gradient(prob_GTE)
     entropy_GT = -jnp.sum(frozen_GTE * jnp.log(jnp.maximum(frozen_GTE, 1e-30)), axis=-1)
-    dropped_GTS = plan.is_routed_GTS & ~plan.is_kept_GTS
     balance, groups = balance_sums(prob_GTE, plan.counted_GE, is_token_GT, scope=balance_scope)
     return RoutingStats(
         tokens=jnp.sum(token_GT),
@@ -106,7 +106,7 @@ def measure_routing(
         balance=balance,
         router_z=jnp.sum(jax.nn.logsumexp(logits_GTE, axis=-1) ** 2 * token_GT),
         load_E=jnp.sum(plan.count_GE, axis=0).astype(jnp.float32),
-        dropped=jnp.sum(dropped_GTS).astype(jnp.float32),
+        dropped=jnp.sum(plan.is_dropped_GTS).astype(jnp.float32),
         entropy=jnp.sum(entropy_GT * token_GT),
         gate=jnp.sum(jax.lax.stop_gradient(jnp.max(plan.gate_GTS, axis=-1)) * token_GT),
     )

@@ -26,7 +26,7 @@ import optax
 
 from switchx import tree
 from switchx.axes import dims_of, matrix_dims
-from switchx.fields import require, require_at_least
+from switchx.fields import require, require_above_zero, require_at_least, require_below_one
 from switchx.optim.protocol import is_decayed
 from switchx.optim.schedules import Schedule, require_schedule
 
@@ -112,22 +112,8 @@ class Adafactor:
     def __post_init__(self):
         require_at_least(self, 1, "min_dim_size_to_factor")
         require_at_least(self, 0, "epsilon2")
-        for name, usual in (
-            ("decay_rate", 0.8),
-            ("clipping_threshold", 1.0),
-            ("epsilon1", 1e-30),
-        ):
-            value = getattr(self, name)
-            require(
-                value is None or value > 0,
-                f"Adafactor.{name}={value}; use a number above 0, usually {usual}",
-            )
-        for name in ("beta1", "weight_decay_rate"):
-            value = getattr(self, name)
-            require(
-                value is None or 0 <= value < 1,
-                f"Adafactor.{name}={value}; use 0 <= {name} < 1, or None",
-            )
+        require_above_zero(self, "decay_rate", "clipping_threshold", "epsilon1")
+        require_below_one(self, "beta1", "weight_decay_rate")
 
     def build(self, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
         """The transformation; its updates, float32, are what is added to the parameters.
@@ -146,8 +132,7 @@ class Adafactor:
             )
 
         def update(gradients, state, params=None, *, gradient_scale=1.0):
-            if params is None:
-                raise ValueError("Adafactor's update got params=None; pass the parameters")
+            require(params is not None, "update got params=None; pass the parameters")
             step = _Step(
                 learning_rate=schedule(state.count),
                 beta2=1.0 - (state.count + 1.0) ** -self.decay_rate,
@@ -167,28 +152,22 @@ class Adafactor:
 
         return optax.GradientTransformationExtraArgs(init, update)
 
-    def _factoring(self, name, param) -> Factoring:
-        return factoring_of(name, param.shape, self.min_dim_size_to_factor)
-
     def _init_statistics(self, name, param):
-        factoring, zeros = self._factoring(name, param), {}
-
-        def add(statistic, without=()):
-            shape = [n for axis, n in enumerate(param.shape) if axis not in without]
-            zeros[factoring.state_name(statistic, without)] = jnp.zeros(shape, jnp.float32)
-
+        factoring = factoring_of(name, param.shape, self.min_dim_size_to_factor)
+        without = {"v": ()}  # the axes that each statistic is a mean over
         if factoring.is_factored:
-            add("v_row", factoring.columns)
-            add("v_col", factoring.rows)
-        else:
-            add("v")
+            without = {"v_row": factoring.columns, "v_col": factoring.rows}
         if self.beta1 is not None:
-            add("momentum")
+            without["momentum"] = ()
+        zeros = {}
+        for statistic, axes in without.items():
+            shape = [n for axis, n in enumerate(param.shape) if axis not in axes]
+            zeros[factoring.state_name(statistic, axes)] = jnp.zeros(shape, jnp.float32)
         return zeros
 
     def _update_parameter(self, step: "_Step", name, param, gradient, statistics):
         """Update and new statistics of one parameter."""
-        factoring = self._factoring(name, param)
+        factoring = factoring_of(name, param.shape, self.min_dim_size_to_factor)
         scale = -step.learning_rate
         if self.multiply_by_parameter_scale:
             scale = scale * parameter_scale(param, factoring.within, self.epsilon2)
@@ -272,7 +251,7 @@ def factoring_of(name: str, shape: tuple[int, ...], min_dim_size: int) -> Factor
         return Factoring(suffix, tuple(range(_num_batch(dims))), (), (), ndim)
     first_row, first_column = matrix.num_batch, matrix.num_batch + matrix.num_rows
     rows, columns = tuple(range(first_row, first_column)), tuple(range(first_column, ndim))
-    if min(_size(shape, rows), _size(shape, columns)) < min_dim_size:
+    if min(math.prod(shape[axis] for axis in side) for side in (rows, columns)) < min_dim_size:
         rows = columns = ()
     return Factoring(suffix, tuple(range(first_row)), rows, columns, ndim)
 
@@ -293,7 +272,3 @@ def _num_batch(dims: str) -> int:
     """
     count = len(dims) - len(dims.lstrip("NP"))
     return count + (dims[count:].startswith("E") and len(dims) > count + 1)
-
-
-def _size(shape, axes: Axes) -> int:
-    return math.prod(shape[axis] for axis in axes)

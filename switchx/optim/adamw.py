@@ -9,6 +9,7 @@ import dataclasses
 
 import optax
 
+from switchx.fields import require_above_zero, require_at_least, require_below_one
 from switchx.optim.protocol import decay_mask, in_float32
 from switchx.optim.schedules import Schedule, require_schedule
 
@@ -30,13 +31,9 @@ class AdamW:
     weight_decay: float = 0.01
 
     def __post_init__(self):
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"AdamW.{name}={getattr(self, name)}; use 0 <= {name} < 1")
-        if not self.epsilon > 0:
-            raise ValueError(f"AdamW.epsilon={self.epsilon}; use a number above 0")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"AdamW.weight_decay={self.weight_decay}; use 0 or more")
+        require_below_one(self, "beta1", "beta2")
+        require_above_zero(self, "epsilon")
+        require_at_least(self, 0, "weight_decay")
 
     def build(self, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
         """The transformation; its updates, float32, are what is added to the parameters.
@@ -45,13 +42,13 @@ class AdamW:
             ValueError: the schedule is not callable; at `update`, no parameters.
         """
         require_schedule(schedule)
-        adamw = optax.adamw(
-            schedule,
-            b1=self.beta1,
-            b2=self.beta2,
-            eps=self.epsilon,
-            weight_decay=self.weight_decay,
-            mask=decay_mask,
+        return in_float32(
+            optax.adamw(
+                schedule,
+                b1=self.beta1,
+                b2=self.beta2,
+                eps=self.epsilon,
+                weight_decay=self.weight_decay,
+                mask=decay_mask,
+            )
         )
-
-        return in_float32(adamw)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from switchx.fields import at_resume
+from switchx.fields import at_resume, require, require_at_least
 
 # Updates so far (an int or an int32 scalar, 0 for the first) -> learning rate, float32.
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
@@ -17,8 +17,10 @@ Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 def require_schedule(schedule) -> None:
     """Raises ValueError unless `schedule` can be called, as a bare number cannot."""
-    if not callable(schedule):
-        raise ValueError(f"schedule={schedule!r} is not a schedule; use Constant({schedule!r})")
+    require(
+        callable(schedule),
+        f"schedule={schedule!r} is not a schedule; use Constant({schedule!r})",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class InverseSquareRoot:
 
     def __post_init__(self):
         _require_rate("InverseSquareRoot.base", self.base)
-        _require_steps("InverseSquareRoot.warmup_steps", self.warmup_steps)
+        require_at_least(self, 1, "warmup_steps")
 
     def __call__(self, step):
         step = jnp.asarray(step, jnp.float32)
@@ -64,7 +66,7 @@ class LinearWarmup:
 
     def __post_init__(self):
         _require_rate("LinearWarmup.peak", self.peak)
-        _require_steps("LinearWarmup.warmup_steps", self.warmup_steps)
+        require_at_least(self, 1, "warmup_steps")
 
     def __call__(self, step):
         schedule = optax.linear_schedule(0.0, self.peak, self.warmup_steps)
@@ -86,16 +88,16 @@ class WarmupCosine:
 
     def __post_init__(self):
         _require_rate("WarmupCosine.peak", self.peak)
-        _require_steps("WarmupCosine.warmup_steps", self.warmup_steps)
-        if not self.total_steps > self.warmup_steps:
-            raise ValueError(
-                f"WarmupCosine.total_steps={self.total_steps} leaves nothing after "
-                f"warmup_steps={self.warmup_steps}; use more steps or a shorter warm-up"
-            )
-        if not 0 <= self.final <= self.peak:
-            raise ValueError(
-                f"WarmupCosine.final={self.final}; use a rate from 0 to peak={self.peak}"
-            )
+        require_at_least(self, 1, "warmup_steps")
+        require(
+            self.total_steps > self.warmup_steps,
+            f"WarmupCosine.total_steps={self.total_steps} leaves nothing after "
+            f"warmup_steps={self.warmup_steps}; use more steps or a shorter warm-up",
+        )
+        require(
+            0 <= self.final <= self.peak,
+            f"WarmupCosine.final={self.final}; use a rate from 0 to peak={self.peak}",
+        )
 
     def __call__(self, step):
         schedule = optax.warmup_cosine_decay_schedule(
@@ -105,10 +107,4 @@ class WarmupCosine:
 
 
 def _require_rate(name: str, rate: float) -> None:
-    if not (rate > 0 and math.isfinite(rate)):
-        raise ValueError(f"{name}={rate}; use a learning rate above 0")
-
-
-def _require_steps(name: str, steps: int) -> None:
-    if steps < 1:
-        raise ValueError(f"{name}={steps}; use at least 1")
+    require(0 < rate < math.inf, f"{name}={rate}; use a learning rate above 0")

@@ -102,3 +102,10 @@ def _ragged_by_gather(x_RD, sizes_PP, axes, rows):
     place_R = row_R - _before(sizes_PP[:, here], 0)[source_R]
     place_R = place_R + _before(sizes_PP, 1)[source_R, here]
     return jnp.where(is_received_R[:, None], x_PRD[source_R, place_R], 0)
+
+
+def vary(array, axes: MeshAxes):
+    """The array typed as different along `axes`: backward, its gradient is summed."""
+    varying = jax.typeof(array).manual_axis_type.varying
+    missing = tuple(axis for axis in axes if axis not in varying)
+    return jax.lax.pcast(array, missing, to="varying") if missing else array

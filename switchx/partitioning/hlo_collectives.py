@@ -72,8 +72,7 @@ def collectives(hlo: str) -> list[HloCollective]:
     its trips); one over groups of a single device moves nothing and is left out.
     """
     all_devices = _all_devices(hlo)
-    found = (_collective(line, all_devices) for line in hlo.splitlines())
-    return [collective for collective in found if collective]
+    return [one for line in hlo.splitlines() if (one := _collective(line, all_devices))]
 
 
 def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
@@ -162,7 +161,10 @@ def _collective(line: str, all_devices) -> HloCollective | None:
     match = _INSTRUCTION.search(line)
     if not match:
         return None
-    arrays = _arrays(match["result"])
+    arrays = tuple(
+        (m["dtype"], tuple(int(size) for size in m["shape"].split(",") if size))
+        for m in _ARRAY.finditer(match["result"])
+    )
     if match["start"] and match["kind"] == "ragged-all-to-all":
         arrays = arrays[:1]  # of (operand, output, offsets and sizes), output, ...
     elif match["start"] and match["kind"] != "all-reduce":
@@ -176,20 +178,11 @@ def _collective(line: str, all_devices) -> HloCollective | None:
     if match["kind"] != "collective-permute" and len(groups[0]) == 1:
         return None
     scale = len(groups[0]) if match["kind"] == "reduce-scatter" else 1
-    num_bytes = scale * sum(_num_bytes(*array) for array in arrays)
+    num_bytes = 0
+    for dtype, shape in arrays:
+        bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+        num_bytes += scale * (math.prod(shape) * bits // 8)
     return HloCollective(match["kind"], arrays, groups, num_bytes)
-
-
-def _arrays(result: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple(
-        (m["dtype"], tuple(int(size) for size in m["shape"].split(",") if size))
-        for m in _ARRAY.finditer(result)
-    )
-
-
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
-    return math.prod(shape) * bits // 8
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:

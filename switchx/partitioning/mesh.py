@@ -54,8 +54,7 @@ class MeshSpec:
     def __post_init__(self):
         for name, size in self._sizes.items():
             require(
-                size is None or size >= 1,
-                f"mesh axis {name!r} has size {size}; use at least 1",
+                size is None or size >= 1, f"mesh axis {name!r} has size {size}; use at least 1"
             )
 
     @property
@@ -107,6 +106,11 @@ class MeshSpec:
         return AbstractMesh(sizes, AXES, axis_types, abstract_device=device)
 
 
+def named_axes(sizes: Mapping[str, int]) -> str:
+    """`data=2 expert=4`: the axes of more than one device."""
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+
+
 def batch_axes(mesh, rules: Rules) -> MeshAxes:
     """The axes that the rows of a batch are split over."""
     return rules.axes("B", mesh, table="activations")
@@ -137,9 +141,7 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     machines = _machines(devices)
     shape = tuple(sizes.values())
     nodes = sizes.get("node", 1)
-    ordered = [device for machine in machines for device in machine]
-    array = np.empty(len(ordered), object)
-    array[:] = ordered
+    array = np.array([device for machine in machines for device in machine], object)
     if nodes == 1 or len(machines) == 1:
         return array.reshape(shape)
     inner = math.prod(sizes[axis] for axis in WITHIN)

@@ -172,14 +172,12 @@ class Schedule:
         busy = self.num_microbatches * self.num_lanes * (forward + backward)
         return 1 - busy / self.time(forward, backward)
 
-    def time_without_lock_step(
-        self, forward: float = FORWARD_WORK, backward: float = BACKWARD_WORK
-    ) -> float:
+    def time_without_lock_step(self) -> float:
         """The time of the same ops in the same order, each begun as soon as its input is there.
 
         The difference to `time` is what the common ticks cost.
         """
-        works = (forward / self.num_chunks, backward / self.num_chunks)
+        works = (FORWARD_WORK / self.num_chunks, BACKWARD_WORK / self.num_chunks)
         free_P, done = [0.0] * self.num_stages, {}
         for tick in range(self.num_ticks):
             for direction, ops in enumerate((self.forward, self.backward)):
@@ -198,11 +196,6 @@ class Schedule:
     def place(self, lane: int, chunk: int, stage: int) -> int:
         """The number of chunks that a microbatch passes before this one."""
         return (lane * self.num_chunks + chunk) * self.num_stages + stage
-
-    @property
-    def num_places(self) -> int:
-        """The number of chunks of all stacks, which a microbatch passes one after the other."""
-        return self.num_lanes * self.num_chunks * self.num_stages
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 """Slices of accelerators that programs are compiled for, named as `v4:8x8x16` or `h200:8`."""
 
 import dataclasses
-import itertools
+import functools
 import math
 import re
 from typing import Literal
@@ -75,7 +75,7 @@ class Topology:
                 f"topology {str(self)!r}: there is no {self.kind!r}; use "
                 f"{', '.join(GENERATIONS)}, as v4:8x8x16"
             )
-        if not self._is_there():
+        if self.shape not in _slices(self.kind):
             near = " or ".join(map(str, self._nearest()))
             raise ValueError(
                 f"topology {str(self)!r} does not exist: {_rule(self.kind)}; use {near}"
@@ -105,87 +105,66 @@ class Topology:
 
     def with_devices(self, count: int) -> list["Topology"]:
         """Slices of this kind with so many devices, the most cubic one first."""
-        chips, rest = divmod(count, self.generation.devices_per_chip)
-        if rest or chips > self.generation.most_chips:
-            return []
-        return [Topology(self.kind, shape) for shape in _shapes(self.kind, chips)]
-
-    def _is_there(self) -> bool:
-        generation = self.generation
-        return (
-            len(self.shape) == generation.axes
-            and math.prod(self.shape) <= generation.most_chips
-            and _sides_go_together(self.kind, self.shape)
-        )
+        per_chip = self.generation.devices_per_chip
+        return [
+            Topology(self.kind, shape)
+            for shape in _slices(self.kind)
+            if math.prod(shape) * per_chip == count and _is_ascending(shape)
+        ]
 
     def _nearest(self) -> list["Topology"]:
-        """The slices with the next fewer and the next more chips."""
-        axes, most = self.generation.axes, self.generation.most_chips
-        wanted = math.prod(self.shape)
-        if axes == len(self.shape) == 2:
-            return [Topology(self.kind, min(FLAT_SLICES, key=self._distance))]
-        if axes == len(self.shape):  # first the same shape, each side made one that is there
-            sides = [_near_side(self.kind, i, side) for i, side in enumerate(self.shape)]
-            while math.prod(sides) > most:
-                axis = sides.index(max(sides))
-                below = range(sides[axis] - 1, 0, -1)
-                sides[axis] = next(n for n in below if _is_side(self.kind, axis, n))
-            return [Topology(self.kind, tuple(sides))]
-        fewer = next(
-            (s for n in range(min(wanted, most), 0, -1) for s in _shapes(self.kind, n)), None
-        )
-        more = next((s for n in range(wanted, most + 1) for s in _shapes(self.kind, n)), None)
-        return [Topology(self.kind, s) for s in dict.fromkeys((fewer, more)) if s]
+        """The slice with the nearest sides, or those with the next fewer and more chips.
 
-    def _distance(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """From a flat slice: in chips, then in sides."""
-        sides = zip(sorted(self.shape), shape, strict=True)
-        chips = abs(math.prod(self.shape) - math.prod(shape))
-        return chips, sum(abs(a - b) for a, b in sides)
+        Of flat slices, which are few, the nearest in chips.
+        """
+        wanted, there = math.prod(self.shape), _slices(self.kind)
+        if self.generation.axes != len(self.shape):
+            chips = sorted(set(map(math.prod, there)))
+            near = {
+                *[n for n in chips if n <= wanted][-1:],
+                *[n for n in chips if n >= wanted][:1],
+            }
+            per_chip = self.generation.devices_per_chip
+            return [self.with_devices(n * per_chip)[0] for n in sorted(near)]
+        is_flat = self.generation.axes == 2
+        sides = sorted(self.shape) if is_flat else self.shape
 
+        def distance(shape):
+            chips = math.prod(shape)
+            squares = sum((a - b) ** 2 for a, b in zip(sides, shape, strict=True))
+            return abs(wanted - chips) if is_flat else 0, squares, -chips
 
-def _sides_go_together(kind: str, shape: tuple[int, ...]) -> bool:
-    if GENERATIONS[kind].axes == 2:
-        return shape in FLAT_SLICES
-    return all(map(_is_side, itertools.repeat(kind), range(3), shape))
+        return [Topology(self.kind, min(there, key=distance))]
 
 
-def _is_side(kind: str, axis: int, side: int) -> bool:
-    """Hosts have 2x2 chips; along a third axis, and beyond 4 chips, cubes of 4 are joined."""
-    if GENERATIONS[kind].axes == 1:
-        return side >= 1
-    if side > 4:
-        return side % 4 == 0
-    return side in (1, 2, 4) if axis == 2 else side >= 2 and side % 2 == 0
+@functools.cache
+def _slices(kind: str) -> tuple[tuple[int, ...], ...]:
+    """The sides of every slice of a kind, the most cubic first.
+
+    Hosts have 2x2 chips; along a third axis, and beyond 4 chips, cubes of 4 are joined.
+    """
+    generation = GENERATIONS[kind]
+    most = generation.most_chips
+    if generation.axes == 1:
+        return tuple((side,) for side in range(1, most + 1))
+    if generation.axes == 2:
+        return FLAT_SLICES
+
+    def sides(largest: int) -> list[int]:
+        return [side for side in (2, *range(4, largest + 1, 4)) if side <= largest]
+
+    found = [
+        (a, b, c)
+        for a in sides(most // 2)
+        for b in sides(most // a)
+        for c in (1, *sides(most // (a * b)))
+    ]
+    return tuple(sorted(found, key=sum))
 
 
-def _near_side(kind: str, axis: int, side: int) -> int:
-    return min(
-        (n for n in range(1, 2 * side + 5) if _is_side(kind, axis, n)),
-        key=lambda n: (abs(n - side), -n),
-    )
-
-
-def _shapes(kind: str, chips: int) -> list[tuple[int, ...]]:
-    """Shapes of so many chips, sides ascending, the most cubic first."""
-    axes = GENERATIONS[kind].axes
-    if axes == 2:
-        return [shape for shape in FLAT_SLICES if math.prod(shape) == chips]
-    found = []
-
-    def extend(sides, left):
-        if len(sides) == axes - 1:
-            sides = (*sides, left)
-            is_there = all(_is_side(kind, i, side) for i, side in enumerate(sides))
-            if is_there and (axes < 3 or left >= sides[-2] or left == 1):
-                found.append(sides)
-            return
-        for side in range(sides[-1] if sides else 1, left + 1):
-            if left % side == 0:
-                extend((*sides, side), left // side)
-
-    extend((), chips)
-    return sorted(found, key=sum)
+def _is_ascending(shape: tuple[int, ...]) -> bool:
+    """Whether a slice has its sides in their usual order; a flat one's third side is last."""
+    return list(shape) == sorted(shape) or (shape[-1] == 1 and shape[0] <= shape[1])
 
 
 def _rule(kind: str) -> str:

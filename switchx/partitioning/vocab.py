@@ -104,13 +104,7 @@ def buffer_rows(num_tokens: int, owners: RowOwners, factor: float) -> tuple[int,
 
 
 def look_up(
-    rows_RD,
-    id_T,
-    owners: RowOwners,
-    axes: MeshAxes,
-    *,
-    factor: float,
-    everywhere: MeshAxes,
+    rows_RD, id_T, owners: RowOwners, axes: MeshAxes, *, factor: float, everywhere: MeshAxes
 ):
     """Rows `[T, D]` of the ids, from their owners: ids out and rows back, two all-to-alls.
 

@@ -197,8 +197,7 @@ def _built(kind: type, values: Mapping[str, Any], prefix: str, problems: list[st
             else:
                 arguments[name] = _built(part, value, f"{name}.", problems)
         else:
-            problem = _wrong(name, value, field.type)
-            if problem:
+            if problem := _wrong(name, value, field.type):
                 problems.append(f"{prefix}{name}={value!r}; expected {problem}")
             arguments[name] = value
     return kind(**arguments) if len(problems) == before else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the planner plans: a training step, and how it is spread over devices.
 
-A `Workload` is a job's step as shapes and bytes (`training/workload.py` makes it), a `Layout` a
+A `Workload` is a job's step as shapes and bytes (`training/program.py` makes it), a `Layout` a
 mesh with its dispatcher and microbatches.
 Dims: G groups, T tokens of a group, C slots of an expert and group; E experts, D model
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from switchx.fields import require_at_least
 from switchx.models.config import ModelConfig
 from switchx.moe.config import DISPATCHERS
-from switchx.partitioning.mesh import AXES
+from switchx.partitioning.mesh import AXES, named_axes
 from switchx.partitioning.rules import MeshAxes, Rules, param_table
 
 STACKS = ("encoder", "decoder")
@@ -180,8 +180,7 @@ class Layout:
     @property
     def name(self) -> str:
         """`data=2 expert=4 all_to_all`: axes of more than one device, and the dispatcher."""
-        sizes = [f"{axis}={size}" for axis, size in self.shape.items() if size > 1]
-        rest = [self.dispatcher] if self.dispatcher else []
+        words = [named_axes(self.shape) or "data=1", self.dispatcher]
         if self.num_microbatches > 1:
-            rest.append(f"microbatches={self.num_microbatches}")
-        return " ".join([*(sizes or ["data=1"]), *rest])
+            words.append(f"microbatches={self.num_microbatches}")
+        return " ".join(filter(None, words))

@@ -72,12 +72,14 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
     kept = sum(_kept(workload, layout, stack) * workload.num_layers(stack) for stack in stacks)
     if layout.pipe > 1:
         # A tick takes one microbatch through a stage; of others the stage keeps the inputs.
-        inputs = sum(
-            number * _message(workload, layout, stack)
-            for number, stack in zip(in_flight(layout, len(stacks)), stacks, strict=True)
-        )
-        kept = kept / layout.pipe + inputs
+        kept /= layout.pipe
+        for number, stack in zip(in_flight(layout, len(stacks)), stacks, strict=True):
+            # A decoder's message brings the encoder's output.
+            parts = stacks if stack == "decoder" else (stack,)
+            kept += number * sum(activation_bytes(workload, layout, each) for each in parts)
     working = max(_block(workload, layout, stack, "none") for stack in stacks)
+    targets = rows_on_device(workload, layout) * workload.decoder_length
+    logits = targets * workload.model.vocab_size / vocabulary_parts(workload, layout)
     return MemoryUse(
         params=params,
         gradients=params * (2 if is_added_up else 1),
@@ -85,7 +87,7 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
         activations=kept,
         # Values and their gradients.
         working=2 * working,
-        logits=LOGIT_COPIES * _logits(workload, layout),
+        logits=LOGIT_COPIES * LOGIT_BYTES * logits,
         gathered=_gathered(workload, layout),
     )
 
@@ -95,12 +97,6 @@ def in_flight(layout: Layout, num_stacks: int = 1) -> tuple[int, ...]:
     """The number of microbatches whose inputs a stage keeps, of each stack, by 1F1B's table."""
     schedule = ScheduleSpec().build(layout.pipe, layout.num_microbatches, num_stacks)
     return schedule.num_slots
-
-
-def _message(workload: Workload, layout: Layout, stack: str) -> float:
-    """Bytes of a microbatch's input of a stage; a decoder's brings the encoder's output."""
-    stacks = workload.stacks if stack == "decoder" else (stack,)
-    return sum(activation_bytes(workload, layout, each) for each in stacks)
 
 
 def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
@@ -143,10 +139,17 @@ def _block(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
     per_token = _attention(workload, layout, workload.length(stack), remat)
     if stack == "decoder" and model.is_encoder_decoder:
         per_token += _attention(workload, layout, workload.encoder_length, remat)
-    per_token += (1 - sparse) * _ffn(workload, layout, model.d_ff, remat)
+    # Of a dense FFN: residual, norm, hidden values.
+    hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
+    whole = 2 * model.d_model if remat == "none" else model.d_model
+    per_token += (1 - sparse) * (whole + hidden * model.d_ff / layout.parts_of("F"))
     elements = tokens * per_token
     if sparse:
-        elements += sparse * _sparse_slots(workload, layout, stack, remat)
+        # Of a Switch layer: slots' inputs, hidden values and outputs; probabilities.
+        per_row = 2 * model.d_model + hidden * _expert_d_ff(workload, layout)
+        probabilities = tokens * model.switch.num_experts * 4 / width
+        slots = _slot_rows(workload, layout, stack)
+        elements += sparse * (slots * per_row + probabilities)
     dropout = 0.0
     if remat == "none" and model.dropout_rate:
         dropout = tokens * (2 * model.d_model + model.d_ff / layout.parts_of("F"))
@@ -162,24 +165,6 @@ def _attention(workload: Workload, layout: Layout, memory_length: int, remat: st
     return whole + projected + weights
 
 
-def _ffn(workload: Workload, layout: Layout, d_ff: int, remat: str) -> float:
-    """Elements that a token keeps of one FFN: residual, norm, hidden values."""
-    model = workload.model
-    hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
-    whole = 2 * model.d_model if remat == "none" else model.d_model
-    return whole + hidden * d_ff / layout.parts_of("F")
-
-
-def _sparse_slots(workload: Workload, layout: Layout, stack: str, remat: str) -> float:
-    """Elements that a Switch layer keeps on a device: slots' inputs, hidden values, outputs."""
-    model = workload.model
-    hidden = (2 if model.is_gated else 1) + (1 if remat == "none" else 0)
-    tokens = rows_on_device(workload, layout) * workload.length(stack)
-    probabilities = tokens * model.switch.num_experts * 4 / workload.activation_bytes
-    per_row = 2 * model.d_model + hidden * _expert_d_ff(workload, layout)
-    return _slot_rows(workload, layout, stack) * per_row + probabilities
-
-
 def _slot_rows(workload: Workload, layout: Layout, stack: str) -> float:
     """Rows that a device's experts have memory for in one layer: slots, or every choice."""
     layer = sparse_layer(workload, layout, stack)
@@ -193,13 +178,6 @@ def _expert_d_ff(workload: Workload, layout: Layout) -> float:
     """F of an expert on one device."""
     d_ff = workload.model.switch.d_ff or workload.model.d_ff
     return d_ff / layout.parts_of("F", "expert_params")
-
-
-def _logits(workload: Workload, layout: Layout) -> float:
-    """Bytes of `[B, L, V]` of one microbatch on one device."""
-    targets = rows_on_device(workload, layout) * workload.decoder_length
-    parts = vocabulary_parts(workload, layout)
-    return targets * workload.model.vocab_size / parts * LOGIT_BYTES
 
 
 def vocabulary_parts(workload: Workload, layout: Layout) -> int:

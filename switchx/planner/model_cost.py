@@ -163,11 +163,11 @@ def flops_per_sequence(
     one_expert = router = num_selected = 0
     slots = 1.0
     if switch := config.switch:
-        sparse_tokens = config.num_sparse_layers_of("encoder") * encoder_length
-        sparse_tokens += config.num_sparse_layers_of("decoder") * decoder_length
-        in_ffns, in_attentions = (
-            sparse_tokens * has for has in (switch.has_ffn, switch.has_attention)
-        )
+        lengths = (("encoder", encoder_length), ("decoder", decoder_length))
+        sparse = [(config.num_sparse_layers_of(stack), length) for stack, length in lengths]
+        sparse_tokens = sum(layers * length for layers, length in sparse)
+        in_ffns = sparse_tokens * switch.has_ffn
+        in_attentions = sparse_tokens * switch.has_attention
         one_expert = 2 * _ffn_weights(config, _expert_d_ff(config)) * in_ffns
         one_expert += 2 * _attention_expert_weights(config) * in_attentions
         if switch.router.has_weights:
@@ -178,16 +178,9 @@ def flops_per_sequence(
         num_selected = experts_per_token(switch)
         slots = slots_per_token(switch, switch.capacity_factor)
         if switch.expert_capacity is not None and switch.router.overflow != "dropless":
-            slots = (
-                switch.num_experts
-                / sparse_tokens
-                * sum(
-                    config.num_sparse_layers_of(stack) * min(length, switch.expert_capacity)
-                    for stack, length in (
-                        ("encoder", encoder_length),
-                        ("decoder", decoder_length),
-                    )
-                )
+            slots = switch.num_experts / sparse_tokens
+            slots *= sum(
+                layers * min(length, switch.expert_capacity) for layers, length in sparse
             )
 
     return SequenceFlops(

@@ -91,30 +91,26 @@ def _convolution_flops(convolution: re.Match, output: list[int], shapes) -> int:
     flops = 2 * output[output_labels.index("b")] * output[output_labels.index("f")]
     flops *= right[right_labels.index("i")]
     for axis in range(len(left) - 2):
-        flops *= _products(
-            left[left_labels.index(str(axis))],
-            right[right_labels.index(str(axis))],
-            output[output_labels.index(str(axis))],
-            *(_of_axis(window, name, axis, default) for name, default in _WINDOW),
+        # Of a padding the part before.
+        stride, padding, left_dilation, right_dilation = (
+            int(window[name].split("x")[axis].partition("_")[0]) if name in window else default
+            for name, default in _WINDOW
         )
+        size, kernel, outputs = (
+            sizes[labels.index(str(axis))]
+            for sizes, labels in (
+                (left, left_labels), (right, right_labels), (output, output_labels)
+            )
+        )  # fmt: skip
+        # Pairs of an output and a kernel element that meet an input element.
+        index = np.arange(outputs)[:, None] * stride + np.arange(kernel)[None] * right_dilation
+        index -= padding
+        is_inside = (index >= 0) & (index < (size - 1) * left_dilation + 1)
+        flops *= int(np.sum(is_inside & (index % left_dilation == 0)))
     return flops
 
 
-_WINDOW = (("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
-
-
-def _of_axis(window: dict[str, str], name: str, axis: int, default: str) -> int:
-    """One axis' setting of a window; of a padding the part before."""
-    given = window[name].split("x")[axis] if name in window else default
-    return int(given.partition("_")[0])
-
-
-def _products(size, kernel, output, stride, padding, left_dilation, right_dilation) -> int:
-    """Pairs of an output and a kernel element that meet an input element, along one axis."""
-    index = np.arange(output)[:, None] * stride + np.arange(kernel)[None] * right_dilation
-    index -= padding
-    is_inside = (index >= 0) & (index < (size - 1) * left_dilation + 1)
-    return int(np.sum(is_inside & (index % left_dilation == 0)))
+_WINDOW = (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
 
 
 def executed_slots(jaxpr, config: ModelConfig) -> float:

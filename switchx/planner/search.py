@@ -63,8 +63,7 @@ def search(workload: Workload, hardware: Hardware, devices: int) -> Search:
         best = None
         for microbatches in _microbatches(workload, layout):
             candidate = dataclasses.replace(layout, num_microbatches=microbatches)
-            problem = _refusal(workload, candidate)
-            if problem:
+            if problem := _refusal(workload, candidate):
                 break
             try:
                 plan = predict(workload, candidate, hardware)
@@ -95,8 +94,7 @@ def predict(workload: Workload, layout: Layout, hardware: Hardware) -> Plan:
         ValueError: the layout does not divide a parameter, or a formula is missing.
     """
     time = step_time(workload, layout, hardware)
-    memory = memory_use(workload, layout)
-    return Plan(layout, time, memory, workload.tokens / time.step_s)
+    return Plan(layout, time, memory_use(workload, layout), workload.tokens / time.step_s)
 
 
 def smallest_that_fits(
@@ -106,10 +104,7 @@ def smallest_that_fits(
     most = hardware.max_devices or MOST_DEVICES
     while 2 * devices <= most:
         devices *= 2
-        if not hardware.is_whole(devices):
-            continue
-        plans = search(workload, hardware, devices).plans
-        if plans:
+        if hardware.is_whole(devices) and (plans := search(workload, hardware, devices).plans):
             return devices, plans[0]
     return None
 
@@ -129,10 +124,7 @@ def workable_devices(workload: Workload, hardware: Hardware, devices: int) -> li
 
 
 def layouts(
-    workload: Workload,
-    hardware: Hardware,
-    devices: int,
-    refused: collections.Counter,
+    workload: Workload, hardware: Hardware, devices: int, refused: collections.Counter
 ) -> Iterator[Layout]:
     """Every mesh and dispatcher that divides model and batch, with one microbatch a stage.
 
@@ -141,8 +133,7 @@ def layouts(
     """
     for sizes in _factorizations(devices, len(AXES)):
         mesh = Layout(**dict(zip(AXES, sizes, strict=True)), num_microbatches=sizes[0])
-        problem = _indivisible(workload, hardware, mesh)
-        if problem:
+        if problem := _indivisible(workload, hardware, mesh):
             refused[problem] += 1
             continue
         for name in _dispatchers(workload, hardware, mesh):
@@ -225,8 +216,7 @@ def _refusal(workload: Workload, layout: Layout) -> str | None:
             if shared is None or (shared and layout.dispatcher != "all_to_all"):
                 return GROUPS_DO_NOT_DIVIDE
             is_shared = is_shared or bool(shared)
-            reason = workload.refusal(layout, groups, tokens)
-            if reason:
+            if reason := workload.refusal(layout, groups, tokens):
                 return reason.split(";")[0].split(",")[0]
     if layout.node > 1 and layout.dispatcher == "all_to_all" and not is_shared:
         return "a flat all-to-all over node x expert is one over expert"
@@ -287,13 +277,10 @@ def explain(plan: Plan, hardware: Hardware, first: Plan) -> str:
     if time.bubble_s:
         text += f"; stages wait {_share(time.bubble_s, time)}"
     usable = hardware.memory.usable_bytes
-    what, most = max(
-        ((what, getattr(memory, name)) for name, what in CONTENTS.items()),
-        key=lambda item: item[1],
-    )
+    largest = max(CONTENTS, key=lambda name: getattr(memory, name))
     text += (
         f". A device holds {num_bytes(memory.total)} of {num_bytes(usable)}, most of it "
-        f"{what} ({num_bytes(most)})."
+        f"{CONTENTS[largest]} ({num_bytes(getattr(memory, largest))})."
     )
     return text + _difference(plan, first)
 
@@ -309,8 +296,8 @@ def _difference(plan: Plan, first: Plan) -> str:
         "waiting stages": mine.bubble_s - best.bubble_s,
     }
     for part in mine.collectives_s.keys() | best.collectives_s.keys():
-        there = mine.collectives_s.get(part, 0.0) - best.collectives_s.get(part, 0.0)
-        deltas[WHAT[part]] = there
+        before = best.collectives_s.get(part, 0.0)
+        deltas[WHAT[part]] = mine.collectives_s.get(part, 0.0) - before
     name, most = max(deltas.items(), key=lambda item: item[1])
     slower = mine.step_s / best.step_s - 1
     if most <= 0:

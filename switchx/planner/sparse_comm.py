@@ -87,15 +87,14 @@ def sparse_layer_collectives(
         ValueError: the dispatcher leaves its communication to the compiler.
     """
     place = Placement.on(mesh, rules)
-    exchange = _EXCHANGES.get(dispatcher)
-    if exchange is None:
+    if dispatcher not in _EXCHANGES:
         raise ValueError(
             f"dispatcher={dispatcher!r} leaves its communication to the compiler; use one of "
             f"{', '.join(_EXCHANGES)}"
         )
-    is_scattered = dispatcher == "sliced_scatter"
+    exchange, is_scattered = _EXCHANGES[dispatcher], dispatcher == "sliced_scatter"
     return [
-        *exchange(layer, place),
+        *(exchange(layer, place) if exchange else ()),
         *_outputs(layer, place, is_scattered=is_scattered),
         *_weights(layer, place, mesh, rules),
     ]
@@ -151,17 +150,14 @@ def _ragged(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:
     ]
 
 
-def _no_exchange(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:
-    return []
-
-
+# None: every device has what its experts need.
 _EXCHANGES = {
-    "dropless": _no_exchange,
+    "dropless": None,
     "all_to_all": _all_to_all,
     "hierarchical": _hierarchical,
     "ragged_all_to_all": _ragged,
-    "sliced": _no_exchange,
-    "sliced_scatter": _no_exchange,
+    "sliced": None,
+    "sliced_scatter": None,
 }
 
 

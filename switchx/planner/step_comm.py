@@ -10,6 +10,7 @@ N layers
 """
 
 import dataclasses
+import functools
 import math
 
 from switchx.moe.config import DISPATCHERS
@@ -31,21 +32,21 @@ class StepCollective:
     Attributes:
         kind: as HLO names it.
         what: what they move, for people.
-        part: `layers`, `exchange` (of tokens and experts), `weights` (gathered ones and
-            gradients), `embedding` or `pipeline`.
         axes: mesh axes that they go over.
         num_bytes: of one, on one device, where the array is whole.
         count: in one step, on one device of an average stage.
+        part: `layers`, `exchange` (of tokens and experts), `weights` (gathered ones and
+            gradients), `embedding` or `pipeline`.
         terms: terms of one sum that CPU reduces one by one; elsewhere XLA adds them first.
         by_compiler: XLA makes it of a sharding; on CPU it has no reduce-scatter.
     """
 
     kind: str
     what: str
-    part: str
     axes: MeshAxes
     num_bytes: float
     count: float
+    part: str
     terms: int = 1
     by_compiler: bool = False
 
@@ -156,7 +157,7 @@ def _attention(workload: Workload, layout: Layout, stack: str) -> list[StepColle
     own = activation_bytes(workload, layout, stack)
 
     def summed(what, num_bytes, count, terms=1):
-        return StepCollective("all-reduce", what, "layers", axes, num_bytes, count, terms)
+        return StepCollective("all-reduce", what, axes, num_bytes, count, "layers", terms)
 
     found = [
         summed("attention outputs", own, again),
@@ -180,7 +181,7 @@ def _relative_bias(workload: Workload, layout: Layout, stack: str) -> list[StepC
     count = _passes(layout, workload.num_layers(stack))
     num_bytes = heads * workload.length(stack) ** 2 * SUM_BYTES
     what = "gradient of the relative bias"
-    return [StepCollective("all-reduce", what, "weights", layout.batch_axes, num_bytes, count)]
+    return [StepCollective("all-reduce", what, layout.batch_axes, num_bytes, count, "weights")]
 
 
 def _dense_ffn(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
@@ -195,8 +196,8 @@ def _dense_ffn(workload: Workload, layout: Layout, stack: str) -> list[StepColle
     own = activation_bytes(workload, layout, stack)
     gradients, terms = "gradients of FFN inputs", 2 if model.is_gated else 1
     return [
-        StepCollective("all-reduce", "FFN outputs", "layers", axes, own, count),
-        StepCollective("all-reduce", gradients, "layers", axes, own, count, terms),
+        StepCollective("all-reduce", "FFN outputs", axes, own, count, "layers"),
+        StepCollective("all-reduce", gradients, axes, own, count, "layers", terms),
     ]
 
 
@@ -229,7 +230,7 @@ def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollecti
         part = "weights" if is_weight else "exchange"
         times *= 2 if is_again else 1
         found.append(
-            StepCollective(each.kind, each.what, part, each.axes, each.num_bytes, times)
+            StepCollective(each.kind, each.what, each.axes, each.num_bytes, times, part)
         )
     return found
 
@@ -242,39 +243,31 @@ def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
         _axes_of, layout.rules.spec(table.dims, table.shape, layout, table="params")
     )
     found = []
-
-    def add(kind, what, axes, num_bytes, count, by_compiler=False):
-        found.append(
-            StepCollective(
-                kind, what, "embedding", axes, num_bytes, count, by_compiler=by_compiler
-            )
-        )
-
+    collective = functools.partial(StepCollective, part="embedding")
+    compiled = functools.partial(collective, by_compiler=True)
     for stack in workload.stacks:
         tokens = rows_on_device(workload, layout) * workload.length(stack)
         values = tokens * model.d_model * table.itemsize
         ids = tokens * ID_BYTES * layout.parts(columns)
         lookups = 3 if model.positions == "learned" else 2
-        add("all-reduce", "looked up rows", rows, values, steps)
-        add("all-gather", "token ids", columns, ids, 3 * steps, by_compiler=True)
-        count = lookups * steps
-        add("all-to-all", "looked up columns", columns, values, count, by_compiler=True)
+        found += [
+            collective("all-reduce", "looked up rows", rows, values, steps),
+            compiled("all-gather", "token ids", columns, ids, 3 * steps),
+            compiled("all-to-all", "looked up columns", columns, values, lookups * steps),
+        ]
     targets = rows_on_device(workload, layout) * workload.decoder_length * SUM_BYTES
-    add("all-reduce", "gradients of logits' inputs", rows, targets * model.d_model, steps)
-    add("all-reduce", "sums of softmax", rows, targets, SOFTMAX_SUMS * steps)
-    return found
+    inputs = targets * model.d_model
+    return found + [
+        collective("all-reduce", "gradients of logits' inputs", rows, inputs, steps),
+        collective("all-reduce", "sums of softmax", rows, targets, SOFTMAX_SUMS * steps),
+    ]
 
 
 def _weights(workload: Workload, layout: Layout) -> list[StepCollective]:
     """Dense parameters: columns gathered where they are used, gradients summed."""
     batch = layout.batch_axes
     model, found = workload.model, []
-
-    def add(kind, what, axes, num_bytes, count, terms=1, by_compiler=False):
-        found.append(
-            StepCollective(kind, what, "weights", axes, num_bytes, count, terms, by_compiler)
-        )
-
+    collective = functools.partial(StepCollective, part="weights")
     for array in workload.state:
         if array.kind != "params" or array.table == "expert_params":
             continue
@@ -293,21 +286,21 @@ def _weights(workload: Workload, layout: Layout) -> list[StepCollective]:
             whole = one * layout.parts(gathered)
             is_again = array.is_in_blocks and (model.remat != "none" or model.scan_layers)
             times = per_step * layout.num_microbatches * (2 if is_again else 1)
-            add("all-gather", what, gathered, whole, times, by_compiler=True)
-            add("reduce-scatter", gradient, gathered, whole, reduced, by_compiler=True)
+            compiled = functools.partial(collective, by_compiler=True)
+            found += [
+                compiled("all-gather", what, gathered, whole, times),
+                compiled("reduce-scatter", gradient, gathered, whole, reduced),
+            ]
         replicas = tuple(axis for axis in batch if axis not in split)
-        terms = _uses_of_table(workload) if array.name == TOKEN_TABLE else 1
-        add("all-reduce", gradient, replicas, one, reduced, terms)
+        # Of the token table's gradient, the lookups', and that of tied logits.
+        uses = len(workload.stacks) + model.tie_embeddings
+        terms = uses if array.name == TOKEN_TABLE else 1
+        found.append(collective("all-reduce", gradient, replicas, one, reduced, terms=terms))
     return found
 
 
 def _token_table(workload: Workload) -> StateArray:
     return next(each for each in workload.state if each.name == TOKEN_TABLE)
-
-
-def _uses_of_table(workload: Workload) -> int:
-    """The number of terms of the token table's gradient: lookups, and tied logits."""
-    return len(workload.stacks) + workload.model.tie_embeddings
 
 
 def _pipeline(workload: Workload, layout: Layout) -> list[StepCollective]:
@@ -316,14 +309,14 @@ def _pipeline(workload: Workload, layout: Layout) -> list[StepCollective]:
         return []
     values = sum(activation_bytes(workload, layout, stack) for stack in workload.stacks)
     sends = layout.num_microbatches * (layout.pipe - 1) / layout.pipe
-    axes = ("pipe",)
+    collective = functools.partial(StepCollective, part="pipeline", axes=("pipe",))
     found = [
-        StepCollective("collective-permute", what, "pipeline", axes, values, sends)
+        collective("collective-permute", what, num_bytes=values, count=sends)
         for what in ("activations to the next stage", "gradients to the last stage")
     ]
     if workload.model.tie_embeddings:
         table = _token_table(workload)
         num_bytes = math.prod(local_shape(table, layout)[0]) * table.itemsize
         what = "gradient of the tied table"
-        found.append(StepCollective("all-reduce", what, "pipeline", axes, num_bytes, 1))
+        found.append(collective("all-reduce", what, num_bytes=num_bytes, count=1))
     return found

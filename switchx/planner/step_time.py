@@ -30,7 +30,7 @@ import math
 from switchx.planner.hardware import Hardware, Network
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.memory import state_bytes, vocabulary_parts
-from switchx.planner.model_cost import SequenceFlops, flops_per_sequence
+from switchx.planner.model_cost import flops_per_sequence
 from switchx.planner.step_comm import StepCollective, step_collectives
 
 
@@ -92,14 +92,19 @@ def step_time(
         )
         seconds[each.part] = seconds.get(each.part, 0.0) + spent
         between += spent if crosses_nodes(each.axes, layout, hardware) else 0.0
-        in_ticks += spent if _is_in_ticks(each) else 0.0
+        # It happens for every microbatch, so that a bubble stretches it.
+        is_sent = each.part == "pipeline" and each.kind != "all-reduce"
+        in_ticks += spent if is_sent or each.part in ("layers", "exchange") else 0.0
     compute = device_flops(workload, layout) / hardware.compute.flops_per_s
     bubble = bubble_fraction(layout.pipe, layout.num_microbatches)
+    # The optimizer reads and writes parameters and its state, and reads gradients.
+    update_bytes = 3 * state_bytes(workload, layout, "params")
+    update_bytes += 2 * state_bytes(workload, layout, "optimizer")
     return StepTime(
         compute_s=compute,
         collectives_s=seconds,
         between_s=between,
-        update_s=_update_bytes(workload, layout) / hardware.memory.achieved_bytes_per_s,
+        update_s=update_bytes / hardware.memory.achieved_bytes_per_s,
         bubble_s=(compute + in_ticks) * bubble / (1 - bubble),
         bubble=bubble,
     )
@@ -116,31 +121,17 @@ def device_flops(workload: Workload, layout: Layout) -> float:
     flops = flops_per_sequence(model, workload.encoder_length, workload.decoder_length)
     rows = workload.batch_size
     passes = 4 if model.remat == "full" else 3
-    blocks = forward_flops(flops, layout) * passes * rows / layout.size
+    # Of slots both full and empty ones.
+    blocks = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
+    blocks += flops.dense_ffn + (
+        flops.expert_slots if layout.has_equal_blocks else flops.experts
+    )
+    blocks = blocks * passes * rows / layout.size
     # Not on `model`, whose devices all route the same tokens.
     blocks += flops.router * passes * rows / (layout.size / layout.model)
     replicas = layout.size / layout.pipe / layout.model
     # The last stage has its blocks and the logits.
     return blocks + 3 * flops.logits * rows / replicas / vocabulary_parts(workload, layout)
-
-
-def forward_flops(flops: SequenceFlops, layout: Layout) -> int:
-    """FLOPs of one row in the blocks without the router; of slots both full and empty ones."""
-    experts = flops.expert_slots if layout.has_equal_blocks else flops.experts
-    attention = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
-    return attention + flops.dense_ffn + experts
-
-
-def _is_in_ticks(each: StepCollective) -> bool:
-    """Whether it happens for every microbatch, so that a bubble stretches it."""
-    is_sent = each.part == "pipeline" and each.kind != "all-reduce"
-    return each.part in ("layers", "exchange") or is_sent
-
-
-def _update_bytes(workload: Workload, layout: Layout) -> float:
-    """Bytes that the optimizer reads and writes: gradients one way, all else both ways."""
-    params = state_bytes(workload, layout, "params")
-    return 3 * params + 2 * state_bytes(workload, layout, "optimizer")
 
 
 EXCHANGES = ("all-to-all", "ragged-all-to-all")
@@ -189,10 +180,9 @@ def _ring(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
     if inside == n:
         return share / _ring_bytes_per_s(hardware.inside, n) + _hops(hardware.inside, n)
     nodes = n // inside
-    between = inside * hardware.between.achieved_bytes_per_s
-    slowest = between
+    slowest = inside * hardware.between.achieved_bytes_per_s
     if inside > 1:
-        slowest = min(between, _ring_bytes_per_s(hardware.inside, inside))
+        slowest = min(slowest, _ring_bytes_per_s(hardware.inside, inside))
     latency = (n - nodes) * hardware.inside.latency_s + nodes * hardware.between.latency_s
     return share / slowest + latency
 
@@ -200,10 +190,7 @@ def _ring(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
 def _exchange(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
     """Seconds of an exchange: every device sends 1/n of its bytes to each."""
     fast, slow = hardware.inside, hardware.between
-    near = 0.0
-    if inside > 1:
-        to_near = num_bytes * inside / n
-        near = _exchange_inside(fast, to_near, inside)
+    near = _exchange_inside(fast, num_bytes * inside / n, inside) if inside > 1 else 0.0
     far = (n - inside) / n * num_bytes / slow.achieved_bytes_per_s
     messages = _hops(fast, inside) + (n - inside) * slow.latency_s
     return max(near, far) + messages

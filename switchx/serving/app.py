@@ -16,6 +16,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette import responses
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -25,7 +27,6 @@ from starlette.routing import Route
 
 from switchx.api import Model
 from switchx.data.tokenizers import Vocabulary
-from switchx.serving import metrics
 from switchx.serving.requests import (
     GenerateRequest,
     Refusal,
@@ -60,18 +61,13 @@ def make_app(service: Service, token: str | None = None):
 
     def require_token(request: Request) -> None:
         given = request.headers.get("authorization", "")
-        wanted = f"Bearer {token}"
-        if token and not hmac.compare_digest(given.encode(), wanted.encode()):
+        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise Refusal(401, "send the server's token, as Authorization: Bearer TOKEN")
 
     async def show_health(request: Request) -> Response:
         """200 while the worker lives; what it is doing."""
-        is_alive = service.worker.error is None
-        status = {
-            "alive": is_alive,
-            "ready": service.is_ready,
-            "draining": service.is_draining,
-        }
+        is_alive, is_ready = service.worker.error is None, service.is_ready
+        status = {"alive": is_alive, "ready": is_ready, "draining": service.is_draining}
         return JSONResponse(status, 200 if is_alive else 500)
 
     async def show_readiness(request: Request) -> Response:
@@ -80,8 +76,7 @@ def make_app(service: Service, token: str | None = None):
 
     async def show_metrics(request: Request) -> Response:
         require_token(request)
-        text = service.metrics.text()
-        return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
+        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def show_page(request: Request) -> Response:
         return HTMLResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
@@ -101,14 +96,11 @@ def make_app(service: Service, token: str | None = None):
             Exception: _failed,
         },
     )
-    return _counting(app, service.metrics)
 
-
-def _counting(app, counted: metrics.Metrics):
     async def counting(scope, receive, send):
         async def send_and_count(message):
             if message["type"] == "http.response.start":
-                counted.responses.labels(str(message["status"])).inc()
+                service.metrics.responses.labels(str(message["status"])).inc()
             await send(message)
 
         await app(scope, receive, send_and_count)
@@ -140,8 +132,7 @@ async def _disconnected(request: Request, error: ClientDisconnect) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     LOG.error("a request failed", exc_info=error)
-    refusal = Refusal(500, "the server failed; its log says how")
-    return JSONResponse(refusal.as_json(), refusal.status)
+    return await _refused(request, Refusal(500, "the server failed; its log says how"))
 
 
 class GenerateEndpoint:
@@ -219,16 +210,14 @@ class GenerateEndpoint:
         is_search, answers = wanted.settings.beam_size > 1, []
         try:
             async for event in events:
-                is_last = isinstance(event, Answer)
+                is_last, which = isinstance(event, Answer), {"input": event.number}
                 tokens = event.hypothesis.tokens if is_last else event.tokens
                 piece = streams[event.number].piece(tokens, is_last=is_last)
                 if piece and not is_search:
-                    yield event_bytes("tokens", {"input": event.number} | piece)
+                    yield event_bytes("tokens", which | piece)
                 if is_last:
                     answers.append(event)
-                    yield event_bytes(
-                        "answer", {"input": event.number} | answer_json(model, event)
-                    )
+                    yield event_bytes("answer", which | answer_json(model, event))
             yield event_bytes("done", {"usage": usage_json(wanted, answers)})
         except Refusal as refusal:
             yield event_bytes("error", refusal.as_json())
@@ -241,9 +230,8 @@ def event_bytes(name: str, content: Any) -> bytes:
 
 def answer_json(model: Model, answer: Answer) -> dict[str, Any]:
     values = dataclasses.asdict(answer.hypothesis)
-    if model.vocabulary is None:
-        return {"text": None} | values
-    return {"text": model.vocabulary.decode(answer.hypothesis.tokens)} | values
+    vocabulary = model.vocabulary
+    return {"text": vocabulary and vocabulary.decode(values["tokens"])} | values
 
 
 def usage_json(wanted: GenerateRequest, answers: list[Answer]) -> dict[str, int]:
@@ -290,10 +278,6 @@ def encoded(content: Any) -> bytes:
     return text.encode("utf-8", errors="backslashreplace")
 
 
-class JSONResponse(Response):
-    media_type = "application/json"
-
-    def __init__(
-        self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None
-    ):
-        super().__init__(encoded(content) + b"\n", status_code, headers)
+class JSONResponse(responses.JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return encoded(content) + b"\n"

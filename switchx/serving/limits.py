@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server accepts, how long it waits, and the sizes that it has compiled programs for.
 
-Each limit is a flag of `switchx serve`.
+Each limit is a flag of `switchx serve`, which reads this file before it imports JAX.
 """
 
 import dataclasses

@@ -5,9 +5,7 @@ As there, a request is one input: a call with three inputs counts three.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 # Seconds; vLLM's, thinned.
 FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
@@ -23,48 +21,33 @@ class Metrics:
     def __init__(self):
         self._registry = CollectorRegistry()
 
-        def add(kind, name, text, **options):
-            return kind(f"switchx:{name}", text, registry=self._registry, **options)
+        def gauge(name, text):
+            return Gauge(f"switchx:{name}", text, registry=self._registry)
 
-        self.running = add(Gauge, "num_requests_running", "Inputs being answered.")
-        self.waiting = add(Gauge, "num_requests_waiting", "Inputs in the queue.")
-        self.first_token_s = add(
-            Histogram,
-            "time_to_first_token_seconds",
-            "From arrival to the first token; with beams, to the answer.",
-            buckets=FIRST_TOKEN,
-        )
-        self.latency_s = add(
-            Histogram,
-            "e2e_request_latency_seconds",
-            "From arrival to the answer.",
-            buckets=LATENCY,
-        )
-        self.queue_s = add(
-            Histogram,
-            "request_queue_time_seconds",
-            "From arrival to being decoded.",
-            buckets=FIRST_TOKEN,
-        )
-        self.prompt_tokens = add(Counter, "prompt_tokens", "Tokens of inputs.")
-        self.generation_tokens = add(
-            Counter, "generation_tokens", "Tokens of answers, without their ends."
-        )
-        self.success = add(
-            Counter,
-            "request_success",
-            "Answered inputs: `stop` came to an end, `length` was cut off.",
-            labelnames=["finished_reason"],
-        )
-        self.abandoned = add(
-            Counter, "request_abandoned", "Inputs whose clients left or ran out of time."
-        )
-        self.batch_size = add(
-            Histogram, "batch_size", "Inputs that were decoded together.", buckets=BATCH
-        )
-        self.responses = add(
-            Counter, "http_responses", "Responses by status.", labelnames=["status"]
-        )
+        def counter(name, text, *labels):
+            return Counter(f"switchx:{name}", text, labels, registry=self._registry)
+
+        def histogram(name, text, buckets):
+            return Histogram(f"switchx:{name}", text, registry=self._registry, buckets=buckets)
+
+        self.running = gauge("num_requests_running", "Inputs being answered.")
+        self.waiting = gauge("num_requests_waiting", "Inputs in the queue.")
+        to_first = "From arrival to the first token; with beams, to the answer."
+        self.first_token_s = histogram("time_to_first_token_seconds", to_first, FIRST_TOKEN)
+        to_answer = "From arrival to the answer."
+        self.latency_s = histogram("e2e_request_latency_seconds", to_answer, LATENCY)
+        to_start = "From arrival to being decoded."
+        self.queue_s = histogram("request_queue_time_seconds", to_start, FIRST_TOKEN)
+        together = "Inputs that were decoded together."
+        self.batch_size = histogram("batch_size", together, BATCH)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of inputs.")
+        written = "Tokens of answers, without their ends."
+        self.generation_tokens = counter("generation_tokens", written)
+        answered = "Answered inputs: `stop` came to an end, `length` was cut off."
+        self.success = counter("request_success", answered, "finished_reason")
+        left = "Inputs whose clients left or ran out of time."
+        self.abandoned = counter("request_abandoned", left)
+        self.responses = counter("http_responses", "Responses by status.", "status")
 
     def text(self) -> bytes:
         """In Prometheus' format."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `POST /v1/generate` is asked for: a body, its JSON, its checks; or why it is refused.
+"""A request's body, its JSON and its checks, or its refusal.
 
 A client may be slow, send without end, or disconnect, and nothing that it sends is trusted.
 The fields of a request are `inputs`, `stream`, and the options of `DecodingConfig`.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import time
@@ -25,6 +26,7 @@ FIELDS = ("inputs", "stream", *OPTIONS)
 DISCARDED_BYTES, DISCARDING_S = 1 << 26, 2.0
 
 
+@dataclasses.dataclass(eq=False)
 class Refusal(Exception):
     """What is wrong with a request, or why it cannot be answered now.
 
@@ -35,17 +37,13 @@ class Refusal(Exception):
         retry_after_s: when to try again; None says nothing.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        field: str | None = None,
-        retry_after_s: int | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.message, self.field = status, message, field
-        self.retry_after_s = retry_after_s
+    status: int
+    message: str
+    field: str | None = None
+    retry_after_s: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def as_json(self) -> dict[str, Any]:
         return {"error": {"status": self.status, "field": self.field, "message": self.message}}
@@ -88,25 +86,21 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 async def _refuse_size(request: Request, limits: Limits) -> None:
     end_s, left = time.monotonic() + DISCARDING_S, DISCARDED_BYTES
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARDING_S):
             while left > 0 and time.monotonic() < end_s:
                 message = await request.receive()
                 if message["type"] == "http.disconnect" or not message.get("more_body"):
                     break
                 left -= len(message["body"])
-    except TimeoutError:
-        pass
     raise Refusal(413, f"the body is too big; send {limits.max_body_bytes} bytes at most")
 
 
 async def until_disconnected(request: Request) -> None:
     """Returns when the client has disconnected; to be awaited when the body is read."""
-    try:
+    with contextlib.suppress(ClientDisconnect):
         while (await request.receive())["type"] != "http.disconnect":
             pass
-    except ClientDisconnect:
-        pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +141,8 @@ def read_request(body: bytes, model: Model, limits: Limits) -> GenerateRequest:
     if not isinstance(inputs, list):
         raise _wrong("inputs", f"inputs is {_shown(inputs)}; expected a text, or a list")
     if not 1 <= len(inputs) <= limits.max_inputs:
-        raise _wrong(
-            "inputs", f"inputs has {len(inputs)} items; expected 1 to {limits.max_inputs}"
-        )
+        expected = f"expected 1 to {limits.max_inputs}"
+        raise _wrong("inputs", f"inputs has {len(inputs)} items; {expected}")
     prompts = [
         _prompt(model, limits, generator.fault, f"inputs[{i}]", item)
         for i, item in enumerate(inputs)
@@ -188,10 +181,8 @@ def _no_constant(name: str):
 
 def _generator(values: dict[str, Any], model: Model, limits: Limits):
     """The model's generator with the settings of a request."""
-    settings = {"max_new_tokens": limits.default_new_tokens}
-    settings |= {
-        name: _number(each, values[name]) for name, each in OPTIONS.items() if name in values
-    }
+    given = {name: _number(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
+    settings = {"max_new_tokens": limits.default_new_tokens} | given
     most = {"max_new_tokens": limits.max_new_tokens, "beam_size": limits.max_beam_size}
     for name, number in most.items():
         if settings.get(name, 1) > number:
@@ -211,13 +202,18 @@ def _number(option: Option, value) -> int | float:
     if option.type is float and (is_whole or isinstance(value, float)):
         return value if abs(value) > 2**53 else float(value)
     kind = "a whole number" if option.type is int else "a number"
-    raise _wrong(
-        option.name, f"{option.name} is {_shown(value)}; expected {kind}, {option.range}"
-    )
+    expected = f"expected {kind}, {option.range}"
+    raise _wrong(option.name, f"{option.name} is {_shown(value)}; {expected}")
 
 
 def _prompt(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
     """What the model reads of one input, a text or a list of token ids."""
+
+    def require_short(tokens: list[int]) -> None:
+        if len(tokens) > limits.max_input_tokens:
+            expected = f"expected {limits.max_input_tokens} at most"
+            raise _wrong(name, f"{name} has {len(tokens)} tokens; {expected}")
+
     if isinstance(item, str):
         if not item.strip():
             raise _wrong(name, f"{name} is empty; give a text")
@@ -225,23 +221,16 @@ def _prompt(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
         isinstance(token, int) and not isinstance(token, bool) for token in item
     ):
         raise _wrong(name, f"{name} is {_shown(item)}; expected a text, or a list of token ids")
-    elif len(item) > limits.max_input_tokens:
-        raise _too_long(name, len(item), limits)
+    else:
+        require_short(item)
     try:
         (prompt,) = model.prompts([item])
     except ValueError as error:
         raise _wrong(name, f"{name} cannot be read: {str(error)[:200]}") from None
-    if len(prompt) > limits.max_input_tokens:
-        raise _too_long(name, len(prompt), limits)
+    require_short(prompt)
     if wrong := fault(prompt):
         raise _wrong(name, f"{name} {wrong}")
     return prompt
-
-
-def _too_long(name: str, length: int, limits: Limits) -> Refusal:
-    return _wrong(
-        name, f"{name} has {length} tokens; expected {limits.max_input_tokens} at most"
-    )
 
 
 def _wrong(field: str | None, message: str) -> Refusal:

@@ -127,9 +127,8 @@ class Service:
         settings, inputs = request.settings, []
         for number, prompt in enumerate(request.prompts):
             group = Group.of(prompt, settings, self.limits)
-            inputs.append(
-                QueuedInput(prompt, settings, number, group, deliver, request.is_streaming)
-            )
+            is_streaming = request.is_streaming
+            inputs.append(QueuedInput(prompt, settings, number, group, deliver, is_streaming))
         if not self._queue.put(inputs):
             waiting = len(self._queue)
             raise Refusal(
@@ -241,16 +240,15 @@ class RequestQueue:
         """The next batch, when it is full or has waited; empty when the queue is closed."""
         with self._changed:
             while not self.is_closed:
-                batch_size = self._limits.batch_size
+                limits = self._limits
                 if not self._inputs:
                     self._changed.wait()
                     continue
                 oldest = self._inputs[0]
                 batch = [each for each in self._inputs if each.group == oldest.group]
-                end_s = oldest.arrival_s + self._limits.batch_wait_ms / 1e3
-                wait_s = end_s - time.monotonic()
-                if wait_s <= 0 or len(batch) >= batch_size:
-                    batch = batch[:batch_size]
+                wait_s = oldest.arrival_s + limits.batch_wait_ms / 1e3 - time.monotonic()
+                if wait_s <= 0 or len(batch) >= limits.batch_size:
+                    batch = batch[: limits.batch_size]
                     self._inputs = [each for each in self._inputs if each not in batch]
                     return batch
                 self._changed.wait(wait_s)
@@ -284,23 +282,19 @@ class Worker(threading.Thread):
             self._warm_up()
             self.is_ready = not self._queue.is_closed
             while batch := self._queue.take():
-                self._answer_or_fail(batch)
+                self.running = batch
+                try:
+                    self._answer(batch)
+                except Exception:
+                    LOG.exception("a batch of %d inputs failed", len(batch))
+                    for each in batch:
+                        each.deliver(Failure(each.number))
+                self.running = ()
         except BaseException as error:
             self.error = error
             LOG.exception("the worker ended")
         finally:
-            self.is_ready = False
-
-    def _answer_or_fail(self, batch: list[QueuedInput]) -> None:
-        self.running = batch
-        try:
-            self._answer(batch)
-        except Exception:
-            LOG.exception("a batch of %d inputs failed", len(batch))
-            for each in batch:
-                each.deliver(Failure(each.number))
-        finally:
-            self.running = ()
+            self.is_ready, self.running = False, ()
 
     def _answer(self, batch: list[QueuedInput]) -> None:
         self._metrics.batch_size.observe(len(batch))
@@ -315,7 +309,9 @@ class Worker(threading.Thread):
         while running.waiting:
             running.abandon(i for i, each in enumerate(batch) if each.is_abandoned)
             if has_streams and not is_search:
-                self._deliver_tokens(batch, running)
+                for i, tokens in running.tokens_so_far().items():
+                    if batch[i].is_streaming:
+                        batch[i].deliver(NewTokens(batch[i].number, tokens))
             for i, hypotheses in running.advance(STEPS[has_streams]).items():
                 if is_search:
                     self._observe_seconds(self._metrics.first_token_s, [batch[i]])
@@ -359,11 +355,6 @@ class Worker(threading.Thread):
         now_s = time.monotonic()
         for each in inputs:
             histogram.observe(now_s - each.arrival_s)
-
-    def _deliver_tokens(self, batch: list[QueuedInput], running: RunningBatch) -> None:
-        for i, tokens in running.tokens_so_far().items():
-            if batch[i].is_streaming:
-                batch[i].deliver(NewTokens(batch[i].number, tokens))
 
     def _deliver_answer(self, each: QueuedInput, best: Hypothesis) -> None:
         self._observe_seconds(self._metrics.latency_s, [each])

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from switchx.serving.app import make_app
+from switchx.serving.requests import Refusal
 from switchx.serving.scheduler import Service
 
 LOG = logging.getLogger(__name__)
@@ -73,10 +74,10 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig, frame) -> None:
         """Of SIGTERM and SIGINT, the first and later ones."""
-        if self._drain_until_s is not None:
+        if self._drain_until_s is None:
+            self.drain()
+        else:
             self.is_cut_short = self.should_exit = self.force_exit = True
-            return
-        self.drain()
 
     def drain(self) -> None:
         """Takes no new requests, and stops when those that run are answered."""
@@ -144,16 +145,13 @@ class HeadTimeoutProtocol(H11Protocol):
     def _give_up(self) -> None:
         self._head_timer = None
         if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
-            self._say_and_close(
-                408, "the request's head did not arrive in time; send it at once"
-            )
+            self._say_and_close(408, "the request head did not arrive in time; send it at once")
 
     def send_400_response(self, msg: str) -> None:
         self._say_and_close(400, "this is no HTTP request, or its head is too long")
 
     def _say_and_close(self, status: int, message: str) -> None:
-        error = {"status": status, "field": None, "message": message}
-        body = json.dumps({"error": error}).encode() + b"\n"
+        body = json.dumps(Refusal(status, message).as_json()).encode() + b"\n"
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
@@ -161,10 +159,7 @@ class HeadTimeoutProtocol(H11Protocol):
         ]
         # A response may be on its way already: then the connection just ends.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            for event in (
-                h11.Response(status_code=status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
+            head = h11.Response(status_code=status, headers=headers)
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.close()

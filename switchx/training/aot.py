@@ -35,6 +35,7 @@ from switchx.planner.model_cost import experts_per_token
 from switchx.planner.program_cost import executed_slots, matrix_flops
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
+from switchx.tree import num_elements
 
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 # "Used 99.70G of 15.25G hbm", or "(2.00T) exceeds available HBM (15.25G)".
@@ -115,24 +116,23 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
 
     Args:
         devices: as `jax.experimental.topologies` describes them.
-        hbm_bytes: that a program may use on one; a compiler that says otherwise is believed.
+        hbm_bytes: that a program may use on one, unless the compiler says another number.
 
     Raises:
         ValueError: the job does not suit its mesh, or the mesh not the devices.
     """
     program = TrainingProgram(job, devices)
     started, batch = time.monotonic(), batch_shapes(program)
-    arguments = bytes_on_one_device((program.restore_target(), batch))
-    tokens, targets = _tokens(batch)
+    arguments = bytes_on_one_device((program.abstract_state, batch))
+    encoder, decoder = (job.batch_size * length for length in job.sequence_lengths)
     memory, text = Memory(arguments, 0, arguments, hbm_bytes), None
     if memory.fits:
         memory, text = _compile(program, batch, memory)
-    params = jax.tree.leaves(program.abstract_state.params)
     return CompiledStep(
         devices=program.mesh.size,
-        parameters=sum(math.prod(leaf.shape) for leaf in params),
-        tokens_per_batch=tokens,
-        target_tokens_per_batch=targets,
+        parameters=num_elements(program.abstract_state.params),
+        tokens_per_batch=encoder or decoder,
+        target_tokens_per_batch=decoder if encoder else 0,
         slots_per_token=slots_per_token(program),
         memory=memory,
         flops=None if text is None else matrix_flops(text),
@@ -175,12 +175,10 @@ def slots_per_token(program: TrainingProgram) -> float | None:
 
 def bytes_on_one_device(arrays) -> int:
     """Of shape structs with shardings; devices have equal parts."""
-
-    def part(leaf):
-        shape = leaf.sharding.shard_shape(leaf.shape)
-        return math.prod(shape) * leaf.dtype.itemsize
-
-    return sum(map(part, jax.tree.leaves(arrays)))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(arrays)
+    )
 
 
 def collectives_by_kind(hlo: str) -> dict[str, tuple[int, int]]:
@@ -196,26 +194,28 @@ def memory_in_refusal(message: str) -> tuple[int, int] | None:
     """(bytes used, bytes there) in a TPU compiler's RESOURCE_EXHAUSTED; None in any other."""
     if not (match := _USED.search(message)):
         return None
-    used, used_unit, limit, limit_unit = (part for part in match.groups() if part is not None)
-    return (
-        round(float(used) * _UNITS[used_unit or "B"]),
-        round(float(limit) * _UNITS[limit_unit or "B"]),
-    )
+    sizes = zip(match.groups()[::2], match.groups()[1::2], strict=True)
+    used, limit = (round(float(n) * _UNITS[unit or "B"]) for n, unit in sizes if n is not None)
+    return used, limit
 
 
 def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, str | None]:
     """The memory that the compiled step takes and its text, or what a refusal says."""
     platform = program.mesh.devices.flat[0].platform
-    platform = "cuda" if platform == "gpu" else platform
+    platforms = ("cuda" if platform == "gpu" else platform,)
     with program.scope():
-        lowered = program.train_step.trace(program.restore_target(), batch).lower(
-            lowering_platforms=(platform,)
-        )
+        traced = program.train_step.trace(program.abstract_state, batch)
         try:
-            compiled = lowered.compile()
+            compiled = traced.lower(lowering_platforms=platforms).compile()
         except jax.errors.JaxRuntimeError as error:
             if not (found := memory_in_refusal(str(error))):
-                raise RuntimeError(_refusal(str(error))) from error
+                said = f"the compiler refuses this step: {str(error).strip()[:600]}"
+                if "agged all-to-all" in said:
+                    said += (
+                        "; groups that devices share travel by one, so use a "
+                        "SwitchConfig.group_size that gives each device whole groups"
+                    )
+                raise RuntimeError(said) from error
             used, limit = found
             temporaries = max(0, used - memory.arguments)
             return Memory(memory.arguments, temporaries, used, limit), None
@@ -226,24 +226,6 @@ def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, s
     arguments = facts.argument_size_in_bytes
     needed = arguments + max(0, results) + temporaries
     return Memory(arguments, temporaries, needed, memory.limit), compiled.as_text()
-
-
-def _refusal(message: str) -> str:
-    said = f"the compiler refuses this step: {message.strip()[:600]}"
-    if "agged all-to-all" in message:
-        said += (
-            "; groups that devices share travel by one, so use a SwitchConfig.group_size that "
-            "gives each device whole groups"
-        )
-    return said
-
-
-def _tokens(batch) -> tuple[int, int]:
-    """Tokens of the batch that the program takes, as `CompiledStep` tells them apart."""
-    decoder = math.prod(batch["decoder_target_tokens"].shape)
-    if "encoder_input_tokens" not in batch:
-        return decoder, 0
-    return math.prod(batch["encoder_input_tokens"].shape), decoder
 
 
 # Set in the process that has a compiler.
@@ -264,13 +246,9 @@ def run_with_compiler(arguments: Sequence[str], topology: Topology, **options):
     Raises:
         FileNotFoundError: no compiler is installed; the message says how to get it.
     """
-    root = str(pathlib.Path(__file__).parents[2])
     if topology.generation.platform == "tpu":
-        path = [root, str(tpu_compiler.compiler_folder())]
-        variables = tpu_compiler.compiler_variables(path)
+        variables = tpu_compiler.compiler_variables()
     else:
-        if reason := gpu_compiler.missing():
-            raise FileNotFoundError(reason)
         variables = gpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
     command = [sys.executable, "-m", "switchx", *arguments]
     return subprocess.run(
@@ -286,12 +264,10 @@ def describe_devices(topology: Topology) -> list:
     """
     try:
         if topology.generation.platform == "tpu":
-            return topologies.get_topology_desc(
-                platform="tpu", topology_name=str(topology)
-            ).devices
-        description = pathlib.Path(gpu_compiler.__file__).with_name(
-            gpu_compiler.TARGETS[topology.kind]
-        )
+            name = str(topology)
+            return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        target = gpu_compiler.TARGETS[topology.kind]
+        description = pathlib.Path(gpu_compiler.__file__).with_name(target)
         return topologies.get_topology_desc(
             topology.kind,
             "cuda",

@@ -15,12 +15,11 @@ from jax.sharding import PartitionSpec
 
 from switchx import tree
 from switchx.models.config import ModelConfig, require_our_blocks
-from switchx.models.params import forward
 from switchx.moe.capacity import layer_groups
 from switchx.partitioning.buckets import Slicing, sliced, whole
 from switchx.partitioning.constrain import current_rules
 from switchx.partitioning.rules import Rules, param_dims, param_spec
-from switchx.training.losses import LossConfig, LossDenominators, cross_entropy, loss_terms
+from switchx.training.losses import LossConfig, LossDenominators, batch_loss
 
 
 def fused_batch_loss(
@@ -33,7 +32,7 @@ def fused_batch_loss(
     key,
     bucket_bytes: int,
 ):
-    """`training.step.batch_loss`, in the scope of a mesh that `check_fused` has passed.
+    """`training.losses.batch_loss`, in the scope of a mesh that `check_fused` has passed.
 
     The same value and the same raw gradients; masks of dropout and jitter are each
     device's own.
@@ -45,13 +44,9 @@ def fused_batch_loss(
         key = jax.random.fold_in(key, jax.lax.axis_index(slicing.varying))
         with sliced(slicing):
             params = _whole_outside_blocks(params)
-            logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
-        sums = cross_entropy(
-            logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
-        )
-        stats = None if stats is None else stats.summed
-        value = loss_terms(loss, config, denominators, sums, stats)
-        return _sum_together((value, (sums, stats)), slicing.varying)
+            terms = batch_loss(config, loss, params, batch, denominators=denominators, key=key)
+        vector, unravel = ravel_pytree(terms)  # all in one all-reduce
+        return unravel(jax.lax.psum(vector, slicing.varying))
 
     specs = tree.map_named(lambda name, leaf: param_spec(rules, mesh, name, leaf.shape), params)
     rows = PartitionSpec(rules.axes("B", mesh, table="activations"))
@@ -65,18 +60,9 @@ def fused_batch_loss(
 
 def _whole_outside_blocks(params):
     """Embedding, norms and biases of positions gathered; every block gathers its own."""
-    outside = {}
-    for name, leaf in tree.named_leaves(params).items():
-        if "/blocks/" not in name:
-            outside[name] = leaf
-    outside = whole(outside)
+    leaves = tree.named_leaves(params)
+    outside = whole({name: leaf for name, leaf in leaves.items() if "/blocks/" not in name})
     return tree.map_named(lambda name, leaf: outside.get(name, leaf), params)
-
-
-def _sum_together(values, axes):
-    """All leaves, float32, summed over devices in one all-reduce."""
-    vector, unravel = ravel_pytree(values)
-    return unravel(jax.lax.psum(vector, axes))
 
 
 def count_buckets(params, slicing: Slicing) -> tuple[int, int]:

@@ -92,9 +92,7 @@ class TrainingJob:
                 "microbatch's gradient would need the load of all; use one microbatch, or "
                 "balance_scope='group', which is exact under any split"
             )
-        longest = max(self.inputs_length, self.targets_length)
-        if not self.model.is_encoder_decoder:
-            longest = self.inputs_length + self.targets_length
+        longest = max(self.sequence_lengths)
         if self.model.max_length is not None and longest > self.model.max_length:
             raise ValueError(
                 f"rows of {longest} tokens do not fit the model's max_length="

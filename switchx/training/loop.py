@@ -21,18 +21,12 @@ from switchx.data.mixtures import as_mixture
 from switchx.data.tasks import Task
 from switchx.data.vocabularies import load_vocabulary
 from switchx.planner.model_cost import train_flops
-from switchx.training.evaluate import evaluate
+from switchx.training.evaluate import RoutingLog, RoutingSample, evaluate
 from switchx.training.job import TrainingJob
-from switchx.training.metrics import (
-    Interval,
-    MetricsLog,
-    SkippedBatches,
-    Stopwatch,
-)
+from switchx.training.metrics import Interval, MetricsLog, SkippedBatches, Stopwatch
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
-from switchx.training.routing_sample import RoutingLog, RoutingSample
-from switchx.training.state import TrainState
+from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.tree import Tree, num_bytes
 
@@ -95,34 +89,35 @@ def train(
             step = checkpointer.latest_complete_step()
             params = _initial_params(job, program, reporter) if step is None else None
             logger.info("opening the data")
-            with contextlib.closing(_open_loader(job, program.shard)) as loader:
+            loader = TrainLoader(
+                job.source,
+                job.batches,
+                seed=job.seed,
+                data_dir=job.data_dir,
+                shard=program.shard,
+                prefetch=job.prefetch,
+            )
+            with contextlib.closing(loader):
                 for task in as_mixture(job.source).tasks:
                     # Refuses now what is read much later.
                     _evaluation_batches(job, task, program.shard)
                 if step is None:
-                    state = _start(job, run, program, params)
+                    if is_first:
+                        write_run_config(run, job)
+                    logger.info("drawing the parameters and beginning the optimizer")
+                    state = program.init_state(params)
                 else:
-                    state = _resume(run, program, checkpointer, loader, step)
+                    logger.info("reading %s", run.checkpoints / str(step))
+                    state, data_states = checkpointer.restore(
+                        program.abstract_state, step, model=job.model
+                    )
+                    loader.restore(merge_states(data_states))
                     reporter.note(f"resumed from step {step} in {run.checkpoints / str(step)}")
                 for path, text in (records or {}).items() if is_first else ():
                     write_atomically(path, text.encode())
-                with _open_logs(run, int(state.step)) as logs:
-                    is_stopping = StopAgreement(stop, program.mesh)
-                    loop = _Loop(
-                        job, run, program, checkpointer, loader, reporter, is_stopping, *logs
-                    )
-                    return loop.train(state)
-
-
-def _open_loader(job: TrainingJob, shard: Shard) -> TrainLoader:
-    return TrainLoader(
-        job.source,
-        job.batches,
-        seed=job.seed,
-        data_dir=job.data_dir,
-        shard=shard,
-        prefetch=job.prefetch,
-    )
+                is_stopping = StopAgreement(stop, program.mesh)
+                loop = _Loop(job, run, program, checkpointer, loader, reporter, is_stopping)
+                return loop.train(state)
 
 
 def _is_begun(run: RunFolder) -> bool:
@@ -146,50 +141,18 @@ def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tre
     if job.init_from is None:
         return None
     source = RunFolder(job.init_from)
-    _check_init_vocabulary(job, source)
-    target = program.restore_target().params
-    params = restore_params(source.root, target=target, model=job.model)
-    num_arrays = len(jax.tree.leaves(params))
-    reporter.note(
-        f"restored {num_arrays} parameter arrays, {num_bytes(params)} bytes, from "
-        f"{source.root}; optimizer and step are fresh"
-    )
-    return params
-
-
-def _start(job, run, program, params) -> TrainState:
-    if jax.process_index() == 0:
-        write_run_config(run, job)
-    logger.info("drawing the parameters" if params is None else "beginning the optimizer")
-    return program.init_state(params)
-
-
-def _resume(run, program, checkpointer, loader, step) -> TrainState:
-    logger.info("reading %s", run.checkpoints / str(step))
-    target = program.restore_target()
-    state, data_states = checkpointer.restore(target, step, model=program.job.model)
-    loader.restore(merge_states(data_states))
-    return state
-
-
-def _check_init_vocabulary(job: TrainingJob, source: RunFolder) -> None:
     if load_vocabulary(source.root).fingerprint() != job.vocabulary.fingerprint():
         raise ValueError(
             f"init_from={str(source.path)!r} was trained with another vocabulary than this "
             "job's; its token ids mean other things. Use the copy in that folder"
         )
-
-
-@contextlib.contextmanager
-def _open_logs(
-    run: RunFolder, step: int
-) -> Iterator[tuple[MetricsLog, MetricsLog, RoutingLog]]:
-    """The logs of training, of validation and of routing, to go on after `step`."""
-    last_step = step or -1  # a run begun again evaluates step 0 again
-    metrics = MetricsLog(run.metrics, run.tensorboard, last_step)
-    validation = MetricsLog(run.validation, run.tensorboard / "validation", last_step)
-    with contextlib.closing(metrics), contextlib.closing(validation):
-        yield metrics, validation, RoutingLog(run.routing, last_step)
+    target = program.abstract_state.params
+    params = restore_params(source.root, target=target, model=job.model)
+    reporter.note(
+        f"restored {len(jax.tree.leaves(params))} parameter arrays, {num_bytes(params)} bytes, "
+        f"from {source.root}; optimizer and step are fresh"
+    )
+    return params
 
 
 @dataclasses.dataclass
@@ -208,22 +171,25 @@ class _Loop:
     loader: TrainLoader
     reporter: Reporter
     is_stopping: StopAgreement
-    log: MetricsLog
-    validation: MetricsLog
-    routing: RoutingLog
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     interval: Interval = dataclasses.field(default_factory=lambda: Interval(0.0))
     pending: tuple | None = None
     num_updates: int = 0
     skipped_in_a_row: int = 0
-    skipped: SkippedBatches = dataclasses.field(init=False)
     last_metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self):
-        self.skipped = SkippedBatches(self.run.skipped_batches)
-
     def train(self, state: TrainState) -> Outcome:
-        """Steps until the last one of the job, or until a signal."""
+        """Opens the logs, and steps until the last step of the job, or until a signal."""
+        # A run that is begun again evaluates step 0 again.
+        run, after = self.run, int(state.step) or -1
+        self.skipped = SkippedBatches(run.skipped_batches)
+        self.log = MetricsLog(run.metrics, run.tensorboard, after)
+        self.validation = MetricsLog(run.validation, run.tensorboard / "validation", after)
+        self.routing = RoutingLog(run.routing, after)
+        with contextlib.closing(self.log), contextlib.closing(self.validation):
+            return self._steps(state)
+
+    def _steps(self, state: TrainState) -> Outcome:
         step, job = int(state.step), self.job
         self.num_updates = step - int(state.skipped)
         self.reporter.begin(step, job.train_steps)
@@ -253,7 +219,7 @@ class _Loop:
                 self._save(step, state, evaluation)
                 saved = step
             self.checkpointer.check()
-            self._stop_if_hopeless(step, state, saved)
+            self._stop_if_diverged(step, state, saved)
         self._account()
         if saved != step and step > 0:
             self._save(step, state, None)
@@ -313,7 +279,7 @@ class _Loop:
         self.checkpointer.save(step, state, self.loader.state(), evaluation)
         self.watch.start()
 
-    def _stop_if_hopeless(self, step: int, state: TrainState, saved: int | None) -> None:
+    def _stop_if_diverged(self, step: int, state: TrainState, saved: int | None) -> None:
         if self.skipped_in_a_row < self.job.max_skipped_in_a_row:
             return
         if saved != step:
@@ -334,14 +300,10 @@ def evaluate_job(
     Args:
         sample: takes in where tokens of each task were routed; None keeps nothing of it.
     """
-    tasks = as_mixture(job.source).tasks
-
-    def batches(task) -> Iterator[dict]:
-        return map(program.place, _evaluation_batches(job, task, program.shard))
-
-    per_task = {
-        task.name: evaluate(program.eval_step, params, batches(task), sample) for task in tasks
-    }
+    tasks, per_task = as_mixture(job.source).tasks, {}
+    for task in tasks:
+        batches = map(program.place, _evaluation_batches(job, task, program.shard))
+        per_task[task.name] = evaluate(program.eval_step, params, batches, sample)
     if len(tasks) == 1:
         return per_task[tasks[0].name]
     tokens = sum(metrics["target_tokens"] for metrics in per_task.values())

@@ -11,9 +11,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from switchx.fields import check_choices, require_at_least
+from switchx.fields import check_choices, require_at_least, require_below_one
 from switchx.models.config import ModelConfig, SwitchConfig
-from switchx.moe.capacity import into_groups, layer_groups
+from switchx.models.params import forward
+from switchx.moe.capacity import into_groups, layer_groups, rows_of_groups
 from switchx.moe.stats import RoutingStats
 
 
@@ -40,10 +41,7 @@ class LossConfig:
     def __post_init__(self):
         check_choices(self)
         require_at_least(self, 0, "balance_weight", "router_z_weight", "z_loss")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"LossConfig.label_smoothing={self.label_smoothing}; use 0 <= mass < 1"
-            )
+        require_below_one(self, "label_smoothing")
 
 
 @jax.tree_util.register_dataclass
@@ -118,28 +116,52 @@ class LossDenominators:
     groups: dict[str, jax.Array]
 
 
+def into_microbatches(model: ModelConfig, batch: dict, num_microbatches: int) -> dict:
+    """`[B, ...]` -> `[B / M, M, ...]`: microbatch m of M is `[:, m]`.
+
+    Every M-th row is one microbatch, so that each device of a sharded batch keeps its rows.
+    Where a routing group is of several rows, these stay together (`rows_of_groups`): the
+    microbatches then route, drop and balance as the whole batch does.
+    """
+    batch_size = batch["decoder_segment_ids"].shape[0]
+    M, rows = num_microbatches, 1
+    if model.switch is not None:
+        names = [f"{stack}_segment_ids" for stack in _sparse_stacks(model)]
+        lengths = [batch[name].shape[1] for name in names]
+        rows = rows_of_groups(model.switch, batch_size, lengths, M) or 1
+
+    def split(x):
+        x = x.reshape(-1, M, rows, *x.shape[1:])
+        return jnp.swapaxes(x, 1, 2).reshape(batch_size // M, M, *x.shape[3:])
+
+    return jax.tree.map(split, batch)
+
+
+def _sparse_stacks(model: ModelConfig) -> list[str]:
+    return [stack for stack in ("encoder", "decoder") if model.num_sparse_layers_of(stack)]
+
+
 def loss_denominators(
     model: ModelConfig, batch: dict, num_microbatches: int = 1
 ) -> LossDenominators:
-    """The denominators of a batch whose every `num_microbatches`-th row is one microbatch."""
+    """The denominators of a batch that is cut by `into_microbatches`."""
     tokens, groups = {}, {}
-    for stack in ("encoder", "decoder"):
-        if model.num_sparse_layers_of(stack):
-            is_token_BL = batch[f"{stack}_segment_ids"] > 0
-            if model.switch.router.padding == "counted":
-                is_token_BL = jnp.ones_like(is_token_BL)
-            tokens[stack] = jnp.sum(is_token_BL, dtype=jnp.float32)
-            groups[stack] = _count_groups(model.switch, is_token_BL, num_microbatches)
+    split = into_microbatches(model, batch, num_microbatches)
+    for stack in _sparse_stacks(model):
+        is_token_BML = split[f"{stack}_segment_ids"] > 0
+        if model.switch.router.padding == "counted":
+            is_token_BML = jnp.ones_like(is_token_BML)
+        tokens[stack] = jnp.sum(is_token_BML, dtype=jnp.float32)
+        groups[stack] = _count_groups(model.switch, is_token_BML)
     return LossDenominators(jnp.sum(batch["decoder_loss_weights"]), tokens, groups)
 
 
-def _count_groups(switch: SwitchConfig, is_token_BL, num_microbatches: int):
+def _count_groups(switch: SwitchConfig, is_token_BML):
     """Routing groups that have real tokens, as layers form them of each microbatch."""
-    B, L = is_token_BL.shape
-    G, T = layer_groups(switch, B // num_microbatches, L)
-    is_token_MBL = jnp.swapaxes(is_token_BL.reshape(-1, num_microbatches, L), 0, 1)
-    is_token_MGT = jax.vmap(lambda is_token_BL: into_groups(is_token_BL, G, T))(is_token_MBL)
-    has_tokens_MG = jnp.any(is_token_MGT, axis=-1)
+    B, _, L = is_token_BML.shape
+    G, T = layer_groups(switch, B, L)
+    into = jax.vmap(lambda is_token_BL: into_groups(is_token_BL, G, T), in_axes=1)
+    has_tokens_MG = jnp.any(into(is_token_BML), axis=-1)
     if switch.router.balance_scope == "batch":
         has_tokens_MG = jnp.any(has_tokens_MG, axis=-1, keepdims=True)
     return jnp.sum(has_tokens_MG, dtype=jnp.float32)
@@ -179,3 +201,25 @@ def loss_terms(
         + loss.router_z_weight * stats.router_z / jnp.maximum(tokens, 1)
     )
     return value + auxiliary / (len(layers) if loss.layer_reduction == "mean" else 1)
+
+
+def batch_loss(
+    config: ModelConfig, loss: LossConfig, params, batch, *, denominators: LossDenominators, key
+):
+    """One microbatch's part of the training loss.
+
+    The gradient is that of the unsplit batch where microbatches keep its routing groups
+    (`into_microbatches`).
+
+    Args:
+        denominators: of the whole batch.
+
+    Returns:
+        The loss and (token sums, routing statistics).
+    """
+    logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
+    sums = cross_entropy(
+        logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
+    )
+    value = loss_terms(loss, config, denominators, sums, stats)
+    return value, (sums, None if stats is None else stats.summed)

@@ -6,6 +6,7 @@ TensorBoard gets the same scalars. `skipped_batches/` keeps the batches of steps
 taken.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -70,9 +71,7 @@ class Stopwatch:
             self._since = time.perf_counter()
 
     def stop(self) -> None:
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
+        self.seconds, self._since = self.read(), None
 
     def read(self) -> float:
         running = 0.0 if self._since is None else time.perf_counter() - self._since
@@ -84,8 +83,8 @@ class Interval:
 
     def __init__(self, seconds: float):
         self._start_s = seconds
-        self._steps = self._input_tokens = self._examples = 0
-        self._losses, self._grad_norms, self._skipped = [], [], 0
+        self._steps = self._input_tokens = self._examples = self._skipped = 0
+        self._losses, self._grad_norms = [], []
         self._sums = self._routing = None
 
     def add(self, metrics: StepMetrics, input_tokens: int, examples: int) -> None:
@@ -182,12 +181,9 @@ def _cut_after(path: pathlib.Path, last_step: int) -> None:
         return
     kept = []
     for line in path.read_bytes().splitlines():
-        try:
-            is_kept = json.loads(line)["step"] <= last_step
-        except (ValueError, KeyError):
-            is_kept = False  # the line a killed run was writing
-        if is_kept:
-            kept.append(line + b"\n")
+        with contextlib.suppress(ValueError, KeyError):  # the line a killed run was writing
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + b"\n")
     write_atomically(path, b"".join(kept))  # this run may be killed too
 
 

@@ -22,18 +22,13 @@ from switchx.models.stages import (
     stack_names,
 )
 from switchx.moe.stats import join_stacks
-from switchx.partitioning.pipeline import (
-    Lane,
-    Objective,
-    Op,
-    run_if,
-    run_pipeline,
-)
+from switchx.partitioning.pipeline import Lane, Objective, Op, run_if, run_pipeline
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.training.losses import (
     LossConfig,
     TokenSums,
     cross_entropy,
+    into_microbatches,
     loss_denominators,
     loss_terms,
 )
@@ -77,13 +72,9 @@ def pipelined_gradients(
     """
     M = schedule.num_microbatches
     keys = key[None] if M == 1 else jax.random.split(key, M)
-    # Every M-th row is one microbatch, as in `split_batch`, without a copy of them all.
-    rows = jax.tree.map(lambda x: x.reshape(x.shape[0] // M, M, *x.shape[1:]), batch)
-    inputs = {
-        "rows": rows,
-        "keys": keys,
-        "denominators": loss_denominators(config, batch, M),
-    }
+    rows = into_microbatches(config, batch, M)
+    denominators = loss_denominators(config, batch, M)
+    inputs = {"rows": rows, "keys": keys, "denominators": denominators}
     blocks, shared = split_blocks(config, params)
     example = jax.tree.map(lambda x: x[:, 0], rows)
     names = stack_names(config)
@@ -114,9 +105,6 @@ def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, 
         batch, key = _microbatch(inputs, op)
         return chunk(blocks, shared, batch, message, op, key=key)
 
-    def forward(blocks, shared, inputs, message, op: Op):
-        return run(blocks, shared, inputs, message, op)[0]
-
     def objective(blocks, shared, inputs, message, op: Op):
         message, stats = run(blocks, shared, inputs, message, op)
         terms = functools.partial(loss_terms, loss, config, inputs["denominators"], stack=name)
@@ -140,7 +128,7 @@ def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, 
         measured = None if stats is None else stats.summed
         return Objective(message, value, measured, (value, sums))
 
-    return Lane(forward, objective, message)
+    return Lane(lambda *arguments: run(*arguments)[0], objective, message)
 
 
 def _microbatch(inputs: dict, op: Op):

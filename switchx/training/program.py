@@ -1,47 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled programs of a job: its steps jitted over its mesh, and where arrays live."""
+"""A job as programs: its steps jitted over its mesh, and where its arrays live.
 
+`workload_of` describes the same step to the planner, by shapes alone.
+"""
+
+import dataclasses
 import functools
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx import tree
+from switchx.axes import dims_of
 from switchx.data.features import Batch
 from switchx.data.loader import Shard
+from switchx.models.config import require_our_blocks
+from switchx.moe.capacity import layer_groups, layer_shape
+from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import batch_axes, batch_parts
 from switchx.partitioning.pipeline import PIPE
-from switchx.partitioning.rules import Rules, param_sharding
+from switchx.partitioning.rules import param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
+from switchx.planner.layout import Layout, StateArray, Workload
 from switchx.training.evaluate import eval_step
 from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
 from switchx.training.pipelined import build_schedule
-from switchx.training.state import TrainState, init_state
-from switchx.training.step import train_step
-
-
-def state_shardings(rules: Rules, mesh: Mesh, state) -> TrainState:
-    """Shardings of a (shape struct of a) training state.
-
-    Parameters follow the rules by their names' dimension letters; so do the optimizer's
-    statistics whose names end in letters too. Everything else is whole everywhere.
-    """
-    whole = NamedSharding(mesh, PartitionSpec())
-    shapes = {path: leaf.shape for path, leaf in tree.named_leaves(state.params).items()}
-
-    def sharding(name, leaf):
-        kind, _, path = name.partition("/")
-        is_split = kind in ("params", "opt_state") and has_letters(path, leaf.shape, shapes)
-        return param_sharding(rules, mesh, name, leaf) if is_split else whole
-
-    return tree.map_named(sharding, state)
+from switchx.training.step import TrainState, init_state, train_step
 
 
 class TrainingProgram:
-    """A job's optimizer, its jitted train and eval steps, and the shardings around them."""
+    """A job's optimizer, its jitted train and eval steps, and the shardings around them.
+
+    Attributes:
+        abstract_state: the training state as shape structs with `shardings`, for a checkpoint
+            to be read into.
+    """
 
     def __init__(self, job: TrainingJob, devices=None):
         """Traces nothing yet; see `train_step` and `eval_step`.
@@ -71,8 +67,9 @@ class TrainingProgram:
                 lengths=tuple(length for length in job.sequence_lengths if length),
             )
         self.optimizer = job.optimizer.build(job.schedule)
-        self.abstract_state = jax.eval_shape(self._init)
-        self.shardings = state_shardings(job.mesh.rules, self.mesh, self.abstract_state)
+        self._init = functools.partial(init_state, job.model, self.optimizer, job.seed)
+        self.abstract_state = self._abstract_state()
+        self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
         compiler_options = job.compiler.of(self.mesh.devices.flat[0].platform)
@@ -138,18 +135,23 @@ class TrainingProgram:
         """A state at step 0, each device drawing its own part; or around given parameters."""
         return jax.jit(self._init, out_shardings=self.shardings)(params)
 
-    def _init(self, params=None) -> TrainState:
-        return init_state(self.job.model, self.optimizer, self.job.seed, params)
+    def _abstract_state(self) -> TrainState:
+        """Shape structs with shardings.
 
-    def restore_target(self):
-        """Shape structs with shardings, for a checkpoint to be read into."""
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            ),
-            self.abstract_state,
-            self.shardings,
-        )
+        Parameters follow the rules by their names' dimension letters; so do the optimizer's
+        statistics whose names end in letters too. Everything else is whole everywhere.
+        """
+        state = jax.eval_shape(self._init)
+        letters = _letters(state)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+
+        def with_sharding(name, leaf):
+            sharding = whole
+            if name in letters:
+                sharding = param_sharding(self.job.mesh.rules, self.mesh, name, leaf)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return tree.map_named(with_sharding, state)
 
     def place(self, batch: Batch) -> dict:
         """The rows of this process' `shard` as part of the global batch on the devices."""
@@ -159,3 +161,69 @@ class TrainingProgram:
             return jax.make_array_from_process_local_data(self.batch_sharding, rows, shape)
 
         return {name: as_global(rows) for name, rows in batch.items()}
+
+
+def workload_of(job: TrainingJob) -> Workload:
+    """What one step of `job` has to do, its mesh and dispatcher apart."""
+    require_our_blocks(job.model, "the planner")
+    encoder_length, decoder_length = job.sequence_lengths
+
+    def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:
+        sizes = dict(num_groups=num_groups, tokens_per_group=tokens_per_group)
+        return refusal(layout.dispatcher, layout, layout.rules, **sizes)
+
+    return Workload(
+        model=job.model,
+        encoder_length=encoder_length,
+        decoder_length=decoder_length,
+        batch_size=job.batch_size,
+        state=state_arrays(job),
+        routing=functools.partial(layer_shape, job.model.switch),
+        refusal=refused,
+    )
+
+
+def fitting_group_size(job: TrainingJob, parts: int) -> int | None:
+    """The largest `SwitchConfig.group_size` whose groups divide over `parts` devices.
+
+    None where there is none, or where the model has no groups of a size.
+    """
+    switch = job.model.switch
+    if switch is None or switch.expert_capacity is not None:
+        return None
+    lengths = [
+        length
+        for stack, length in zip(("encoder", "decoder"), job.sequence_lengths, strict=True)
+        if job.model.num_sparse_layers_of(stack)
+    ]
+    for size in range(switch.group_size, 0, -1):
+        smaller = dataclasses.replace(switch, group_size=size)
+        groups = (layer_groups(smaller, job.batch_size, length)[0] for length in lengths)
+        if all(number % parts == 0 for number in groups):
+            return size
+    return None
+
+
+def state_arrays(job: TrainingJob) -> tuple[StateArray, ...]:
+    """Every array of the parameters and the optimizer's state; scalars are not worth it."""
+    optimizer = job.optimizer.build(job.schedule)
+    state = jax.eval_shape(lambda: init_state(job.model, optimizer, job.seed))
+    letters, found = _letters(state), []
+    for name, leaf in tree.named_leaves(state).items():
+        kind, _, path = name.partition("/")
+        if kind in ("params", "opt_state") and leaf.shape:
+            kind = "params" if kind == "params" else "optimizer"
+            dims = letters.get(name, "")
+            found.append(StateArray(path, dims, leaf.shape, leaf.dtype.itemsize, kind))
+    return tuple(found)
+
+
+def _letters(state: TrainState) -> dict[str, str]:
+    """Dimension letters of the parameters and of the optimizer's statistics that have any."""
+    shapes = {path: leaf.shape for path, leaf in tree.named_leaves(state.params).items()}
+    letters = {}
+    for name, leaf in tree.named_leaves(state).items():
+        kind, _, path = name.partition("/")
+        if kind in ("params", "opt_state") and has_letters(path, leaf.shape, shapes):
+            letters[name] = dims_of(path.rpartition("/")[2], len(leaf.shape))
+    return letters

@@ -4,14 +4,16 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 from switchx.checkpoint.run_folder import RunFolder, read_config
 from switchx.data.data_dir import write_atomically
 from switchx.data.mixtures import as_mixture
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import describe, differences
+from switchx.moe.capacity import rows_of_groups
 from switchx.training.job import TrainingJob
 
 logger = logging.getLogger(__name__)
@@ -19,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 def flat_description(job: TrainingJob) -> dict[str, Any]:
     """A job's settings by dotted name, as `model.switch.num_experts`: numbers and texts."""
-    return dict(_flat(describe(job, "job")))
+    description = describe(job, "job")
+    leaves = jax.tree.leaves_with_path(description, is_leaf=lambda leaf: leaf is None)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
+    }
 
 
 def write_run_config(run: RunFolder, job: TrainingJob) -> None:
@@ -51,7 +57,28 @@ def check_same_run(run: RunFolder, job: TrainingJob) -> TrainingJob:
             "made with. What changes no mathematics may be other: how long, how often, the "
             "mesh, the dispatcher, microbatches, remat, scan_layers, data_dir"
         )
+    _warn_of_other_groups(saved["step"].get("num_microbatches", 1), job)
     return with_vocabulary_of(run, job)
+
+
+def _warn_of_other_groups(num_before: int, job: TrainingJob) -> None:
+    """Microbatches change nothing but where a routing group is larger than one of them."""
+    switch, num_now = job.model.switch, job.step.num_microbatches
+    if switch is None or num_before == num_now:
+        return
+    lengths = dict(zip(("encoder", "decoder"), job.sequence_lengths, strict=True))
+    used = [n for stack, n in lengths.items() if job.model.num_sparse_layers_of(stack)]
+    kept = [rows_of_groups(switch, job.batch_size, used, n) for n in (num_before, num_now)]
+    if None in kept:
+        logger.warning(
+            "SwitchConfig.group_size=%d with %d microbatches of %d rows, %d before: routing "
+            "groups are smaller or other ones than before, and so are capacity, dropped tokens "
+            "and the balance loss",
+            switch.group_size,
+            num_now,
+            job.batch_size // num_now,
+            num_before,
+        )
 
 
 def check_same_model(run: RunFolder, job: TrainingJob) -> TrainingJob:
@@ -100,15 +127,3 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
     is_task = mixture is not job.source
     source = tasks[0] if is_task else dataclasses.replace(mixture, tasks=tasks)
     return dataclasses.replace(job, source=source)
-
-
-def _flat(value, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    else:
-        yield prefix, value
-        return
-    for key, item in items:
-        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))

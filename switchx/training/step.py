@@ -1,36 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step, pure: gradients over microbatches, clipping, update or skip.
 
-Dims: B batch, L length, V vocabulary
+Dims: B batch, L length, V vocabulary, N Switch layers, E experts
 """
 
 import dataclasses
 import functools
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from switchx.fields import at_resume
+from switchx import tree
+from switchx.fields import at_resume, require_above_zero, require_at_least
 from switchx.models.config import ModelConfig
-from switchx.models.params import forward
+from switchx.models.params import init_params
 from switchx.moe.stats import RoutingStats
-from switchx.optim.norms import clip_scale, global_norm, sliced_global_norm
-from switchx.optim.protocol import apply_updates
+from switchx.optim.protocol import apply_updates, clip_scale, global_norm, sliced_global_norm
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.schedule import Schedule
 from switchx.training.fused_loss import fused_batch_loss
 from switchx.training.losses import (
     LossConfig,
-    LossDenominators,
     TokenSums,
-    cross_entropy,
+    batch_loss,
+    into_microbatches,
     loss_denominators,
-    loss_terms,
 )
 from switchx.training.pipelined import pipelined_gradients
-from switchx.training.router_bias import with_balanced_biases
-from switchx.training.state import TrainState
 
 # Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
 LOSS_SCALE_PATIENCE = 2000
@@ -55,10 +54,59 @@ class StepConfig:
     def __post_init__(self):
         if self.bucket_bytes is not None:
             require_bucket_bytes(self.bucket_bytes)
-        if self.num_microbatches < 1:
-            raise ValueError(f"num_microbatches={self.num_microbatches}; use at least 1")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"clip_norm={self.clip_norm}; use a norm above 0, or None")
+        require_at_least(self, 1, "num_microbatches")
+        require_above_zero(self, "clip_norm")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """One value of everything that training changes.
+
+    Attributes:
+        step: steps taken, skipped ones among them.
+        params: nested dictionary of parameters.
+        opt_state: the optimizer's state.
+        key_data: the run's random key; each step folds its number in.
+        skipped: steps left out so far for a non-finite loss or gradient.
+        skipped_in_a_row: those since the last good step; float16's do not count while a
+            smaller loss scale may mend them.
+        loss_scale: what the loss is multiplied by before the backward pass, so that
+            float16 gradients do not underflow; 1 in other dtypes.
+        good_steps: good steps since the loss scale last changed.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    key_data: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    loss_scale: jax.Array
+    good_steps: jax.Array
+
+    @property
+    def key(self):
+        """The random key of this step alone."""
+        return jax.random.fold_in(jax.random.wrap_key_data(self.key_data), self.step)
+
+
+def init_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, seed: int, params=None
+) -> TrainState:
+    """A state at step 0; `params` of an earlier run, or drawn from `seed`."""
+    init_key, run_key = jax.random.split(jax.random.key(seed))
+    params = init_params(config, init_key) if params is None else params
+    is_half = config.precision.compute == "float16"
+    # A new zero each time: donated buffers must not be shared.
+    counters = ("step", "skipped", "skipped_in_a_row", "good_steps")
+    return TrainState(
+        params=params,
+        opt_state=optimizer.init(params),
+        key_data=jax.random.key_data(run_key),
+        loss_scale=jnp.full((), 2.0**15 if is_half else 1.0, jnp.float32),
+        **{name: jnp.zeros((), jnp.int32) for name in counters},
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -72,47 +120,6 @@ class StepMetrics:
     grad_norm: jax.Array
     is_skipped: jax.Array
     skipped_in_a_row: jax.Array
-    loss_scale: jax.Array
-
-
-def batch_loss(
-    config: ModelConfig,
-    loss: LossConfig,
-    params,
-    batch,
-    *,
-    denominators: LossDenominators,
-    key,
-):
-    """One microbatch's part of the training loss.
-
-    The gradient is that of the unsplit batch where groups of tokens lie within microbatches.
-
-    Args:
-        denominators: of the whole batch.
-
-    Returns:
-        The loss and (token sums, routing statistics).
-    """
-    logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
-    sums = cross_entropy(
-        logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
-    )
-    value = loss_terms(loss, config, denominators, sums, stats)
-    return value, (sums, None if stats is None else stats.summed)
-
-
-def split_batch(batch: dict, num_microbatches: int) -> dict:
-    """`[B, ...]` -> `[num_microbatches, B / num_microbatches, ...]`, every n-th row together.
-
-    Strided, so that each device of a sharded batch keeps its rows.
-    """
-
-    def split(x):
-        rows = x.reshape(x.shape[0] // num_microbatches, num_microbatches, *x.shape[1:])
-        return jnp.swapaxes(rows, 0, 1)
-
-    return jax.tree.map(split, batch)
 
 
 def gradients(
@@ -140,14 +147,12 @@ def gradients(
         value, aux = loss_of(config, loss, params, batch, denominators=denominators, key=key)
         return value * loss_scale, (value, *aux)
 
-    def microbatch_gradients(batch, key):
-        grads, (value, sums, stats) = jax.grad(scaled_loss, has_aux=True)(params, batch, key)
-        return grads, (value, sums, stats)
-
+    microbatch_gradients = functools.partial(jax.grad(scaled_loss, has_aux=True), params)
     if step.num_microbatches == 1:
         grads, (value, sums, stats) = microbatch_gradients(batch, key)
     else:
-        batches = split_batch(batch, step.num_microbatches)
+        rows = into_microbatches(config, batch, step.num_microbatches)
+        batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
         keys = jax.random.split(key, step.num_microbatches)
         first = jax.tree.map(lambda x: x[0], (batches, keys))
         zeros = jax.tree.map(
@@ -199,7 +204,7 @@ def train_step(
             grads, opt_state, params, gradient_scale=unscale * clip
         )
         updated = apply_updates(params, updates)
-        if stats is not None:
+        if stats is not None and config.switch.router.has_bias:
             updated = with_balanced_biases(config, params, updated, stats.load_E)
         return updated, opt_state
 
@@ -224,9 +229,7 @@ def train_step(
         loss_scale=loss_scale,
         good_steps=good_steps,
     )
-    metrics = StepMetrics(
-        sums, value, stats, grad_norm, is_skipped, skipped_in_a_row, state.loss_scale
-    )
+    metrics = StepMetrics(sums, value, stats, grad_norm, is_skipped, skipped_in_a_row)
     return next_state, metrics
 
 
@@ -237,3 +240,56 @@ def _next_loss_scale(state: TrainState, is_finite):
     grown = jnp.where(is_patient, state.loss_scale * 2, state.loss_scale)
     loss_scale = jnp.where(is_finite, grown, jnp.maximum(state.loss_scale / 2, 1.0))
     return loss_scale, jnp.where(is_patient, 0, good_steps)
+
+
+# Loss-free balancing (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3,
+# arXiv:2412.19437, section 2.1.2). The bias enters the choice of experts and no gate, so it
+# adds nothing to the gradient. It is a parameter, so that it is kept, sharded and restored as
+# all parameters are, but the optimizer's update of it is thrown away.
+
+
+def balanced_bias(bias_E, load_E, rate: float):
+    """`bias + rate * sign(mean(load) - load)`, the load being that of one batch, per layer."""
+    gap_E = jnp.mean(load_E, axis=-1, keepdims=True) - load_E
+    return bias_E + rate * jnp.sign(gap_E).astype(bias_E.dtype)
+
+
+def with_balanced_biases(config: ModelConfig, params, updated, load_NE):
+    """`updated`, with every router's bias moved from where it was in `params`.
+
+    Args:
+        params, updated: parameters before and after the optimizer's update.
+        load_NE: choices of each expert in the whole batch, for all Switch layers in the order
+            of the routing statistics: the encoder's first.
+    """
+    rate, rows = config.switch.router.bias_update_rate, rows_of_biases(params)
+
+    def balance(name, old, new):
+        if name not in rows:
+            return new
+        load_E = load_NE[jnp.asarray(rows[name])].reshape(old.shape)
+        return balanced_bias(old, load_E, rate)
+
+    return tree.map_named(balance, params, updated)
+
+
+def rows_of_biases(params) -> dict[str, list[int]]:
+    """Which rows of the routing statistics belong to each bias, by its path.
+
+    A stack is unrolled or a scan over repeats of a run of blocks: then the bias is stacked,
+    and the run's other layers stand between its rows.
+    """
+
+    def place(name: str) -> tuple[int, bool]:  # of the block; its FFN follows the attention
+        return int(re.search(r"/layer_(\d+)/", name)[1]), "/ffn/" in name
+
+    leaves = tree.named_leaves(params)
+    biases = {name: leaf for name, leaf in leaves.items() if "router_bias_E" in name}
+    rows, start = {}, 0
+    for stack in ("encoder", "decoder"):
+        names = sorted((name for name in biases if name.startswith(f"{stack}/")), key=place)
+        repeats = {1 if biases[name].ndim == 1 else biases[name].shape[0] for name in names}
+        for i, name in enumerate(names):
+            rows[name] = [start + n * len(names) + i for n in range(*repeats)]
+        start += len(names) * max(repeats, default=0)
+    return rows

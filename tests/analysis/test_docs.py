@@ -7,7 +7,7 @@ import shlex
 import jax
 
 from switchx.cli.main import main
-from switchx.training.routing_sample import SAMPLE_TOKENS
+from switchx.training.evaluate import SAMPLE_TOKENS
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs/routing_statistics.md").read_text(encoding="utf-8")

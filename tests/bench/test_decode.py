@@ -24,6 +24,7 @@ def small(monkeypatch):
     for name, value in (("BATCH", 2), ("INPUTS", 4), ("NEW_TOKENS", 4), ("PRUNED_BATCH", 2)):
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(bench, "NUM_EXPERTS", (64,))
+    monkeypatch.setattr(bench, "PRUNINGS", ("none", "compact"))
     monkeypatch.setattr(bench, "switch_model", lambda num_experts: SMALL)
     monkeypatch.setattr(bench, "CASES", (((2, 1), "greedy_b16_vs_torch", 2.5),))
     monkeypatch.setattr(serving, "is_available", lambda: False)  # it has its own test
@@ -36,7 +37,7 @@ def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
     assert printed["command"] == "bench decode"
     names = [row["decoding"] for row in printed["results"]]
     assert names[0] == "ours, 64 experts, batch 2, 1 beams"
-    assert sum(name.startswith("pruning") for name in names) == 3
+    assert sum(name.startswith("pruning") for name in names) == 2
     checks = {check["name"]: check for check in printed["checks"]}
     assert checks["pruning_tokens_identical"]["holds"]
     assert checks["int4_bytes_vs_f32"]["holds"]

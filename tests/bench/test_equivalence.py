@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from switchx.bench import equivalence
-from switchx.bench.equivalence import (
-    ROUTERS,
-    all_cells,
-    largest_errors,
-    run_cell,
-)
+from switchx.bench.equivalence import ROUTERS, all_cells, largest_errors, run_cell
 from switchx.models.config import RouterConfig
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.rules import Rules
@@ -71,7 +66,7 @@ def test_a_sample_of_cells_equals_one_device():
     router = "top 1, biased"
     want = equivalence.run_on_one_device(router)
     cells = [each for each in equivalence.sample_of(all_cells()[0]) if each.router == router]
-    for cell in cells[1::2]:
+    for cell in cells[1::3]:
         errors = largest_errors(run_cell(cell), want)
         assert max(errors.values()) < equivalence.TOLERANCE, (cell, errors)
 

@@ -24,13 +24,14 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "LENGTH", 16)
     monkeypatch.setattr(bench, "NUM_EXPERTS", (8, 32))
     monkeypatch.setattr(bench, "DECODING_EXPERTS", 8)
+    monkeypatch.setattr(bench, "DISPATCHERS", ("gather", "einsum"))
 
 
 def test_report_has_every_layer(small):
     report = bench.run(rounds=1)
     layers = [row["layer"] for row in report.results]
-    assert layers[:4] == ["dense", "gather 8", "dropless 8", "einsum 8"]
-    assert len(layers) == 1 + 2 * 3 + 2 * bench.has_flaxformer() + 2
+    assert layers[:4] == ["dense", "gather 8", "einsum 8", "gather 32"]
+    assert len(layers) == 1 + 2 * 2 + 2 * bench.has_flaxformer() + 2
 
 
 def test_experts_do_the_dense_layers_work():

@@ -6,6 +6,7 @@ import pytest
 
 from switchx.bench import torch_peer
 from switchx.bench.torch_peer import PROGRAM, TorchPeer
+from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, SwitchConfig
 
 CONFIG = ModelConfig(
@@ -31,7 +32,7 @@ def test_a_peer_that_ends_is_an_error(tmp_path):
 
 @pytest.mark.hf
 def test_it_takes_a_training_step_for_each_line():
-    config = torch_peer.config_of(CONFIG) | {"expert_capacity": 4}
+    config = describe(CONFIG)[0] | {"expert_capacity": 4}
     settings = {"task": "train", "config": config, "batch": 2, "inputs": 8, "targets": 4}
     with TorchPeer(PROGRAM, settings) as peer:
         peer.ask("step")
@@ -41,7 +42,7 @@ def test_it_takes_a_training_step_for_each_line():
 @pytest.mark.hf
 def test_it_saves_its_weights_and_the_tokens_that_it_generates(tmp_path):
     settings = {
-        "task": "generate", "folder": str(tmp_path), "config": torch_peer.config_of(CONFIG),
+        "task": "generate", "folder": str(tmp_path), "config": describe(CONFIG)[0],
         "inputs": [[3, 4], [5, 6]], "new_tokens": 3,
     }  # fmt: skip
     with TorchPeer(PROGRAM, settings) as peer:

@@ -13,9 +13,8 @@ import pytest
 from jax.experimental import multihost_utils
 
 import switchx
-from switchx.checkpoint.converted import write_converted
 from switchx.checkpoint.restore import restore_params
-from switchx.checkpoint.run_folder import RunFolder, require_shared
+from switchx.checkpoint.run_folder import RunFolder, require_shared, write_converted
 from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
 from switchx.tree import named_leaves
 from tests.data.refusals import refused

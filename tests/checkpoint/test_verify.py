@@ -16,7 +16,7 @@ from switchx.checkpoint.items import Manifest, read_manifest, write_manifest
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.training.resume import write_run_config
-from switchx.training.state import init_state
+from switchx.training.step import init_state
 from switchx.tree import named_leaves
 from tests.training.jobs import DENSE, make_job, make_params
 from tests.training.train_states import damage, filled_state, raw

@@ -71,7 +71,7 @@ def test_verify_names_every_fault_and_fails(folder, capsys):
 
 def test_what_is_not_understood(tmp_path, capsys):
     assert main(["checkpoint"]) == 2
-    assert "give an action: inspect or verify" in capsys.readouterr().err
+    assert "give: inspect|verify" in capsys.readouterr().err
     for action in ("inspect", "verify"):
         assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
         assert "has no checkpoints: nothing is there" in capsys.readouterr().err

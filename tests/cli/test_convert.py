@@ -59,6 +59,7 @@ def test_from_huggingface_and_back(in_a_folder, capsys):
         ).read_bytes()
 
 
+@pytest.mark.slow  # by default tests/interop/test_docs.py fine-tunes a converted model
 def test_fine_tuning_starts_from_a_converted_model(in_a_folder, one_device, capsys, spiece):
     switch = dataclasses.replace(SWITCH.switch, encoder_layers=(1,), decoder_layers=(1,))
     config = dataclasses.replace(

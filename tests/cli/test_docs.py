@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands of docs/command_line.md run, in their order, in one folder."""
 
+import itertools
 import re
 import shlex
+import shutil
 
 import pytest
 
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser, main
+from tests.compilation import T5
 from tests.processes import ROOT
-from tests.test_readme import T5, dry_run
+from tests.test_readme import dry_run
 
 PAGE = (ROOT / "docs/command_line.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -27,8 +30,12 @@ def my_text(in_a_folder):
     (in_a_folder / "pairs.tsv").write_text("import <extra_id_0>\t<extra_id_0> jax\n")
 
 
-def test_commands_run(my_text, one_device, capsys):
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_commands_run(trains, my_text, tiny_run, one_device, capsys):
+    """By default with what `tests/test_readme.py` trains; training commands are understood."""
     assert COMMANDS
+    if not trains:
+        shutil.copytree(tiny_run, "runs/tiny")
     steps = 0
     for command in COMMANDS:
         words = shlex.split(command)
@@ -36,9 +43,38 @@ def test_commands_run(my_text, one_device, capsys):
         if name == "train":
             steps += 1
             options += [*T5, f"--gin.TRAIN_STEPS={steps}"]
+            if not trains:
+                assert parse_job(_parse(_parser(), [name, *options])).train_steps == steps
+                continue
         options = [each.replace("--size=2000", "--size=400") for each in options]
         assert main([name, *options]) == 0, f"{command}\n{capsys.readouterr().err}"
         assert capsys.readouterr().out
+
+
+def switchx_lines() -> list[tuple[str, str]]:
+    """Every line of a ```bash block of all pages that begins with switchx."""
+    found = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [(page.name, line) for line in lines if "switchx " in line]
+    return found
+
+
+def test_commands_of_all_pages_are_understood():
+    """Options and gin files exist; the pages' own tests run what can be run."""
+    num_commands = 0
+    for page, line in switchx_lines():
+        words = shlex.split(line, comments=True)
+        if "switchx" not in words or "$hosts" in words:
+            continue
+        words = words[words.index("switchx") + 1 :]
+        words = list(itertools.takewhile(lambda word: word not in ("|", ">", "&"), words))
+        assert _parse(_parser(), words).run, page
+        for file in re.findall(r"configs/[\w/]+\.gin", line):
+            assert (ROOT / file).exists(), f"{file} in {page}"
+        num_commands += 1
+    assert num_commands > 50
 
 
 def test_malloc_is_tuned_as_make_train_does():

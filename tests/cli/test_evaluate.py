@@ -12,9 +12,9 @@ import sacrebleu
 import switchx
 from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli import evaluate
 from switchx.cli.config import building
 from switchx.cli.main import main
-from switchx.cli.text import metrics
 from switchx.data.text_metrics import METRICS
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
@@ -80,10 +80,10 @@ def test_table_of_likelihood_for_a_person(finished_run, capsys):
 
 
 def test_table_of_several_tasks(capsys):
-    from switchx.cli.evaluate import _print
+    from switchx.cli.evaluate import print_tables
 
     tasks = {"a": {"neg_log_perplexity": -1.0, "accuracy": 0.5, "routing": {}}}
-    _print(None, {"step": 1234, "neg_log_perplexity": -1.0, "tasks": tasks})
+    print_tables(None, {"step": 1234, "neg_log_perplexity": -1.0, "tasks": tasks})
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["step", "1,234"],
         ["neg_log_perplexity", "-1.0000"],
@@ -219,7 +219,7 @@ def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, ca
 
 
 def test_metrics_may_be_named_or_left_out(run, capsys):
-    options = [f"--model_dir={run}", *BRIEF, "--max_examples=5"]
+    options = [f"--model_dir={run}", *BRIEF, "--max_examples=5", "--beam_size=2"]
     got = evaluated(capsys, *options, "--metrics=accuracy,rouge,squad")
     names = [each["name"] for each in got["texts"]["mean"]]
     assert names == ["accuracy", "rouge1", "rouge2", "rougeLsum", "exact_match", "f1"]
@@ -232,7 +232,7 @@ def test_table_of_metrics_for_a_person():
     result = {"name": "bleu", "score": 31.234, "signature": "nrefs:1", "interval": (30.0, 32.5)}
     task = {"examples": 9, "inputs_cut": 2, "outputs_unfinished": 1000, "metrics": [result]}
     texts = {"tasks": {"a": task, "b": task}, "mean": [result | {"interval": None}]}
-    assert metrics.table_rows(texts) == [
+    assert evaluate.rows_of_texts(texts) == [
         ("a: bleu", "31.23", "30.00 to 32.50"),
         ("b: bleu", "31.23", "30.00 to 32.50"),
         ("mean: bleu", "31.23", ""),
@@ -241,12 +241,12 @@ def test_table_of_metrics_for_a_person():
         ("b: inputs cut to a row of training", "2", ""),
         ("b: outputs cut off", "1,000", ""),
     ]
-    assert metrics.signatures(texts) == ["bleu  nrefs:1"]
+    assert evaluate.signatures(texts) == ["bleu  nrefs:1"]
 
 
 def test_names_of_metrics_are_all_of_them():
-    assert metrics._names(",".join(METRICS)) == list(METRICS)
-    assert metrics._names("none") == []
+    assert evaluate._metric_names(",".join(METRICS)) == list(METRICS)
+    assert evaluate._metric_names("none") == []
 
 
 @pytest.mark.parametrize(
@@ -270,13 +270,13 @@ def test_wrong_options(run, capsys, option, said):
 
 
 def test_metrics_need_texts_for_targets():
-    assert metrics.metrics_of(TASK, None) == {}
-    assert metrics.metrics_of(TASK, []) == {}
+    assert evaluate.metrics_of(TASK, None) == {}
+    assert evaluate.metrics_of(TASK, []) == {}
     with refused(
         "--metrics=bleu compares generated texts with targets, and no task (letters) is of "
         "InputsToTargets; leave it out, or give the gin file of such a task"
     ):
-        metrics.metrics_of(TASK, ["bleu"])
+        evaluate.metrics_of(TASK, ["bleu"])
 
 
 def test_commands_of_the_page_run(run, capsys, tmp_path, monkeypatch):

@@ -72,6 +72,7 @@ def test_lines_are_those_of_the_api(folder, model, lines, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", stdin)
     assert main(words(folder)) == 0
     captured = capsys.readouterr()
+    assert "experts have a capacity" not in captured.err
     plain = [each.output.replace("\n", " ").replace("\r", " ") for each in want]
     assert captured.out.split("\n")[:-1] == plain
     assert "reading standard input until its end" in captured.err
@@ -129,11 +130,8 @@ def test_other_settings_do_not_go_on(folder, lines, tmp_path, capsys):
 
 
 def test_a_capacity_is_told(folder, lines, capsys):
-    note = "experts have a capacity: "
-    assert main(words(folder, f"--input={lines}")) == 0
-    assert note not in capsys.readouterr().err
     assert main(words(folder, f"--input={lines}", "--capacity=trained")) == 0
-    assert note in capsys.readouterr().err
+    assert "experts have a capacity: " in capsys.readouterr().err
 
 
 def test_wrong_lines_are_named_before_anything_runs(folder, tmp_path, capsys):

@@ -128,7 +128,7 @@ def test_what_nothing_reads_is_refused():
     said = refusal("WARMUP=4", files=my_gin("WARMUP = 3\n"))
     assert "--gin.WARMUP has no effect" in said and "did you mean WARMUP_STEPS?" in said
     files = (str(SMALL), "optimizers/adamw.gin")
-    said = refusal("Adafactor.decay_rate=0.7", files=files)
+    said = refusal("Adafactor.decay_rate=0.7", "WARMUP_STEPS=1", files=files)
     assert "--gin.Adafactor.decay_rate has no effect: this configuration builds no Ad" in said
     said = refusal(files=my_gin("TRAIN_STEP = 3\n"))
     assert "sets TRAIN_STEP, which nothing reads (did you mean TRAIN_STEPS?)" in said
@@ -145,6 +145,7 @@ def test_shipped_run_sets_nothing_that_is_taken_for_misspelt(name, monkeypatch):
     for part in ("tasks/text_span_corruption.gin", "optimizers/adamw.gin"):
         required = required_macros(name) | required_macros(part)
         bindings = [f"{macro}={values[macro]}" for macro in values if macro in required]
+        bindings += ["WARMUP_STEPS=1"] * (part == "optimizers/adamw.gin")
         building.parse_files([name, part], bindings)
         building.build("JOB", TrainingJob)
         building.require_effect("JOB", [])
@@ -231,6 +232,25 @@ OWN_GIN = (
     "from my_tasks import schedules\n"
     "SCHEDULE = @schedules.Staircase()\n"
 )
+
+
+@pytest.mark.parametrize("maker", ["optax.lion", "my_makers.lion"])
+def test_a_function_that_is_bound_is_refused(tmp_path, monkeypatch, maker):
+    """A run folder has its name alone, so another value would go unnoticed on resume."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pathlib.Path("my_makers.py").write_text("from optax import adam\ndef lion(learning_rate, "
+        "b1=0.9):\n    return adam(learning_rate, b1)\n")  # fmt: skip
+    text = (
+        f"from __gin__ import dynamic_registration\nimport {maker.split('.')[0]}\n"
+        "from switchx.optim import protocol\nfrom switchx.training import job\n"
+        "job.TrainingJob.optimizer = @protocol.Optax()\n"
+        f"protocol.Optax.make = @{maker}\n"
+    )
+    assert job_of(files=my_gin(text)).optimizer.make.__name__ == "lion"
+    building.gin.clear_config()
+    said = refusal(files=my_gin(text + f"{maker}.b1 = 0.8\n"))
+    assert f"{maker} is bound (b1)" in said
+    sys.modules.pop("my_makers", None)
 
 
 @pytest.fixture

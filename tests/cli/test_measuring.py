@@ -185,7 +185,7 @@ TINY = [
 def simulated(monkeypatch):
     """This process compiles, for the devices that it simulates."""
     monkeypatch.setenv(aot.CHILD_VARIABLE, "1")
-    monkeypatch.setattr(compiled, "describe_devices", lambda topology: jax.devices())
+    monkeypatch.setattr(aot, "describe_devices", lambda topology: jax.devices())
 
 
 def test_compiled_step_is_reported(simulated, in_a_folder, capsys):

@@ -10,7 +10,7 @@ import pytest
 
 from switchx.cli.config import building
 from switchx.cli.main import main
-from switchx.cli.plan_table import print_search, row
+from switchx.cli.plan import print_search, row
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
@@ -63,7 +63,8 @@ def test_json_is_the_last_line(capsys):
     assert rows[0]["collective_bytes"]["all-reduce"] > 0
 
 
-def test_the_written_mesh_is_the_first_plans(folder, capsys):
+def test_the_written_mesh_is_the_first_plans_whatever_a_run_had(folder, capsys):
+    """gin keeps what earlier files bound; the plan was predicted with its own rules."""
     assert plan("--hardware=v5e", "--devices=8", "--output=mesh.gin", "--json") == 0
     first = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
     building.parse_files(["runs/pretrain_tiny.gin", str(folder / "mesh.gin")], [])
@@ -73,11 +74,6 @@ def test_the_written_mesh_is_the_first_plans(folder, capsys):
         assert getattr(job.mesh, axis) == first[axis]
     assert job.model.switch.dispatcher == first["dispatcher"]
     assert job.step.num_microbatches == first["microbatches"]
-
-
-def test_a_runs_own_rules_and_schedule_are_not_inherited(folder, capsys):
-    """gin keeps what earlier files bound; the plan was predicted with its own."""
-    assert plan("--hardware=v5e", "--devices=8", "--output=mesh.gin", "--json") == 0
     tiny, switch_c = "runs/pretrain_tiny.gin", "runs/pretrain_switch_c.gin"
     interleaved = ['SCHEDULE_KIND="interleaved"', "NUM_CHUNKS=2", "PIPE_PARTS=4"]
     for earlier, bindings in (

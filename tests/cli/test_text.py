@@ -12,7 +12,7 @@ from rich.console import Console
 
 from switchx.cli.progress import TerminalReporter
 from switchx.cli.text import lines
-from switchx.cli.text.lines import BATCHES_PER_SHARD, read_lines, refuse_lines, run_in_shards
+from switchx.cli.text.lines import BATCHES_PER_SHARD, read_lines, run_in_shards
 from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE
@@ -60,11 +60,10 @@ def test_no_lines_and_no_file(tmp_path):
 
 
 def test_many_wrong_lines_are_counted():
-    refuse_lines("-", [])
     with refused(
         "standard input: line 1 is empty; <any>line 10 is empty; and 3 more lines.<any>"
     ):
-        refuse_lines("-", [(number, "is empty") for number in range(1, 14)])
+        lines.check("-", [""] * 13, lambda line: lines.encoded(options(), encode, line))
 
 
 def options(**changes):
@@ -102,7 +101,7 @@ def test_all_wrong_lines_are_named():
     def read_line(line):
         return lines.encoded(options(), encode, line)
 
-    lines.check("-", ["a", "b"], read_line)
+    assert lines.check("-", ["a", "b"], read_line) == [[97], [98]]
     with refused("standard input: line 2 is empty; line 3 has 9 tokens, more than <any>"):
         lines.check("-", ["a", "", "abcdefghi"], read_line)
 

@@ -25,6 +25,8 @@ from switchx.data.objectives import (
 from tests.data.fakes import NumberVocabulary
 
 VOCABULARY = NumberVocabulary()
+# T5's density and mean length.
+NOISE = (0.15, 3.0)
 T5_LENGTHS = EncoderDecoderFeatures(512, 114)
 
 
@@ -57,7 +59,7 @@ def test_span_corruption_errors():
         SpanCorruption().chunk_length(EncoderDecoderFeatures(512, 113))
     with pytest.raises(ValueError, match="noise_density=1.0; use one between 0 and 1"):
         SpanCorruption(noise_density=1.0)
-    with pytest.raises(ValueError, match="mean_span_length=0.5; use at least 1 token"):
+    with pytest.raises(ValueError, match="mean_span_length=0.5; use at least 1"):
         SpanCorruption(mean_span_length=0.5)
 
 
@@ -129,8 +131,8 @@ def test_counts_of_the_paper():
 
 def test_joint_length():
     # 13 tokens: 2 of noise in 1 span, 11 + 1 + 1 and 2 + 1 + 1 make 17. 14: also 2, 18.
-    assert fit_joint_length(17).raw_length == 13
-    assert fit_joint_length(18).raw_length == 14
+    assert fit_joint_length(17, *NOISE).raw_length == 13
+    assert fit_joint_length(18, *NOISE).raw_length == 14
 
 
 def test_marks_as_t5_does():
@@ -182,8 +184,8 @@ def test_masks_are_equally_likely():
 
 def test_same_generator_same_result():
     counts, tokens = (
-        fit_inputs_length(64),
-        np.arange(100, 100 + fit_inputs_length(64).raw_length),
+        fit_inputs_length(64, *NOISE),
+        np.arange(100, 100 + fit_inputs_length(64, *NOISE).raw_length),
     )
     first, again, other = (
         corrupt_spans(tokens, counts, VOCABULARY, np.random.default_rng(seed))
@@ -236,22 +238,25 @@ def test_lengths_as_random_spans_helper(inputs_length):
             break
         raw_length += 1
     num_noise = round(raw_length * 0.15)
-    counts = fit_inputs_length(inputs_length)
+    counts = fit_inputs_length(inputs_length, *NOISE)
     assert counts.raw_length == raw_length
     assert counts.targets_length == num_noise + round(num_noise / 3) + 1
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="span corruption of 1 tokens; it needs at least 2"):
+    with pytest.raises(ValueError, match="span corruption of 1 tokens; use at least 2"):
         count_spans(1, 0.15, 3.0)
     with pytest.raises(ValueError, match="noise_density=0.9 leaves too few tokens between"):
         count_spans(10, 0.9, 1.0)
     with pytest.raises(ValueError, match="inputs_length=2 is too short for any text"):
-        fit_inputs_length(2)
+        fit_inputs_length(2, *NOISE)
     with pytest.raises(ValueError, match="length=5 is too short for any text"):
-        fit_joint_length(5)
+        fit_joint_length(5, *NOISE)
     few = NumberVocabulary(num_sentinels=27)
     with pytest.raises(ValueError, match="28 spans in 568 tokens, .* has 27 sentinels"):
         corrupt_spans(
-            np.zeros(568, np.int32), fit_inputs_length(512), few, np.random.default_rng(0)
+            np.zeros(568, np.int32),
+            fit_inputs_length(512, *NOISE),
+            few,
+            np.random.default_rng(0),
         )

@@ -12,9 +12,10 @@ from typing import ClassVar
 import numpy as np
 
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli.main import main
 from switchx.data.features import Example
 from switchx.data.objectives import CausalLM, RecordObjective
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary, Vocabulary
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import describe
@@ -23,10 +24,10 @@ from switchx.interop import huggingface, t5x
 from switchx.models.config import ModelConfig, model_from_description
 from switchx.training.fused_loss import check_fused
 from switchx.training.pipelined import build_schedule
+from switchx.training.program import workload_of
 from switchx.training.resume import write_run_config
-from switchx.training.workload import workload_of
 from tests.data.refusals import refused
-from tests.processes import ROOT, run_in_turn
+from tests.processes import ROOT
 from tests.training.jobs import SPARSE, TASK, make_job
 
 PAGE = (ROOT / "docs/own_code.md").read_text(encoding="utf-8")
@@ -39,7 +40,8 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_page_runs_as_printed(tmp_path, session_cache, monkeypatch, capsys):
+def test_the_page_runs_as_printed(in_a_folder, one_device, monkeypatch, capsys):
+    tmp_path = in_a_folder
     files = dict(FILE.findall(PAGE))
     assert files.keys() == {"my_code.py", "own.gin", "own_model.gin"}
     for name, text in files.items():
@@ -53,11 +55,15 @@ def test_the_page_runs_as_printed(tmp_path, session_cache, monkeypatch, capsys):
     (tmp_path / "words.txt").write_text(words.stdout)
     commands = [shlex.split(command) for command in commands]
     assert {program for program, *_ in commands} == {"switchx"}
-    # A child of `python -c` has its working directory on the module path.
-    process = run_in_turn([words for _, *words in commands], tmp_path, session_cache)
-    assert process.returncode == 0, process.stderr
-    assert "resumed from step 4" in process.stderr
-    assert "same_length" in process.stdout
+    # Commands find modules of the working directory; none has this name before and after.
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setitem(sys.modules, "my_code", None)
+    del sys.modules["my_code"]
+    for _, *arguments in commands:
+        assert main(arguments) == 0, capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "resumed from step 4" in said.err
+    assert "same_length" in said.out
 
     own, model = tmp_path / "runs/own", tmp_path / "runs/own_model"
     assert [line["step"] for line in lines(own / "validation.jsonl")] == [0, 4, 6]
@@ -71,11 +77,6 @@ def test_the_page_runs_as_printed(tmp_path, session_cache, monkeypatch, capsys):
     (last,) = lines(model / "metrics.jsonl")[-1:]
     assert np.isfinite(last["loss"]) and "model_flops_per_s" not in last
 
-    # In this process, which has no such module before and after.
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "my_code", None)
-    del sys.modules["my_code"]
     (code,), names = PYTHON.findall(PAGE), {}
     exec(code, names)
     assert capsys.readouterr().out.startswith("[Score(log_likelihood=-")

@@ -11,8 +11,7 @@ from switchx.data.corpora.multi30k import Multi30k
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
 from switchx.data.mixtures import Mixture, ProportionalRates, as_mixture, multi30k_directions
 from switchx.data.objectives import CausalLM, InputsToTargets, PrefixLM, SpanCorruption
-from switchx.data.tasks import Task, open_task
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import Task, TextFormat, open_task
 from switchx.data.text_metrics import Accuracy, Bleu, ChrF
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import CorpusVocabulary
@@ -151,7 +150,7 @@ def test_every_direction_asks_for_its_language():
 
 
 def test_bad_languages():
-    with refused("languages ['xx'] are not in Multi30K; use cs, de, en, fr"):
+    with refused("Multi30k.<any>='xx' is unknown; use one of cs, de, en, fr"):
         multi30k_directions(NumberVocabulary(), ("en", "xx"))
     with refused("languages=('en',) have no direction; use two or more"):
         multi30k_directions(NumberVocabulary(), ("en",))

@@ -12,11 +12,8 @@ from switchx.inference.quantize import quantize_experts
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
+from tests.inference.tiny import CONFIG, V
 
-V = 12
-CONFIG = ModelConfig(
-    "encoder_decoder", V, 16, 32, 4, 8, 1, 1, switch=SwitchConfig(4, every=1), init_scale=4.0
-)
 DECODER = ModelConfig(
     "decoder_only", V, 16, 32, 4, 8, 1, switch=SwitchConfig(4, every=1), init_scale=4.0
 )
@@ -43,7 +40,7 @@ def export(folder, model, platforms, *, mesh=None, **decoding):
 
 def generated(model, **decoding) -> list[list[tuple[list[int], float]]]:
     """What switchx says: of each input its hypotheses."""
-    settings = DecodingConfig(max_new_tokens=5, **decoding)
+    settings = DecodingConfig(max_new_tokens=5, pruning="experts", **decoding)
     config, params = model
     results = dict(Generator(for_decoding(config), params, settings, 4)(INPUTS))
     return [[(each.tokens, each.score) for each in results[i]] for i in range(len(INPUTS))]

@@ -17,10 +17,11 @@ from switchx.inference.decode import (
     step_logits,
     take_rows,
 )
+from switchx.inference.score import features
 from switchx.layers.attention import KeysValues
 from switchx.models.block import BlockInputs
 from switchx.models.config import ModelConfig
-from switchx.models.params import bind, init_params
+from switchx.models.params import bind, forward, init_params
 from switchx.models.unroll import scanned_blocks
 from tests.inference.tiny import SOURCE_BM, V, model, start
 
@@ -78,19 +79,19 @@ def in_pieces(config, params, pieces, places=T):
 @jax.jit
 def at_once(params):
     """Logits of the same tokens as training computes them."""
-    decoder = bind(model()[0], params)
-    position_BM = jnp.broadcast_to(jnp.arange(4), SOURCE_BM.shape)
-    segment_BM = (SOURCE_BM > 0).astype(jnp.int32)
-    memory_BMD, _ = decoder.encode(SOURCE_BM, segment_BM, position_BM)
-    position_BT = jnp.broadcast_to(jnp.arange(T), TOKEN_BT.shape)
-    ones_BT = jnp.ones_like(TOKEN_BT)
-    return decoder.decode(TOKEN_BT, ones_BT, position_BT, memory_BMD, segment_BM)[0]
+    batch = features("encoder", SOURCE_BM, SOURCE_BM > 0)
+    batch |= features("decoder", TOKEN_BT, TOKEN_BT > 0)
+    return forward(model()[0], params, batch, is_training=False)[0]
 
 
-@pytest.mark.parametrize("make", [model, scanned], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(
+    "make",
+    [model, pytest.param(scanned, marks=pytest.mark.slow)],
+    ids=["unrolled", "scanned"],
+)
 def test_tokens_in_pieces_over_a_cache_have_the_logits_of_the_whole_text(make):
     config, params = make()
-    got_BTV, cache = in_pieces(config, params, (2, 1, 1, 1), T + 3)
+    got_BTV, cache = in_pieces(config, params, (3, 2), T + 3)
     np.testing.assert_allclose(got_BTV, at_once(model()[1]), rtol=1e-4, atol=1e-4)
     for key in (block.past.key_BHMK for block in cache):
         assert np.any(key[..., :T, :]) and not np.any(key[..., T:, :])
@@ -98,16 +99,16 @@ def test_tokens_in_pieces_over_a_cache_have_the_logits_of_the_whole_text(make):
 
 
 def test_the_memory_is_projected_once_for_each_block():
-    cache = empty_cache(bind(*model()), 1)
-    assert [block.memory.key_BHMK.shape for block in cache] == [(4, 2, 4, 8)] * 2
+    config, params = model()
+    cache = jax.eval_shape(lambda params: empty_cache(bind(config, params), 1), params)
+    assert [block.memory.key_BHMK.shape for block in cache] == [(4, 4, 4, 8)]
 
 
-@pytest.mark.parametrize("poisoned", [3, 4])
-def test_what_is_masked_is_not_seen(poisoned):
+def test_what_is_masked_is_not_seen():
     """Keys of places that no step has written yet."""
 
     @jax.jit
-    def last_logits(params, value):
+    def last_logits(params, poisoned, value):
         decoder = bind(model()[0], params)
         cache = tuple(
             dataclasses.replace(
@@ -122,7 +123,10 @@ def test_what_is_masked_is_not_seen(poisoned):
         return extend(decoder, cache, slice(0, 2), is_written_LM)[0]
 
     params = model()[1]
-    np.testing.assert_array_equal(last_logits(params, 0.0), last_logits(params, 1e3))
+    for poisoned in (3, 4):
+        np.testing.assert_array_equal(
+            last_logits(params, poisoned, 0.0), last_logits(params, poisoned, 1e3)
+        )
 
 
 def _step_logits(decoder, decoding, state):
@@ -161,10 +165,16 @@ def test_finished_sentences_are_seen_by_no_expert():
     assert np.max(np.abs(pruned_BLV[1] - whole_BLV[1])) > 1e-2
 
 
-@pytest.mark.parametrize("make", [model, scanned], ids=["unrolled", "scanned"])
-def test_rows_of_a_batch_go_on_as_in_it(make):
-    config, params = make()
-    state = start(DECODING, make())
+def test_rows_of_stacked_blocks_are_taken_from_their_second_axis():
+    state = start(DECODING, scanned())
+    few, rows = take_rows(state, jnp.array([2, 0])), np.array([2, 0])
+    for got, want in zip(jax.tree.leaves(few.cache), jax.tree.leaves(state.cache), strict=True):
+        np.testing.assert_array_equal(got, np.asarray(want)[:, rows])
+
+
+def test_rows_of_a_batch_go_on_as_in_it():
+    config, params = model()
+    state = start(DECODING)
     rows = jnp.array([2, 0])
     few = take_rows(state, rows)
     assert few.rows.sentence_B.tolist() == [2, 0] and int(few.step) == int(state.step)
@@ -182,13 +192,19 @@ def test_a_step_s_bias_of_untied_positions_is_a_row_of_the_whole():
     """Of prompts of 4 and of 2 tokens: 7 and 5 positions with the new ones, in 4 + 3 places."""
     is_prompt_BP = jnp.array([[True] * 4, [False, False, True, True]])
     decoding = DecodingConfig(max_new_tokens=3, beam_size=2)
-    decoder = bind(TUPE, init_params(TUPE, jax.random.key(0)))
-    bias_HM, untied = position_terms(decoder, decoding, 4)
-    assert bias_HM is None
     position_1L = np.arange(7)[None]
-    whole_HLM = decoder.decoder.row_bias(position_1L, position_1L)[0]
+
+    @jax.jit
+    def both(params, step):
+        decoder = bind(TUPE, params)
+        bias_HM, untied = position_terms(decoder, decoding, 4)
+        assert bias_HM is None
+        whole_HLM = decoder.decoder.row_bias(position_1L, position_1L)[0]
+        return whole_HLM, _row_bias_of_step(untied, is_prompt_BP, step, decoding)
+
+    params = init_params(TUPE, jax.random.key(0))
     for step in range(3):
-        got = _row_bias_of_step(untied, is_prompt_BP, jnp.int32(step), decoding)
+        whole_HLM, got = map(np.asarray, both(params, step))
         assert got.shape == (2, 2, 1, 4 + 3 * 2)
         for row, length in ((0, 4), (1, 2)):
             bias_HM = whole_HLM[:, length + step]

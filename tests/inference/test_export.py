@@ -177,5 +177,5 @@ def test_what_does_not_fit_is_refused_and_nothing_written(
 
 
 def test_shapes_are_positive():
-    with refused("input_length=0; use at least 1"):
+    with refused("Shapes.input_length=0; use at least 1"):
         Shapes(1, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with quantized experts is the model with the weights that they stand for."""
+"""Experts in other forms, quantized or an array each, are the weights that they stand for."""
 
 import dataclasses
 
@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dequantize
+from pallas_kernels import SeparateMatrices, dequantize
 from switchx import tree
+from switchx.inference.config import DecodingConfig
+from switchx.inference.generate import Generator
 from switchx.inference.quantize import (
     EXPERTS,
     is_quantized,
@@ -17,15 +19,18 @@ from switchx.inference.quantize import (
     native,
     packed,
     quantize_experts,
+    separate_experts,
 )
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward, init_params
 from tests.data.refusals import refused
+from tests.inference import tiny
 from tests.models.batches import make_batch
 
 CONFIG = ModelConfig(
-    "encoder_decoder", 40, 16, 32, 2, 8, 2, 2, switch=SwitchConfig(4, expert_bias=True)
+    "encoder_decoder", 40, 16, 32, 2, 8, 1, 1, switch=SwitchConfig(4, every=1, expert_bias=True)
 )
+DEFAULT = [(8, "gather"), (4, "dropless")]
 BATCH = make_batch(40, is_encoder_decoder=True)
 
 
@@ -38,14 +43,20 @@ def dequantized(params):
     )
 
 
-@pytest.mark.parametrize("dispatcher", ["gather", "einsum", "dropless"])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("bits", "dispatcher"),
+    [
+        pytest.param(bits, name, marks=[] if (bits, name) in DEFAULT else pytest.mark.slow)
+        for bits in (8, 4)
+        for name in ("gather", "einsum", "dropless")
+    ],
+)
 def test_logits_are_those_of_the_weights_it_stands_for(bits, dispatcher, key):
     switch = dataclasses.replace(CONFIG.switch, dispatcher=dispatcher)
     config = dataclasses.replace(CONFIG, switch=switch)
     config, params, errors, _ = quantize_experts(config, init_params(config, key), bits=bits)
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    assert sum(map(is_quantized, leaves)) == len(errors) == 6  # in, gate, out of two layers
+    assert sum(map(is_quantized, leaves)) == len(errors) == 6  # in, gate, out of two blocks
     run = jax.jit(lambda params: forward(config, params, BATCH, is_training=False)[0])
     np.testing.assert_allclose(run(params), run(dequantized(params)), rtol=2e-5, atol=2e-5)
 
@@ -104,14 +115,16 @@ def test_biases_are_experts_that_are_not_quantized(key):
 
 
 def test_scanned_layers_are_unrolled(key):
-    config = dataclasses.replace(CONFIG, num_encoder_layers=4, scan_layers=True)
+    config = dataclasses.replace(CONFIG, num_encoder_layers=2, scan_layers=True)
     quantized_config, params, errors, _ = quantize_experts(
         config, init_params(config, key), bits=8
     )
     assert not quantized_config.scan_layers
     assert len(errors) == 9 and all(EXPERTS in each.name for each in errors)
-    logits_BLV, _ = forward(quantized_config, params, BATCH, is_training=False)
-    assert np.all(np.isfinite(logits_BLV))
+    logits_BLV = jax.eval_shape(
+        lambda params: forward(quantized_config, params, BATCH, is_training=False)[0], params
+    )
+    assert logits_BLV.shape[-1] == config.vocab_size
 
 
 def test_four_bits_are_packed_on_cpu_and_in_files_and_native_elsewhere(key):
@@ -127,3 +140,49 @@ def test_four_bits_are_packed_on_cpu_and_in_files_and_native_elsewhere(key):
 def test_a_dense_model_is_refused(key):
     with refused("<any>has no Switch FFN, and so no experts to quantize<any>"):
         quantize_experts(dataclasses.replace(CONFIG, switch=None), {}, bits=8)
+
+
+def is_separate(leaf) -> bool:
+    return isinstance(leaf, SeparateMatrices)
+
+
+def taken_apart(params) -> set[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_separate)
+    return {tree.path_name(path) for path, leaf in leaves if is_separate(leaf)}
+
+
+def test_takes_experts_apart_and_nothing_else():
+    config, params = tiny.model()
+    names = taken_apart(separate_experts(params))
+    assert names and names == {
+        name for name in tree.named_leaves(params) if "/experts/w_" in name
+    }
+
+
+def test_what_is_apart_stays_as_it_is():
+    _, params = tiny.model()
+    apart = separate_experts(params)
+    again = separate_experts(apart)
+    for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(again), strict=True):
+        assert one is other
+
+
+def test_quantized_experts_and_those_of_a_mesh_stay_as_they_are():
+    config, params = tiny.model()
+    _, quantized, _, _ = quantize_experts(config, params, bits=8)
+    assert taken_apart(separate_experts(quantized)) == set()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    assert taken_apart(separate_experts(jax.device_put(params, everywhere))) == set()
+
+
+def test_texts_are_those_of_the_stacked_experts():
+    config, params = tiny.model()
+    inputs = np.random.default_rng(0).integers(3, config.vocab_size, (5, 6)).tolist()
+    generator = Generator(config, params, DecodingConfig(6, beam_size=3, pruning="none"), 8)
+    apart = dict(generator(inputs))
+    generator.params = jax.tree.map(jnp.asarray, params)
+    stacked = dict(generator(inputs))
+    for number in range(len(inputs)):
+        assert apart[number][0].tokens == stacked[number][0].tokens
+        np.testing.assert_allclose(apart[number][0].score, stacked[number][0].score, rtol=1e-5)

@@ -68,6 +68,11 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def model(folder):
+    return ExportedModel(folder)
+
+
 @pytest.fixture
 def copy(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
@@ -107,8 +112,7 @@ def test_its_tokens_are_switchxs_own_without_switchx(tmp_path, bits, beam_size, 
         assert each["score"] == pytest.approx(best[1], rel=1e-5)
 
 
-def test_from_python_all_beams_are_there_and_batches_may_be_smaller(folder):
-    model = ExportedModel(folder)
+def test_from_python_all_beams_are_there_and_batches_may_be_smaller(model):
     for inputs in (INPUTS, INPUTS[:1]):
         got = model.generate(inputs)
         for beams, want in zip(got, generated(trained(), beam_size=3), strict=False):
@@ -135,14 +139,14 @@ def test_a_decoder_only_model_goes_on_from_prompts(tmp_path):
         (["text"], "input 0 is 'text'; expected a list of token ids"),
     ],
 )
-def test_inputs_that_it_was_not_exported_for(folder, inputs, said):
+def test_inputs_that_it_was_not_exported_for(model, inputs, said):
     with refused(said):
-        ExportedModel(folder).generate(inputs)
+        model.generate(inputs)
 
 
-def test_more_new_tokens_than_exported(folder):
+def test_more_new_tokens_than_exported(model):
     with refused("max_new_tokens=6; use 1 to 5, or export again with a larger <any>"):
-        ExportedModel(folder).generate(INPUTS, 6)
+        model.generate(INPUTS, 6)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "step.cpu.jax_export"])

@@ -43,6 +43,7 @@ def all_of(batch, most_steps=None):
 
 
 def generated(decoding, inputs=INPUTS, **options):
+    decoding = dataclasses.replace(decoding, pruning="experts")
     return [said for _, said in sorted(Generator(*tiny.model(), decoding)(inputs, **options))]
 
 
@@ -56,20 +57,24 @@ def same(got, want):
         )
 
 
-@pytest.mark.parametrize("beam_size", [1, 2])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_step_by_step_gives_what_one_run_gives(beam_size):
-    decoding = DecodingConfig(T, beam_size=beam_size)
-    same(all_of(running(decoding), most_steps=1), generated(decoding))
+    decoding, rooms = DecodingConfig(T, beam_size=beam_size), [6, 2, 5, 2, 4]
+    # Two end at once: three of eight rows are left, and a finished one fills up to four.
+    batch = running(decoding, rooms=rooms)
+    same(all_of(batch, most_steps=1), generated(decoding, rooms=rooms))
+    assert len(batch._sentence_B) == 1  # of eight rows at first
 
 
-def test_each_row_has_its_own_settings():
+@pytest.mark.parametrize("num_alone", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_row_has_its_own_settings(num_alone):
     """Rows of different people in one compiled program, each as if it were alone."""
-    rows = [(7, 0.5, 99, 0.9, 2.0), (2, 1.5, 3, 1.0, 0.0)]
+    rows = [(7, 1.5, 5, 0.9, 2.0), (2, 0.5, 99, 1.0, 0.0)]
     inputs = INPUTS[:2]
-    decoding = DecodingConfig(T, temperature=1.0, eos_id=NEVER_ENDS)
+    decoding = DecodingConfig(T, temperature=1.0, eos_id=NEVER_ENDS, pruning="experts")
     batch = running(decoding, settings_of(*rows), numbers=[4, 4], inputs=inputs)
     got = all_of(batch, most_steps=2)
-    for row, number in enumerate([4, 4]):
+    for row, number in enumerate([4, 4][:num_alone]):
         seed, temperature, top_k, top_p, penalty = rows[row]
         alone = dataclasses.replace(
             decoding,
@@ -83,17 +88,19 @@ def test_each_row_has_its_own_settings():
 
 
 def test_each_search_has_its_own_length_penalty():
-    decoding = DecodingConfig(T, beam_size=2)
+    decoding = DecodingConfig(T, beam_size=2, pruning="experts")
     penalties = [0.0, 1.0, 3.0, 1.0, 1.0]
     rows = [(0, 1.0, 1, 1.0, penalty) for penalty in penalties]
     got = all_of(running(decoding, settings_of(*rows)))
-    for index, penalty in ((0, 0.0), (2, 3.0)):
-        alone = dataclasses.replace(decoding, length_penalty=penalty)
-        same([got[index]], [generated(alone)[index]])
+    want = generated(dataclasses.replace(decoding, length_penalty=3.0))
+    same([got[2]], [want[2]])
+    # The others have another one.
+    for index in (0, 1, 3, 4):
+        assert got[index][0].score != pytest.approx(want[index][0].score, rel=1e-3)
 
 
 def test_the_abandoned_say_nothing_and_change_nothing():
-    decoding = DecodingConfig(T, eos_id=NEVER_ENDS)
+    decoding = DecodingConfig(T, eos_id=NEVER_ENDS, pruning="experts")
     batch = running(decoding)
     batch.advance(1)
     batch.abandon([1, 4, 4, 77])

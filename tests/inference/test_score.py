@@ -2,6 +2,7 @@
 """Log-likelihoods are those of one forward pass a pair, whatever it is batched with."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -11,8 +12,12 @@ from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, E
 from switchx.inference.generate import without_capacity
 from switchx.inference.score import Scorer
 from switchx.models.params import forward
-from tests.training.jobs import ENCODER_DECODER, SPARSE, make_params
+from tests.training.jobs import ENCODER_DECODER, SPARSE, SWITCH, make_params
 
+EVERY = dataclasses.replace(SWITCH, every=1)
+T5 = dataclasses.replace(
+    ENCODER_DECODER, num_encoder_layers=1, num_decoder_layers=1, switch=EVERY
+)
 PAIRS = [([5, 6, 7], [8, 9, 1]), ([300], [4]), ([9, 8], [7, 6, 5, 4, 1]), ([3, 3], [3])]
 
 
@@ -21,25 +26,28 @@ def scores_of(config, pairs=PAIRS, **settings):
     return [score for _, score in sorted(scorer(pairs))]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def whole_forward_pass(config, params, batch):
+    return forward(config, params, batch, is_training=False)[0]
+
+
 def log_likelihood(config, pair) -> float:
     """As training lays the pair out: `data/features.py` in rows of 8."""
     features = EncoderDecoderFeatures(8, 8) if config.is_encoder_decoder else None
     features = features or DecoderOnlyFeatures(8)
     batch = features.batch([[Example(*map(np.array, pair))]])
-    logits_BLV, _ = forward(
-        without_capacity(config), make_params(config), batch, is_training=False
-    )
+    logits_BLV = whole_forward_pass(without_capacity(config), make_params(config), batch)
     log_prob_LV = np.asarray(jax.nn.log_softmax(logits_BLV[0]))
     target_L = batch["decoder_target_tokens"][0]
     log_prob_L = log_prob_LV[np.arange(8), target_L]
     return float(np.sum(log_prob_L * batch["decoder_loss_weights"][0]))
 
 
-@pytest.mark.parametrize("config", [ENCODER_DECODER, SPARSE], ids=["t5", "decoder"])
+@pytest.mark.parametrize("config", [T5, SPARSE], ids=["t5", "decoder"])
 def test_scores_are_those_of_training_whatever_the_batch(config):
     want = [log_likelihood(config, pair) for pair in PAIRS]
     # Features of a decoder-only model show the inputs whole.
-    for settings in ({}, {"batch_size": 1}):
+    for settings in ({}, {"batch_size": 2}):
         got = scores_of(config, is_prompt_bidirectional=True, **settings)
         np.testing.assert_allclose([each.log_likelihood for each in got], want, rtol=1e-5)
         assert [each.num_tokens for each in got] == [3, 1, 5, 1]
@@ -52,7 +60,7 @@ def test_a_causal_prompt_gives_other_scores():
 
 
 def test_numbers_go_on():
-    scorer = Scorer(without_capacity(ENCODER_DECODER), make_params(ENCODER_DECODER))
+    scorer = Scorer(without_capacity(T5), make_params(T5))
     assert sorted(number for number, _ in scorer(PAIRS, first_number=10)) == [10, 11, 12, 13]
 
 
@@ -62,7 +70,7 @@ LEARNED = dataclasses.replace(SPARSE, positions="learned", max_length=4)
 @pytest.mark.parametrize(
     ("config", "pair", "said"),
     [
-        (ENCODER_DECODER, ([], [3]), "pair 1 has no inputs"),
+        (T5, ([], [3]), "pair 1 has no inputs"),
         (SPARSE, ([3], []), "pair 1 has no targets"),
         (SPARSE, ([384], [3]), "pair 1 has token id 384, the vocabulary has 0 to 383"),
         (LEARNED, ([3, 3], [3, 3, 3]), "pair 1 needs 5 positions, the model has 4"),

@@ -15,15 +15,17 @@ from switchx.models.params import init_params
 
 V = 12
 CONFIG = ModelConfig(
-    "encoder_decoder", V, 16, 32, 2, 8, 2, 2, switch=SwitchConfig(4), init_scale=4.0
+    "encoder_decoder", V, 16, 32, 4, 8, 1, 1, switch=SwitchConfig(4, every=1), init_scale=4.0
 )
+# New tokens of each, so that they end at different steps.
+ROOMS = [6, 2, 4, 3]
 SOURCE_BM = jnp.array([[3, 4, 5, 8], [6, 2, 7, 0], [5, 5, 2, 0], [11, 4, 4, 3]])
 
 
 @functools.cache
 def model():
     """(config, params) as decoding runs them."""
-    return for_decoding(CONFIG), init_params(CONFIG, jax.random.key(33))
+    return for_decoding(CONFIG), init_params(CONFIG, jax.random.key(44))
 
 
 def start(decoding: DecodingConfig, of=None):
@@ -35,7 +37,7 @@ def start(decoding: DecodingConfig, of=None):
         params,
         prompt_BP=jnp.zeros((4, 1), jnp.int32),
         is_prompt_BP=jnp.ones((4, 1), bool),
-        rows=Rows(jnp.arange(4), jnp.ones(4, bool), jnp.full(4, decoding.max_new_tokens)),
+        rows=Rows(jnp.arange(4), jnp.ones(4, bool), jnp.array(ROOMS)),
         source_BM=SOURCE_BM,
         is_source_BM=SOURCE_BM > 0,
     )

@@ -233,6 +233,7 @@ def small_disk(folder, mebibytes: int):
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_disk_that_is_full_while_saving(finished_run, run, tmp_path):
     """Nothing is lost: with space made, the same command goes on and ends bit-equal."""
     disk = tmp_path / "disk"

@@ -4,11 +4,12 @@
 import dataclasses
 import json
 import pathlib
+from unittest import mock
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from switchx.interop.huggingface import write_checkpoint
+from switchx.interop import huggingface
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from tests.training.jobs import make_params
 
@@ -31,12 +32,16 @@ SWITCH = dataclasses.replace(
 
 
 def huggingface_folder(
-    folder: pathlib.Path, config: ModelConfig = T5, **options
+    folder: pathlib.Path,
+    config: ModelConfig = T5,
+    most_shard_bytes: int = 10**9,
+    **options,
 ) -> tuple[pathlib.Path, dict]:
     """A folder in transformers' form with random weights, and the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     params = make_params(config)
-    write_checkpoint(folder, config, params, **options)
+    with mock.patch.object(huggingface, "MOST_SHARD_BYTES", most_shard_bytes):
+        huggingface.write_checkpoint(folder, config, params, **options)
     return folder, params
 
 

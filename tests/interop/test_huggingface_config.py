@@ -156,7 +156,7 @@ def test_activations(name, activation):
         (SPARSE, {"dense_act_fn": "gated-gelu"}, "a gated Switch Transformer (dense_act_fn="),
         (SPARSE, {"feed_forward_proj": "gated-gelu"}, "transformers has no code for its"),
         (SPARSE, {"is_gated_act": True}, "convert the T5X checkpoint with --from=t5x"),
-        (SPARSE, {"router_bias": True}, "router_bias=true cannot be converted"),
+        (SPARSE, {"router_bias": True}, "router_bias=True cannot be converted"),
         (SPARSE, {"router_dtype": "bfloat16"}, "router_dtype='bfloat16' cannot be converted"),
         (SPARSE, {"expert_capacity": 0}, "expert_capacity=0; expected a whole number"),
         (SPARSE, {"num_experts": 10**6}, "num_experts=1000000; expected a whole number"),

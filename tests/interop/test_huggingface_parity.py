@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of transformers' own models with random weights, read here and written back.
 
-Bounds are those of issue 5: 1e-5 of the largest logit, in float32.
+The bound is 1e-5 of the largest logit, in float32.
 """
 
 import functools

@@ -13,7 +13,6 @@ from switchx.interop.safetensors_folder import (
     MODEL,
     MOST_LINES,
     SafetensorsFolder,
-    fill,
     from_torch,
     nested,
     read_json,
@@ -195,11 +194,7 @@ def test_tables_and_scales_stay_as_they_are():
         assert from_torch(f"a/{name}", SWITCH, [value]) is value
 
 
-def test_fill_reads_tensor_by_tensor():
-    read = {"x": np.ones(D), "y": np.zeros((D, F))}
-    params = fill(SWITCH, {"a/b/scale_D": ("x",), "a/w_out_FD": ("y",)}, read.__getitem__)
-    assert params["a"]["b"]["scale_D"] is read["x"]
-    assert params["a"]["w_out_FD"].shape == (F, D)
+def test_names_become_a_nested_dictionary():
     assert nested({"a": 1, "b/c": 2}) == {"a": 1, "b": {"c": 2}}
 
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from switchx.interop.t5x import Place, bias_names, places, read_checkpoint, take, their_shapes
+from switchx.interop.t5x import Place, bias_names, places, read_checkpoint, their_shapes
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves
@@ -79,10 +79,7 @@ def test_a_bias_of_the_stack_or_of_its_blocks():
     assert bias_names("encoder", set()) == [shared]
 
 
-def test_a_block_out_of_a_stacked_array():
-    stacked = np.arange(24).reshape(2, 3, 4)
-    np.testing.assert_array_equal(take(stacked, Place("x", 2)), stacked[:, 2])
-    assert take(stacked, Place("x")) is stacked
+def test_shapes_with_heads_joined_or_apart_and_blocks_stacked():
     assert their_shapes("a/scale_D", BASE, 6) == [(768, 6)]
     assert their_shapes("a/w_query_DHK", BASE, 6) == [(768, 6, 768), (768, 6, 12, 64)]
 

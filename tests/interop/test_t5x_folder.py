@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import serialization
 
-from switchx.interop.t5x_folder import T5XFolder
+from switchx.interop.t5x import T5XFolder
 from tests.data.refusals import refused
 from tests.interop.t5x_files import write_t5x
 

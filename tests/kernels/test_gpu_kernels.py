@@ -97,7 +97,7 @@ def check_forward(make, sizes, dtype, *, transpose_w=False, tiling=SMALL, D=D, F
     assert_agrees(y_RF, loops.product(in_float64(x_RD), w_EDF, sizes), dtype)
 
 
-@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("transpose_w", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ragged_groups_and_a_tail_of_nan(transpose_w):
     check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, transpose_w=transpose_w)
 
@@ -109,6 +109,7 @@ def test_large_tiles_with_few_rows_are_cut():
     )
 
 
+@pytest.mark.slow
 def test_sum_in_parts():
     check_forward(interpreted, GROUPS["ragged"], jnp.bfloat16, tiling=PARTS)
 
@@ -156,7 +157,7 @@ def check_gradient(make, sizes, dtype, out_dtype, tiling, D=192, F=128):
 GRADIENT = gpu.Tiling(tile_m=64, tile_n=64, tile_k=64, stages=2)
 
 
-@pytest.mark.parametrize("groups", ["ragged", "too_many"])
+@pytest.mark.parametrize("groups", ["ragged", pytest.param("too_many", marks=pytest.mark.slow)])
 def test_weight_gradient_of_ragged_groups_and_a_tail_of_nan(groups):
     check_gradient(
         interpreted, GROUPS[groups], jnp.bfloat16, jnp.float32, GRADIENT, D=128, F=64
@@ -218,7 +219,10 @@ def check_quantized(
     assert_agrees(y_RF, want, dtype)
 
 
-@pytest.mark.parametrize(("bits", "groups_of_d"), [(8, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("bits", "groups_of_d"),
+    [(4, 2), *(pytest.param(bits, 1, marks=pytest.mark.slow) for bits in (8, 4))],
+)
 def test_quantized_with_bias_relu_and_gate(bits, groups_of_d):
     check_quantized(
         interpreted, GROUPS["ragged"], bits, jnp.bfloat16, groups_of_d=groups_of_d,

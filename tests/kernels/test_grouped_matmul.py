@@ -22,7 +22,7 @@ forward_by_ragged_dot = jax.jit(reference.forward_by_ragged_dot, static_argnums=
 weight_gradient_by_ragged_dot = jax.jit(
     reference.weight_gradient_by_ragged_dot, static_argnums=3
 )
-TILINGS = [Tiling(1, 4), Tiling(5, 4), Tiling(16, 1)]
+TILINGS = [Tiling(5, 4), Tiling(1, 4), Tiling(16, 1)]
 
 
 def call(groups="uneven", **changes):
@@ -78,6 +78,7 @@ def test_gradients_against_loops_with_nan_in_unused_rows(groups):
         )
 
 
+@pytest.mark.slow
 def test_gradients_against_finite_differences():
     x_RD, w_EDF, dy_RF = loops.operands(GROUPS["pruned_tail"], D, F, tail=0)
     sizes_E = jnp.array(GROUPS["pruned_tail"])
@@ -188,7 +189,10 @@ def sizes_of(groups):
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize(
+    "tiling", [TILINGS[0], *(pytest.param(t, marks=pytest.mark.slow) for t in TILINGS[1:])],
+    ids=str,
+)  # fmt: skip
 def test_every_pass_on_cpu_against_loops(groups, tiling):
     x_RD, w_EDF, dy_RF = loops.operands(GROUPS[groups], D, F)
     y_RF = forward(x_RD, w_EDF, sizes_of(groups), tiling=tiling)

@@ -2,6 +2,7 @@
 """Quantization against loops and published errors, QTensor's layout, the magic numbers."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +39,19 @@ def quantized_channel(w_C, bits, method) -> np.ndarray:
     return min(attempts, key=lambda attempt: np.sum((attempt - w_C) ** 2))
 
 
+# Each is a program of its own; the other ones differ in a constant.
+DEFAULT = [(4, "mse"), (8, "absmax"), (8, "ft")]
+each_rule = pytest.mark.parametrize(
+    ("bits", "method"),
+    [
+        pytest.param(*rule, marks=() if rule in DEFAULT else pytest.mark.slow)
+        for rule in itertools.product((4, 8), METHODS)
+    ],
+)
+
+
 @pytest.mark.parametrize("group_size", [None, 8])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("bits", [4, 8])
+@each_rule
 def test_against_a_loop_over_channels(bits, method, group_size):
     w_EDF = weights()
     q = quantize(w_EDF, bits, method, group_size)
@@ -90,8 +101,7 @@ def test_defaults_are_mse_with_4_bits_and_absmax_with_8():
         )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("bits", [4, 8])
+@each_rule
 @pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-37, 1e30, 3e38])
 def test_channels_of_any_magnitude_are_finite(scale, bits, method):
     w_EDF = np.clip(weights() / 4, -1, 1)

@@ -2,6 +2,7 @@
 """`quantized_grouped_matmul` and its reference: against loops, forms of weights, refusals."""
 
 import dataclasses
+import itertools
 import types
 
 import jax
@@ -116,9 +117,17 @@ def weights_of(q: QTensor) -> np.ndarray:
     return w_EDF
 
 
-@pytest.mark.parametrize("is_native", [False, True])
-@pytest.mark.parametrize("group_size", [None, 6, 3])
-@pytest.mark.parametrize("bits", [8, 4])
+# Each is a program of its own: whole channels and groups of even and odd size, both forms.
+FORMS = [(8, None, False), (4, 6, False), (4, 3, False), (4, None, True)]
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "is_native"),
+    [
+        pytest.param(*form, marks=() if form in FORMS else pytest.mark.slow)
+        for form in itertools.product((8, 4), (None, 6, 3), (False, True))
+    ],
+)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_both_paths_against_a_loop(groups, bits, group_size, is_native):
     x_RD, w_EDF, _ = loops.operands(GROUPS[groups], D, F)

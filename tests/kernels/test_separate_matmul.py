@@ -13,24 +13,25 @@ from tests.kernels import loops
 D, F = 12, 20
 
 
+jitted_matmul = jax.jit(separate_matmul)
+
+
 @pytest.mark.parametrize("sizes_E", loops.GROUPS.values(), ids=loops.GROUPS)
-@pytest.mark.parametrize("is_traced", [False, True])
-def test_equals_a_loop(sizes_E, is_traced):
-    if sum(sizes_E) > loops.R and not is_traced:
-        pytest.skip("refused")
+def test_equals_a_loop(sizes_E):
     x_RD, w_EDF, _ = loops.operands(sizes_E, D, F)
-    product = jax.jit(separate_matmul) if is_traced else separate_matmul
-    y_RF = product(jnp.array(x_RD), SeparateMatrices.of(w_EDF), jnp.array(sizes_E, jnp.int32))
+    y_RF = jitted_matmul(
+        jnp.array(x_RD), SeparateMatrices.of(w_EDF), jnp.array(sizes_E, jnp.int32)
+    )
     np.testing.assert_allclose(y_RF, loops.product(x_RD, w_EDF, sizes_E), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("R", "E"), [(0, 3), (1, 64), (70, 2)])
+@pytest.mark.parametrize(("R", "E"), [(0, 3), (1, 16), (70, 2)])
 def test_any_number_of_rows(R, E):
     rng = np.random.default_rng(R)
     x_RD = rng.normal(size=(R, D)).astype(np.float32)
     w_EDF = rng.normal(size=(E, D, F)).astype(np.float32)
     sizes_E = np.bincount(rng.integers(0, E, R), minlength=E).astype(np.int32)
-    y_RF = separate_matmul(jnp.array(x_RD), SeparateMatrices.of(w_EDF), jnp.array(sizes_E))
+    y_RF = jitted_matmul(jnp.array(x_RD), SeparateMatrices.of(w_EDF), jnp.array(sizes_E))
     np.testing.assert_allclose(y_RF, loops.product(x_RD, w_EDF, sizes_E), rtol=1e-5, atol=1e-5)
 
 

@@ -68,9 +68,20 @@ def operands_of(rows, weights, dtype="bfloat16", R=64, D=128, F=128, E=4):
     return x_RD, w_EDF, jax.ShapeDtypeStruct((parts[2] * E,), "int32")
 
 
+def cells(*kinds):
+    """Each kind in each place; slow but for the first place and the first kind."""
+    first, *_ = PLACES
+    return [
+        pytest.param(
+            place, *kind, marks=() if place == first or kind == kinds[0] else pytest.mark.slow
+        )
+        for place in PLACES
+        for kind in kinds
+    ]
+
+
 @pytest.mark.parametrize("platform", DEVICES)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize(("place", "implementation"), cells((None,), ("reference",)))
 def test_products_and_gradients_lower(platform, place, implementation):
     rows, weights = PLACES[place]
     mesh = absent_mesh(platform)
@@ -90,10 +101,9 @@ def test_products_and_gradients_lower(platform, place, implementation):
 
 
 @pytest.mark.parametrize("platform", DEVICES)
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    ("bits", "G", "implementation"),
-    [(8, 1, None), (4, 1, None), (4, 2, None), (4, 2, "reference")],
+    ("place", "bits", "G", "implementation"),
+    cells((4, 2, None), (8, 1, None), (4, 1, None), (4, 2, "reference")),
 )
 def test_quantized_products_lower(platform, place, bits, G, implementation):
     rows, weights = PLACES[place]

@@ -58,20 +58,6 @@ def test_later_entries_replace_earlier_ones_and_keep_others(tilings_file):
     assert [path.name for path in tilings_file.parent.iterdir()] == [tilings_file.name]
 
 
-def test_the_users_file_wins_over_those_of_the_package(tilings_file, tmp_path, monkeypatch):
-    shipped = tmp_path / "shipped.json"
-    monkeypatch.setattr(tuned, "shipped_files", lambda: (shipped,))
-    write(shipped, {KEY: Tiling(7, 1)})
-    assert lookup(KEY, Tiling) == Tiling(7, 1)
-    write(tilings_file, {KEY: Tiling(3, 4)})
-    assert lookup(KEY, Tiling) == Tiling(3, 4)
-
-
-def test_files_of_the_package_can_be_read():
-    for path in tuned.shipped_files():
-        assert read(path)
-
-
 def test_both_operations_use_it_and_a_named_tiling_wins(tilings_file, monkeypatch):
     seen = []
     monkeypatch.setattr(

@@ -259,13 +259,13 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
         ),
         (
             {"router": RouterConfig(num_selected=9)},
-            "RouterConfig.num_selected=9 with num_experts=8: a token meets an expert once; use "
-            "num_selected=8 at most",
+            "RouterConfig.num_selected=9 with num_experts=8: a token chooses an expert once; "
+            "use num_selected=8 at most",
         ),
         (
             {"router": RouterConfig(overflow="reroute", max_rounds=9)},
-            "RouterConfig.max_rounds=9 with num_experts=8: a token meets an expert once; use "
-            "max_rounds=8 at most",
+            "RouterConfig.max_rounds=9 with num_experts=8: a token chooses an expert once; "
+            "use max_rounds=8 at most",
         ),
         (
             {"d_ff": 0},

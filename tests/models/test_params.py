@@ -22,12 +22,12 @@ from switchx.models.params import (
     forward,
     init_params,
 )
+from switchx.models.unroll import unrolled
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from tests.layers.weights import numbers_like
 from tests.models.batches import make_batch
-from tests.models.unrolled import unrolled_stack
 
 V = 40
 SWITCH = SwitchConfig(
@@ -49,6 +49,10 @@ GPT = dataclasses.replace(
 )
 UNTIED = dataclasses.replace(T5, tie_embeddings=False, activation="geglu")
 CONFIGS = {"t5": T5, "t5_decoder": T5_DECODER, "gpt": GPT, "untied": UNTIED}
+ON_ALL = pytest.mark.parametrize(
+    "name",
+    ["t5", "gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("t5_decoder", "untied"))],
+)
 
 
 run = jax.jit(forward, static_argnums=0, static_argnames="is_training")
@@ -106,7 +110,7 @@ def embedding_gradients(config, params, batch, places):
         }
 
 
-@pytest.mark.parametrize("name", ["t5", "t5_decoder", "gpt"])
+@ON_ALL
 def test_causality_and_packing_isolation_by_gradient(name):
     config = CONFIGS[name]
     params = numbers_for(config)
@@ -136,7 +140,7 @@ def test_a_prefix_is_seen_from_everywhere_in_its_example():
     np.testing.assert_array_equal(norms[1] > 1e-9, np.arange(len(norms[1])) < 4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@ON_ALL
 def test_packed_examples_get_the_logits_they_get_alone(name):
     config = CONFIGS[name]
     params = numbers_for(config)
@@ -158,29 +162,25 @@ def test_packed_examples_get_the_logits_they_get_alone(name):
     )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@ON_ALL
 def test_scanned_equals_unrolled(name):
     config = deeper(CONFIGS[name])
     scanned = dataclasses.replace(config, scan_layers=True)
-    params = numbers_for(scanned)
-    unrolled = {
-        name: unrolled_stack(part, config.period) if "coder" in name else part
-        for name, part in params.items()
-    }
-    batch = batch_for(config)
-    want, want_stats = run(config, unrolled, batch, is_training=True)
+    params, batch = numbers_for(scanned), batch_for(config)
+    config_, layers = unrolled(scanned, params)
+    assert config_ == config
+    want, want_stats = run(config, layers, batch, is_training=True)
     got, got_stats = run(scanned, params, batch, is_training=True)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(got_stats.load_E, want_stats.load_E)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_remat_changes_no_gradient(scan_layers):
     # Two repeats of a sparse block where scanned, a dense and a sparse block unrolled.
     switch = dataclasses.replace(SWITCH, every=1 if scan_layers else 2)
-    config = dataclasses.replace(T5, scan_layers=scan_layers, switch=switch)
-    params = numbers_for(config)
-    batch = batch_for(config)
+    config = dataclasses.replace(T5_DECODER, scan_layers=scan_layers, switch=switch)
+    params, batch = numbers_for(config), batch_for(config)
 
     def loss(params, config):
         logits, stats = forward(config, params, batch, is_training=True)
@@ -195,11 +195,10 @@ def test_remat_changes_no_gradient(scan_layers):
         )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_is_near_float32(dtype):
     config = dataclasses.replace(T5, precision=Precision(compute=dtype))
-    params = numbers_for(T5)
-    batch = batch_for(T5)
+    params, batch = numbers_for(T5), batch_for(T5)
     want, _ = run(T5, params, batch, is_training=False)
     got, _ = run(config, params, batch, is_training=False)
     assert got.dtype == jnp.float32
@@ -218,7 +217,7 @@ def test_every_parameter_is_named_by_its_dimensions(name, scan_layers):
 
 def test_abstract_parameters_are_those_that_are_drawn():
     abstract = abstract_params(UNTIED)
-    drawn = jax.jit(init_params, static_argnums=0)(UNTIED, jax.random.key(0))
+    drawn = jax.eval_shape(lambda key: init_params(UNTIED, key), jax.random.key(0))
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), drawn)
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract)
     assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(abstract))

@@ -38,7 +38,8 @@ def test_chunks_are_the_model_with_dropout(config):
         config, scan_layers=True, num_decoder_layers=4, dropout_rate=0.2
     )
     if config.is_encoder_decoder:
-        config = dataclasses.replace(config, num_encoder_layers=4)
+        switch = dataclasses.replace(config.switch, every=1)
+        config = dataclasses.replace(config, num_encoder_layers=4, switch=switch)
     batch, params, key = make_batch(config, 2), make_params(config), jax.random.key(3)
     names = stack_names(config)
 
@@ -63,7 +64,8 @@ def test_chunks_are_the_model_with_dropout(config):
         return chunk.logits(shared, message["x_BLD"], key=key), rows
 
     logits_BLV, rows = jax.jit(run)(params)
-    want_BLV, stats = forward(config, params, batch, is_training=True, key=key)
+    whole = jax.jit(lambda params: forward(config, params, batch, is_training=True, key=key))
+    want_BLV, stats = whole(params)
     np.testing.assert_allclose(logits_BLV, want_BLV, rtol=1e-4, atol=1e-5)
     if stats is not None:
         loss = np.concatenate([row.balance_loss for row in rows])

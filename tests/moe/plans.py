@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing plans with two choices a token, for the dispatchers, and what they must compute."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from switchx.models.config import RouterConfig
-from switchx.moe.assignment import make_plan
-from switchx.moe.plan import RoutingPlan
+from switchx.moe.plan import RoutingPlan, make_plan
 
 G, T, S, E, C, D = 2, 11, 2, 3, 4, 5
 
@@ -29,6 +31,7 @@ def fixed_plan(num_choices: int = S, capacity: int = C) -> RoutingPlan:
     )
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def top1_plan(prob_GTE, is_token_GT, capacity: int) -> RoutingPlan:
     """The plan of Switch's own router: each token to its most probable expert."""
     router = RouterConfig(exploration="none")

@@ -7,9 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.moe.capacity import assign_slots
 from switchx.moe.dispatchers import FUNCTIONS, refusal
 from switchx.moe.plan import RoutingPlan
 from switchx.moe.sharded_dispatch import expert_specs
@@ -39,6 +39,20 @@ HOMES = [
     ("sliced_scatter", MeshSpec(model=4, rules=PIPELINE_MOE)),
     ("sliced_scatter", MeshSpec(fsdp=2, model=2, rules=PIPELINE_MOE)),
 ]
+# Of each dispatcher the mesh of most axes: what the default suite runs.
+MOST_AXES = {
+    "dropless": MeshSpec(fsdp=2, model=2),
+    "all_to_all": MeshSpec(data=1, fsdp=2, expert=2, model=2),
+    "hierarchical": MeshSpec(data=1, node=2, expert=2, model=2),
+    "ragged_all_to_all": MeshSpec(data=1, fsdp=2, expert=2, model=2),
+    "sliced": MeshSpec(fsdp=2, model=2, rules=PIPELINE_MOE),
+    "sliced_scatter": MeshSpec(fsdp=2, model=2, rules=PIPELINE_MOE),
+}
+
+
+def slow_unless(is_default: bool):
+    """Marks of a test's cell."""
+    return () if is_default else pytest.mark.slow
 
 
 def name_of(value) -> str:
@@ -52,12 +66,15 @@ def name_of(value) -> str:
 def make_plan(expert_GTS, capacity: int, seed: int = 0, num_experts: int = E) -> RoutingPlan:
     """A plan that gives slots in order; `num_experts` where a choice is none."""
     expert_GTS = np.asarray(expert_GTS, np.int32)
-    slot_GTS, count_GE = assign_slots(jnp.asarray(expert_GTS), num_experts)
+    G, T, S = expert_GTS.shape
+    slot_GTS, count_GE = np.zeros_like(expert_GTS), np.zeros((G, num_experts), np.int32)
+    for g, s, t in np.ndindex(G, S, T):
+        if (e := expert_GTS[g, t, s]) < num_experts:
+            slot_GTS[g, t, s] = count_GE[g, e]
+            count_GE[g, e] += 1
     gate_GTS = np.random.default_rng(seed).uniform(0.1, 1.0, expert_GTS.shape)
-    gate_GTS = jnp.asarray(gate_GTS, jnp.float32)
-    return RoutingPlan(
-        jnp.asarray(expert_GTS), gate_GTS, slot_GTS, count_GE, num_experts, capacity
-    )
+    arrays = expert_GTS, gate_GTS.astype(np.float32), slot_GTS, count_GE
+    return RoutingPlan(*map(jnp.asarray, arrays), num_experts, capacity)
 
 
 def random_choices(seed: int = 0, num_choices: int = S):
@@ -118,15 +135,24 @@ def answer(dispatch, problem: Problem):
     return answerer(dispatch)(*problem.arguments)
 
 
-def answer_on(spec: MeshSpec, name: str, problem: Problem, dispatch=None, **options):
-    """The same on eight devices, by the dispatcher of this name or by a given one."""
+@functools.cache
+def compiled(name: str, spec: MeshSpec | None = None):
+    """The `answerer` of a dispatcher, compiled once for all tests of a mesh.
+
+    Not for dispatchers that are broken on purpose, which need an `answerer` of their own.
+    """
+    del spec  # rules are read while tracing, and no part of a jitted function's key
+    return answerer(FUNCTIONS[name])
+
+
+def answer_on(spec: MeshSpec, name: str, problem: Problem, run=None):
+    """The same on eight devices, by the dispatcher of this name or by a given `answerer`."""
     mesh = spec.build()
     G, T, _ = problem.plan.expert_GTS.shape
     reason = refusal(name, mesh, spec.rules, num_groups=G, tokens_per_group=T)
     assert reason is None, reason
     with use_mesh(mesh, spec.rules):
-        dispatch = dispatch or FUNCTIONS[name]
-        return answer(functools.partial(dispatch, **options), problem)
+        return (run or compiled(name, spec))(*problem.arguments)
 
 
 # Sums of float32 in another order: some units in the last place of the largest number.
@@ -150,7 +176,7 @@ def largest_error(got, want) -> float:
 
 
 def compiled_hlo(spec: MeshSpec, name: str, problem: Problem, dtype=jnp.float32, devices=None):
-    """HLO of one layer on eight devices, those here or given ones: (forward, with backward).
+    """HLO of one layer on eight devices, those here or given ones: forward, with backward.
 
     Inputs and results are where the layer has them, so that nothing else moves; the
     gradient of the output is the output, as it cannot be there before it.
@@ -180,14 +206,12 @@ def compiled_hlo(spec: MeshSpec, name: str, problem: Problem, dtype=jnp.float32,
     x_GTD = jax.ShapeDtypeStruct(problem.x_GTD.shape, dtype)
     plan, bank = jax.eval_shape(lambda: (problem.plan, problem.bank))
     arguments = x_GTD, plan, bank
-    texts = []
-    with use_mesh(mesh, rules):
-        for function, results in (
-            (dispatch, tokens),
-            (forward_and_back, (tokens, (tokens, groups, weights))),
-        ):
+    for function, results in (
+        (dispatch, tokens),
+        (forward_and_back, (tokens, (tokens, groups, weights))),
+    ):
+        with use_mesh(mesh, rules):
             jitted = jax.jit(
                 function, in_shardings=(tokens, plans, weights), out_shardings=results
             )
-            texts.append(jitted.lower(*arguments).compile().as_text())
-    return texts
+            yield jitted.lower(*arguments).compile().as_text()

@@ -16,6 +16,7 @@ from switchx.models.params import abstract_params, forward
 from switchx.moe.attention import SwitchAttention
 from tests.layers.weights import numbers_for, with_params
 from tests.moe.oracle import softmax
+from tests.moe.sharded import slow_unless
 from tests.training.jobs import make_batch, make_params
 
 B, L, D, H, K, F, E = 2, 7, 6, 2, 5, 8, 3  # H * K is not D
@@ -88,7 +89,10 @@ def loop(config, p, x_BLD, is_token_BL, mask_BLM, bias_HLM):
     return y_BLD + p.get("b_out_D", 0.0), dropped
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=slow_unless(name not in ("linear", "ffn"))) for name in CASES],
+)
 def test_equals_a_loop_forward_and_by_finite_differences(name):
     config = CASES[name]
     layer, params = make(config)
@@ -156,7 +160,7 @@ def test_dropout_needs_a_key_and_reaches_weights_and_hidden_units(key):
     assert np.abs(run(params, key) - run(params, jax.random.key(1))).max() > 1e-3
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_statistics_of_a_block_with_both_come_in_the_order_of_its_layers(scan_layers):
     switch = dataclasses.replace(SWITCH, every=2, sublayers="both", num_experts=4)
     config = ModelConfig(
@@ -207,6 +211,7 @@ def test_positions_may_have_correlations_of_their_own():
         reads = x_BLD, jnp.asarray(is_token_BL)
         return module(*reads, is_training=False, mask_BLM=mask_BLM, **bias)[0]
 
+    run = jax.jit(run, static_argnums=0)
     row_bias_BHLM = jnp.stack([jnp.asarray(bias_HLM)] * B)
     got_BLD = run(layer, params, row_bias_BHLM=row_bias_BHLM)
     halved = jax.tree.map(lambda leaf: leaf, params)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity and slots against eq. 3 and against a loop."""
+"""Groups, capacity and slots against eq. 3 and against a loop."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from switchx.models.config import RouterConfig, SwitchConfig
 from switchx.moe.capacity import (
     assign_slots,
-    expert_capacity,
     group_shape,
+    into_groups,
     layer_capacity,
     layer_groups,
+    out_of_groups,
 )
 
 jitted_slots = jax.jit(assign_slots, static_argnums=1)
@@ -33,10 +35,8 @@ jitted_slots = jax.jit(assign_slots, static_argnums=1)
     ],
 )
 def test_capacity(tokens, experts, factor, minimum, expected):
-    assert (
-        expert_capacity(tokens, experts, capacity_factor=factor, min_capacity=minimum)
-        == expected
-    )
+    switch = SwitchConfig(experts, capacity_factor=factor, min_capacity=minimum)
+    assert layer_capacity(switch, tokens, is_training=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,18 @@ def test_capacity(tokens, experts, factor, minimum, expected):
 def test_rounding(rounding, shares):
     cases = [(20, 1.25), (20, 1.0), (28, 1.0)]
     for (tokens, factor), expected in zip(cases, shares, strict=True):
-        got = expert_capacity(
-            tokens, 8, capacity_factor=factor, min_capacity=1, rounding=rounding
+        switch = SwitchConfig(
+            8, capacity_factor=factor, min_capacity=1, capacity_rounding=rounding
         )
-        assert got == expected
+        assert layer_capacity(switch, tokens, is_training=True) == expected
 
 
 def test_capacity_counts_choices():
     """GShard: 2 N / E times the factor. Never more than the tokens."""
-    sizes = dict(capacity_factor=1.25, min_capacity=1)
-    assert expert_capacity(64, 8, num_selected=2, **sizes) == 20
-    assert expert_capacity(64, 8, num_selected=8, **sizes) == 64
+    for num_selected, expected in ((2, 20), (8, 64)):
+        router = RouterConfig(num_selected=num_selected)
+        switch = SwitchConfig(8, capacity_factor=1.25, min_capacity=1, router=router)
+        assert layer_capacity(switch, 64, is_training=True) == expected
 
 
 def test_factors_of_training_and_evaluation_and_no_drop():
@@ -98,7 +99,7 @@ def test_groups_are_few_and_even(tokens, size, expected):
 @given(seed=st.integers(0, 2**32 - 1))
 def test_slots_are_places_in_queues(G, T, S, E, seed):
     expert_GTS = np.random.default_rng(seed).integers(0, E + 1, (G, T, S)).astype(np.int32)
-    slot_GTS, count_GE = map(np.asarray, jitted_slots(expert_GTS, E))
+    slot_GTS = np.asarray(jitted_slots(expert_GTS, E))
     for g in range(G):
         queue = [0] * E
         for s in range(S):
@@ -109,4 +110,18 @@ def test_slots_are_places_in_queues(G, T, S, E, seed):
                     queue[e] += 1
                 else:
                     assert slot_GTS[g, t, s] == 0
-        assert list(count_GE[g]) == queue
+
+
+def test_groups_hold_tokens_in_order_and_padding_at_the_end():
+    token_BL = jnp.arange(1, 11).reshape(2, 5)
+    token_GT = into_groups(token_BL, 3, 4)
+    assert token_GT.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 0]]
+    np.testing.assert_array_equal(out_of_groups(token_GT, 2, 5), token_BL)
+
+
+def test_features_stay_with_their_token():
+    x_BLD = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 5)))
+    x_GTD = into_groups(x_BLD, 2, 6)
+    assert x_GTD.shape == (2, 6, 5)
+    np.testing.assert_array_equal(x_GTD[1, 0], x_BLD[1, 2])
+    np.testing.assert_array_equal(out_of_groups(x_GTD, 3, 4), x_BLD)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sort/gather dispatch against loops, plain indexing and the einsum form; poisoned slots."""
+"""Gather and einsum dispatch against loops, plain indexing and each other; poisoned slots."""
 
 import dataclasses
 
@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.dispatch import einsum_dispatch, gather_dispatch, gather_rows, token_of_slot
+from switchx.moe.dispatch import (
+    dispatch_tensor,
+    einsum_dispatch,
+    gather_dispatch,
+    gather_rows,
+    token_of_slot,
+)
 from tests.moe.plans import (
     C,
     D,
@@ -57,9 +63,10 @@ def test_gather_rows_is_indexing_forward_and_backward(num_choices):
         return gather_rows(x_GRD, jnp.asarray(index_GQ), jnp.asarray(inverse_GRS))
 
     def grad(function):
-        return jax.grad(lambda x_GRD: jnp.sum(function(x_GRD) * target_GQD))(x_GRD)
+        loss = jax.grad(lambda x_GRD: jnp.sum(function(x_GRD) * target_GQD))
+        return jax.jit(loss)(x_GRD)
 
-    np.testing.assert_array_equal(gathered(x_GRD), plain(x_GRD))
+    np.testing.assert_array_equal(jax.jit(gathered)(x_GRD), plain(x_GRD))
     np.testing.assert_allclose(grad(gathered), grad(plain), rtol=1e-6)
     # Twice used rows and empty places did occur.
     assert np.any(np.asarray(index_GQ) == num_rows)
@@ -77,11 +84,29 @@ def test_token_of_slot_equals_a_loop(num_choices):
     assert np.any(expected_GQ == T) or num_choices == 2
 
 
-@pytest.mark.parametrize("capacity", [2, 4, 20])
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_output_equals_a_loop(num_choices, capacity):
+def test_dispatch_tensor_equals_a_loop(num_choices):
+    plan = fixed_plan(num_choices)
+    expected_GTSEC = np.zeros((G, T, num_choices, E, C))
+    for g, t, s in np.ndindex(G, T, num_choices):
+        if is_kept(plan, g, t, s):
+            expected_GTSEC[
+                g, t, s, int(plan.expert_GTS[g, t, s]), int(plan.slot_GTS[g, t, s])
+            ] = 1
+    got_GTSEC = np.asarray(dispatch_tensor(plan, jnp.float32))
+    np.testing.assert_array_equal(got_GTSEC, expected_GTSEC)
+    # Each kept choice is in one slot, and no slot holds two.
+    np.testing.assert_array_equal(got_GTSEC.sum((3, 4)), plan.is_kept_GTS)
+    assert got_GTSEC.sum((1, 2)).max() == 1
+
+
+@pytest.mark.parametrize("capacity", [2, 20])
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("dispatch", [gather_dispatch, einsum_dispatch])
+def test_output_equals_a_loop(dispatch, num_choices, capacity):
     plan, (x_GTD, w_EDD, _) = fixed_plan(num_choices, capacity), numbers()
-    y_GTD = gather_dispatch(jnp.asarray(x_GTD), plan, tanh_experts(w_EDD))
+    run = jax.jit(lambda x_GTD, plan, w_EDD: dispatch(x_GTD, plan, tanh_experts(w_EDD)))
+    y_GTD = run(x_GTD, plan, w_EDD)
     np.testing.assert_allclose(y_GTD, dispatch_loop(x_GTD, plan, w_EDD), rtol=1e-5, atol=1e-6)
 
 
@@ -157,8 +182,7 @@ def poisoned(is_used_ERD, poison):
     return experts
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
-@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize(("num_choices", "poison"), [(1, np.nan), (2, np.nan), (2, 1e30)])
 def test_what_experts_return_for_empty_slots_changes_nothing(num_choices, poison):
     """Neither their outputs nor the gradients they give for their inputs."""
     plan = fixed_plan(num_choices, capacity=5)
@@ -205,3 +229,12 @@ def test_no_direction_scatters_activations():
     program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x_GTD, plan.gate_GTS)
     scatters = {dtype for name, dtype in primitives(program.jaxpr) if "scatter" in name}
     assert scatters == {jnp.dtype("int32")}
+
+
+def test_a_token_without_a_slot_gets_zero():
+    plan, (x_GTD, w_EDD, _) = fixed_plan(1, capacity=2), numbers()
+    y_GTD = np.asarray(einsum_dispatch(jnp.asarray(x_GTD), plan, tanh_experts(w_EDD)))
+    is_kept_GT = np.asarray(plan.is_kept_GTS[..., 0])
+    assert 0 < is_kept_GT.sum() < is_kept_GT.size
+    assert not np.any(y_GTD[~is_kept_GT])
+    assert np.all(np.any(y_GTD[is_kept_GT], axis=-1))

@@ -1,20 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flat exchange: where slots are between the two all-to-alls."""
+"""The flat, the hierarchical and the ragged exchange: what travels, and how much of it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from switchx.moe import all_to_all
 from switchx.moe.all_to_all import all_to_all_dispatch, run_slots
+from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
 from tests.moe.banks import dispatch_loop
-from tests.moe.sharded import C, D, E, G, T, answer_on, compiled_hlo, make_problem
+from tests.moe.sharded import (
+    MOST_AXES,
+    C,
+    D,
+    E,
+    G,
+    S,
+    T,
+    answer_on,
+    compiled_hlo,
+    make_problem,
+)
 
 
-def test_equals_a_loop_over_tokens():
+@pytest.mark.parametrize("name", ["all_to_all", "ragged_all_to_all"])
+def test_equals_a_loop_over_tokens(name):
     problem = make_problem()
-    y_GTD, _ = answer_on(MeshSpec(expert=4), "all_to_all", problem)
+    y_GTD, _ = answer_on(MOST_AXES[name], name, problem)
     want_GTD = dispatch_loop(problem.x_GTD, problem.plan, problem.numbers)
     np.testing.assert_allclose(y_GTD, want_GTD, rtol=1e-5, atol=1e-5)
 
@@ -32,19 +47,61 @@ def test_experts_get_the_rows_of_each_source_together():
         seen.append(x_ERD.shape)
         return x_ERD
 
-    y_GTD = run_slots(x_GTD, plan, experts, exchange, 1)
+    y_GTD = jax.jit(lambda x, plan: run_slots(x, plan, experts, exchange, 1))(x_GTD, plan)
     assert seen == [(1, E, G * C, D), (E, G * C, D), (1, E, G * C, D)]
     gate_GT = np.sum(np.where(plan.is_kept_GTS, plan.gate_GTS, 0), axis=-1)
     np.testing.assert_allclose(y_GTD, gate_GT[..., None] * problem.x_GTD, rtol=1e-5, atol=1e-6)
 
 
 def test_there_is_one_all_to_all_there_and_one_back_and_nothing_else_forward():
-    forward, _ = compiled_hlo(MeshSpec(data=1, expert=8), "all_to_all", make_problem())
+    forward = next(compiled_hlo(MeshSpec(data=1, expert=8), "all_to_all", make_problem()))
     assert [c.kind for c in collectives(forward)] == ["all-to-all"] * 2
 
 
-def test_one_device_exchanges_nothing():
+@pytest.mark.parametrize(
+    ("data", "node", "expert", "model"),
+    [
+        (1, 2, 2, 2),
+        pytest.param(1, 2, 4, 1, marks=pytest.mark.slow),
+        pytest.param(1, 4, 2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_hierarchical_exchange_gives_the_flat_one_bit_for_bit(data, node, expert, model):
+    spec = MeshSpec(data=data, node=node, expert=expert, model=model)
+    flat, two = (
+        answer_on(spec, name, make_problem()) for name in ("all_to_all", "hierarchical")
+    )
+    jax.tree.map(np.testing.assert_array_equal, two, flat)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "received"),
+    [
+        # One group a device: a capacity of all tokens lets all choices of four devices in.
+        (T, 4 * T * S),
+        # Else the slots of two experts for the groups of four devices are enough.
+        (2, 4 * 2 * 2),
+    ],
+)
+def test_no_more_room_than_can_be_received(monkeypatch, capacity, received):
+    seen = []
+    exchange = all_to_all.ragged_all_to_all
+
+    def watched(x_RD, size_PP, axes, rows):
+        seen.append((x_RD.shape, rows))
+        return exchange(x_RD, size_PP, axes, rows)
+
+    monkeypatch.setattr(all_to_all, "ragged_all_to_all", watched)
+    spec, (x_GTD, plan, bank, _) = MeshSpec(expert=4), make_problem(capacity=capacity).arguments
+    with use_mesh(spec.build(), spec.rules):
+        jax.eval_shape(all_to_all.ragged_dispatch, x_GTD, plan, bank)
+    assert seen == [((T * S, D), received), ((received, D), T * S)]
+
+
+@pytest.mark.parametrize("dispatch", [all_to_all_dispatch, all_to_all.ragged_dispatch])
+def test_one_device_exchanges_nothing(dispatch):
     x_GTD, plan, bank, _ = make_problem().arguments
-    program = jax.make_jaxpr(all_to_all_dispatch)(x_GTD, plan, bank)
-    assert "all_to_all" not in str(program) and "shard_map" not in str(program)
+    program = jax.make_jaxpr(dispatch)(x_GTD, plan, bank)
+    assert not any(word in str(program) for word in ("all_to_all", "all_gather", "shard_map"))
     assert jnp.shape(program.out_avals[0]) == (G, T, D)

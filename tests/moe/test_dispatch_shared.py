@@ -10,13 +10,15 @@ import pytest
 
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
+from switchx.moe.capacity import assign_slots
+from switchx.moe.dispatchers import refusal
 from switchx.moe.layer import SwitchFFN
-from switchx.moe.shared_groups import shared_axes
+from switchx.moe.shared_groups import assign_shared_slots, shared_axes
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
-from tests.moe.sharded import largest_error
+from tests.moe.sharded import largest_error, make_problem, slow_unless
 
 # Experts over all axes that split the batch.
 SPREAD = Rules(expert_params=(("E", ("fsdp", "node", "expert")), ("F", ("model",))))
@@ -98,7 +100,10 @@ def run_layer(config, spec: MeshSpec | None):
 
 # A factor so that tokens are dropped, and in the order of the whole group.
 FACTOR = 1.0
-CASES = [(layout, "top-2") for layout in LAYOUTS] + [("four groups, two devices each", "top-1")]
+BY_DEFAULT = ("one group on all", "two groups over two axes", "parts of experts")
+CASES = [
+    pytest.param(layout, "top-2", marks=slow_unless(layout in BY_DEFAULT)) for layout in LAYOUTS
+] + [pytest.param("four groups, two devices each", "top-1", marks=pytest.mark.slow)]
 
 
 @functools.cache
@@ -137,3 +142,41 @@ def test_an_expert_that_everybody_wants():
         got, stats = jax.jit(run)(params, x_BLD)
     assert stats.dropped == B * L - 2 * 2  # 2 groups, ceil(24 / 16) slots
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", [("expert",), ("fsdp", "expert")])
+def test_slots_are_counted_over_devices_first_choices_first(shared):
+    problem = make_problem()
+    expert_GTS = jnp.asarray(problem.plan.expert_GTS).reshape(-1, 48 * len(shared), 2)
+    want = jax.jit(assign_slots, static_argnums=1)(expert_GTS, 8)
+    spec = MeshSpec(data=1, fsdp=2, expert=4)
+    with use_mesh(spec.build(), spec.rules):
+        got = jax.jit(lambda x: assign_shared_slots(x, 8, shared))(expert_GTS)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_who_shares_what():
+    spec = MeshSpec(data=2, expert=4)
+    assert shared_axes("all_to_all", 2) == ()  # one device
+    with use_mesh(spec.build(), spec.rules):
+        assert shared_axes("all_to_all", 8) == ()
+        assert shared_axes("all_to_all", 16) == ()
+        assert shared_axes("all_to_all", 2) == ("expert",)
+        assert shared_axes("all_to_all", 1) == ("data", "expert")
+        assert shared_axes("all_to_all", 4) == ()  # refused
+        assert shared_axes("gather", 2) == ()
+
+
+def test_meshes_that_cannot_share_are_refused_with_a_way_out():
+    mesh = MeshSpec(data=2, expert=4).build()
+    # A group on all eight, but replicas of experts along `data`.
+    reason = refusal("all_to_all", mesh, Rules(), num_groups=1, tokens_per_group=48)
+    assert "'data*expert'" in reason
+    assert "Rules.expert_params" in reason
+    reason = refusal("all_to_all", mesh, Rules(), num_groups=2, tokens_per_group=42)
+    assert "42 tokens that 4 devices share" in reason
+    # As many groups as no product of first axes.
+    reason = refusal("all_to_all", mesh, Rules(), num_groups=4, tokens_per_group=12)
+    assert "groups" in reason
+    reason = refusal("hierarchical", mesh, Rules(), num_groups=2, tokens_per_group=24)
+    assert reason

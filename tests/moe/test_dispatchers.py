@@ -48,7 +48,7 @@ def test_four_tokens_of_decoding_cost_four_experts_not_all():
     np.testing.assert_allclose(few(x_BLD), slots(x_BLD), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [9, E])
+@pytest.mark.parametrize("tokens", [pytest.param(9, marks=pytest.mark.slow), E])
 def test_up_to_as_many_tokens_as_experts(tokens):
     (few, x_BLD), (slots, _) = decode(layer(), tokens), decode(layer("einsum"), tokens)
     np.testing.assert_allclose(few(x_BLD), slots(x_BLD), rtol=1e-4, atol=1e-5)

@@ -6,12 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe.assignment import route_by_experts
 from switchx.moe.dispatch import einsum_dispatch, gather_dispatch
+from switchx.moe.plan import route_by_experts
 from tests.moe.oracle import softmax
 from tests.moe.plans import dispatch_loop, tanh_experts
 
 G, T, E, D = 2, 15, 4, 5
+
+
+route = jax.jit(route_by_experts, static_argnums=2)
 
 
 def inputs():
@@ -25,7 +28,7 @@ def inputs():
 def test_every_expert_takes_its_best_tokens():
     prob_GTE, is_token_GT = inputs()
     C = 4
-    plan = route_by_experts(*map(jnp.asarray, inputs()), C)
+    plan = jax.device_get(route(*inputs(), C))
     assert (plan.num_experts, plan.capacity) == (E, C)
     taken_GTE = np.zeros((G, T, E), bool)
     for g in range(G):
@@ -53,7 +56,7 @@ def test_every_expert_takes_its_best_tokens():
 @pytest.mark.parametrize("dispatch", [gather_dispatch, einsum_dispatch])
 def test_dispatchers_read_the_plan(dispatch):
     rng = np.random.default_rng(1)
-    plan = route_by_experts(*map(jnp.asarray, inputs()), 4)
+    plan = route(*inputs(), 4)
     x_GTD = rng.normal(size=(G, T, D)).astype(np.float32)
     w_EDD = rng.normal(size=(E, D, D)).astype(np.float32)
     got = jax.jit(lambda x_GTD, plan: dispatch(x_GTD, plan, tanh_experts(w_EDD)))(x_GTD, plan)
@@ -65,8 +68,8 @@ def test_the_gradient_of_a_gate_is_that_of_its_probability():
     weight_GTE = np.random.default_rng(2).normal(size=prob_GTE.shape)
 
     def loss(prob_GTE):
-        return jnp.sum(route_by_experts(prob_GTE, is_token_GT, 4).gate_GTS * weight_GTE)
+        return jnp.sum(route(prob_GTE, is_token_GT, 4).gate_GTS * weight_GTE)
 
-    is_kept_GTE = route_by_experts(prob_GTE, is_token_GT, 4).is_kept_GTS
+    is_kept_GTE = route(prob_GTE, is_token_GT, 4).is_kept_GTS
     want_GTE = np.where(is_kept_GTE, weight_GTE, 0)
     np.testing.assert_allclose(jax.grad(loss)(prob_GTE), want_GTE, rtol=1e-6)

@@ -19,6 +19,7 @@ from switchx.partitioning.rules import Rules
 from tests.moe.banks import dispatch_loop
 from tests.moe.sharded import (
     HOMES,
+    MOST_AXES,
     PIPELINE_MOE,
     E,
     G,
@@ -28,9 +29,11 @@ from tests.moe.sharded import (
     answer_on,
     answerer,
     assert_same,
+    compiled,
     make_problem,
     name_of,
     random_choices,
+    slow_unless,
 )
 
 ONES = np.ones((G, T, 1), int)
@@ -49,7 +52,7 @@ LOADS["empty experts"][..., 1] = np.where(LOADS["empty experts"][..., 0] == 1, 6
 def want():
     """The einsum form on one device, itself held against loops."""
     run = answerer(einsum_dispatch)
-    problems = {name: make_problem(choices, capacity=5) for name, choices in LOADS.items()}
+    problems = {name: make_problem(choices) for name, choices in LOADS.items()}
     answers = {name: run(*problem.arguments) for name, problem in problems.items()}
     for name, problem in problems.items():
         loop = dispatch_loop(problem.x_GTD, problem.plan, problem.numbers)
@@ -57,38 +60,48 @@ def want():
     return problems, answers
 
 
-@pytest.mark.parametrize(("name", "spec"), HOMES, ids=name_of)
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        pytest.param(name, spec, marks=slow_unless(MOST_AXES[name] == spec))
+        for name, spec in HOMES
+    ],
+    ids=name_of,
+)
 def test_whatever_the_load_numbers_are_those_of_one_device(want, name, spec):
     problems, answers = want
-    run = answerer(FUNCTIONS[name])
-    with use_mesh(spec.build(), spec.rules):
-        for load, problem in problems.items():
-            assert_same(run(*problem.arguments), answers[load])
+    for load, problem in problems.items():
+        assert_same(answer_on(spec, name, problem), answers[load])
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+ALIKE = (
+    "hierarchical",
+    "sliced",
+    "sliced_scatter",
+)  # on one device `all_to_all` and `dropless`
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow_unless(name not in ALIKE)) for name in FUNCTIONS]
+)
 def test_on_one_device_all_are_the_same(want, name):
     problems, answers = want
-    run = answerer(FUNCTIONS[name])
     for load, problem in problems.items():
-        assert_same(run(*problem.arguments), answers[load])
+        assert_same(compiled(name)(*problem.arguments), answers[load])
 
 
-ONE_EACH = {name: spec for name, spec in HOMES}
-
-
-# By default each dispatcher has one of the extremes in turn.
+# By default each extreme has one dispatcher that sends slots and one that sends rows.
 EXTREMES = [
-    pytest.param(name, *extreme, marks=[] if (i + j) % 3 == 0 else pytest.mark.slow)
-    for i, name in enumerate(ONE_EACH)
-    for j, extreme in enumerate([(1, 1), (E, T), (E, 3)])
+    pytest.param(name, *extreme, marks=slow_unless(i == j))
+    for i, name in enumerate(["all_to_all", "ragged_all_to_all", "sliced", "dropless"])
+    for j, extreme in enumerate([(1, 1), (E, 3), (E, T)])
 ]
 
 
 @pytest.mark.parametrize(("name", "num_choices", "capacity"), EXTREMES)
 def test_capacity_of_one_and_as_many_choices_as_experts(name, num_choices, capacity):
     problem = make_problem(random_choices(1, num_choices), capacity)
-    got = answer_on(ONE_EACH[name], name, problem)
+    got = answer_on(MOST_AXES[name], name, problem)
     assert_same(got, answer(einsum_dispatch, problem))
 
 

@@ -51,8 +51,10 @@ def loop(x_ERD, w, activation):
     return y_ERD
 
 
-@pytest.mark.parametrize("expert_bias", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "expert_bias"),
+    [("relu", False), ("gelu", True), ("geglu", False), ("swiglu", True)],
+)
 def test_equals_a_loop(activation, expert_bias, key):
     config = with_switch(
         dataclasses.replace(CONFIG, activation=activation), expert_bias=expert_bias
@@ -94,7 +96,7 @@ def test_an_expert_learns_from_its_own_rows_alone(key):
     def loss(w):
         return jnp.sum(with_params(experts, w).weights()(jnp.asarray(rows()))[1] ** 2)
 
-    for name, grad in jax.grad(loss)(w).items():
+    for name, grad in jax.jit(jax.grad(loss))(w).items():
         assert np.any(grad[1]), name
         assert not np.any(grad[0]) and not np.any(grad[2]), name
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch-prioritized order against a loop over the sorted tokens."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from switchx.models.config import RouterConfig
-from switchx.moe.assignment import by_gate, make_plan
+from switchx.moe.plan import by_gate, make_plan
 from tests.moe.oracle import softmax
 
 G, T, E, C = 2, 20, 4, 4
@@ -31,7 +32,10 @@ def test_top2_slots_go_to_the_surest_tokens_as_in_a_loop():
     prob_GTE = softmax(logits_GTE.astype(np.float64)).astype(np.float32)
     is_token_GT = rng.random((G, T)) < 0.8
     router = RouterConfig(num_selected=2, priority="gate")
-    plan = make_plan(router, *map(jnp.asarray, (logits_GTE, prob_GTE, is_token_GT)), C)
+    plan = jax.jit(lambda *arrays: make_plan(router, *arrays, C))(
+        logits_GTE, prob_GTE, is_token_GT
+    )
+    plan = jax.device_get(plan)
     differs = 0
     for g in range(G):
         queue = [0] * E

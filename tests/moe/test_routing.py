@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans by policy, against loops: what decides the choice, what the gate, what the slot."""
+"""Plans: one by hand; by policy, against loops: what decides choice, gate and slot."""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.models.config import RouterConfig
-from switchx.moe.assignment import make_plan
+from switchx.moe.plan import RoutingPlan, make_plan
 from tests.moe.oracle import softmax
 
 G, T, E = 2, 18, 5
@@ -18,12 +21,18 @@ G, T, E = 2, 18, 5
 def inputs(seed=0):
     rng = np.random.default_rng(seed)
     logits_GTE = (rng.normal(size=(G, T, E)) * 2).astype(np.float32)
-    return jnp.asarray(logits_GTE), jnp.asarray(rng.random((G, T)) < 0.8)
+    return logits_GTE, rng.random((G, T)) < 0.8
 
 
-def plan_of(router, logits_GTE, is_token_GT, capacity=4, **options):
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def traced_plan(router, logits_GTE, is_token_GT, capacity=4, **options):
     prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
     return make_plan(router, logits_GTE, prob_GTE, is_token_GT, capacity, **options)
+
+
+def plan_of(*arguments, **options):
+    """The plan in NumPy's arrays."""
+    return jax.device_get(traced_plan(*arguments, **options))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +81,7 @@ def test_no_gradient_reaches_the_bias():
     router = RouterConfig(bias_update_rate=0.001)
     grad_E = jax.grad(
         lambda bias_E: jnp.sum(
-            plan_of(router, logits_GTE, is_token_GT, bias_E=bias_E).gate_GTS ** 2
+            traced_plan(router, logits_GTE, is_token_GT, bias_E=bias_E).gate_GTS ** 2
         )
     )(jnp.zeros(E))
     assert not np.any(grad_E)
@@ -82,9 +91,9 @@ def test_sampled_experts_follow_the_softmax_and_are_gated_by_it(key):
     """With T draws of one distribution; temperature flattens the draw and not the gate."""
     logits_E = np.array([1.0, 0.0, -1.0, 2.0, 0.5])
     num = 20_000
-    logits_GTE = jnp.broadcast_to(jnp.asarray(logits_E, jnp.float32), (1, num, E))
+    logits_GTE = np.broadcast_to(logits_E.astype(np.float32), (1, num, E))
     router = RouterConfig(exploration="sample", temperature=2.0)
-    is_token_GT = jnp.ones((1, num), bool)
+    is_token_GT = np.ones((1, num), bool)
     plan = plan_of(router, logits_GTE, is_token_GT, num, key=key)
     # Five deviations of at most sqrt(0.25 / 20000).
     np.testing.assert_allclose(plan.count_GE[0] / num, softmax(logits_E / 2), atol=0.018)
@@ -110,7 +119,7 @@ POLICIES = {
 def test_every_policy_makes_a_sound_plan(name, seed):
     """Slots are given once and without gaps, and relabelled experts give the same plan."""
     logits_GTE, is_token_GT = inputs(seed)
-    plan = jitted[name](logits_GTE, is_token_GT)
+    plan = plan_of(POLICIES[name], logits_GTE, is_token_GT)
     is_kept_GTS = np.asarray(plan.is_kept_GTS)
     position_GTS = np.asarray(plan.position_GTS)
     for g in range(G):
@@ -126,17 +135,11 @@ def test_every_policy_makes_a_sound_plan(name, seed):
     assert not np.any(np.asarray(plan.gate_GTS)[~np.asarray(is_token_GT)])
 
     order_E = np.random.default_rng(seed).permutation(E)
-    other = jitted[name](logits_GTE[..., order_E], is_token_GT)
+    other = plan_of(POLICIES[name], logits_GTE[..., order_E], is_token_GT)
     for g, t in np.argwhere(is_token_GT):
         want = {(order_E[e], slot): gate for (e, slot), gate in fates(other, g, t).items()}
         # Sums over experts are of another order in the relabelled softmax.
         assert fates(plan, g, t) == pytest.approx(want, rel=1e-4)
-
-
-jitted = {
-    name: jax.jit(lambda logits_GTE, is_token_GT, r=router: plan_of(r, logits_GTE, is_token_GT))
-    for name, router in POLICIES.items()
-}
 
 
 def fates(plan, g, t):
@@ -147,3 +150,61 @@ def fates(plan, g, t):
         )
         for s in np.flatnonzero(plan.is_kept_GTS[g, t])
     }
+
+
+def hand_plan() -> RoutingPlan:
+    """One group, five tokens, two choices each, three experts with two slots each.
+
+    Queues, first choices first: expert 0 gets tokens 0, 1, 3 (first) and 2 (second); expert
+    1 gets token 2 (first) and 0 (second); expert 2 gets 1 and 3 (second). Token 4 is padding.
+    """
+    expert_TS = [[0, 1], [0, 2], [1, 0], [0, 2], [3, 3]]
+    slot_TS = [[0, 1], [1, 0], [0, 3], [2, 1], [0, 0]]
+    gate_TS = [[0.6, 0.3], [0.5, 0.4], [0.7, 0.2], [0.4, 0.4], [0.5, 0.5]]
+    return RoutingPlan(
+        expert_GTS=jnp.array([expert_TS], jnp.int32),
+        gate_GTS=jnp.array([gate_TS], jnp.float32),
+        slot_GTS=jnp.array([slot_TS], jnp.int32),
+        count_GE=jnp.array([[4, 2, 2]], jnp.int32),
+        num_experts=3,
+        capacity=2,
+    )
+
+
+def test_padding_asks_for_no_expert():
+    expected_TS = [[True, True]] * 4 + [[False, False]]
+    np.testing.assert_array_equal(hand_plan().is_routed_GTS[0], expected_TS)
+
+
+def test_a_place_beyond_the_capacity_is_dropped():
+    # Token 3's first choice is third in expert 0's queue, token 2's second one fourth.
+    expected_TS = [[True, True], [True, True], [True, False], [False, True], [False, False]]
+    np.testing.assert_array_equal(hand_plan().is_kept_GTS[0], expected_TS)
+
+
+def test_positions_in_the_buffers():
+    # expert * 2 + slot; 6, one past the last, for none.
+    expected_TS = [[0, 3], [1, 4], [2, 6], [6, 5], [6, 6]]
+    np.testing.assert_array_equal(hand_plan().position_GTS[0], expected_TS)
+
+
+def test_sizes_are_static_under_jit():
+    plan = hand_plan()
+    leaves, structure = jax.tree.flatten(plan)
+    assert len(leaves) == 4
+
+    @jax.jit
+    def kept(plan):
+        assert isinstance(plan.capacity, int) and isinstance(plan.num_experts, int)
+        return plan.is_kept_GTS
+
+    np.testing.assert_array_equal(kept(plan), plan.is_kept_GTS)
+    again = jax.tree.unflatten(structure, leaves)
+    assert (again.num_experts, again.capacity) == (3, 2)
+
+
+def test_the_balance_loss_counts_the_choices_unless_it_is_told_others():
+    plan = hand_plan()
+    assert plan.counted_GE is plan.count_GE
+    rounds_GE = plan.count_GE * 2
+    assert dataclasses.replace(plan, balance_GE=rounds_GE).counted_GE is rounds_GE

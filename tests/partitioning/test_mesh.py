@@ -297,15 +297,7 @@ for name, value in json.loads(sys.argv[1]).items():
 
 @pytest.mark.aot
 def test_the_tpu_compiler_knows_the_options_of_tpus(overlap):
-    folder = tpu_compiler.compiler_folder()
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5p-8",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
+    environment = os.environ | tpu_compiler.compiler_variables()
     options = overlap.of("tpu") | {"xla_tpu_enable_overlap": "True"}
     done = subprocess.run(
         [sys.executable, "-c", TPU_PROGRAM, json.dumps(options)],

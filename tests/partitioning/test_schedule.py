@@ -14,6 +14,11 @@ from tests.data.refusals import refused
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 
 
+def num_places(schedule) -> int:
+    """The number of chunks of all stacks, which a microbatch passes one after the other."""
+    return schedule.num_lanes * schedule.num_chunks * schedule.num_stages
+
+
 @given(
     kind=st.sampled_from(KINDS),
     stages=st.integers(1, 6),
@@ -106,13 +111,13 @@ def run_schedule(schedule: Schedule) -> None:
                     )
                 ran[direction].add(op)
                 after = op[0] + (1 if direction == 0 else -1)
-                if 0 <= after < schedule.num_places:
+                if 0 <= after < num_places(schedule):
                     to_lane, rest = divmod(after, schedule.num_chunks * schedule.num_stages)
                     sent[direction][rest % schedule.num_stages, to_lane] = (after, m)
         for waiting in arrived:
             if waiting:
                 raise ValueError(f"schedule, tick {tick}: no op uses what arrived: {waiting}")
-    expected = schedule.num_places * schedule.num_microbatches
+    expected = num_places(schedule) * schedule.num_microbatches
     for direction, name in enumerate(("forward", "backward")):
         if len(ran[direction]) != expected:
             raise ValueError(f"schedule: {len(ran[direction])} of {expected} ops run {name}")
@@ -141,7 +146,7 @@ def _check_backward(schedule, op, slot, kept, arrived, ran) -> str | None:
         return f"microbatch {op[1]} goes backward before forward"
     if op[0] > 0 and kept.pop(slot, None) != op:
         return f"slot {slot[-1]} does not hold microbatch {op[1]}"
-    if op[0] < schedule.num_places - 1 and arrived.pop(slot[:2], None) != op:
+    if op[0] < num_places(schedule) - 1 and arrived.pop(slot[:2], None) != op:
         return f"the gradient of microbatch {op[1]} is not there"
     return None
 

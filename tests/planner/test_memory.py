@@ -9,8 +9,7 @@ import pytest
 from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.layout import Layout
 from switchx.planner.memory import in_flight, memory_use, state_bytes
-from switchx.training.program import TrainingProgram
-from switchx.training.workload import workload_of
+from switchx.training.program import TrainingProgram, workload_of
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 from tests.training.jobs import make_job
 
@@ -57,7 +56,7 @@ def test_temporaries_are_those_of_a_compiled_step(remat):
         for name, each in rows.items()
     }
     with program.scope():
-        compiled = program.train_step.lower(program.restore_target(), batch).compile()
+        compiled = program.train_step.lower(program.abstract_state, batch).compile()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     use = memory_use(workload_of(job), Layout())
     assert (use.total - use.state) / temporaries == pytest.approx(1.0, abs=0.34)

@@ -178,7 +178,7 @@ def test_experts_in_the_tensor_group_cost_what_a_dense_ffn_does(pipeline_moe):
 
 
 def test_between_stages_every_rank_sends_its_part(pipeline_moe):
-    sent = StepCollective("collective-permute", "x", "pipeline", ("pipe",), 80.0, 3)
+    sent = StepCollective("collective-permute", "x", ("pipe",), 80.0, 3, "pipeline")
     part, whole = pipeline_moe.scattered([sent], Layout(pipe=4, model=8))
     assert (part.kind, part.num_bytes) == ("collective-permute", 10.0)
     assert (whole.kind, whole.axes, whole.num_bytes) == ("all-gather", ("model",), 80.0)

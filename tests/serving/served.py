@@ -12,7 +12,7 @@ import time
 import jax
 
 from switchx.api import Model
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
@@ -58,7 +58,7 @@ def start(limits: Limits = LIMITS, a_model: Model | None = None) -> Service:
 @functools.cache
 def said(settings: tuple = (("max_new_tokens", 8),)):
     """What the model itself says to all of TEXTS, by text."""
-    answers = model().generate(TEXTS, with_scores=True, **dict(settings))
+    answers = model().generate(TEXTS, with_scores=True, pruning="none", **dict(settings))
     return dict(zip(TEXTS, answers, strict=True))
 
 

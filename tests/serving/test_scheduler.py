@@ -11,12 +11,17 @@ import jax
 import pytest
 
 from switchx.api import Model
-from switchx.data.text_format import TextFormat
+from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
-from switchx.serving.requests import DecodingConfig, GenerateRequest, Refusal, read_request
+from switchx.serving.requests import (
+    DecodingConfig,
+    GenerateRequest,
+    Refusal,
+    read_request,
+)
 from switchx.serving.scheduler import (
     Answer,
     Failure,

@@ -10,7 +10,7 @@ from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import ModelConfig
 from switchx.training.resume import write_run_config
-from switchx.training.state import init_state
+from switchx.training.step import init_state
 from tests.training.jobs import make_job, make_params
 
 

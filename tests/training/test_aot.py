@@ -4,32 +4,33 @@
 import dataclasses
 import math
 import os
-import pathlib
 import subprocess
 import sys
 
 import jax
 import pytest
 
-from pallas_kernels.aot import tpu_compiler
+from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.topology import GENERATIONS
+from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters, flops_per_sequence
+from switchx.training import aot
 from switchx.training.aot import (
     batch_shapes,
     bytes_on_one_device,
     compile_step,
     memory_in_refusal,
+    require_mesh_fits,
+    run_with_compiler,
     slots_per_token,
 )
 from switchx.training.program import TrainingProgram
-from tests.training.jobs import ENCODER_DECODER, SWITCH, make_job
+from tests.training.jobs import SPARSE, SWITCH, make_job
 
 SCANNED = dataclasses.replace(
-    ENCODER_DECODER,
+    SPARSE,
     scan_layers=True,
     remat="full",
-    num_encoder_layers=4,
     num_decoder_layers=4,
     switch=dataclasses.replace(SWITCH, dispatcher="all_to_all"),
 )
@@ -56,18 +57,18 @@ def test_facts_of_a_step(step):
 
 def test_arguments_are_what_the_compiler_counts(step):
     program = TrainingProgram(job_on(MeshSpec(data=2, expert=4)))
-    arguments = program.restore_target(), batch_shapes(program)
+    arguments = program.abstract_state, batch_shapes(program)
     # Arguments that nothing reads (a skipped step's counters) are not passed.
     assert 0 <= bytes_on_one_device(arguments) - step.memory.arguments < 200
 
 
 def test_every_layers_exchanges_are_counted(step):
-    """Two sparse blocks in each stack: two all-to-alls forward, two when remat computes the
+    """Two sparse blocks: two all-to-alls forward, two when remat computes the
     block again (the last of them is not needed), two backward."""
     count, num_bytes = step.collectives["all-to-all"]
-    assert count in (4 * 5, 4 * 6)
-    # E g C D floats: 8 experts, 1 group of a device, 2 slots, D = 16.
-    assert num_bytes == count * 8 * 1 * 2 * 16 * 4
+    assert count in (2 * 5, 2 * 6)
+    # E g C D floats: 8 experts, 2 groups of a device, 2 slots, D = 16.
+    assert num_bytes == count * 8 * 2 * 2 * 16 * 4
 
 
 def test_flops_are_those_of_the_model(step):
@@ -132,8 +133,8 @@ for name in sys.argv[1:]:
 
 @pytest.mark.aot
 def test_limits_are_those_the_compiler_names():
-    root = str(pathlib.Path(__file__).parents[2])
-    variables = tpu_compiler.compiler_variables([root, str(tpu_folder())])
+    tpu_folder()
+    variables = tpu_compiler.compiler_variables()
     names = list(tpu_compiler.TOPOLOGIES.values())
     done = subprocess.run(
         [sys.executable, "-c", LIMITS, *names],
@@ -143,3 +144,49 @@ def test_limits_are_those_the_compiler_names():
     for kind, limit in said.items():
         assert math.isclose(int(limit), GENERATIONS[kind].hbm_bytes, rel_tol=1e-3), kind
     assert len(said) == len(names)
+
+
+V5E = Topology.parse("v5e:4x4")
+
+
+def test_the_child_alone_sees_the_compiler(tmp_path, monkeypatch):
+    (tmp_path / "libtpu").mkdir()
+    monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
+    seen = {}
+
+    def run(command, env, **options):
+        seen.update(command=command, env=env)
+
+    monkeypatch.setattr(aot.subprocess, "run", run)
+    run_with_compiler(["compile", "--json"], V5E)
+    assert seen["command"] == [sys.executable, "-m", "switchx", "compile", "--json"]
+    assert str(tmp_path) in seen["env"]["PYTHONPATH"]
+    assert seen["env"][aot.CHILD_VARIABLE]
+    assert not aot.has_compiler()
+
+
+def test_no_compiler_for_gpus_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setenv(gpu_compiler.FOLDER_VARIABLE, str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="pallas_kernels.aot.install gpu"):
+        run_with_compiler(["compile"], Topology.parse("h200"))
+
+
+def test_a_mesh_that_uses_all_devices():
+    require_mesh_fits(MeshSpec(expert=4), V5E)
+    require_mesh_fits(MeshSpec(data=4, expert=4), V5E)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "needed", "way_out"),
+    [
+        (MeshSpec(expert=32), 32, "--topology=v5e:4x8"),
+        (MeshSpec(data=2, expert=4), 8, "--topology=v5e:2x4, or leave MeshSpec.data out"),
+        (MeshSpec(expert=3), 15, "axes whose product divides 16"),
+    ],
+)
+def test_a_mesh_that_does_not(mesh, needed, way_out):
+    with pytest.raises(
+        ValueError, match=f"needs {needed} devices, but v5e:4x4 has 16"
+    ) as error:
+        require_mesh_fits(mesh, V5E)
+    assert way_out in str(error.value)

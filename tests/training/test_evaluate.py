@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation: all tokens count the same, whatever batch they are in; nothing is random."""
+"""Evaluation: sums over batches, and samples of where tokens are routed, bounded and cheap."""
 
 import dataclasses
 import functools
@@ -10,11 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.models.config import RouterConfig
-from switchx.training.evaluate import eval_step, evaluate
+from switchx.analysis.routing import read_snapshots
+from switchx.data.features import Example
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.moe import layer
+from switchx.partitioning.mesh import MeshSpec
+from switchx.training import evaluate as evaluation
+from switchx.training.evaluate import RoutingLog, RoutingSample, eval_step, evaluate
 from switchx.training.losses import TokenSums
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig
 from tests.data.refusals import refused
-from tests.training.jobs import SPARSE, make_batch, make_params
+from tests.training.jobs import (
+    DENSE,
+    ENCODER_DECODER,
+    LENGTH,
+    SPARSE,
+    make_batch,
+    make_job,
+    make_params,
+)
 from tests.training.routing_stats import two_layers
 
 
@@ -90,3 +105,226 @@ def test_there_is_no_noise_and_the_evaluation_capacity_holds_every_token(model):
     assert first["dropped_fraction"] == 0  # capacity 0.1 would drop nearly all
     assert first["neg_log_perplexity"] == -first["cross_entropy"]  # no z-loss, no smoothing
     assert math.isfinite(first["cross_entropy"])
+
+
+TWO_LAYERS = dataclasses.replace(
+    SPARSE, num_decoder_layers=4, switch=dataclasses.replace(SPARSE.switch, group_size=27)
+)
+
+
+def sampled(config, batch, mesh=None, **changes):
+    """Statistics and sample of an evaluation step over a whole program."""
+    devices = None if mesh else jax.devices()[:1]
+    job = make_job(config, mesh=mesh or MeshSpec(), **changes)
+    program = TrainingProgram(job, devices)
+    with program.scope():
+        params = jax.device_put(make_params(config), program.shardings.params)
+        _, stats, parts = program.eval_step(params, program.place(batch))
+    return stats, parts
+
+
+@pytest.mark.parametrize(
+    ("model", "scan_layers"),
+    [
+        (TWO_LAYERS, True),
+        (ENCODER_DECODER, False),
+        pytest.param(TWO_LAYERS, False, marks=pytest.mark.slow),
+        pytest.param(ENCODER_DECODER, True, marks=pytest.mark.slow),
+    ],
+)
+def test_sample_has_the_tokens_and_the_loads_of_the_batch(model, scan_layers):
+    model = dataclasses.replace(model, scan_layers=scan_layers)
+    batch = make_batch(model, 8)
+    stats, parts = sampled(model, batch)
+    stacks = ("encoder", "decoder") if model.is_encoder_decoder else ("decoder",)
+    assert parts.keys() == set(stacks) and stats.choices == ()
+    num_experts, loads = model.switch.num_experts, []
+    for stack in stacks:
+        part, is_token_BL = parts[stack], batch[f"{stack}_segment_ids"] > 0
+        np.testing.assert_array_equal(part.is_token_BL, is_token_BL)
+        np.testing.assert_array_equal(part.token_BL, batch[f"{stack}_input_tokens"])
+        for expert_BLS in np.asarray(part.expert_NBLS):
+            np.testing.assert_array_equal(expert_BLS[..., 0] < num_experts, is_token_BL)
+            loads.append(np.bincount(expert_BLS[is_token_BL].ravel(), minlength=num_experts))
+        gates = np.asarray(part.gate_NBLS, np.float64)[:, is_token_BL]
+        assert 1 / num_experts < gates.min() and gates.max() < 1
+    # Layer by layer: the statistics count the same choices in another way.
+    np.testing.assert_array_equal(loads, stats.load_E)
+    assert len(loads) == model.num_sparse_layers
+    assert not np.array_equal(loads[0], loads[1])
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(SPARSE, marks=pytest.mark.slow), ENCODER_DECODER]
+)
+def test_a_mesh_gives_the_same_sample_to_everyone(model):
+    batch = make_batch(model, 8)
+    _, want = sampled(model, batch)
+    _, got = sampled(model, batch, MeshSpec(data=2, expert=4))
+    for leaf in jax.tree.leaves(got):
+        assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8
+    for stack, part in want.items():
+        for name in ("token_BL", "is_token_BL", "expert_NBLS"):
+            np.testing.assert_array_equal(getattr(got[stack], name), getattr(part, name))
+        np.testing.assert_allclose(got[stack].gate_NBLS, part.gate_NBLS, rtol=2e-3)
+    sample = RoutingSample()
+    sample.begin_task()
+    sample.add(got)
+    is_token_BL = batch["decoder_segment_ids"] > 0
+    tokens = batch["decoder_input_tokens"][is_token_BL]
+    np.testing.assert_array_equal(sample.arrays(model)["decoder_token_T"], tokens)
+
+
+def test_a_dense_model_has_no_sample(tmp_path):
+    parts = evaluation.sample_routing(None, make_batch(DENSE, 8))
+    sample = RoutingSample()
+    sample.begin_task()
+    sample.add(parts)
+    assert parts == {} and sample.arrays(DENSE) == {}
+    RoutingLog(tmp_path / "routing", -1).write(5, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_a_batch_are_cut_to_the_size_of_a_sample(monkeypatch):
+    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 3 * LENGTH + 1)
+    batch = make_batch(SPARSE, 8)
+    (part,) = sampled(SPARSE, batch)[1].values()
+    assert part.expert_NBLS.shape == (1, 3, LENGTH, 1)
+    np.testing.assert_array_equal(part.token_BL, batch["decoder_input_tokens"][:3])
+    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 2)
+    step = functools.partial(evaluation.eval_step, SPARSE)
+    (part,) = jax.eval_shape(step, make_params(SPARSE), batch)[2].values()
+    assert part.token_BL.shape == (1, LENGTH)  # one row at least
+
+
+def part_of(lengths, start=10):
+    """A sample of rows of these lengths, token ids counting up, each routed to id % 8."""
+    is_token_BL = np.arange(4)[None] < np.array(lengths)[:, None]
+    token_BL = np.zeros(is_token_BL.shape, np.int32)
+    token_BL[is_token_BL] = start + np.arange(sum(lengths))
+    expert_NBLS = np.where(is_token_BL, token_BL % 8, 8).astype(np.int16)[None, ..., None]
+    gate_NBLS = np.full(expert_NBLS.shape, 0.5, np.float16)
+    return {"decoder": evaluation.StackSample(token_BL, is_token_BL, expert_NBLS, gate_NBLS)}
+
+
+def test_sample_is_whole_rows_of_the_first_batches(monkeypatch):
+    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 9)
+    sample = RoutingSample()
+    sample.begin_task()
+    for lengths, start in (([2, 4], 10), ([1, 4], 20), ([1], 30)):
+        sample.add(part_of(lengths, start))
+    arrays = sample.arrays(SPARSE)
+    # 6 of the first batch, 1 of the second; with the next row it would be 11.
+    want = [10, 11, 12, 13, 14, 15, 20]
+    assert arrays["decoder_token_T"].tolist() == want
+    assert arrays["decoder_expert_NTS"].tolist() == [[[token % 8] for token in want]]
+    assert arrays["decoder_gate_NTS"].shape == (1, 7, 1)
+    assert arrays["decoder_layers_N"].tolist() == ["decoder 1"] and arrays["num_experts"] == 8
+
+
+def test_every_task_has_its_part_of_a_sample(monkeypatch):
+    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 8)
+    sample = RoutingSample(num_tasks=2)
+    for start in (10, 20):
+        sample.begin_task()
+        for _ in range(3):
+            sample.add(part_of([2, 2, 2], start))
+    assert sample.arrays(SPARSE)["decoder_token_T"].tolist() == [10, 11, 12, 13, 20, 21, 22, 23]
+
+
+def test_what_is_written_is_what_the_analysis_reads(tmp_path):
+    (part,) = part_of([3, 1, 4]).values()
+    sample = RoutingSample()
+    sample.begin_task()
+    sample.add({"encoder": part, "decoder": part})
+    folder = tmp_path / "routing"
+    RoutingLog(folder, -1).write(400, sample.arrays(ENCODER_DECODER))
+    assert [path.name for path in folder.iterdir()] == ["step_000400.npz"]
+    (snapshot,) = read_snapshots(folder)
+    assert (snapshot.step, snapshot.num_experts) == (400, 8)
+    assert snapshot.layers == ENCODER_DECODER.sparse_layer_names
+    for stack in snapshot.stacks:
+        np.testing.assert_array_equal(stack.token_T, np.arange(10, 18))
+        np.testing.assert_array_equal(stack.expert_NTS, np.arange(10, 18)[None, :, None] % 8)
+
+
+def test_log_goes_on_after_the_step_that_is_resumed(tmp_path):
+    arrays = {"num_experts": np.int32(8)}
+    log = RoutingLog(tmp_path, -1)
+    for step in (0, 5, 999_999, 1_000_000):
+        log.write(step, arrays)
+    (tmp_path / "step_mine.npz").write_bytes(b"of a user")
+    names = {path.name for path in tmp_path.iterdir()}
+    RoutingLog(tmp_path, 999_999)
+    assert names - {path.name for path in tmp_path.iterdir()} == {"step_1000000.npz"}
+    RoutingLog(tmp_path, -1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_mine.npz"]
+
+
+# From here on: what it costs, in the compiled programs.
+
+MEASURED = ModelConfig(
+    "encoder_decoder", 512, 64, 256, 4, 16, num_encoder_layers=2, num_decoder_layers=2,
+    switch=SwitchConfig(8, every=2),
+)  # fmt: skip
+
+SCANNED = dataclasses.replace(
+    MEASURED, architecture="decoder_only", num_encoder_layers=0, scan_layers=True
+)
+
+
+def costs(model, num_microbatches) -> dict[str, tuple[float, float]]:
+    """FLOPs and bytes of the compiled training and evaluation steps."""
+    job = make_job(
+        model, inputs_length=64, targets_length=32, step=StepConfig(num_microbatches)
+    )
+    program = TrainingProgram(job, jax.devices()[:1])
+    state = program.abstract_state
+    batch = job.features.batch([[Example(np.ones(5, int), np.ones(5, int))]] * job.batch_size)
+    with program.scope():
+        lowered = {
+            "train": program.train_step.lower(state, batch),
+            "eval": program.eval_step.lower(state.params, batch),
+        }
+        found = {name: step.compile().cost_analysis() for name, step in lowered.items()}
+    return {name: (cost["flops"], cost["bytes accessed"]) for name, cost in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "num_microbatches"), [(MEASURED, 1), (SCANNED, 2)], ids=["unrolled", "scanned"]
+)
+def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches, monkeypatch):
+    """Against the same steps without load, drops, entropy, gate, choices and sample."""
+    with_all = costs(model, num_microbatches)
+    measure = layer.measure_routing
+
+    # Outputs nobody computes and nobody returns: XLA takes away what they were made of.
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "Choices", lambda *_: None)
+        patch.setattr(evaluation, "sample_routing", lambda stats, batch: {})
+        without_choices = costs(model, num_microbatches)
+
+        def losses_alone(logits_GTE, prob_GTE, plan, is_token_GT, **options):
+            stats = measure(logits_GTE, prob_GTE, plan, is_token_GT, **options)
+            zero, zero_E = jnp.zeros(()), jnp.zeros(plan.num_experts)
+            return dataclasses.replace(
+                stats,
+                tokens=zero,
+                groups=zero,
+                load_E=zero_E,
+                dropped=zero,
+                entropy=zero,
+                gate=zero,
+            )
+
+        patch.setattr(layer, "measure_routing", losses_alone)
+        without_all = costs(model, num_microbatches)
+
+    # The training step drops the choices, and so does not compute them: not one byte.
+    assert with_all["train"] == without_choices["train"]
+    for step in ("train", "eval"):
+        for counted, least in zip(with_all[step], without_all[step], strict=True):
+            # Other fusions may even save a little where something is computed besides.
+            assert 0.98 * least < counted < 1.02 * least, (step, counted / least)
+        assert with_all[step] != without_all[step]

@@ -178,7 +178,7 @@ def test_every_evaluation_leaves_a_sample_of_its_routing(sparse, finished):
     assert not finished[0].routing.exists()  # a dense model routes nothing
 
 
-@pytest.mark.parametrize("stop_at", [1, 3])
+@pytest.mark.parametrize("stop_at", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(stop_at, sparse, tmp_path):
     run = RunFolder(tmp_path)
 

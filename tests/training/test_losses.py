@@ -201,7 +201,10 @@ def test_denominators_count_groups_that_have_tokens_by_hand(num_microbatches, pa
         ({"balance_weight": -0.01}, "LossConfig.balance_weight=-0.01; use at least 0"),
         ({"router_z_weight": -1}, "LossConfig.router_z_weight=-1; use at least 0"),
         ({"z_loss": -1e-4}, "LossConfig.z_loss=-0.0001; use at least 0"),
-        ({"label_smoothing": 1.0}, "LossConfig.label_smoothing=1.0; use 0 <= mass < 1"),
+        (
+            {"label_smoothing": 1.0},
+            "LossConfig.label_smoothing=1.0; use 0 <= label_smoothing < 1",
+        ),
     ],
 )
 def test_wrong_configurations_are_refused(changes, message):

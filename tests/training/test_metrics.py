@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: the paper's perplexity, shares of routing, and lines that survive a kill."""
+"""Metrics of a step and of an interval, their log, and the batches of skipped steps."""
 
 import dataclasses
 import json
 import math
 import struct
+import types
 
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from switchx.data.features import batch_digest
 from switchx.training.losses import TokenSums
 from switchx.training.metrics import (
+    Interval,
     MetricsLog,
+    SkippedBatches,
+    Stopwatch,
     flat_scalars,
     routing_metrics,
     token_metrics,
 )
+from switchx.training.step import StepMetrics
+from tests.training.jobs import DENSE, make_batch
 from tests.training.routing_stats import two_layers
 
 
@@ -183,3 +190,132 @@ def test_a_kill_while_cutting_loses_no_line(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 2)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock.now = seconds` sets the time."""
+
+    class Clock:
+        now = 100.0
+
+    monkeypatch.setattr("switchx.training.metrics.time.perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def test_evaluations_and_saves_do_not_count_as_training(clock):
+    watch = Stopwatch()
+    assert watch.read() == 0
+    watch.start()
+    clock.now += 2
+    assert watch.read() == 2
+    watch.stop()
+    clock.now += 30  # an evaluation
+    assert watch.read() == 2
+    watch.stop()
+    watch.start()
+    clock.now += 1
+    watch.start()  # it runs already: nothing is lost
+    clock.now += 1
+    assert watch.read() == 4
+    watch.stop()
+    assert watch.seconds == 4
+
+
+def step(loss=2.0, nll=8.0, grad_norm=3.0, is_skipped=0, stats=None) -> StepMetrics:
+    number = np.float32
+    return StepMetrics(
+        sums=TokenSums(number(2 * nll), number(nll), number(1), number(4)),
+        loss=number(loss),
+        routing=stats,
+        grad_norm=number(grad_norm),
+        is_skipped=np.int32(is_skipped),
+        skipped_in_a_row=np.int32(is_skipped),
+    )
+
+
+def test_means_over_tokens_and_rates_over_seconds():
+    interval = Interval(10.0)
+    interval.add(step(loss=2.0, nll=8.0, grad_norm=3.0), input_tokens=100, examples=5)
+    interval.add(step(loss=4.0, nll=12.0, grad_norm=5.0), input_tokens=140, examples=7)
+    assert interval.metrics(14.0, flops_per_step=1e6) == {
+        "loss": 3.0,
+        "grad_norm": 4.0,
+        "skipped_steps": 0,
+        "steps_per_s": 0.5,
+        "tokens_per_s": 60.0,
+        "examples_per_s": 3.0,
+        "model_flops_per_s": 5e5,
+        "neg_log_perplexity": -20 / 8,
+        "cross_entropy": 40 / 8,
+        "accuracy": 2 / 8,
+        "target_tokens": 8.0,
+    }
+
+
+def test_a_skipped_step_took_time_but_has_no_part_in_the_means():
+    interval = Interval(0.0)
+    interval.add(step(loss=2.0), input_tokens=100, examples=5)
+    bad = step(loss=math.nan, nll=math.nan, grad_norm=math.inf, is_skipped=1)
+    interval.add(bad, input_tokens=100, examples=5)
+    metrics = interval.metrics(2.0, flops_per_step=1.0)
+    assert metrics["loss"] == 2.0 and metrics["grad_norm"] == 3.0
+    assert metrics["neg_log_perplexity"] == -2.0 and metrics["target_tokens"] == 4
+    assert metrics["skipped_steps"] == 1
+    assert metrics["steps_per_s"] == 1.0 and metrics["tokens_per_s"] == 100.0
+
+
+def test_an_interval_of_skipped_steps_alone_says_so():
+    interval = Interval(0.0)
+    interval.add(step(loss=math.nan, is_skipped=1), input_tokens=10, examples=1)
+    metrics = interval.metrics(1.0, flops_per_step=1.0)
+    assert math.isnan(metrics["loss"]) and metrics["skipped_steps"] == 1
+    assert "neg_log_perplexity" not in metrics and "routing" not in metrics
+
+
+def test_routing_adds_up_over_steps_and_its_losses_are_averaged():
+    interval = Interval(0.0)
+    for _ in range(3):
+        interval.add(step(stats=two_layers()), input_tokens=1, examples=1)
+    metrics = interval.metrics(1.0, flops_per_step=1.0)
+    assert metrics["dropped_fraction"] == 9 / 36
+    assert metrics["routing"]["load"] == [[0.75, 0.25], [0.25, 0.75]]
+    assert metrics["routing"]["balance_loss"] == [1.5, 1.25]
+    assert metrics["routing"]["router_z_loss"] == [0.5, 0.25]
+
+
+def metrics(loss, grad_norm):
+    return types.SimpleNamespace(loss=np.float32(loss), grad_norm=np.float32(grad_norm))
+
+
+def test_a_batch_is_kept_with_its_identity(tmp_path):
+    skipped, batch = SkippedBatches(tmp_path / "skipped"), make_batch(DENSE, 2)
+    digest = batch_digest(batch)
+    assert skipped.keep(7, batch, metrics(np.nan, np.inf)) == (
+        f"step 7 is skipped: loss nan, gradient norm inf, batch {digest}; no parameter changed"
+    )
+    assert {path.name for path in (tmp_path / "skipped").iterdir()} == {"7.0.json", "7.0.npz"}
+    text = (tmp_path / "skipped" / "7.0.json").read_text()
+    assert json.loads(text, parse_constant=lambda name: 1 / 0) == {
+        "step": 7,
+        "batch": digest,
+        "loss": "nan",
+        "grad_norm": "inf",
+    }
+    with np.load(tmp_path / "skipped" / "7.0.npz") as kept:
+        assert set(kept) == set(batch)
+        assert batch_digest(dict(kept)) == digest
+
+
+def test_the_last_ones_are_named_in_order(tmp_path):
+    skipped = SkippedBatches(tmp_path)
+    batches = {step: make_batch(DENSE, 2, seed=step) for step in (3, 5, 6)}
+    for step, batch in batches.items():
+        skipped.keep(step, batch, metrics(np.nan, np.nan))
+    five, six = batch_digest(batches[5]), batch_digest(batches[6])
+    assert skipped.last(2) == f"batches 5: {five}, 6: {six}, kept in {tmp_path}"
+
+
+def test_nothing_is_written_while_nothing_is_skipped(tmp_path):
+    SkippedBatches(tmp_path / "skipped")
+    assert list(tmp_path.iterdir()) == []

@@ -1,14 +1,211 @@
 # SPDX-License-Identifier: Apache-2.0
+"""AdamW, any optimizer of Optax, weight decay, norms, and which axes Adafactor factors."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from switchx.optim.adafactor import Adafactor
+from switchx import tree
+from switchx.fields import describe, differences
+from switchx.optim.adafactor import factoring_of, parameter_scale
 from switchx.optim.adamw import AdamW
-from switchx.optim.protocol import apply_updates, state_dims
-from switchx.optim.schedules import Constant
+from switchx.optim.protocol import (
+    Optax,
+    apply_updates,
+    clip_scale,
+    decay_mask,
+    global_norm,
+    is_decayed,
+)
+from switchx.optim.schedules import Constant, WarmupCosine
+from switchx.partitioning.mesh import MeshSpec
+from switchx.training.program import TrainingProgram, state_arrays
+from tests.data.refusals import refused
+from tests.training.jobs import make_job
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_as_optax_with_a_mask():
+    params = {
+        "w_in_DF": normal(0, 4, 6),
+        "scale_D": normal(1, 4),
+        "embedding_VD": normal(2, 5, 4),
+    }
+    schedule = WarmupCosine(0.1, 2, 5)
+    ours = AdamW(beta1=0.8, beta2=0.9, epsilon=1e-4, weight_decay=0.3).build(schedule)
+    theirs = optax.adamw(
+        schedule, b1=0.8, b2=0.9, eps=1e-4, weight_decay=0.3,
+        mask={"w_in_DF": True, "scale_D": False, "embedding_VD": False},
+    )  # fmt: skip
+    state, their_state, their_params = ours.init(params), theirs.init(params), params
+    for step in range(4):
+        gradient = jax.tree.map(lambda w, step=step: normal(step + 3, *w.shape), params)
+        updates, state = jax.jit(ours.update)(gradient, state, params)
+        expected, their_state = theirs.update(gradient, their_state, their_params)
+        params = apply_updates(params, updates)
+        their_params = optax.apply_updates(their_params, expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+            params,
+            their_params,
+        )
+
+
+def test_first_step_by_hand():
+    # m = 0.1 g and v = 0.001 g^2; without bias m_hat = g, v_hat = g^2: a step of -rate *
+    # (sign(g) + decay * w).
+    params = {"w_in_DF": jnp.array([[2.0, -4.0]]), "scale_D": jnp.array([3.0])}
+    gradient = {"w_in_DF": jnp.array([[0.5, 7.0]]), "scale_D": jnp.array([-1e-3])}
+    transformation = AdamW(weight_decay=0.1).build(Constant(0.01))
+    updates, _ = transformation.update(gradient, transformation.init(params), params)
+    # 1 - 0.999 has a relative error of 1e-5 in float32, epsilon another in the second.
+    np.testing.assert_allclose(updates["w_in_DF"], [[-0.01 * 1.2, -0.01 * 0.6]], rtol=1e-4)
+    np.testing.assert_allclose(updates["scale_D"], [0.01], rtol=1e-4)
+
+
+def test_bfloat16_parameters_have_float32_moments_and_updates():
+    params = {"w_in_DF": jnp.ones((4, 6), jnp.bfloat16)}
+    transformation = AdamW().build(Constant(0.01))
+    state = transformation.init(params)
+    updates, state = transformation.update(params, state, params)
+    assert updates["w_in_DF"].dtype == jnp.float32
+    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
+    assert [leaf.dtype for leaf in moments] == [jnp.float32] * 2
+    assert apply_updates(params, updates)["w_in_DF"].dtype == jnp.bfloat16
+
+
+def test_gradient_scale():
+    params = {"w_in_EDF": jnp.ones((2, 3, 4))}
+    gradient = normal(0, 2, 3, 4)
+    transformation = AdamW(epsilon=1.0).build(Constant(0.01))
+    state = transformation.init(params)
+    ours = transformation.update({"w_in_EDF": gradient}, state, params, gradient_scale=0.25)
+    expected = transformation.update({"w_in_EDF": gradient / 4}, state, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, expected)
+
+
+def test_donated_update_is_in_place():
+    params = {"w_in_EDF": jnp.ones((4, 128, 256))}
+    transformation = AdamW().build(Constant(0.01))
+
+    def step(params, state, gradient, is_finite):
+        def update(params, state):
+            updates, state = transformation.update(gradient, state, params)
+            return apply_updates(params, updates), state
+
+        return jax.lax.cond(is_finite, update, lambda *kept: kept, params, state)
+
+    state = transformation.init(params)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params, True)
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < params["w_in_EDF"].nbytes / 4
+    assert memory.alias_size_in_bytes >= 3 * params["w_in_EDF"].nbytes
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"beta1": 1.0}, "AdamW.beta1=1.0; use 0 <= beta1 < 1"),
+        ({"beta2": -0.1}, "AdamW.beta2=-0.1; use 0 <= beta2 < 1"),
+        ({"epsilon": 0.0}, "AdamW.epsilon=0.0; use a number above 0"),
+        ({"weight_decay": -1.0}, "AdamW.weight_decay=-1.0; use 0 or more"),
+    ],
+)
+def test_bad_setting(setting, message):
+    with refused(message):
+        AdamW(**setting)
+
+
+def test_bad_call():
+    with pytest.raises(ValueError, match="schedule=0.1 is not a schedule"):
+        AdamW().build(0.1)
+    transformation = AdamW().build(Constant(0.1))
+    params = {"scale_D": jnp.ones(3)}
+    with pytest.raises(ValueError, match="params=None; pass the parameters"):
+        transformation.update(params, transformation.init(params))
+
+
+def no_optimizer(learning_rate):
+    return 0.5
+
+
+def two_steps(transformation, params):
+    """Updates of two steps on made-up gradients, and the last state."""
+    state, updates = transformation.init(params), None
+    for step in range(2):
+        rng = np.random.default_rng(step)
+        gradients = jax.tree.map(lambda w, r=rng: r.normal(size=w.shape), params)
+        updates, state = transformation.update(gradients, state, params)
+    return updates, state
+
+
+def test_an_optimizer_of_optax_is_optaxs_own():
+    params = {"w_in_DF": jnp.full((4, 6), 0.5), "scale_D": jnp.ones(4)}
+    schedule = WarmupCosine(0.1, 2, 5)
+    ours = Optax(optax.lion, {"b1": 0.8, "weight_decay": 0.1}).build(schedule)
+    got, _ = two_steps(ours, params)
+    want, _ = two_steps(optax.lion(schedule, b1=0.8, weight_decay=0.1), params)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    ours = Optax(optax.sgd).build(Constant(0.5))
+    updates, _ = ours.update(params, ours.init(params), params, gradient_scale=0.25)
+    np.testing.assert_array_equal(updates["scale_D"], np.full(4, -0.125))
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+    ours = Optax(optax.adam).build(Constant(0.1))
+    updates, state = ours.update(half, ours.init(half), half)
+    assert {leaf.dtype for leaf in jax.tree.leaves((updates, state)) if leaf.ndim} == {
+        jnp.dtype("float32")
+    }
+
+
+def test_an_optimizer_of_optax_is_described_by_name_or_refused():
+    lion = Optax(optax.lion, {"b1": 0.8})
+    assert describe(lion) == {
+        "type": "Optax", "make": "optax._src.alias.lion", "arguments": {"b1": 0.8}
+    }  # fmt: skip
+    assert list(differences(describe(lion), Optax(optax.lion), "resume", "optimizer")) == [
+        "optimizer.arguments: {'b1': 0.8} there, {} here"
+    ]
+    nameless = [lambda learning_rate: optax.sgd(0.1), optax.inject_hyperparams(optax.adam)]
+    for make in nameless:
+        with refused("job.optimizer.make=<any> cannot be written into a run folder"):
+            describe(make_job(optimizer=Optax(make)), "job")
+    with refused("Optax.make=lion with learning_rate and the arguments ['beta']: <any>'beta'"):
+        Optax(optax.lion, {"beta": 0.8})
+    with refused("Optax.make=no_optimizer gave a float; expected an optax.GradientTrans<any>"):
+        Optax(no_optimizer).build(Constant(0.1))
+
+
+@pytest.mark.parametrize(
+    "make", [optax.lion, optax.adafactor, optax.adagrad, optax.contrib.schedule_free_adamw]
+)
+def test_moments_that_mirror_a_parameter_are_split_as_it_is(make):
+    """Adafactor's rows and columns, and whatever else has another shape, are whole."""
+    mesh = MeshSpec(data=1, expert=2, model=2, fsdp=2)
+    job = make_job(mesh=mesh, optimizer=Optax(make), schedule=Constant(0.1))
+    program = TrainingProgram(job)
+    params = tree.named_leaves(program.abstract_state.params)
+    specs = tree.named_leaves(program.shardings.params)
+    state, shardings = program.abstract_state.opt_state, program.shardings.opt_state
+    num_mirrored = 0
+    for name, leaf in tree.named_leaves(state).items():
+        of = [path for path in params if f"/{name}".endswith(f"/{path}")]
+        spec = tree.named_leaves(shardings)[name].spec
+        if of and params[of[0]].shape == leaf.shape:
+            num_mirrored += 1
+            assert spec == specs[of[0]].spec, name
+        else:
+            assert not any(spec), name
+    assert num_mirrored >= len(params) * (make is not optax.adafactor)
+    # The planner counts them alike.
+    dims = {array.name: array.dims for array in state_arrays(job) if array.kind == "optimizer"}
+    assert {bool(letters) for letters in dims.values()} == {True} | (
+        {False} if make is optax.adafactor else set()
+    )
 
 
 def test_updates_are_added_in_the_parameters_dtype():
@@ -21,26 +218,115 @@ def test_updates_are_added_in_the_parameters_dtype():
     np.testing.assert_array_equal(new["scale_D"].astype(jnp.float32), [1.5, 2.0])
 
 
-def test_state_dims_of_stacked_and_unstacked_parameters():
-    params = {
-        "w_in_EDF": jnp.zeros((2, 128, 128)),
-        "stack": {"w_query_DHK": jnp.zeros((3, 128, 2, 64)), "scale_D": jnp.zeros((3, 128))},
-    }
-    state = jax.eval_shape(Adafactor(beta1=0.9).build(Constant(0.1)).init, params)
-    dims = state_dims(state)
-    assert dims.count == ""
-    assert dims.statistics == {
-        "w_in_EDF": {"v_row_ED": "ED", "v_col_EF": "EF", "momentum_EDF": "EDF"},
-        "stack": {
-            "w_query_DHK": {"v_row_D": "ND", "v_col_HK": "NHK", "momentum_DHK": "NDHK"},
-            "scale_D": {"v_D": "ND", "momentum_D": "ND"},
-        },
-    }
-    adam = state_dims(jax.eval_shape(AdamW().build(Constant(0.1)).init, params))
-    letters = jax.tree.leaves(adam)
-    assert sorted(letters) == sorted(["", "", *["EDF", "NDHK", "ND"] * 2])
+@pytest.mark.parametrize(
+    ("name", "ndim", "expected"),
+    [
+        ("w_in_DF", 2, True),
+        ("w_in_DF", 3, True),
+        ("w_out_EFD", 3, True),
+        ("w_out_EFD", 4, True),
+        ("w_query_DHK", 3, True),
+        ("w_router_DE", 2, True),
+        ("w_logits_DV", 2, True),
+        ("embedding_VD", 2, False),
+        ("positions_LD", 2, False),
+        ("bias_UH", 2, False),
+        ("bias_UH", 3, False),
+        ("scale_D", 1, False),
+        ("scale_D", 2, False),
+        ("b_in_EF", 2, False),
+        ("b_query_HK", 2, False),
+        ("temperature", 0, False),
+    ],
+)
+def test_only_matrices_of_layers_decay(name, ndim, expected):
+    params = {"decoder": {name: jnp.zeros((2,) * ndim)}}
+    assert is_decayed(f"decoder/{name}", params["decoder"][name]) is expected
+    assert decay_mask(params) == {"decoder": {name: expected}}
 
 
-def test_state_dims_of_foreign_names():
-    with pytest.raises(ValueError, match="'kernel' has 2 dimensions"):
-        state_dims({"kernel": jnp.zeros((2, 2))})
+def test_norm_by_hand():
+    # 1 + 4 + 4 + 16 = 25.
+    gradients = {"scale_D": jnp.array([1.0, 2.0]), "w_in_DF": jnp.array([[2.0, 4.0]])}
+    assert global_norm(gradients) == 5
+    half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), gradients)
+    assert global_norm(half) == 5
+    assert global_norm(half).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_norm_shows_what_is_not_finite(bad):
+    x = jnp.ones((2, 3, 4)).at[1, 0, 0].set(bad)
+    assert not jnp.isfinite(global_norm({"w_in_EDF": x}))
+
+
+def test_clip_scale_as_optax(key):
+    gradients = {"scale_D": jax.random.normal(key, (8,))}
+    norm = global_norm(gradients)
+    for max_norm in (0.1, 100.0):
+        clip = optax.clip_by_global_norm(max_norm)
+        expected, _ = clip.update(gradients, clip.init(gradients))
+        scaled = gradients["scale_D"] * clip_scale(norm, max_norm)
+        np.testing.assert_allclose(scaled, expected["scale_D"], rtol=1e-6)
+    assert clip_scale(jnp.float32(5), 2.0) == jnp.float32(0.4)
+    assert clip_scale(jnp.float32(0), 2.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "batch", "rows", "columns"),
+    [
+        ("w_in_DF", (8, 16), (), (0,), (1,)),
+        ("encoder/layer_1/ffn/w_in_EDF", (2, 8, 16), (0,), (1,), (2,)),
+        ("w_in_EDF", (3, 2, 8, 16), (0, 1), (2,), (3,)),
+        ("w_query_DHK", (8, 2, 4), (), (0,), (1, 2)),
+        ("w_out_HKD", (3, 2, 4, 8), (0,), (1, 2), (3,)),
+        ("embedding_VD", (32, 8), (), (0,), (1,)),
+        ("w_router_DE", (8, 8), (), (0,), (1,)),
+        # Not matrices.
+        ("scale_D", (8,), (), (), ()),
+        ("scale_D", (3, 8), (0,), (), ()),
+        ("b_in_EF", (2, 16), (0,), (), ()),
+        ("b_in_EF", (3, 2, 16), (0, 1), (), ()),
+        ("b_query_HK", (2, 8), (), (), ()),
+        ("b_query_HK", (3, 2, 8), (0,), (), ()),
+        ("bias_E", (8,), (), (), ()),  # a vector over experts, not E scalars
+        ("bias_E", (3, 8), (0,), (), ()),
+        ("w_stages_PDF", (2, 8, 16), (0,), (1,), (2,)),
+        ("temperature", (), (), (), ()),
+        ("temperature", (3,), (0,), (), ()),
+        # Too small: rows and columns, heads and head size together, and E of the router.
+        ("w_in_EDF", (64, 7, 16), (0,), (), ()),
+        ("w_out_HKD", (2, 3, 8), (), (), ()),
+        ("w_router_DE", (3, 8, 4), (0,), (), ()),
+    ],
+)
+def test_axes(name, shape, batch, rows, columns):
+    factoring = factoring_of(name, shape, 8)
+    assert (factoring.batch, factoring.rows, factoring.columns) == (batch, rows, columns)
+    assert factoring.is_factored == bool(rows)
+    assert factoring.within == tuple(range(len(batch), len(shape)))
+
+
+def test_statistics_are_named_by_their_dimensions():
+    stacked = factoring_of("w_out_HKD", (3, 2, 4, 8), 8)
+    assert stacked.state_name("v_row", stacked.columns) == "v_row_HK"
+    assert stacked.state_name("v_col", stacked.rows) == "v_col_D"
+    assert stacked.state_name("momentum") == "momentum_HKD"
+    expert = factoring_of("w_in_EDF", (2, 8, 8), 8)
+    assert expert.state_name("v_row", expert.columns) == "v_row_ED"
+    assert expert.state_name("v_col", expert.rows) == "v_col_EF"
+    assert factoring_of("temperature", (3,), 8).state_name("v") == "v"
+    # A name may say N itself.
+    assert factoring_of("scale_ND", (3, 8), 8).state_name("v") == "v_ND"
+
+
+def test_name_that_does_not_fit():
+    with pytest.raises(ValueError, match="'w_in_DF' has 4 dimensions but its name says 'DF'"):
+        factoring_of("ffn/w_in_DF", (1, 2, 3, 4), 8)
+
+
+def test_parameter_scale_by_hand():
+    w_EDF = np.array([[[3.0, -4.0], [0.0, 5.0]], [[1e-4, 0.0], [0.0, 0.0]]], np.float16)
+    scale_E = parameter_scale(w_EDF, (1, 2), 1e-3)
+    assert scale_E.dtype == np.float32
+    np.testing.assert_allclose(scale_E, [np.sqrt(50 / 4), 1e-3], rtol=1e-6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from switchx import tree
-from switchx.optim.norms import global_norm
+from switchx.optim.protocol import global_norm
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
@@ -82,6 +82,7 @@ def assert_equal(got, want):
         np.testing.assert_allclose(mine[name], leaf, rtol=0, atol=atol, err_msg=name)
 
 
+@pytest.mark.slow  # 30 s of compilation; that stacks are linked: tests/models/test_stages.py
 def test_encoder_decoder_with_dropout_equals_the_unpipelined_step():
     config = stacked(ENCODER_DECODER, 4, dropout_rate=0.1)
     got = pipelined(config, MeshSpec(pipe=2, data=2, expert=2))
@@ -100,7 +101,8 @@ BOTH = dataclasses.replace(
             stacked(SPARSE, 4, dispatcher="sliced"),
             MeshSpec(pipe=2, data=2, model=2, rules=PIPELINE_MOE),
         ),
-        (stacked(BOTH, 4), MeshSpec(pipe=2, data=4)),  # two Switch layers a sparse block
+        # two Switch layers a sparse block
+        (stacked(BOTH, 4), MeshSpec(pipe=2, data=4)),
     ],
     ids=["sliced", "both"],
 )

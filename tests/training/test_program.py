@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs over a mesh: what is sharded where, and the same raw gradients as one device."""
+"""Programs over a mesh: shardings, raw gradients as on one device, shapes for the planner."""
 
 import dataclasses
 
@@ -9,12 +9,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from switchx import tree
+from switchx.moe.capacity import group_shape
 from switchx.optim.adafactor import Adafactor
-from switchx.optim.norms import global_norm
+from switchx.optim.protocol import global_norm
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.training.program import TrainingProgram
+from switchx.planner.layout import Layout
+from switchx.training.program import TrainingProgram, fitting_group_size, workload_of
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused
 from tests.training.jobs import (
@@ -114,7 +116,17 @@ def assert_gradients_of_one_device(got, want):
     assert float(np.sum(want_stats.dropped)) > 0  # capacity is at work
 
 
-@pytest.mark.parametrize("name", MESHES)
+# Every axis, the ways that tokens travel, and rules of papers; all of them in `make test-all`.
+BY_DEFAULT = ("all-to-all", "vocabulary rows, fsdp", "pipeline moe")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        each if each in BY_DEFAULT else pytest.param(each, marks=pytest.mark.slow)
+        for each in MESHES
+    ],
+)
 def test_raw_gradients_on_every_mesh_are_those_of_one_device(want, name):
     """Not through the optimizer: Adafactor hides a gradient that is k times too large."""
     mesh, dispatcher = MESHES[name]
@@ -192,7 +204,8 @@ def test_the_sharded_step_communicates_and_one_device_does_not(stepped):
     program = one_device(DENSE)
     with program.scope():
         batch = jax.eval_shape(lambda: program.place(make_batch(DENSE, 16)))
-        text = program.train_step.lower(program.abstract_state, batch).compile().as_text()
+        lowered = program.train_step.lower(program.abstract_state, batch)
+        text = lowered.compile().as_text()
     assert not any(f" {name}(" in text for name in COLLECTIVES)
 
 
@@ -229,7 +242,7 @@ def test_a_checkpoint_is_read_to_where_the_state_lives(stepped):
             or 1 / 0
         ),
         after,
-        program.restore_target(),
+        program.abstract_state,
     )
 
 
@@ -280,3 +293,39 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
         "a mesh with an axis that divides 6"
     ):
         make_program(model)
+
+
+def test_arrays_are_those_of_the_program():
+    job = make_job(ENCODER_DECODER)
+    program = TrainingProgram(job, jax.devices()[:1])
+    state = program.abstract_state
+    expected = sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((state.params, state.opt_state))
+        if leaf.shape
+    )
+    found = workload_of(job).state
+    assert expected == sum(
+        each.itemsize * int(jax.numpy.prod(jax.numpy.array(each.shape))) for each in found
+    )
+    names = []
+    tree.map_named(lambda name, leaf: names.append(name), state.params)
+    assert sorted(each.name for each in found if each.kind == "params") == sorted(names)
+
+
+def test_groups_capacity_and_refusals_are_the_dispatchers():
+    job = make_job(SPARSE)
+    workload = workload_of(job)
+    assert workload.routing(8, 8)[:2] == group_shape(64, 8)
+    layout = Layout(expert=8, dispatcher="all_to_all")
+    assert workload.refusal(layout, 8, 8) is None
+    assert "keeps routing groups whole" in workload.refusal(layout, 4, 16)
+
+
+def test_group_size_that_fits_some_devices():
+    switch = dataclasses.replace(SPARSE.switch, group_size=8192)
+    job = make_job(dataclasses.replace(SPARSE, switch=switch), batch_size=16)
+    size = fitting_group_size(job, 8)
+    assert group_shape(16 * 8, size)[0] % 8 == 0
+    assert group_shape(16 * 8, size + 1)[0] % 8 != 0
+    assert fitting_group_size(make_job(dataclasses.replace(SPARSE, switch=None)), 8) is None

@@ -29,7 +29,7 @@ from switchx.training.job import TrainingJob
 from switchx.training.resume import check_same_model, check_same_run, write_run_config
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
-from tests.training.jobs import LOSS, SPARSE, TASK, make_job
+from tests.training.jobs import LENGTH, LOSS, SPARSE, TASK, make_job
 
 
 def sparse(switch=(), **changes) -> ModelConfig:
@@ -113,6 +113,16 @@ def test_what_changes_a_step_may_not_change(run, name):
 def test_all_differences_are_listed(run):
     with refused("<any>(batch_size: 8 there, 16 here; seed: 0 there, 1 here); <any>"):
         check_same_run(run, make_job(batch_size=16, seed=1, train_steps=9))
+
+
+@pytest.mark.parametrize(("rows", "is_told"), [(1, False), (2, False), (1000, True)])
+def test_microbatches_that_are_smaller_than_a_group_are_told(tmp_path, caplog, rows, is_told):
+    job = make_job(sparse({"group_size": rows * LENGTH}))
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    write_run_config(run, job)
+    check_same_run(run, dataclasses.replace(job, step=StepConfig(num_microbatches=2)))
+    assert (f"SwitchConfig.group_size={rows * LENGTH} with 2" in caplog.text) == is_told
 
 
 def test_a_longer_run_may_stretch_its_schedule(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training step: raw gradients, skipped steps, clipping, loss scaling, learning."""
+"""The training step and its state: gradients, skipped steps, clipping, loss scaling, keys."""
 
 import dataclasses
 import functools
@@ -15,11 +15,11 @@ from switchx.models.config import Precision, RouterConfig
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.schedules import Constant
 from switchx.training import step as training_step
-from switchx.training.state import init_state
+from switchx.training.losses import into_microbatches
 from switchx.training.step import (
     StepConfig,
     gradients,
-    split_batch,
+    init_state,
     train_step,
 )
 from tests.data.refusals import refused
@@ -57,8 +57,9 @@ def make_step(config, optimizer=ADAFACTOR, loss=LOSS, **changes):
 
 @pytest.fixture(scope="module")
 def noisy():
-    """The step of a sparse model with dropout and jitter, its first state, and a batch."""
-    switch = dataclasses.replace(SPARSE.switch, router=RouterConfig(jitter=0.1))
+    """The step of a sparse model with all noise and biases, its first state, and a batch."""
+    router = RouterConfig(jitter=0.1, bias_update_rate=0.001)
+    switch = dataclasses.replace(SPARSE.switch, router=router)
     config = dataclasses.replace(SPARSE, switch=switch, dropout_rate=0.1)
     return *make_step(config), make_batch(config, 8)
 
@@ -70,21 +71,47 @@ def spoilt(batch) -> dict:
     return batch | {"decoder_loss_weights": weights_BL}
 
 
-def raw_gradients(config, num_microbatches, batch):
+@functools.cache
+def gradients_of(config, num_microbatches):
     step = StepConfig(num_microbatches=num_microbatches)
-    compute = functools.partial(gradients, config, WEIGHTY, step)
-    return jax.jit(compute)(make_params(config), batch, key=jax.random.key(0))
+    return jax.jit(functools.partial(gradients, config, WEIGHTY, step))
 
 
-def test_microbatches_are_every_nth_row():
-    batch = make_batch(SPARSE, 8)
-    for name, split in split_batch(batch, 4).items():
+def raw_gradients(config, num_microbatches, batch):
+    compute = gradients_of(config, num_microbatches)
+    return compute(make_params(config), batch, key=jax.random.key(0))
+
+
+PAIRS = dataclasses.replace(
+    SPARSE, switch=dataclasses.replace(SPARSE.switch, group_size=2 * LENGTH, capacity_factor=1)
+)
+WHOLE = dataclasses.replace(
+    SPARSE, switch=dataclasses.replace(SPARSE.switch, group_size=1 << 20)
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        (SPARSE, (0, 2, 4, 6)),
+        (PAIRS, (0, 1, 4, 5)),
+        (WHOLE, (0, 2, 4, 6)),
+        (DENSE, (0, 2, 4, 6)),
+    ],
+    ids=["row_groups", "groups_of_two_rows", "one_group", "dense"],
+)
+def test_microbatches_are_every_nth_row_or_group(config, rows):
+    batch = make_batch(config, 8)
+    for name, split in into_microbatches(config, batch, 2).items():
         assert split.shape == (4, 2, LENGTH)
-        for i in range(4):
-            np.testing.assert_array_equal(split[i], batch[name][i::4])
+        np.testing.assert_array_equal(split[:, 0], batch[name][list(rows)])
 
 
-@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "switch"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(DENSE, marks=pytest.mark.slow), SPARSE, PAIRS],
+    ids=["dense", "switch", "groups_of_two_rows"],
+)
 def test_gradients_of_microbatches_add_up_to_those_of_the_batch(config):
     """With unequal real tokens in them, and routing groups that are all padding: means of
     means would be other numbers."""
@@ -131,9 +158,10 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(noisy):
     well, metrics = step(worse, batch)
     assert (int(well.skipped), int(well.skipped_in_a_row)) == (2, 0)
     assert int(metrics.is_skipped) == 0
-    assert not np.array_equal(
-        well.params["embedding"]["embedding_VD"], good.params["embedding"]["embedding_VD"]
-    )
+    before, after = tree.named_leaves(good.params), tree.named_leaves(well.params)
+    (bias,) = (name for name in before if name.endswith("router_bias_E"))
+    for name in ("embedding/embedding_VD", bias):  # both have moved, and not in between
+        assert not np.array_equal(after[name], before[name])
 
 
 def test_twenty_steps_on_one_batch_learn_it(noisy):
@@ -180,9 +208,9 @@ def test_float16_halves_and_doubles_its_loss_scale(monkeypatch):
     batch, scales = make_batch(HALF, 4), []
 
     def take(state):
-        state, metrics = step(state, batch)
-        scales.append((float(metrics.loss_scale), int(state.good_steps)))
-        return state, metrics
+        after, metrics = step(state, batch)
+        scales.append((float(state.loss_scale), int(after.good_steps)))
+        return after, metrics
 
     first, metrics = take(state)
     plain, _ = make_step(TINY, DESCENT)
@@ -214,19 +242,73 @@ def test_float16_halves_and_doubles_its_loss_scale(monkeypatch):
 def test_other_dtypes_have_no_loss_scale(noisy):
     step, state, batch = noisy
     for each in (batch, spoilt(batch)):
-        state, metrics = step(state, each)
-        assert float(state.loss_scale) == float(metrics.loss_scale) == 1
+        state, _ = step(state, each)
+        assert float(state.loss_scale) == 1
         assert int(state.good_steps) == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_microbatches": 0}, "num_microbatches=0; use at least 1"),
-        ({"clip_norm": 0.0}, "clip_norm=0.0; use a norm above 0, or None"),
-        ({"clip_norm": -1.0}, "clip_norm=-1.0; use a norm above 0, or None"),
+        ({"num_microbatches": 0}, "StepConfig.num_microbatches=0; use at least 1"),
+        ({"clip_norm": 0.0}, "StepConfig.clip_norm=0.0; use a number above 0"),
+        ({"clip_norm": -1.0}, "StepConfig.clip_norm=-1.0; use a number above 0"),
     ],
 )
 def test_wrong_configurations_are_refused(changes, message):
     with refused(message):
         StepConfig(**changes)
+
+
+OPTIMIZER = Adafactor().build(Constant(1.0))
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """A state whose parameters are drawn from seed 7."""
+    return init_state(TINY, OPTIMIZER, seed=7)
+
+
+def given(seed=0, config=TINY):
+    return init_state(config, OPTIMIZER, seed=seed, params=make_params(config))
+
+
+def test_a_fresh_state_has_taken_no_step():
+    state = given()
+    for name in ("step", "skipped", "skipped_in_a_row", "good_steps"):
+        counter = getattr(state, name)
+        assert counter.dtype == jnp.int32 and counter.shape == () and int(counter) == 0
+    assert int(state.opt_state.count) == 0
+    assert float(state.loss_scale) == 1
+
+
+def test_float16_begins_with_a_loss_scale_of_two_to_the_fifteenth():
+    half = dataclasses.replace(TINY, precision=Precision(compute="float16"))
+    state = given(config=half)
+    assert float(state.loss_scale) == 32768 and state.loss_scale.dtype == jnp.float32
+
+
+def test_parameters_come_from_the_seed_or_are_those_given(drawn):
+    assert_same(given().params, make_params(TINY))
+    table_VD = np.asarray(drawn.params["embedding"]["embedding_VD"])
+    other = init_state(TINY, OPTIMIZER, seed=8)
+    assert not np.array_equal(table_VD, other.params["embedding"]["embedding_VD"])
+
+
+def test_each_step_has_its_own_key_and_a_resumed_one_the_same():
+    state = given()
+    later = dataclasses.replace(state, step=jnp.asarray(3, jnp.int32))
+
+    def number(state):
+        return float(jax.random.uniform(state.key))
+
+    assert number(state) != number(later)
+    saved = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), later)
+    assert number(saved) == number(later)
+    assert number(given(seed=0)) == number(state) != number(given(seed=1))
+
+
+def test_no_two_leaves_share_a_buffer():
+    """A donated buffer that two leaves share is donated twice."""
+    leaves = jax.tree.leaves(given())
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)

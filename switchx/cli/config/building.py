@@ -28,6 +28,7 @@ from switchx.cli.config.files import (
     missing_file,
     without_scopes,
 )
+from switchx.fields import without_gin
 
 _NAME = re.compile(r"(?:\w+/)*[A-Za-z_]\w*(?:\.\w+)*")
 # A macro that nothing reads is taken for a misspelt one above this likeness: TRAIN_STEP.
@@ -85,8 +86,7 @@ def build(macro: str, expected: type):
     """The object that `macro` names, its fields' types checked against their annotations.
 
     Raises:
-        ConfigurationError: the files define no such macro, it is of another type, or a
-            value in it is wrong.
+        ConfigurationError: there is no such macro, or it or a value in it is wrong.
     """
     try:
         # Gin calls a reference such as @job.TrainingJob() when it is copied.
@@ -103,22 +103,46 @@ def build(macro: str, expected: type):
             f"{macro} is a {type(value).__name__}; expected a {expected.__name__}"
         )
     check_types(value)
+    _refuse_bound_functions(value)
     return value
 
 
+def _refuse_bound_functions(value) -> None:
+    """Refuses bindings of a function that is a field's value: it is saved by its name alone."""
+    functions = set(_functions_in(value))
+    for scope, selector in gin.config._CONFIG:
+        known = gin.config._REGISTRY.get(selector)
+        if known is not None and known.wrapped in functions:
+            names = ", ".join(gin.config._CONFIG[scope, selector])
+            raise ConfigurationError(
+                f"{selector} is bound ({names}), but a run folder has the name of a function "
+                "alone, and the run could not be told from one with other values; bind the "
+                "fields of a frozen dataclass, or the arguments of `Optax`"
+            )
+
+
+def _functions_in(value) -> Iterator[types.FunctionType]:
+    value = without_gin(value)
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _functions_in(getattr(value, field.name))
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _functions_in(each)
+
+
 def require_effect(macro: str, bindings: Sequence[str]) -> None:
-    """Checks, once `macro` is built, that nothing was set in vain.
+    """Checks, once `macro` is built, that every binding was read.
 
     Raises:
         ConfigurationError: nothing read the name of a binding, or nothing read a macro of
             the files and a name much like it was read.
     """
-    used = {
-        (selector, parameter)
-        for (_, selector), parameters in gin.config._OPERATIVE_CONFIG.items()
-        for parameter in parameters
-    }
-    macros = {s for s, selector in gin.config._OPERATIVE_CONFIG if selector == "gin.macro"}
+    read = gin.config._OPERATIVE_CONFIG
+    used = {(selector, name) for (_, selector), names in read.items() for name in names}
+    macros = {scope for scope, selector in read if selector == "gin.macro"}
     for binding in bindings:
         name = binding.partition("=")[0].strip()
         if "." not in name:
@@ -155,18 +179,18 @@ def check_types(value, path: str = "") -> None:
     Raises:
         ConfigurationError: `model.d_model='64' is a str; expected int`.
     """
-    name = path or type(value).__name__
+    path = path or type(value).__name__
     hints = typing.get_type_hints(type(value))
     for field in dataclasses.fields(value):
-        item = getattr(value, field.name)
+        name, item = f"{path}.{field.name}", getattr(value, field.name)
         if not _fits(item, hints[field.name]):
-            raise ConfigurationError(
-                _type_message(f"{name}.{field.name}", item, hints[field.name])
-            )
-        for i, part in enumerate(item if isinstance(item, list | tuple) else [item]):
+            raise ConfigurationError(_type_message(name, item, hints[field.name]))
+        parts = {name: item}
+        if isinstance(item, list | tuple):
+            parts = {f"{name}[{i}]": part for i, part in enumerate(item)}
+        for name, part in parts.items():
             if dataclasses.is_dataclass(part) and not isinstance(part, type):
-                index = f"[{i}]" if isinstance(item, list | tuple) else ""
-                check_types(part, f"{name}.{field.name}{index}")
+                check_types(part, name)
 
 
 def _wrong_type(error: Exception) -> str | None:
@@ -197,21 +221,18 @@ def _type_message(name: str, value, hint) -> str:
 
 def _fits(value, hint) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is typing.Any:
+    if hint is typing.Any or getattr(hint, "_is_protocol", False):
         return True
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, argument) for argument in arguments)
     if origin is typing.Literal:
         return value in arguments
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if getattr(hint, "_is_protocol", False) or not isinstance(origin or hint, type):
-        return True
+    if hint in (int, float):
+        numbers = (int, float) if hint is float else int
+        return isinstance(value, numbers) and not isinstance(value, bool)
     if origin in (tuple, list) or getattr(origin, "__module__", "") == "collections.abc":
         return isinstance(value, list | tuple | dict) or callable(value)
-    return isinstance(value, origin or hint)
+    return not isinstance(origin or hint, type) or isinstance(value, origin or hint)
 
 
 @contextlib.contextmanager

@@ -17,11 +17,7 @@ _TOKEN_ERROR = re.compile(r"\('([^']+)', \((\d+), \d+\)\)")
 
 
 def place_of(error: Exception, reading: str | None) -> str:
-    """`FILE:LINE: ` of what gin could not take, as far as that is known.
-
-    Args:
-        reading: the file that was being read.
-    """
+    """`FILE:LINE: ` of what gin could not take, in the file `reading` or one that it says."""
     place, token = _PLACE.search(str(error)), _TOKEN_ERROR.search(str(error))
     if isinstance(error, SyntaxError) and error.lineno and reading:
         is_of_python = str(error.filename).endswith(".py")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gin files: where they are, what those of earlier versions call things, what switchx writes.
 
-A gin file is looked up as it is named, in folders to search, and below the shipped `configs/`.
 Files of earlier versions, such as the `operative_config.gin` of their run folders, name modules
 that are elsewhere now: they are read as if they named today's.
 """
@@ -11,7 +10,8 @@ import difflib
 import itertools
 import pathlib
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 
 # Module of an earlier version -> where its configurations are now.
 MOVED = {
@@ -37,7 +37,14 @@ _RENAMED = (
 _GONE = ("StepConfig.factor_expert_gradients",)
 _IMPORT = re.compile(r"^from +([\w.]+) +import +(\w+)(?: +as +(\w+))?", re.MULTILINE)
 
-
+_MESH_IMPORTS = """\
+from __gin__ import dynamic_registration
+from switchx.models import config
+from switchx.partitioning import mesh
+from switchx.partitioning import rules
+from switchx.partitioning import schedule
+from switchx.training import job
+"""
 MODEL_FILE = "model.gin"
 _MODEL_HEADER = """\
 # The model of this folder, whole. It comes after a run file and takes the place of its model:
@@ -54,8 +61,6 @@ MODEL = @config.ModelConfig()
 """
 # A run's own, which decide nothing about what the parameters mean.
 _OF_THE_RUN = ("dropout_rate", "expert_dropout_rate")
-
-
 _STATEMENT = re.compile(r"^(?:(?P<scope>[\w/]+)/)?(?P<name>[\w.]+) = (?P<value>.*)$", re.DOTALL)
 
 
@@ -76,13 +81,10 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def configs_dir() -> pathlib.Path:
-    """The folder that holds `models/`, `tasks/`, `meshes/`, `optimizers/` and `runs/`.
-
-    It is called `configs` in a checkout and installed, so `configs/runs/X.gin` is found from
-    its parent.
+    """The folder `configs`, of a checkout or installed, which holds `models/`, `runs/`, ...
 
     Raises:
-        FileNotFoundError: the installation holds neither.
+        FileNotFoundError: there is none.
     """
     package = pathlib.Path(__file__).parents[2]
     # A wheel has it inside the package; next to site-packages' switchx anything may be
@@ -115,16 +117,14 @@ def config_roots(search_paths: Iterable[str] = ()) -> list[pathlib.Path]:
     return [pathlib.Path("."), *folders, configs_dir(), configs_dir().parent]
 
 
-def missing_file(name: str, roots: Iterable[pathlib.Path]) -> str:
-    """What to say of a gin file that is in none of `roots`: where it was looked for, and
-    which one may be meant."""
-    roots = list(roots)
+def missing_file(name: str, roots: Sequence[pathlib.Path]) -> str:
+    """What to say of a gin file that is in none of `roots`: which one may be meant."""
     hint = close_file(name, roots)
     if "," in name:
         hint = "repeat --gin_file for each file"
     elif any((root / name).is_dir() for root in roots):
         hint = "that is a folder; name a file in it"
-    places = ", ".join(str(root) for root in roots)
+    places = ", ".join(map(str, roots))
     return f"no gin file {name!r} in {places}; {hint} (--gin_search_paths adds folders)"
 
 
@@ -208,3 +208,53 @@ def _bindings(description) -> list[str]:
             value = repr(value)
         lines.append(f"config.{name}.{field.name} = {value}")
     return [*lines, "", *nested]
+
+
+def mesh_gin(plan, hardware, command: str) -> str:
+    """A plan's mesh, rules, schedule and dispatcher, to be read after a run's own files.
+
+    gin keeps what an earlier file bound, so every axis, every field of `Rules` and the
+    pipeline's schedule are written, defaults too: a run's own rules (configs/meshes/pod.gin)
+    are not what was predicted.
+
+    Args:
+        plan, hardware: a `planner.search.Plan`, and the `Hardware` that it is for.
+        command: that made the plan, for the file's head.
+    """
+    from switchx.partitioning.mesh import AXES
+    from switchx.partitioning.schedule import ScheduleSpec
+    from switchx.planner.search import explain
+
+    layout = plan.layout
+    bound = {f"mesh.MeshSpec.{axis}": getattr(layout, axis) for axis in AXES}
+    # The planner takes the bubble and the activations in flight of this schedule.
+    for value, module in ((layout.rules, "rules"), (ScheduleSpec("1f1b"), "schedule")):
+        for field in dataclasses.fields(value):
+            name = f"{module}.{type(value).__name__}.{field.name}"
+            bound[name] = getattr(value, field.name)
+    bound["NUM_MICROBATCHES"] = layout.num_microbatches
+    if layout.pipe > 1:
+        bound["config.ModelConfig.scan_layers"] = True
+    if layout.dispatcher is not None:
+        bound["config.SwitchConfig.dispatcher"] = layout.dispatcher
+    imports = _MESH_IMPORTS
+    if not any(name.startswith("config.") for name in bound):
+        imports = imports.replace("from switchx.models import config\n", "")
+    why = textwrap.fill(
+        explain(plan, hardware, plan), 93, initial_indent="# ", subsequent_indent="# "
+    )
+    lines = [
+        f"# Made by {command}\n#\n{why}\n\n{imports}",
+        "MESH = @mesh.MeshSpec()",
+        "mesh.MeshSpec.rules = @rules.Rules()",
+        "job.TrainingJob.pipeline = @schedule.ScheduleSpec()",
+        *(f"{name} = {_literal(value)}" for name, value in bound.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value) -> str:
+    """As the configs have it: double quotes, a table of rules with one a line."""
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return "\n".join(["(", *(f"    {_literal(rule)}," for rule in value), ")"])
+    return repr(value).replace("'", '"')

@@ -55,9 +55,8 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
 
 
 def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
-    """Reads the lines, loads the model and has `answer(arguments, lines, model, reporter)` do
-    the rest; returns the exit status.
-    """
+    """Reads the lines, loads the model and calls `answer(arguments, lines, model, reporter)`;
+    returns the exit status."""
     from switchx.cli.progress import TerminalReporter
 
     with TerminalReporter(unit="line") as reporter:
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
 
 
 def load_model(arguments: argparse.Namespace, reporter):
-    """The `switchx.api.Model`, which has a vocabulary; says where results are not a line's own.
+    """The `switchx.api.Model`; says where results are not a line's own.
 
     Raises:
         ValueError: there is no such model, or it has no vocabulary.
@@ -117,15 +116,16 @@ def read_lines(name: str) -> list[str]:
         lines.pop()
     if not lines:
         raise ValueError(f"{_shown(name)} has no lines; write one input a line")
-    texts, faults = [], []
-    for number, line in enumerate(lines, 1):
+
+    def decoded(line: bytes) -> str:
         try:
-            texts.append(line.removesuffix(b"\r").decode())
+            return line.removesuffix(b"\r").decode()
         except UnicodeDecodeError as error:
-            byte = f"0x{error.object[error.start]:02x}"
-            faults.append((number, f"is not UTF-8: byte {error.start + 1} is {byte}"))
-    refuse_lines(name, faults)
-    return texts
+            byte = error.object[error.start]
+            fault = f"is not UTF-8: byte {error.start + 1} is 0x{byte:02x}"
+            raise ValueError(fault) from error
+
+    return check(name, lines, decoded)
 
 
 def encoded(
@@ -150,35 +150,31 @@ def encoded(
     return tokens
 
 
-def check(name: str, lines: Sequence[str], read_line: Callable[[str], Any]) -> None:
-    """Raises one ValueError that names all lines that `read_line` refuses, and why."""
-    faults = []
+def check(name: str, lines: Sequence, read_line: Callable[[Any], Any]) -> list:
+    """What `read_line` makes of each line.
+
+    Raises:
+        ValueError: it refuses some; names all of them by their numbers, and why.
+    """
+    read, faults = [], []
     for number, line in enumerate(lines, 1):
         try:
-            read_line(line)
+            read.append(read_line(line))
         except ValueError as error:
-            faults.append((number, str(error)))
-    refuse_lines(name, faults)
-
-
-def refuse_lines(name: str, faults: Sequence[tuple[int, str]]) -> None:
-    """Raises one ValueError that names wrong lines of a file, if there are any.
-
-    Args:
-        faults: numbers of lines, from 1, and what is wrong with each, to be said after it.
-    """
-    if not faults:
-        return
-    listed = "; ".join(f"line {number} {fault}" for number, fault in faults[:MOST_LISTED])
-    more = len(faults) - MOST_LISTED
-    rest = f"; and {more} more lines" if more > 0 else ""
-    raise ValueError(
-        f"{_shown(name)}: {listed}{rest}. Nothing was done; correct or remove what is wrong"
-    )
+            faults.append(f"line {number} {error}")
+    if faults:
+        more = len(faults) - MOST_LISTED
+        rest = f"; and {more} more lines" if more > 0 else ""
+        raise ValueError(
+            f"{_shown(name)}: {'; '.join(faults[:MOST_LISTED])}{rest}. Nothing was done; "
+            "correct or remove what is wrong"
+        )
+    return read
 
 
 def write(
     arguments: argparse.Namespace,
+    model,
     lines: Sequence[str],
     settings: dict[str, Any],
     compute: Callable[[Sequence[str], int], Iterable[tuple[int, str]]],
@@ -187,7 +183,7 @@ def write(
     """Computes and writes a line for each line, going on where the output ends.
 
     Args:
-        settings: whatever decides what is written, the capacity apart.
+        settings: of the command's own, which decide what is written.
         compute: see `run_in_shards`.
 
     Returns:
@@ -195,7 +191,10 @@ def write(
     """
     from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
 
-    settings = settings | {"capacity": arguments.capacity}
+    settings = settings | {
+        "command": arguments.command, "model": model.fingerprint, "json": arguments.json,
+        "capacity": arguments.capacity,
+    }  # fmt: skip
     if arguments.capacity == "trained":
         settings["batch_size"] = arguments.batch_size
     output = StandardOutput()
@@ -217,9 +216,7 @@ def run_in_shards(
     """Writes a line for each input from `output.num_lines` on, a shard at a time.
 
     Args:
-        output: a `ResumableOutput` or a `StandardOutput`.
         compute: gives each input's number and its line, of a shard and its first number.
-        reporter: a `TerminalReporter`.
     """
     done, total = output.num_lines, len(inputs)
     if done:
@@ -227,12 +224,12 @@ def run_in_shards(
     reporter.begin(done, total)
     while done < total:
         shard = inputs[done : done + BATCHES_PER_SHARD * batch_size]
-        lines, first_number = [None] * len(shard), done
-        for number, line in compute(shard, first_number):
-            lines[number - first_number] = line
-            done += 1
-            reporter.counted(done)
-        output.append(lines)
+        written = {}
+        for number, line in compute(shard, done):
+            written[number] = line
+            reporter.counted(done + len(written))
+        output.append([written[done + i] for i in range(len(shard))])
+        done += len(shard)
 
 
 def _is_same_file(one: str, other: str) -> bool:

@@ -6,34 +6,28 @@ many lines there are, of which inputs and settings, and their checksums. Whateve
 holds beyond that is of a shard that was cut off, and is written again.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import pathlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from switchx.data.data_dir import write_atomically
 
 
-class StandardOutput:
+class StandardOutput(contextlib.nullcontext):
     """Lines printed; nothing to go on from."""
 
     def __init__(self):
+        super().__init__(self)
         self.num_lines = 0
         self._lines = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception) -> None:
-        pass
-
     def append(self, lines: Sequence[str]) -> None:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
+        print(*lines, sep="\n", flush=True)
         self._lines += lines
         self.num_lines += len(lines)
 
@@ -89,7 +83,6 @@ class ResumableOutput:
         self._file.close()
 
     def append(self, lines: Sequence[str]) -> None:
-        """Writes the next lines, and that they are there."""
         data = "".join(f"{line}\n" for line in lines).encode()
         self._file.write(data)
         self._file.flush()
@@ -98,7 +91,6 @@ class ResumableOutput:
         self._save()
 
     def lines(self) -> Iterator[str]:
-        """All that are there."""
         with self.path.open("rb") as file:
             for line in file:
                 yield line.decode().removesuffix("\n")
@@ -141,7 +133,8 @@ class ResumableOutput:
             )
         if size < num_bytes:
             raise ValueError(f"{self.path} was cut since it was written; {again}")
-        self._add(num_lines, self._bytes(num_bytes))
+        self._file.seek(0)
+        self._add(num_lines, self._file.read(num_bytes))
         if self._written.hexdigest() != written:
             raise ValueError(f"{self.path} has changed since it was written; {again}")
         if num_lines > len(self._inputs) or self._read.hexdigest() != read:
@@ -150,10 +143,6 @@ class ResumableOutput:
                 f"{num_lines} of these; {again}"
             )
         self._file.truncate(num_bytes)
-
-    def _bytes(self, size: int) -> bytes:
-        self._file.seek(0)
-        return self._file.read(size)
 
     def _add(self, num_lines: int, data: bytes) -> None:
         for text in self._inputs[self.num_lines : self.num_lines + num_lines]:

@@ -55,7 +55,8 @@ class CorpusSource:
         if not 0 <= index < len(self.records):
             raise IndexError(f"{self.name} has {len(self.records)} examples; index={index}")
         record = self.records[int(index)]
-        return {field: _text(record[field]) for field in self.fields}
+        texts = {field: record[field] for field in self.fields}
+        return {f: t if isinstance(t, str) else t.decode() for f, t in texts.items()}
 
 
 class Corpus(Protocol):
@@ -117,10 +118,8 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         )
 
     def _split_generators(self, download_manager):
-        return {
-            split: self._generate_examples(split, examples)
-            for split, examples in self._recipe.make_splits().items()
-        }
+        splits = self._recipe.make_splits().items()
+        return {split: self._generate_examples(split, examples) for split, examples in splits}
 
     def _generate_examples(self, split, examples):
         digest = hashlib.sha256()
@@ -131,15 +130,8 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         self.info.metadata[split] = digest.hexdigest()[:16]
 
     # TFDS prints these to standard output; the caller says what there is to say.
-    def _log_download_bytes(self):
-        pass
-
-    def _log_download_done(self):
-        pass
-
-
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode()
+    def _log_download_bytes(self): ...
+    def _log_download_done(self): ...
 
 
 def fingerprint_of(*parts: object) -> str:

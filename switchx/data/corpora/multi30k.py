@@ -106,12 +106,10 @@ class Multi30k:
             for subfolder in (".", "multi30k")
         ]
         pairs = {}
-        for split in self.splits:
-            for folder in folders:
-                files = [_find_file(folder, split, lang) for lang in (self.source, self.target)]
-                if all(files):
-                    pairs[split] = tuple(files)
-                    break
+        for split, folder in itertools.product(self.splits, folders):
+            files = [_find_file(folder, split, lang) for lang in (self.source, self.target)]
+            if split not in pairs and all(files):
+                pairs[split] = tuple(files)
         return pairs
 
     def _download(self, data_dir: str | None) -> None:
@@ -137,11 +135,8 @@ class Multi30k:
 
 
 def _find_file(folder: Path, split: str, language: str) -> Path | None:
-    for suffix in (".gz", ""):
-        file = folder / f"{_FILE_NAMES[split]}.{language}{suffix}"
-        if file.is_file():
-            return file
-    return None
+    names = (f"{_FILE_NAMES[split]}.{language}{suffix}" for suffix in (".gz", ""))
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _read_pairs(source: Path, target: Path) -> Iterator[dict[str, str]]:
@@ -152,5 +147,5 @@ def _read_pairs(source: Path, target: Path) -> Iterator[dict[str, str]]:
         f"{source} has {len(inputs)} lines and {target} has {len(targets)}, expected equally "
         "many and at least 1; get both anew from one place",
     )
-    for pair in zip(inputs, targets, strict=True):
-        yield dict(zip(("inputs", "targets"), pair, strict=True))
+    for source_text, target_text in zip(inputs, targets, strict=True):
+        yield {"inputs": source_text, "targets": target_text}

@@ -45,15 +45,13 @@ class PythonStdlib:
         max_characters: documents are cut at definitions, where they can be, to this length.
     """
 
+    name = "python_stdlib"
+
     validation_fraction: float = 0.05
     max_characters: int = 8000
 
     def __post_init__(self):
         require_cut(self)
-
-    @property
-    def name(self) -> str:
-        return "python_stdlib"
 
     def open(self, split: str, data_dir: str | None) -> CorpusSource:
         """Split `train` or `validation`; examples are `{"text": ...}`. Takes seconds at first.
@@ -115,11 +113,8 @@ def _source_paths(root: Path) -> list[Path]:
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not _LEFT_OUT.fullmatch(name)]
-        paths += [
-            Path(folder, name).relative_to(root)
-            for name in names
-            if name.endswith(".py") and not _LEFT_OUT.fullmatch(name)
-        ]
+        sources = (n for n in names if n.endswith(".py") and not _LEFT_OUT.fullmatch(n))
+        paths += [Path(folder, name).relative_to(root) for name in sources]
     return sorted(paths)
 
 

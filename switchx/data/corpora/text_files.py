@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's own text: `.txt` and `.jsonl` files, plain or `.gz`, one by one or by folder.
 
-Text is read line by line and cut into documents where paragraphs end. Documents are divided
-into training and validation by their hash.
+Documents are divided into training and validation by their hash (`hold_out`).
 """
 
 import dataclasses
@@ -30,9 +29,7 @@ class TextFiles:
 
     A `.txt` file is cut at paragraphs into documents; blank ones go, `\r\n` becomes `\n`,
     all else is kept. A line of a `.jsonl` file (or `.json.gz`, as C4 is published) is one
-    document, `{"text": ...}` or `{"inputs": ..., "targets": ...}`, all files alike. The hash
-    of a document decides whether it is held out for validation, so equal ones are on the
-    same side; neither side is ever empty.
+    document, `{"text": ...}` or `{"inputs": ..., "targets": ...}`, all files alike.
 
     Attributes:
         path: file or folder, or several; folders are searched to the bottom. A run goes on
@@ -41,16 +38,14 @@ class TextFiles:
         max_characters: of a document cut from a `.txt` file.
     """
 
+    name = "text_files"
+
     path: str | Sequence[str] = at_resume()
     validation_fraction: float = 0.05
     max_characters: int = 8000
 
     def __post_init__(self):
         require_cut(self)
-
-    @property
-    def name(self) -> str:
-        return "text_files"
 
     def open(self, split: str, data_dir: str | None) -> CorpusSource:
         """Split `train` or `validation`.
@@ -67,14 +62,12 @@ class TextFiles:
         )
 
         def make_splits() -> dict[str, Iterator[dict[str, str]]]:
-            def read() -> Iterator[dict[str, str]]:
-                return read_examples(files, fields, self.max_characters)
-
-            def digest_of(example: dict[str, str]) -> bytes:
-                return text_digest(*example.values())
-
-            origin = f"text_files path={self.path!r}"
-            return hold_out(read, digest_of, self.validation_fraction, origin)
+            return hold_out(
+                lambda: read_examples(files, fields, self.max_characters),
+                lambda example: text_digest(*example.values()),
+                self.validation_fraction,
+                f"text_files path={self.path!r}",
+            )
 
         return open_prepared(Recipe(self.name, key, fields, make_splits), split, data_dir)
 
@@ -110,18 +103,17 @@ def read_examples(
         ValueError: a file that is unreadable, not UTF-8, or has a record without `fields`.
     """
     for file in files:
-        if file.name.lower().endswith(_JSON_LINES):
-            for number, record in _read_records(file):
-                if not all(_is_text(record.get(field)) for field in fields):
-                    raise ValueError(
-                        f"{file}:{number}: expected texts under {' and '.join(fields)}, as in "
-                        f"the first record, got the keys {', '.join(record) or 'none'}"
-                    )
-                if any(record[field].strip() for field in fields):
-                    yield {field: record[field] for field in fields}
-        else:
-            for document in cut_lines(read_lines(file), max_characters):
-                yield {"text": document}
+        if not file.name.lower().endswith(_JSON_LINES):
+            yield from ({"text": text} for text in cut_lines(read_lines(file), max_characters))
+            continue
+        for number, record in _read_records(file):
+            require(
+                all(_is_text(record.get(field)) for field in fields),
+                f"{file}:{number}: expected texts under {' and '.join(fields)}, as in the "
+                f"first record, got the keys {', '.join(record) or 'none'}",
+            )
+            if any(record[field].strip() for field in fields):
+                yield {field: record[field] for field in fields}
 
 
 def _is_text(value: object) -> bool:
@@ -142,11 +134,11 @@ def _read_records(file: Path) -> Iterator[tuple[int, dict]]:
             raise ValueError(
                 f"{file}:{number}: not JSON ({error}); one object a line is expected"
             ) from error
-        if not isinstance(record, dict):
-            raise ValueError(
-                f'{file}:{number}: expected an object like {{"text": ...}}, '
-                f"got {type(record).__name__}"
-            )
+        kind = type(record).__name__
+        require(
+            isinstance(record, dict),
+            f'{file}:{number}: expected an object like {{"text": ...}}, got {kind}',
+        )
         yield number, record
 
 

@@ -8,8 +8,8 @@ import subprocess
 import jax
 import pytest
 
-from switchx import provenance
-from switchx.bench.report import Report
+from switchx import manifest
+from switchx.bench.report import Report, environment
 
 
 @pytest.fixture
@@ -17,11 +17,11 @@ def repository(tmp_path, monkeypatch):
     """A repository in which a copy of switchx lies that it does not track."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
-    file = tmp_path / "switchx/provenance.py"
+    file = tmp_path / "switchx/manifest.py"
     file.parent.mkdir(parents=True)
     file.write_text("1\n")
     (tmp_path / "other").write_text("")
-    monkeypatch.setattr(provenance, "__file__", str(file))
+    monkeypatch.setattr(manifest, "__file__", str(file))
 
     def git(*words):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -38,28 +38,28 @@ def repository(tmp_path, monkeypatch):
 def test_commit_of_the_checkout(repository, tmp_path):
     repository("add", "switchx")
     repository("commit", "--quiet", "--message=second")
-    assert provenance.git_commit() == repository("rev-parse", "HEAD")
-    (tmp_path / "switchx/provenance.py").write_text("2\n")
-    assert provenance.git_commit() == repository("rev-parse", "HEAD") + "-dirty"
+    assert manifest.git_commit() == repository("rev-parse", "HEAD")
+    (tmp_path / "switchx/manifest.py").write_text("2\n")
+    assert manifest.git_commit() == repository("rev-parse", "HEAD") + "-dirty"
 
 
 def test_copy_inside_of_another_repository_has_no_commit(repository):
     """Neither a run, nor an artifact, nor a bench is stamped with that repository's commit."""
-    assert provenance.git_commit() == "unknown"
+    assert manifest.git_commit() == "unknown"
     report = json.loads(Report("bench x", [], []).as_json())
     assert report["environment"]["commit"] == "unknown"
 
 
 def test_no_repository_and_no_git(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
-    assert provenance.git_commit() == "unknown"
+    monkeypatch.setattr(manifest, "__file__", str(tmp_path / "manifest.py"))
+    assert manifest.git_commit() == "unknown"
     monkeypatch.setenv("PATH", "")
-    assert provenance.git_commit() == "unknown"
+    assert manifest.git_commit() == "unknown"
 
 
 def test_environment_says_whether_malloc_was_tuned(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    found = provenance.environment()
+    found = environment()
     assert (found["jax"], found["glibc_tunables"]) == (jax.__version__, None)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    assert provenance.environment()["glibc_tunables"] == "glibc.malloc.hugetlb=1"
+    assert environment()["glibc_tunables"] == "glibc.malloc.hugetlb=1"

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals end training; a second Ctrl-C does not wait for it."""
+"""Signals end training after a step that all processes agree on."""
 
 import os
 import signal
 import threading
 
+import jax
 import pytest
 
-from switchx.training.stopping import stop_signals
+from switchx.partitioning.mesh import MeshSpec
+from switchx.training.stopping import StopAgreement, stop_signals
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +81,21 @@ def test_in_another_thread_there_is_an_event_and_no_handler():
     thread.start()
     thread.join()
     assert events == [(False, before)]
+
+
+def test_a_process_alone_stops_at_once():
+    stop = threading.Event()
+    is_stopping = StopAgreement(stop, MeshSpec(node=2, expert=2).build())
+    assert not is_stopping()
+    stop.set()
+    assert is_stopping()
+
+
+def test_several_stop_one_step_after_they_agreed(monkeypatch):
+    """All devices vote, here those of one process; the answer is of the step before."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    stop = threading.Event()
+    is_stopping = StopAgreement(stop, MeshSpec(node=2, expert=2).build())
+    assert [is_stopping(), is_stopping()] == [False, False]
+    stop.set()
+    assert [is_stopping(), is_stopping(), is_stopping()] == [False, True, True]

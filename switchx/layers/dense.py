@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What dense layers are made of: initial weights, dropout, norms, and the feed-forward network.
+
+Weights: Fedus et al. 2021 (arXiv:2101.03961), section 2.4: a truncated normal of standard
+deviation sqrt(scale / fan_in), where a scale of 0.1 instead of T5's 1.0 keeps sparse models
+stable. Fan-in is given, not guessed from the shape: an expert's is D, whatever E is.
+Norms: T5's RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and GPT's LayerNorm (Ba et al.
+2016, arXiv:1607.06450), with statistics in float32. Gated FFNs: Shazeer 2020
+(arXiv:2002.05202).
+Dims: B batch, L length, D model, F ffn
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+# Standard deviation of a standard normal truncated to [-2, 2].
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+EPSILON = 1e-6  # of the norms
+
+
+def weight(config, key, shape, *, fan_in: float, scale: float | None = None) -> nnx.Param:
+    """A weight of a model, at its `init_scale` unless `scale` is given."""
+    scale = config.init_scale if scale is None else scale
+    stddev = math.sqrt(scale / fan_in) / _TRUNCATED_STDDEV
+    dtype = config.precision.params
+    return nnx.Param(jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype) * stddev)
+
+
+def zeros(config, *shape: int) -> nnx.Param:
+    """A bias of a model."""
+    return nnx.Param(jnp.zeros(shape, config.precision.params))
+
+
+def along_last(param, x):
+    """`param` in x's dtype with leading 1s, so that it lines up with x's last dimensions."""
+    return param.astype(x.dtype).reshape((1,) * (x.ndim - param.ndim) + param.shape)
+
+
+def split_key(key: jax.Array | None, num: int) -> list:
+    """`num` independent keys, or as many None where there is none to split."""
+    return [None] * num if key is None else list(jax.random.split(key, num))
+
+
+def dropout(x, rate: float, *, key: jax.Array | None, shared_dims: tuple[int, ...] = ()):
+    """Zeroes entries with probability `rate` and scales the others by 1/(1-rate).
+
+    Args:
+        x: any array.
+        key: None leaves x as it is (evaluation).
+        shared_dims: dimensions along which one mask is shared; T5 shares it over length.
+    """
+    if key is None or rate == 0.0:
+        return x
+    mask_shape = [1 if dim in shared_dims else size for dim, size in enumerate(x.shape)]
+    is_kept = jax.random.bernoulli(key, 1.0 - rate, mask_shape)
+    return jnp.where(is_kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
+
+
+def rms_norm(x, scale_D):
+    """x / rms(x) * scale over the last dimension."""
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPSILON)
+    return (x32 * inverse_rms).astype(x.dtype) * along_last(scale_D, x)
+
+
+def layer_norm(x, scale_D, bias_D):
+    """(x - mean) / std * scale + bias over the last dimension."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    inverse_std = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + EPSILON)
+    normed = (centred * inverse_std).astype(x.dtype)
+    return normed * along_last(scale_D, x) + along_last(bias_D, x)
+
+
+class Norm(nnx.Module):
+    """The norm that a `ModelConfig` names: RMSNorm, or LayerNorm, which has a bias."""
+
+    def __init__(self, config):
+        D, dtype = config.d_model, config.precision.params
+        self.scale_D = nnx.Param(jnp.ones((D,), dtype))
+        if config.norm == "layer":
+            self.bias_D = zeros(config, D)
+
+    def __call__(self, x):
+        if hasattr(self, "bias_D"):
+            return layer_norm(x, self.scale_D[...], self.bias_D[...])
+        return rms_norm(x, self.scale_D[...])
+
+
+def activate(activation: str, h, gate=None):
+    """`act(h)`, times `gate` in the gated forms. GELU is the tanh form, as T5's and GPT's."""
+    match activation:
+        case "relu":
+            return jax.nn.relu(h)
+        case "gelu":
+            return jax.nn.gelu(h, approximate=True)
+        case "geglu":
+            return jax.nn.gelu(h, approximate=True) * gate
+        case "swiglu":
+            return jax.nn.silu(h) * gate
+    raise ValueError(f"activation={activation!r}; use relu, gelu, geglu or swiglu")
+
+
+class DenseFFN(nnx.Module):
+    """`act(x W_in) W_out`, or `(act(x W_in) * x W_gate) W_out` for a gated activation."""
+
+    def __init__(self, config, *, key):
+        self.config = config
+        key_in, key_gate, key_out = jax.random.split(key, 3)
+        D, F = config.d_model, config.d_ff
+        self.w_in_DF = weight(config, key_in, (D, F), fan_in=D)
+        if config.is_gated:
+            self.w_gate_DF = weight(config, key_gate, (D, F), fan_in=D)
+        self.w_out_FD = weight(config, key_out, (F, D), fan_in=F)
+        if config.use_bias:
+            self.b_in_F = zeros(config, F)
+            self.b_out_D = zeros(config, D)
+
+    def __call__(self, x_BLD, *, key=None):
+        dtype = x_BLD.dtype
+        h_BLF = jnp.einsum("BLD,DF->BLF", x_BLD, self.w_in_DF[...].astype(dtype))
+        if self.config.use_bias:
+            h_BLF = h_BLF + along_last(self.b_in_F[...], h_BLF)
+        gate_BLF = None
+        if self.config.is_gated:
+            gate_BLF = jnp.einsum("BLD,DF->BLF", x_BLD, self.w_gate_DF[...].astype(dtype))
+        h_BLF = activate(self.config.activation, h_BLF, gate_BLF)
+        h_BLF = dropout(h_BLF, self.config.dropout_rate, key=key, shared_dims=(1,))
+        y_BLD = jnp.einsum("BLF,FD->BLD", h_BLF, self.w_out_FD[...].astype(dtype))
+        return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
