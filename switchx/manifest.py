@@ -18,7 +18,8 @@ import secrets
 import shutil
 import subprocess
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 Checksum = Literal["crc32", "sha256"]
@@ -31,6 +32,7 @@ def write_manifest(
     checksum: Checksum,
     *,
     left_out: tuple[str, ...] = (),
+    known: Mapping[str, list] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Records all files in a folder, each of them and the manifest flushed to the disk.
 
@@ -38,14 +40,16 @@ def write_manifest(
         name: of the manifest.
         content: JSON; `files` and the manifest's own checksum are added.
         left_out: names directly in the folder that are changed later, and not read.
+        known: size and checksum of files that are on the disk already, and not read.
 
     Returns:
         What the manifest holds, without its own checksum.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {path: str(path.relative_to(folder)) for path in paths}
     files = {
-        str(path.relative_to(folder)): [path.stat().st_size, _of_file(path, checksum, True)]
-        for path in paths
+        name: known.get(name) or [path.stat().st_size, _of_file(path, checksum, True)]
+        for path, name in names.items()
         if path.parent != folder or path.name not in left_out
     }
     content = content | {"files": files}

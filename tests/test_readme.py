@@ -87,6 +87,9 @@ VARIANTS = {
 # Command -> the test that runs it.
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
+    "switchx simulate cache --model_dir=runs/pretrain_tiny --output=cache.gin": (
+        "tests/storage/test_docs.py::test_commands_run"
+    ),
     "switchx bench train --json": MEASURING + "::test_train_prints_one_json_object",
     "switchx bench moe --json": MEASURING + "::test_moe_prints_one_json_object",
     "switchx bench kernels --json": (MEASURING + "::test_kernels_prints_one_json_object"),

@@ -18,6 +18,7 @@ from switchx.cli import (
     quantize,
     serve,
     show,
+    simulate,
     train,
     vocab,
 )
@@ -25,7 +26,7 @@ from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
 
 COMMANDS = (
     train, evaluate, generate, serve, quantize, export, convert, vocab, checkpoint, show, plan,
-    compile, bench,
+    simulate, compile, bench,
 )  # fmt: skip
 
 DESCRIPTION = """\

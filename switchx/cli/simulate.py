@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx simulate cache`: which policy, and how large a cache of experts in host memory."""
+
+import argparse
+import math
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Runs the experts that a run requests through a cache in host memory, for each policy and several
+capacities, and writes what to use as a gin file. Nothing is computed with the model.
+
+  switchx simulate cache --model_dir=DIR --output=cache.gin
+  switchx simulate cache --model_dir=DIR --requests=training --tokens_per_step=512
+  switchx simulate cache --model_dir=DIR --host_bytes=8000000000 --json
+
+Requests are those that a run with experts in storage recorded (DIR/storage/trace.npz), or are
+made of the newest sample of tokens in DIR/routing: as decoding would request the decoder's
+experts, or as training would request all of them (forward, backward, update). The policy is
+chosen on the first half of the requests. The exit status is 1 where a check does not hold:
+next use against Belady's optimum, the choice against the best policy of the second half.
+"""
+# Of the synthetic traces, in the checks.
+FRACTION = 0.25
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "simulate", run, "choose a cache of experts by simulation", DESCRIPTION
+    )
+    parser.add_argument("what", choices=["cache"], help="what to simulate")
+    shared.add_model_dir(parser, "run folder of `switchx train`")
+    parser.add_argument(
+        "--requests",
+        choices=["decoding", "training"],
+        help="what the tokens of DIR/routing are read for (default: decoding)",
+    )
+    parser.add_argument(
+        "--tokens_per_step",
+        type=shared.positive,
+        metavar="N",
+        help="tokens of a step, over all stacks (default: 1 in decoding, 512 in training)",
+    )
+    parser.add_argument(
+        "--host_bytes",
+        type=shared.positive,
+        metavar="N",
+        help="the capacity in bytes; default: the smallest of 10, 25, 50, 75 and 100%% of all "
+        "experts that reaches --min_hits, or the largest",
+    )
+    parser.add_argument(
+        "--min_hits",
+        type=_share,
+        default=0.9,
+        metavar="X",
+        help="hit rate to reach in the first half (default: 0.9)",
+    )
+    shared.add_output(parser, "write policy and capacity as a gin file")
+    shared.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import pathlib
+
+    from switchx.bench.report import Report
+    from switchx.data.data_dir import write_atomically
+    from switchx.storage import simulation
+
+    trace = _trace(arguments)
+    if arguments.host_bytes is None:
+        simulations = simulation.simulate_capacities(trace)
+    else:
+        capacity = min(arguments.host_bytes // trace.record_bytes, trace.num_keys)
+        least = simulation.least_capacity(trace)
+        if capacity < least:
+            raise ValueError(
+                f"--host_bytes={arguments.host_bytes} holds {capacity} experts of "
+                f"{trace.record_bytes:,} bytes, but one layer needs {least} at once; give at "
+                f"least {least * trace.record_bytes}"
+            )
+        simulations = [simulation.simulate(trace, capacity)]
+    chosen = simulation.choose(simulations, arguments.min_hits)
+    rows = [_row("run", trace, each) for each in simulations]
+    rows += [_traffic(trace, each) for each in simulations]
+    more_rows, checks = _checks(simulations)
+    rows += more_rows
+    if arguments.output:
+        text = _cache_gin(arguments, trace, chosen)
+        write_atomically(pathlib.Path(arguments.output).expanduser(), text.encode())
+    Report("simulate cache", rows, checks).print(arguments.json)
+    if not arguments.json:
+        print(
+            f"{chosen.chosen}, {chosen.capacity} of {trace.num_keys} experts "
+            f"({chosen.capacity * trace.record_bytes:,} bytes)"
+        )
+        if arguments.output:
+            print(arguments.output)
+    return 0 if all(check.holds for check in checks) else 1
+
+
+def _trace(arguments: argparse.Namespace):
+    """The requests of the run: recorded ones, or made of its routing."""
+    from switchx.analysis.routing import read_snapshots
+    from switchx.checkpoint.run_folder import RunFolder, read_model_config
+    from switchx.storage.trace import read_trace, trace_of_choices
+
+    folder = RunFolder(arguments.model_dir)
+    model = read_model_config(folder)
+    if model.switch is None:
+        raise ValueError(
+            f"{folder.root} is the run of a dense model, which has no experts; give the "
+            "model_dir of a run with Switch layers"
+        )
+    recorded = folder.root / "storage" / "trace.npz"
+    if recorded.exists():
+        for name in ("requests", "tokens_per_step"):
+            if (value := getattr(arguments, name)) is not None:
+                raise ValueError(
+                    f"--{name}={value}: {recorded} has the requests of the run itself; leave "
+                    f"--{name} out, or move the file away"
+                )
+        return read_trace(recorded)
+    is_training = arguments.requests == "training"
+    stacks = [
+        (stack.layers, stack.expert_NTS)
+        for stack in read_snapshots(folder.routing)[-1].stacks
+        if is_training or stack.layers[0].startswith("decoder")
+    ]
+    if not stacks:
+        raise ValueError(
+            f"the decoder of {folder.root} has no Switch layer, so decoding requests no "
+            "experts; use --requests=training"
+        )
+    layers = [name for names, _ in stacks for name in names]
+    return trace_of_choices(
+        stacks,
+        model.switch.num_experts,
+        _record_bytes(folder, layers, is_training),
+        sweeps=3 if is_training else 1,
+        tokens_per_step=arguments.tokens_per_step or (512 if is_training else 1),
+    )
+
+
+def _record_bytes(folder, layers: list[str], is_training: bool) -> int:
+    """Bytes of an expert's parameters, in training with the optimizer's statistics."""
+    from switchx.cli.config import building
+    from switchx.training.job import TrainingJob
+    from switchx.training.program import state_arrays
+
+    building.parse_files([str(folder.operative_config)], [], [])
+    job = building.build("JOB", TrainingJob)
+    stacks = tuple({name.split()[0] for name in layers})
+    arrays = [
+        array
+        for array in state_arrays(job)
+        if array.table == "expert_params"
+        and array.name.startswith(stacks)
+        and (is_training or array.kind == "params")
+    ]
+    total = sum(math.prod(array.shape) * array.itemsize for array in arrays)
+    return total // (len(layers) * job.model.switch.num_experts)
+
+
+def _row(what: str, trace, each, name: str = "") -> dict:
+    """Hit rates of one capacity, a share of all experts.
+
+    Args:
+        what: the first column.
+        name: of the trace; the share is added.
+    """
+    share = f"{name} {each.capacity / trace.num_keys:.0%}".strip()
+    return {what: share} | {policy: each.hits(policy) for policy in each.hit_T}
+
+
+def _traffic(trace, each) -> dict:
+    """What the chosen policy keeps in host memory, reads and writes."""
+    num_steps = len(set(trace.step_T.tolist()))
+    mib = trace.record_bytes / 2**20
+    num_misses = int((~each.hit_T[each.chosen]).sum())
+    return {
+        "chosen": each.chosen,
+        "experts": each.capacity,
+        "vs_best": each.chosen_vs_best,
+        "host_mib": each.capacity * mib,
+        "step_read_mib": num_misses * mib / num_steps,
+        "step_written_mib": each.num_written_back[each.chosen] * mib / num_steps,
+    }
+
+
+def _checks(simulations: list) -> tuple[list[dict], list]:
+    """Synthetic traces, and what is promised of them and of the run."""
+    from switchx.bench.report import Check
+    from switchx.storage.simulation import simulate, synthetic_traces, training_trace
+
+    rows, checks, choices = [], [], [each.chosen_vs_best for each in simulations]
+    for name, used, bound in (
+        ("all_touched", 1.0, ">=0.999"),
+        ("half_touched", 0.5, ">=0.80"),
+    ):
+        trace, ratios = training_trace(used), []
+        for fraction in (0.25, 0.5):
+            each = simulate(trace, int(fraction * trace.num_keys))
+            rows.append(_row("synthetic", trace, each, f"training, {name}"))
+            ratios.append(each.hits("next_use") / each.hits("belady"))
+        checks.append(Check(f"next_use_vs_belady_{name}", min(ratios), bound))
+    for name, trace in synthetic_traces().items():
+        each = simulate(trace, int(FRACTION * trace.num_keys))
+        rows.append(_row("synthetic", trace, each, name))
+        choices.append(each.chosen_vs_best)
+    checks.append(Check("chosen_vs_best_policy", min(choices), ">=-0.02"))
+    return rows, checks
+
+
+def _cache_gin(arguments: argparse.Namespace, trace, chosen) -> str:
+    """The choice, to be read after a run's own files."""
+    command = shared.command_line("simulate", "cache", f"--model_dir={arguments.model_dir}")
+    return f"""\
+# Made by {command}
+#
+# {chosen.capacity} of {trace.num_keys} experts in host memory. Hit rate in the second half of
+# the requests: {chosen.hits(chosen.chosen, half=1):.3f}, of Belady's optimum \
+{chosen.hits("belady", half=1):.3f}.
+
+from __gin__ import dynamic_registration
+from switchx.storage import spec
+
+spec.StorageSpec.host_bytes = {chosen.capacity * trace.record_bytes}
+spec.StorageSpec.policy = "{chosen.chosen}"
+"""
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no hit rate; give more than 0, at most 1"
+        )
+    return value

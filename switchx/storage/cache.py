@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts stay in host memory: a cache, its policies, and the bound that none can pass.
+
+`Cache` decides for running training and decoding and for the simulator alike; it holds keys
+and no bytes. SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2 and Algorithm 1, caches
+the states of experts by use. `DecayedLFU` is that algorithm, mended: as printed, a record below
+its threshold is never evicted and keeps all others from being evicted, the record that was
+fetched instead of another has no count, one slot is never used, and several are evicted where
+counts tie. `belady` is the optimum of L. A. Belady (IBM Systems Journal 5, 1966), which knows
+the future.
+
+A key is the number of a layer times the number of experts plus the number of the expert.
+Dims: N Switch layers, E experts; arrays `_NE` are flat, an element a key; T requested keys
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from switchx.fields import require, require_choice
+
+PolicyName = Literal["lru", "decayed_lfu", "next_use"]
+
+# The sweeps of a training step over the layers, in their order; decoding has the first alone.
+# Backward goes from the last layer to the first one, the others from the first to the last.
+SWEEPS = ("forward", "backward", "update")
+FORWARD, BACKWARD, UPDATE = range(3)
+
+
+class Place(NamedTuple):
+    """Where a run is when it requests experts."""
+
+    step: int
+    sweep: int
+    layer: int
+
+
+class Policy(Protocol):
+    """Chooses what is evicted.
+
+    Attributes:
+        num_keys: N * E.
+    """
+
+    num_keys: int
+
+    def request(self, keys: np.ndarray, place: Place) -> None:
+        """Takes note of a request, before its victims are chosen."""
+
+    def victims(self, candidates: np.ndarray, number: int, place: Place) -> np.ndarray:
+        """`number` of the candidates, those to evict; they are not told of their eviction."""
+
+
+class Admission(NamedTuple):
+    """What a request changed.
+
+    Attributes:
+        missed: keys of the request that were not resident and are now.
+        evicted: keys that are no longer resident.
+        written_back: those of `evicted` that were dirty: written before they are dropped.
+    """
+
+    missed: np.ndarray
+    evicted: np.ndarray
+    written_back: np.ndarray
+
+
+class Cache:
+    """Which keys are resident, which are pinned, which differ from what is stored.
+
+    Attributes:
+        capacity: keys that may be resident at once.
+        num_requested, num_hits: keys, over all requests.
+        num_written_back: evicted while dirty.
+    """
+
+    def __init__(self, capacity: int, policy: Policy):
+        require(capacity >= 1, f"capacity={capacity} records; use at least 1")
+        self.capacity = capacity
+        self.num_requested = self.num_hits = self.num_written_back = 0
+        self._policy = policy
+        self._is_resident_NE = np.zeros(policy.num_keys, bool)
+        self._is_dirty_NE = np.zeros(policy.num_keys, bool)
+        self._num_pins_NE = np.zeros(policy.num_keys, np.int64)
+        self._num_resident = 0
+
+    @property
+    def resident(self) -> np.ndarray:
+        return np.flatnonzero(self._is_resident_NE)
+
+    @property
+    def dirty(self) -> np.ndarray:
+        return np.flatnonzero(self._is_dirty_NE)
+
+    def request(self, keys: Sequence[int] | np.ndarray, place: Place) -> Admission:
+        """Makes all of `keys` resident at once; none of them evicts another.
+
+        Raises:
+            ValueError: a key is there twice, or the keys and what is pinned need more records
+                than the cache holds. Nothing has changed then.
+        """
+        keys = np.asarray(keys, np.int64)
+        is_asked_NE = np.zeros(len(self._is_resident_NE), bool)
+        is_asked_NE[keys] = True
+        require(
+            np.count_nonzero(is_asked_NE) == len(keys),
+            f"keys {keys.tolist()} of one request repeat; request each once",
+        )
+        missed = keys[~self._is_resident_NE[keys]]
+        num_evicted = max(0, self._num_resident + len(missed) - self.capacity)
+        evicted = missed[:0]
+        is_held_NE = (self._num_pins_NE > 0) & self._is_resident_NE | is_asked_NE
+        num_held = np.count_nonzero(is_held_NE)
+        require(
+            num_held <= self.capacity,
+            f"the cache holds {self.capacity} records; the {len(keys)} of layer {place.layer} "
+            f"and those in use are {num_held}: give the cache room for at least {num_held}",
+        )
+        self._policy.request(keys, place)
+        if num_evicted:
+            candidates = np.flatnonzero(self._is_resident_NE & ~is_held_NE)
+            evicted = self._policy.victims(candidates, num_evicted, place)
+        written_back = evicted[self._is_dirty_NE[evicted]]
+        self._is_resident_NE[evicted] = self._is_dirty_NE[evicted] = False
+        self._is_resident_NE[missed] = True
+        self._num_resident += len(missed) - len(evicted)
+        self.num_requested += len(keys)
+        self.num_hits += len(keys) - len(missed)
+        self.num_written_back += len(written_back)
+        return Admission(missed, evicted, written_back)
+
+    def pin(self, keys: Sequence[int] | np.ndarray) -> None:
+        """Keeps resident keys from being evicted until they are unpinned as often."""
+        self._require_resident(keys, "pinned")
+        np.add.at(self._num_pins_NE, keys, 1)
+
+    def unpin(self, keys: Sequence[int] | np.ndarray) -> None:
+        """Takes back one `pin` of each key."""
+        pins = self._num_pins_NE[keys]
+        require(bool((pins > 0).all()), f"keys {list(keys)} are not all pinned")
+        np.add.at(self._num_pins_NE, keys, -1)
+
+    def mark_dirty(self, keys: Sequence[int] | np.ndarray) -> None:
+        """Says that resident keys have changed since they were read."""
+        self._require_resident(keys, "dirty")
+        self._is_dirty_NE[keys] = True
+
+    def mark_clean(self, keys: Sequence[int] | np.ndarray) -> None:
+        """Says that keys have been written; they stay resident."""
+        self._is_dirty_NE[keys] = False
+
+    def _require_resident(self, keys, what: str) -> None:
+        absent = [int(key) for key in keys if not self._is_resident_NE[key]]
+        require(not absent, f"keys {absent} are not resident and cannot be {what}")
+
+
+class LRU:
+    """Evicts what was requested least recently."""
+
+    def __init__(self, num_layers: int, num_experts: int):
+        self.num_keys = num_layers * num_experts
+        self._clock = _Clock(self.num_keys)
+
+    def request(self, keys: np.ndarray, place: Place) -> None:
+        self._clock.tick(keys)
+
+    def victims(self, candidates: np.ndarray, number: int, place: Place) -> np.ndarray:
+        age = self._clock.age(candidates)
+        return _largest(candidates, number, age, age)
+
+
+class DecayedLFU:
+    """Evicts what was requested least often, of late: Algorithm 1 of SE-MoE, mended.
+
+    Counts are of all keys and survive eviction; among equal ones the least recently requested
+    is evicted.
+
+    Args:
+        beta: the paper's attenuation coefficient.
+        period: the paper's K: counts are multiplied by beta every so many requested keys; None
+            is ten times the number of all keys.
+    """
+
+    def __init__(
+        self, num_layers: int, num_experts: int, beta: float = 0.5, period: int | None = None
+    ):
+        self.num_keys = num_layers * num_experts
+        self._beta = beta
+        self._period = period or 10 * self.num_keys
+        self._since_decay = 0
+        self._count_NE = np.zeros(self.num_keys)
+        self._clock = _Clock(self.num_keys)
+
+    def request(self, keys: np.ndarray, place: Place) -> None:
+        self._clock.tick(keys)
+        self._count_NE[keys] += 1
+        self._since_decay += len(keys)
+        if self._since_decay >= self._period:
+            self._count_NE *= self._beta
+            self._since_decay -= self._period
+
+    def victims(self, candidates: np.ndarray, number: int, place: Place) -> np.ndarray:
+        return _largest(
+            candidates, number, -self._count_NE[candidates], self._clock.age(candidates)
+        )
+
+
+class NextUse:
+    """Evicts what is expected to be used last: Belady's rule with what a run knows in advance.
+
+    Layers come in a known order, sweep by sweep. The distance of a record is the number of
+    layers until the next turn of its own, where it is certain to be used: a record that the
+    forward sweep of this step has used will be used by the sweeps that follow it. Where only
+    its share p of the late steps is known, the distance is that to the layer's turn in the
+    next forward sweep plus (1/p - 1) steps, the mean number of steps that pass it by.
+
+    Args:
+        sweeps: of a step: 3 in training (forward, backward, update), 1 in decoding.
+        beta: weight of a step in p, relative to the step after it.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, sweeps: int, beta: float = 0.98):
+        require_choice("sweeps", sweeps, (1, len(SWEEPS)))
+        self.num_keys = num_layers * num_experts
+        self._beta = beta
+        self._num_experts = num_experts
+        self._num_turns = sweeps * num_layers
+        # [sweeps, N], the number of a layer's turn within a step.
+        self._turn_SN = np.stack(
+            [
+                sweep * num_layers + np.arange(num_layers)[:: -1 if sweep == BACKWARD else 1]
+                for sweep in range(sweeps)
+            ]
+        )
+        self._step = None
+        self._turn = -1
+        self._is_used_NE = np.zeros(self.num_keys, bool)  # in this step
+        self._is_served_NE = np.zeros(self.num_keys, bool)  # in this turn
+        self._is_routed_N = np.zeros(num_layers, bool)  # forward has passed in this step
+        self._num_uses_NE = np.zeros(self.num_keys)  # steps, weighed by beta
+        self._num_steps_N = np.zeros(num_layers)
+        self._clock = _Clock(self.num_keys)
+
+    def request(self, keys: np.ndarray, place: Place) -> None:
+        if place.step != self._step:
+            self._step = place.step
+            self._is_used_NE[:] = self._is_routed_N[:] = False
+        if (turn := self._turn_SN[place.sweep, place.layer]) != self._turn:
+            self._turn = turn
+            self._is_served_NE[:] = False
+        if place.sweep == FORWARD:
+            self._count(keys, place.layer)
+        self._is_served_NE[keys] = True
+        self._clock.tick(keys)
+
+    def victims(self, candidates: np.ndarray, number: int, place: Place) -> np.ndarray:
+        return _largest(
+            candidates, number, self.distances(candidates, place), self._clock.age(candidates)
+        )
+
+    def distances(self, keys: np.ndarray, place: Place) -> np.ndarray:
+        """Turns from `place` until each key is expected to be used."""
+        now = self._turn_SN[place.sweep, place.layer]
+        layer = keys // self._num_experts
+        first = self._turn_SN[FORWARD, layer] - now
+        steps_passed = np.where(self._is_routed_N[layer] | (first <= 0), 1.0, 0.0)
+        with np.errstate(divide="ignore"):
+            steps_passed += self._num_steps_N[layer] / self._num_uses_NE[keys] - 1
+        by_chance = first + steps_passed * self._num_turns
+        ahead_SK = self._turn_SN[:, layer] - now
+        # A turn that has begun is still ahead of those that it has not served.
+        is_ahead_SK = (ahead_SK > 0) | (ahead_SK == 0) & ~self._is_served_NE[keys]
+        certain = np.where(is_ahead_SK & self._is_used_NE[keys], ahead_SK, math.inf).min(axis=0)
+        return np.minimum(certain, by_chance)
+
+    def _count(self, keys: np.ndarray, layer: int) -> None:
+        """Uses of a step; a layer that requests more keys in the same step adds them."""
+        own = slice(layer * self._num_experts, (layer + 1) * self._num_experts)
+        if not self._is_routed_N[layer]:
+            self._is_routed_N[layer] = True
+            self._num_steps_N[layer] = self._beta * self._num_steps_N[layer] + 1
+            self._num_uses_NE[own] *= self._beta
+        self._num_uses_NE[keys[~self._is_used_NE[keys]]] += 1
+        self._is_used_NE[keys] = True
+
+
+def make_policy(name: PolicyName, num_layers: int, num_experts: int, sweeps: int) -> Policy:
+    """The policy of a `StorageSpec`, with its own defaults.
+
+    Args:
+        sweeps: of a step, see `NextUse`.
+    """
+    if name == "next_use":
+        return NextUse(num_layers, num_experts, sweeps)
+    require_choice("policy", name, ("lru", "decayed_lfu", "next_use"))
+    return {"lru": LRU, "decayed_lfu": DecayedLFU}[name](num_layers, num_experts)
+
+
+def belady(keys: Sequence[int] | np.ndarray, capacity: int) -> np.ndarray:
+    """Which of the requested keys hit when what is used last is evicted; bool `[T]`.
+
+    No policy that admits each key it is asked for has more hits; `Cache`, whose keys of one
+    request do not evict each other, may have fewer.
+    """
+    keys = np.asarray(keys).tolist()
+    next_use_T = [math.inf] * len(keys)
+    seen: dict[int, int] = {}
+    for t in reversed(range(len(keys))):
+        next_use_T[t] = seen.get(keys[t], math.inf)
+        seen[keys[t]] = t
+    resident: dict[int, float] = {}
+    latest: list[tuple[float, int]] = []
+    hit_T = np.zeros(len(keys), bool)
+    for t, key in enumerate(keys):
+        hit_T[t] = key in resident
+        if not hit_T[t] and len(resident) == capacity:
+            while True:
+                next_use, victim = heapq.heappop(latest)
+                if resident.get(victim) == -next_use:  # not used again since
+                    break
+            del resident[victim]
+        resident[key] = next_use_T[t]
+        heapq.heappush(latest, (-next_use_T[t], key))
+    return hit_T
+
+
+class _Clock:
+    """When keys were last requested."""
+
+    def __init__(self, num_keys: int):
+        self._now = 0
+        self._last_NE = np.zeros(num_keys, np.int64)
+
+    def tick(self, keys: np.ndarray) -> None:
+        self._last_NE[keys] = self._now + 1 + np.arange(len(keys))
+        self._now += len(keys)
+
+    def age(self, keys: np.ndarray) -> np.ndarray:
+        """Keys requested since each of these."""
+        return self._now - self._last_NE[keys]
+
+
+def _largest(
+    candidates: np.ndarray, number: int, value: np.ndarray, age: np.ndarray
+) -> np.ndarray:
+    """The candidates of the largest values; where values are equal, of the largest ages."""
+    least = np.partition(value, -number)[-number]
+    chosen = np.flatnonzero(value >= least)
+    order = np.lexsort((age[chosen], value[chosen]))[::-1]
+    return candidates[chosen[order[:number]]]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of a store in host memory: `Cache` decides, `RecordStore` reads and writes.
+
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2: experts that are used are taken from
+host memory where they are there, otherwise from the disk; a changed one is written before it is
+dropped. For one thread; the store's threads do the waiting.
+"""
+
+import collections
+import concurrent.futures
+from collections.abc import Sequence
+
+import numpy as np
+
+from switchx.storage.cache import Cache, Place
+from switchx.storage.record import Record
+from switchx.storage.store import NUM_THREADS, RecordStore
+
+
+class CachedStore:
+    """As many records of a store in host memory as a cache has room for.
+
+    Records that are written back stay in memory until they are on the disk; there are no more
+    of these than the store has threads.
+    """
+
+    def __init__(self, store: RecordStore, cache: Cache):
+        self.store = store
+        self.cache = cache
+        self._records: dict[int, concurrent.futures.Future] = {}
+        self._write_backs: collections.deque[concurrent.futures.Future] = collections.deque()
+
+    def request(self, keys: Sequence[int] | np.ndarray, place: Place) -> None:
+        """Begins to read the records that are not there; returns before they are.
+
+        Raises:
+            ValueError: see `Cache.request`.
+            StoreError: a record that made room for another could not be written.
+        """
+        admission = self.cache.request(keys, place)
+        changed = set(admission.written_back.tolist())
+        for key in admission.evicted.tolist():
+            record = self._records.pop(key)
+            if key in changed:
+                self._write_back(key, record.result())
+        for key in admission.missed.tolist():
+            self._records[key] = self.store.read(key)
+
+    def get(self, key: int) -> Record:
+        """A requested record, as soon as it is there.
+
+        Raises:
+            KeyError: it is not resident.
+            RecordError, StoreError: see `RecordStore.read`.
+        """
+        return self._records[key].result()
+
+    def put(self, key: int, record: Record) -> None:
+        """Replaces a resident record; the disk gets it when it is evicted or flushed.
+
+        Raises:
+            ValueError: it is not resident.
+        """
+        self.cache.mark_dirty([key])
+        self._records[key] = concurrent.futures.Future()
+        self._records[key].set_result(record)
+
+    def flush(self) -> None:
+        """Writes all changed records, as before a snapshot; they stay in memory.
+
+        Raises:
+            StoreError: one could not be written.
+        """
+        for key in self.cache.dirty.tolist():
+            self._write_back(key, self.get(key))
+        while self._write_backs:
+            self._write_backs.popleft().result()
+        self.cache.mark_clean(self.cache.dirty)
+
+    def _write_back(self, key: int, record: Record) -> None:
+        if len(self._write_backs) == NUM_THREADS:
+            self._write_backs.popleft().result()
+        self._write_backs.append(self.store.write(key, record))

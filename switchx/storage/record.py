@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One expert of one layer as bytes: its weights, all that the optimizer keeps, and a checksum.
+
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.1, keeps master weights, momentum and
+variance of each expert on an SSD: what a step reads and writes together is one record. Its
+form, little-endian:
+
+    magic, format version, bytes of the header, bytes of the record        24 bytes
+    header: JSON of the record's name, its updates, its arrays' names, dtypes and shapes
+    the arrays in C order, each at a multiple of 16 bytes
+    CRC-32 of all of the above, as 8 hexadecimal digits
+
+The first line and the last one are the same in all versions, so that a record of another
+version is told from a damaged one. The CRC is written as text because CRC-32 of bytes that are
+followed by their own CRC in binary is one and the same number, whatever the bytes; the CRC of
+a file in a snapshot's manifest would tell nothing.
+"""
+
+import dataclasses
+import json
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+# NumPy knows bfloat16 by name once this is imported.
+import ml_dtypes  # noqa: F401
+import numpy as np
+
+VERSION = 1
+_MAGIC = b"switchxR"
+_FIRST = struct.Struct("<8sIIQ")
+_CRC_BYTES = 8
+# Python's `bytes` begin at such an address: the arrays of a decoded record are aligned.
+_ALIGNMENT = 16
+
+
+class RecordError(ValueError):
+    """A record cannot be used: it is missing, damaged, of another expert, version or model."""
+
+
+class StoreError(OSError):
+    """Records could not be read or written; snapshots that were taken are intact."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The state of one expert.
+
+    Attributes:
+        arrays: by name; those of a record that was read cannot be written.
+        updates: of the optimizer that they have had.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    updates: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType:
+    """Shape and dtype of an array, as JSON has them."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def __str__(self):
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreLayout:
+    """Which records a store has, and what is in each.
+
+    Attributes:
+        layers: arrays of a record by name, of each Switch layer by its name, in their order.
+    """
+
+    layers: Mapping[str, Mapping[str, ArrayType]]
+    num_experts: int
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.layers) * self.num_experts
+
+    def name(self, key: int) -> str:
+        """Of a record, and of its file: `encoder_1/00012`."""
+        layer, expert = divmod(key, self.num_experts)
+        return f"{list(self.layers)[layer].replace(' ', '_')}/{expert:05d}"
+
+    def types(self, key: int) -> Mapping[str, ArrayType]:
+        """The arrays of a record."""
+        return list(self.layers.values())[key // self.num_experts]
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the arrays of the largest record."""
+        return max(sum(each.num_bytes for each in a.values()) for a in self.layers.values())
+
+    def described(self) -> dict[str, Any]:
+        """As JSON."""
+        layers = {
+            layer: {name: [each.dtype, list(each.shape)] for name, each in arrays.items()}
+            for layer, arrays in self.layers.items()
+        }
+        return {"layers": layers, "num_experts": self.num_experts}
+
+
+def types_of(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayType]:
+    return {name: ArrayType(array.shape, array.dtype.name) for name, array in arrays.items()}
+
+
+def encode(record: Record, name: str) -> bytes:
+    """The bytes of a record; the arrays are copied once.
+
+    Args:
+        name: of the layer and the expert. `decode` asks for the same.
+
+    Raises:
+        ValueError: an array has a dtype that is no number.
+    """
+    described, parts, at = [], [], 0
+    for array_name, array in record.arrays.items():
+        array = np.asarray(array)
+        _require_numbers(array, array_name)
+        described.append([array_name, array.dtype.name, list(array.shape)])
+        padding = -at % _ALIGNMENT
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        parts += [bytes(padding), data.data]
+        at += padding + array.nbytes
+    content = {"name": name, "updates": record.updates, "arrays": described}
+    header = json.dumps(content).encode()
+    header += b" " * (-(_FIRST.size + len(header)) % _ALIGNMENT)
+    total = _FIRST.size + len(header) + at + _CRC_BYTES
+    parts = [_FIRST.pack(_MAGIC, VERSION, len(header), total), header, *parts]
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return b"".join([*parts, b"%08x" % crc])
+
+
+def decode(data: bytes, name: str) -> Record:
+    """The record of these bytes; its arrays are views of them.
+
+    Raises:
+        RecordError: they are not the whole record of this name. The message is a clause that
+            begins with "it".
+    """
+    header_bytes = _check_bytes(data)
+    begin = _FIRST.size + header_bytes
+    content = json.loads(data[_FIRST.size : begin])
+    if content["name"] != name:
+        raise RecordError(f"it is the record of {content['name']!r}, not of {name!r}")
+    arrays, at = {}, begin
+    for array_name, dtype, shape in content["arrays"]:
+        at += -(at - begin) % _ALIGNMENT
+        array = np.frombuffer(data, np.dtype(dtype), math.prod(shape), at)
+        arrays[array_name] = array.reshape(shape)
+        at += array.nbytes
+    return Record(arrays, content["updates"])
+
+
+def file_crc32(data: bytes) -> int:
+    """CRC-32 of encoded bytes, taken from the one that they end with: they are not read."""
+    last = data[-_CRC_BYTES:]
+    return zlib.crc32(last, int(last, 16))
+
+
+def require_types(record: Record, types: Mapping[str, ArrayType]) -> None:
+    """Raises RecordError, a clause, unless a record has exactly these arrays."""
+    got = types_of(record.arrays)
+    if got != dict(types):
+        wrong = [
+            f"{name} is {got.get(name, 'missing')}, expected {types.get(name, 'no such array')}"
+            for name in sorted(got.keys() | types.keys())
+            if got.get(name) != types.get(name)
+        ]
+        raise RecordError(f"it is of another model or optimizer: {'; '.join(wrong)}")
+
+
+def _check_bytes(data: bytes) -> int:
+    """Bytes of the header, after all bytes were compared with their CRC.
+
+    Raises:
+        RecordError: see `decode`.
+    """
+    if len(data) < _FIRST.size + _CRC_BYTES:
+        raise RecordError(f"it has {len(data)} bytes and was cut off")
+    magic, version, header_bytes, total = _FIRST.unpack_from(data)
+    is_intact = data[-_CRC_BYTES:] == b"%08x" % zlib.crc32(memoryview(data)[:-_CRC_BYTES])
+    if magic != _MAGIC:
+        raise RecordError("it does not begin as a record does; it is another file or damaged")
+    if not is_intact and total != len(data):
+        raise RecordError(f"it has {len(data)} bytes of {total}")
+    if not is_intact:
+        raise RecordError("its bytes have changed since it was written (CRC-32)")
+    if version != VERSION:
+        raise RecordError(
+            f"it has format version {version}, and this switchx reads {VERSION}; use the "
+            "switchx that wrote it"
+        )
+    return header_bytes
+
+
+def _require_numbers(array: Any, name: str) -> None:
+    # Kind V: bfloat16 and its like, which have a name that NumPy finds them by.
+    if array.dtype.kind not in "biufcV" or array.dtype.name.startswith("void"):
+        raise ValueError(f"array {name!r} has dtype {array.dtype}; store numbers")

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots of a store: folders of records that are whole or not there.
+
+    SNAPSHOT/encoder_1/00012    a record, see record.py
+    SNAPSHOT/manifest.json      layers, arrays, size and CRC-32 of every file, see manifest.py
+
+A store never changes a file in place, so a hard link keeps a record as it is: a snapshot takes
+no bytes until records change. On another file system it is a copy.
+"""
+
+import dataclasses
+import errno
+import logging
+import os
+import pathlib
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+
+from switchx.manifest import new_folder, read_manifest, write_manifest
+from switchx.storage.record import RecordError, StoreError, StoreLayout
+
+MANIFEST = "manifest.json"
+# A file system that has no hard links, or not to another one, or no more of this file.
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """How the records of a snapshot came to be where they are, in bytes."""
+
+    linked_bytes: int
+    copied_bytes: int
+
+
+def write_snapshot(
+    records: pathlib.Path,
+    folder: pathlib.Path,
+    layout: StoreLayout,
+    files: Mapping[str, Sequence[int]],
+) -> Transfer:
+    """Links records, which are on the disk, into a new folder.
+
+    Args:
+        files: bytes and CRC-32 of each record, known from when it was written.
+
+    Raises:
+        ValueError: something is in the folder.
+        StoreError: there is no space.
+    """
+    with new_folder(folder) as partial:
+        transfer = transfer_records(records, partial, files)
+        try:
+            write_manifest(partial, MANIFEST, layout.described(), "crc32", known=files)
+            for path in {partial, *(partial / os.path.dirname(name) for name in files)}:
+                _flush_folder(path)
+        except OSError as error:
+            raise _no_transfer(error, folder, 0) from error
+    _flush_folder(folder.absolute().parent)
+    return transfer
+
+
+def read_snapshot(folder: pathlib.Path, layout: StoreLayout) -> dict[str, Sequence[int]]:
+    """Bytes and CRC-32 of the records of a snapshot; names and sizes are compared.
+
+    Raises:
+        RecordError: it is not whole or of another model.
+    """
+    way_out = "restore an older checkpoint"
+    try:
+        manifest = read_manifest(folder, MANIFEST, "crc32")
+    except ValueError as error:
+        raise RecordError(f"snapshot {folder}: {error}; {way_out}") from None
+    if difference := _difference(manifest, layout.described()):
+        raise RecordError(f"snapshot {folder} is of another model or optimizer: {difference}")
+    for name, (num_bytes, _) in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise RecordError(f"snapshot {folder}: its record {name} is missing; {way_out}")
+        if path.stat().st_size != num_bytes:
+            raise RecordError(
+                f"snapshot {folder}: its record {name} has {path.stat().st_size} bytes, not "
+                f"{num_bytes}; {way_out}"
+            )
+    return manifest["files"]
+
+
+def transfer_records(
+    source: pathlib.Path, target: pathlib.Path, files: Mapping[str, Sequence[int]]
+) -> Transfer:
+    """Links files into another folder, or copies them where that cannot be, and says so.
+
+    Args:
+        files: bytes and CRC-32 by name.
+
+    Raises:
+        RecordError: a file is missing, or is copied and has changed since it was written.
+        StoreError: there is no space.
+    """
+    left = dict(files)
+    try:
+        for layer in {os.path.dirname(name) for name in files}:
+            (target / layer).mkdir(exist_ok=True)
+        for name in files:
+            try:
+                os.link(source / name, target / name)
+            except OSError as error:
+                if error.errno not in _NO_LINK:
+                    raise
+                copied = _copy(source, target, left, error.strerror)
+                return Transfer(_num_bytes(files) - copied, copied)
+            del left[name]
+    except FileNotFoundError as error:
+        raise RecordError(f"record {error.filename} is missing") from None
+    except OSError as error:
+        raise _no_transfer(error, target, _num_bytes(left)) from error
+    return Transfer(_num_bytes(files), 0)
+
+
+def _copy(
+    source: pathlib.Path, target: pathlib.Path, files: Mapping[str, Sequence[int]], reason: str
+) -> int:
+    """Copies files and compares their bytes; how many there are."""
+    total = _num_bytes(files)
+    free = shutil.disk_usage(target).free
+    if total > free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    logging.getLogger(__name__).info(
+        f"copying {total:,} bytes of records from {source} to {target}, which cannot be linked "
+        f"({reason}); on one file system a snapshot takes no space"
+    )
+    for name, (num_bytes, crc) in files.items():
+        data = (source / name).read_bytes()
+        if (len(data), zlib.crc32(data)) != (num_bytes, crc):
+            raise RecordError(
+                f"record {source / name}: its bytes have changed since it was written (CRC-32)"
+            )
+        with (target / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    return total
+
+
+def _no_transfer(error: OSError, folder: pathlib.Path, num_bytes: int) -> StoreError:
+    """What is said where files cannot be linked or copied."""
+    free = shutil.disk_usage(folder.absolute().parent).free
+    return StoreError(
+        error.errno,
+        f"records cannot be put into {folder} ({error.strerror}): {num_bytes:,} bytes are "
+        f"left, {free:,} are free; snapshots taken before are intact. Make space and go on "
+        "from the last one",
+    )
+
+
+def _difference(got: Mapping, expected: Mapping) -> str:
+    """The first thing in which two layouts differ, in words; empty where none."""
+    pairs = {
+        "number of experts": (got.get("num_experts"), expected["num_experts"]),
+        "layers": (list(got.get("layers", {})), list(expected["layers"])),
+    }
+    for layer, arrays in expected["layers"].items():
+        pairs[f"arrays of {layer}"] = (got.get("layers", {}).get(layer), arrays)
+    for what, (one, other) in pairs.items():
+        if one != other:
+            return f"its {what}: {one}, expected {other}"
+    return ""
+
+
+def _num_bytes(files: Mapping[str, Sequence[int]]) -> int:
+    return sum(num_bytes for num_bytes, _ in files.values())
+
+
+def _flush_folder(folder: pathlib.Path) -> None:
+    """The names in a folder are on the disk then."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
