@@ -48,7 +48,8 @@ def rows_of_groups(switch, batch: int, lengths: Iterable[int], parts: int) -> in
     for L in lengths:
         G, T = layer_groups(switch, batch, L)
         part_G, part_T = layer_groups(switch, batch // parts, L)
-        if (part_G * parts, part_T) != (G, T) or batch * L != G * T or max(T, L) % min(T, L):
+        is_kept = (part_G * parts, part_T) == (G, T) and 0 < G * T == batch * L
+        if not is_kept or max(T, L) % min(T, L):
             return None
         rows = math.lcm(rows, max(1, T // L))
     return None if batch % (parts * rows) else rows
