@@ -132,8 +132,8 @@ def into_microbatches(model: ModelConfig, batch: dict, num_microbatches: int) ->
 
     def split(x):
         if rows > 1:  # else no row moves: a reshape alone needs no communication
-            x = jnp.swapaxes(x.reshape(-1, M, rows, *x.shape[1:]), 1, 2)
-            x = x.reshape(batch_size, *x.shape[3:])
+            x = x.reshape(batch_size // (M * rows), M, rows, *x.shape[1:])
+            x = jnp.swapaxes(x, 1, 2).reshape(batch_size, *x.shape[3:])
         return x.reshape(batch_size // M, M, *x.shape[1:])
 
     return jax.tree.map(split, batch)
