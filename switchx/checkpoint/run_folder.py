@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from switchx.checkpoint.items import Manifest, require_same_leaves, write_manifest
 from switchx.data.data_dir import write_atomically
 from switchx.data.vocabularies import save_vocabulary
-from switchx.fields import describe
+from switchx.fields import describe, require
 from switchx.models.config import ModelConfig, model_from_description
 from switchx.models.params import abstract_params
 from switchx.tree import named_leaves
@@ -150,6 +150,17 @@ def read_model_config(run: RunFolder) -> ModelConfig:
         ValueError: it is missing, or its fields are not those of a ModelConfig.
     """
     return model_from_description(read_config(run)["model"], str(run.config))
+
+
+def read_sparse_model_config(run: RunFolder) -> ModelConfig:
+    """The same; ValueError too if the model has no Switch layers."""
+    model = read_model_config(run)
+    require(
+        model.switch is not None,
+        f"{run.root} is the run of a dense model, which routes nothing; give the model_dir of "
+        "a run with Switch layers",
+    )
+    return model
 
 
 # Network file systems show a new file to other machines after some seconds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx compile`: a run's whole training step, compiled for a pod that is not here."""
+"""`switchx compile`: a run's whole training step, compiled for a pod, on any machine."""
 
 import argparse
 import signal

@@ -59,18 +59,13 @@ def add_command(commands) -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     from switchx.analysis.report import all_sections, page, read_run
-    from switchx.checkpoint.run_folder import RunFolder, read_model_config
+    from switchx.checkpoint.run_folder import RunFolder, read_sparse_model_config
     from switchx.data.data_dir import write_atomically
     from switchx.data.tokenizers import token_classes
     from switchx.data.vocabularies import load_vocabulary
 
     folder = RunFolder(arguments.model_dir)
-    model = read_model_config(folder)
-    if model.switch is None:
-        raise ValueError(
-            f"{folder.root} is the run of a dense model, which routes nothing; give the "
-            "model_dir of a run with Switch layers"
-        )
+    model = read_sparse_model_config(folder)
     vocabulary = load_vocabulary(folder.root)
     classes = token_classes(vocabulary)
     routing = read_run(

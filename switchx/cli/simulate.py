@@ -101,16 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _trace(arguments: argparse.Namespace):
     """The requests of the run: recorded ones, or made of its routing."""
     from switchx.analysis.routing import read_snapshots
-    from switchx.checkpoint.run_folder import RunFolder, read_model_config
+    from switchx.checkpoint.run_folder import RunFolder, read_sparse_model_config
     from switchx.storage.trace import read_trace, trace_of_choices
 
     folder = RunFolder(arguments.model_dir)
-    model = read_model_config(folder)
-    if model.switch is None:
-        raise ValueError(
-            f"{folder.root} is the run of a dense model, which has no experts; give the "
-            "model_dir of a run with Switch layers"
-        )
+    model = read_sparse_model_config(folder)
     recorded = folder.root / "storage" / "trace.npz"
     if recorded.exists():
         for name in ("requests", "tokens_per_step"):

@@ -87,13 +87,13 @@ class Vocabulary(abc.ABC):
         """
 
     def sentinel_id(self, index: int) -> int:
-        """Id of sentinel `index`, from 0; a vocabulary that has sentinels defines it.
+        """Id of sentinel `index`, from 0; by default the last ids, the first one last, as T5's.
 
         Raises:
             ValueError: there are not that many (`require_sentinel`).
         """
         self.require_sentinel(index)
-        raise NotImplementedError(f"{type(self).__name__}.sentinel_id")
+        return self.size - 1 - index
 
     def piece(self, token_id: int) -> Piece:
         """What a token id below `size` stands for."""

@@ -197,7 +197,7 @@ def test_what_cannot_be_read_again_is_refused_by_name_before_anything_is_written
 @dataclasses.dataclass(frozen=True)
 class OwnModel(ModelConfig):
     def build(self, key):
-        raise NotImplementedError
+        return super().build(key)
 
 
 def test_what_takes_a_model_apart_refuses_one_of_ones_own():

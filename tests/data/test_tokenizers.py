@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Oracles: T5's and ByT5's published ids; SentencePiece itself; HF's ByT5Tokenizer."""
 
+import dataclasses
 import hashlib
 import io
 import pickle
@@ -18,6 +19,7 @@ from switchx.data.tokenizers import (
     Piece,
     SentencePieceVocabulary,
     TokenIdVocabulary,
+    Vocabulary,
     _class_of,
     token_classes,
 )
@@ -376,3 +378,21 @@ def test_bytes():
     # Bytes that are in no UTF-8 text; the twelfth sentinel is also a byte of a character.
     assert [name(258), name(248), name(247)] == ["sentinel", "sentinel", "byte"]
     assert name(0xC3 + 3) == "byte"
+
+
+@dataclasses.dataclass(frozen=True)
+class Two(Vocabulary):
+    size = 10
+    num_sentinels = 2
+
+    def encode(self, text):
+        return [3 for _ in text]
+
+    def decode(self, ids):
+        return "a" * len(list(ids))
+
+
+def test_sentinels_are_the_last_ids_unless_a_vocabulary_says_otherwise():
+    assert [Two().sentinel_id(i) for i in range(2)] == [9, 8]
+    with pytest.raises(ValueError, match="sentinel 2 of 2"):
+        Two().sentinel_id(2)

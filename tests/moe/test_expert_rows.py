@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.moe import dropless
 from switchx.moe.dropless import sort_into_rows
 
 E = 5
@@ -21,12 +20,10 @@ def loads():
     yield "a choice an expert", np.arange(E)
 
 
-@pytest.mark.parametrize("few", [0, 128], ids=["sorted", "compared"])
 @pytest.mark.parametrize("room", [1.0, 0.5])
 @pytest.mark.parametrize(("name", "expert_X"), list(loads()), ids=lambda value: str(value)[:12])
-def test_equals_a_loop(name, expert_X, room, few, monkeypatch):
+def test_equals_a_loop(name, expert_X, room):
     del name
-    monkeypatch.setattr(dropless, "FEW_CHOICES", few)
     X = len(expert_X)
     R = int(X * room)
     sort = jax.jit(sort_into_rows, static_argnums=1, static_argnames="rows")

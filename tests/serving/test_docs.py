@@ -2,6 +2,7 @@
 """The commands of docs/serving.md run, in their order; servers in threads beside them."""
 
 import dataclasses
+import logging
 import re
 import shutil
 import subprocess
@@ -32,6 +33,8 @@ BRIEF = ("--port=0", "--max_new_tokens=16", "--warm_up_tokens=0")
 def serve(monkeypatch, in_a_folder, capsys):
     """`serve("switchx serve ...")` in a thread, until the test ends: its port."""
     servers, threads = [], []
+    root, ours = logging.getLogger(), logging.getLogger("switchx")
+    shown = root.handlers[:], ours.level
 
     class Recorded(server.Server):
         def __init__(self, *arguments):
@@ -55,6 +58,9 @@ def serve(monkeypatch, in_a_folder, capsys):
         each.drain()
     for thread in threads:
         thread.join(30)
+    # Commands in threads end in any order, and each brings back what was shown before it.
+    root.handlers[:] = shown[0]
+    ours.setLevel(shown[1])
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
