@@ -22,6 +22,18 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries of leaves by name: of such a tree, the inverse of `named_leaves`."""
+    root: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split("/")
+        node = root
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return root
+
+
 def map_named(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """`function(name, leaf, *leaves_of_rest)` on every leaf."""
     return jax.tree_util.tree_map_with_path(

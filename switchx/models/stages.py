@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as chunks of its stacks, which the stages of a pipeline run one after the other.
+"""A model as chunks of its stacks, run one after the other.
 
-A stage holds an equal share of the blocks of every stack, and a copy of all else: of the
-embeddings, the tables of positions, the final norms. A microbatch comes into a chunk as a
-message: the activations, and in the decoder of an encoder-decoder also the encoder's output.
-Keys are those of the whole model, so that dropout is the same in both.
+The stages of a pipeline run them (training/pipelined.py), and so does training with experts on
+a disk, a run of blocks at a time (training/layered.py). A stage holds an equal share of the
+blocks of every stack, and a copy of all else: of the embeddings, the tables of positions, the
+final norms. A microbatch comes into a chunk as a message: the activations, and in the decoder
+of an encoder-decoder also the encoder's output. Keys are those of the whole model, so that
+dropout is the same in both.
 
-Dims: B batch, L length, D model, M memory, V vocabulary
+Dims: B batch, L length, D model, M memory, V vocabulary, E experts
 """
 
 import dataclasses
@@ -15,11 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from switchx import tree
+from switchx.axes import dims_of
 from switchx.layers.dense import split_key
 from switchx.models.config import ModelConfig
-from switchx.models.params import bind
+from switchx.models.params import abstract_params, bind, params_of
+from switchx.models.stack import BlockRun
 from switchx.partitioning.constrain import constrain_named
 from switchx.partitioning.pipeline import Op
+from switchx.partitioning.rules import param_table
 
 BLOCKS = "blocks"
 
@@ -72,6 +78,83 @@ def link_stacks(decoder: dict[str, Any]):
     return link
 
 
+def is_of_experts(name: str, leaf) -> bool:
+    """Whether each expert has its own part of a parameter."""
+    dims = dims_of(name.rpartition("/")[2], len(leaf.shape))
+    return param_table(dims) == "expert_params"
+
+
+def without_experts(params: dict) -> dict:
+    """The parameters without those that experts have their own of."""
+    leaves = tree.named_leaves(params)
+    return tree.nested({n: leaf for n, leaf in leaves.items() if not is_of_experts(n, leaf)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of blocks of a scanned stack, and the Switch layers in it.
+
+    Attributes:
+        stack: `encoder` or `decoder`.
+        place: its number in the stack.
+        is_first, is_last: in its stack.
+        layers: numbers of its Switch layers, in the order of `sparse_layer_names`.
+        names: paths of the parameters of the experts of each of these; they are the same in
+            all runs of a stack, whose parameters are stacked over N.
+    """
+
+    stack: str
+    place: int
+    is_first: bool
+    is_last: bool
+    layers: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+
+
+def model_runs(config: ModelConfig) -> list[Run]:
+    """All runs of a model of scanned stacks, in the order in which a microbatch meets them."""
+    runs, next_layer = [], 0
+    for stack in stack_names(config):
+        names = _expert_names(config, stack)
+        repeats = getattr(config, f"num_{stack}_layers") // config.period
+        for place in range(repeats):
+            layers = tuple(range(next_layer, next_layer + len(names)))
+            runs.append(Run(stack, place, place == 0, place == repeats - 1, layers, names))
+            next_layer += len(names)
+    return runs
+
+
+def _expert_names(config: ModelConfig, stack: str) -> tuple[tuple[str, ...], ...]:
+    """Paths of the parameters of experts, by the Switch layers of a run of a stack."""
+    layers: dict[tuple[int, bool], list[str]] = {}
+    for name, leaf in tree.named_leaves(abstract_params(config)).items():
+        parts = name.split("/")  # decoder, blocks, layer_1, ffn, ...
+        if parts[:2] == [stack, BLOCKS] and is_of_experts(name, leaf):
+            place = int(parts[2].removeprefix("layer_")), parts[3] == "ffn"
+            layers.setdefault(place, []).append(name)
+    return tuple(tuple(layers[place]) for place in sorted(layers))
+
+
+def init_run_experts(config: ModelConfig, run: Run, place, key) -> dict[str, jax.Array]:
+    """The parameters `[E, ...]` of the experts of a run, by path, as `init_params` draws them.
+
+    Under jit nothing else is drawn, so no more than one run is in memory.
+
+    Args:
+        place: the run's number in its stack, which may be traced.
+        key: of the whole model.
+    """
+    names = stack_names(config)
+    # The keys of Transformer (the embedding's is the first) and of Stack.
+    key_stack = jax.random.split(key, 1 + len(names))[1 + names.index(run.stack)]
+    _, key_blocks = jax.random.split(key_stack)
+    repeats = getattr(config, f"num_{run.stack}_layers") // config.period
+    key_run = jax.random.split(key_blocks, repeats)[place]
+    blocks = params_of(BlockRun(config, length=config.period, stack=run.stack, key=key_run))
+    leaves = tree.named_leaves({run.stack: {BLOCKS: blocks}})
+    return {name: leaves[name] for names in run.names for name in names}
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """A chunk of one stack, as a stage runs it.
@@ -79,11 +162,13 @@ class Chunk:
     Attributes:
         stack: `encoder` or `decoder`.
         num_runs: runs of blocks in the chunk.
+        is_training: chooses the training capacity and turns jitter on.
     """
 
     config: ModelConfig
     stack: str
     num_runs: int
+    is_training: bool = True
 
     def __call__(self, blocks, shared, batch: dict, message: dict, op: Op, *, key=None):
         """The message for the next chunk, and the routing statistics of this one's layers.
@@ -109,7 +194,11 @@ class Chunk:
 
         x_BLD = jax.lax.cond(op.any_first, embedded, lambda x_BLD: x_BLD, message["x_BLD"])
         x_BLD, stats, _ = stack.run(
-            x_BLD, inputs, is_training=True, key=key, first_run=op.place * self.num_runs
+            x_BLD,
+            inputs,
+            is_training=self.is_training,
+            key=key,
+            first_run=op.place * self.num_runs,
         )
         if self.stack == "encoder":
             x_BLD = jnp.where(op.is_last, stack.leave(x_BLD, key=key), x_BLD)

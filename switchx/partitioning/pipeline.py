@@ -282,7 +282,7 @@ class _Body:
             def run(state, d_message, s=s, lane=lane, op=op):
                 kept = chunk_of(carry.slots[s], op.slot)
                 chunk = chunk_of(blocks[s], op.chunk)
-                (d_blocks, d_shared, d_kept), result = _differentiate(
+                (d_blocks, d_shared, d_kept), result = differentiate(
                     lane, chunk, shared, inputs, kept, op, d_message, scale
                 )
 
@@ -377,7 +377,7 @@ def _store(slots, message, op: Op):
     return jax.tree.map(store, slots, message)
 
 
-def _differentiate(lane: Lane, blocks, shared, inputs, message, op: Op, d_message, scale):
+def differentiate(lane: Lane, blocks, shared, inputs, message, op: Op, d_message, scale):
     """Gradients by (blocks, shared, message) of all that follows, and the `Objective`."""
 
     def objective(blocks, shared, message):

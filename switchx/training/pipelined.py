@@ -78,8 +78,15 @@ def pipelined_gradients(
     blocks, shared = split_blocks(config, params)
     example = jax.tree.map(lambda x: x[:, 0], rows)
     names = stack_names(config)
+    num_chunks = schedule.num_stages * schedule.num_chunks
     lanes = [
-        _lane(config, loss, schedule, name, stack, message_shapes(config, name, example))
+        stack_lane(
+            config,
+            loss,
+            name,
+            jax.tree.leaves(stack)[0].shape[0] // num_chunks,
+            message_shapes(config, name, example),
+        )
         for name, stack in zip(names, blocks, strict=True)
     ]
     result = run_pipeline(
@@ -96,13 +103,20 @@ def pipelined_gradients(
     return join_blocks(config, result.blocks, result.shared), value, sums, stats
 
 
-def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, stack, message):
-    """A stack's chunks with their part of the loss."""
-    num_runs = jax.tree.leaves(stack)[0].shape[0] // (schedule.num_stages * schedule.num_chunks)
+def stack_lane(config: ModelConfig, loss: LossConfig, name: str, num_runs: int, message):
+    """A stack's chunks with their part of the loss.
+
+    Their `inputs` are a batch of `into_microbatches` as `rows`, a key of each microbatch as
+    `keys`, and the `denominators` of the loss.
+
+    Args:
+        num_runs: runs of blocks in a chunk.
+        message: see `Lane`.
+    """
     chunk = Chunk(config, name, num_runs)
 
     def run(blocks, shared, inputs, message, op: Op):
-        batch, key = _microbatch(inputs, op)
+        batch, key = microbatch_of(inputs, op)
         return chunk(blocks, shared, batch, message, op, key=key)
 
     def objective(blocks, shared, inputs, message, op: Op):
@@ -113,7 +127,7 @@ def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, 
         if name == "decoder":
 
             def last(shared, x_BLD):
-                batch, key = _microbatch(inputs, op)
+                batch, key = microbatch_of(inputs, op)
                 logits_BLV = chunk.logits(shared, x_BLD, key=key)
                 sums = cross_entropy(
                     logits_BLV,
@@ -131,10 +145,11 @@ def _lane(config: ModelConfig, loss: LossConfig, schedule: Schedule, name: str, 
     return Lane(lambda *arguments: run(*arguments)[0], objective, message)
 
 
-def _microbatch(inputs: dict, op: Op):
-    """The op's rows and key."""
+def microbatch_of(inputs: dict, op: Op):
+    """The op's rows and key (None without keys, as in evaluation)."""
     batch = jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, op.microbatch, axis=1, keepdims=False),
         inputs["rows"],
     )
-    return batch, inputs["keys"][op.microbatch]
+    keys = inputs["keys"]
+    return batch, None if keys is None else keys[op.microbatch]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients run by run against the whole step's: raw, dropout on, some experts absent."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.models.config import RouterConfig
+from switchx.models.params import forward, init_params
+from switchx.models.stages import init_run_experts, is_of_experts, model_runs, without_experts
+from switchx.training.layered_step import LayeredGradients, joined
+from switchx.training.step import StepConfig, gradients
+from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
+ROWS = 8
+
+
+def stacked(config, layers=4, **switch):
+    """The configuration with scanned stacks of so many blocks, and dropout."""
+    if config.is_encoder_decoder:
+        config = dataclasses.replace(config, num_encoder_layers=layers)
+    return dataclasses.replace(
+        config,
+        num_decoder_layers=layers,
+        scan_layers=True,
+        dropout_rate=0.1,
+        switch=dataclasses.replace(config.switch, **switch),
+    )
+
+
+class Banks:
+    """Experts of whole parameters; those that are not asked for are filled with one number.
+
+    Attributes:
+        fetched: `(run, sweep, used_JE)` of each fetch.
+        grads: by path, as of the whole step.
+    """
+
+    def __init__(self, params, guess: str, filled_with: float = 0.0):
+        leaves = tree.named_leaves(params)
+        self.leaves = {n: np.array(x) for n, x in leaves.items() if is_of_experts(n, x)}
+        self.grads = {name: np.zeros_like(leaf) for name, leaf in self.leaves.items()}
+        self.fetched, self._guess, self._filled_with = [], guess, filled_with
+        self._rng = np.random.default_rng(0)
+
+    def expected(self, run):
+        E = next(iter(self.leaves.values())).shape[1]
+        chance = {"all": 1.0, "none": 0.0, "some": 0.5}[self._guess]
+        return self._rng.random((len(run.layers), E)) < chance
+
+    def prefetch(self, run, sweep, used_JE):
+        pass
+
+    def fetch(self, run, sweep, used_JE):
+        self.fetched.append((run, sweep, used_JE))
+        bank = {}
+        for names, used_E in zip(run.names, used_JE, strict=True):
+            for name in names:
+                whole = self.leaves[name][run.place]
+                used = used_E.reshape(-1, *[1] * (whole.ndim - 1))
+                bank[name] = jnp.asarray(np.where(used, whole, self._filled_with))
+        return bank
+
+    def keep_gradients(self, run, used_JE, bank):
+        for name, gradient in bank.items():
+            self.grads[name][run.place] += np.asarray(gradient)
+
+
+@functools.cache
+def layered_of(config, num_microbatches, slots=2):
+    return LayeredGradients(config, WEIGHTY, num_microbatches, slots)
+
+
+def layered(config, num_microbatches, guess="some", slots=2, filled_with=0.0):
+    """What `whole` gives, and the banks."""
+    params = make_params(config)
+    banks = Banks(params, guess, filled_with)
+    step = layered_of(config, num_microbatches, slots)
+    grads, results = step.gradients(
+        without_experts(params), make_batch(config, ROWS), banks, key=jax.random.key(1)
+    )
+    grads = tree.nested(tree.named_leaves(grads) | banks.grads)
+    return jax.device_get((grads, *joined(results))), banks
+
+
+def relative_error(got, want) -> float:
+    """Of the norm of all arrays together."""
+    squares = [
+        (np.sum(np.square(a - b, dtype=np.float64)), np.sum(np.square(b, dtype=np.float64)))
+        for a, b in zip(got, want, strict=True)
+    ]
+    return np.sqrt(np.divide(*np.sum(squares, axis=0)))
+
+
+def whole(config, num_microbatches):
+    step = StepConfig(num_microbatches=num_microbatches)
+    compute = jax.jit(functools.partial(gradients, config, WEIGHTY, step))
+    return jax.device_get(
+        compute(make_params(config), make_batch(config, ROWS), key=jax.random.key(1))
+    )
+
+
+REROUTED = RouterConfig(jitter=0.0, overflow="reroute", max_rounds=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_microbatches"),
+    [
+        (stacked(ENCODER_DECODER), 2),
+        # Tokens reach experts that they did not ask for first.
+        (stacked(SPARSE, router=REROUTED, capacity_factor=0.5), 1),
+        (stacked(SPARSE, sublayers="both", dispatcher="einsum", expert_bias=True), 2),
+    ],
+    ids=["encoder_decoder", "rerouted", "both"],
+)
+def test_gradients_are_those_of_the_whole_step(config, num_microbatches):
+    want = whole(config, num_microbatches)
+    (grads, value, sums, stats, squares), banks = layered(config, num_microbatches)
+    mine, right = tree.named_leaves(grads), tree.named_leaves(want[0])
+    assert mine.keys() == right.keys()
+    for name, leaf in right.items():
+        assert relative_error([mine[name]], [leaf]) <= 3e-6, name
+    assert relative_error([mine[n] for n in right], right.values()) <= 1e-6
+    for got, expected in zip(
+        jax.tree.leaves((value, sums, stats)), jax.tree.leaves(want[1:]), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    of_experts = [np.sum(np.square(right[name], dtype=np.float64)) for name in banks.grads]
+    np.testing.assert_allclose(squares, sum(of_experts), rtol=1e-5)
+
+
+def test_what_is_guessed_and_how_many_slots_there_are_change_no_bit():
+    config = stacked(SPARSE, layers=6)
+    (first, banks), *others = [
+        layered(config, 2, guess="all"),
+        layered(config, 2, guess="none"),
+        layered(config, 2, guess="some", slots=3),
+        # Experts that no token chose are finite, whatever they are.
+        layered(config, 2, guess="some", filled_with=1e30),
+    ]
+    assert len(banks.fetched) == 2 * len(model_runs(config))  # nothing was computed twice
+    for other, _ in others:
+        for got, expected in zip(jax.tree.leaves(other), jax.tree.leaves(first), strict=True):
+            assert got.tobytes() == expected.tobytes()
+    _, banks_of_none = others[0]
+    assert len(banks_of_none.fetched) > len(banks.fetched)
+    backward = [(run.place, used.tolist()) for run, s, used in banks.fetched if s == 1]
+    assert backward == [(r.place, u.tolist()) for r, s, u in banks_of_none.fetched if s == 1]
+
+
+def test_evaluation_is_that_of_the_whole_model():
+    config = stacked(ENCODER_DECODER)
+    params, batch = make_params(config), make_batch(config, ROWS)
+    step = layered_of(config, 2)
+    x_BLD, stats = step.evaluate(without_experts(params), batch, Banks(params, "some"))
+    logits = jax.jit(step.logits)(without_experts(params), x_BLD)
+    compute = jax.jit(functools.partial(forward, config, is_training=False))
+    want, want_stats = compute(params, batch)
+    np.testing.assert_allclose(logits, want, rtol=1e-5, atol=1e-5)
+    assert jax.tree.structure(stats) == jax.tree.structure(want_stats)
+    for got, expected in zip(jax.tree.leaves(stats), jax.tree.leaves(want_stats), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_of_a_run_are_drawn_as_those_of_the_whole_model():
+    config, key = stacked(ENCODER_DECODER), jax.random.key(3)
+    leaves = tree.named_leaves(jax.jit(functools.partial(init_params, config))(key))
+    for run in model_runs(config):
+        drawn = init_run_experts(config, run, run.place, key)
+        assert drawn.keys() == {name for names in run.names for name in names}
+        for name, leaf in drawn.items():
+            np.testing.assert_allclose(leaf, leaves[name][run.place], rtol=1e-6)
