@@ -20,7 +20,7 @@ from switchx.training.job import TrainingJob
 from switchx.tree import num_elements
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
-FOLDERS = ("models", "tasks", "meshes", "optimizers", "runs", "xla")
+FOLDERS = ("models", "tasks", "meshes", "optimizers", "runs", "storage", "xla")
 # What every run includes, and is no run.
 NOT_RUNS = {"runs/defaults.gin"}
 
@@ -137,7 +137,7 @@ def test_run_says_question_hardware_time_metric_and_command(name):
     assert f"--gin_file=configs/{name} " in text
 
 
-@pytest.mark.parametrize("name", names("tasks", "meshes", "optimizers", "xla"))
+@pytest.mark.parametrize("name", names("tasks", "meshes", "optimizers", "storage", "xla"))
 def test_part_builds_in_a_run(name, build_job):
     """A task, mesh or optimizer takes the place of the one the tiny run has."""
     # More steps than the warm-up of any optimizer.

@@ -15,7 +15,7 @@ import numbers
 import os
 import pathlib
 import shutil
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import jax
 import numpy as np
@@ -23,13 +23,17 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from switchx.checkpoint.items import (
+    EXPERTS,
     Manifest,
     abstract,
     data_file,
     encode_data_state,
     find_damage,
     from_items,
+    has_records,
+    item_name,
     read_data_states,
+    read_items,
     read_manifest,
     to_items,
     write_manifest,
@@ -43,7 +47,8 @@ from switchx.checkpoint.restore import (
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import check_choices, require_at_least
 from switchx.models.config import ModelConfig
-from switchx.tree import Tree, num_bytes
+from switchx.storage.record import StoreError
+from switchx.tree import Tree, named_leaves, nested, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -114,24 +119,51 @@ class SaveError(OSError):
     """A checkpoint could not be written; the complete ones before it are intact."""
 
 
+class Experts(Protocol):
+    """Experts that are not in the training state, but in storage.
+
+    Attributes:
+        abstract: what they are in a state that has them, by name, as ShapeDtypeStructs with
+            shardings on the host.
+    """
+
+    abstract: dict[str, jax.ShapeDtypeStruct]
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Keeps them as they are in a new folder; raises StoreError where it cannot."""
+
+    def restore(self, folder: pathlib.Path) -> None:
+        """Takes those of `save`."""
+
+    def fill(self, leaves: dict[str, jax.Array], updates: int) -> None:
+        """Takes those of a state that has them, by name, after so many updates."""
+
+
 class Checkpointer:
     """Saves and restores the training state; for the one trainer that holds the run's lock.
 
     Not for several threads. Where several processes train, all of them call each method.
     """
 
-    def __init__(self, run: RunFolder, retention: Retention):
+    def __init__(self, run: RunFolder, retention: Retention, experts: Experts | None = None):
         """Opens `run.checkpoints` and sets aside what is not whole there.
 
         Only sizes are compared here; `latest_complete_step` and `restore` read every byte.
+
+        Args:
+            experts: that are saved with a state and restored with it; None where all are in it.
         """
         self._run, self._folder, self._retention = run, run.checkpoints, retention
+        self._experts = experts
         self._saving = Manifest(0, None, {})  # of the save that is under way
         self._whole: int | None = None  # the step whose bytes were all read last
         if jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_expired()
             self._set_aside_unfinished("*")
+            # Links to records, of saves that were cut short.
+            for path in self._folder.glob(f".{EXPERTS}*"):
+                shutil.rmtree(path)
             for path in checkpoint_paths(self._folder):
                 if damage := find_damage(path, checksums=False):
                     set_aside(path, damage)
@@ -199,6 +231,12 @@ class Checkpointer:
         expected = num_bytes(items)
         if shutil.disk_usage(self._folder).free < expected + MIB:
             raise self._save_error(f"it needs about {expected / MIB:.1f} MiB")
+        if self._experts is not None:
+            shutil.rmtree(self._saved_experts(step), ignore_errors=True)
+            try:
+                self._experts.save(self._saved_experts(step))
+            except StoreError as error:
+                raise self._save_error(error.strerror or str(error)) from error
         if score is not None:
             self._scores[step] = score
         arguments = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
@@ -253,8 +291,18 @@ class Checkpointer:
         if step is None or step != self._whole:
             step = choose_step(self._run, step)
         path = self._folder / str(step)
-        targets = jax.tree.map(abstract, to_items(abstract_state))
-        items = restore_items(path, targets, model)
+        targets = named_leaves(jax.tree.map(abstract, to_items(abstract_state)))
+        if self._experts is not None and has_records(path):
+            self._experts.restore(path / EXPERTS)
+            items = read_items(path, nested(targets))
+        else:
+            experts = {} if self._experts is None else self._experts.abstract
+            of_items = {item_name(name): leaf for name, leaf in experts.items()}
+            items = restore_items(path, nested(targets | of_items), model)
+            if experts:
+                leaves = named_leaves(items)
+                updates = int(items["train_state"]["step"] - items["train_state"]["skipped"])
+                self._experts.fill({n: leaves[item_name(n)] for n in experts}, updates)
         return from_items(items, abstract_state), read_data_states(path)
 
     def close(self) -> None:
@@ -272,7 +320,14 @@ class Checkpointer:
 
     def _write_manifest(self) -> None:
         """Called by Orbax' thread on process 0 when all is written and nothing renamed."""
-        write_manifest(self._folder / f"{self._saving.step}{UNFINISHED}", self._saving)
+        folder = self._folder / f"{self._saving.step}{UNFINISHED}"
+        if self._experts is not None:
+            self._saved_experts(self._saving.step).rename(folder / EXPERTS)
+        write_manifest(folder, self._saving)
+
+    def _saved_experts(self, step: int) -> pathlib.Path:
+        """Where the snapshot of experts is until the rest of the checkpoint is written."""
+        return self._folder / f".{EXPERTS}-{step}"
 
     def _clear_the_way(self, step: int) -> None:
         """Sets a damaged checkpoint of this step aside, which Orbax would delete."""

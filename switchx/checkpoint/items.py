@@ -3,10 +3,15 @@
 
 The first two are nested dictionaries by name, so that any Orbax reader can open them and the
 parameters can be read alone; `data` is the data iterator's state, one JSON file a process.
-`manifest.json` says of which step they are, how they scored, and which files there are.
+`manifest.json` says of which step they are, how they scored, and which files there are. Of a
+run with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one
+an expert and layer, whose arrays have the names of those of the state that they are parts of.
+
+Dims: N layers of a scanned stack, E experts
 """
 
 import base64
+import collections
 import dataclasses
 import json
 import logging
@@ -21,9 +26,11 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from switchx import manifest
-from switchx.tree import Tree, named_leaves
+from switchx.storage.snapshot import Snapshot
+from switchx.tree import Tree, named_leaves, nested
 
 MANIFEST = "manifest.json"
+EXPERTS = "experts"
 # Orbax changes these after the manifest is written; nothing is read from them.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # What matters of Orbax' log it also raises, and then our errors and warnings say it.
@@ -32,15 +39,13 @@ logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathn
 
 def to_items(state: Tree) -> dict[str, Tree]:
     """The items of a state that has `params`: nested dictionaries by name."""
-    items = {"params": {}, "train_state": {}}
-    for name, leaf in named_leaves(state).items():
-        path = name if name.startswith("params/") else f"train_state/{name}"
-        *parents, last = path.split("/")
-        node = items
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return items
+    leaves = {item_name(name): leaf for name, leaf in named_leaves(state).items()}
+    return {"params": {}, "train_state": {}} | nested(leaves)
+
+
+def item_name(name: str) -> str:
+    """The name in the items of a leaf of the state: of `step`, `train_state/step`."""
+    return name if name.startswith("params/") else f"train_state/{name}"
 
 
 def from_items(items: dict[str, Tree], like: Tree) -> Tree:
@@ -64,11 +69,61 @@ def stored_items(path: pathlib.Path) -> dict[str, Tree]:
     """
     with ocp.StandardCheckpointer() as reader:
         try:
-            return {
+            stored = {
                 item: reader.metadata(path / item).item_metadata.tree for item in items_of(path)
             }
         except Exception as error:
             raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    records = {n: leaf for n, leaf in _record_leaves(path).items() if n.split("/")[0] in stored}
+    return nested(named_leaves(stored) | records)
+
+
+def has_records(path: pathlib.Path) -> bool:
+    """Whether the experts of a checkpoint are records."""
+    return (path / EXPERTS).is_dir()
+
+
+def _record_leaves(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays `[N, E, ...]` that a checkpoint has in records, by name in the items."""
+    if not has_records(path):
+        return {}
+    layout = Snapshot(path / EXPERTS).layout
+    repeats = collections.Counter(name for types in layout.layers.values() for name in types)
+    return {
+        item_name(name): jax.ShapeDtypeStruct(
+            (repeats[name], layout.num_experts, *each.shape), np.dtype(each.dtype)
+        )
+        for types in layout.layers.values()
+        for name, each in types.items()
+    }
+
+
+def _read_records(path: pathlib.Path, names: set[str]) -> dict[str, np.ndarray]:
+    """Those of `_record_leaves` with these names, all of one update.
+
+    Raises:
+        RecordError: a record is missing or damaged.
+        ValueError: records are of different updates.
+    """
+    snapshot = Snapshot(path / EXPERTS)
+    layout, leaves = snapshot.layout, _record_leaves(path)
+    arrays = {name: np.empty(leaves[name].shape, leaves[name].dtype) for name in names}
+    next_repeat: collections.Counter[str] = collections.Counter()
+    updates = set()
+    for number, types in enumerate(layout.layers.values()):
+        for e in range(layout.num_experts):
+            record = snapshot.read(number * layout.num_experts + e)
+            updates.add(record.updates)
+            for name, array in record.arrays.items():
+                if (item := item_name(name)) in names:
+                    arrays[item][next_repeat[name], e] = array
+        next_repeat.update(types.keys())
+    if len(updates) > 1:
+        raise ValueError(
+            f"checkpoint {path} has experts after {min(updates)} to {max(updates)} updates; "
+            "restore another checkpoint"
+        )
+    return arrays
 
 
 def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str, Tree]:
@@ -82,16 +137,33 @@ def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str,
     Raises:
         ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
     """
+    records = _record_leaves(path)
     with ocp.StandardCheckpointer() as reader:
         stored = {item: reader.metadata(path / item).item_metadata.tree for item in targets}
-        targets = {
-            item: jax.tree.map(_on_host, stored[item])
-            if target is None
-            else jax.tree.map(abstract, target)
-            for item, target in targets.items()
-        }
-        require_same_leaves(named_leaves(targets), named_leaves(stored), f"checkpoint {path}")
-        return {item: reader.restore(path / item, target) for item, target in targets.items()}
+        arrays, wanted = named_leaves(stored), {}
+        for item, target in targets.items():
+            if target is None:
+                whole = nested(arrays | records)[item]
+                leaves = jax.tree.map(_on_host, whole)
+            else:
+                leaves = jax.tree.map(abstract, target)
+            wanted |= named_leaves({item: leaves})
+        # A run with experts on a disk takes its records itself.
+        records = {name: leaf for name, leaf in records.items() if name in wanted}
+        require_same_leaves(wanted, arrays | records, f"checkpoint {path}")
+        in_orbax = nested({name: leaf for name, leaf in wanted.items() if name in arrays})
+        read = {item: reader.restore(path / item, in_orbax[item]) for item in targets}
+    if not records:
+        return read
+    of_experts = _read_records(path, set(records))
+    placed = {name: _placed(array, wanted[name]) for name, array in of_experts.items()}
+    return nested(named_leaves(read) | placed)
+
+
+def _placed(array: np.ndarray, target) -> jax.Array | np.ndarray:
+    if isinstance(target, np.ndarray):
+        return array
+    return jax.make_array_from_callback(array.shape, target.sharding, lambda at: array[at])
 
 
 def abstract(leaf) -> jax.ShapeDtypeStruct:
@@ -182,7 +254,13 @@ class Manifest:
 def write_manifest(folder: pathlib.Path, about: Manifest) -> None:
     """Records all files of a checkpoint, flushed to the disk."""
     content = dataclasses.asdict(about)
-    manifest.write_manifest(folder, MANIFEST, content, "crc32", left_out=_COMMIT_FILES)
+    known = {}
+    if has_records(folder):
+        files = Snapshot(folder / EXPERTS).files
+        known = {f"{EXPERTS}/{name}": list(each) for name, each in files.items()}
+    manifest.write_manifest(
+        folder, MANIFEST, content, "crc32", left_out=_COMMIT_FILES, known=known
+    )
 
 
 def read_manifest(folder: pathlib.Path) -> Manifest:

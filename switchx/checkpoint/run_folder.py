@@ -61,6 +61,7 @@ class RunFolder:
     routing = _inside("routing")  # where an evaluation's tokens went, training/evaluate.py
     tensorboard = _inside("tensorboard")  # the same numbers as TensorBoard events
     checkpoints = _inside("checkpoints")  # see checkpointer.py and docs/checkpoints.md
+    storage = _inside("storage")  # experts on a disk: records, requests; docs/storage.md
     skipped_batches = _inside("skipped_batches")  # batches whose step was not taken
     lock_file = _inside("trainer.lock")  # held by the one trainer that may write here
 

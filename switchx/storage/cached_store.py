@@ -46,6 +46,14 @@ class CachedStore:
         for key in admission.missed.tolist():
             self._records[key] = self.store.read(key)
 
+    def __contains__(self, key: int) -> bool:
+        """Whether a record is here, or is being read."""
+        return key in self._records
+
+    def is_here(self, key: int) -> bool:
+        """Whether `get` of a requested record does not wait."""
+        return self._records[key].done()
+
     def get(self, key: int) -> Record:
         """A requested record, as soon as it is there.
 

@@ -114,6 +114,17 @@ class StoreLayout:
         }
         return {"layers": layers, "num_experts": self.num_experts}
 
+    @classmethod
+    def from_described(cls, description: Mapping[str, Any]) -> "StoreLayout":
+        """The inverse of `described`."""
+        layers = {
+            layer: {
+                name: ArrayType(tuple(shape), dtype) for name, (dtype, shape) in arrays.items()
+            }
+            for layer, arrays in description["layers"].items()
+        }
+        return cls(layers, description["num_experts"])
+
 
 def types_of(arrays: Mapping[str, np.ndarray]) -> dict[str, ArrayType]:
     return {name: ArrayType(array.shape, array.dtype.name) for name, array in arrays.items()}

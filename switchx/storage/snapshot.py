@@ -18,9 +18,17 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from switchx.manifest import new_folder, read_manifest, write_manifest
-from switchx.storage.record import RecordError, StoreError, StoreLayout
+from switchx.storage.record import (
+    Record,
+    RecordError,
+    StoreError,
+    StoreLayout,
+    decode,
+    require_types,
+)
 
 MANIFEST = "manifest.json"
+_WAY_OUT = "restore an older checkpoint"
 # A file system that has no hard links, or not to another one, or no more of this file.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
@@ -66,23 +74,58 @@ def read_snapshot(folder: pathlib.Path, layout: StoreLayout) -> dict[str, Sequen
     Raises:
         RecordError: it is not whole or of another model.
     """
-    way_out = "restore an older checkpoint"
-    try:
-        manifest = read_manifest(folder, MANIFEST, "crc32")
-    except ValueError as error:
-        raise RecordError(f"snapshot {folder}: {error}; {way_out}") from None
-    if difference := _difference(manifest, layout.described()):
+    snapshot = Snapshot(folder)
+    if difference := _difference(snapshot.layout.described(), layout.described()):
         raise RecordError(f"snapshot {folder} is of another model or optimizer: {difference}")
-    for name, (num_bytes, _) in manifest["files"].items():
+    for name, (num_bytes, _) in snapshot.files.items():
         path = folder / name
         if not path.is_file():
-            raise RecordError(f"snapshot {folder}: its record {name} is missing; {way_out}")
+            raise RecordError(f"snapshot {folder}: its record {name} is missing; {_WAY_OUT}")
         if path.stat().st_size != num_bytes:
             raise RecordError(
                 f"snapshot {folder}: its record {name} has {path.stat().st_size} bytes, not "
-                f"{num_bytes}; {way_out}"
+                f"{num_bytes}; {_WAY_OUT}"
             )
-    return manifest["files"]
+    return snapshot.files
+
+
+class Snapshot:
+    """A snapshot that is read record by record.
+
+    Attributes:
+        layout: which records it has.
+        files: bytes and CRC-32 by name.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        """Reads the manifest.
+
+        Raises:
+            RecordError: it is missing or damaged.
+        """
+        self._folder = pathlib.Path(folder)
+        try:
+            manifest = read_manifest(self._folder, MANIFEST, "crc32")
+        except ValueError as error:
+            raise RecordError(f"snapshot {folder}: {error}; {_WAY_OUT}") from None
+        self.layout = StoreLayout.from_described(manifest)
+        self.files: dict[str, Sequence[int]] = manifest["files"]
+
+    def read(self, key: int) -> Record:
+        """A record, every byte compared.
+
+        Raises:
+            RecordError: it is missing, damaged, or another expert's.
+        """
+        path = self._folder / (name := self.layout.name(key))
+        try:
+            record = decode(path.read_bytes(), name)
+            require_types(record, self.layout.types(key))
+        except FileNotFoundError:
+            raise RecordError(f"record {path}: it is missing; {_WAY_OUT}") from None
+        except RecordError as error:
+            raise RecordError(f"record {path}: {error}; {_WAY_OUT}") from None
+        return record
 
 
 def transfer_records(

@@ -14,6 +14,7 @@ or training would request the experts. Its arrays:
 Dims: N Switch layers, T requested keys (of routing samples: tokens), S experts of a token
 """
 
+import collections
 import dataclasses
 import io
 import os
@@ -26,6 +27,8 @@ import numpy as np
 from switchx.fields import require, require_choice
 from switchx.storage.cache import BACKWARD, FORWARD, SWEEPS, UPDATE, Place
 
+# Of a run, in its file: some hundred steps of some hundred layers.
+LOGGED_REQUESTS = 1 << 16
 _TYPES = {"key_T": np.int32, "step_T": np.int32, "sweep_T": np.int8, "request_T": np.int32}
 
 
@@ -97,6 +100,36 @@ class Trace:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+class TraceLog:
+    """The requests of a run, as they come: the newest, so that a long run's fit in memory."""
+
+    def __init__(self, layers: Sequence[str], num_experts: int, record_bytes: int):
+        self._of_run = dict(
+            layers=tuple(layers), num_experts=num_experts, record_bytes=record_bytes
+        )
+        self._requests: collections.deque[tuple[np.ndarray, Place]] = collections.deque(
+            maxlen=LOGGED_REQUESTS
+        )
+
+    def add(self, keys: np.ndarray, place: Place) -> None:
+        """Takes note of a request of at least one key."""
+        self._requests.append((np.asarray(keys), place))
+
+    def trace(self) -> Trace | None:
+        """The requests so far; None without any."""
+        if not self._requests:
+            return None
+        lengths = [len(keys) for keys, _ in self._requests]
+        places = [place for _, place in self._requests]
+        return Trace(
+            key_T=np.concatenate([keys for keys, _ in self._requests]),
+            step_T=np.repeat([place.step for place in places], lengths),
+            sweep_T=np.repeat([place.sweep for place in places], lengths),
+            request_T=np.repeat(np.arange(len(lengths)), lengths),
+            **self._of_run,
+        )
 
 
 def read_trace(path: str | os.PathLike) -> Trace:

@@ -82,7 +82,13 @@ def eval_step(
 ) -> tuple[TokenSums, RoutingStats | None, dict[str, StackSample]]:
     """Token sums, routing statistics and a sample of the routing of one batch: no dropout,
     no jitter, and the evaluation capacity."""
-    logits_BLV, stats = forward(config, params, batch, is_training=False)
+    return measure(*forward(config, params, batch, is_training=False), batch)
+
+
+def measure(
+    logits_BLV, stats: RoutingStats | None, batch: dict
+) -> tuple[TokenSums, RoutingStats | None, dict[str, StackSample]]:
+    """What `eval_step` returns, of a batch's logits and routing."""
     sums = cross_entropy(
         logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], PLAIN_LOSS
     )

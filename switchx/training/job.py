@@ -18,6 +18,7 @@ from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
+from switchx.storage.spec import StorageSpec
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
 
@@ -46,6 +47,7 @@ class TrainingJob:
             mesh has an axis `pipe`.
         data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
         compiler: XLA's options of the steps.
+        storage: where the experts are.
     """
 
     model: ModelConfig
@@ -72,6 +74,7 @@ class TrainingJob:
     pipeline: ScheduleSpec = at_resume(ScheduleSpec())
     prefetch: Prefetch = at_resume(Prefetch())
     compiler: CompilerOptions = at_resume(CompilerOptions())
+    storage: StorageSpec = at_resume(StorageSpec())
 
     def __post_init__(self):
         require_at_least(self, 1, "inputs_length", "targets_length", "batch_size", "log_every")

@@ -23,6 +23,7 @@ from switchx.data.vocabularies import load_vocabulary
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluate
 from switchx.training.job import TrainingJob
+from switchx.training.layered import LayeredProgram
 from switchx.training.metrics import Interval, MetricsLog, SkippedBatches, Stopwatch
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
@@ -84,8 +85,12 @@ def train(
     with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
         if _is_begun(run):  # before anything in it is touched
             job = check_same_run(run, job)
-        program = TrainingProgram(job)
-        with program.scope(), Checkpointer(run, job.retention) as checkpointer:
+        is_on_disk = job.storage.experts == "disk"
+        program = LayeredProgram(job, run) if is_on_disk else TrainingProgram(job)
+        with (
+            program.scope(),
+            Checkpointer(run, job.retention, program.experts) as checkpointer,
+        ):
             step = checkpointer.latest_complete_step()
             params = _initial_params(job, program, reporter) if step is None else None
             logger.info("opening the data")
@@ -146,7 +151,7 @@ def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tre
             f"init_from={str(source.path)!r} was trained with another vocabulary than this "
             "job's; its token ids mean other things. Use the copy in that folder"
         )
-    target = program.abstract_state.params
+    target = program.abstract_params
     params = restore_params(source.root, target=target, model=job.model)
     reporter.note(
         f"restored {len(jax.tree.leaves(params))} parameter arrays, {num_bytes(params)} bytes, "
@@ -253,6 +258,8 @@ class _Loop:
             del metrics["model_flops_per_s"]  # counted for our own blocks alone
         metrics["learning_rate"] = float(self.job.schedule(max(self.num_updates - 1, 0)))
         metrics["train_seconds"] = seconds
+        if self.program.experts is not None:
+            metrics["storage"] = self.program.experts.metrics()
         if any(self.loader.counts().values()):
             metrics["data"] = self.loader.counts()
         self.log.write(step, metrics)

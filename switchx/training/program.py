@@ -25,6 +25,7 @@ from switchx.partitioning.rules import param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.planner.layout import Layout, StateArray, Workload
 from switchx.training.evaluate import eval_step
+from switchx.training.expert_records import ExpertRecords
 from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
 from switchx.training.pipelined import build_schedule
@@ -37,7 +38,10 @@ class TrainingProgram:
     Attributes:
         abstract_state: the training state as shape structs with `shardings`, for a checkpoint
             to be read into.
+        experts: those that are not in the state but in storage; None, all are in the state.
     """
+
+    experts: ExpertRecords | None = None
 
     def __init__(self, job: TrainingJob, devices=None):
         """Traces nothing yet; see `train_step` and `eval_step`.
@@ -67,32 +71,34 @@ class TrainingProgram:
                 lengths=tuple(length for length in job.sequence_lengths if length),
             )
         self.optimizer = job.optimizer.build(job.schedule)
-        self._init = functools.partial(init_state, job.model, self.optimizer, job.seed)
         self.abstract_state = self._abstract_state()
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
-        compiler_options = job.compiler.of(self.mesh.devices.flat[0].platform)
-        self.train_step = jax.jit(
-            functools.partial(
-                train_step,
-                job.model,
-                job.loss,
-                job.step,
-                self.optimizer,
-                pipeline=self.pipeline,
-            ),
-            in_shardings=(self.shardings, self.batch_sharding),
-            out_shardings=(self.shardings, NamedSharding(self.mesh, PartitionSpec())),
-            donate_argnums=0,
-            compiler_options=compiler_options,
+        self.compiler_options = job.compiler.of(self.mesh.devices.flat[0].platform)
+        self.train_step, self.eval_step = self._steps()
+
+    def _steps(self):
+        """The steps of training and evaluation, jitted."""
+        job = self.job
+        train = functools.partial(
+            train_step, job.model, job.loss, job.step, self.optimizer, pipeline=self.pipeline
         )
-        self.eval_step = jax.jit(
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        jitted_train = jax.jit(
+            train,
+            in_shardings=(self.shardings, self.batch_sharding),
+            out_shardings=(self.shardings, whole),
+            donate_argnums=0,
+            compiler_options=self.compiler_options,
+        )
+        jitted_eval = jax.jit(
             functools.partial(eval_step, job.model),
             in_shardings=(self.shardings.params, self.batch_sharding),
-            out_shardings=NamedSharding(self.mesh, PartitionSpec()),
-            compiler_options=compiler_options,
+            out_shardings=whole,
+            compiler_options=self.compiler_options,
         )
+        return jitted_train, jitted_eval
 
     @functools.cached_property
     def shard(self) -> Shard:
@@ -131,9 +137,17 @@ class TrainingProgram:
         """The context in which the steps are to be called: the mesh and its rules."""
         return use_mesh(self.mesh, self.job.mesh.rules)
 
+    @property
+    def abstract_params(self):
+        """All parameters as shape structs that say where to read those of another run."""
+        return self.abstract_state.params
+
     def init_state(self, params=None) -> TrainState:
         """A state at step 0, each device drawing its own part; or around given parameters."""
         return jax.jit(self._init, out_shardings=self.shardings)(params)
+
+    def _init(self, params=None) -> TrainState:
+        return init_state(self.job.model, self.optimizer, self.job.seed, params)
 
     def _abstract_state(self) -> TrainState:
         """Shape structs with shardings.

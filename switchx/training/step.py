@@ -91,12 +91,17 @@ class TrainState:
         return jax.random.fold_in(jax.random.wrap_key_data(self.key_data), self.step)
 
 
+def init_key(seed: int):
+    """The key that a run's parameters are drawn from."""
+    return jax.random.split(jax.random.key(seed))[0]
+
+
 def init_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, seed: int, params=None
 ) -> TrainState:
     """A state at step 0; `params` of an earlier run, or drawn from `seed`."""
-    init_key, run_key = jax.random.split(jax.random.key(seed))
-    params = init_params(config, init_key) if params is None else params
+    run_key = jax.random.split(jax.random.key(seed))[1]
+    params = init_params(config, init_key(seed)) if params is None else params
     is_half = config.precision.compute == "float16"
     # A new zero each time: donated buffers must not be shared.
     counters = ("step", "skipped", "skipped_in_a_row", "good_steps")
@@ -176,10 +181,7 @@ def train_step(
     *,
     pipeline: Schedule | None = None,
 ) -> tuple[TrainState, StepMetrics]:
-    """The state after one batch, and what was measured on the way.
-
-    A step whose loss or global gradient norm is not finite changes neither parameters nor
-    optimizer state; it is counted in the state and flagged in the metrics.
+    """The state after one batch, and what was measured on the way; see `take_step`.
 
     Args:
         pipeline: by which the microbatches go through the stages of a pipeline; None where
@@ -193,9 +195,40 @@ def train_step(
     grads, value, sums, stats = compute(
         state.params, batch, key=state.key, loss_scale=state.loss_scale if is_half else 1.0
     )
-    unscale = 1 / state.loss_scale if is_half else 1.0
     norm_of = global_norm if step.bucket_bytes is None else sliced_global_norm
-    grad_norm = norm_of(grads) * unscale
+    state, metrics, _ = take_step(
+        config, step, optimizer, state, grads, norm_of(grads), value, sums, stats
+    )
+    return state, metrics
+
+
+def take_step(
+    config: ModelConfig,
+    step: StepConfig,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    grads,
+    raw_norm,
+    value,
+    sums: TokenSums,
+    stats: RoutingStats | None,
+):
+    """The state after an update by raw gradients, or without one.
+
+    A step whose loss or global gradient norm is not finite changes neither parameters nor
+    optimizer state; it is counted in the state and flagged in the metrics.
+
+    Args:
+        grads: of the parameters that are in the state.
+        raw_norm: of all gradients, those of experts in storage among them.
+        value, sums, stats: of `gradients`.
+
+    Returns:
+        state, metrics, and what the raw gradients were multiplied by.
+    """
+    is_half = config.precision.compute == "float16"
+    unscale = 1 / state.loss_scale if is_half else 1.0
+    grad_norm = raw_norm * unscale
     is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
     clip = 1.0 if step.clip_norm is None else clip_scale(grad_norm, step.clip_norm)
 
@@ -230,7 +263,7 @@ def train_step(
         good_steps=good_steps,
     )
     metrics = StepMetrics(sums, value, stats, grad_norm, is_skipped, skipped_in_a_row)
-    return next_state, metrics
+    return next_state, metrics, jnp.asarray(unscale * clip, jnp.float32)
 
 
 def _next_loss_scale(state: TrainState, is_finite):

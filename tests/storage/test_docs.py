@@ -39,7 +39,7 @@ def few_checks(monkeypatch):
 
 
 def test_commands_run(run, few_checks, capsys):
-    found = [each for each in commands(PAGE) if each.startswith("switchx ")]
+    found = [each for each in commands(PAGE) if each.startswith("switchx simulate ")]
     assert len(found) == 3
     for command in found:
         assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err

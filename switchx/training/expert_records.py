@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of a run on a disk: fetched for a run of blocks, updated, saved and restored.
+
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2, Figure 3: experts that will be used
+come from the disk into a cache in host memory, and from there to the device. A record changes
+by its own update alone, so a step that is not taken leaves every record as it was. What is
+behind (lazy_update.py) is brought up to date where it is fetched, and is stored so before an
+evaluation and a checkpoint, whose records are then all of one update.
+
+Dims: D model, F ffn, E experts, J Switch layers of a run, T experts that are used, made up to a
+power of two so that few programs are compiled
+"""
+
+import collections
+import concurrent.futures
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from switchx.fields import require
+from switchx.models.params import abstract_params
+from switchx.models.stages import Run, model_runs, stack_names
+from switchx.storage.cache import BACKWARD, SWEEPS, UPDATE, Cache, Place, make_policy
+from switchx.storage.cached_store import CachedStore
+from switchx.storage.record import Record, StoreLayout
+from switchx.storage.store import NUM_THREADS, RecordStore
+from switchx.storage.trace import TraceLog
+from switchx.training.job import TrainingJob
+from switchx.training.layered_step import Bank
+from switchx.training.lazy_update import ExpertForm, LazyUpdate
+from switchx.tree import named_leaves
+
+# Steps within which an expert was used that is fetched before the router has chosen.
+LATELY = 8
+
+
+class ExpertRecords:
+    """All experts of a job, as `layered_step.ExpertBanks`, and as what a checkpoint stores.
+
+    Attributes:
+        layout: of the records.
+        updates: that the optimizer has made so far.
+    """
+
+    def __init__(self, job: TrainingJob, sharding):
+        """Describes the records; `open` opens the store.
+
+        Args:
+            sharding: of banks on the device.
+
+        Raises:
+            ValueError: the cache has no room for a layer, or the optimizer is refused.
+        """
+        config, spec = job.model, job.storage
+        self._spec, self._sharding, self._E = spec, sharding, config.switch.num_experts
+        self._lazy = LazyUpdate(job.optimizer, job.schedule)
+        leaves = named_leaves(abstract_params(config))
+        self.runs = model_runs(config)
+
+        def form(names):
+            return self._lazy.form(
+                {
+                    name: jax.ShapeDtypeStruct((1, *leaves[name].shape[2:]), leaves[name].dtype)
+                    for name in names
+                }
+            )
+
+        self._forms: dict[int, ExpertForm] = {}  # of each Switch layer
+        for stack in stack_names(config):
+            runs = [run for run in self.runs if run.stack == stack]
+            forms = [form(names) for names in runs[0].names]
+            for run in runs:
+                self._forms |= zip(run.layers, forms, strict=True)
+        layers = dict(zip(config.sparse_layer_names, self._forms.values(), strict=True))
+        self.layout = StoreLayout({name: f.types for name, f in layers.items()}, self._E)
+        self._capacity = self._cache_capacity()
+        self._fill = jax.jit(self._fill_bank)
+        self._take = jax.jit(lambda bank, index_T: {n: w[index_T] for n, w in bank.items()})
+        self.updates = 0
+        self._updates_NE = np.zeros(self.layout.num_keys, np.int64)
+        self._sweeps = 0  # steps and batches of evaluation
+        self._steps = 0
+        self._last_step_NE = np.zeros(self.layout.num_keys, np.int64)
+        self._requested: set[tuple[Run, int]] = set()
+        # Of each layer: its experts with a gradient, and the gradients.
+        self._gradients: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def _cache_capacity(self) -> int:
+        """Records that the host's memory has room for."""
+        record_bytes, host_bytes = self.layout.record_bytes, self._spec.host_bytes
+        if host_bytes is None:
+            return self.layout.num_keys
+        least = self._E * record_bytes
+        require(
+            host_bytes >= least,
+            f"StorageSpec.host_bytes={host_bytes:,} holds {host_bytes // record_bytes} experts "
+            f"of {record_bytes:,} bytes (weights and what the optimizer keeps), but the "
+            f"{self._E} of one layer may be needed at once; use at least {least:,}",
+        )
+        return min(host_bytes // record_bytes, self.layout.num_keys)
+
+    @property
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What the experts are in a state that has them, `[N, E, ...]` by name, on the host."""
+        on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        repeats = collections.Counter(n for form in self._forms.values() for n in form.types)
+        return {
+            name: jax.ShapeDtypeStruct(
+                (repeats[name], self._E, *each.shape), np.dtype(each.dtype), sharding=on_host
+            )
+            for form in self._forms.values()
+            for name, each in form.types.items()
+        }
+
+    # The store.
+
+    def open(self, default: pathlib.Path) -> None:
+        """Opens the store, without records.
+
+        Args:
+            default: its folder, where the job names none.
+
+        Raises:
+            ValueError: another run has it open, or the folder is no store.
+        """
+        self._store = RecordStore(self._spec.path or default, self.layout)
+        self._trace = TraceLog(list(self.layout.layers), self._E, self.layout.record_bytes)
+        self._empty_cache()
+
+    def close(self, trace_file: pathlib.Path) -> None:
+        """Waits for reads and writes, and lets another run open the store."""
+        self._store.close()
+        if (trace := self._trace.trace()) is not None:
+            trace.save(trace_file)
+
+    def _empty_cache(self) -> None:
+        num_layers, sweeps = len(self.layout.layers), len(SWEEPS)
+        policy = make_policy(self._spec.policy, num_layers, self._E, sweeps)
+        self._cached = CachedStore(self._store, Cache(self._capacity, policy))
+        self._requested.clear()
+
+    def begin(self, draw: Callable[[Run], Mapping[str, Any]]) -> None:
+        """Stores experts that were never updated.
+
+        Args:
+            draw: parameters `[E, ...]` of a run's experts, by path.
+        """
+
+        def records():
+            for run in self.runs:
+                params = {name: np.asarray(leaf) for name, leaf in draw(run).items()}
+                for n, names in zip(run.layers, run.names, strict=True):
+                    for e in range(self._E):
+                        own = {name: params[name][e][None] for name in names}
+                        yield n * self._E + e, self._lazy.first_record(self._forms[n], own)
+
+        self._write_all(records(), updates=0)
+
+    def fill(self, leaves: Mapping[str, jax.Array], updates: int) -> None:
+        """Stores experts of a training state.
+
+        Args:
+            leaves: of the state, by the names of records' arrays, `[N, E, ...]`.
+            updates: that the optimizer has made.
+        """
+        whole = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+
+        def records():
+            for run in self.runs:
+                for n in run.layers:
+                    names = self._forms[n].types
+                    for e in range(self._E):
+                        arrays = {name: whole[name][run.place, e] for name in names}
+                        yield n * self._E + e, Record(arrays, updates)
+
+        self._write_all(records(), updates)
+
+    def _write_all(self, records: Iterable[tuple[int, Record]], updates: int) -> None:
+        pending: collections.deque[concurrent.futures.Future] = collections.deque()
+        for key, record in records:
+            if len(pending) == 2 * NUM_THREADS:
+                pending.popleft().result()
+            pending.append(self._store.write(key, record))
+        while pending:
+            pending.popleft().result()
+        self._forget(updates)
+
+    def _forget(self, updates: int) -> None:
+        """All records are other ones now."""
+        self.updates = updates
+        self._updates_NE[:] = updates
+        self._empty_cache()
+        self._totals_before = self._totals()
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Keeps all records, of one update, in a folder that is whole or not there.
+
+        Raises:
+            StoreError: there is no space, or a write failed before.
+        """
+        self.settle()
+        self._cached.flush()
+        self._store.snapshot(folder)
+
+    def restore(self, folder: pathlib.Path) -> None:
+        """Takes the records of `save` in place of those that are here.
+
+        Raises:
+            RecordError: they are not whole, or another model's or optimizer's.
+        """
+        self._store.restore(folder)
+        self._forget(self._store.read(0).result().updates)
+
+    def settle(self) -> None:
+        """Makes up for all updates that experts have missed."""
+        for n in self._forms:
+            own = np.arange(n * self._E, (n + 1) * self._E)
+            keys = own[self._updates_NE[own] < self.updates]
+            self._request(keys, UPDATE, n)
+            for key in keys.tolist():
+                self._put(key, self._current(key))
+
+    # The banks of a step.
+
+    def begin_sweeps(self, *, is_training: bool) -> None:
+        """Begins a step, or a batch of evaluation."""
+        self._sweeps += 1
+        self._steps += is_training
+        self._requested.clear()
+        self._gradients.clear()
+
+    def expected(self, run: Run) -> np.ndarray:
+        last_JE = self._last_step_NE.reshape(-1, self._E)[list(run.layers)]
+        return self._steps - last_JE <= LATELY
+
+    def prefetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> None:
+        self._requested.add((run, sweep))
+        layers = list(zip(run.layers, used_JE, strict=True))
+        for n, used_E in layers[::-1] if sweep == BACKWARD else layers:
+            self._request(n * self._E + np.flatnonzero(used_E), sweep, n)
+
+    def fetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> Bank:
+        if (run, sweep) not in self._requested:
+            self.prefetch(run, sweep, used_JE)
+        self._requested.discard((run, sweep))
+        bank: Bank = {}
+        for n, used_E in zip(run.layers, used_JE, strict=True):
+            experts = np.flatnonzero(used_E)
+            keys = n * self._E + experts
+            if any(key not in self._cached for key in keys.tolist()):
+                # What was read ahead of other layers has taken its place in the meantime.
+                self._request(keys, sweep, n)
+            index_T = _padded_index(experts, self._E)
+            # New memory, never written again: on a CPU the device's array may be this one.
+            rows = {
+                name: np.zeros((len(index_T), *form.shape[1:]), form.dtype)
+                for name, form in named_leaves(self._forms[n].params).items()
+            }
+            for t, key in enumerate(keys.tolist()):
+                record = self._current(key)
+                for name, row in rows.items():
+                    row[t] = record.arrays[f"params/{name}"]
+            bank |= self._fill(*jax.device_put((rows, index_T), self._sharding))
+        return bank
+
+    def keep_gradients(self, run: Run, used_JE: np.ndarray, bank: Bank) -> None:
+        for n, names, used_E in zip(run.layers, run.names, used_JE, strict=True):
+            experts = np.flatnonzero(used_E)
+            if len(experts):
+                self._last_step_NE[n * self._E + experts] = self._steps
+                index_T = _padded_index(experts, 0)
+                rows = self._take({name: bank[name] for name in names}, index_T)
+                self._gradients[n] = experts, jax.device_get(rows)
+
+    def update(self, gradient_scale: float) -> None:
+        """Updates the experts that have a gradient, in the order of layers.
+
+        Args:
+            gradient_scale: what raw gradients are multiplied by.
+        """
+        for n, (experts, rows) in sorted(self._gradients.items()):
+            keys = n * self._E + experts
+            self._request(keys, UPDATE, n)
+            for t, key in enumerate(keys.tolist()):
+                gradient = {name: row[t][None] for name, row in rows.items()}
+                record = self._lazy.advance(
+                    self._forms[n], self._get(key), self.updates + 1, gradient, gradient_scale
+                )
+                self._put(key, record)
+            self._counts["touched"] += len(keys)
+        self._gradients.clear()
+        self.updates += 1
+        self._counts["updates"] += 1
+
+    def metrics(self) -> dict[str, float]:
+        """What has happened since this was called last.
+
+        `touched_share` is the share of all experts that an update uses, the paper's alpha.
+        """
+        totals = self._totals()
+        new = totals - self._totals_before
+        self._totals_before = totals
+        return {
+            "hit_rate": new["hits"] / max(new["requested"], 1),
+            "read_bytes": new["read_bytes"],
+            "written_bytes": new["written_bytes"],
+            "stalls": new["stalls"],
+            "stall_s": new["stall_ns"] / 1e9,
+            "touched_share": new["touched"] / max(new["updates"] * self.layout.num_keys, 1),
+        }
+
+    def _totals(self) -> collections.Counter[str]:
+        cache = self._cached.cache
+        return self._counts + collections.Counter(
+            requested=cache.num_requested,
+            hits=cache.num_hits,
+            read_bytes=self._store.bytes_read,
+            written_bytes=self._store.bytes_written,
+        )
+
+    def _request(self, keys: np.ndarray, sweep: int, n: int) -> None:
+        if len(keys):
+            place = Place(self._sweeps, sweep, n)
+            self._cached.request(keys, place)
+            self._trace.add(keys, place)
+
+    def _get(self, key: int) -> Record:
+        """A requested record, as it is stored."""
+        if self._cached.is_here(key):
+            return self._cached.get(key)
+        begin = time.perf_counter_ns()
+        record = self._cached.get(key)
+        self._counts["stalls"] += 1
+        self._counts["stall_ns"] += time.perf_counter_ns() - begin
+        return record
+
+    def _current(self, key: int) -> Record:
+        """A requested record after all updates so far."""
+        record = self._get(key)
+        if record.updates == self.updates:
+            return record
+        return self._lazy.advance(self._forms[key // self._E], record, self.updates)
+
+    def _put(self, key: int, record: Record) -> None:
+        self._cached.put(key, record)
+        self._updates_NE[key] = record.updates
+
+    def _fill_bank(self, rows, index_T) -> Bank:
+        """Banks `[E, ...]` with rows `[T, ...]` in their places; an index of E is no place."""
+        return {
+            name: jnp.zeros((self._E, *row.shape[1:]), row.dtype)
+            .at[index_T]
+            .set(row, mode="drop")
+            for name, row in rows.items()
+        }
+
+
+def _padded_index(experts: np.ndarray, fill: int) -> np.ndarray:
+    """`[T]`: the experts, made up to a power of two."""
+    T = 1 << max(len(experts) - 1, 0).bit_length()
+    return np.pad(experts, (0, T - len(experts)), constant_values=fill).astype(np.int32)

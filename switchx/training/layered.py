@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job as programs where its experts are on a disk: `TrainingProgram`'s methods, run by run.
+
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. The training state has all but the
+experts; these are records in a store (expert_records.py), of which a step has some in host
+memory and those of a few runs on the device (layered_step.py). One process, one device.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from switchx import tree
+from switchx.checkpoint.checkpointer import SaveError
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.fields import require
+from switchx.models.config import require_our_blocks
+from switchx.models.params import abstract_params, init_params
+from switchx.models.stages import (
+    init_run_experts,
+    is_of_experts,
+    model_runs,
+    stack_names,
+    without_experts,
+)
+from switchx.optim.protocol import global_norm
+from switchx.storage.record import StoreError
+from switchx.training.evaluate import measure
+from switchx.training.expert_records import ExpertRecords
+from switchx.training.job import TrainingJob
+from switchx.training.layered_step import LayeredGradients, joined
+from switchx.training.program import TrainingProgram
+from switchx.training.step import TrainState, init_key, init_state, take_step
+
+
+class LayeredProgram(TrainingProgram):
+    """The programs of a job with `storage.experts="disk"`; to be used within `scope`."""
+
+    def __init__(self, job: TrainingJob, run: RunFolder, devices=None):
+        """Traces nothing and opens nothing yet.
+
+        Raises:
+            ValueError: something in the job cannot be combined with experts on a disk.
+        """
+        _require_layers(job)
+        self._run = run
+        super().__init__(job, devices)
+        _require_one_device(job, self.mesh)
+        self.experts = ExpertRecords(job, self._whole)
+
+    @property
+    def _whole(self):
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def _steps(self):
+        job, jit = self.job, functools.partial(jax.jit, compiler_options=self.compiler_options)
+        self._layered = LayeredGradients(
+            job.model,
+            job.loss,
+            job.step.num_microbatches,
+            job.storage.slots,
+            self.compiler_options,
+        )
+        self._take = jit(self._take_step, donate_argnums=0)
+        self._measure = jit(self._measure_batch)
+        self._draw = jit(functools.partial(init_run_experts, job.model), static_argnames="run")
+        return self._train_step, self._eval_step
+
+    @contextlib.contextmanager
+    def scope(self):
+        """The context in which the steps are to be called; the store is open in it.
+
+        Raises:
+            ValueError: another run has the store's folder.
+        """
+        self.experts.open(self._run.storage / "experts")
+        try:
+            with super().scope():
+                yield
+        finally:
+            self.experts.close(self._run.storage / "trace.npz")
+
+    @property
+    def abstract_params(self):
+        """Shape structs of all parameters, those of experts on the host."""
+        on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+
+        def place(name, leaf):
+            sharding = on_host if is_of_experts(name, leaf) else self._whole
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return tree.map_named(place, abstract_params(self.job.model))
+
+    def init_state(self, params=None) -> TrainState:
+        """A state at step 0, and records of the experts; drawn, or of given parameters."""
+        key = init_key(self.job.seed)
+        state = super().init_state(None if params is None else without_experts(params))
+        leaves = {} if params is None else tree.named_leaves(params)
+        # One program for all runs of a stack, which differ in their place alone.
+        like = {run.stack: run for run in self.experts.runs}
+
+        def draw(run):
+            if params is None:
+                return self._draw(run=like[run.stack], place=run.place, key=key)
+            return {name: leaves[name][run.place] for names in run.names for name in names}
+
+        self.experts.begin(draw)
+        return state
+
+    def _init(self, params=None) -> TrainState:
+        job = self.job
+        if params is None:
+            params = without_experts(init_params(job.model, init_key(job.seed)))
+        return init_state(job.model, self.optimizer, job.seed, params)
+
+    def _train_step(self, state: TrainState, batch: dict):
+        """See `step.train_step`. The state is donated, the records are updated.
+
+        Raises:
+            SaveError: a record could not be written.
+        """
+        with _stored():
+            self.experts.begin_sweeps(is_training=True)
+            is_half = self.job.model.precision.compute == "float16"
+            grads, results = self._layered.gradients(
+                state.params,
+                batch,
+                self.experts,
+                key=state.key,
+                loss_scale=state.loss_scale if is_half else 1.0,
+            )
+            state, metrics, gradient_scale = self._take(state, grads, results)
+            if not int(metrics.is_skipped):
+                self.experts.update(float(gradient_scale))
+            return state, metrics
+
+    def _take_step(self, state, grads, results):
+        value, sums, stats, squares = joined(results)
+        raw_norm = jnp.sqrt(jnp.square(global_norm(grads)) + squares)
+        job = self.job
+        return take_step(
+            job.model, job.step, self.optimizer, state, grads, raw_norm, value, sums, stats
+        )
+
+    def _eval_step(self, params, batch: dict):
+        """See `evaluate.eval_step`."""
+        with _stored():
+            self.experts.settle()
+            self.experts.begin_sweeps(is_training=False)
+            x_BLD, stats = self._layered.evaluate(params, batch, self.experts)
+            return self._measure(params, x_BLD, stats, batch)
+
+    def _measure_batch(self, params, x_BLD, stats, batch):
+        return measure(self._layered.logits(params, x_BLD), stats, batch)
+
+
+@contextlib.contextmanager
+def _stored():
+    """Raises SaveError where a record could not be written."""
+    try:
+        yield
+    except StoreError as error:
+        raise SaveError(error.strerror or str(error)) from error
+
+
+def _require_layers(job: TrainingJob) -> None:
+    """Raises ValueError unless a job's model has runs of blocks with experts."""
+    config, with_disk = job.model, "with StorageSpec.experts='disk'"
+    require_our_blocks(config, "training with experts on a disk")
+    require(
+        config.switch is not None,
+        f"a dense model {with_disk}: it has no experts; use experts='device'",
+    )
+    require(
+        config.scan_layers,
+        f"ModelConfig.scan_layers=False {with_disk}: one program runs all runs of blocks, "
+        "whose parameters are stacked; use scan_layers=True (a run may change it when it is "
+        "resumed)",
+    )
+    require(
+        job.step.bucket_bytes is None,
+        f"StepConfig.bucket_bytes={job.step.bucket_bytes} {with_disk}: buckets are gathered in "
+        "one program for all layers; use bucket_bytes=None",
+    )
+    number = len(model_runs(config))
+    require(
+        job.storage.slots <= number,
+        f"StorageSpec.slots={job.storage.slots}, but the model has {number} run"
+        f"{'s' * (number > 1)} of blocks ({' and '.join(stack_names(config))}); use "
+        + (f"at most {number}" if number > 1 else "experts='device': all are needed at once"),
+    )
+
+
+def _require_one_device(job: TrainingJob, mesh) -> None:
+    require(
+        jax.process_count() == 1 and mesh.size == 1,
+        f"StorageSpec.experts='disk' on {jax.process_count()} processes and {mesh.size} "
+        f"devices ({job.mesh}): experts are moved to one device; use one process, with "
+        "configs/meshes/one_device.gin where there are more devices, or experts='device'",
+    )

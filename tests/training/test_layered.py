@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with experts on a disk against the resident program, and against itself."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.checkpoint.checkpointer import SaveError
+from switchx.checkpoint.items import read_items, stored_items
+from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.verify import checkpoint_faults
+from switchx.models.params import abstract_params
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.adamw import AdamW
+from switchx.partitioning.mesh import MeshSpec
+from switchx.storage.simulation import run_policy
+from switchx.storage.snapshot import Snapshot
+from switchx.storage.spec import StorageSpec
+from switchx.storage.store import RecordStore
+from switchx.storage.trace import read_trace
+from switchx.training.layered import LayeredProgram
+from switchx.training.loop import train
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig
+from tests.compilation import on_devices
+from tests.data.refusals import refused
+from tests.training.jobs import DENSE, SPARSE, make_batch, make_job
+from tests.training.test_layered_step import stacked
+from tests.training.test_loop import Events
+from tests.training.train_states import assert_same, damage
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+# So many experts that some have no token in a step.
+E = 24
+MODEL = stacked(SPARSE, num_experts=E)
+OPTIMIZERS = {
+    "adamw": AdamW(weight_decay=0.1, epsilon=1e-4),
+    "adafactor": Adafactor(min_dim_size_to_factor=8, beta1=0.9, weight_decay_rate=0.01),
+}
+DISK = StorageSpec("disk")
+
+
+def disk_job(model=MODEL, storage=DISK, optimizer="adamw", **changes):
+    step = changes.pop("step", StepConfig(num_microbatches=2, clip_norm=0.5))
+    return make_job(
+        model,
+        storage=storage,
+        optimizer=OPTIMIZERS[optimizer],
+        mesh=MeshSpec(data=1),
+        step=step,
+        **changes,
+    )
+
+
+def disk_program(folder, **changes) -> LayeredProgram:
+    return LayeredProgram(disk_job(**changes), RunFolder(folder), jax.devices()[:1])
+
+
+def trained(program, steps: int = 5):
+    """The state after some steps, and their losses and norms."""
+    state, measured = program.init_state(), []
+    for step in range(steps):
+        batch = program.place(make_batch(MODEL, 8, seed=step))
+        state, metrics = program.train_step(state, batch)
+        measured.append((float(metrics.loss), float(metrics.grad_norm)))
+    return state, measured
+
+
+def saved_files(program, folder):
+    """Bytes and CRC-32 of each record."""
+    program.experts.save(folder)
+    return Snapshot(folder).files
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory):
+    """By optimizer: state and measurements after five steps, and the records."""
+    results = {}
+    for name in OPTIMIZERS:
+        folder = tmp_path_factory.mktemp(name)
+        program = disk_program(folder, optimizer=name)
+        with program.scope():
+            state, measured = trained(program)
+            results[name] = state, measured, saved_files(program, folder / "saved")
+    return results
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_that_of_the_resident_program(name, on_disk, tmp_path):
+    job = disk_job(optimizer=name, storage=StorageSpec())
+    resident = TrainingProgram(job, jax.devices()[:1])
+    batch = make_batch(MODEL, 8, seed=9)
+    with resident.scope():
+        want, want_measured = trained(resident)
+        want_sums, want_stats, want_sample = resident.eval_step(
+            want.params, resident.place(batch)
+        )
+    state, measured, _ = on_disk[name]
+    np.testing.assert_allclose(measured, want_measured, rtol=1e-5)
+    program = disk_program(tmp_path, optimizer=name)
+    with program.scope():
+        state, _ = trained(program)
+        sums, stats, sample = program.eval_step(state.params, program.place(batch))
+        program.experts.save(tmp_path / "saved")
+    np.testing.assert_allclose(sums.loss, want_sums.loss, rtol=1e-5)
+    np.testing.assert_array_equal(stats.load_E, want_stats.load_E)
+    for got, expected in zip(
+        jax.tree.leaves(sample), jax.tree.leaves(want_sample), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, atol=1e-3)
+    leaves, right = tree.named_leaves(state), tree.named_leaves(want)
+    assert right.keys() == leaves.keys() | program.experts.abstract.keys()
+    for label, leaf in leaves.items():
+        np.testing.assert_allclose(leaf, right[label], rtol=1e-4, atol=2e-5, err_msg=label)
+    snapshot = Snapshot(tmp_path / "saved")
+    for key in range(snapshot.layout.num_keys):
+        (n, e), record = divmod(key, E), snapshot.read(key)
+        assert record.updates == 5
+        for label, array in record.arrays.items():
+            whole = np.asarray(right[label])[n, e]
+            np.testing.assert_allclose(array, whole, rtol=1e-4, atol=2e-5, err_msg=label)
+
+
+@pytest.mark.parametrize("policy", ["lru", "decayed_lfu", "next_use"])
+def test_cache_and_policy_change_no_bit_and_are_as_simulated(policy, on_disk, tmp_path):
+    record_bytes = disk_program(tmp_path).experts.layout.record_bytes
+    storage = StorageSpec("disk", host_bytes=(E + 5) * record_bytes, policy=policy)
+    program = disk_program(tmp_path, storage=storage)
+    with program.scope():
+        state, measured = trained(program)
+        metrics = program.experts.metrics()
+        files = saved_files(program, tmp_path / "saved")
+        hit_rate = program.experts._cached.cache
+    want, want_measured, want_files = on_disk["adamw"]
+    assert files == want_files and measured == want_measured
+    assert_same(jax.device_get(state), jax.device_get(want))
+    assert 0 < metrics["hit_rate"] < 1 and metrics["read_bytes"] > 0
+    assert 0 < metrics["touched_share"] < 1
+    trace = read_trace(tmp_path / "storage" / "trace.npz")
+    hits, _ = run_policy(trace, E + 5, policy)
+    assert int(np.sum(hits)) == hit_rate.num_hits and len(hits) == hit_rate.num_requested
+
+
+def test_a_step_that_is_not_finite_leaves_every_record_as_it_was(tmp_path):
+    program = disk_program(tmp_path)
+    with program.scope():
+        state, _ = trained(program, 2)
+        before = saved_files(program, tmp_path / "before")
+        batch = make_batch(MODEL, 8, seed=7)
+        infinite = np.full_like(batch["decoder_loss_weights"], np.inf)
+        broken = batch | {"decoder_loss_weights": infinite}
+        params = jax.device_get(state.params)
+        state, metrics = program.train_step(state, program.place(broken))
+        assert int(metrics.is_skipped) == 1
+        assert saved_files(program, tmp_path / "after") == before
+        assert_same(jax.device_get(state.params), params)
+        state, metrics = program.train_step(state, program.place(batch))
+        assert int(metrics.is_skipped) == 0
+        assert saved_files(program, tmp_path / "next") != before
+
+
+def test_a_full_disk_ends_training_with_what_is_to_be_done(tmp_path, monkeypatch):
+    record_bytes = disk_program(tmp_path).experts.layout.record_bytes
+    program = disk_program(tmp_path, storage=StorageSpec("disk", host_bytes=E * record_bytes))
+    with program.scope():
+        state, _ = trained(program, 1)
+
+        def full(self, name, data):
+            raise self._write_error(name, len(data), ValueError("os_error_code='28'"))
+
+        monkeypatch.setattr(RecordStore, "_put", full)
+        with pytest.raises(SaveError, match="No space left on device.* bytes, .* are free"):
+            program.train_step(state, program.place(make_batch(MODEL, 8)))
+
+
+# Whole runs.
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    with on_devices(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, one_device):
+    """Four steps with all experts in the cache: the run's folder."""
+    run = RunFolder(tmp_path_factory.mktemp("finished"))
+    train(disk_job(), run, Events())
+    return run
+
+
+def state_of(run, step: int) -> dict[str, np.ndarray]:
+    """All arrays of a checkpoint by name, wherever the experts are."""
+    path = run.checkpoints / str(step)
+    return tree.named_leaves(read_items(path, {"params": None, "train_state": None}))
+
+
+def test_a_run_says_what_its_storage_did(finished):
+    lines = [json.loads(line) for line in finished.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["storage"]["hit_rate"] > 0.5 for line in lines[1:])
+    assert sum(line["storage"]["read_bytes"] for line in lines) > 0
+    trace = read_trace(finished.storage / "trace.npz")
+    assert trace.layers == ("decoder 1", "decoder 3") and trace.sweeps == 3
+
+
+def test_checkpoints_have_records_that_are_sound_and_whole(finished, tmp_path):
+    path = finished.checkpoints / "4"
+    record = path / "experts" / "decoder_3" / "00002"
+    assert record.stat().st_nlink > 1  # the store's own file
+    assert checkpoint_faults(finished, 4) == []
+    shapes = tree.named_leaves(stored_items(path)["params"])
+    expected = tree.named_leaves(abstract_params(MODEL))
+    assert {n: x.shape for n, x in shapes.items()} == {n: x.shape for n, x in expected.items()}
+    params = restore_params(finished.root, 4)
+    assert tree.named_leaves(params).keys() == expected.keys()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(finished, one_device, tmp_path):
+    run = RunFolder(tmp_path)
+    train(disk_job(train_steps=2), run, Events())
+    small = StorageSpec("disk", host_bytes=10**6, policy="lru", path=str(tmp_path / "fast"))
+    train(disk_job(storage=small), run, events := Events())
+    assert any("resumed from step 2" in note for note in events.notes)
+    got, want = state_of(run, 4), state_of(finished, 4)
+    assert got.keys() == want.keys()
+    for name, leaf in want.items():
+        assert np.asarray(got[name]).tobytes() == np.asarray(leaf).tobytes(), name
+
+
+def test_runs_go_on_between_device_and_disk(finished, one_device, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    train(disk_job(train_steps=2), run, Events())
+    train(disk_job(storage=StorageSpec(), train_steps=3), run, Events())
+    assert not (run.checkpoints / "3" / "experts").exists()
+    train(disk_job(), run, Events())
+    got, want = state_of(run, 4), state_of(finished, 4)
+    assert got.keys() == want.keys()
+    for name, leaf in want.items():
+        np.testing.assert_allclose(got[name], leaf, rtol=1e-4, atol=2e-5, err_msg=name)
+    # Layers may be unrolled in between, whose dropout is another one.
+    unrolled = dataclasses.replace(MODEL, scan_layers=False)
+    train(disk_job(unrolled, storage=StorageSpec(), train_steps=5), run, Events())
+    train(disk_job(train_steps=6), run, Events())
+    before = tree.named_leaves(restore_params(run.root, 5)["decoder"]["blocks"]["layer_3"])
+    after = tree.named_leaves(restore_params(run.root, 6)["decoder"]["blocks"]["layer_1"])
+    for name, leaf in before.items():  # after one update
+        np.testing.assert_allclose(after[name][1], leaf, atol=0.05, err_msg=name)
+    fresh = RunFolder(tmp_path / "fresh")
+    train(disk_job(train_steps=0, init_from=str(run.root)), fresh, Events())
+
+
+def test_a_damaged_record_is_named_and_what_is_older_taken(finished, one_device, tmp_path):
+    run = RunFolder(tmp_path)
+    train(disk_job(), run, Events())
+    damage(run.checkpoints / "4" / "experts" / "decoder_1" / "00003")
+    (fault,) = checkpoint_faults(run, 4)
+    assert fault == "its file experts/decoder_1/00003 has changed since it was written"
+    train(disk_job(), run, events := Events())
+    assert any("resumed from step 2" in note for note in events.notes)
+    assert (run.checkpoints / "4.damaged-1").exists()
+    for name, leaf in state_of(finished, 4).items():
+        assert np.asarray(state_of(run, 4)[name]).tobytes() == np.asarray(leaf).tobytes()
+
+
+def test_what_does_not_fit_a_disk_is_refused(one_device, tmp_path):
+    def program(model=MODEL, **changes):
+        return LayeredProgram(disk_job(model, **changes), RunFolder(tmp_path))
+
+    with refused("StorageSpec.slots=1: <any>"):
+        StorageSpec("disk", slots=1)
+    with refused("StorageSpec.slots=3, but the model has 2 runs of blocks (decoder)<any>"):
+        program(storage=StorageSpec("disk", slots=3))
+    with refused("a dense model with StorageSpec.experts='disk'<any>"):
+        program(DENSE)
+    with refused("ModelConfig.scan_layers=False<any>use scan_layers=True<any>"):
+        program(dataclasses.replace(MODEL, scan_layers=False))
+    with refused("StepConfig.bucket_bytes=1024<any>"):
+        program(step=StepConfig(bucket_bytes=1024))
+    least = E * program().experts.layout.record_bytes
+    with refused(f"StorageSpec.host_bytes={least - 1:,} holds 23 experts<any>least {least:,}"):
+        program(storage=StorageSpec("disk", host_bytes=least - 1))
+    with on_devices(2), refused("StorageSpec.experts='disk' on 1 processes and 2 devices<any>"):
+        LayeredProgram(
+            dataclasses.replace(disk_job(), mesh=MeshSpec(data=2)), RunFolder(tmp_path)
+        )
+    with (
+        program().scope(),
+        refused("is the store of another run that is not done"),
+        program().scope(),
+    ):
+        pass
+
+
+def test_records_of_another_model_are_refused(finished, one_device, tmp_path):
+    other = disk_program(tmp_path, model=stacked(SPARSE, num_experts=12))
+    with other.scope(), refused("is of another model or optimizer: its number of experts: 24"):
+        other.experts.restore(finished.checkpoints / "4" / "experts")
+    other = disk_program(tmp_path, optimizer="adafactor")
+    with other.scope(), refused("is of another model or optimizer: its arrays of decoder 1"):
+        other.experts.restore(finished.checkpoints / "4" / "experts")
