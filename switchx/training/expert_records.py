@@ -8,7 +8,7 @@ behind (lazy_update.py) is brought up to date where it is fetched, and is stored
 evaluation and a checkpoint, whose records are then all of one update.
 
 Dims: D model, F ffn, E experts, J Switch layers of a run, T experts that are used, made up to a
-power of two so that few programs are compiled
+power of two, or all E, so that few programs are compiled
 """
 
 import collections
@@ -257,7 +257,7 @@ class ExpertRecords:
             if any(key not in self._cached for key in keys.tolist()):
                 # What was read ahead of other layers has taken its place in the meantime.
                 self._request(keys, sweep, n)
-            index_T = _padded_index(experts, self._E)
+            index_T = self._padded(experts, self._E)
             # New memory, never written again: on a CPU the device's array may be this one.
             rows = {
                 name: np.zeros((len(index_T), *form.shape[1:]), form.dtype)
@@ -267,7 +267,8 @@ class ExpertRecords:
                 record = self._current(key)
                 for name, row in rows.items():
                     row[t] = record.arrays[f"params/{name}"]
-            bank |= self._fill(*jax.device_put((rows, index_T), self._sharding))
+            rows, index_T = jax.device_put((rows, index_T), self._sharding)
+            bank |= rows if len(experts) == self._E else self._fill(rows, index_T)
         return bank
 
     def keep_gradients(self, run: Run, used_JE: np.ndarray, bank: Bank) -> None:
@@ -275,7 +276,7 @@ class ExpertRecords:
             experts = np.flatnonzero(used_E)
             if len(experts):
                 self._last_step_NE[n * self._E + experts] = self._steps
-                index_T = _padded_index(experts, 0)
+                index_T = self._padded(experts, 0)
                 rows = self._take({name: bank[name] for name in names}, index_T)
                 self._gradients[n] = experts, jax.device_get(rows)
 
@@ -361,8 +362,7 @@ class ExpertRecords:
             for name, row in rows.items()
         }
 
-
-def _padded_index(experts: np.ndarray, fill: int) -> np.ndarray:
-    """`[T]`: the experts, made up to a power of two."""
-    T = 1 << max(len(experts) - 1, 0).bit_length()
-    return np.pad(experts, (0, T - len(experts)), constant_values=fill).astype(np.int32)
+    def _padded(self, experts: np.ndarray, fill: int) -> np.ndarray:
+        """`[T]`: the experts, made up to a power of two or to all of them."""
+        T = min(1 << max(len(experts) - 1, 0).bit_length(), self._E)
+        return np.pad(experts, (0, T - len(experts)), constant_values=fill).astype(np.int32)
