@@ -25,6 +25,7 @@ from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
+from switchx.storage.spec import StorageSpec
 from switchx.training.job import TrainingJob
 from switchx.training.resume import check_same_model, check_same_run, write_run_config
 from switchx.training.step import StepConfig
@@ -52,6 +53,7 @@ FREE = {
     "pipeline": ScheduleSpec(kind="gpipe"),
     "prefetch": Prefetch(num_workers=2),
     "compiler": CompilerOptions(tpu=("xla_a=1",)),
+    "storage": StorageSpec("disk", host_bytes=10**9),
     "step": StepConfig(num_microbatches=2, bucket_bytes=1 << 20),
     "model": sparse(
         {"dispatcher": "all_to_all", "buffer_factor": 2.0}, remat="full", scan_layers=True
