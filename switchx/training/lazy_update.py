@@ -5,9 +5,10 @@ An expert that no token chose has a gradient of zero, but its optimizer still mo
 goes on, weights and second moments decay. Updating all experts in each step would read and
 write every record (SE-MoE, Shen et al. 2022, arXiv:2205.10034, section 2.1). Here a record that
 is behind by k updates gets k updates by a zero gradient before the next one by its own. All
-updates of an expert are turns of one loop of one program, whose zero gradient is an argument:
-so the compiler makes the same code of each, and late updates are those in time, bit for bit.
-(A constant zero is folded, and AdamW is off by an ulp.)
+updates of an expert are turns of one loop of one program, which chooses the gradient when it
+runs: so the compiler makes the same code of each, and late updates are those in time, bit for
+bit. Do not take the loop away where one update is due, nor make a program of its own for a zero
+gradient: XLA fuses those in another way, and AdamW is off by an ulp.
 
 The optimizers named in PER_EXPERT compute nothing over several experts: AdamW is elementwise,
 Adafactor takes every mean, and with it update clipping and parameter scale, within one matrix
@@ -43,7 +44,7 @@ class ExpertForm:
 
     Attributes:
         types: arrays of the record by name.
-        params, zero: shape structs of the tree's parameters, and a gradient of zero.
+        params: shape structs of the tree's parameters.
     """
 
     def __init__(self, optimizer, params: Mapping[str, jax.ShapeDtypeStruct]):
@@ -53,7 +54,6 @@ class ExpertForm:
             "params": self.params,
             "opt_state": jax.eval_shape(optimizer.init, self.params),
         }
-        self.zero = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.params)
         self._structure = jax.tree.structure(state)
         self._leaves = tree.named_leaves(state)
         self.types = {
@@ -128,10 +128,13 @@ class LazyUpdate:
                 too.
             gradient_scale: what it is multiplied by.
         """
+        if gradient is None:
+            own = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), form.params)
+        else:
+            own = tree.nested(dict(gradient))
         arguments = (
             form.state(record),
-            form.zero if gradient is None else tree.nested(dict(gradient)),
-            form.zero,
+            own,
             np.int32(updates - record.updates),
             np.bool_(gradient is not None),
             np.float32(gradient_scale),
@@ -141,10 +144,10 @@ class LazyUpdate:
             state = self._advance(*jax.device_put(arguments, self._cpu))
         return form.record(state, updates)
 
-    def _advance_state(self, state, gradient, zero, turns, has_gradient, gradient_scale):
+    def _advance_state(self, state, gradient, turns, has_gradient, gradient_scale):
         def turn(number, state):
             is_own = has_gradient & (number == turns - 1)
-            now = jax.tree.map(lambda g, z: jnp.where(is_own, g, z), gradient, zero)
+            now = jax.tree.map(lambda g: jnp.where(is_own, g, jnp.zeros_like(g)), gradient)
             updates, opt_state = self._optimizer.update(
                 now, state["opt_state"], state["params"], gradient_scale=gradient_scale
             )

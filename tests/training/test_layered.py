@@ -73,9 +73,12 @@ def trained(program, steps: int = 5):
 
 
 def saved_files(program, folder):
-    """Bytes and CRC-32 of each record."""
+    """Bytes and CRC-32 of each record, all of one update."""
     program.experts.save(folder)
-    return Snapshot(folder).files
+    snapshot = Snapshot(folder)
+    keys = range(snapshot.layout.num_keys)
+    assert {snapshot.read(key).updates for key in keys} == {program.experts.updates}
+    return snapshot.files
 
 
 @pytest.fixture(scope="module")
