@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the shipped configurations promise: the papers' settings, and a run on another mesh."""
 
+import jax
 import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.config import building
+from switchx.moe.capacity import layer_groups
+from switchx.moe.dispatchers import refusal
 from switchx.training.job import TrainingJob
+from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
 from tests.processes import ROOT
 
@@ -96,8 +100,16 @@ def test_dense_baselines_are_table_9s_with_the_papers_initialization(
 
 @pytest.mark.parametrize("name", MESHES)
 def test_a_run_goes_on_on_every_mesh(name, build_job, run_of):
-    run = run_of(build_job(TINY))
-    check_same_run(run, build_job(TINY, f"meshes/{name}"))
+    """Of up to eight devices, and with the groups that docs/training.md says."""
+    groups = {"SwitchConfig.group_size": 64}
+    run = run_of(build_job(TINY, **groups))
+    job = check_same_run(run, build_job(TINY, f"meshes/{name}", **groups))
+    devices = jax.devices()[: job.mesh.num_devices(8)]
+    program, switch = TrainingProgram(job, devices), job.model.switch
+    for length in job.sequence_lengths:
+        G, T = layer_groups(switch, job.batch_size // job.step.num_microbatches, length)
+        sizes = dict(num_groups=G, tokens_per_group=T)
+        assert refusal(switch.dispatcher, program.mesh, job.mesh.rules, **sizes) is None
 
 
 def test_a_run_does_not_go_on_with_other_groups(build_job, run_of):

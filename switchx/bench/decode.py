@@ -54,11 +54,11 @@ class Decoder:
 
     generator: Generator
     sentences: list[list[int]]
-    rooms: list[int] | None = None
+    token_limits: list[int] | None = None
     said: dict[int, list[Hypothesis]] = dataclasses.field(default_factory=dict)
 
     def __call__(self) -> None:
-        self.said = dict(self.generator(self.sentences, self.rooms))
+        self.said = dict(self.generator(self.sentences, self.token_limits))
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -147,15 +147,15 @@ def pruning(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     """Decodes sentences of different lengths in one batch, with and without pruning."""
     config = switch_model(NUM_EXPERTS[0])
     config, params = for_decoding(config), init_params(config, jax.random.key(0))
-    rooms = sentence_lengths(PRUNED_BATCH)
+    token_limits = sentence_lengths(PRUNED_BATCH)
     contenders = {}
     for name in PRUNINGS:
         decoding = DecodingConfig(NEW_TOKENS, eos_id=NO_END, pruning=name)
         generator = Generator(config, params, decoding, PRUNED_BATCH)
-        decode = Decoder(generator, inputs(PRUNED_BATCH), rooms)
+        decode = Decoder(generator, inputs(PRUNED_BATCH), token_limits)
         contenders[name] = Contender(f"pruning {name}, batch {PRUNED_BATCH}", decode)
     take_turns(list(contenders.values()), rounds)
-    rows = [_row(each, contenders["none"], sum(rooms)) for each in contenders.values()]
+    rows = [_row(each, contenders["none"], sum(token_limits)) for each in contenders.values()]
     first, *others = (each.step.tokens for each in contenders.values())
     is_same = all(tokens == first for tokens in others)
     return rows, [

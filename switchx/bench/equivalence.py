@@ -85,7 +85,7 @@ def all_cells() -> tuple[list[Cell], dict[tuple[str, str], str]]:
     """The cells to compare, and the reason of each (dispatcher, mesh) that is refused."""
     cells, refused = [], {}
     for dispatcher in DISPATCHERS:
-        rules = SLICED_RULES if dispatcher.startswith("sliced") else Rules()
+        rules = SLICED_RULES if DISPATCHERS[dispatcher].is_sliced else Rules()
         for mesh in meshes(rules):
             reason = refusal(
                 dispatcher, mesh.build(), rules, num_groups=ROWS, tokens_per_group=LENGTH

@@ -168,7 +168,9 @@ def _reads_as_t5(vocabulary) -> bool:
 
 
 def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
-    from switchx.checkpoint.items import require_same_leaves
+    import jax
+
+    from switchx.checkpoint.items import abstract
     from switchx.checkpoint.restore import choose_step, restore_params
     from switchx.checkpoint.run_folder import RunFolder, read_model_config
     from switchx.data.tokenizers import SentencePieceVocabulary
@@ -176,17 +178,15 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.interop.huggingface import write_checkpoint
     from switchx.manifest import new_folder
     from switchx.models.params import abstract_params
-    from switchx.tree import named_leaves
 
     source = RunFolder(arguments.src)
     config = read_model_config(source)
     step = choose_step(source, arguments.step)
     vocabulary = load_vocabulary(source.root)
     reporter.note(f"reading {source.checkpoints / str(step)}")
-    params = restore_params(source.root, step)
-    require_same_leaves(
-        named_leaves(abstract_params(config)), named_leaves(params), str(source.root)
-    )
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        target = jax.tree.map(abstract, abstract_params(config))
+        params = restore_params(source.root, step, target=target, model=config)
     file, num_sentinels = None, vocabulary.num_sentinels
     if isinstance(vocabulary, SentencePieceVocabulary):
         file = pathlib.Path(vocabulary.path)

@@ -62,7 +62,7 @@ class Beams:
         log_prob_BJ, place_BJ = top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
         parent_BJ, token_BJ = place_BJ // V, place_BJ % V
         text_BJT = _of(self.token_BLT, parent_BJ).at[:, :, step].set(token_BJ)
-        ends_BJ = (token_BJ == config.eos_id) | (step + 1 >= rows.room_B[:, None])
+        ends_BJ = (token_BJ == config.eos_id) | (step + 1 >= rows.max_new_tokens_B[:, None])
 
         finished = self._with_finished(text_BJT, log_prob_BJ, ends_BJ, step, rows, config)
         going_BJ = jnp.where(ends_BJ, log_prob_BJ + NEVER, log_prob_BJ)
@@ -98,15 +98,15 @@ class Beams:
     def _can_improve(self, length, rows: Rows, config: DecodingConfig):
         """Whether a sentence's search goes on, after `length` new tokens."""
         exponent_B = rows.length_penalty_B(config)
-        best_length_B = jnp.full_like(rows.room_B, length)
+        best_length_B = jnp.full_like(rows.max_new_tokens_B, length)
         if config.early_stopping == "never":
-            best_length_B = jnp.where(exponent_B > 0, rows.room_B, best_length_B)
+            best_length_B = jnp.where(exponent_B > 0, rows.max_new_tokens_B, best_length_B)
         best_B = self.log_prob_BL[:, 0] / best_length_B.astype(jnp.float32) ** exponent_B
         worst_BL = jnp.where(self.is_finished_BL, self.score_BL.min(1, keepdims=True), NEVER)
         goes_on_B = jnp.any(best_B[:, None] > worst_BL, axis=1)
         if config.early_stopping is True:
             goes_on_B = goes_on_B & ~jnp.all(self.is_finished_BL, axis=1)
-        return goes_on_B & (length < rows.room_B)
+        return goes_on_B & (length < rows.max_new_tokens_B)
 
     def results(self, config: DecodingConfig, rows: Rows):
         """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""

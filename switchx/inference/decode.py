@@ -7,7 +7,7 @@ Which of them a beam may see is a mask (its ancestors), so beams are never moved
 Pruning has two levels (Kim et al. 2022, arXiv:2211.10017, section 3.5): finished sentences take
 part in no Switch layer, and the loop ends as soon as the unfinished ones fit the next smaller
 batch.
-Dims: B batch, L beams, M places of the cache or of the source, P prompt, T new tokens, H heads,
+Dims: B batch, L beams, M places that attention reads, P prompt, T new tokens, H heads,
 K head size, D model, V vocabulary
 """
 

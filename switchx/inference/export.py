@@ -164,7 +164,7 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
         return tree.map_named(lambda name, _: weights[name], params)
 
     def read(weights, inputs):
-        rows = Rows(*(inputs[name] for name in ("sentence_B", "is_live_B", "room_B")))
+        rows = Rows(*(inputs[name] for name in ("sentence_B", "is_live_B", "max_new_tokens_B")))
         texts = {name: x for name, x in inputs.items() if name.endswith(("_BP", "_BM"))}
         return prefill(config, decoding, rebuilt(weights), rows=rows, **texts)
 
@@ -220,7 +220,7 @@ def _outputs(state: Decoding, decoding: DecodingConfig):
 def _inputs(config: ModelConfig, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
     B, M = shapes.batch_size, shapes.input_length
     P = 1 if config.is_encoder_decoder else M
-    forms = {name: (B,) for name in ("sentence_B", "is_live_B", "room_B")}
+    forms = {name: (B,) for name in ("sentence_B", "is_live_B", "max_new_tokens_B")}
     forms |= {"prompt_BP": (B, P), "is_prompt_BP": (B, P)}
     if config.is_encoder_decoder:
         forms |= {"source_BM": (B, M), "is_source_BM": (B, M)}

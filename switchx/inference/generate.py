@@ -91,7 +91,7 @@ class Generator:
     def __call__(
         self,
         inputs: Sequence[Sequence[int]],
-        rooms: Sequence[int] | None = None,
+        token_limits: Sequence[int] | None = None,
         *,
         first_number: int = 0,
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
@@ -99,23 +99,23 @@ class Generator:
 
         Args:
             inputs: what the encoder reads, or what a decoder-only model goes on from.
-            rooms: most new tokens of each, up to `max_new_tokens`; None is that for all.
+            token_limits: most new tokens of each, up to `max_new_tokens`; None is that for all.
             first_number: of the first input, where they are part of more; samples depend on
                 the number.
 
         Raises:
             ValueError: an input is empty, has ids outside of the vocabulary, or is longer
-                than the model's positions; a room is not 1 to `max_new_tokens`. Nothing
+                than the model's positions; a limit is not 1 to `max_new_tokens`. Nothing
                 has been generated.
         """
         most = self.decoding.max_new_tokens
-        rooms = [most] * len(inputs) if rooms is None else rooms
-        for index, (tokens, room) in enumerate(zip(inputs, rooms, strict=True)):
+        token_limits = [most] * len(inputs) if token_limits is None else token_limits
+        for index, (tokens, limit) in enumerate(zip(inputs, token_limits, strict=True)):
             if fault := self.fault(tokens):
                 raise ValueError(f"input {first_number + index} {fault}")
-            if not 1 <= room <= most:
+            if not 1 <= limit <= most:
                 raise ValueError(
-                    f"input {first_number + index} has room for {room} new tokens; use 1 to "
+                    f"input {first_number + index} may have {limit} new tokens; use 1 to "
                     f"{most}, or a larger max_new_tokens"
                 )
         order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
@@ -128,7 +128,7 @@ class Generator:
                 self.decoding,
                 [inputs[index] for index in indices],
                 numbers=numbers,
-                rooms=[rooms[index] for index in indices],
+                token_limits=[token_limits[index] for index in indices],
                 devices=self.devices,
             )
             while batch.waiting:

@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 
 FORMAT = "switchx exported model"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "export.json"
 WEIGHTS = "weights.safetensors"
 
@@ -85,10 +85,10 @@ class ExportedModel:
                 f"got {len(inputs)} inputs, exported for batches of {self.batch_size}; give no "
                 "more at once, or export again with a larger --batch_size"
             )
-        room = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        if not 1 <= room <= self.max_new_tokens:
+        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if not 1 <= limit <= self.max_new_tokens:
             raise ValueError(
-                f"max_new_tokens={room}; use 1 to {self.max_new_tokens}, or export again with "
+                f"max_new_tokens={limit}; use 1 to {self.max_new_tokens}, or export again with "
                 "a larger --max_new_tokens"
             )
         for i, tokens in enumerate(inputs):
@@ -99,7 +99,7 @@ class ExportedModel:
         described = self._programs["prefill"]["in"]
         arrays = {
             name: jax.device_put(x, self._sharding(described[name]))
-            for name, x in self._arrays(inputs, room).items()
+            for name, x in self._arrays(inputs, limit).items()
         }
         state, said = self._prefill(self._weights, arrays)
         while np.any(said["is_live_B"]):
@@ -107,7 +107,7 @@ class ExportedModel:
         token_BLT, score_BL = np.asarray(said["token_BLT"]), np.asarray(said["score_BL"])
         return [
             [
-                self._hypothesis(token_T[:room], float(score))
+                self._hypothesis(token_T[:limit], float(score))
                 for token_T, score in zip(token_BLT[b], score_BL[b], strict=True)
             ]
             for b in range(len(inputs))
@@ -127,7 +127,7 @@ class ExportedModel:
             return f"has token id {wrong[0]}, the vocabulary has 0 to {V - 1}"
         return None
 
-    def _arrays(self, inputs, room: int) -> dict[str, np.ndarray]:
+    def _arrays(self, inputs, limit: int) -> dict[str, np.ndarray]:
         B, M, n = self.batch_size, self.input_length, len(inputs)
         decoding = self.manifest["decoding"]
         has_encoder = "source_BM" in self._programs["prefill"]["in"]
@@ -141,7 +141,7 @@ class ExportedModel:
         arrays = {
             "sentence_B": np.where(np.arange(B) < n, np.arange(B), -1).astype(np.int32),
             "is_live_B": np.arange(B) < n,
-            "room_B": np.full(B, room, np.int32),
+            "max_new_tokens_B": np.full(B, limit, np.int32),
             "prompt_BP": token_BM,
             "is_prompt_BP": is_token_BM,
         }

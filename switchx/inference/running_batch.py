@@ -54,7 +54,7 @@ class RunningBatch:
         inputs: Sequence[Sequence[int]],
         *,
         numbers: Sequence[int],
-        rooms: Sequence[int],
+        token_limits: Sequence[int],
         settings: RowSettings | None = None,
         length: int | None = None,
         devices: ModelMesh = ONE_DEVICE,
@@ -64,7 +64,7 @@ class RunningBatch:
         Args:
             config, params: from `for_decoding`.
             numbers: of the sentences: samples depend on them. They may occur twice.
-            rooms: most new tokens of each, up to `max_new_tokens`.
+            token_limits: most new tokens of each, up to `max_new_tokens`.
             settings: NumPy arrays with an entry a sentence.
             length: that inputs are padded to; None is the next of `LENGTHS`.
             devices: where `params` are; `config` is the one for them.
@@ -76,7 +76,9 @@ class RunningBatch:
         self._sentence_B = np.full(rounded_up(len(inputs), self._batches), -1)
         self._sentence_B[: len(inputs)] = np.arange(len(inputs))
         length = length or rounded_up(max(map(len, inputs)), LENGTHS)
-        self._state = self._prefilled(inputs, length, self._rows(numbers, rooms, settings))
+        self._state = self._prefilled(
+            inputs, length, self._rows(numbers, token_limits, settings)
+        )
 
     def advance(self, most_steps: int | None = None) -> dict[int, list[Hypothesis]]:
         """Decodes until sentences enough have ended for a smaller batch, or all have.
@@ -124,13 +126,13 @@ class RunningBatch:
             if sentence in self.waiting
         }
 
-    def _rows(self, numbers, rooms, settings) -> Rows:
+    def _rows(self, numbers, token_limits, settings) -> Rows:
         B, size = len(self._sentence_B), len(numbers)
-        number_B, room_B = np.full(B, -1, np.int32), np.ones(B, np.int32)
-        number_B[:size], room_B[:size] = numbers, rooms
+        number_B, max_new_tokens_B = np.full(B, -1, np.int32), np.ones(B, np.int32)
+        number_B[:size], max_new_tokens_B[:size] = numbers, token_limits
         # A row that fills up has the settings of the last one, whatever they are.
         settings = jax.tree.map(lambda leaf: np.pad(leaf, (0, B - size), mode="edge"), settings)
-        return Rows(number_B, self._sentence_B >= 0, room_B, settings)
+        return Rows(number_B, self._sentence_B >= 0, max_new_tokens_B, settings)
 
     def _prefilled(self, inputs, length: int, rows: Rows) -> Decoding:
         B, decoding = len(self._sentence_B), self._decoding
@@ -152,7 +154,7 @@ class RunningBatch:
             return prefill(self._config, decoding, self._params, rows=rows, **texts)
 
     def _compact(self, is_live_B) -> None:
-        """Gathers the live rows into the smallest batch that has room for them."""
+        """Gathers the live rows into the smallest batch that holds them."""
         live = np.flatnonzero(is_live_B)
         B = rounded_up(len(live), self._batches)
         if len(is_live_B) == B:
@@ -172,12 +174,12 @@ class RunningBatch:
         if not ended:
             return {}
         rows = self._state.rows
-        token_BLT, score_BL, room_B = jax.device_get(
-            (*self._state.hypotheses.results(self._decoding, rows), rows.room_B)
+        token_BLT, score_BL, max_new_tokens_B = jax.device_get(
+            (*self._state.hypotheses.results(self._decoding, rows), rows.max_new_tokens_B)
         )
         return {
             sentence: [
-                self._hypothesis(tokens[: room_B[row]], float(score))
+                self._hypothesis(tokens[: max_new_tokens_B[row]], float(score))
                 for tokens, score in zip(token_BLT[row], score_BL[row], strict=True)
             ]
             for sentence, row in ended.items()

@@ -48,20 +48,20 @@ class Rows:
     Attributes:
         sentence_B: its number; -1 of rows that fill the batch up.
         is_live_B: false for finished sentences and for rows that fill up.
-        room_B: most new tokens of each sentence.
+        max_new_tokens_B: most new tokens of each sentence.
         settings: of each sentence; None where all have the configuration's.
     """
 
     sentence_B: jax.Array
     is_live_B: jax.Array
-    room_B: jax.Array
+    max_new_tokens_B: jax.Array
     settings: RowSettings | None = None
 
     def length_penalty_B(self, config: DecodingConfig) -> jax.Array:
         """float32; how long texts are weighed, see `DecodingConfig.length_penalty`."""
         if self.settings is not None:
             return self.settings.length_penalty_B
-        return jnp.full(self.room_B.shape, config.length_penalty, jnp.float32)
+        return jnp.full(self.max_new_tokens_B.shape, config.length_penalty, jnp.float32)
 
 
 def next_token(logits_BV, key_B, config: DecodingConfig, settings: RowSettings | None = None):
@@ -188,7 +188,9 @@ class Greedy:
             self.log_prob_B + jnp.where(rows.is_live_B, log_prob_B, 0),
             self.length_B + rows.is_live_B,
         )
-        is_live_B = rows.is_live_B & (token_B != config.eos_id) & (step + 1 < rows.room_B)
+        is_live_B = (
+            rows.is_live_B & (token_B != config.eos_id) & (step + 1 < rows.max_new_tokens_B)
+        )
         return chosen, token_B[:, None], is_live_B
 
     def results(self, config: DecodingConfig, rows: Rows):

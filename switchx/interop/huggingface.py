@@ -5,7 +5,7 @@ A local folder with `config.json`, safetensors (one file or shards) and, where i
 vocabulary `spiece.model`. Tensors are PyTorch's: a linear map is `[out, in]`, heads joined;
 every expert has its own.
 
-Dims: V vocabulary, D model; the others as parameters are named
+Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, U buckets of positions
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ Nothing in a checkpoint is executed: pickles are never opened, and an index name
 own folder alone. Names and shapes are read at once, tensors one by one; nothing is allocated
 before all names and shapes are found to be those of the configuration.
 
-Dims: as parameters are named, D model, E expert, F ffn, H heads, K head size, V vocabulary
+Dims: D model, E experts, F ffn, H heads, K head size, V vocabulary
 """
 
 import json

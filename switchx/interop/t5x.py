@@ -10,8 +10,8 @@ Two layouts. By layers: `target/encoder/layers_3/mlp/wi/kernel`. Scanned: the bl
 stacked along axis 1, `target/encoder/encoder/subblock_1/mlp/wi/kernel` `[D, N, F]`, without
 `subblock_1` where every block is alike. Kernels are `[in, out]`; heads are joined or apart.
 
-Dims: as in the names of parameters; N blocks of one scanned run, U buckets of
-relative positions, H heads
+Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size, N blocks of one scanned
+run, U buckets of relative positions
 """
 
 import dataclasses

@@ -61,7 +61,7 @@ def attend(
             None for none.
 
     Returns:
-        `out_BLHK` in the queries' dtype.
+        `out_BHLK` in the queries' dtype.
     """
     scores_BHLM = jnp.einsum(
         "BLHK,BHMK->BHLM", query_BLHK, memory.key_BHMK, preferred_element_type=jnp.float32
@@ -74,7 +74,7 @@ def attend(
         scores_BHLM = jnp.where(mask_BLM[:, None], scores_BHLM, MASKED)
     weights_BHLM = jax.nn.softmax(scores_BHLM, axis=-1).astype(query_BLHK.dtype)
     weights_BHLM = dropout(weights_BHLM, dropout_rate, key=key, shared_dims=(2,))
-    return jnp.einsum("BHLM,BHMK->BLHK", weights_BHLM, memory.value_BHMK)
+    return jnp.einsum("BHLM,BHMK->BHLK", weights_BHLM, memory.value_BHMK)
 
 
 class AttentionOutput(nnx.Module):
@@ -107,9 +107,9 @@ class AttentionOutput(nnx.Module):
         if self.config.scale_attention:
             query_BLHK = query_BLHK * jnp.asarray(self.score_scale, query_BLHK.dtype)
         rate = self.config.dropout_rate
-        out_BLHK = attend(query_BLHK, memory, dropout_rate=rate, key=key, **biases)
-        w_out_HKD = self.w_out_HKD[...].astype(out_BLHK.dtype)
-        y_BLD = jnp.einsum("BLHK,HKD->BLD", out_BLHK, w_out_HKD)
+        out_BHLK = attend(query_BLHK, memory, dropout_rate=rate, key=key, **biases)
+        w_out_HKD = self.w_out_HKD[...].astype(out_BHLK.dtype)
+        y_BLD = jnp.einsum("BHLK,HKD->BLD", out_BHLK, w_out_HKD)
         return y_BLD + along_last(self.b_out_D[...], y_BLD) if self.config.use_bias else y_BLD
 
 
@@ -129,19 +129,22 @@ class Attention(AttentionOutput):
             for name in ("query", "key", "value"):
                 setattr(self, f"b_{name}_HK", zeros(config, H, K))
 
-    def _project(self, name: str, x, equation: str):
-        y = jnp.einsum(equation, x, getattr(self, f"w_{name}_DHK")[...].astype(x.dtype))
+    def _project(self, name: str, x_BLD):
+        w_DHK = getattr(self, f"w_{name}_DHK")[...].astype(x_BLD.dtype)
+        y_BLHK = jnp.einsum("BLD,DHK->BLHK", x_BLD, w_DHK)
         if not self.config.use_bias:
-            return y
-        b_HK = getattr(self, f"b_{name}_HK")[...]
-        return y + along_last(b_HK if equation.endswith("LHK") else b_HK[:, None], y)
+            return y_BLHK
+        return y_BLHK + along_last(getattr(self, f"b_{name}_HK")[...], y_BLHK)
 
     def project_memory(self, x_BMD) -> KeysValues:
         """Keys and values of these tokens."""
-        project = functools.partial(self._project, x=x_BMD, equation="BMD,DHK->BHMK")
-        return KeysValues(project("key"), project("value"))
+        # Not an einsum to BHMK: XLA then would transpose the weights, in every decode step.
+        key_BHMK, value_BHMK = (
+            jnp.swapaxes(self._project(name, x_BMD), 1, 2) for name in ("key", "value")
+        )
+        return KeysValues(key_BHMK, value_BHMK)
 
     def __call__(self, x_BLD, memory: KeysValues, *, key=None, **biases):
         """Output `[B, L, D]` of these tokens' queries; see `read`."""
-        query_BLHK = self._project("query", x_BLD, "BLD,DHK->BLHK")
+        query_BLHK = self._project("query", x_BLD)
         return self.read(query_BLHK, memory, key=key, **biases)

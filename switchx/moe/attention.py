@@ -5,8 +5,8 @@ Fedus et al. 2021 (arXiv:2101.03961), appendix A, Figure 10, Table 10: in self-a
 matrices of query, key and value are replaced by a Switch layer. A token is routed once; its
 expert has one set of weights for the query and one for a vector that is its key and its value
 alike. Each expert is a linear map or an FFN. The paper found it unstable in bfloat16.
-Dims: B batch, L length, M memory, D model, H heads, K head size, E experts, R rows, F ffn, or
-the heads joined, G groups, T tokens of a group
+Dims: B batch, L length, M memory, D model, H heads, K head size, E experts, R rows, F features
+of all heads together, G groups, T tokens of a group
 """
 
 import jax

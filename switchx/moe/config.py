@@ -20,26 +20,30 @@ from switchx.fields import (
 
 
 class DispatcherTraits(NamedTuple):
-    """What planners have to know of a dispatcher.
+    """What is to be known of a dispatcher beside its function.
 
     Attributes:
         has_equal_blocks: in training, every expert gets a block of as many rows.
         is_automatic: the compiler decides what is sent between devices.
+        is_sliced: experts are split over devices that have the same tokens.
+        shares_groups: devices may share a routing group.
     """
 
     has_equal_blocks: bool
     is_automatic: bool = False
+    is_sliced: bool = False
+    shares_groups: bool = False
 
 
 DISPATCHERS = {
     "gather": DispatcherTraits(has_equal_blocks=True, is_automatic=True),
     "einsum": DispatcherTraits(has_equal_blocks=True, is_automatic=True),
     "dropless": DispatcherTraits(has_equal_blocks=False),
-    "all_to_all": DispatcherTraits(has_equal_blocks=True),
+    "all_to_all": DispatcherTraits(has_equal_blocks=True, shares_groups=True),
     "hierarchical": DispatcherTraits(has_equal_blocks=True),
     "ragged_all_to_all": DispatcherTraits(has_equal_blocks=False),
-    "sliced": DispatcherTraits(has_equal_blocks=False),
-    "sliced_scatter": DispatcherTraits(has_equal_blocks=False),
+    "sliced": DispatcherTraits(has_equal_blocks=False, is_sliced=True),
+    "sliced_scatter": DispatcherTraits(has_equal_blocks=False, is_sliced=True),
 }
 
 _REASONS = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatchers: the protocol, and the two that the compiler splits over a mesh.
 
-`gather_dispatch` is the default. Its forward and backward are gathers only: each slot knows its
-token and each token its slots, so neither direction scatters activations. `einsum_dispatch` is
+`gather_dispatch` is the default. Up to 4 choices a token, its forward and backward are gathers
+only: each slot knows its token and each token its slots. `einsum_dispatch` is
 the readable oracle of all dispatchers: one-hot tensors, as Mesh-TensorFlow has them (Fedus et
 al. 2021, arXiv:2101.03961, appendix F).
 Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert, D

@@ -13,7 +13,6 @@ from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatch import Dispatcher, einsum_dispatch, gather_dispatch
 from switchx.moe.dropless import sliced_dispatch
 from switchx.moe.plan import RoutingPlan
-from switchx.moe.shared_groups import SHARING
 from switchx.partitioning.constrain import current_rules, num_devices
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules
@@ -38,7 +37,8 @@ def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispat
     being the same: with no more choices than experts (a decode step) `gather` is replaced by
     `dropless`, which does not read the other experts' matrices; and `dropless` on a mesh that
     splits the experts sends rows (`ragged_all_to_all`), or computes slices (`sliced`) where the
-    devices have the same tokens.
+    devices have the same tokens. Switch attention runs `gather` or `einsum` as configured: its
+    experts have no `run_rows` (`moe/attention.py`).
 
     Raises:
         ValueError: the mesh is not one that this dispatcher can run on.
@@ -56,7 +56,7 @@ def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispat
         G, T, _ = plan.expert_GTS.shape
         if reason := refusal(name, mesh, rules, num_groups=G, tokens_per_group=T):
             raise ValueError(reason)
-    if name.startswith("sliced"):
+    if DISPATCHERS[name].is_sliced:
         return functools.partial(FUNCTIONS[name], buffer_factor=switch.buffer_factor)
     return FUNCTIONS[name]
 
@@ -98,7 +98,7 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
                 f"dispatcher='dropless' needs all experts on every device, but this mesh "
                 f"splits them {axes}; use dispatcher='ragged_all_to_all', or a mesh without"
             )
-    elif name.startswith("sliced"):
+    elif DISPATCHERS[name].is_sliced:
         if not place.experts or with_tokens:
             return (
                 f"dispatcher={name!r} needs experts on devices that share their tokens, as "
@@ -128,7 +128,7 @@ def _wrong_axes(name: str, mesh, place: Placement) -> str | None:
 
 def _to_share(name: str, place: Placement) -> str:
     """The numbers of groups that the devices of a mesh could share, as a way out."""
-    if name not in SHARING:
+    if not DISPATCHERS[name].shares_groups:
         return ""
     counts = [
         place.size(place.batch[:i])
@@ -157,7 +157,8 @@ def _wrong_sharing(name: str, place: Placement, shared, T: int | None) -> str | 
 
 def _wrong_sizes(name: str, place: Placement, G: int | None, T: int | None) -> str | None:
     parts = place.size(place.batch)
-    if G is not None and name in SHARING and (shared := place.shared_by(G)):
+    is_sharing = G is not None and DISPATCHERS[name].shares_groups
+    if is_sharing and (shared := place.shared_by(G)):
         return _wrong_sharing(name, place, shared, T)
     if G is not None and G % parts:
         most = "" if T is None else f" of at most {G * T // parts}"

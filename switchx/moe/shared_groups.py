@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from switchx.moe.capacity import assign_slots
+from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatch import ExpertBank, gated_sum, gather_rows
 from switchx.moe.dropless import sort_into_rows
 from switchx.moe.plan import RoutingPlan
@@ -30,13 +31,10 @@ from switchx.partitioning.constrain import constrain, current_rules, num_devices
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import MeshAxes
 
-# The dispatchers that can carry tokens of a group that is on several devices.
-SHARING = ("all_to_all",)
-
 
 def shared_axes(dispatcher: str, num_groups: int) -> MeshAxes:
     """The axes of the mesh in use along which devices share groups; () for whole groups."""
-    if dispatcher not in SHARING or num_devices() == 1:
+    if not DISPATCHERS[dispatcher].shares_groups or num_devices() == 1:
         return ()
     return _placement().shared_by(num_groups) or ()
 

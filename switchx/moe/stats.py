@@ -134,7 +134,7 @@ def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group"):
     tokens_G = jnp.sum(is_token_GT, axis=-1).astype(dtype)
     count_GE = jax.lax.stop_gradient(count_GE.astype(dtype))
     share_GE = count_GE / jnp.maximum(jnp.sum(count_GE, axis=-1, keepdims=True), 1)
-    prob_GE = jnp.einsum("GTE,GT->GE", prob_GTE, is_token_GT.astype(dtype))
+    prob_GE = jnp.sum(jnp.where(is_token_GT[..., None], prob_GTE, 0), axis=1)
     mean_prob_GE = prob_GE / jnp.maximum(tokens_G, 1)[:, None]
     balance_G = num_experts * jnp.sum(share_GE * mean_prob_GE, axis=-1)
     return jnp.sum(balance_G), jnp.sum(tokens_G > 0).astype(dtype)

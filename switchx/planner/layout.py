@@ -3,7 +3,7 @@
 
 A `Workload` is a job's step as shapes and bytes (`training/program.py` makes it), a `Layout` a
 mesh with its dispatcher and microbatches.
-Dims: G groups, T tokens of a group, C slots of an expert and group; E experts, D model
+Dims: G groups, T tokens of a group, C slots of an expert and group; E experts, D model, F ffn
 """
 
 import dataclasses
@@ -148,7 +148,8 @@ class Layout:
     @property
     def rules(self) -> Rules:
         """Rules with whole experts on `model` where the dispatcher slices, else Switch's."""
-        return SLICED_RULES if (self.dispatcher or "").startswith("sliced") else Rules()
+        is_sliced = self.dispatcher is not None and DISPATCHERS[self.dispatcher].is_sliced
+        return SLICED_RULES if is_sliced else Rules()
 
     @property
     def has_equal_blocks(self) -> bool:

@@ -326,7 +326,7 @@ class Worker(threading.Thread):
             generator.decoding,
             [each.prompt for each in batch],
             numbers=[each.number for each in batch],
-            rooms=[each.max_new_tokens for each in settings],
+            token_limits=[each.max_new_tokens for each in settings],
             settings=RowSettings(
                 np.array([each.seed for each in settings], np.int32),
                 np.array([each.temperature for each in settings], np.float32),

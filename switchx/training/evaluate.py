@@ -57,13 +57,13 @@ class StackSample:
         )
 
 
-def sample_routing(stats: RoutingStats | None, batch: dict) -> dict[str, StackSample]:
-    """The part of a batch's routing that is kept, by stack; nothing of a dense model."""
+def sample_routing(
+    config: ModelConfig, stats: RoutingStats | None, batch: dict
+) -> dict[str, StackSample]:
+    """The part of a batch's routing that is kept, by stack; nothing of a dense one."""
     if stats is None:
         return {}
-    # Where one stack of two is sparse, it is the encoder.
-    stacks = [name for name in ("encoder", "decoder") if f"{name}_input_tokens" in batch]
-    stacks = stacks[: len(stats.choices)]
+    stacks = [name for name in ("encoder", "decoder") if config.num_sparse_layers_of(name)]
     places = sum(batch[f"{stack}_input_tokens"].shape[1] for stack in stacks)
     rows = max(1, SAMPLE_TOKENS // places)
     return {
@@ -93,7 +93,7 @@ def measure(
         logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], PLAIN_LOSS
     )
     summed = None if stats is None else stats.summed
-    return sums, summed, sample_routing(stats, batch)
+    return sums, summed, sample_routing(config, stats, batch)
 
 
 class RoutingSample:

@@ -59,6 +59,19 @@ def test_from_huggingface_and_back(in_a_folder, capsys):
         ).read_bytes()
 
 
+def test_layers_saved_in_the_other_layout_are_written_for_huggingface(in_a_folder):
+    """As in a run that was resumed with another `scan_layers`: config.json has the first."""
+    huggingface_folder(in_a_folder / "theirs", T5)
+    assert convert("--from=huggingface", "theirs", "ours") == 0
+    path = in_a_folder / "ours/config.json"
+    config = json.loads(path.read_text())
+    config["model"]["scan_layers"] = not config["model"]["scan_layers"]
+    path.write_text(json.dumps(config))
+    assert convert("--to=huggingface", "ours", "back") == 0
+    want, got = (in_a_folder / name / "model.safetensors" for name in ("theirs", "back"))
+    assert got.read_bytes() == want.read_bytes()
+
+
 @pytest.mark.slow  # by default tests/interop/test_docs.py fine-tunes a converted model
 def test_fine_tuning_starts_from_a_converted_model(in_a_folder, one_device, capsys, spiece):
     switch = dataclasses.replace(SWITCH.switch, encoder_layers=(1,), decoder_layers=(1,))

@@ -55,7 +55,7 @@ INPUTS = [
     [2, 3, 2, 3, 2, 3],
 ]  # fmt: skip
 # New tokens of each, so that they end at different steps and pruning has something to do.
-ROOMS = [6, 2, 5, 1, 6, 4]
+TOKEN_LIMITS = [6, 2, 5, 1, 6, 4]
 
 
 # Every way of decoding, the second in the slow tests; other models decode greedily alone.
@@ -112,9 +112,9 @@ def log_probs(config, params, source, tokens, *, is_prompt_bidirectional=False):
     return log_prob_LV[len(text) - len(tokens) - 1 : len(text)]
 
 
-def generate(model, inputs=INPUTS, rooms=ROOMS, *, batch_size=8, **settings):
+def generate(model, inputs=INPUTS, token_limits=TOKEN_LIMITS, *, batch_size=8, **settings):
     decoding = DecodingConfig(**{"max_new_tokens": T, **settings})
-    return dict(Generator(*model, decoding, batch_size)(inputs, rooms))
+    return dict(Generator(*model, decoding, batch_size)(inputs, token_limits))
 
 
 def with_end(hypothesis):
@@ -130,7 +130,7 @@ def test_greedy_tokens_are_the_likeliest_of_the_whole_forward_pass(any_model):
         assert np.argmax(log_prob_TV, axis=1).tolist() == tokens
         mean = np.mean(log_prob_TV[np.arange(len(tokens)), tokens])
         assert hypothesis.score == pytest.approx(mean, rel=1e-4)
-        assert hypothesis.is_finished or len(tokens) == ROOMS[number]
+        assert hypothesis.is_finished or len(tokens) == TOKEN_LIMITS[number]
 
 
 @pytest.mark.parametrize(
@@ -187,21 +187,21 @@ def test_beams_have_the_positions_of_their_text():
     "settings", [pytest.param({}, marks=pytest.mark.slow), {"beam_size": 3}], ids=str
 )
 def test_a_sentence_with_less_room_is_what_it_would_be_if_all_had_as_little(settings):
-    model, rooms = prepared("encoder-decoder"), [1, 6, 3, 2, 3, 4]
-    got = generate(model, INPUTS, rooms, **WHOLE, **settings)
+    model, token_limits = prepared("encoder-decoder"), [1, 6, 3, 2, 3, 4]
+    got = generate(model, INPUTS, token_limits, **WHOLE, **settings)
     all_with_3 = generate(model, INPUTS, None, **WHOLE, max_new_tokens=3, **settings)
     for number in (2, 4):
         want = all_with_3[number]
         assert [each.tokens for each in got[number]] == [each.tokens for each in want]
         assert got[number][0].score == pytest.approx(want[0].score, rel=1e-4)
-    assert all(len(got[n][0].tokens) <= room for n, room in enumerate(rooms))
+    assert all(len(got[n][0].tokens) <= limit for n, limit in enumerate(token_limits))
 
 
-@pytest.mark.parametrize("room", [0, T + 1])
-def test_a_room_that_is_none_is_refused(room):
+@pytest.mark.parametrize("limit", [0, T + 1])
+def test_a_limit_that_is_none_is_refused(limit):
     generator = Generator(MODELS["dense"], {}, DecodingConfig(max_new_tokens=T))
-    with pytest.raises(ValueError, match=f"input 0 has room for {room} new tokens; use 1 to 6"):
-        list(generator([[3]], [room]))
+    with pytest.raises(ValueError, match=f"input 0 may have {limit} new tokens; use 1 to 6"):
+        list(generator([[3]], [limit]))
 
 
 def test_a_prompt_may_see_itself_whole():

@@ -35,7 +35,7 @@ INPUTS = [
     [7, 3, 9, 2, 8], [2, 3, 2, 3, 2, 3],
 ]  # fmt: skip
 # Sentences end at different steps, so that batches become smaller.
-ROOMS = [6, 2, 5, 1, 3, 3]
+TOKEN_LIMITS = [6, 2, 5, 1, 3, 3]
 PIPELINE_MOE = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
 MESHES = {
     "expert": MeshSpec(expert=4),
@@ -85,7 +85,7 @@ def generator(
 @functools.cache
 def on_one_device(bits, beam_size, positions):
     one = generator(ONE_DEVICE, bits, beam_size, positions, pruning="experts")
-    return dict(one(INPUTS, ROOMS))
+    return dict(one(INPUTS, TOKEN_LIMITS))
 
 
 @pytest.mark.parametrize(("bits", "beam_size", "mesh", "positions"), CELLS, ids=str)
@@ -93,7 +93,7 @@ def test_tokens_are_those_of_one_device(bits, beam_size, mesh, positions):
     pruning = "compact" if bits is None else "experts"  # one cell also shrinks its batch
     devices = ModelMesh.of(MESHES[mesh])
     on_mesh = generator(devices, bits, beam_size, positions, pruning=pruning)
-    got = dict(on_mesh(INPUTS, ROOMS))
+    got = dict(on_mesh(INPUTS, TOKEN_LIMITS))
     want = on_one_device(bits, beam_size, positions)
     assert got.keys() == want.keys()
     assert len({tuple(hypotheses[0].tokens) for hypotheses in want.values()}) >= 4
@@ -126,10 +126,10 @@ def test_each_device_holds_its_part_of_the_experts():
 def test_arguments_of_a_compiled_step_are_the_parts():
     """Experts and the cache by the compiler's account, bytes a device."""
     writer = generator(ModelMesh.of(MESHES["expert x model x data"]), None, 3, "tupe")
-    numbers, rooms = range(len(INPUTS)), [6] * len(INPUTS)
+    numbers, token_limits = range(len(INPUTS)), [6] * len(INPUTS)
     state = RunningBatch(
         writer.config, writer.params, writer.decoding, INPUTS, numbers=numbers,
-        rooms=rooms, devices=writer.devices,
+        token_limits=token_limits, devices=writer.devices,
     )._state  # fmt: skip
     with writer.devices.use():
         lowered = run_until.lower(writer.config, writer.decoding, writer.params, state, 0)

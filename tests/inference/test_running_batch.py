@@ -24,13 +24,13 @@ def settings_of(*rows) -> RowSettings:
     return RowSettings(*map(np.array, columns, types))
 
 
-def running(decoding, settings=None, numbers=None, rooms=None, inputs=INPUTS):
+def running(decoding, settings=None, numbers=None, token_limits=None, inputs=INPUTS):
     return RunningBatch(
         *tiny.model(),
         decoding,
         inputs,
         numbers=numbers or range(len(inputs)),
-        rooms=rooms or [decoding.max_new_tokens] * len(inputs),
+        token_limits=token_limits or [decoding.max_new_tokens] * len(inputs),
         settings=settings,
     )
 
@@ -59,10 +59,10 @@ def same(got, want):
 
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_step_by_step_gives_what_one_run_gives(beam_size):
-    decoding, rooms = DecodingConfig(T, beam_size=beam_size), [6, 2, 5, 2, 4]
+    decoding, token_limits = DecodingConfig(T, beam_size=beam_size), [6, 2, 5, 2, 4]
     # Two end at once: three of eight rows are left, and a finished one fills up to four.
-    batch = running(decoding, rooms=rooms)
-    same(all_of(batch, most_steps=1), generated(decoding, rooms=rooms))
+    batch = running(decoding, token_limits=token_limits)
+    same(all_of(batch, most_steps=1), generated(decoding, token_limits=token_limits))
     assert len(batch._sentence_B) == 1  # of eight rows at first
 
 
@@ -115,7 +115,7 @@ def test_the_abandoned_say_nothing_and_change_nothing():
 def test_tokens_so_far_grow_to_the_text():
     decoding = DecodingConfig(T, eos_id=NEVER_ENDS)
     want = generated(decoding)
-    batch, seen = running(decoding, rooms=[T, T, 2, T, T]), []
+    batch, seen = running(decoding, token_limits=[T, T, 2, T, T]), []
     while batch.waiting:
         seen.append(batch.tokens_so_far())
         batch.advance(2)

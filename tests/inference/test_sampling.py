@@ -109,9 +109,9 @@ def logits(tokens, V=4):
 
 def advance_all(steps, config=CONFIG):
     hypotheses, live = Greedy.start(2, config), []
-    is_live_B, room_B = np.ones(2, bool), np.array([3, 3])
+    is_live_B, max_new_tokens_B = np.ones(2, bool), np.array([3, 3])
     for step, tokens in enumerate(steps):
-        rows = Rows(np.arange(2), np.asarray(is_live_B), room_B)
+        rows = Rows(np.arange(2), np.asarray(is_live_B), max_new_tokens_B)
         hypotheses, token_BL, is_live_B = advance(
             hypotheses, logits(tokens), np.int32(step), rows, config=config
         )

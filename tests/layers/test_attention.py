@@ -42,7 +42,8 @@ def loop(q, k, v, bias_HLM, mask_BLM):
 def run(q, k, v, bias_HLM, mask_BLM, **options):
     memory = KeysValues(*(jnp.swapaxes(x, 1, 2) for x in (k, v)))
     bias_HLM, mask_BLM = jnp.asarray(bias_HLM), jnp.asarray(mask_BLM)
-    return attend(jnp.asarray(q), memory, bias_HLM=bias_HLM, mask_BLM=mask_BLM, **options)
+    out = attend(jnp.asarray(q), memory, bias_HLM=bias_HLM, mask_BLM=mask_BLM, **options)
+    return jnp.swapaxes(out, 1, 2)
 
 
 def test_attend_equals_a_loop():

@@ -49,7 +49,8 @@ def test_scores_are_those_of_one_product_of_words_and_positions_side_by_side():
     query_BLHK = np.einsum("BLD,DHK->BLHK", x_BLD, w_query_DHK)
     bias_BHLM = positions(POSITION_BL, POSITION_BL)
     mask_BLM = jnp.array(mask_BLM)
-    got_BLHK = attend(query_BLHK, memory, row_bias_BHLM=bias_BHLM, mask_BLM=mask_BLM)
+    out_BHLK = attend(query_BLHK, memory, row_bias_BHLM=bias_BHLM, mask_BLM=mask_BLM)
+    got_BLHK = jnp.swapaxes(out_BHLK, 1, 2)
 
     def both(name):
         word = np.einsum("BLD,DHK->BLHK", x_BLD, words.__dict__[f"w_{name}_DHK"][...])

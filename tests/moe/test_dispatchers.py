@@ -55,7 +55,7 @@ def test_up_to_as_many_tokens_as_experts(tokens):
 
 
 def test_training_computes_slots_whatever_their_number():
-    """Gradients of all experts are formed anyway, and taps want equal blocks."""
+    """Gradients of all experts are formed anyway."""
     module, x_BLD = layer(), jnp.ones((TOKENS, 1, D))
     program = jax.make_jaxpr(
         lambda x_BLD: module(x_BLD, jnp.ones((TOKENS, 1), bool), is_training=True)[0]

@@ -15,6 +15,7 @@ from switchx.moe.router import (
     router_logits,
     sampling_scores,
 )
+from switchx.moe.stats import balance_sums
 from tests.moe.oracle import softmax
 from tests.moe.plans import top1_plan
 
@@ -97,6 +98,15 @@ def test_products_of_the_router_are_float32_everywhere(platform):
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert len(products) == 3
     assert all(line.count("HIGHEST") == 2 for line in products)
+
+
+def test_the_balance_loss_has_no_product_that_an_accelerator_would_round():
+    prob_GTE, is_token_GT = jnp.full((G, T, E), 1 / E), jnp.ones((G, T), bool)
+    balance = jax.jit(
+        jax.grad(lambda prob_GTE: balance_sums(prob_GTE, count_GE, is_token_GT)[0])
+    )
+    count_GE = jnp.ones((G, E))
+    assert "dot_general" not in balance.lower(prob_GTE).as_text()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

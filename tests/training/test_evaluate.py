@@ -175,8 +175,18 @@ def test_a_mesh_gives_the_same_sample_to_everyone(model):
     np.testing.assert_array_equal(sample.arrays(model)["decoder_token_T"], tokens)
 
 
+def test_a_sample_of_a_sparse_decoder_has_its_tokens():
+    switch = dataclasses.replace(SPARSE.switch, encoder_layers=(), decoder_layers=(1,))
+    model = dataclasses.replace(ENCODER_DECODER, switch=switch, scan_layers=False)
+    batch = make_batch(model, 2)
+    step = functools.partial(evaluation.eval_step, model)
+    parts = jax.eval_shape(step, make_params(model), batch)[2]
+    assert list(parts) == ["decoder"]
+    assert parts["decoder"].token_BL.shape == batch["decoder_input_tokens"].shape
+
+
 def test_a_dense_model_has_no_sample(tmp_path):
-    parts = evaluation.sample_routing(None, make_batch(DENSE, 8))
+    parts = evaluation.sample_routing(DENSE, None, make_batch(DENSE, 8))
     sample = RoutingSample()
     sample.begin_task()
     sample.add(parts)
@@ -302,7 +312,7 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
     # Outputs nobody computes and nobody returns: XLA takes away what they were made of.
     with monkeypatch.context() as patch:
         patch.setattr(layer, "Choices", lambda *_: None)
-        patch.setattr(evaluation, "sample_routing", lambda stats, batch: {})
+        patch.setattr(evaluation, "sample_routing", lambda *_: {})
         without_choices = costs(model, num_microbatches)
 
         def losses_alone(logits_GTE, prob_GTE, plan, is_token_GT, **options):
