@@ -82,11 +82,11 @@ def eval_step(
 ) -> tuple[TokenSums, RoutingStats | None, dict[str, StackSample]]:
     """Token sums, routing statistics and a sample of the routing of one batch: no dropout,
     no jitter, and the evaluation capacity."""
-    return measure(*forward(config, params, batch, is_training=False), batch)
+    return measure(config, *forward(config, params, batch, is_training=False), batch)
 
 
 def measure(
-    logits_BLV, stats: RoutingStats | None, batch: dict
+    config: ModelConfig, logits_BLV, stats: RoutingStats | None, batch: dict
 ) -> tuple[TokenSums, RoutingStats | None, dict[str, StackSample]]:
     """What `eval_step` returns, of a batch's logits and routing."""
     sums = cross_entropy(

@@ -154,7 +154,8 @@ class LayeredProgram(TrainingProgram):
             return self._measure(params, x_BLD, stats, batch)
 
     def _measure_batch(self, params, x_BLD, stats, batch):
-        return measure(self._layered.logits(params, x_BLD), stats, batch)
+        logits_BLV = self._layered.logits(params, x_BLD)
+        return measure(self.job.model, logits_BLV, stats, batch)
 
 
 @contextlib.contextmanager
