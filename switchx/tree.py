@@ -2,7 +2,7 @@
 """Pytree paths: names like `decoder/layer_1/ffn/w_in_EDF`, mapping with names, sizes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dictionaries of leaves by name: of such a tree, the inverse of `named_leaves`."""
     root: dict[str, Any] = {}
     for name, leaf in leaves.items():

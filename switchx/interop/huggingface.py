@@ -20,7 +20,6 @@ from switchx.interop.huggingface_config import SWITCH, describe, read_config
 from switchx.interop.safetensors_folder import (
     SafetensorsFolder,
     from_torch,
-    nested,
     read_json,
     require_same_tensors,
     to_torch,
@@ -30,7 +29,7 @@ from switchx.interop.safetensors_folder import (
 )
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
-from switchx.tree import named_leaves
+from switchx.tree import named_leaves, nested
 
 _PROJECTIONS = {"w_query_DHK": "q", "w_key_DHK": "k", "w_value_DHK": "v", "w_out_HKD": "o"}
 SHARED = "shared.weight"

@@ -254,15 +254,3 @@ def require_same_tensors(
             f"{where} does not hold the model that is described; {len(problems)} of "
             f"{len(names)} tensors differ:\n{listing}\n{way_out}"
         )
-
-
-def nested(named: Mapping[str, np.ndarray]) -> dict:
-    """`{"a/b": x}` -> `{"a": {"b": x}}`."""
-    tree = {}
-    for name, leaf in named.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree

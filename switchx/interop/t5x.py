@@ -32,11 +32,11 @@ from flax import serialization
 from switchx.fields import require
 from switchx.interop.safetensors_folder import (
     letters_of,
-    nested,
     require_same_tensors,
     shape_of,
 )
 from switchx.models.config import ModelConfig, require_our_blocks
+from switchx.tree import nested
 
 INDEX = "checkpoint"
 _VERSION = 3

@@ -49,7 +49,7 @@ class ExpertForm:
 
     def __init__(self, optimizer, params: Mapping[str, jax.ShapeDtypeStruct]):
         """The form of an expert with these parameters `[1, ...]`, by path."""
-        self.params = tree.nested(dict(params))
+        self.params = tree.nested(params)
         state = {
             "params": self.params,
             "opt_state": jax.eval_shape(optimizer.init, self.params),
@@ -108,7 +108,7 @@ class LazyUpdate:
         Args:
             params: arrays `[1, ...]` by path.
         """
-        params = tree.nested(dict(params))
+        params = tree.nested(params)
         with jax.set_mesh(self._mesh):
             opt_state = self._init(jax.device_put(params, self._cpu))
         return form.record({"params": params, "opt_state": opt_state}, 0)
@@ -131,7 +131,7 @@ class LazyUpdate:
         if gradient is None:
             own = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), form.params)
         else:
-            own = tree.nested(dict(gradient))
+            own = tree.nested(gradient)
         arguments = (
             form.state(record),
             own,

@@ -14,7 +14,6 @@ from switchx.interop.safetensors_folder import (
     MOST_LINES,
     SafetensorsFolder,
     from_torch,
-    nested,
     read_json,
     require_same_tensors,
     to_torch,
@@ -192,10 +191,6 @@ def test_tables_and_scales_stay_as_they_are():
         value = rng.normal(size=torch_shape(f"a/{name}", SWITCH))
         assert to_torch(f"a/{name}", value)[0].shape == value.shape
         assert from_torch(f"a/{name}", SWITCH, [value]) is value
-
-
-def test_names_become_a_nested_dictionary():
-    assert nested({"a": 1, "b/c": 2}) == {"a": 1, "b": {"c": 2}}
 
 
 def test_all_differences_are_in_one_error():
