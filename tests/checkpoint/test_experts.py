@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a state whose experts are records: both of one step, whenever it is killed."""
 
+import dataclasses
 import pathlib
 import signal
 import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.storage.record import ArrayType, Record, StoreError, StoreLayout
 from switchx.storage.store import RecordStore
+from switchx.tree import nested
 from tests.checkpoint.test_checkpointer import REPOSITORY
 from tests.training.train_states import assert_same, filled_state, shapes
 
@@ -25,7 +28,7 @@ KEEP = Retention(keep_last=2, keep_best=0)
 class Stored:
     """Experts all of whose numbers are the step."""
 
-    abstract = {}
+    abstract = {NAME: jax.ShapeDtypeStruct((LAYOUT.num_experts, 64, 64), np.float32)}
 
     def __init__(self, folder: pathlib.Path):
         self.store = RecordStore(folder, LAYOUT)
@@ -44,8 +47,10 @@ class Stored:
         (self.step,) = {each.updates for each in records}
         assert all(np.all(each.arrays[NAME] == self.step) for each in records)
 
-    def fill(self, leaves, updates):
-        raise NotImplementedError
+    def fill(self, leaves: dict[str, jax.Array], updates: int) -> None:
+        self.step = updates
+        for key, expert in enumerate(leaves[NAME]):
+            self.store.write(key, Record({NAME: np.asarray(expert)}, updates))
 
 
 def train(folder: str) -> None:
@@ -111,3 +116,29 @@ def test_a_snapshot_that_fails_leaves_the_checkpoint_before(tmp_path, monkeypatc
         checkpointer.restore(shapes(filled_state(0)), 1)
         assert experts.step == 1
     experts.store.close()
+
+
+def test_experts_of_a_state_that_had_them_become_records(tmp_path):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class State:
+        step: jax.Array
+        skipped: jax.Array
+        params: dict
+
+    rng = np.random.default_rng(0)
+    experts_EFD = rng.standard_normal((LAYOUT.num_experts, 64, 64), np.float32)
+    with_experts = nested({NAME.removeprefix("params/"): experts_EFD, "norm": np.ones(4)})
+    with Checkpointer(RunFolder(tmp_path), KEEP) as checkpointer:
+        saved = State(np.int32(5), np.int32(2), with_experts)
+        checkpointer.save(5, jax.tree.map(jax.numpy.asarray, saved))
+    stored = Stored(tmp_path / "store")
+    without = State(np.int32(0), np.int32(0), {"norm": jax.numpy.zeros(4)})
+    with Checkpointer(RunFolder(tmp_path), KEEP, stored) as checkpointer:
+        state, _ = checkpointer.restore(shapes(without))
+    np.testing.assert_array_equal(state.params["norm"], np.ones(4))
+    for key, expert_FD in enumerate(experts_EFD):
+        record = stored.store.read(key).result()
+        assert record.updates == 3
+        np.testing.assert_array_equal(record.arrays[NAME], expert_FD)
+    stored.store.close()
