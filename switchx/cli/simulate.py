@@ -217,10 +217,10 @@ def _cache_gin(arguments: argparse.Namespace, trace, chosen) -> str:
 {chosen.hits("belady", half=1):.3f}.
 
 from __gin__ import dynamic_registration
-from switchx.storage import spec
+from switchx.storage import cache
 
-spec.StorageSpec.host_bytes = {chosen.capacity * trace.record_bytes}
-spec.StorageSpec.policy = "{chosen.chosen}"
+cache.StorageSpec.host_bytes = {chosen.capacity * trace.record_bytes}
+cache.StorageSpec.policy = "{chosen.chosen}"
 """
 
 

@@ -18,7 +18,7 @@ from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.storage.spec import StorageSpec
+from switchx.storage.cache import StorageSpec
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
 

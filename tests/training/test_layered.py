@@ -18,9 +18,9 @@ from switchx.models.params import abstract_params
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
+from switchx.storage.cache import StorageSpec
 from switchx.storage.simulation import run_policy
 from switchx.storage.snapshot import Snapshot
-from switchx.storage.spec import StorageSpec
 from switchx.storage.store import RecordStore
 from switchx.storage.trace import read_trace
 from switchx.training.layered import LayeredProgram

@@ -25,7 +25,7 @@ from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.storage.spec import StorageSpec
+from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
 from switchx.training.resume import check_same_model, check_same_run, write_run_config
 from switchx.training.step import StepConfig
