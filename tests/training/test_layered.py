@@ -2,7 +2,9 @@
 """Training with experts on a disk against the resident program, and against itself."""
 
 import dataclasses
+import functools
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -83,18 +85,20 @@ def saved_files(program, folder):
 
 @pytest.fixture(scope="module")
 def on_disk(tmp_path_factory):
-    """By optimizer: state and measurements after five steps, and the records."""
-    results = {}
-    for name in OPTIMIZERS:
+    """Of an optimizer: state and measurements after five steps, and the records."""
+
+    @functools.cache
+    def of(name):
         folder = tmp_path_factory.mktemp(name)
         program = disk_program(folder, optimizer=name)
         with program.scope():
             state, measured = trained(program)
-            results[name] = state, measured, saved_files(program, folder / "saved")
-    return results
+            return state, measured, saved_files(program, folder / "saved")
+
+    return of
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_training_is_that_of_the_resident_program(name, on_disk, tmp_path):
     job = disk_job(optimizer=name, storage=StorageSpec())
     resident = TrainingProgram(job, jax.devices()[:1])
@@ -104,7 +108,7 @@ def test_training_is_that_of_the_resident_program(name, on_disk, tmp_path):
         want_sums, want_stats, want_sample = resident.eval_step(
             want.params, resident.place(batch)
         )
-    state, measured, _ = on_disk[name]
+    state, measured, _ = on_disk(name)
     np.testing.assert_allclose(measured, want_measured, rtol=1e-5)
     program = disk_program(tmp_path, optimizer=name)
     with program.scope():
@@ -130,7 +134,10 @@ def test_training_is_that_of_the_resident_program(name, on_disk, tmp_path):
             np.testing.assert_allclose(array, whole, rtol=1e-4, atol=2e-5, err_msg=label)
 
 
-@pytest.mark.parametrize("policy", ["lru", "decayed_lfu", "next_use"])
+@pytest.mark.parametrize(
+    "policy",
+    ["next_use", *(pytest.param(p, marks=pytest.mark.slow) for p in ("lru", "decayed_lfu"))],
+)
 def test_cache_and_policy_change_no_bit_and_are_as_simulated(policy, on_disk, tmp_path):
     record_bytes = disk_program(tmp_path).experts.layout.record_bytes
     storage = StorageSpec("disk", host_bytes=(E + 5) * record_bytes, policy=policy)
@@ -140,7 +147,7 @@ def test_cache_and_policy_change_no_bit_and_are_as_simulated(policy, on_disk, tm
         metrics = program.experts.metrics()
         files = saved_files(program, tmp_path / "saved")
         hit_rate = program.experts._cached.cache
-    want, want_measured, want_files = on_disk["adamw"]
+    want, want_measured, want_files = on_disk("adamw")
     assert files == want_files and measured == want_measured
     assert_same(jax.device_get(state), jax.device_get(want))
     assert 0 < metrics["hit_rate"] < 1 and metrics["read_bytes"] > 0
@@ -248,7 +255,13 @@ def test_runs_go_on_between_device_and_disk(finished, one_device, tmp_path):
     assert got.keys() == want.keys()
     for name, leaf in want.items():
         np.testing.assert_allclose(got[name], leaf, rtol=1e-4, atol=2e-5, err_msg=name)
-    # Layers may be unrolled in between, whose dropout is another one.
+
+
+@pytest.mark.slow  # compiles both layouts
+def test_layers_may_be_unrolled_between_device_and_disk(finished, one_device, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.root, run.root)
+    # Its dropout is another one.
     unrolled = dataclasses.replace(MODEL, scan_layers=False)
     train(disk_job(unrolled, storage=StorageSpec(), train_steps=5), run, Events())
     train(disk_job(train_steps=6), run, Events())
@@ -260,9 +273,10 @@ def test_runs_go_on_between_device_and_disk(finished, one_device, tmp_path):
     train(disk_job(train_steps=0, init_from=str(run.root)), fresh, Events())
 
 
+@pytest.mark.slow  # a whole run; checkpoint/test_experts.py has what a record adds
 def test_a_damaged_record_is_named_and_what_is_older_taken(finished, one_device, tmp_path):
-    run = RunFolder(tmp_path)
-    train(disk_job(), run, Events())
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.root, run.root)
     damage(run.checkpoints / "4" / "experts" / "decoder_1" / "00003")
     (fault,) = checkpoint_faults(run, 4)
     assert fault == "its file experts/decoder_1/00003 has changed since it was written"
