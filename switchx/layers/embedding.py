@@ -6,8 +6,8 @@ Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.3: with `("V", ("data",))
 of the logits' matrix are on devices that have different tokens. Everywhere else, and for a
 batch that these axes do not divide, the compiler splits the lookup.
 
-Dims: B batch, L length, T tokens, D model, V vocabulary, R rows of
-the table on a device
+Dims: B batch, L length, T tokens, D model, V vocabulary, R rows of the table on
+a device
 """
 
 import math

@@ -7,8 +7,8 @@ sends them in one all-to-all inside of nodes and one between them (Shen et al. 2
 arXiv:2205.10034, section 4.2, Figure 8): the same numbers bit for bit. `ragged_dispatch` sends
 rows and no empty slots; CPU emulates its collective, all else is the code of accelerators.
 Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert, D
-model, R rows, X choices in any order, P devices of the exchange, Q
-slots of all experts of a group
+model, R rows, X choices in any order, P devices of the exchange,
+Q slots of all experts of a group
 """
 
 import functools

@@ -3,8 +3,8 @@
 
 Fedus et al. 2021 (arXiv:2101.03961), section 2, Figure 2. `RoutedLayer` has the router, and the
 way from tokens to a plan; Switch attention is another of its subclasses.
-Dims: B batch, L length, D model, G groups, T tokens of a group, E experts, S
-choices of a token
+Dims: B batch, L length, D model, G groups, T tokens of a group, E experts,
+S choices of a token
 """
 
 import dataclasses

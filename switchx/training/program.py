@@ -143,8 +143,12 @@ class TrainingProgram:
         return self.abstract_state.params
 
     def init_state(self, params=None) -> TrainState:
-        """A state at step 0, each device drawing its own part; or around given parameters."""
-        return jax.jit(self._init, out_shardings=self.shardings)(params)
+        """A state at step 0, each device drawing its own part; or of given parameters.
+
+        Given ones are donated, so that no device has them twice.
+        """
+        init = jax.jit(self._init, out_shardings=self.shardings, donate_argnums=0)
+        return init(params)
 
     def _init(self, params=None) -> TrainState:
         return init_state(self.job.model, self.optimizer, self.job.seed, params)

@@ -217,12 +217,12 @@ def test_each_device_gets_its_rows_of_the_batch():
         np.testing.assert_array_equal(array, batch[name])
 
 
-def test_given_parameters_are_copied_into_the_state():
-    program, params = one_device(DENSE), make_params(DENSE)
-    state = program.init_state(params)
-    assert_same(state.params, params)
-    jax.tree.map(lambda leaf: leaf.delete(), state.params)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+def test_given_parameters_are_those_of_the_state_and_in_memory_once():
+    program, params = make_program(DENSE), jax.device_get(make_params(DENSE))
+    given = jax.device_put(params, program.shardings.params)
+    state = program.init_state(given)
+    assert_same(jax.device_get(state.params), params)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
 def test_drawn_parameters_do_not_depend_on_the_mesh():
@@ -260,7 +260,8 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused(num_microbatches, mul
 
 def test_a_split_vocabulary_and_its_statistics_take_a_part_of_the_memory():
     program = make_program(DENSE, MeshSpec(rules=VOCABULARY_ROWS))
-    state = program.init_state(make_params(DENSE))
+    params = jax.device_put(make_params(DENSE), program.shardings.params)
+    state = program.init_state(params)
     assert shard_shapes(state.params["embedding"]["embedding_VD"]) == {(48, 16)}
     statistics = tree.named_leaves(state.opt_state.statistics)
     table = "embedding/embedding_VD"
