@@ -83,6 +83,8 @@ VARIANTS = {
     "--gin.SwitchConfig.group_size=64 --model_dir=runs/stages": T5_OF_2,
     f"{EIGHT} {TINY} --gin_file=configs/meshes/fsdp_fused.gin "
     "--gin.SwitchConfig.group_size=64 --model_dir=runs/fused": T5,
+    f"{EIGHT} {TINY} --gin.SwitchConfig.group_size=64 --mesh=auto --hardware=v5e "
+    "--model_dir=runs/elastic": T5,
 }  # fmt: skip
 
 # Command -> the test that runs it.
@@ -114,6 +116,9 @@ TESTED_ELSEWHERE = {
         "tests/bench/test_scale.py::test_names_of_the_checks_are_fixed"
     ),
     "switchx check equivalence --json": MEASURING + "::test_report_and_exit_status",
+    "switchx check elastic --json": (
+        "tests/bench/test_elastic.py::test_losing_devices_changes_nothing"
+    ),
     OWN: "tests/data/test_own_code.py::test_the_page_runs_as_printed",
     "python experiments/planner_vs_papers/run.py --json": (
         "tests/planner/test_papers.py::test_the_command_prints_and_writes_what_is_published"

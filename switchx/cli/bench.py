@@ -43,6 +43,8 @@ Checks a promise and prints the largest errors; the exit status is 1 where one d
   switchx check equivalence --json     one JSON object on the last line
   switchx check planned_bytes          bytes that compiled training steps communicate on
                                        several meshes against the planner's
+  switchx check elastic                losses and tokens of a run that loses devices, eight
+                                       to six to two, against those of one that does not
 
 Eight devices are simulated on CPU where XLA_FLAGS does not say otherwise.
 """
@@ -67,7 +69,9 @@ def add_command(commands) -> None:
     check = shared.add_command(
         commands, "check", run_check, "check that numbers are the same everywhere", CHECK
     )
-    check.add_argument("what", choices=["equivalence", "planned_bytes"], help="what to check")
+    check.add_argument(
+        "what", choices=["equivalence", "planned_bytes", "elastic"], help="what to check"
+    )
     check.add_argument(
         "--sample", action="store_true", help="each router with each dispatcher once"
     )
@@ -119,13 +123,14 @@ def run_check(arguments) -> int:
     shared.simulate_devices(8)
     if arguments.sample and arguments.what != "equivalence":
         raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
-    from switchx.bench import equivalence, planned_bytes
+    from switchx.bench import elastic, equivalence, planned_bytes
     from switchx.cli.progress import TerminalReporter
 
     with TerminalReporter() as reporter:
         if arguments.what == "equivalence":
             report = equivalence.run(is_sample=arguments.sample, note=reporter.note)
         else:
-            report = planned_bytes.run(note=reporter.note)
+            other = {"planned_bytes": planned_bytes, "elastic": elastic}[arguments.what]
+            report = other.run(note=reporter.note)
     report.print(arguments.json)
     return 0 if all(check.holds for check in report.checks) else 1

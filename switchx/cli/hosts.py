@@ -75,6 +75,8 @@ def statement(job, arguments: argparse.Namespace, commit: str) -> dict[str, Any]
     said = {name: each for name, each in fields.items() if name.split(".")[0] not in own}
     return said | {
         "vocabulary": job.vocabulary.fingerprint(),
+        "--mesh": arguments.mesh,
+        "--hardware": arguments.hardware,
         "model_dir": os.path.abspath(os.path.expanduser(arguments.model_dir)),
         "commit": commit,
         "jax": f"{jax.__version__} with jaxlib {jaxlib.__version__}",

@@ -41,10 +41,28 @@ def add_command(commands) -> None:
     )
     shared.add_gin_arguments(parser)
     shared.add_model_dir(parser, "run folder: made if it is not there, resumed if it is")
+    elastic = parser.add_argument_group(
+        "elastic training",
+        "Started again with fewer devices, or with more, a run goes on with the same batches\n"
+        "and losses; docs/several_hosts.md.",
+    )
+    elastic.add_argument(
+        "--mesh",
+        choices=["auto"],
+        help="the planner's fastest mesh for the devices there are, in place of the gin "
+        "files' mesh, dispatcher and microbatches",
+    )
+    elastic.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="what they are, as in `switchx plan` (default: what JAX says they are)",
+    )
     hosts.add_hosts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.hardware is not None and arguments.mesh is None:
+        arguments.parser.error("--hardware is for --mesh=auto; add that, or leave it out")
     processes = hosts.processes_of(arguments)
     is_first = processes is None or processes.is_first
     with _reporter(processes) as reporter:
@@ -106,4 +124,27 @@ def _train(arguments: argparse.Namespace, reporter, job):
     reporter.note(f"a model of {num_elements(abstract_params(job.model)):,} parameters")
     if (num_processes := jax.process_count()) > 1:
         reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
-    return train(job, folder, reporter, records)
+    if arguments.mesh is None:
+        return train(job, folder, reporter, records)
+    elastic = _planned(arguments, reporter, job)
+    return train(elastic.job, folder, reporter, records, elastic.devices)
+
+
+def _planned(arguments: argparse.Namespace, reporter, job):
+    """The ElasticJob for the devices there are; says what was chosen."""
+    import jax
+
+    from switchx.planner.hardware import hardware_of, load_hardware
+    from switchx.training.elastic import job_for_devices
+
+    if arguments.hardware is None:
+        hardware = hardware_of(jax.devices()[0].device_kind)
+    else:
+        hardware = load_hardware(arguments.hardware)
+    elastic = job_for_devices(job, hardware)
+    layout = elastic.plan.layout
+    reporter.note(
+        f"mesh {layout.name}, planned for {len(elastic.devices)} devices of {hardware.name}; "
+        f"{elastic.num_idle} idle"
+    )
+    return elastic

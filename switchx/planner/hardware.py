@@ -14,6 +14,19 @@ from typing import Any
 
 SPECS = pathlib.Path(__file__).parent / "specs"
 # `h200x8x16`: 16 nodes of 8 devices.
+# As JAX names the devices of the specs; a dash and the model's form may follow.
+_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "NVIDIA H200": "h200",
+    "NVIDIA A100": "a100",
+    "Tesla V100": "v100",
+}
 _SIZED = re.compile(r"(?P<name>.+?)x(?P<per_node>\d+)x(?P<nodes>\d+)")
 
 
@@ -117,6 +130,23 @@ class Hardware:
 def known_hardware() -> list[str]:
     """Names of the committed spec files."""
     return sorted(path.stem for path in SPECS.glob("*.toml"))
+
+
+def hardware_of(device_kind: str) -> Hardware:
+    """The hardware that devices of a kind are, by `jax.Device.device_kind`.
+
+    Raises:
+        ValueError: there is no spec of it.
+    """
+    named = [
+        kind for kind in _KINDS if device_kind == kind or device_kind.startswith(f"{kind}-")
+    ]
+    if not named:
+        raise ValueError(
+            f"nothing says what a device {device_kind!r} can do; give --hardware=NAME, of "
+            f"{', '.join(known_hardware())}, or a spec file FILE.toml"
+        )
+    return load_hardware(_KINDS[named[0]])
 
 
 def load_hardware(name: str) -> Hardware:

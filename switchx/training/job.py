@@ -14,6 +14,7 @@ from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
 from switchx.fields import at_resume, require, require_at_least
 from switchx.models.config import ModelConfig
+from switchx.moe.capacity import rows_of_groups
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
@@ -123,6 +124,19 @@ class TrainingJob:
         if self.model.is_encoder_decoder:
             return self.inputs_length, self.targets_length
         return 0, self.inputs_length + self.targets_length
+
+    @property
+    def sparse_lengths(self) -> list[int]:
+        """Tokens of a row, of each stack that has Switch layers."""
+        stacks = zip(("encoder", "decoder"), self.sequence_lengths, strict=True)
+        return [length for stack, length in stacks if self.model.num_sparse_layers_of(stack)]
+
+    def keeps_groups(self, num_microbatches: int) -> bool:
+        """Whether so many microbatches route in the groups of the whole batch."""
+        switch, lengths = self.model.switch, self.sparse_lengths
+        return not lengths or (
+            rows_of_groups(switch, self.batch_size, lengths, num_microbatches) is not None
+        )
 
     def check_vocabulary(self) -> None:
         """Checks that the model has an embedding for every token id.

@@ -4,7 +4,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,13 +64,18 @@ class Outcome:
 
 
 def train(
-    job: TrainingJob, run: RunFolder, reporter: Reporter, records: dict[Path, str] | None = None
+    job: TrainingJob,
+    run: RunFolder,
+    reporter: Reporter,
+    records: dict[Path, str] | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Outcome:
     """Trains `job` in a run folder, from where its last complete checkpoint left off.
 
     Args:
         records: texts to keep in the run folder (the operative configuration, the commit),
             written once it is certain that the folder is this job's.
+        devices: of the mesh, some of each process; None is all there are.
 
     Raises:
         ValueError: the job, its data or the run folder do not fit; nothing was changed.
@@ -86,7 +91,9 @@ def train(
         if _is_begun(run):  # before anything in it is touched
             job = check_same_run(run, job)
         is_on_disk = job.storage.experts == "disk"
-        program = LayeredProgram(job, run) if is_on_disk else TrainingProgram(job)
+        program = (
+            LayeredProgram(job, run, devices) if is_on_disk else TrainingProgram(job, devices)
+        )
         with (
             program.scope(),
             Checkpointer(run, job.retention, program.experts) as checkpointer,

@@ -209,14 +209,11 @@ def fitting_group_size(job: TrainingJob, parts: int) -> int | None:
     switch = job.model.switch
     if switch is None or switch.expert_capacity is not None:
         return None
-    lengths = [
-        length
-        for stack, length in zip(("encoder", "decoder"), job.sequence_lengths, strict=True)
-        if job.model.num_sparse_layers_of(stack)
-    ]
     for size in range(switch.group_size, 0, -1):
         smaller = dataclasses.replace(switch, group_size=size)
-        groups = (layer_groups(smaller, job.batch_size, length)[0] for length in lengths)
+        groups = (
+            layer_groups(smaller, job.batch_size, length)[0] for length in job.sparse_lengths
+        )
         if all(number % parts == 0 for number in groups):
             return size
     return None

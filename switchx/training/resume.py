@@ -13,7 +13,6 @@ from switchx.data.data_dir import write_atomically
 from switchx.data.mixtures import as_mixture
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import describe, differences
-from switchx.moe.capacity import rows_of_groups
 from switchx.training.job import TrainingJob
 
 logger = logging.getLogger(__name__)
@@ -63,18 +62,14 @@ def check_same_run(run: RunFolder, job: TrainingJob) -> TrainingJob:
 
 def _warn_of_other_groups(num_before: int, job: TrainingJob) -> None:
     """Microbatches change nothing but where a routing group is larger than one of them."""
-    switch, num_now = job.model.switch, job.step.num_microbatches
-    if switch is None or num_before == num_now:
-        return
-    lengths = dict(zip(("encoder", "decoder"), job.sequence_lengths, strict=True))
-    used = [n for stack, n in lengths.items() if job.model.num_sparse_layers_of(stack)]
-    kept = [rows_of_groups(switch, job.batch_size, used, n) for n in (num_before, num_now)]
-    if None in kept:
+    num_now = job.step.num_microbatches
+    numbers = {num_before, num_now}
+    if len(numbers) > 1 and not all(map(job.keeps_groups, numbers)):
         logger.warning(
             "SwitchConfig.group_size=%d with %d microbatches of %d rows, %d before: routing "
             "groups are smaller or other ones than before, and so are capacity, dropped tokens "
             "and the balance loss",
-            switch.group_size,
+            job.model.switch.group_size,
             num_now,
             job.batch_size // num_now,
             num_before,

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job on the devices there are: elastic training goes on with fewer, or with more.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1. A run that lost devices is started
+again; the planner chooses mesh, dispatcher and microbatches for those that are left, and the
+checkpoint is read into it. Global batch, data order and routing groups stay, so losses do.
+Recovery is a new start: nothing is mended inside of a living process.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.partitioning.schedule import ScheduleSpec
+from switchx.planner.hardware import Hardware
+from switchx.planner.layout import Layout
+from switchx.planner.search import Plan, search
+from switchx.training.job import TrainingJob
+from switchx.training.program import workload_of
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticJob:
+    """A job, and the devices for it.
+
+    Attributes:
+        job: with the plan's mesh, dispatcher and microbatches.
+        devices: those of its mesh, as many of each process.
+        num_idle: devices that no mesh could use.
+        plan: the planner's.
+    """
+
+    job: TrainingJob
+    devices: tuple[jax.Device, ...]
+    num_idle: int
+    plan: Plan
+
+
+def job_for_devices(
+    job: TrainingJob, hardware: Hardware, devices: Sequence[jax.Device] | None = None
+) -> ElasticJob:
+    """The job on the most devices that a mesh divides, on the fastest of their meshes.
+
+    Args:
+        hardware: what the devices are.
+        devices: that are there; None is all of all processes.
+
+    Raises:
+        ValueError: the job has what the planner does not know (buckets, storage), or fits no
+            number of the devices.
+    """
+    if job.step.bucket_bytes is not None or job.storage.experts != "device":
+        raise ValueError(
+            "a mesh for the devices there are, with StepConfig.bucket_bytes or "
+            f"StorageSpec.experts={job.storage.experts!r}: the planner knows neither; leave "
+            "them out, or name the mesh (configs/meshes)"
+        )
+    devices = list(jax.devices() if devices is None else devices)
+    workload, reasons = workload_of(job), collections.Counter()
+    for used in _device_sets(devices):
+        if hardware.is_whole(len(used)):
+            found = search(workload, hardware, len(used))
+            kept = [plan for plan in found.plans if _keeps_groups(job, plan.layout)]
+            if kept:
+                found_job = _with_layout(job, kept[0].layout)
+                return ElasticJob(found_job, tuple(used), len(devices) - len(used), kept[0])
+            reasons.update(found.refused)
+    most = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
+    raise ValueError(
+        f"no mesh of up to {len(devices)} devices of {hardware.name} runs this job with its "
+        f"{job.batch_size} rows: {most or 'routing groups would change'}; use more devices, "
+        "ModelConfig.remat='full', or a batch with more factors"
+    )
+
+
+def _device_sets(devices: Sequence[jax.Device]) -> Iterator[list[jax.Device]]:
+    """The devices to use, most first: as many of each process, which all take part."""
+    of_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        of_process.setdefault(device.process_index, []).append(device)
+    for count in range(min(map(len, of_process.values())), 0, -1):
+        yield [device for own in of_process.values() for device in own[:count]]
+
+
+def _keeps_groups(job: TrainingJob, layout: Layout) -> bool:
+    """Whether routing groups (so capacity, balance loss) are those of the job's own steps."""
+    numbers = {job.step.num_microbatches, layout.num_microbatches}
+    return len(numbers) == 1 or all(map(job.keeps_groups, numbers))
+
+
+def _with_layout(job: TrainingJob, layout: Layout) -> TrainingJob:
+    model = job.model
+    if layout.dispatcher is not None:
+        switch = dataclasses.replace(model.switch, dispatcher=layout.dispatcher)
+        model = dataclasses.replace(model, switch=switch)
+    sizes = {axis: getattr(layout, axis) for axis in AXES}
+    return dataclasses.replace(
+        job,
+        model=model,
+        mesh=MeshSpec(**sizes, rules=layout.rules),
+        step=dataclasses.replace(job.step, num_microbatches=layout.num_microbatches),
+        pipeline=ScheduleSpec("1f1b"),
+    )
