@@ -64,6 +64,8 @@ def next_commands(
 ) -> list[str]:
     """Commands to run next: evaluate, go on, fine-tune, look at the routing."""
     folder = f"--model_dir={run.path}"
+    given = ((name, getattr(arguments, name)) for name in ("mesh", "hardware"))
+    mesh = [f"--{name}={value}" for name, value in given if value is not None]
     same = configuration_words(arguments, without="TRAIN_STEPS")
     steps = [f"--gin.TRAIN_STEPS={max(2 * job.train_steps, 1)}"]
     if not outcome.is_finished:
@@ -76,8 +78,8 @@ def next_commands(
     finetune = [*files, f"--gin.INIT_FROM={run.path}", f"--model_dir={other}"]
     commands = [
         command_line("eval", folder),
-        command_line("train", *same, *steps, folder),
-        command_line("train", *finetune),
+        command_line("train", *same, *steps, *mesh, folder),
+        command_line("train", *finetune, *mesh),
     ]
     return commands if job.model.switch is None else [*commands, command_line("report", folder)]
 

@@ -48,9 +48,13 @@ def folder(tmp_path) -> RunFolder:
     return run
 
 
-def given(*files: str, bindings=(), search_paths="") -> argparse.Namespace:
+def given(*files: str, bindings=(), search_paths="", mesh=None) -> argparse.Namespace:
     return argparse.Namespace(
-        gin_file=list(files), gin_bindings=list(bindings), gin_search_paths=search_paths
+        gin_file=list(files),
+        gin_bindings=list(bindings),
+        gin_search_paths=search_paths,
+        mesh=mesh,
+        hardware=None,
     )
 
 
@@ -97,7 +101,9 @@ def test_evaluation_that_was_not_finite_is_said_so(capsys, folder):
 
 def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
     bindings = [f"FILES=['{tmp_path}/it is']", "TRAIN_STEPS=12", "RouterConfig.jitter=0.0"]
-    arguments = given(str(SMALL), "meshes/data.gin", bindings=bindings, search_paths="/,.")
+    arguments = given(
+        str(SMALL), "meshes/data.gin", bindings=bindings, search_paths="/,.", mesh="auto"
+    )
     job = parse_job(arguments)
     eval_, train, finetune, report = summary.next_commands(job, folder, FINISHED, arguments)
     words = shlex.split(eval_)
@@ -111,12 +117,13 @@ def test_commands_repeat_what_was_given_quoted(capsys, folder, tmp_path):
     words = shlex.split(train)
     assert words[words.index("train") :] == [
         "train", *same, "--gin.RouterConfig.jitter=0.0", "--gin.TRAIN_STEPS=24",
-        f"--model_dir={folder.path}",
+        "--mesh=auto", f"--model_dir={folder.path}",
     ]  # fmt: skip
     words = shlex.split(finetune)
     assert words[words.index("train") :] == [
         "train", *same, "--gin.TRAIN_STEPS=12", "--gin.RouterConfig.jitter=0.0",
         f"--gin.INIT_FROM={folder.path}", f"--model_dir={folder.path}_finetuned",
+        "--mesh=auto",
     ]  # fmt: skip
     words = shlex.split(report)
     assert words[words.index("report") :] == ["report", f"--model_dir={folder.path}"]
