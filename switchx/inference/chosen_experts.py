@@ -228,16 +228,16 @@ def slotted(config: ModelConfig) -> ModelConfig:
 
 
 def on_host(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
-    """An unrolled model, its experts NumPy arrays, all else on the device.
+    """An unrolled model, its experts NumPy arrays, all else on the default device.
 
     Args:
         params: wherever they are; on a CPU, experts are not copied.
     """
     config, params = unrolled(config, params)
-    device = jax.local_devices()[0]
 
     def placed(name, leaf):
-        return np.asarray(leaf) if EXPERTS in name else jax.device_put(leaf, device)
+        array = np.asarray(leaf)
+        return array if EXPERTS in name else jnp.array(array)
 
     return config, tree.map_named(placed, params)
 

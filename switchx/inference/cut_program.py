@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
 
 from switchx.moe.experts import absent_rows_p
 
@@ -131,7 +139,9 @@ def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: s
     """A jitted function of the inputs' values. Those that end give their memory to outputs of
     the same shape and dtype."""
 
-    run = jaxpr_as_fun(ClosedJaxpr(Jaxpr([], inputs, outputs, equations), []))
+    names = DebugInfo("jit", "part", ("",) * len(inputs), ("",) * len(outputs))
+    jaxpr = Jaxpr([], inputs, outputs, equations, debug_info=names)
+    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
     room = collections.Counter((var.aval.shape, var.aval.dtype) for var in outputs)
     donated = []
     for number, var in enumerate(inputs):
