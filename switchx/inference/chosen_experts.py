@@ -12,7 +12,6 @@ Dims: R rows, D model, E experts, K slots of a layer
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from switchx.models.unroll import unrolled
 from switchx.moe.dropless import sort_into_rows
 from switchx.moe.experts import WEIGHTS, AbsentExperts, ExpertFFN
 from switchx.storage.cache import FORWARD, Cache, Place, PolicyName, make_policy
+from switchx.storage.trace import Trace, TraceLog
 
 EXPERTS = "/experts/"
 # Compiled ones that are kept: one for each length, batch size and setting.
@@ -97,14 +97,23 @@ class ChosenExperts:
         check_slots(config, slots)
         layers, dense = _split(params)
         E = config.switch.num_experts
-        names = list(layers)
+        names = [_path(layer) for layer in config.sparse_layer_names]
         absent = {f"{name}{WEIGHTS[0]}": AbsentExperts(n) for n, name in enumerate(names)}
         self.params = tree.nested(dense | absent)
         self._layers = [
-            _LayerSlots(config, n, layers[name], slots, make_policy(policy, 1, E, sweeps=1))
-            for n, name in enumerate(names)
+            _LayerSlots(config, layers[name], slots, make_policy(policy, 1, E, sweeps=1))
+            for name in names
         ]
+        record_bytes = tree.num_bytes(self._layers[0].experts) // E
+        self._log = TraceLog(config.sparse_layer_names, E, record_bytes)
         self._num_calls = 0
+
+    def trace(self) -> Trace | None:
+        """What was requested, the newest of it, a round a request; None before the first.
+
+        Layers share no slots: a simulation takes one layer at a time.
+        """
+        return self._log.trace()
 
     @property
     def traffic(self) -> ExpertTraffic:
@@ -118,7 +127,7 @@ class ChosenExperts:
             requested=sum(each.cache.num_requested for each in layers),
             hits=sum(each.cache.num_hits for each in layers),
             moved_bytes=sum(each.moved_bytes for each in layers),
-            rounds=sum(each.rounds for each in layers),
+            rounds=sum(each.num_rounds for each in layers),
         )
 
     def run(self, program, *settings, state=None, **arrays):
@@ -142,7 +151,14 @@ class ChosenExperts:
         return state
 
     def _run_rows(self, layer: int, x_RD, count_E):
-        return self._layers[layer].run_rows(x_RD, count_E, self._num_calls)
+        slots = self._layers[layer]
+        y_RD = jnp.zeros_like(x_RD)
+        chosen = np.flatnonzero(np.asarray(count_E))  # waits for the router
+        for experts in slots.rounds(chosen):
+            place = Place(self._num_calls, FORWARD, layer)
+            self._log.add(layer * slots.num_experts + experts, place)
+            y_RD = slots.run_round(experts, place, x_RD, count_E, y_RD)
+        return y_RD
 
 
 class _LayerSlots:
@@ -151,40 +167,36 @@ class _LayerSlots:
     Attributes:
         experts: in host memory, `[E, ...]` by name.
         bank: on the device, `[K, ...]`.
-        moved_bytes, rounds: see `ExpertTraffic`.
+        moved_bytes, num_rounds: see `ExpertTraffic`.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, experts: Weights, slots: int, policy):
+    def __init__(self, config: ModelConfig, experts: Weights, slots: int, policy):
         self._config = slotted(config)
         self.experts, self.cache = experts, Cache(slots, policy)
         self.num_experts = config.switch.num_experts
         self.bank = _empty_bank(self._expert(0), slots)
-        self.moved_bytes = self.rounds = 0
+        self.moved_bytes = self.num_rounds = 0
         self._slot_E = np.full(self.num_experts, slots, np.int32)  # K: in none
         self._free = list(range(slots))
 
-    def run_rows(self, x_RD, count_E, call: int):
-        """Rows sorted by expert, each through its expert."""
-        chosen = np.flatnonzero(np.asarray(count_E))  # waits for the router
-        y_RD = jnp.zeros_like(x_RD)
-        for experts in self._rounds(chosen):
-            self._fetch(experts, Place(call, FORWARD, 0))
-            slot_E = np.full_like(self._slot_E, self.cache.capacity)
-            slot_E[experts] = self._slot_E[experts]
-            y_RD = _run_round(self._config, self.bank, x_RD, count_E, slot_E, y_RD)
-            self.rounds += 1
-        return y_RD
-
-    def _rounds(self, chosen: np.ndarray) -> Iterator[np.ndarray]:
+    def rounds(self, chosen: np.ndarray) -> list[np.ndarray]:
         """At most K experts each; those that are there first, before they make room."""
-        is_here = self._slot_E[chosen] < self.cache.capacity
-        chosen = np.concatenate([chosen[is_here], chosen[~is_here]])
-        for first in range(0, len(chosen), self.cache.capacity):
-            yield chosen[first : first + self.cache.capacity]
+        K = self.cache.capacity
+        is_absent = self._slot_E[chosen] == K
+        chosen = chosen[np.argsort(is_absent, kind="stable")]
+        return [chosen[first : first + K] for first in range(0, len(chosen), K)]
+
+    def run_round(self, experts: np.ndarray, place: Place, x_RD, count_E, y_RD):
+        """`y_RD` with the rows of these experts, of rows sorted by expert."""
+        self._fetch(experts, place)
+        slot_E = np.full_like(self._slot_E, self.cache.capacity)
+        slot_E[experts] = self._slot_E[experts]
+        self.num_rounds += 1
+        return _run_round(self._config, self.bank, x_RD, count_E, slot_E, y_RD)
 
     def _fetch(self, experts: np.ndarray, place: Place) -> None:
         """Moves those that are in no slot to one."""
-        admission = self.cache.request(experts, place)
+        admission = self.cache.request(experts, place._replace(layer=0))
         self._free += self._slot_E[admission.evicted].tolist()
         self._slot_E[admission.evicted] = self.cache.capacity
         for number in admission.missed.tolist():
@@ -251,6 +263,12 @@ def _cut(program, settings: tuple, structure, shapes: tuple) -> CutProgram:
         name == "state" for name, each in sorted(arrays.items()) for _ in jax.tree.leaves(each)
     ]
     return CutProgram(program.trace(*settings, **arrays), is_donated)
+
+
+def _path(layer: str) -> str:
+    """`decoder 1` -> what the names of its experts' weights begin with."""
+    stack, number = layer.split()
+    return f"{stack}/blocks/layer_{number}/ffn{EXPERTS}"
 
 
 def _split(params: dict) -> tuple[dict[str, Weights], dict[str, Any]]:
