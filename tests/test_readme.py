@@ -97,6 +97,9 @@ TESTED_ELSEWHERE = {
     "switchx bench decode --json": (
         "tests/bench/test_decode.py::test_without_pytorch_ours_is_measured_alone"
     ),
+    "switchx bench offload --json": (
+        "tests/bench/test_offload.py::test_checks_hold_and_their_names_are_fixed"
+    ),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --expert_slots=2": (
         "tests/cli/test_generate_and_score.py::test_with_slots_for_experts_lines_are_the_same"
     ),

@@ -97,8 +97,13 @@ def run(note: Callable[[str], None]) -> Report:
 @functools.cache
 def model(weights: str) -> tuple[ModelConfig, dict]:
     """A resident model in bfloat16, its experts in a format."""
-    precision = Precision(params="bfloat16", compute="bfloat16")
-    config = dataclasses.replace(switch_model(NUM_EXPERTS), precision=precision)
+    config = dataclasses.replace(
+        switch_model(NUM_EXPERTS),
+        precision=Precision(params="bfloat16", compute="bfloat16"),
+        # Random weights of tied tables repeat one token; these write different ones.
+        tie_embeddings=False,
+        init_scale=4.0,
+    )
     params = init_params(config, jax.random.key(0))
     if FORMATS[weights] == 16:
         return config, params
