@@ -25,11 +25,13 @@ from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_con
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
+from switchx.fields import require
 from switchx.inference.artifact import is_artifact, read_artifact
+from switchx.inference.chosen_experts import ChosenExperts, check_slots, on_host, slotted
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.quantize import native, separate_experts
+from switchx.inference.quantize import native, packed, separate_experts
 from switchx.inference.score import Score, Scorer, features
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
@@ -68,6 +70,9 @@ class Model:
         fingerprint: hex; another one for other parameters, of another configuration or
             another vocabulary.
         devices: where the parameters are.
+        experts: of a model that was loaded with `expert_slots`, what moves its experts to
+            the device when they are chosen; `experts.traffic` says what it did. Experts in
+            `params` are NumPy arrays then.
     """
 
     config: ModelConfig
@@ -77,6 +82,7 @@ class Model:
     text_format: TextFormat = dataclasses.field(repr=False)
     fingerprint: str = dataclasses.field(repr=False)
     devices: ModelMesh = dataclasses.field(default=ONE_DEVICE, repr=False)
+    experts: ChosenExperts | None = dataclasses.field(default=None, repr=False)
 
     @property
     def num_params(self) -> int:
@@ -118,6 +124,9 @@ class Model:
         (rows,) = self.devices.batches(config, (B,))
         padding = ((0, rows - B), (0, 0))
         arrays = {name: jnp.pad(token_BL, padding) for name, token_BL in arrays.items()}
+        if self.experts is not None:
+            arrays["params"] = self._separated
+            return self.experts.run(_logits, slotted(config), **arrays)[:B]
         self.devices.check(config, self.params)
         with self.devices.use():
             return _logits(config, self.params, **arrays)[:B]
@@ -196,16 +205,19 @@ class Model:
         bidirectional = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
         settings = DecodingConfig(**(bidirectional | decoding))
         config = for_decoding(self.config, is_dropless=dropless)
-        return Generator(config, self._separated, settings, batch_size, self.devices)
+        return Generator(
+            config, self._separated, settings, batch_size, self.devices, self.experts
+        )
 
     def scorer(self, *, batch_size: int = 32, dropless: bool = True) -> Scorer:
         """The `Scorer` of pairs of token lists."""
         return Scorer(
             self._config(dropless),
-            self.params,
+            self.params if self.experts is None else self.experts.params,
             is_prompt_bidirectional=self.text_format.is_prompt_bidirectional,
             batch_size=batch_size,
             devices=self.devices,
+            experts=self.experts,
         )
 
     def save_vocabulary(self, folder) -> None:
@@ -228,6 +240,8 @@ class Model:
     @functools.cached_property
     def _separated(self) -> dict:
         """The parameters as generators take them, once for all of them."""
+        if self.experts is not None:
+            return self.experts.params
         return separate_experts(self.params) if self.devices is ONE_DEVICE else self.params
 
     def _read(self, texts: Texts, role: Literal["inputs", "targets"]):
@@ -274,6 +288,7 @@ def load(
     step: int | Literal["best"] | None = None,
     *,
     mesh: MeshSpec | None = None,
+    expert_slots: int | None = None,
 ) -> Model:
     """The model in a run folder, or the one that `switchx quantize` wrote.
 
@@ -282,13 +297,19 @@ def load(
             best validation.
         mesh: parameters and whatever is computed are split over the devices there are, as
             in training; None is the default device.
+        expert_slots: experts of each Switch layer that are on the device at once, those that
+            were chosen last; all are in host memory, and what is computed stays the same.
+            None has all on the device.
 
     Raises:
         ValueError: the folder is neither, has no complete checkpoint, or its parameters are
             not those of its configuration (all that differ are named); a quantized model's
             files are damaged, missing or of another version (the file is named); the mesh
-            needs other devices than there are, or does not divide a parameter.
+            needs other devices than there are, or does not divide a parameter; the model has
+            no such `expert_slots`, or they are asked for on a mesh.
     """
+    if expert_slots is not None:
+        return _load_with_slots(model_dir, step, mesh, expert_slots)
     devices = ModelMesh.of(mesh)
     if is_artifact(model_dir):
         return _load_artifact(pathlib.Path(model_dir).expanduser(), step, devices)
@@ -309,6 +330,21 @@ def load(
     ]
     fingerprint = hashlib.sha256(b"\n".join(parts)).hexdigest()
     return Model(config, params, vocabulary, step, text_format, fingerprint, devices)
+
+
+def _load_with_slots(model_dir, step, mesh: MeshSpec | None, expert_slots: int) -> Model:
+    """Reads the model into host memory, and moves all but its experts to the device."""
+    require(
+        mesh is None,
+        f"expert_slots={expert_slots} with a mesh: chosen experts come to one device; leave "
+        "out one of the two",
+    )
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        model = load(model_dir, step)
+    check_slots(model.config, expert_slots)
+    config, params = on_host(model.config, packed(model.params))
+    experts = ChosenExperts(config, params, expert_slots)
+    return dataclasses.replace(model, config=config, params=params, experts=experts)
 
 
 def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh) -> Model:

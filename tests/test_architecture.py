@@ -38,7 +38,7 @@ ARROWS = {
     "analysis": ("moe.stats", "partitioning.schedule"),
     "checkpoint": ("partitioning", "tree", "manifest", "storage", "models", "data"),
     "training": ("models", "moe", "data", "optim", "checkpoint", "planner", "tree"),
-    "inference": ("models", "moe", "layers", "checkpoint", "planner", "tree"),
+    "inference": ("models", "moe", "layers", "checkpoint", "planner", "tree", "storage"),
     "api": ("training", "inference", "interop", "analysis"),
     "text_evaluation": ("api",),
     "serving": ("api", "inference"),

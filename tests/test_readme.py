@@ -99,6 +99,12 @@ TESTED_ELSEWHERE = {
     "switchx bench decode --json": (
         "tests/bench/test_decode.py::test_without_pytorch_ours_is_measured_alone"
     ),
+    "switchx bench offload --json": (
+        "tests/bench/test_offload.py::test_checks_hold_and_their_names_are_fixed"
+    ),
+    "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --expert_slots=2": (
+        "tests/cli/test_generate_and_score.py::test_with_slots_for_experts_lines_are_the_same"
+    ),
     "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
         "tests/cli/test_evaluate.py::test_commands_of_the_page_run"
     ),

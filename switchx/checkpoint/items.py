@@ -132,7 +132,7 @@ def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str,
     Args:
         path: of the checkpoint.
         targets: for each item arrays or ShapeDtypeStructs whose shardings say where the
-            leaves go (without one: the first device), or None for NumPy arrays.
+            leaves go (without one: the default device), or None for NumPy arrays.
 
     Raises:
         ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
@@ -167,8 +167,11 @@ def _placed(array: np.ndarray, target) -> jax.Array | np.ndarray:
 
 
 def abstract(leaf) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a leaf; without a sharding, the first device."""
-    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    """Shape, dtype and sharding of a leaf; without a sharding, the default device."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        (device,) = jnp.zeros(()).devices()
+        sharding = SingleDeviceSharding(device)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

@@ -20,6 +20,9 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench scale          what meshes change, on eight simulated devices and by
                                compilation: losses, a pipeline's memory, collectives and
                                their bytes against the planner's; no times
+  switchx bench offload        decoding with a few experts of each layer on the device,
+                               bfloat16, int8 and int4, against the resident model: tokens,
+                               bytes on the device, bytes moved; no times
   switchx bench train --json   the same as one JSON object on the last line
 
 `environment` of the object says whether malloc was tuned (docs/command_line.md).
@@ -55,13 +58,16 @@ def add_command(commands) -> None:
     bench = shared.add_command(
         commands, "bench", run_bench, "measure speed against a baseline", BENCH
     )
-    what = ["train", "moe", "kernels", "decode", "scale"]
+    what = ["train", "moe", "kernels", "decode", "offload", "scale"]
     bench.add_argument("what", choices=what, help="what to measure")
     tune = shared.add_command(
         commands, "tune", run_tune, "find the quickest tilings of this machine", TUNE
     )
     tune.add_argument("what", choices=["kernels"], help="what to tune")
-    for parser, rounds in ((bench, f"{BENCH_ROUNDS}; scale takes none"), (tune, TUNE_ROUNDS)):
+    for parser, rounds in (
+        (bench, f"{BENCH_ROUNDS}; offload and scale take none"),
+        (tune, TUNE_ROUNDS),
+    ):
         parser.add_argument(
             "--rounds", type=shared.positive, metavar="N", help=f"turns (default: {rounds})"
         )
@@ -79,23 +85,23 @@ def add_command(commands) -> None:
 
 
 def run_bench(arguments) -> int:
+    if arguments.what in ("offload", "scale") and arguments.rounds is not None:
+        raise ValueError(
+            f"--rounds={arguments.rounds}: `bench {arguments.what}` takes no times, so it has "
+            "no rounds; leave --rounds out"
+        )
     if arguments.what == "scale":
-        if arguments.rounds is not None:
-            raise ValueError(
-                f"--rounds={arguments.rounds}: `bench scale` takes no times, so it has no "
-                "rounds; leave --rounds out"
-            )
         shared.simulate_devices(8)
     from pallas_kernels.bench import kernels
-    from switchx.bench import decode, moe, scale, train
+    from switchx.bench import decode, moe, offload, scale, train
     from switchx.bench.report import Check, Report
     from switchx.cli.progress import TerminalReporter
 
     rounds = arguments.rounds or BENCH_ROUNDS
-    if arguments.what in ("kernels", "scale"):
+    if arguments.what in ("kernels", "offload", "scale"):
         with TerminalReporter() as reporter:
-            if arguments.what == "scale":
-                report = scale.run(reporter.note)
+            if arguments.what != "kernels":
+                report = {"offload": offload, "scale": scale}[arguments.what].run(reporter.note)
             else:
                 rows, checks = kernels.run(rounds, note=reporter.note)
                 report = Report("bench kernels", rows, [Check(**check) for check in checks])

@@ -115,11 +115,17 @@ def run_until(
     model = bind(config, params)
     positions = position_terms(model, decoding, state.is_prompt_BP.shape[1])
 
-    def goes_on(state: Decoding):
-        are_many = jnp.sum(state.rows.is_live_B) > num_live
-        return are_many if last_step is None else are_many & (state.step < last_step)
+    return jax.lax.while_loop(
+        lambda state: goes_on(state, num_live, last_step),
+        lambda state: _advance(model, decoding, state, positions),
+        state,
+    )
 
-    return jax.lax.while_loop(goes_on, lambda s: _advance(model, decoding, s, positions), state)
+
+def goes_on(state: Decoding, num_live, last_step=None):
+    """Whether `run_until` takes another step."""
+    are_many = jnp.sum(state.rows.is_live_B) > num_live
+    return are_many if last_step is None else are_many & (state.step < last_step)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"))

@@ -4,6 +4,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from switchx.inference.chosen_experts import ChosenExperts, slotted
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import separate_experts
@@ -71,6 +72,8 @@ class Generator:
         decoding: how text is generated.
         batch_size: most sentences at once.
         devices: where `params` are.
+        experts: whose `params` these are, where experts come to the device when they are
+            chosen; None where `params` has all.
     """
 
     def __init__(
@@ -80,13 +83,15 @@ class Generator:
         decoding: DecodingConfig,
         batch_size: int = 32,
         devices: ModelMesh = ONE_DEVICE,
+        experts: ChosenExperts | None = None,
     ):
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
         devices.check(config, params)
-        self.config = config
+        self.config = config if experts is None else slotted(config)
         self.params = separate_experts(params) if devices is ONE_DEVICE else params
         self.decoding, self.batch_size, self.devices = decoding, batch_size, devices
+        self.experts = experts
 
     def __call__(
         self,
@@ -130,6 +135,7 @@ class Generator:
                 numbers=numbers,
                 token_limits=[token_limits[index] for index in indices],
                 devices=self.devices,
+                experts=self.experts,
             )
             while batch.waiting:
                 for index, hypotheses in batch.advance().items():

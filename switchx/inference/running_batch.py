@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
 from switchx.inference.decode import Decoding, prefill, run_until, take_rows
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
@@ -58,6 +59,7 @@ class RunningBatch:
         settings: RowSettings | None = None,
         length: int | None = None,
         devices: ModelMesh = ONE_DEVICE,
+        experts: ChosenExperts | None = None,
     ):
         """Reads the inputs.
 
@@ -68,7 +70,10 @@ class RunningBatch:
             settings: NumPy arrays with an entry a sentence.
             length: that inputs are padded to; None is the next of `LENGTHS`.
             devices: where `params` are; `config` is the one for them.
+            experts: that come to the device when they are chosen, whose `params` these are;
+                None where `params` has all.
         """
+        self._experts = experts
         self._config, self._params, self._decoding = config, params, decoding
         self._devices, self._batches = devices, devices.batches(config, BATCHES)
         self.waiting = set(range(len(inputs)))
@@ -93,8 +98,9 @@ class RunningBatch:
         is_compacting = self._decoding.pruning == "compact" and self._batches[0] < B
         smaller = self._batches[self._batches.index(B) - 1] if is_compacting else 0
         last_step = None if most_steps is None else int(self._state.step) + most_steps
+        run = run_until if self._experts is None else self._experts.run_until
         with self._devices.use():
-            self._state = run_until(
+            self._state = run(
                 self._config, self._decoding, self._params, self._state, smaller, last_step
             )
         is_live_B = np.asarray(self._state.rows.is_live_B)
@@ -150,8 +156,11 @@ class RunningBatch:
                 "prompt_BP": np.full((B, 1), decoding.start_id, np.int32),
                 "is_prompt_BP": np.ones((B, 1), bool),
             }
+        arrays = {"params": self._params, "rows": rows, **texts}
+        if self._experts is not None:
+            return self._experts.run(prefill, self._config, decoding, **arrays)
         with self._devices.use():
-            return prefill(self._config, decoding, self._params, rows=rows, **texts)
+            return prefill(self._config, decoding, **arrays)
 
     def _compact(self, is_live_B) -> None:
         """Gathers the live rows into the smallest batch that holds them."""

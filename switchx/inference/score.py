@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.inference.chosen_experts import ChosenExperts, slotted
 from switchx.inference.config import BATCHES, LENGTHS, rounded_up
 from switchx.inference.generate import token_fault
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
@@ -48,6 +49,7 @@ class Scorer:
         is_prompt_bidirectional: a decoder-only model's inputs see themselves whole.
         batch_size: most pairs at once.
         devices: where `params` are.
+        experts: see `Generator`.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class Scorer:
         is_prompt_bidirectional: bool = False,
         batch_size: int = 32,
         devices: ModelMesh = ONE_DEVICE,
+        experts: ChosenExperts | None = None,
     ):
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
         devices.check(config, params)
-        self.config, self.params = config, params
+        self.config = config if experts is None else slotted(config)
+        self.params, self.experts = params, experts
         self.is_prompt_bidirectional = is_prompt_bidirectional
         self.batch_size, self.devices = batch_size, devices
         self.batches = devices.batches(config, BATCHES)
@@ -85,12 +89,17 @@ class Scorer:
         for first in range(0, len(order), self.batch_size):
             indices = order[first : first + self.batch_size]
             batch = self._batch([pairs[index] for index in indices])
-            with self.devices.use():
-                log_likelihood_B = _log_likelihoods(self.config, self.params, batch)
-            log_likelihood_B = np.asarray(log_likelihood_B)
+            log_likelihood_B = np.asarray(self._log_likelihoods(batch))
             for index, value in zip(indices, log_likelihood_B, strict=False):
                 score = Score(float(value), len(pairs[index][1]))
                 yield first_number + index, score
+
+    def _log_likelihoods(self, batch: dict):
+        arrays = {"params": self.params, "batch": batch}
+        if self.experts is not None:
+            return self.experts.run(_log_likelihoods, self.config, **arrays)
+        with self.devices.use():
+            return _log_likelihoods(self.config, **arrays)
 
     def fault(self, pair: Pair) -> str | None:
         """Why a pair cannot be read, to be said after its name; or None."""

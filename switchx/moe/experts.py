@@ -2,15 +2,18 @@
 """The experts of a Switch layer: E feed-forward networks, each on its own rows.
 
 `Experts` owns the parameters; `ExpertFFN` is the same as a pytree of weights, the expert bank
-that dispatchers run and meshes split.
+that dispatchers run and meshes split. `AbsentExperts` stands in the place of weights that are
+no arguments of a program.
 Dims: E experts, R rows, D model, F ffn; X any of D and F
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import Primitive
 
 from pallas_kernels import (
     QTensor,
@@ -23,6 +26,32 @@ from pallas_kernels.sorted_rows import rows_of_groups
 from switchx.layers.dense import activate, dropout, weight, zeros
 
 Weight = jax.Array | QTensor | SeparateMatrices
+# In the order of `ExpertFFN`.
+WEIGHTS = ("w_in_EDF", "w_out_EFD", "w_gate_EDF", "b_in_EF", "b_out_ED")
+
+absent_rows_p = Primitive("absent_expert_rows")
+absent_rows_p.def_abstract_eval(lambda x_RD, count_E, *, layer: x_RD)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AbsentExperts:
+    """The experts of a layer that somebody else runs, a bank without weights.
+
+    Of a model's parameters it is the layer's `w_in_EDF`, and the only one of its experts. A
+    program with it is not compiled as it is: `inference/cut_program.py` ends one part of it
+    where the rows of the layer are known, and begins the next with what their experts gave.
+
+    Attributes:
+        layer: number of the Switch layer in its model.
+    """
+
+    ndim: ClassVar[int] = 3
+    layer: int = dataclasses.field(metadata={"static": True})
+
+    def run_rows(self, x_RD, count_E):
+        """Rows sorted by expert, each through its expert."""
+        return absent_rows_p.bind(x_RD, count_E, layer=self.layer)
 
 
 class Experts(nnx.Module):
@@ -40,16 +69,17 @@ class Experts(nnx.Module):
             self.b_in_EF = zeros(config, E, F)
             self.b_out_ED = zeros(config, E, D)
 
-    def weights(self, *, key=None) -> "ExpertFFN":
+    def weights(self, *, key=None) -> "ExpertFFN | AbsentExperts":
         """The expert bank.
 
         Args:
             key: of the dropout inside of the experts (section 2.4); None for none.
         """
-        names = ("w_in_EDF", "w_out_EFD", "w_gate_EDF", "b_in_EF", "b_out_ED")
-        values = (
-            getattr(self, name).get_value() if hasattr(self, name) else None for name in names
-        )
+        values = [
+            getattr(self, name).get_value() if hasattr(self, name) else None for name in WEIGHTS
+        ]
+        if isinstance(values[0], AbsentExperts):
+            return values[0]
         return ExpertFFN.of(self.config, *values, key=key)
 
 

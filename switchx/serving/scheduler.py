@@ -336,6 +336,7 @@ class Worker(threading.Thread):
             ),
             length=group.prompt_length,
             devices=generator.devices,
+            experts=generator.experts,
         )
 
     def _generator(self, group: Group) -> Generator:

@@ -4,9 +4,11 @@
 import dataclasses
 import io
 import json
+import re
 import sys
 import types
 
+import numpy as np
 import pytest
 
 import switchx
@@ -76,6 +78,37 @@ def test_lines_are_those_of_the_api(folder, model, lines, capsys, monkeypatch):
     plain = [each.output.replace("\n", " ").replace("\r", " ") for each in want]
     assert captured.out.split("\n")[:-1] == plain
     assert "reading standard input until its end" in captured.err
+
+
+def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys):
+    want = model.generate(LINES, max_length=2)
+    options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]
+    assert main(words(folder, *options, "--expert_slots=1")) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [re.sub(r"[\r\n]+", " ", each) for each in want]
+    assert "experts: 1 slots for 2 in each of 2 layers, 0.00 of 0.00 MiB" in captured.err
+    for wrong, words_of_it in (
+        (["--expert_slots=0"], "'0' is no whole number of at least 1"),
+        (["--expert_slots=3"], "of a model with 2 experts a layer; use 1 to 2"),
+        (["--expert_slots=1", "--mesh=expert=2"], "leave out one of the two"),
+    ):
+        assert main(words(folder, *options, *wrong)) == 2
+        assert words_of_it in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_with_slots_is_the_same_model(folder, model):
+    slotted = switchx.load(folder, expert_slots=1)
+    assert slotted.fingerprint == model.fingerprint
+    assert slotted.num_params == model.num_params
+    tokens = [[69, 70, 258, 1], [71, 1, 0, 0]], [[0, 258, 90], [0, 258, 0]]
+    np.testing.assert_allclose(slotted.logits(*tokens), model.logits(*tokens), rtol=1e-5)
+    inputs, targets = map(list, zip(*PAIRS, strict=True))
+    for ours, theirs in zip(
+        slotted.score(inputs, targets), model.score(inputs, targets), strict=True
+    ):
+        assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, rel=1e-5)
+    assert slotted.experts.traffic.moved_bytes > slotted.experts.traffic.device_bytes
 
 
 def test_options_are_settings_of_the_api(folder, model, lines, tmp_path):

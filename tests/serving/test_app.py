@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes: answers are `model.generate`'s, whole or streamed, or an error."""
 
+import dataclasses
 import json
 import re
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.inference.chosen_experts import ChosenExperts, on_host
 from switchx.serving.app import PAGE, JSONResponse, TextStream, encoded, make_app
 from tests.serving import served
 
@@ -46,6 +48,21 @@ def test_so_they_are_with_beams(client):
     for got, each in zip(body["results"], want, strict=True):
         assert (got["text"], got["is_finished"]) == (each.output, each.is_finished)
         assert got["score"] == pytest.approx(each.score, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_model_with_slots_for_experts_answers_the_same():
+    resident = served.model()
+    config, params = on_host(resident.config, resident.params)
+    experts = ChosenExperts(config, params, slots=1)
+    model = dataclasses.replace(resident, config=config, params=params, experts=experts)
+    service = served.start(a_model=model)
+    try:
+        client = TestClient(make_app(service))
+        body = client.post("/v1/generate", json={"inputs": served.TEXTS}).json()
+        assert all(map(served.is_said, body["results"], served.TEXTS))
+    finally:
+        service.close()
 
 
 def test_token_ids_are_read_as_they_are(client):

@@ -26,6 +26,7 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_mesh(parser, "one device")
+    shared.add_expert_slots(parser)
     parser.add_argument(
         "--input",
         default=STANDARD_INPUT,
@@ -66,7 +67,10 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
             raise ValueError(f"--output={arguments.output} is the input; give another file")
         lines = read_lines(arguments.input)
         reporter.note("loading JAX and the model")
-        answer(arguments, lines, load_model(arguments, reporter), reporter)
+        model = load_model(arguments, reporter)
+        answer(arguments, lines, model, reporter)
+        if model.experts is not None:
+            reporter.note(str(model.experts.traffic))
     return 0
 
 
@@ -78,7 +82,12 @@ def load_model(arguments: argparse.Namespace, reporter):
     """
     from switchx import api
 
-    model = api.load(arguments.model_dir, arguments.step, mesh=shared.mesh_spec(arguments))
+    model = api.load(
+        arguments.model_dir,
+        arguments.step,
+        mesh=shared.mesh_spec(arguments),
+        expert_slots=arguments.expert_slots,
+    )
     if model.vocabulary is None:
         raise ValueError(
             f"{arguments.model_dir} has no vocabulary, so it cannot read lines of text; give "

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compiled program in parts, cut where its Switch layers need their experts.
+
+The host reads which experts the router has chosen before they are computed with, so a program
+that decodes or scores is cut there: it is traced as it is, once, with `AbsentExperts` in the
+place of the weights; each part is compiled by itself, and between two of them the host has the
+word. What is computed is what the whole program computes: there is no second decoder.
+Dims: R rows, D model, E experts
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
+
+from switchx.moe.experts import absent_rows_p
+
+# (number of the layer, x_RD, count_E) -> y_RD
+RunRows = Callable[[int, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Equations between two cuts, compiled.
+
+    Attributes:
+        run: the values of `inputs` -> those of `outputs`.
+        inputs: what it reads of arguments and of parts before it.
+        outputs: what comes after it reads.
+        live: all that is read after the cut that follows it.
+    """
+
+    run: Callable[..., Sequence[jax.Array]]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+    live: tuple[Var, ...]
+
+
+class CutProgram:
+    """A traced program whose experts are absent.
+
+    Attributes:
+        cuts: the equations that ask for experts.
+        parts: one more.
+    """
+
+    def __init__(self, traced: jax.stages.Traced, is_donated: Sequence[bool]):
+        """Cuts; a part is compiled when it first runs.
+
+        Args:
+            traced: `jax.jit(program).trace(...)`.
+            is_donated: of each argument, whether nothing else reads it after a call.
+        """
+        closed: ClosedJaxpr = traced.jaxpr
+        jaxpr = closed.jaxpr
+        self._arguments, self._results = jaxpr.invars, jaxpr.outvars
+        self._constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._tree = jax.tree.structure(traced.out_info)
+        given = zip(jaxpr.invars, is_donated, strict=True)
+        kept = {var for var, is_given_away in given if not is_given_away}
+        self.cuts: list[JaxprEqn] = []
+        groups: list[list[JaxprEqn]] = [[]]
+        for equation in _needed(jaxpr.eqns, jaxpr.outvars):
+            if equation.primitive is absent_rows_p:
+                self.cuts.append(equation)
+                groups.append([])
+            else:
+                groups[-1].append(equation)
+        self.parts = self._parts(groups, kept | self._constants.keys())
+
+    def __call__(self, leaves: Iterable[Any], run_rows: RunRows):
+        """What the program returns.
+
+        Args:
+            leaves: of all arguments.
+            run_rows: runs the experts of a layer on rows that are sorted by expert.
+        """
+        values = self._constants | dict(zip(self._arguments, leaves, strict=True))
+        for part, cut in itertools.zip_longest(self.parts, self.cuts):
+            found = part.run(*(values[var] for var in part.inputs))
+            values.update(zip(part.outputs, found, strict=True))
+            if cut is not None:
+                x_RD, count_E = (values[var] for var in cut.invars)
+                values[cut.outvars[0]] = run_rows(cut.params["layer"], x_RD, count_E)
+            values = {var: values[var] for var in part.live}
+        results = [
+            var.val if isinstance(var, Literal) else values[var] for var in self._results
+        ]
+        return jax.tree.unflatten(self._tree, results)
+
+    def _parts(self, groups: list[list[JaxprEqn]], kept: set[Var]) -> list[Part]:
+        """Made last to first: what is read later decides what a part returns."""
+        live, parts = _variables(self._results), []
+        for group, cut in zip(reversed(groups), [None, *reversed(self.cuts)], strict=True):
+            after = live
+            if cut is not None:
+                live = {var: None for var in live if var not in cut.outvars}
+                live |= _variables(cut.invars)
+            made = {var for equation in group for var in equation.outvars}
+            outputs = tuple(var for var in live if var in made)
+            live = {var: None for var in live if var not in made}
+            read = _variables(atom for equation in group for atom in equation.invars)
+            inputs = tuple(var for var in read if var not in made)
+            ended = {var for var in inputs if var not in live and var not in kept}
+            run = _compiled(group, inputs, outputs, ended)
+            parts.append(Part(run, inputs, outputs, tuple(after)))
+            live |= dict.fromkeys(inputs)
+        return parts[::-1]
+
+
+def _needed(equations: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
+    """The equations without those whose results nothing reads, such as statistics."""
+    needed, kept = _variables(results), []
+    for equation in reversed(equations):
+        if equation.effects or any(var in needed for var in equation.outvars):
+            needed |= _variables(equation.invars)
+            kept.append(equation)
+    return kept[::-1]
+
+
+def _variables(atoms: Iterable[Any]) -> dict[Var, None]:
+    """A set in their order: the order of arguments is part of a program that is cached."""
+    return {atom: None for atom in atoms if not isinstance(atom, Literal)}
+
+
+def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: set[Var]):
+    """A jitted function of the inputs' values. Those that end give their memory to outputs of
+    the same shape and dtype."""
+
+    names = DebugInfo("jit", "part", ("",) * len(inputs), ("",) * len(outputs))
+    jaxpr = Jaxpr([], inputs, outputs, equations, debug_info=names)
+    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+    room = collections.Counter((var.aval.shape, var.aval.dtype) for var in outputs)
+    donated = []
+    for number, var in enumerate(inputs):
+        kind = var.aval.shape, var.aval.dtype
+        if var in ended and room[kind]:
+            room[kind] -= 1
+            donated.append(number)
+    return jax.jit(run, donate_argnums=donated)

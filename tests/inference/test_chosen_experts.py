@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With a few slots for experts, what is written and scored is what the whole model writes."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from switchx.inference import chosen_experts
+from switchx.inference.chosen_experts import ChosenExperts, on_host
+from switchx.inference.config import DecodingConfig
+from switchx.inference.generate import (
+    Generator,
+    for_decoding,
+    with_capacity,
+    without_capacity,
+)
+from switchx.inference.quantize import quantize_experts
+from switchx.inference.score import Scorer
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import init_params
+from switchx.moe.config import RouterConfig
+
+SLOW = pytest.mark.slow
+V, E, T = 12, 4, 5
+# Sparse blocks in both stacks, two experts a token, stacked layers.
+ENCODER_DECODER = ModelConfig(
+    "encoder_decoder", V, 16, 32, 2, 8, 1, 1, init_scale=4.0, scan_layers=True,
+    switch=SwitchConfig(E, every=1, router=RouterConfig(num_selected=2)),
+)  # fmt: skip
+GPT = ModelConfig(
+    "decoder_only", V, 16, 32, 2, 8, 2, activation="gelu", norm="layer", positions="learned",
+    max_length=32, use_bias=True, scale_attention=True, init_scale=4.0,
+    switch=SwitchConfig(E, every=1, expert_bias=True),
+)  # fmt: skip
+MODELS = {"encoder-decoder": ENCODER_DECODER, "gpt": GPT}
+INPUTS = [[3, 4, 5, 8], [6, 2, 7, 8], [5, 5, 2], [11, 4, 4]]
+
+
+@functools.cache
+def model(name: str, bits: int | None):
+    """(config, params) of a resident model."""
+    config = MODELS[name]
+    params = init_params(config, jax.random.key(44))
+    if bits is not None:
+        config, params, _, _ = quantize_experts(config, params, bits=bits)
+    return config, params
+
+
+def decoding(beam_size: int) -> DecodingConfig:
+    # One batch to its end: few programs.
+    return DecodingConfig(T, beam_size=beam_size, pruning="experts")
+
+
+@functools.cache
+def resident(name: str, bits: int | None, beam_size: int):
+    config, params = model(name, bits)
+    return written(Generator(for_decoding(config), params, decoding(beam_size), 4))
+
+
+def written(generator):
+    return [hypotheses for _, hypotheses in sorted(generator(INPUTS))]
+
+
+def texts(said):
+    return [[each.tokens for each in hypotheses] for hypotheses in said]
+
+
+def with_slots(name: str, bits: int | None, slots: int, policy="lru"):
+    config, params = on_host(*model(name, bits))
+    return config, ChosenExperts(config, params, slots, policy)
+
+
+def generator(config, experts, beam_size: int):
+    return Generator(
+        for_decoding(config), experts.params, decoding(beam_size), 4, experts=experts
+    )
+
+
+CASES = [
+    (name, bits, beam_size) for name in MODELS for bits in (None, 8, 4) for beam_size in (1, 2)
+]
+DEFAULT = [("encoder-decoder", None, 2), ("gpt", 4, 1)]
+
+
+@pytest.mark.parametrize(
+    "name, bits, beam_size",
+    [pytest.param(*case, marks=[SLOW] * (case not in DEFAULT)) for case in CASES],
+)
+def test_tokens_are_those_of_the_resident_model(name, bits, beam_size):
+    want = resident(name, bits, beam_size)
+    moved = []
+    for slots in (1, 3, E):
+        config, experts = with_slots(name, bits, slots)
+        got = written(generator(config, experts, beam_size))
+        assert texts(got) == texts(want)
+        for ours, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(
+                [each.score for each in ours], [each.score for each in theirs], rtol=1e-5
+            )
+        traffic = experts.traffic
+        assert traffic.device_bytes * E == traffic.expert_bytes * slots
+        missed = traffic.requested - traffic.hits
+        assert traffic.moved_bytes * E * traffic.num_layers == missed * traffic.expert_bytes
+        moved.append(traffic.moved_bytes)
+    # LRU has the inclusion property, but rounds are of other keys: more slots, fewer bytes.
+    assert moved[-1] == min(moved) <= experts.traffic.expert_bytes
+    assert moved[0] > moved[-1]
+
+
+@pytest.mark.parametrize("policy", ["decayed_lfu", pytest.param("next_use", marks=SLOW)])
+def test_no_policy_changes_a_token(policy):
+    config, experts = with_slots("gpt", 4, 2, policy)
+    got = written(generator(config, experts, 1))
+    assert texts(got) == texts(resident("gpt", 4, 1))
+
+
+def test_a_second_call_finds_experts_in_their_slots():
+    config, experts = with_slots("gpt", 4, E)
+    run = generator(config, experts, 1)
+    first = written(run)
+    before = experts.traffic
+    assert texts(written(run)) == texts(first)
+    after = experts.traffic
+    assert after.moved_bytes == before.moved_bytes and after.hits > before.hits
+    assert after.rounds - before.rounds == before.rounds  # one a layer and call
+
+
+def test_the_device_has_slots_and_no_more(monkeypatch):
+    """Whenever rows are computed, experts' matrices that are alive have K slots' bytes."""
+    config, params = on_host(*model("gpt", None))
+    matrices = (config.d_model, config.d_ff), (config.d_ff, config.d_model)
+
+    def alive():
+        return {id(x): x.nbytes for x in jax.live_arrays() if x.shape[-2:] in matrices}
+
+    others, run_round, found = alive().keys(), chosen_experts._run_round, []
+
+    def watched(*arguments):
+        found.append(sum(size for key, size in alive().items() if key not in others))
+        return run_round(*arguments)
+
+    monkeypatch.setattr(chosen_experts, "_run_round", watched)
+    slots = 2
+    experts = ChosenExperts(config, params, slots)
+    written(generator(config, experts, 1))
+    slot_bytes = 2 * 4 * config.d_model * config.d_ff
+    assert set(found) == {config.num_sparse_layers * slots * slot_bytes}
+
+
+@SLOW
+def test_capacity_of_evaluation_drops_the_same_tokens():
+    config, params = model("gpt", None)
+    narrow = dataclasses.replace(config.switch, eval_capacity_factor=0.1)
+    config = dataclasses.replace(config, switch=narrow)
+    pairs = [([3, 4, 5], [6, 7, 1]), ([5, 5], [5, 5, 5, 1])]
+    want = sorted(Scorer(with_capacity(config), params)(pairs))
+    free = sorted(Scorer(without_capacity(config), params)(pairs))
+    host_config, host_params = on_host(config, params)
+    experts = ChosenExperts(host_config, host_params, 2)
+    for make, expected in ((with_capacity, want), (without_capacity, free)):
+        scorer = Scorer(make(host_config), experts.params, experts=experts)
+        for (_, ours), (_, theirs) in zip(sorted(scorer(pairs)), expected, strict=True):
+            assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, rel=1e-5)
+    dropped = [
+        a.log_likelihood - b.log_likelihood for (_, a), (_, b) in zip(want, free, strict=True)
+    ]
+    assert max(map(abs, dropped)) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "changes, slots, words",
+    [
+        ({}, 0, "expert_slots=0 of a model with 4 experts a layer; use 1 to 4"),
+        ({}, 5, "expert_slots=5 of a model with 4 experts a layer; use 1 to 4"),
+        ({"switch": None}, 2, "a dense model, which has no experts to move; leave"),
+        (
+            {"switch": SwitchConfig(E, every=1, sublayers="both")},
+            2,
+            "sublayers='both': experts of self-attention are not moved; leave",
+        ),
+    ],
+)
+def test_refusals(changes, slots, words):
+    config = dataclasses.replace(GPT, **changes)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ChosenExperts(config, {}, slots)
