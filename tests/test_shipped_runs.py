@@ -8,6 +8,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.config import building
 from switchx.moe.capacity import layer_groups
 from switchx.moe.dispatchers import refusal
+from switchx.partitioning.mesh import MeshSpec
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
@@ -66,6 +67,15 @@ def run_of(tmp_path):
         return run
 
     return begin
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_file_leaves_nothing_of_a_mesh_bound_before(name, build_job):
+    mesh = build_job(TINY, f"meshes/{name}").mesh
+    assert (mesh == MeshSpec()) == (name == "data.gin")
+    for before in ("pod.gin", "pipeline_moe_stages.gin", "vocab_rows.gin"):
+        building.gin.clear_config()
+        assert build_job(TINY, f"meshes/{before}", f"meshes/{name}").mesh == mesh, before
 
 
 @pytest.mark.parametrize("name", ["base", "large", "xxl", "c"])
