@@ -9,6 +9,7 @@ fields say whether a run that is resumed or evaluated may have another value (`a
 import dataclasses
 import functools
 import importlib
+import math
 import os
 import sys
 import types
@@ -40,13 +41,17 @@ def check_choices(config) -> None:
 
 
 def require_at_least(config, least: float, *names: str) -> None:
-    """Raises ValueError where a field is below `least`; None is no number and passes."""
-    _require_each(config, names, lambda value: value >= least, f"at least {least}")
+    """Raises ValueError where a field is below `least`, or no int64; None passes."""
+
+    def holds(value) -> bool:
+        return value >= least and not (isinstance(value, int) and value >= 2**63)
+
+    _require_each(config, names, holds, f"at least {least}")
 
 
 def require_above_zero(config, *names: str) -> None:
-    """Raises ValueError where a field is not above 0; None is no number and passes."""
-    _require_each(config, names, lambda value: value > 0, "a number above 0")
+    """Raises ValueError where a field is not above 0, or infinite; None passes."""
+    _require_each(config, names, lambda value: 0 < value < math.inf, "a number above 0")
 
 
 def require_below_one(config, *names: str) -> None:
@@ -236,7 +241,24 @@ def from_description(cls: type, description: dict[str, Any], where: str):
                 f"{where}: {cls.__name__} {fault} {', '.join(sorted(names))}; it was written "
                 "by another version of switchx: read it with that one, or correct the file"
             )
+    for name, hint in _hints(cls).items():
+        if name in values and not _fits(values[name], hint):
+            raise ValueError(
+                f"{where}: {cls.__name__}.{name}={values[name]!r} is of type "
+                f"{type(values[name]).__name__}, not what is written there; correct the file"
+            )
     return cls(**values)
+
+
+def _fits(value, hint) -> bool:
+    """Whether a value is of a hint of numbers and texts; any is of another hint."""
+    of = {float: (int, float), type(None): (type(None),)}
+    kinds = _alternatives(hint)
+    if not set(kinds) <= {int, float, str, bool, type(None)}:
+        return True
+    return any(isinstance(value, of.get(kind, (kind,))) for kind in kinds) and (
+        bool in kinds or not isinstance(value, bool)
+    )
 
 
 def _import_named(name: str, expected: type, where: str) -> type:
@@ -282,7 +304,7 @@ def differences(
 def _differences_of_fields(saved: dict, current, on, name: str) -> Iterator[str]:
     of = _type_name(type(current))
     if saved.get("type", of) != of:
-        yield f"{name}: {saved['type']} there, {of} here"
+        yield f"{name or 'the kind of folder'}: {saved['type']} there, {of} here"
         return
     fields = {field.name: field for field in dataclasses.fields(current)}
     for field in fields.values():

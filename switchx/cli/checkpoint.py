@@ -181,7 +181,8 @@ def _chosen(run, step, checkpoints) -> int:
     if not whole:
         steps = ", ".join(str(row["step"]) for row in checkpoints)
         raise ValueError(
-            f"no whole checkpoint {'' if step is None else step} among {steps} in {run.root}; "
+            f"no whole checkpoint{'' if step is None else f' {step}'} among {steps} in "
+            f"{run.root}; "
             "`switchx checkpoint verify` says what is wrong"
         )
     return whole[-1]["step"]

@@ -90,7 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _devices(hardware, asked: int | None) -> int:
+    from switchx.planner.search import MOST_DEVICES
+
     most = hardware.max_devices
+    if asked is not None and asked > MOST_DEVICES:
+        raise ValueError(f"--devices={asked}; give at most {MOST_DEVICES}")
     if asked is None:
         if most is None or hardware.inside.torus_dims:
             raise ValueError(

@@ -6,6 +6,8 @@ import pathlib
 
 from switchx.cli import arguments as shared
 
+# Of a drawn schedule.
+MOST_CELLS = 1_000_000
 REPORT = """\
 Writes one HTML page, which needs no other file and no network, about the routing of a run:
 load, drops, entropy and gate of every Switch layer over training, dead experts, where tokens
@@ -93,6 +95,11 @@ def run_show(arguments: argparse.Namespace) -> int:
     from switchx.partitioning.schedule import ScheduleSpec
 
     spec = ScheduleSpec(arguments.schedule, arguments.chunks)
+    if (cells := arguments.stages * arguments.microbatches) > MOST_CELLS:
+        raise ValueError(
+            f"--stages={arguments.stages} --microbatches={arguments.microbatches}: {cells:,} "
+            f"cells are not drawn; use at most {MOST_CELLS:,}"
+        )
     schedule = spec.build(arguments.stages, arguments.microbatches, arguments.stacks)
     row = {
         "schedule": spec.kind,

@@ -67,7 +67,7 @@ def next_commands(
     given = ((name, getattr(arguments, name)) for name in ("mesh", "hardware"))
     mesh = [f"--{name}={value}" for name, value in given if value is not None]
     same = configuration_words(arguments, without="TRAIN_STEPS")
-    steps = [f"--gin.TRAIN_STEPS={max(2 * job.train_steps, 1)}"]
+    steps = [f"--gin.TRAIN_STEPS={max(2 * job.train_steps, 2 * outcome.step, 1)}"]
     if not outcome.is_finished:
         same, steps = configuration_words(arguments), []
     other = f"{str(run.path).rstrip(os.sep)}_finetuned"

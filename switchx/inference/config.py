@@ -43,7 +43,7 @@ class DecodingConfig:
         is_prompt_bidirectional: a decoder-only model's prompt sees itself whole (prefix LM).
     """
 
-    max_new_tokens: int = option(64, "most tokens of an output, its end included", 1)
+    max_new_tokens: int = option(64, "most tokens of an output, its end included", 1, 2**20)
     beam_size: int = option(1, "1 takes the likeliest token, or samples; more search", 1)
     temperature: float = option(0.0, "divides logits; 0 takes the likeliest token", 0, 100)
     top_k: int | None = option(None, "sample among the N likeliest tokens", 1, MAX_INT32)

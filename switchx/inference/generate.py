@@ -87,6 +87,11 @@ class Generator:
     ):
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
+        if not decoding.beam_size <= config.vocab_size:
+            raise ValueError(
+                f"beam_size={decoding.beam_size} with a vocabulary of {config.vocab_size}: a "
+                f"beam begins with a token of its own; use 1 to {config.vocab_size}"
+            )
         devices.check(config, params)
         self.config = config if experts is None else slotted(config)
         self.params = separate_experts(params) if devices is ONE_DEVICE else params

@@ -84,6 +84,8 @@ def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
         return min(tokens_per_group, switch.expert_capacity)
     factor = switch.capacity_factor if is_training else switch.eval_capacity_factor
     choices = tokens_per_group * switch.router.num_selected
+    # No more slots than tokens are ever given, so a larger factor is that of an even share.
+    factor = min(factor, switch.num_experts)
     # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
     even_share = round(choices * factor / switch.num_experts, 9)
     round_to = {"up": math.ceil, "down": math.floor, "nearest": round}[switch.capacity_rounding]

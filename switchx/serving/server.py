@@ -33,7 +33,10 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}; use another --port") from error
+        option = "--host" if isinstance(error, socket.gaierror) else "--port"
+        raise OSError(
+            f"cannot listen on {host}:{port}: {error}; use another {option}"
+        ) from error
 
 
 def is_loopback(host: str) -> bool:

@@ -153,6 +153,12 @@ def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tre
     if job.init_from is None:
         return None
     source = RunFolder(job.init_from)
+    if not source.config.is_file():
+        raise ValueError(
+            f"init_from={str(source.path)!r} has no {source.config.name}: it is no run folder; "
+            "give the model_dir of a run or of `switchx convert` (of a quantized or exported "
+            "model, the run that it was made from)"
+        )
     if load_vocabulary(source.root).fingerprint() != job.vocabulary.fingerprint():
         raise ValueError(
             f"init_from={str(source.path)!r} was trained with another vocabulary than this "

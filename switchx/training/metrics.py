@@ -181,7 +181,8 @@ def _cut_after(path: pathlib.Path, last_step: int) -> None:
         return
     kept = []
     for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, KeyError):  # the line a killed run was writing
+        # The line that a killed run was writing, or what is no line of ours.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= last_step:
                 kept.append(line + b"\n")
     write_atomically(path, b"".join(kept))  # this run may be killed too

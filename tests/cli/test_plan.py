@@ -110,6 +110,7 @@ def test_devices_are_asked_for(capsys):
     message = refusal(capsys, "--hardware=h200x4x2", "--devices=16")
     assert "--devices=16, but --hardware=h200x4x2 has 8; give at most 8" in message
     assert "no whole number of at least 1" in refusal(capsys, "--hardware=v5e", "--devices=0")
+    assert "give at most 131072" in refusal(capsys, "--hardware=v5p", f"--devices={10**20}")
 
 
 def test_nodes_are_whole(capsys):

@@ -125,6 +125,7 @@ def test_json_has_the_bubble_and_its_check(capsys):
     [
         ("--stages=4 --microbatches=6 --schedule=interleaved --chunks=2", "use 4 or 8 microb"),
         ("--stages=0 --microbatches=6", "use at least 1"),
+        ("--stages=4 --microbatches=1000000000", "4,000,000,000 cells are not drawn; use at"),
         ("--stages=2 --microbatches=2 --output=a.jpeg", "ends in .png, .svg, .pdf"),
         ("--stages=2 --microbatches=2 --output=no/where/a.png", "there is no folder"),
     ],

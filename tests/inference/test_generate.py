@@ -271,3 +271,9 @@ def test_lengths_waste_no_more_than_a_third():
     assert LENGTHS[:8] == (1, 2, 3, 4, 6, 8, 12, 16)
     steps = zip(LENGTHS, LENGTHS[1:], strict=False)
     assert all(after - before - 1 <= after / 3 for before, after in steps)
+
+
+def test_more_beams_than_tokens_are_refused():
+    config = for_decoding(CONFIG)
+    with pytest.raises(ValueError, match="beam_size=1000 with a vocabulary of .* use 1 to"):
+        Generator(config, {}, DecodingConfig(beam_size=1000))

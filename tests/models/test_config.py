@@ -6,11 +6,13 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
+from switchx.fields import describe
 from switchx.models.config import (
     ModelConfig,
     Precision,
     RouterConfig,
     SwitchConfig,
+    model_from_description,
 )
 from switchx.moe.config import DISPATCHERS
 from tests.data.refusals import refused
@@ -123,6 +125,7 @@ def test_descriptions_are_frozen_and_can_be_keys():
             {"activation": "tanh"},
             "activation='tanh' is unknown; use one of relu, gelu, geglu, swiglu",
         ),
+        ({"d_ff": 4 * 10**21}, "ModelConfig.d_ff=4000000000000000000000; use at least 1"),
         ({"norm": "batch"}, "norm='batch' is unknown; use one of rms, layer"),
         (
             {"positions": "rotary"},
@@ -293,3 +296,14 @@ def test_an_unknown_dtype_is_refused(field):
     assert str(error.value) == (
         f"Precision.{field}='int8' is unknown; use one of float32, bfloat16, float16, float64"
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("d_model", "16"), ("dropout_rate", True), ("num_heads", None)]
+)
+def test_a_written_value_of_another_type_is_named_with_its_file(field, value):
+    description = describe(T5, "model") | {field: value}
+    with pytest.raises(
+        ValueError, match=rf"^run/config.json: ModelConfig.{field}={value!r} is"
+    ):
+        model_from_description(description, "run/config.json")

@@ -378,6 +378,7 @@ def test_each_device_reads_its_part_of_the_parameters_of_another_run(
 def test_parameters_of_another_vocabulary_are_refused(finished, tmp_path):
     source = RunFolder(tmp_path / "source").create()
     save_vocabulary(ByteVocabulary(num_sentinels=9), source.root)
+    source.config.write_text("{}")
     with refused(
         f"init_from={str(source.path)!r} was trained with another vocabulary than this job's; "
         "its token ids mean other things. Use the copy in that folder"
@@ -411,3 +412,11 @@ def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
     for name in ("neg_log_perplexity", "cross_entropy", "accuracy"):
         total = sum(task[name] * task["target_tokens"] for task in (letters, digits))
         assert metrics[name] == pytest.approx(total / tokens)
+
+
+def test_parameters_of_what_is_no_run_are_refused(tmp_path):
+    (tmp_path / "quantized").mkdir()
+    for name in ("quantized", "nowhere"):
+        job = tiny_job(init_from=str(tmp_path / name))
+        with refused("<any>has no config.json: it is no run folder; give the model_dir<any>"):
+            train(job, RunFolder(tmp_path / "run"), Events())

@@ -163,7 +163,9 @@ def test_a_run_begun_anew_keeps_no_line_and_a_resumed_one_its_own(tmp_path, last
 
 
 @pytest.mark.parametrize(
-    "half", ['{"step": 4, "lo', '{"step"', "{", "\x00\x00\x00", '{"loss": 1.0}'], ids=repr
+    "half",
+    ['{"step": 4, "lo', '{"step"', "{", "\x00\x00\x00", '{"loss": 1.0}', "[3]"],
+    ids=repr,
 )
 def test_a_line_that_a_kill_left_half_written_is_cut(tmp_path, half):
     write(tmp_path, -1, [2, 4])
