@@ -94,6 +94,7 @@ def train(
         program = (
             LayeredProgram(job, run, devices) if is_on_disk else TrainingProgram(job, devices)
         )
+        program.require_memory()
         with (
             program.scope(),
             Checkpointer(run, job.retention, program.experts) as checkpointer,

@@ -6,6 +6,8 @@
 
 import dataclasses
 import functools
+import math
+import os
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -14,6 +16,7 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.data.features import Batch
 from switchx.data.loader import Shard
+from switchx.fields import require
 from switchx.models.config import require_our_blocks
 from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.dispatchers import refusal
@@ -136,6 +139,29 @@ class TrainingProgram:
     def scope(self):
         """The context in which the steps are to be called: the mesh and its rules."""
         return use_mesh(self.mesh, self.job.mesh.rules)
+
+    def require_memory(self) -> None:
+        """Checks that the state alone fits: too large an allocation may hang, and not fail.
+
+        Raises:
+            ValueError: it does not; says how much there is.
+        """
+        device = self.mesh.local_devices[0]
+        needed = sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self.abstract_state)
+        )
+        if device.platform == "cpu":  # whose simulated devices share the machine's memory
+            needed *= len(self.mesh.local_devices)
+            limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        else:
+            limit = (device.memory_stats() or {}).get("bytes_limit", math.inf)
+        require(
+            needed <= limit,
+            f"parameters and optimizer need {needed / 2**30:,.1f} GiB, and a {device.platform} "
+            f"device has {limit / 2**30:,.1f} GiB; use more devices that split them "
+            "(configs/meshes/fsdp.gin), or a smaller model",
+        )
 
     @property
     def abstract_params(self):

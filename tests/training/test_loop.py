@@ -414,6 +414,14 @@ def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
         assert metrics[name] == pytest.approx(total / tokens)
 
 
+def test_a_model_beyond_the_memory_is_refused_before_it_is_drawn(tmp_path):
+    model = dataclasses.replace(TINY, d_ff=10**12)
+    with refused(
+        "parameters and optimizer need <any> GiB, and a cpu device has <any> GiB; use<any>"
+    ):
+        train(make_job(model), RunFolder(tmp_path), Events())
+
+
 def test_parameters_of_what_is_no_run_are_refused(tmp_path):
     (tmp_path / "quantized").mkdir()
     for name in ("quantized", "nowhere"):
