@@ -18,9 +18,11 @@ from collections.abc import Callable
 
 from tests.processes import ROOT, child_environment, xla_flags
 
-# Both are read when JAX is imported. On an accelerator: JAX_PLATFORMS=cuda pytest -m gpu.
+# They are read when JAX is imported. On an accelerator: JAX_PLATFORMS=cuda pytest -m gpu.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(devices=8)}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Simulated devices wait in threads for each other: `give_threads_to_simulated_devices`.
+os.environ.setdefault("NPROC", "32")
 
 import jax
 import pytest

@@ -276,6 +276,18 @@ def simulate_devices(number: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if DEVICES_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}={number}".strip()
+    give_threads_to_simulated_devices()
+
+
+def give_threads_to_simulated_devices() -> None:
+    """Four threads a device that XLA_FLAGS simulates, unless NPROC says how many in all.
+
+    A collective on simulated devices waits in a thread of XLA's pool, which has one a device on
+    a small machine. Where a device may begin two that do not depend on each other, as the
+    stages of a pipeline may, all threads wait for one that none is left to run.
+    """
+    if found := re.search(rf"{DEVICES_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", "")):
+        os.environ.setdefault("NPROC", str(4 * int(found[1])))
 
 
 # Command lines for a shell.

@@ -22,7 +22,12 @@ from switchx.cli import (
     train,
     vocab,
 )
-from switchx.cli.arguments import CommandParser, UsageError, accept_gin_bindings
+from switchx.cli.arguments import (
+    CommandParser,
+    UsageError,
+    accept_gin_bindings,
+    give_threads_to_simulated_devices,
+)
 
 COMMANDS = (
     train, evaluate, generate, serve, quantize, export, convert, vocab, checkpoint, show, plan,
@@ -68,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments is None:
         parser.print_help()
         return 2
+    give_threads_to_simulated_devices()
     logging.captureWarnings(True)
     try:
         with messages.shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):

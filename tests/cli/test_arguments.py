@@ -283,11 +283,15 @@ def test_nothing_is_made_up():
 
 def test_adds_to_what_is_there(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    monkeypatch.delenv("NPROC")
     simulate_devices(8)
     assert os.environ["XLA_FLAGS"] == "--xla_dump_to=x --xla_force_host_platform_device_count=8"
+    assert os.environ["NPROC"] == "32"
 
 
 def test_keeps_another_number(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setenv("NPROC", "5")
     simulate_devices(8)
     assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
+    assert os.environ["NPROC"] == "5"
