@@ -45,7 +45,10 @@ def stacked(config, layers: int, *, dropout_rate=0.0, dispatcher=None):
     if config.is_encoder_decoder:
         config = dataclasses.replace(config, num_encoder_layers=layers)
     if dispatcher is not None:
-        switch = dataclasses.replace(config.switch, dispatcher=dispatcher)
+        # Explicit dispatchers draw the masks inside of experts on every device.
+        switch = dataclasses.replace(
+            config.switch, dispatcher=dispatcher, expert_dropout_rate=0.0
+        )
         config = dataclasses.replace(config, switch=switch)
     return config
 
