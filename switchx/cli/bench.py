@@ -20,6 +20,11 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench scale          what meshes change, on eight simulated devices and by
                                compilation: losses, a pipeline's memory, collectives and
                                their bytes against the planner's; no times
+  switchx bench storage        training with experts on a disk against the resident program:
+                               gradients, bits, losses, bytes, order, times, memory, and
+                               what is left by `kill -9`; minutes
+  switchx bench storage --quick
+                               the same with fewer cells, steps and kills
   switchx bench train --json   the same as one JSON object on the last line
 
 `environment` of the object says whether malloc was tuned (docs/command_line.md).
@@ -53,8 +58,9 @@ def add_command(commands) -> None:
     bench = shared.add_command(
         commands, "bench", run_bench, "measure speed against a baseline", BENCH
     )
-    what = ["train", "moe", "kernels", "decode", "scale"]
+    what = ["train", "moe", "kernels", "decode", "scale", "storage"]
     bench.add_argument("what", choices=what, help="what to measure")
+    bench.add_argument("--quick", action="store_true", help="of storage: fewer cells")
     tune = shared.add_command(
         commands, "tune", run_tune, "find the quickest tilings of this machine", TUNE
     )
@@ -82,16 +88,20 @@ def run_bench(arguments) -> int:
                 "rounds; leave --rounds out"
             )
         shared.simulate_devices(8)
+    if arguments.quick and arguments.what != "storage":
+        raise ValueError(f"--quick with {arguments.what}: it is for storage; leave it out")
     from pallas_kernels.bench import kernels
-    from switchx.bench import decode, moe, scale, train
+    from switchx.bench import decode, moe, scale, storage, train
     from switchx.bench.report import Check, Report
     from switchx.cli.progress import TerminalReporter
 
     rounds = arguments.rounds or BENCH_ROUNDS
-    if arguments.what in ("kernels", "scale"):
+    if arguments.what in ("kernels", "scale", "storage"):
         with TerminalReporter() as reporter:
             if arguments.what == "scale":
                 report = scale.run(reporter.note)
+            elif arguments.what == "storage":
+                report = storage.run(rounds, is_quick=arguments.quick, note=reporter.note)
             else:
                 rows, checks = kernels.run(rounds, note=reporter.note)
                 report = Report("bench kernels", rows, [Check(**check) for check in checks])
