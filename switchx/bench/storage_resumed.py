@@ -10,6 +10,7 @@ checkpoint are compared with those of a run that was never killed.
 """
 
 import json
+import os
 import pathlib
 import random
 import signal
@@ -69,7 +70,8 @@ def training_row(
     rng, wrong, kills, resumed = random.Random(seed), [], 0, 0
     with tempfile.TemporaryDirectory(prefix="switchx-bench-") as folder:
         root = pathlib.Path(folder)
-        (root / "text.txt").write_text("\n\n".join(f"text {n} " * 9 for n in range(40)))
+        lines = [json.dumps({"text": f"text {number} " * 9}) for number in range(40)]
+        (root / "text.jsonl").write_text("\n".join(lines))
         points = _uninterrupted(root / "whole")
         expected = {step: arrays_of(root / "whole", step) for step in range(1, NUM_STEPS + 1)}
         run, newest = root / "0", 0
@@ -126,7 +128,10 @@ def _train(folder: pathlib.Path, keep: int, point: int, delay_s: float):
 
 def _child(module: str, *words) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", f"switchx.bench.{module}", *map(str, words)]
-    return subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+    # Disks are tried, no accelerators, and a mesh takes all devices that there are.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
+    environment = child_environment() | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 # The process that trains.
@@ -135,7 +140,7 @@ def _child(module: str, *words) -> subprocess.CompletedProcess:
 def training_job(folder: pathlib.Path, keep: int) -> TrainingJob:
     """A checkpoint after each step; a quarter of the records is cached."""
     text = Task(
-        "text", TextFiles(str(folder.parent / "text.txt")), ByteVocabulary(), CausalLM()
+        "text", TextFiles(str(folder.parent / "text.jsonl")), ByteVocabulary(), CausalLM()
     )
     return make_job(
         MODEL,
