@@ -113,6 +113,9 @@ TESTED_ELSEWHERE = {
     "switchx bench scale --json": (
         "tests/bench/test_scale.py::test_names_of_the_checks_are_fixed"
     ),
+    "switchx bench storage --json": (
+        "tests/bench/test_storage.py::test_names_and_bounds_of_the_checks_are_fixed"
+    ),
     "switchx check equivalence --json": MEASURING + "::test_report_and_exit_status",
     OWN: "tests/data/test_own_code.py::test_the_page_runs_as_printed",
     "python experiments/planner_vs_papers/run.py --json": (

@@ -52,7 +52,7 @@ def make_job(
     """A job of one device, with AdamW."""
     fields = dict(
         optimizer=ADAMW,
-        schedule=Constant(5e-3),
+        schedule=Constant(2e-3),
         step=StepConfig(num_microbatches=2, clip_norm=1.0),
     )
     return small_job(model, MeshSpec(data=1), rows, length, storage=storage, **fields | changes)

@@ -3,6 +3,8 @@
 
 import dataclasses
 import json
+import re
+import shlex
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from switchx.bench.storage_order import Event, violations
 from switchx.cli.main import main
 from switchx.storage.cache import BACKWARD, FORWARD
 from switchx.storage.trace import trace_of_steps
+from tests.processes import ROOT
+from tests.test_readme import commands
 
 BOUNDS = {
     "layered_gradient_error": "<=1e-6",
@@ -77,6 +81,18 @@ def test_names_and_bounds_of_the_checks_are_fixed(measured, capsys):
     checks = checks_of(capsys)
     assert {name: check["bound"] for name, check in checks.items()} == BOUNDS
     assert all(check["holds"] for check in checks.values())
+
+
+def test_commands_of_the_page_run(measured, capsys):
+    page = (ROOT / "docs/storage.md").read_text(encoding="utf-8")
+    found = [each for each in commands(page) if each.startswith("switchx bench ")]
+    assert len(found) == 2
+    for command in found:
+        assert main(shlex.split(command)[1:]) == 0
+        assert "kill9_differing" in capsys.readouterr().out
+    rows = re.findall(r"^\| `(\w+)` \|.*?\| (\S+) (\S+) \| \S.* \|$", page, re.MULTILINE)
+    said = {name: comparison + bound for name, comparison, bound in rows}
+    assert said == BOUNDS
 
 
 @pytest.mark.parametrize(
@@ -167,12 +183,13 @@ def test_what_is_out_of_order_is_named(change, words):
 @pytest.mark.slow  # compiles a program of ten layers
 def test_a_program_with_more_slots_than_it_says_is_seen(monkeypatch):
     assert storage_order.order_rows((2,), num_steps=1)[0]["violations"] == 0
-    made = storage_order.LayeredGradients.__init__
 
-    def with_one_more(self, config, loss, num_microbatches, slots):
-        made(self, config, loss, num_microbatches, slots + 1)
+    class OneMore(storage_order.WatchedGradients):
+        def __init__(self, job, banks):
+            storage = dataclasses.replace(job.storage, slots=job.storage.slots + 1)
+            super().__init__(dataclasses.replace(job, storage=storage), banks)
 
-    monkeypatch.setattr(storage_order.LayeredGradients, "__init__", with_one_more)
+    monkeypatch.setattr(storage_order, "WatchedGradients", OneMore)
     assert storage_order.order_rows((2,), num_steps=1)[0]["violations"] > 0
 
 
