@@ -61,11 +61,12 @@ def run(rounds: int, *, is_quick: bool = False, note: Note = lambda text: None) 
     """All rows, each part's with its own first column, and the checks.
 
     Args:
-        is_quick: fewer capacities, steps and kills.
+        is_quick: fewer models, capacities, steps and kills.
     """
     with programs_compiled_once():
         note("gradients")
-        of_gradients = gradient_rows()
+        models = list(gradient_models().items())[: 1 if is_quick else None]
+        of_gradients = gradient_rows(dict(models))
         note("bits, by capacity and policy")
         by_cache = cache_rows(FRACTIONS[::3] if is_quick else FRACTIONS)
         note("late updates")
@@ -143,9 +144,8 @@ class KeptGradients:
         self._banks.keep_gradients(run, used_JE, bank)
 
 
-def gradient_rows(models: Mapping[str, ModelConfig] | None = None) -> Rows:
+def gradient_rows(models: Mapping[str, ModelConfig]) -> Rows:
     """A row a model: the distance of all raw gradients, over the norm of the resident ones."""
-    models = gradient_models() if models is None else models
     return [
         {"gradients": name, "relative_error": gradient_error(model)}
         for name, model in models.items()

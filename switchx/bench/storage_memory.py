@@ -8,8 +8,8 @@ a process with the same layers, experts and tokens whose experts are thin, over 
     gradients               of all experts that a step uses, kept until the update
     banks                   of `slots` runs, on a CPU in the same memory
 
-The states of all experts are four times `host_bytes`. glibc's malloc keeps much of what is freed,
-in arenas of each thread: a control, of which no check is made, runs both processes with
+The states of all experts are four times `host_bytes`. glibc's malloc keeps much of what is
+freed, in arenas of each thread: a control, of which no check is made, runs both processes with
 RETURNING, which gives it back at once and takes longer. `python -m switchx.bench.storage_memory
 WIDTH` is the process.
 Dims: F ffn
