@@ -121,6 +121,9 @@ TESTED_ELSEWHERE = {
     "switchx bench scale --json": (
         "tests/bench/test_scale.py::test_names_of_the_checks_are_fixed"
     ),
+    "switchx bench storage --json": (
+        "tests/bench/test_storage.py::test_names_and_bounds_of_the_checks_are_fixed"
+    ),
     "switchx check equivalence --json": MEASURING + "::test_report_and_exit_status",
     "switchx check elastic --json": (
         "tests/bench/test_elastic.py::test_losing_devices_changes_nothing"

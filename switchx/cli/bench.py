@@ -23,6 +23,11 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench offload        decoding with a few experts of each layer on the device,
                                bfloat16, int8 and int4, against the resident model: tokens,
                                bytes on the device, bytes moved; no times
+  switchx bench storage        training with experts on a disk against the resident program:
+                               gradients, bits, losses, bytes, order, times, memory, and
+                               what is left by `kill -9`; minutes
+  switchx bench storage --quick
+                               the same with fewer cells, steps and kills
   switchx bench train --json   the same as one JSON object on the last line
 
 `environment` of the object says whether malloc was tuned (docs/command_line.md).
@@ -58,8 +63,9 @@ def add_command(commands) -> None:
     bench = shared.add_command(
         commands, "bench", run_bench, "measure speed against a baseline", BENCH
     )
-    what = ["train", "moe", "kernels", "decode", "offload", "scale"]
+    what = ["train", "moe", "kernels", "decode", "offload", "scale", "storage"]
     bench.add_argument("what", choices=what, help="what to measure")
+    bench.add_argument("--quick", action="store_true", help="of storage: fewer cells")
     tune = shared.add_command(
         commands, "tune", run_tune, "find the quickest tilings of this machine", TUNE
     )
@@ -92,15 +98,19 @@ def run_bench(arguments) -> int:
         )
     if arguments.what == "scale":
         shared.simulate_devices(8)
+    if arguments.quick and arguments.what != "storage":
+        raise ValueError(f"--quick with {arguments.what}: it is for storage; leave it out")
     from pallas_kernels.bench import kernels
-    from switchx.bench import decode, moe, offload, scale, train
+    from switchx.bench import decode, moe, offload, scale, storage, train
     from switchx.bench.report import Check, Report
     from switchx.cli.progress import TerminalReporter
 
     rounds = arguments.rounds or BENCH_ROUNDS
-    if arguments.what in ("kernels", "offload", "scale"):
+    if arguments.what in ("kernels", "offload", "scale", "storage"):
         with TerminalReporter() as reporter:
-            if arguments.what != "kernels":
+            if arguments.what == "storage":
+                report = storage.run(rounds, is_quick=arguments.quick, note=reporter.note)
+            elif arguments.what != "kernels":
                 report = {"offload": offload, "scale": scale}[arguments.what].run(reporter.note)
             else:
                 rows, checks = kernels.run(rounds, note=reporter.note)

@@ -225,9 +225,9 @@ class RecordStore:
             raise RecordError(
                 f"record {self._records / name}: {error}; go on from the last checkpoint"
             ) from None
-        except ValueError as error:  # tensorstore's, of the system
+        except BaseException as error:  # tensorstore's, or what ends this thread
             raise StoreError(
-                f"record {self._records / name} cannot be read: {error}"
+                f"record {self._records / name} cannot be read: {error!r}"
             ) from error
         with self._lock:
             self.bytes_read += len(result.value)

@@ -13,7 +13,7 @@ from tests.processes import ROOT
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_last_snapshot_is_whole_after_a_kill_at_every_write_point(tmp_path, stride):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.storage.killed", str(tmp_path), str(stride)],
+        [sys.executable, "-m", "switchx.bench.storage_kills", str(tmp_path), str(stride)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -109,6 +109,17 @@ def whole(config, num_microbatches):
 
 
 REROUTED = RouterConfig(jitter=0.0, overflow="reroute", max_rounds=3)
+BIASED = RouterConfig(jitter=0.0, bias_update_rate=0.01)
+HASHED = RouterConfig("hash", exploration="none")
+EXPERT_CHOICE = RouterConfig("expert_choice", exploration="none")
+
+
+def in_precision(compute: str, **switch):
+    """A decoder whose activations have this dtype."""
+    config = stacked(SPARSE, **switch)
+    return dataclasses.replace(
+        config, precision=dataclasses.replace(config.precision, compute=compute)
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,15 +138,31 @@ REROUTED = RouterConfig(jitter=0.0, overflow="reroute", max_rounds=3)
             ),
             1,
         ),
+        # Float16's loss is not scaled here; what it rounds away, both round away.
+        pytest.param(in_precision("float16"), 2, marks=pytest.mark.slow),
+        (in_precision("bfloat16", router=BIASED), 2),
+        pytest.param(stacked(SPARSE, router=HASHED), 2, marks=pytest.mark.slow),
+        # Experts choose tokens, in the encoder alone: the decoder's runs have no experts.
+        pytest.param(
+            stacked(ENCODER_DECODER, stacks="encoder", router=EXPERT_CHOICE),
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["encoder_decoder", "both_rerouted"],
-)
+    ids=[
+        "encoder_decoder", "both_rerouted", "float16", "bfloat16_biased", "hash",
+        "expert_choice",
+    ],
+)  # fmt: skip
 def test_gradients_are_those_of_the_whole_step(config, num_microbatches):
     want = whole(config, num_microbatches)
     (grads, value, sums, stats, squares), banks = layered(config, num_microbatches)
     mine, right = tree.named_leaves(grads), tree.named_leaves(want[0])
     assert mine.keys() == right.keys()
     for name, leaf in right.items():
+        if not np.any(leaf):  # a bias gets no gradient
+            assert not np.any(mine[name]), name
+            continue
         assert relative_error([mine[name]], [leaf]) <= 3e-6, name
     assert relative_error([mine[n] for n in right], right.values()) <= 1e-6
     for got, expected in zip(

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that is killed at the n-th of its write points, for each n; run by test_kill.py.
+"""A process that keeps records and is killed at the n-th of its write points, for each n.
 
-Write points are the calls that change files, as Python's audit events name them, and every
-read, write and wait of the store, so that tensorstore is killed while it writes. Each attempt
-is a fork of this process, which has no threads: nothing is imported again.
+`python -m switchx.bench.storage_kills FOLDER STRIDE` prints how many points there are, and what
+was wrong after which. Write points are the calls that change files, as Python's audit events
+name them, and every read, write and wait of the store, so that tensorstore is killed while it
+writes. Each attempt is a fork of this process, which has no threads and has not imported JAX:
+nothing is imported again.
 """
 
 import json
@@ -11,26 +13,49 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 
-from switchx.storage.record import RecordError
+import numpy as np
+
+from switchx.storage.record import ArrayType, Record, RecordError, StoreLayout
 from switchx.storage.store import RecordStore
-from tests.storage.stored import LAYOUT, is_same, record
 
+_ARRAYS = {
+    "params/w_DF": ArrayType((3, 5), "float32"),
+    "mu/w_DF": ArrayType((3, 5), "bfloat16"),
+}
+LAYOUT = StoreLayout({"encoder 1": _ARRAYS, "decoder 3": _ARRAYS}, num_experts=3)
 KEYS = range(LAYOUT.num_keys)
 EVENTS = ("os.link", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
-class Points:
-    """Counts write points, and kills the process at one of them."""
+def record(key: int, updates: int) -> Record:
+    """The record of a key after so many updates, whose numbers say which it is."""
+    rng = np.random.default_rng([key, updates])
+    arrays = {name: rng.normal(size=a.shape).astype(a.dtype) for name, a in _ARRAYS.items()}
+    return Record(arrays, updates)
 
-    def __init__(self, last: int | None):
+
+def is_same(one: Record, other: Record) -> bool:
+    """Whether two records have equal arrays, to the bit, and updates."""
+    return one.updates == other.updates and all(
+        one.arrays[name].tobytes() == other.arrays[name].tobytes() for name in _ARRAYS
+    )
+
+
+class Points:
+    """Counts write points, and kills the process at one of them, or a moment after it."""
+
+    def __init__(self, last: int | None, delay_s: float = 0.0):
         self.number = 0
-        self._last = last
+        self._last, self._delay_s = last, delay_s
         sys.addaudithook(self._hear)
 
     def pass_one(self) -> None:
         self.number += 1
-        if self.number == self._last:
+        if self.number == self._last and self._delay_s:
+            threading.Timer(self._delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif self.number == self._last:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _hear(self, event: str, arguments: tuple) -> None:

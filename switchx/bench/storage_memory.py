@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory of training with experts on a disk, of a process of its own.
+
+`rss_over_budget` is the most memory that the process ever had (resident set size), less that of
+a process with the same layers, experts and tokens whose experts are thin, over the budget:
+
+    host_bytes              records in the cache
+    gradients               of all experts that a step uses, kept until the update
+    banks                   of `slots` runs, on a CPU in the same memory
+
+The states of all experts are four times `host_bytes`. glibc's malloc keeps much of what is
+freed, in arenas of each thread: a control, of which no check is made, runs both processes with
+RETURNING, which gives it back at once and takes longer. `python -m switchx.bench.storage_memory
+WIDTH` is the process.
+Dims: F ffn
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+from switchx.bench.report import Check
+from switchx.bench.storage_runs import child_environment, make_batch, make_job, opened
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.storage.cache import StorageSpec
+from switchx.training.job import TrainingJob
+
+LAYERS, EXPERTS, D, ROWS, LENGTH = 8, 16, 128, 4, 8
+STATES_OVER_HOST_BYTES = 4
+WIDE, THIN = 2048, 8
+NUM_STEPS = 4
+MEBIBYTE = 2**20
+RETURNING = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**17)}
+MALLOCS = {"default": {}, "returning": RETURNING}
+
+
+def memory_job(width: int) -> TrainingJob:
+    """A job whose experts have this width F, a quarter of whose records is cached."""
+    # Few tokens: a step uses some of the experts.
+    switch = SwitchConfig(EXPERTS, every=1, min_capacity=1, group_size=LENGTH)
+    model = ModelConfig(
+        "decoder_only", 256, D, width, 2, 8, num_decoder_layers=LAYERS, activation="relu",
+        scan_layers=True, remat="full", switch=switch,
+    )  # fmt: skip
+    parameters = LAYERS * EXPERTS * 2 * D * width * 4
+    states = 3 * parameters  # of AdamW
+    storage = StorageSpec("disk", host_bytes=states // STATES_OVER_HOST_BYTES)
+    return make_job(model, storage, ROWS, LENGTH)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Memory of both processes, then of both with another malloc."""
+    return [measured(width, malloc) for malloc in MALLOCS for width in (THIN, WIDE)]
+
+
+def check(found: list[dict[str, Any]]) -> Check:
+    """Of the processes as they are."""
+    return Check("rss_over_budget", over_budget(*found[:2]), "<=1.2")
+
+
+def over_budget(thin: dict[str, Any], wide: dict[str, Any]) -> float:
+    """The wide process' memory above the thin one's, over the budget's difference."""
+    more = wide["peak_rss_mib"] - thin["peak_rss_mib"]
+    return more / (wide["budget_mib"] - thin["budget_mib"])
+
+
+def measured(width: int, malloc: str = "default") -> dict[str, Any]:
+    """A row, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "switchx.bench.storage_memory", str(width)],
+        env=child_environment() | MALLOCS[malloc],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"a process of bench storage failed: {done.stderr[-2000:]}")
+    row = json.loads(done.stdout.splitlines()[-1])
+    return row | {"memory": f"{row['memory']}, {malloc} malloc"}
+
+
+def peak_rss_bytes() -> int:
+    """The most that this process ever had, of Linux.
+
+    Not `ru_maxrss`: a process begins with that of the one which started it.
+    """
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * 2**10
+
+
+def main(width: int) -> None:
+    job = memory_job(width)
+    with opened(job) as (program, _):
+        state = program.init_state()
+        for step in range(NUM_STEPS):
+            batch = program.place(make_batch(job.model, step, ROWS, LENGTH))
+            state, metrics = program.train_step(state, batch)
+        touched = program.experts.metrics()["touched_share"]
+        states = program.experts.layout.record_bytes * program.experts.layout.num_keys
+    bank = states / 3 / LAYERS
+    budget = job.storage.host_bytes + touched * states / 3 + job.storage.slots * bank
+    row = {
+        "memory": f"experts of width {width}",
+        "states_mib": states / MEBIBYTE,
+        "host_mib": job.storage.host_bytes / MEBIBYTE,
+        "touched_share": touched,
+        "budget_mib": budget / MEBIBYTE,
+        "peak_rss_mib": peak_rss_bytes() / MEBIBYTE,
+    }
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

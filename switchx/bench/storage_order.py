@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes and order of training with experts on a disk, against what they are to be.
+
+Bytes, where each step uses all E experts of each of N layers, the cache holds one layer and
+evicts the least recently used: forward reads all layers; backward begins, and the update too,
+with the layer that is there. So a step reads N + (N - 1) + (N - 1) layers, and writes N. Where
+a step uses some of the experts, bytes are counted by running the trace of the run through its
+cache again (`switchx simulate cache` does that).
+
+Order, of a step with S slots: a run's reads begin before the computation that is S - 1 runs
+ahead of it; forward and backward visit the runs in their order; banks that wait, with the one
+that is computed with and the one before it, are no more than S; gradients of a run are taken
+once, after the run that follows was started.
+Dims: N Switch layers, E experts, S slots
+"""
+
+import dataclasses
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from switchx.bench.report import Check
+from switchx.bench.storage_runs import (
+    EXPERTS,
+    LAYERS,
+    MODEL,
+    make_batch,
+    make_job,
+    opened,
+    record_bytes,
+    trained,
+)
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.models.config import RouterConfig
+from switchx.models.stages import Run
+from switchx.storage.cache import (
+    BACKWARD,
+    FORWARD,
+    SWEEPS,
+    UPDATE,
+    Cache,
+    StorageSpec,
+    make_policy,
+)
+from switchx.storage.simulation import POLICIES
+from switchx.storage.snapshot import Snapshot
+from switchx.storage.trace import Trace, read_trace
+from switchx.training.job import TrainingJob
+from switchx.training.layered import LayeredProgram
+from switchx.training.layered_step import Bank, ExpertBanks, LayeredGradients
+
+Rows = list[dict[str, Any]]
+
+# Below ten updates all records have files of one size.
+NUM_STEPS = 8
+# A token's id chooses: with 64 tokens each of 4 experts has some in every step.
+ALL_USED = dataclasses.replace(
+    MODEL,
+    switch=dataclasses.replace(
+        MODEL.switch, num_experts=4, router=RouterConfig("hash", exploration="none")
+    ),
+)
+
+
+def checks(traffic: Rows, order: Rows) -> list[Check]:
+    """The ratio that is farthest from 1, and all violations."""
+    ratios = [row[f"{way}_vs_formula"] for row in traffic for way in ("read", "written")]
+    violations = sum(row["violations"] for row in order)
+    return [
+        Check("bytes_vs_formula", max(ratios, key=lambda ratio: abs(ratio - 1)), "==1"),
+        Check("order_violations", violations, "==0"),
+    ]
+
+
+# bytes_vs_formula
+
+
+def traffic_rows(num_steps: int = NUM_STEPS, policies=POLICIES) -> Rows:
+    """A row a run: bytes of files that were read and written, over those of the formula."""
+    per_layer = ALL_USED.switch.num_experts
+    steps = num_steps * per_layer
+    row = _traffic(
+        make_job(ALL_USED), "lru", per_layer, num_steps,
+        lambda trace: (steps * (3 * LAYERS - 2), steps * LAYERS),
+    )  # fmt: skip
+    if row["touched_share"] != 1:
+        raise RuntimeError(f"{row['touched_share']:.0%} of the experts were used; expected all")
+    capacity = LAYERS * EXPERTS // 4
+    return [row] + [
+        _traffic(
+            make_job(), policy, capacity, num_steps,
+            lambda trace, policy=policy: simulated(trace, capacity, policy),
+        )
+        for policy in policies
+    ]  # fmt: skip
+
+
+def _traffic(
+    job: TrainingJob,
+    policy: str,
+    capacity: int,
+    num_steps: int,
+    expected: Callable[[Trace], tuple[int, int]],
+) -> dict[str, Any]:
+    """A row of `traffic_rows`; `expected` has the records read and written, from the trace."""
+    storage = StorageSpec("disk", host_bytes=capacity * record_bytes(job), policy=policy)
+    with tempfile.TemporaryDirectory(prefix="switchx-bench-") as folder:
+        run = RunFolder(folder)
+        program = LayeredProgram(
+            dataclasses.replace(job, storage=storage), run, jax.devices()[:1]
+        )
+        with program.scope():
+            trained(program, num_steps)
+            program.experts.save(run.root / "saved")
+            found = program.experts.metrics()
+        (file_bytes,) = {size for size, _ in Snapshot(run.root / "saved").files.values()}
+        read, written = expected(read_trace(run.storage / "trace.npz"))
+    num_records = program.experts.layout.num_keys
+    return {
+        "traffic": f"{num_steps} steps, {policy}, {capacity} of {num_records} cached",
+        "touched_share": found["touched_share"],
+        "read_bytes": found["read_bytes"],
+        "written_bytes": found["written_bytes"],
+        "read_vs_formula": found["read_bytes"] / (read * file_bytes),
+        "written_vs_formula": found["written_bytes"] / (written * file_bytes),
+    }
+
+
+def simulated(trace: Trace, capacity: int, policy: str) -> tuple[int, int]:
+    """Records that a cache reads and writes on a trace, which ends with a snapshot."""
+    layers, E = len(trace.layers), trace.num_experts
+    cache = Cache(capacity, make_policy(policy, layers, E, trace.sweeps))
+    for keys, place in trace.requests():
+        cache.request(keys, place)
+        if place.sweep == UPDATE:
+            cache.mark_dirty(keys)
+    return cache.num_requested - cache.num_hits, cache.num_written_back + len(cache.dirty)
+
+
+# order_violations
+
+
+class Event(NamedTuple):
+    """Something that a step did, in the order in which it did it.
+
+    Attributes:
+        what: `read` begins, `compute` is started, gradients are kept.
+        run: its number.
+        banks: of `compute`: how many are on the device, the one it computes with included.
+    """
+
+    what: str
+    sweep: int
+    run: int
+    banks: int = 0
+
+
+class WatchedGradients(LayeredGradients):
+    """The gradients of a step, which note when a run is computed with."""
+
+    def __init__(self, job: TrainingJob, banks: "WatchedBanks"):
+        super().__init__(
+            job.model, job.loss, job.step.num_microbatches, job.storage.slots
+        )  # fmt: skip
+        number = {(run.stack, run.place): n for n, run in enumerate(self.runs)}
+
+        def noted(sweep: int, compute):
+            def call(kind, *arguments):
+                # The run's place is the one NumPy scalar among them.
+                (place,) = (each for each in arguments if isinstance(each, np.int32))
+                banks.computed(sweep, number[kind.stack, int(place)])
+                return compute(kind, *arguments)
+
+            return call
+
+        self._forward = noted(FORWARD, self._forward)
+        self._backward = noted(BACKWARD, self._backward)
+
+
+class WatchedBanks:
+    """The banks of a run's records, which note what they are asked for.
+
+    Attributes:
+        events: of all steps.
+    """
+
+    def __init__(self, banks: ExpertBanks, runs: Sequence[Run]):
+        self.events: list[Event] = []
+        self._banks = banks
+        self._number = {run: n for n, run in enumerate(runs)}
+        # Arrays of every fetched bank: those that are gone are no longer on the device.
+        self._arrays: list[list[weakref.ref]] = []
+
+    def expected(self, run: Run) -> np.ndarray:
+        return self._banks.expected(run)
+
+    def prefetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> None:
+        self.events.append(Event("read", sweep, self._number[run]))
+        self._banks.prefetch(run, sweep, used_JE)
+
+    def fetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> Bank:
+        bank = self._banks.fetch(run, sweep, used_JE)
+        self._arrays.append([weakref.ref(array) for array in bank.values()])
+        return bank
+
+    def keep_gradients(self, run: Run, used_JE: np.ndarray, bank: Bank) -> None:
+        self.events.append(Event("keep", BACKWARD, self._number[run]))
+        self._banks.keep_gradients(run, used_JE, bank)
+
+    def computed(self, sweep: int, number: int) -> None:
+        """Takes note that a run is about to be computed with."""
+        self._arrays = [each for each in self._arrays if any(ref() is not None for ref in each)]
+        self.events.append(Event("compute", sweep, number, len(self._arrays)))
+
+
+def order_rows(slots: Sequence[int] = (2, 3), num_steps: int = 2) -> Rows:
+    """A row a number of slots: what a step with a quarter of the experts cached did."""
+    capacity = LAYERS * EXPERTS // 4 * record_bytes(make_job())
+    return [
+        _order(make_job(storage=StorageSpec("disk", n, capacity)), num_steps) for n in slots
+    ]
+
+
+def _order(job: TrainingJob, num_steps: int) -> dict[str, Any]:
+    slots, found, computed = job.storage.slots, [], 0
+    with opened(job) as (program, _):
+        state = program.init_state()
+        banks = WatchedBanks(program.experts, program.experts.runs)
+        layered = WatchedGradients(job, banks)
+        for step in range(num_steps):
+            program.experts.begin_sweeps(is_training=True)
+            batch = program.place(make_batch(job.model, step))
+            layered.gradients(state.params, batch, banks, key=state.key)
+            found += violations(banks.events, len(layered.runs), slots)
+            computed += sum(event.what == "compute" for event in banks.events)
+            banks.events.clear()
+    return {
+        "order": f"{num_steps} steps, {slots} slots, {len(layered.runs)} runs",
+        "computed_runs": computed,
+        "violations": len(found),
+        "first": found[0] if found else None,
+    }
+
+
+def violations(events: Sequence[Event], num_runs: int, slots: int) -> list[str]:
+    """What a step did against the order of this file's first lines, in words."""
+    found = []
+    for sweep in (FORWARD, BACKWARD):
+        own = [event for event in events if event.sweep == sweep]
+        found += _of_sweep(own, num_runs, slots, 1 if sweep == FORWARD else -1)
+    kept = [event.run for event in events if event.what == "keep"]
+    if kept != list(reversed(range(num_runs))):
+        found.append(f"gradients kept of runs {kept}")
+    of_backward = [e for e in events if e.sweep == BACKWARD and e.what != "read"]
+    for before, event in zip(of_backward, of_backward[1:], strict=False):
+        if event.what == "keep" and event.run == before.run > 0:
+            found.append(f"gradients of run {event.run} kept before run {event.run - 1} began")
+    return found
+
+
+def _of_sweep(events: Sequence[Event], num_runs: int, slots: int, way: int) -> list[str]:
+    """Violations of forward (`way` 1) or backward (-1)."""
+    found, begun, first = [], set(), 0 if way == 1 else num_runs - 1
+    last = None
+    for event in events:
+        name = f"{SWEEPS[event.sweep]} {event.run}"
+        if event.what == "read":
+            begun.add(event.run)
+        if event.what != "compute":
+            continue
+        ahead = event.run + way * (slots - 1)
+        if 0 <= ahead < num_runs and ahead not in begun:
+            found.append(f"{name} began before the reads of run {ahead}")
+        is_next = event.run == (first if last is None else last + way)
+        # Forward goes back to a run whose guess was wrong, with at most one after it.
+        is_again = way == 1 and last is not None and last - 1 <= event.run <= last
+        if not is_next and not is_again:
+            found.append(f"{name} came after run {last}")
+        # The run before may be computing still.
+        if event.banks + (last is not None) > slots:
+            found.append(
+                f"{name} with {event.banks} banks and the one before, of {slots} slots"
+            )
+        last = event.run
+    if last != (num_runs - 1 if way == 1 else 0):
+        found.append(f"{SWEEPS[FORWARD if way == 1 else BACKWARD]} ended at run {last}")
+    return found

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps a second with experts on a disk, against the resident program in the same run.
+
+A step can be no faster than the longer of two: its computation, which is that of the resident
+program with the same remat, and its bytes over the disk's bandwidth. That is measured with one
+large file, written and flushed, and read again, of which the system may have pages in memory,
+as it has of records that were written a moment ago.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.bench.timing import Contender, speedup, take_turns
+from switchx.bench.planned_bytes import small_job
+from switchx.bench.report import Check
+from switchx.bench.storage_runs import make_batch, opened, opened_resident, record_bytes
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.partitioning.mesh import MeshSpec
+from switchx.storage.cache import StorageSpec
+from switchx.training.job import TrainingJob
+
+ROWS, LENGTH = 16, 128
+MODEL = ModelConfig(
+    "decoder_only", 4096, 256, 1024, 4, 64, num_decoder_layers=8, activation="relu",
+    scan_layers=True, remat="full",
+    switch=SwitchConfig(8, every=2, capacity_factor=1.0, group_size=LENGTH),
+)  # fmt: skip
+CACHED = 0.25  # of the records, where the disk is used
+FILE_BYTES = 2**28
+MEBIBYTE = 2**20
+
+
+def make_job(storage: StorageSpec = StorageSpec("disk"), model: ModelConfig = MODEL):
+    return small_job(model, MeshSpec(data=1), ROWS, LENGTH, storage=storage)
+
+
+def run(rounds: int, job: TrainingJob | None = None, file_bytes: int = FILE_BYTES):
+    """Rows, and the checks `layered_vs_resident_tokens_per_s` and `step_vs_bound`."""
+    job = make_job() if job is None else job
+    switch, layers = job.model.switch, job.model.num_sparse_layers
+    records = max(round(CACHED * layers * switch.num_experts), switch.num_experts)
+    part = StorageSpec("disk", host_bytes=records * record_bytes(job))
+    with (
+        opened(job) as (whole, folder),
+        opened(dataclasses.replace(job, storage=part)) as (small, _),
+        opened_resident(job) as resident,
+    ):
+        contenders = [
+            contender("resident", resident),
+            contender("on a disk, all cached", whole),
+            contender(f"on a disk, {records} experts cached", small),
+        ]
+        for each in contenders:
+            each.step()
+        small.experts.metrics()
+        take_turns(contenders, rounds)
+        moved = small.experts.metrics()
+        disk = bandwidths(folder, file_bytes)
+    fast, cached, on_disk = contenders
+    steps = rounds + 1  # with the first one of `take_turns`
+    rows = [_row(each, fast, job) for each in contenders]
+    disk_s = sum(moved[f"{way}_bytes"] / steps / disk[way] for way in ("read", "written"))
+    rows.append(
+        {
+            "bound": on_disk.name,
+            "compute_ms": 1e3 * fast.median_s,
+            "disk_ms": 1e3 * disk_s,
+            "step_vs_all_cached": on_disk.median_s / max(cached.median_s, disk_s),
+            **{f"{way}_mib_per_step": moved[f"{way}_bytes"] / steps / MEBIBYTE for way in disk},
+            **{f"{way}_mib_per_s": each / MEBIBYTE for way, each in disk.items()},
+        }
+    )
+    ratio = on_disk.median_s / max(fast.median_s, disk_s)
+    return rows, [
+        Check("layered_vs_resident_tokens_per_s", speedup(cached, fast), ">=0.85"),
+        Check("step_vs_bound", ratio, "<=1.3"),
+    ]
+
+
+def contender(name: str, program) -> Contender:
+    """Training steps of a program that is within its scope."""
+    held = [program.init_state()]
+    batch = program.place(make_batch(program.job.model, 0, program.job.batch_size, LENGTH))
+
+    def step() -> None:
+        held[0], metrics = program.train_step(held[0], batch)
+        jax.block_until_ready((held[0], metrics))
+
+    return Contender(name, step)
+
+
+def bandwidths(folder: pathlib.Path, num_bytes: int) -> dict[str, float]:
+    """Bytes a second of a large file: `written` and flushed, and `read`."""
+    path, data = folder / "bandwidth", np.random.default_rng(0).bytes(num_bytes)
+    found: dict[str, list[float]] = {"read": [], "written": []}
+    for _ in range(3):
+        with contextlib.closing(path.open("wb", buffering=0)) as file:
+            begin = time.perf_counter()
+            file.write(data)
+            os.fsync(file.fileno())
+            found["written"].append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        path.read_bytes()
+        found["read"].append(time.perf_counter() - begin)
+        path.unlink()
+    return {way: num_bytes / float(np.median(times)) for way, times in found.items()}
+
+
+def _row(each: Contender, resident: Contender, job: TrainingJob) -> dict[str, Any]:
+    return {
+        "step": each.name,
+        "step_ms": 1e3 * each.median_s,
+        "min_ms": 1e3 * min(each.times_s),
+        "max_ms": 1e3 * max(each.times_s),
+        "tokens_per_s": job.batch_size * LENGTH / each.median_s,
+        "vs_resident": speedup(each, resident),
+    }
