@@ -89,8 +89,9 @@ class MeshSpec:
             )
             raise ValueError(
                 f"mesh {text} needs {needed} devices, but there are {len(devices)} "
-                f"({devices[0].platform}); change the mesh, or simulate devices on CPU with "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+                f"({devices[0].platform}); change the mesh (of a run, by "
+                "--gin_file=configs/meshes/data.gin after its own files), or simulate devices "
+                f"on CPU with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
             )
         axis_types = (AxisType.Auto,) * len(sizes)
         return Mesh(arranged(devices, sizes), tuple(sizes), axis_types=axis_types)

@@ -85,9 +85,9 @@ def test_some_of_the_devices():
 )
 def test_a_mesh_uses_exactly_the_devices_there_are(spec, text, needed):
     with refused(
-        f"mesh {text} needs {needed} devices, but there are 8 (cpu); change the mesh, or "
-        "simulate devices on CPU with "
-        f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        f"mesh {text} needs {needed} devices, but there are 8 (cpu); change the mesh (of a "
+        "run, by --gin_file=configs/meshes/data.gin after its own files), or simulate "
+        f"devices on CPU with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
     ):
         spec.build()
 
