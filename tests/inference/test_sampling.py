@@ -157,7 +157,7 @@ def test_a_sample_is_its_sentences_own():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0; use at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0; use 1 to 1048576"),
         ({"beam_size": 0}, "beam_size=0; use at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0; use 0 to 100"),
         ({"temperature": 0.001}, "temperature=0.001; use 0 for the likeliest token"),

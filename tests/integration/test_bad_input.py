@@ -258,19 +258,23 @@ def test_init_from_a_run_that_does_not_fit(refused, run_folder, files, bindings,
     assert not pathlib.Path("new/config.json").exists()
 
 
+NO_VALUE = "--gin.INIT_FROM= has no value; write --gin.INIT_FROM=VALUE"
+
+
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "said", "said_of_vocabulary"),
     [
-        ("none", "no vocabulary can be read from <any>none"),
-        ("empty", "no vocabulary can be read from <any>empty"),
-        ("", "--gin.INIT_FROM= has no value; write --gin.INIT_FROM=VALUE"),
+        ("none", "init_from='none' has no config.json: it is no run", "no vocabulary can be"),
+        ("empty", "init_from='empty' has no config.json: it is no run", "no vocabulary can be"),
+        ("", NO_VALUE, NO_VALUE),
     ],
 )
-def test_init_from_no_run(refused, files, source, said):
+def test_init_from_no_run(refused, files, source, said, said_of_vocabulary):
     pathlib.Path("empty").mkdir()
     refused(said, "train", *arguments("new", files, f"INIT_FROM={source}"))
+    # Its task reads the vocabulary of that folder before anything else.
     finetune = ["--gin_file=runs/finetune.gin", f"--gin.INIT_FROM={source}", "--model_dir=new"]
-    refused(said, "train", *finetune)
+    refused(said_of_vocabulary, "train", *finetune)
 
 
 def test_init_from_a_run_without_a_checkpoint(refused, files, finished_run):
