@@ -113,7 +113,7 @@ def made_once(tmp_path_factory):
 def session_cache(made_once) -> pathlib.Path:
     """The user's cache, for all workers and child processes: corpora, vocabularies, programs.
 
-    What is compiled below `compiled` is compiled once, whoever needs it first.
+    What is compiled below `compiled` is compiled once, whichever test needs it first.
     """
     return made_once("session_cache")
 

@@ -13,7 +13,7 @@ FLAGS = ("coordinator", "num_processes", "process_id")
 
 
 def add_hosts(parser) -> None:
-    """`--coordinator`, `--num_processes`, `--process_id` and the two patiences."""
+    """`--coordinator`, `--num_processes`, `--process_id` and the two timeouts."""
     group = parser.add_argument_group(
         "several hosts",
         "One process a machine, all with the same command. Under Slurm (srun), in a\n"
@@ -97,16 +97,16 @@ def run_together(
         What was prepared, and what became of it. Where the work fails, this process ends.
 
     Args:
-        prepare, state: see `hosts.together.prepared_together`.
+        prepare, state: see `hosts.distributed.prepared_together`.
         work: of what was prepared; `jax.devices()` are those of all processes.
         explain: shows an error to a person; returns the exit status, or raises.
     """
-    from switchx.hosts.together import Patience, lifeline, prepared_together
+    from switchx.hosts.distributed import Timeouts, distributed, prepared_together
 
-    patience = Patience(arguments.start_seconds, arguments.silence_seconds)
-    prepared, company = prepared_together(processes, patience, prepare, state)
+    timeouts = Timeouts(arguments.start_seconds, arguments.silence_seconds)
+    prepared, peers = prepared_together(processes, timeouts, prepare, state)
     try:
-        with lifeline(company, patience):
+        with distributed(peers, timeouts):
             outcome = work(prepared)
     except BaseException as error:
         try:

@@ -65,7 +65,7 @@ def find_or_place(relative: str, data_dir: str | None) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is whole or not there, whoever else writes or is killed."""
+    """Writes a file that is whole or not there, whatever other process writes or is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:

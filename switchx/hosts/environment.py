@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from switchx.hosts.processes import Processes
 
-# Where nobody names one; the next one is JAX's. Systems do not hand these out by themselves.
+# Where no port is given; the next one is JAX's. Systems do not hand these out by themselves.
 PORT = 8476
 
 

@@ -256,7 +256,7 @@ def on_host(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
 def _cut(program, settings: tuple, structure, shapes: tuple) -> CutProgram:
-    """A program for arguments of these shapes and dtypes, whoever's they are."""
+    """A program for arguments of these shapes and dtypes, of any model."""
     leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
     arrays = jax.tree.unflatten(structure, leaves)
     is_donated = [

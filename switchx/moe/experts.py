@@ -36,7 +36,7 @@ absent_rows_p.def_abstract_eval(lambda x_RD, count_E, *, layer: x_RD)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AbsentExperts:
-    """The experts of a layer that somebody else runs, a bank without weights.
+    """The experts of a layer that runs elsewhere, a bank without weights.
 
     Of a model's parameters it is the layer's `w_in_EDF`, and the only one of its experts. A
     program with it is not compiled as it is: `inference/cut_program.py` ends one part of it

@@ -239,7 +239,7 @@ class RecordStore:
             data = encode(record, name)
             self._put(name, data)
         except Exception as error:
-            # Whoever wrote may never ask for the future: the next call raises it.
+            # The future of a write may never be read: the next call raises its error.
             self._failure = self._failure or error
             raise
         with self._lock:

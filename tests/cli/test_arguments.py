@@ -229,7 +229,7 @@ def test_switchx_beside_the_path_goes_by_how_it_was_called(called, tmp_path):
     an_executable(tmp_path / ".venv/switchx")
     called(".venv/switchx")
     assert command_line("eval") == ".venv/switchx eval"
-    an_executable(tmp_path / "path/switchx")  # somebody else's
+    an_executable(tmp_path / "path/switchx")  # another program
     assert command_line("eval") == ".venv/switchx eval"
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.hosts.companies import free_port
+from tests.hosts.peers import free_port
 from tests.processes import ROOT, child_environment
 
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -53,7 +53,7 @@ def test_launchers(environment, processes):
         # A batch script before any srun, and a step of one task.
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"},
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"},
-        # An indexed job that nobody made a run of several processes.
+        # An indexed job of one process each.
         {"JOB_COMPLETION_INDEX": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"},
         # One host; this is also what compiling for a pod elsewhere sets.

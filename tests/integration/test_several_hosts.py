@@ -21,7 +21,7 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.cli.train import STOPPED_STATUS
 from tests.compilation import on_devices
-from tests.hosts.companies import free_port
+from tests.hosts.peers import free_port
 from tests.integration import recorded_reads
 from tests.integration.runs import arguments, lines, write_corpus
 from tests.processes import child_environment

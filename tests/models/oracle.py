@@ -76,7 +76,7 @@ def attention(config, p, x_BLD, memory_BMD, mask_BLM, bias_HLM, row_bias_BHLM=No
         for i in range(len(query)):
             allowed = np.flatnonzero(mask_BLM[b, i])
             if len(allowed) == 0:
-                allowed = np.arange(len(key))  # padding: an average nobody reads
+                allowed = np.arange(len(key))  # padding: an average that is not read
                 weights = np.full(len(key), 1 / len(key))
             else:
                 score_M = key[allowed] @ query[i] + bias_HLM[h, i, allowed]

@@ -309,7 +309,7 @@ def test_statistics_cost_less_than_a_fiftieth_of_a_step(model, num_microbatches,
     with_all = costs(model, num_microbatches)
     measure = layer.measure_routing
 
-    # Outputs nobody computes and nobody returns: XLA takes away what they were made of.
+    # Outputs that are not computed and not returned: XLA takes away what they were made of.
     with monkeypatch.context() as patch:
         patch.setattr(layer, "Choices", lambda *_: None)
         patch.setattr(evaluation, "sample_routing", lambda *_: {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared corpora and where they lie: whole or not there, whoever is killed or runs beside."""
+"""Prepared corpora: whole or not there, whichever process is killed or runs beside."""
 
 import os
 import pickle

@@ -5,12 +5,12 @@ import concurrent.futures
 
 import pytest
 
+from switchx.hosts.distributed import Timeouts, prepared_together
 from switchx.hosts.processes import Processes
-from switchx.hosts.together import Patience, prepared_together
 from tests.data.refusals import refused
-from tests.hosts.companies import close, free_port
+from tests.hosts.peers import close, free_port
 
-QUICK = Patience(start=5.0)
+QUICK = Timeouts(start=5.0)
 
 
 def prepare_all(*prepares):
@@ -30,7 +30,7 @@ def prepare_all(*prepares):
 def test_what_was_prepared_is_stated():
     got = prepare_all(lambda: "a", lambda: "a")
     assert [prepared for prepared, _ in got] == ["a", "a"]
-    close([company for _, company in got])
+    close([peers for _, peers in got])
     errors = prepare_all(lambda: "a", lambda: "b")
     assert all("differs from process 0 (job: 'b', not 'a')" in each for each in errors)
 
@@ -48,6 +48,6 @@ def test_who_cannot_prepare_raises_its_own_error_and_the_others_that_it_did(inde
     assert errors[1 - index].endswith("cannot start: there is no gin file")
 
 
-def test_patience():
+def test_timeouts():
     with refused("silence=0 seconds; use more"):
-        Patience(silence=0)
+        Timeouts(silence=0)

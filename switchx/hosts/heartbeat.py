@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lifeline: a process that is lost, or fails, ends the others, which say why.
+"""Heartbeats: a process that is lost, or fails, ends the others, which say why.
 
-A collective waits for all processes for ever. So each process holds its connection of the
-roll call to process 0 and sends a beat over it. The system closes the connection of a process
-that dies, however it does; a machine that is gone or frozen is silent. Either way process 0
-tells the others, and every one leaves: the checkpoints on disk are what a restart goes on
-from. Where process 0 is lost, the others notice it themselves.
+A collective waits for all processes for ever. So each process keeps its connection of the
+rendezvous to process 0 and sends heartbeats over it. The system closes the connection of a
+process that dies, however it does; a machine that is gone or frozen is silent. Either way
+process 0 tells the others, and all end: a restart goes on from the checkpoints on disk. Where
+process 0 is lost, the others notice it themselves.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 import threading
 
 from switchx.hosts.channel import Channel, Lost
-from switchx.hosts.roll_call import Company
+from switchx.hosts.rendezvous import Peers
 
 EXIT_STATUS = 1
 WAY_OUT = "start all processes again to go on from the last checkpoint"
@@ -26,34 +26,34 @@ def leave(text: str) -> None:
     os._exit(EXIT_STATUS)
 
 
-class Lifeline:
-    """Beats and listens in threads, from when it is made until `finish`."""
+class Heartbeat:
+    """Sends heartbeats and receives those of others in threads, until `finish`."""
 
-    def __init__(self, company: Company, seconds: float, on_end=leave):
+    def __init__(self, peers: Peers, seconds: float, on_end=leave):
         """Begins.
 
         Args:
             seconds: of silence after which a process is lost.
             on_end: called with one sentence, in a thread, when the run is over too early.
         """
-        self._company, self._seconds, self._on_end = company, seconds, on_end
-        self._is_first = company.processes.is_first
-        self._name = company.names[company.processes.index]
+        self._peers, self._seconds, self._on_end = peers, seconds, on_end
+        self._is_first = peers.processes.is_first
+        self._name = peers.names[peers.processes.index]
         self._lock = threading.Lock()
-        self._working = set(company.channels)
+        self._working = set(peers.channels)
         self._is_over = threading.Event()
         self._are_all_done = threading.Event()
         if not self._working:
             self._are_all_done.set()
-        for index, channel in company.channels.items():
+        for index, channel in peers.channels.items():
             threading.Thread(target=self._listen, args=(index, channel), daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def fail(self, reason: str) -> None:
         """Tells the others that this process ends before its time, and why."""
         if not self._is_over.is_set():
             self._is_over.set()
-            self._tell({"end": f"{self._name} failed: {reason}"})
+            self._send({"end": f"{self._name} failed: {reason}"})
 
     def wait_for_end(self, seconds: float) -> None:
         """Gives the loss of another process, which fails this one too, time to be noticed."""
@@ -65,20 +65,20 @@ class Lifeline:
         """This process has done its part; returns when all have."""
         if self._is_first:
             self._are_all_done.wait()
-            self._tell({"done": True})
+            self._send({"done": True})
         else:
-            self._tell({"done": True})
+            self._send({"done": True})
             self._are_all_done.wait()
         self._is_over.set()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._is_over.wait(self._seconds / 4):
-            self._tell({"beat": True})
+            self._send({"heartbeat": True})
 
-    def _tell(self, message: dict, but: int | None = None) -> None:
-        for index, channel in self._company.channels.items():
+    def _send(self, message: dict, but: int | None = None) -> None:
+        for index, channel in self._peers.channels.items():
             if index != but:
-                with contextlib.suppress(Lost):  # whoever listens to it knows
+                with contextlib.suppress(Lost):  # the thread that receives from it notices
                     channel.send(message)
 
     def _listen(self, index: int, channel: Channel) -> None:
@@ -91,7 +91,7 @@ class Lifeline:
                     return self._done(index)
         except Lost as error:
             if not self._is_over.is_set():
-                self._end(f"{self._company.names[index]} is lost: {error}", but=index)
+                self._end(f"{self._peers.names[index]} is lost: {error}", but=index)
 
     def _receive(self, channel: Channel) -> dict:
         try:
@@ -114,5 +114,5 @@ class Lifeline:
                 return
             self._is_over.set()
         if self._is_first:
-            self._tell({"end": text}, but)
+            self._send({"end": text}, but)
         self._on_end(f"{text}\n{self._name} ends with it; {WAY_OUT}")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roll calls of threads: the sockets are real, the processes are not."""
+"""Rendezvous of threads: the sockets are real, the processes are not."""
 
 import concurrent.futures
 import contextlib
 import socket
 
 from switchx.hosts.processes import Processes
-from switchx.hosts.roll_call import call_roll
+from switchx.hosts.rendezvous import rendezvous
 
 
 def free_port() -> int:
@@ -19,8 +19,8 @@ def free_port() -> int:
     raise OSError("no two ports in a row are free")
 
 
-def call(statements, *, count=None, indices=None, seconds=10.0):
-    """What each of several processes gets from the roll call: a Company, or its error's text.
+def rendezvous_of(statements, *, count=None, indices=None, seconds=10.0):
+    """What each of several processes gets from the rendezvous: its Peers, or its error's text.
 
     Args:
         statements: of the processes.
@@ -32,7 +32,7 @@ def call(statements, *, count=None, indices=None, seconds=10.0):
     def one(index, statement):
         try:
             processes = Processes(address, count or len(statements), index)
-            return call_roll(processes, statement, seconds)
+            return rendezvous(processes, statement, seconds)
         except ValueError as error:
             return str(error)
 
@@ -40,7 +40,7 @@ def call(statements, *, count=None, indices=None, seconds=10.0):
         return list(pool.map(one, indices, statements))
 
 
-def close(companies) -> None:
-    for company in companies:
-        for channel in company.channels.values():
+def close(all_peers) -> None:
+    for peers in all_peers:
+        for channel in peers.channels.values():
             channel.close()

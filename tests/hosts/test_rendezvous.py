@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who meets, and who is told what where something does not fit."""
+"""Which processes a rendezvous joins, and what they are told where something does not agree."""
 
 import concurrent.futures
 import re
@@ -10,36 +10,36 @@ import time
 import pytest
 
 from switchx.hosts.processes import Processes
-from switchx.hosts.roll_call import FAILURE, call_roll
-from tests.hosts.companies import call, close, free_port
+from switchx.hosts.rendezvous import FAILURE, rendezvous
+from tests.hosts.peers import close, free_port, rendezvous_of
 
 SAME = {"batch_size": 8, "mesh.data": None}
 
 
 def test_all_know_all():
-    companies = call([SAME] * 3)
-    names = companies[0].names
-    assert [company.names for company in companies] == [names] * 3
+    all_peers = rendezvous_of([SAME] * 3)
+    names = all_peers[0].names
+    assert [peers.names for peers in all_peers] == [names] * 3
     assert re.fullmatch(r"process 2 \(.+, pid \d+\)", names[2])
-    assert [sorted(company.channels) for company in companies] == [[1, 2], [0], [0]]
-    close(companies)
+    assert [sorted(peers.channels) for peers in all_peers] == [[1, 2], [0], [0]]
+    close(all_peers)
 
 
 def test_process_0_may_come_last():
     address, got = f"localhost:{free_port()}", []
     thread = threading.Thread(
-        target=lambda: got.append(call_roll(Processes(address, 2, 1), SAME, 10.0))
+        target=lambda: got.append(rendezvous(Processes(address, 2, 1), SAME, 10.0))
     )
     thread.start()
     time.sleep(0.3)
-    got.append(call_roll(Processes(address, 2, 0), SAME, 10.0))
+    got.append(rendezvous(Processes(address, 2, 0), SAME, 10.0))
     thread.join()
     assert got[0].names == got[1].names
     close(got)
 
 
 def test_what_differs_is_named_in_all_of_them():
-    errors = call([SAME, SAME, {"batch_size": 16, "mesh.data": None, "seed": 1}])
+    errors = rendezvous_of([SAME, SAME, {"batch_size": 16, "mesh.data": None, "seed": 1}])
     assert len(set(errors)) == 1
     assert re.fullmatch(
         r"process 2 \(.+\) differs from process 0 \(batch_size: 16, not 8; seed: 1, not None\);"
@@ -49,12 +49,12 @@ def test_what_differs_is_named_in_all_of_them():
 
 
 def test_much_that_differs_is_cut():
-    errors = call([SAME, {str(n): n for n in range(20)}])
+    errors = rendezvous_of([SAME, {str(n): n for n in range(20)}])
     assert errors[0].count("not None") == 8 and ", and 13 more); start" in errors[0]
 
 
 def test_a_doubled_index_is_told_to_both():
-    errors = call([SAME] * 3, indices=[0, 1, 1])
+    errors = rendezvous_of([SAME] * 3, indices=[0, 1, 1])
     assert len(set(errors)) == 1
     assert re.fullmatch(
         r"process_id=1 is given to 2 processes: process 1 \(.+\), process 1 \(.+\); give each "
@@ -64,7 +64,7 @@ def test_a_doubled_index_is_told_to_both():
 
 
 def test_a_second_process_0_cannot_listen():
-    errors = sorted(call([SAME] * 2, indices=[0, 0], seconds=1.0))
+    errors = sorted(rendezvous_of([SAME] * 2, indices=[0, 0], seconds=1.0))
     assert "process 0 cannot listen at coordinator='localhost:" in errors[1]
     assert "start one process with process_id=0" in errors[1]
     assert errors[0].startswith("of num_processes=2, process 1 did not come; start all of them")
@@ -74,7 +74,7 @@ def test_the_port_of_jax_is_taken():
     port = free_port()
     said = f"process 0 cannot listen at .*{port + 1}.* the one after it has to be"
     with socket.create_server(("", port + 1)), pytest.raises(ValueError, match=said):
-        call_roll(Processes(f"localhost:{port}", 2, 0), SAME, 1.0)
+        rendezvous(Processes(f"localhost:{port}", 2, 0), SAME, 1.0)
 
 
 def test_a_port_of_jax_that_is_not_let_through_is_told_to_all(monkeypatch):
@@ -87,7 +87,7 @@ def test_a_port_of_jax_that_is_not_let_through_is_told_to_all(monkeypatch):
         return connect(address, *timeout, **more)
 
     monkeypatch.setattr(socket, "create_connection", firewall)
-    errors = call([SAME] * 2)
+    errors = rendezvous_of([SAME] * 2)
     assert len(set(errors)) == 1
     assert re.fullmatch(
         r"process 1 \(.+\) cannot start: it reaches coordinator='localhost:(\d+)', but not "
@@ -102,11 +102,11 @@ def test_jax_may_listen_as_soon_as_all_have_met():
 
     def one(index):
         processes = Processes(address, 2, index)
-        company = call_roll(processes, SAME, 10.0)
+        peers = rendezvous(processes, SAME, 10.0)
         if index == 0:
             with socket.create_server(("", processes.jax_port)):
                 listened.append(True)
-        return company
+        return peers
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         close(pool.map(one, range(2)))
@@ -114,14 +114,14 @@ def test_jax_may_listen_as_soon_as_all_have_met():
 
 
 def test_one_that_cannot_start_says_why_to_all():
-    errors = call([SAME, {FAILURE: "there is no corpus"}])
+    errors = rendezvous_of([SAME, {FAILURE: "there is no corpus"}])
     assert len(set(errors)) == 1
     assert re.fullmatch(r"process 1 \(.+\) cannot start: there is no corpus", errors[0])
 
 
 def test_missing_processes_are_named(caplog, monkeypatch):
-    monkeypatch.setattr("switchx.hosts.roll_call.PATIENCE_S", 0.2)
-    errors = call([SAME, SAME], count=4, seconds=1.0)
+    monkeypatch.setattr("switchx.hosts.rendezvous.WARN_AFTER_S", 0.2)
+    errors = rendezvous_of([SAME, SAME], count=4, seconds=1.0)
     assert set(errors) == {
         "of num_processes=4, process 2, 3 did not come; start all of them, or give the number "
         "that there is"
@@ -134,7 +134,7 @@ def test_another_number_of_processes():
 
     def one(count, index):
         try:
-            call_roll(Processes(address, count, index), SAME, 1.0)
+            rendezvous(Processes(address, count, index), SAME, 1.0)
         except ValueError as error:
             errors.append(str(error))
 
@@ -148,38 +148,38 @@ def test_another_number_of_processes():
     )
 
 
-def test_nobody_at_the_address():
+def test_no_process_at_the_address():
     start = time.monotonic()
     with pytest.raises(ValueError, match="does not answer within 1 s .*start process 0 there"):
-        call_roll(Processes(f"localhost:{free_port()}", 2, 1), SAME, 1.0)
+        rendezvous(Processes(f"localhost:{free_port()}", 2, 1), SAME, 1.0)
     assert time.monotonic() - start < 15
     with pytest.raises(ValueError, match="coordinator='no.such.invalid:80' does not answer"):
-        call_roll(Processes("no.such.invalid:80", 2, 1), SAME, 0.1)
+        rendezvous(Processes("no.such.invalid:80", 2, 1), SAME, 0.1)
 
 
 def test_process_0_is_where_its_address_is():
     # 192.0.2.1 is an address of documentation, no machine's.
     with pytest.raises(ValueError, match=r"'192.0.2.1:80' is not an address of this machine"):
-        call_roll(Processes("192.0.2.1:80", 2, 0), SAME, 1.0)
+        rendezvous(Processes("192.0.2.1:80", 2, 0), SAME, 1.0)
     with pytest.raises(ValueError, match="cannot listen at coordinator='no.such.invalid:80'"):
-        call_roll(Processes("no.such.invalid:80", 2, 0), SAME, 1.0)
+        rendezvous(Processes("no.such.invalid:80", 2, 0), SAME, 1.0)
 
 
-def test_strangers_do_not_disturb():
+def test_connections_of_others_are_ignored():
     port, got = free_port(), []
     thread = threading.Thread(
-        target=lambda: got.append(call_roll(Processes(f"localhost:{port}", 2, 0), SAME, 10.0))
+        target=lambda: got.append(rendezvous(Processes(f"localhost:{port}", 2, 0), SAME, 10.0))
     )
     thread.start()
     for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\n"):
         while True:
             try:
-                with socket.create_connection(("localhost", port)) as stranger:
-                    stranger.sendall(words)
+                with socket.create_connection(("localhost", port)) as other:
+                    other.sendall(words)
                 break
             except ConnectionRefusedError:
                 time.sleep(0.05)
-    got.append(call_roll(Processes(f"localhost:{port}", 2, 1), SAME, 10.0))
+    got.append(rendezvous(Processes(f"localhost:{port}", 2, 1), SAME, 10.0))
     thread.join()
     assert got[0].names == got[1].names
     close(got)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one process' part of a program of several: roll call, `jax.distributed`, lifeline."""
+"""One process of several: rendezvous, `jax.distributed`, heartbeat."""
 
 import contextlib
 import dataclasses
@@ -8,20 +8,20 @@ from typing import Any
 
 import jax
 
-from switchx.hosts.lifeline import Lifeline
+from switchx.hosts.heartbeat import Heartbeat
 from switchx.hosts.processes import Processes
-from switchx.hosts.roll_call import FAILURE, Company, call_roll
+from switchx.hosts.rendezvous import FAILURE, Peers, rendezvous
 
-# An error that another process' end is the reason of waits so long for that to be known.
-BLAME_SECONDS = 3.0
+# The loss of another process makes this one fail too, and is noticed within this time.
+CAUSE_SECONDS = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long processes wait for each other, in seconds.
 
     Attributes:
-        start: for the last one to come.
+        start: for the last one to connect.
         silence: without a sign of one, until it is taken for lost.
     """
 
@@ -36,48 +36,48 @@ class Patience:
 
 def prepared_together(
     processes: Processes,
-    patience: Patience,
+    timeouts: Timeouts,
     prepare: Callable[[], Any],
     statement: Callable[[Any], dict[str, Any]],
-) -> tuple[Any, Company]:
+) -> tuple[Any, Peers]:
     """What `prepare` returns, when all processes have prepared what states the same.
 
     Args:
         prepare: must not use a device: `jax.distributed` starts only after it.
 
     Raises:
-        ValueError: see `call_roll`; and whatever `prepare` raises, which all are told.
+        ValueError: see `rendezvous`; and whatever `prepare` raises, which all are told.
     """
     try:
         prepared = prepare()
     except (ValueError, OSError) as error:
         with contextlib.suppress(ValueError):  # the others' faults; this one's matters more
-            call_roll(processes, {FAILURE: str(error)}, patience.start)
+            rendezvous(processes, {FAILURE: str(error)}, timeouts.start)
         raise
-    return prepared, call_roll(processes, statement(prepared), patience.start)
+    return prepared, rendezvous(processes, statement(prepared), timeouts.start)
 
 
 @contextlib.contextmanager
-def lifeline(company: Company, patience: Patience) -> Iterator[None]:
+def distributed(peers: Peers, timeouts: Timeouts) -> Iterator[None]:
     """Within it, JAX sees the devices of all processes, and none outlives another's loss.
 
     An error within it ends the other processes; where it is one of another process' end,
     this process ends with that reason and nothing is raised.
     """
-    line = Lifeline(company, patience.silence)
+    heartbeat = Heartbeat(peers, timeouts.silence)
     try:
-        _initialize_jax(company, patience)
+        _initialize_jax(peers, timeouts)
         yield
-        line.finish()
+        heartbeat.finish()
     except BaseException as error:
         if isinstance(error, Exception):
-            line.wait_for_end(BLAME_SECONDS)
-        line.fail(" ".join(str(error).split()) or type(error).__name__)
+            heartbeat.wait_for_end(CAUSE_SECONDS)
+        heartbeat.fail(" ".join(str(error).split()) or type(error).__name__)
         raise
 
 
-def _initialize_jax(company: Company, patience: Patience) -> None:
-    processes = company.processes
+def _initialize_jax(peers: Peers, timeouts: Timeouts) -> None:
+    processes = peers.processes
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would take SIGTERM for itself; the training loop agrees on when to stop.
     jax.config.update("jax_enable_preemption_service", False)
@@ -86,6 +86,6 @@ def _initialize_jax(company: Company, patience: Patience) -> None:
         processes.count,
         processes.index,
         cluster_detection_method="deactivate",
-        # Aborts without a word of which process it was: the lifeline is to come first.
-        heartbeat_timeout_seconds=round(3 * patience.silence) + 30,
+        # Aborts without a word of which process it was: ours is to come first.
+        heartbeat_timeout_seconds=round(3 * timeouts.silence) + 30,
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roll call: all processes meet, and what does not fit together is said by name.
+"""The rendezvous: processes find each other, and what does not agree is said by name.
 
 `jax.distributed` has the processes wait for each other and aborts them when one is missing,
 is there twice or has another configuration, or lets them hang in a collective. So before it
-is asked, each process tells process 0 who it is and what it is about to do; process 0 hears
-all of them out, and all get one answer. The connections stay open: see `lifeline.py`. JAX
+is called, each process tells process 0 its index and what it is about to do; process 0 waits
+for all of them and gives all one answer. The connections stay open: see `heartbeat.py`. JAX
 takes the next port; that it is free and reached by all is tried here, too.
 """
 
@@ -24,15 +24,16 @@ from switchx.hosts.processes import Processes
 # Of one process' statement, under this name, why it cannot take part.
 FAILURE = "failure"
 MAX_NAMED = 8  # of what differs
-PATIENCE_S = 10.0  # without a word to whoever looks at the terminal
-GRACE_S = 3.0  # where it cannot succeed: who comes now is still told
+WARN_AFTER_S = 10.0  # of waiting
+CONNECT_TIMEOUT_S = 10.0
+GRACE_S = 3.0  # where it cannot succeed: processes that connect now are still told
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Company:
-    """Everybody who came.
+class Peers:
+    """The processes of a run, and the connections of one of them.
 
     Attributes:
         names: of the processes by index, as `process 1 (node002, pid 4711)`.
@@ -44,8 +45,8 @@ class Company:
     channels: dict[int, Channel]
 
 
-def call_roll(processes: Processes, statement: dict[str, Any], seconds: float) -> Company:
-    """Waits for all processes, and checks that they are about to do the same.
+def rendezvous(processes: Processes, statement: dict[str, Any], seconds: float) -> Peers:
+    """Waits for all processes, and checks that they are about to do the same; their `Peers`.
 
     Args:
         statement: what has to be equal everywhere, by name; or `{FAILURE: why}` of a
@@ -58,10 +59,10 @@ def call_roll(processes: Processes, statement: dict[str, Any], seconds: float) -
     """
     if not processes.is_first:
         return _answer(processes, statement, seconds)
-    # JAX's first: whoever reaches the other one may try this one, too.
+    # JAX's first: a process that reaches the other one may try this one, too.
     with _listen(processes, processes.jax_port), _listen(processes, processes.port) as listener:
-        arrived, strangers = _gather(processes, listener, statement, seconds)
-        faults = _faults(processes, arrived) + strangers
+        arrived, rejected = _gather(processes, listener, statement, seconds)
+        faults = _faults(processes, arrived) + rejected
         names = {index: _name(hellos[0][0]) for index, hellos in arrived.items()}
         answer = {"faults": faults} if faults else {
             "names": [names[index] for index in range(processes.count)],
@@ -70,60 +71,60 @@ def call_roll(processes: Processes, statement: dict[str, Any], seconds: float) -
     for hellos in arrived.values():
         for _, channel in hellos:
             if channel is not None:
-                _tell(channel, answer)
+                _send(channel, answer)
     if faults:
         raise ValueError("\n".join(faults))
     channels = {index: hellos[0][1] for index, hellos in arrived.items() if index > 0}
-    return _company(processes, answer, channels)
+    return Peers(processes, tuple(answer["names"]), channels)
 
 
 def _gather(processes, listener, statement, seconds):
     """All hellos by index, with their channels, and what was wrong with the others."""
     arrived = {0: [(_hello(processes, statement), None)]}
-    strangers, heard, is_over = [], queue.Queue(), False
-    deadline, patience = time.monotonic() + seconds, time.monotonic() + PATIENCE_S
+    rejected, received, is_over = [], queue.Queue(), False
+    deadline, warn_at = time.monotonic() + seconds, time.monotonic() + WARN_AFTER_S
 
-    def hear(connection):
+    def receive(connection):
         channel = Channel(connection)
         try:
-            heard.put((channel.receive(10.0), channel))
+            received.put((channel.receive(CONNECT_TIMEOUT_S), channel))
         except Lost:
-            connection.close()  # a port scanner, or one that has gone again
+            connection.close()  # a port scanner, or one that is gone again
 
     while len(arrived) < processes.count and time.monotonic() < deadline:
         listener.settimeout(0.05)
         try:
             connection, _ = listener.accept()
-            threading.Thread(target=hear, args=(connection,), daemon=True).start()
+            threading.Thread(target=receive, args=(connection,), daemon=True).start()
         except TimeoutError:
             pass
-        while not heard.empty():
-            hello, channel = heard.get()
-            if fault := _strange(processes, hello):
-                strangers.append(fault)
-                _tell(channel, {"faults": [fault]})
+        while not received.empty():
+            hello, channel = received.get()
+            if fault := _rejection(processes, hello):
+                rejected.append(fault)
+                _send(channel, {"faults": [fault]})
             else:
                 arrived.setdefault(hello["index"], []).append((hello, channel))
-        is_hopeless = any(
+        has_failed = any(
             len(hellos) > 1 or FAILURE in hellos[0][0]["statement"]
             for hellos in arrived.values()
         )
-        if (strangers or is_hopeless) and not is_over:
+        if (rejected or has_failed) and not is_over:
             is_over, deadline = True, min(deadline, time.monotonic() + GRACE_S)
-        if time.monotonic() > patience:
-            patience = deadline
+        if time.monotonic() > warn_at:
+            warn_at = deadline
             logger.warning("waiting for process %s", _missing(processes, arrived))
-    return arrived, strangers
+    return arrived, rejected
 
 
-def _answer(processes: Processes, statement: dict[str, Any], seconds: float) -> Company:
-    deadline, patience = time.monotonic() + seconds, time.monotonic() + PATIENCE_S
+def _answer(processes: Processes, statement: dict[str, Any], seconds: float) -> Peers:
+    deadline, warn_at = time.monotonic() + seconds, time.monotonic() + WARN_AFTER_S
     channel = None
     where = f"coordinator={processes.coordinator!r}"
     while channel is None:
         try:
             address = (processes.host, processes.port)
-            channel = Channel(socket.create_connection(address, timeout=10.0))
+            channel = Channel(socket.create_connection(address, timeout=CONNECT_TIMEOUT_S))
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(
@@ -131,8 +132,8 @@ def _answer(processes: Processes, statement: dict[str, Any], seconds: float) -> 
                     "0 there, or give the address and port at which it listens; a firewall has "
                     "to let the port through"
                 ) from error
-            if time.monotonic() > patience:
-                patience = deadline
+            if time.monotonic() > warn_at:
+                warn_at = deadline
                 logger.warning("waiting for process 0 at %s (%s)", processes.coordinator, error)
             time.sleep(0.2)
     if fault := _jax_fault(processes):
@@ -143,18 +144,20 @@ def _answer(processes: Processes, statement: dict[str, Any], seconds: float) -> 
         answer = channel.receive(2 * seconds + 30.0)
     except Lost as error:
         raise ValueError(
-            f"process 0 at {where} did not complete the roll call: {error}; its own error says "
-            "why, if it is a process of switchx"
+            f"process 0 at {where} did not complete the rendezvous: {error}; its own error "
+            "says why, if it is a process of switchx"
         ) from error
     if faults := answer.get("faults"):
         raise ValueError("\n".join(faults))
-    return _company(processes, answer, {0: channel})
+    return Peers(processes, tuple(answer["names"]), {0: channel})
 
 
 def _jax_fault(processes: Processes) -> str | None:
-    """Why `jax.distributed` would wait in vain: its port is not reached from here."""
+    """Why `jax.distributed` could not connect: its port is not reached from here."""
     try:
-        socket.create_connection((processes.host, processes.jax_port), PATIENCE_S).close()
+        socket.create_connection(
+            (processes.host, processes.jax_port), CONNECT_TIMEOUT_S
+        ).close()
     except OSError as error:
         return (
             f"it reaches coordinator={processes.coordinator!r}, but not port "
@@ -162,10 +165,6 @@ def _jax_fault(processes: Processes) -> str | None:
             "ports through the firewall, or give another coordinator port"
         )
     return None
-
-
-def _company(processes: Processes, answer: dict, channels: dict[int, Channel]) -> Company:
-    return Company(processes, tuple(answer["names"]), channels)
 
 
 def _hello(processes: Processes, statement: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +176,7 @@ def _name(hello: dict[str, Any]) -> str:
     return f"process {hello['index']} ({hello['host']}, pid {hello['pid']})"
 
 
-def _strange(processes: Processes, hello: dict[str, Any]) -> str | None:
+def _rejection(processes: Processes, hello: dict[str, Any]) -> str | None:
     """What is wrong with a process that cannot be counted."""
     known = {"index": int, "count": int, "statement": dict, "host": str, "pid": int}
     if any(not isinstance(hello.get(name), kind) for name, kind in known.items()):
@@ -270,6 +269,6 @@ def _is_ours(address: str) -> bool:
     return True
 
 
-def _tell(channel: Channel, message: dict[str, Any]) -> None:
-    with contextlib.suppress(Lost):  # it has gone; the lifeline will say so
+def _send(channel: Channel, message: dict[str, Any]) -> None:
+    with contextlib.suppress(Lost):  # it is gone; the heartbeat will say so
         channel.send(message)
