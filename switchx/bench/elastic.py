@@ -13,7 +13,6 @@ import json
 import pathlib
 import tempfile
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,17 +27,11 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.hardware import load_hardware
 from switchx.training.elastic import ElasticJob, job_for_devices
 from switchx.training.job import TrainingJob
-from switchx.training.loop import train
+from switchx.training.loop import Reporter, train
 
 
-class _Silent:
-    """A training loop's reporter that says nothing."""
-
-    def begin(self, first_step: int, last_step: int) -> None: ...
-    def stepped(self, step: int) -> None: ...
-    def logged(self, step: int, metrics: dict[str, Any]) -> None: ...
-    def evaluated(self, step: int, metrics: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
+class _Silent(Reporter):
+    """Says nothing."""
 
 
 # Devices that are left, and the step to which they train.

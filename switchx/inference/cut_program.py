@@ -3,8 +3,8 @@
 
 The host reads which experts the router has chosen before they are computed with, so a program
 that decodes or scores is cut there: it is traced as it is, once, with `AbsentExperts` in the
-place of the weights; each part is compiled by itself, and between two of them the host has the
-word. What is computed is what the whole program computes: there is no second decoder.
+place of the weights; each part is compiled by itself, and between two of them the host calls
+the experts. What is computed is what the whole program computes: there is no second decoder.
 Dims: R rows, D model, E experts
 """
 
@@ -69,7 +69,7 @@ class CutProgram:
         self._constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._tree = jax.tree.structure(traced.out_info)
         given = zip(jaxpr.invars, is_donated, strict=True)
-        kept = {var for var, is_given_away in given if not is_given_away}
+        kept = {var for var, is_dead in given if not is_dead}
         self.cuts: list[JaxprEqn] = []
         groups: list[list[JaxprEqn]] = [[]]
         for equation in _needed(jaxpr.eqns, jaxpr.outvars):
@@ -142,11 +142,11 @@ def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: s
     names = DebugInfo("jit", "part", ("",) * len(inputs), ("",) * len(outputs))
     jaxpr = Jaxpr([], inputs, outputs, equations, debug_info=names)
     run = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
-    room = collections.Counter((var.aval.shape, var.aval.dtype) for var in outputs)
+    free = collections.Counter((var.aval.shape, var.aval.dtype) for var in outputs)
     donated = []
     for number, var in enumerate(inputs):
         kind = var.aval.shape, var.aval.dtype
-        if var in ended and room[kind]:
-            room[kind] -= 1
+        if var in ended and free[kind]:
+            free[kind] -= 1
             donated.append(number)
     return jax.jit(run, donate_argnums=donated)
