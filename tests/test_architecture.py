@@ -175,6 +175,8 @@ def test_sizes():
         "switchx/bench/storage",
         "switchx/bench/offload.py",
         "switchx/bench/elastic.py",
+        "switchx/moe/replicas.py",
+        "switchx/planner/replica_placement.py",
         "switchx/inference/chosen_experts.py",
         "switchx/inference/cut_program.py",
         "switchx/training/layered",

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx check elastic`: a run that loses devices against one that keeps those it began with.
+"""`switchx check elastic`: lost devices and replicas of experts change no number.
 
-Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1. Each part of the run is a new start
-from the checkpoint before it, on the devices that are left and the mesh that the planner
-chooses for them; the devices are simulated on CPU.
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1. A run that loses devices is compared
+with one that keeps those it began with: each part is a new start from the checkpoint before it,
+on the devices that are left and the mesh that the planner chooses for them. Layers with
+replicas are compared with the one-hot einsum on one device, and the load of devices is computed
+for experts whose loads follow Zipf's law. The devices are simulated on CPU.
+Dims: N layers, E experts, R slots for experts
 """
 
 import contextlib
@@ -17,14 +20,18 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from switchx.bench import equivalence
 from switchx.bench.planned_bytes import NUM_DEVICES, small_job
 from switchx.bench.report import Check, Report
 from switchx.checkpoint.items import read_data_states
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.loader import TrainLoader, merge_states
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.placement import Placement
 from switchx.planner.hardware import load_hardware
+from switchx.planner.replica_placement import imbalance, loads_of_devices, place_replicas
 from switchx.training.elastic import ElasticJob, job_for_devices
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Reporter, train
@@ -38,6 +45,8 @@ class _Silent(Reporter):
 PARTS = ((NUM_DEVICES, 3), (6, 6), (2, 9))
 ROWS, LENGTH = 24, 16
 HARDWARE = "v5e"
+# Of the check of replicas' balance.
+ZIPF_EXPERTS, ZIPF_REPLICAS = 64, 8
 
 
 def run(note: Callable[[str], None] = lambda text: None) -> Report:
@@ -65,14 +74,70 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         differing = _token_ids_differing(job, elastic)
     for row, part in zip(rows, np.split(losses, [step for _, step in PARTS[:-1]]), strict=True):
         row["last_loss"] = float(part[-1])
+    replicated, gradient_error = _check_replicas(note)
+    balance, evened = _check_balance()
     return Report(
         "check elastic",
-        rows,
+        rows + replicated + balance,
         [
+            Check("replica_gradient_error", gradient_error, "<=1e-6"),
+            Check("imbalance_zipf1", evened, "<=1.05"),
             Check("loss_after_losing_devices", float(difference), "<=1e-6"),
             Check("token_ids_differing", differing, "==0"),
         ],
     )
+
+
+def _check_replicas(note: Callable[[str], None]) -> tuple[list[dict], float]:
+    """One layer on a mesh for every dispatcher, with replicas, against one without on one.
+
+    The error is that of all raw gradients together: the norm of their difference over theirs.
+    """
+    table_R = place_replicas(
+        [1 / np.arange(1, equivalence.EXPERTS + 1)], NUM_DEVICES, NUM_DEVICES
+    )[0]
+    want = equivalence.run_on_one_device("top 1")["gradient"]
+    cells, _ = equivalence.all_cells()
+    rows = []
+    for dispatcher in DISPATCHERS:
+        of_dispatcher = [
+            cell for cell in cells if (cell.router, cell.dispatcher) == ("top 1", dispatcher)
+        ]
+        # The mesh that splits experts over the most devices, and something else if it can.
+        cell = max(of_dispatcher, key=lambda cell: (_split(cell), cell.mesh_name))
+        note(f"replicas with {dispatcher} on {cell.mesh_name}")
+        got = equivalence.run_cell(cell, table_R)["gradient"]
+        error = _norm(jax.tree.map(np.subtract, got, want)) / _norm(want)
+        rows.append({"dispatcher": dispatcher, "mesh": cell.mesh_name, "gradient_error": error})
+    return rows, max(row["gradient_error"] for row in rows)
+
+
+def _split(cell: equivalence.Cell) -> int:
+    place = Placement.on(cell.mesh.build(), cell.mesh.rules)
+    return min(place.size(place.experts), NUM_DEVICES // 2)
+
+
+def _norm(arrays) -> float:
+    squares = (np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(arrays))
+    return float(np.sqrt(sum(squares)))
+
+
+def _check_balance() -> tuple[list[dict], float]:
+    """The largest load of eight devices over their mean, in three placements of experts."""
+    load_NE = 1 / np.arange(1, ZIPF_EXPERTS + 1)[None]
+    tables = {
+        "in order": np.arange(ZIPF_EXPERTS)[None],
+        "packed": place_replicas(load_NE, 0, NUM_DEVICES),
+        f"{ZIPF_REPLICAS} replicas": place_replicas(load_NE, ZIPF_REPLICAS, NUM_DEVICES),
+    }
+    rows = [
+        {
+            "experts": name,
+            "imbalance": float(imbalance(loads_of_devices(load_NE, table, NUM_DEVICES))[0]),
+        }
+        for name, table in tables.items()
+    ]
+    return rows, rows[-1]["imbalance"]
 
 
 def make_job() -> TrainingJob:

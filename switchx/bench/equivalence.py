@@ -25,6 +25,7 @@ from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.models.params import params_of, with_params
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.dispatchers import refusal
+from switchx.moe.experts import ReplicatedWeight
 from switchx.moe.layer import SwitchFFN
 from switchx.optim.protocol import global_norm
 from switchx.partitioning.constrain import use_mesh
@@ -137,13 +138,20 @@ def make_params(layer: SwitchFFN) -> dict:
     )
 
 
-def evaluate(layer: SwitchFFN, params, inputs) -> dict[str, Any]:
+def evaluate(layer: SwitchFFN, params, inputs, expert_of_slot_R=None) -> dict[str, Any]:
     """Computes output, auxiliary losses, raw gradients of inputs and parameters, their norm.
 
     The gradients are of the output's product with fixed numbers, plus the auxiliary losses.
+
+    Args:
+        expert_of_slot_R: see `moe/replicas.py`; None, there are no replicas.
     """
 
     def loss(params, x_BLD):
+        if expert_of_slot_R is not None:
+            experts = params["experts"]
+            weight = ReplicatedWeight(experts["w_in_EDF"], expert_of_slot_R)
+            params = params | {"experts": experts | {"w_in_EDF": weight}}
         y_BLD, stats = with_params(layer, params)(
             x_BLD,
             inputs["is_token_BL"],
@@ -171,7 +179,7 @@ def run_on_one_device(router: str) -> dict[str, Any]:
     return _run(layer, make_params(layer), make_inputs())
 
 
-def run_cell(cell: Cell) -> dict[str, Any]:
+def run_cell(cell: Cell, expert_of_slot_R=None) -> dict[str, Any]:
     """Evaluates a cell, parameters and tokens placed by the mesh's rules."""
     layer, mesh = layer_of(cell.router, cell.dispatcher), cell.mesh.build()
     params, inputs = make_params(layer), make_inputs()
@@ -181,12 +189,15 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(rows)), inputs),
     )
     with use_mesh(mesh, cell.mesh.rules):
-        return _run(layer, params, inputs, in_shardings=shardings)
+        return _run(layer, params, inputs, expert_of_slot_R, in_shardings=shardings)
 
 
-def _run(layer: SwitchFFN, params, inputs, **placement) -> dict[str, Any]:
+def _run(
+    layer: SwitchFFN, params, inputs, expert_of_slot_R=None, **placement
+) -> dict[str, Any]:
     """Compiles and runs `evaluate` without LLVM's optimizations, which take longer than it."""
-    jitted = jax.jit(functools.partial(evaluate, layer), **placement)
+    function = functools.partial(evaluate, layer, expert_of_slot_R=expert_of_slot_R)
+    jitted = jax.jit(function, **placement)
     is_cpu = jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
     compiled = jitted.lower(params, inputs).compile(compiler_options=options)

@@ -161,7 +161,9 @@ def compile_step(job: TrainingJob):
     """Compiles a job's training step for eight devices."""
     program = TrainingProgram(job, jax.devices()[:NUM_DEVICES])
     with program.scope():
-        step = program.train_step.lower(program.abstract_state, batch_shapes(program))
+        step = program.train_step.lower(
+            program.abstract_state, batch_shapes(program), *program.tables
+        )
         # What is read off does not depend on LLVM, and its optimizations take long.
         is_cpu = jax.default_backend() == "cpu"
         options = {"xla_backend_optimization_level": "0"} if is_cpu else {}

@@ -208,6 +208,10 @@ class SwitchConfig:
         buffer_factor: in the sliced dispatchers, tokens that a device keeps room for over
             its even share; a device with more of them computes the layer again with room
             for all. None always has room for all.
+        num_replicas: further slots for experts, which training fills with replicas of the
+            busiest ones, chosen at every evaluation by the load measured there
+            (`moe/replicas.py`); the experts and these divide over the devices that have
+            experts. Where nothing is trained there are none.
         router_init_scale: variance scale of the router; the paper scales it by 0.1 as all
             else, flaxformer took normal(0.02) and published checkpoints that way.
         router: which experts a token goes to, and what happens where one is full.
@@ -232,6 +236,7 @@ class SwitchConfig:
     expert_bias: bool = False
     dispatcher: Literal[*DISPATCHERS] = at_resume("gather")
     buffer_factor: float | None = at_resume(None)
+    num_replicas: int = at_resume(0)
     router_init_scale: float = at_evaluation(0.1)
     router: RouterConfig = RouterConfig()
 
@@ -239,6 +244,7 @@ class SwitchConfig:
         check_choices(self)
         require_at_least(self, 1, "num_experts", "every", "min_capacity", "group_size")
         require_at_least(self, 1, "expert_capacity", "d_ff", "shared_d_ff")
+        require_at_least(self, 0, "num_replicas")
         require_above_zero(self, "capacity_factor", "eval_capacity_factor")
         require_above_zero(self, "buffer_factor", "router_init_scale")
         require_below_one(self, "expert_dropout_rate")
@@ -253,6 +259,11 @@ class SwitchConfig:
             f"SwitchConfig.dispatcher={self.dispatcher!r} with sublayers={self.sublayers!r}: "
             "experts in attention are dispatched by gather or einsum; use one of them, or "
             "sublayers='ffn'",
+        )
+        require(
+            not (self.num_replicas and self.has_attention),
+            f"SwitchConfig.num_replicas={self.num_replicas} with sublayers={self.sublayers!r}: "
+            "experts in attention have no replicas; use num_replicas=0, or sublayers='ffn'",
         )
         require(
             self.router.overflow != "identity" or self.sublayers == "ffn",
@@ -308,3 +319,16 @@ class SwitchConfig:
     def has_attention(self) -> bool:
         """Whether the self-attention of a sparse block is a Switch layer."""
         return self.sublayers in ("attention", "both")
+
+
+def slots_refusal(num_experts: int, num_replicas: int, devices: int) -> str | None:
+    """Why the slots of the experts and their replicas cannot be on so many devices; or None."""
+    over = (num_experts + num_replicas) % devices
+    if not over:
+        return None
+    fewer, more = num_replicas - over, num_replicas + devices - over
+    return (
+        f"SwitchConfig.num_replicas={num_replicas} with num_experts={num_experts}: "
+        f"{num_experts + num_replicas} slots do not divide over the {devices} devices that "
+        f"have experts; use num_replicas={f'{fewer} or {more}' if fewer >= 0 else more}"
+    )

@@ -54,6 +54,22 @@ class AbsentExperts:
         return absent_rows_p.bind(x_RD, count_E, layer=self.layer)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ReplicatedWeight:
+    """A layer's `w_in_EDF` and, beside it, which expert is in which slot (`replicas.py`).
+
+    Of a model's parameters it stands in the place of the weight, as `training/step.py` puts it.
+
+    Attributes:
+        expert_of_slot_R: int32; R slots.
+    """
+
+    ndim: ClassVar[int] = 3
+    w_in_EDF: jax.Array
+    expert_of_slot_R: jax.Array
+
+
 class Experts(nnx.Module):
     """The parameters of E feed-forward networks."""
 
@@ -80,7 +96,15 @@ class Experts(nnx.Module):
         ]
         if isinstance(values[0], AbsentExperts):
             return values[0]
+        if isinstance(values[0], ReplicatedWeight):
+            values[0] = values[0].w_in_EDF
         return ExpertFFN.of(self.config, *values, key=key)
+
+    @property
+    def expert_of_slot_R(self) -> jax.Array | None:
+        """The expert in each slot of a bank with replicas; None where there are none."""
+        weight = self.w_in_EDF.get_value()
+        return weight.expert_of_slot_R if isinstance(weight, ReplicatedWeight) else None
 
 
 @jax.tree_util.register_dataclass

@@ -19,6 +19,7 @@ from switchx.moe.capacity import into_groups, layer_capacity, layer_groups, out_
 from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
 from switchx.moe.plan import RoutingPlan, make_plan
+from switchx.moe.replicas import replicated
 from switchx.moe.router import explored_inputs, hash_logits, router_logits
 from switchx.moe.shared_groups import assign_shared_slots, constrain_groups, shared_axes
 from switchx.moe.stats import Choices, RoutingStats, measure_routing
@@ -143,6 +144,8 @@ class SwitchFFN(RoutedLayer):
         )
 
         dispatch = choose_dispatcher(switch, routed.plan, is_training=is_training)
+        if self.experts.expert_of_slot_R is not None:
+            dispatch = replicated(dispatch, self.experts.expert_of_slot_R)
         y_GTD = dispatch(routed.x_GTD, routed.plan, self.experts.weights(key=key_dropout))
         if switch.router.overflow == "identity":
             gate_GT = jnp.sum(

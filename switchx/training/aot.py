@@ -204,7 +204,7 @@ def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, s
     platform = program.mesh.devices.flat[0].platform
     platforms = ("cuda" if platform == "gpu" else platform,)
     with program.scope():
-        traced = program.train_step.trace(program.abstract_state, batch)
+        traced = program.train_step.trace(program.abstract_state, batch, *program.tables)
         try:
             compiled = traced.lower(lowering_platforms=platforms).compile()
         except jax.errors.JaxRuntimeError as error:

@@ -24,7 +24,13 @@ from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluate
 from switchx.training.job import TrainingJob
 from switchx.training.layered import LayeredProgram
-from switchx.training.metrics import Interval, MetricsLog, SkippedBatches, Stopwatch
+from switchx.training.metrics import (
+    Interval,
+    MetricsLog,
+    SkippedBatches,
+    Stopwatch,
+    last_metrics,
+)
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
 from switchx.training.step import TrainState
@@ -205,6 +211,8 @@ class _Loop:
         self.log = MetricsLog(run.metrics, run.tensorboard, after)
         self.validation = MetricsLog(run.validation, run.tensorboard / "validation", after)
         self.routing = RoutingLog(run.routing, after)
+        if evaluation := last_metrics(run.validation, after, self.job.eval_every):
+            self._place_replicas(evaluation)
         with contextlib.closing(self.log), contextlib.closing(self.validation):
             return self._steps(state)
 
@@ -221,7 +229,9 @@ class _Loop:
         self.watch.start()
         while step < job.train_steps and not self.is_stopping():
             batch = next(self.loader)
-            state, metrics = self.program.train_step(state, self.program.place(batch))
+            state, metrics = self.program.train_step(
+                state, self.program.place(batch), *self.program.tables
+            )
             self._account()  # of the step before, while this one runs
             step += 1
             self.pending = (step, batch, metrics)
@@ -290,8 +300,17 @@ class _Loop:
         self.validation.write(step, metrics)
         self.routing.write(step, sample.arrays(self.job.model))
         self.reporter.evaluated(step, metrics)
+        if step % self.job.eval_every == 0:  # not where a run happens to end
+            self._place_replicas(metrics)
         self.watch.start()
         return metrics
+
+    def _place_replicas(self, evaluation: dict[str, Any]) -> None:
+        """By the load of the tokens of all tasks; a resumed run reads the same numbers."""
+        per_task = evaluation.get("tasks", {"": evaluation}).values()
+        loads = [each["routing"]["load"] for each in per_task if "routing" in each]
+        if loads:
+            self.program.place_replicas(np.sum(np.array(loads, np.float64), axis=0))
 
     def _save(self, step: int, state: TrainState, evaluation: dict[str, Any] | None) -> None:
         self._account()

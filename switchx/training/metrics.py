@@ -12,6 +12,7 @@ import logging
 import math
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -179,13 +180,22 @@ def flat_scalars(metrics: dict[str, Any], prefix: str = "") -> dict[str, float]:
 def _cut_after(path: pathlib.Path, last_step: int) -> None:
     if not path.exists():
         return
-    kept = []
+    kept = b"".join(line + b"\n" for line in _lines_until(path, last_step))
+    write_atomically(path, kept)  # this run may be killed too
+
+
+def _lines_until(path: pathlib.Path, last_step: int) -> Iterator[bytes]:
     for line in path.read_bytes().splitlines():
         # The line that a killed run was writing, or what is no line of ours.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= last_step:
-                kept.append(line + b"\n")
-    write_atomically(path, b"".join(kept))  # this run may be killed too
+                yield line
+
+
+def last_metrics(path: pathlib.Path, last_step: int, every: int) -> dict[str, Any] | None:
+    """What a log has of the last multiple of `every` up to `last_step`; None for nothing."""
+    lines = map(json.loads, _lines_until(path, last_step) if path.exists() else ())
+    return next((line for line in [*lines][::-1] if line["step"] % every == 0), None)
 
 
 def _finite(value):

@@ -10,6 +10,7 @@ import math
 import os
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx import tree
@@ -19,14 +20,17 @@ from switchx.data.loader import Shard
 from switchx.fields import require
 from switchx.models.config import require_our_blocks
 from switchx.moe.capacity import layer_groups, layer_shape
+from switchx.moe.config import slots_refusal
 from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import batch_axes, batch_parts
 from switchx.partitioning.pipeline import PIPE
+from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.replica_placement import place_replicas
 from switchx.training.evaluate import eval_step
 from switchx.training.expert_records import ExpertRecords
 from switchx.training.fused_loss import check_fused
@@ -42,6 +46,8 @@ class TrainingProgram:
         abstract_state: the training state as shape structs with `shardings`, for a checkpoint
             to be read into.
         experts: those that are not in the state but in storage; None, all are in the state.
+        tables: what `train_step` takes after the batch: nothing, or where experts have
+            replicas, which expert is in which slot of which layer.
     """
 
     experts: ExpertRecords | None = None
@@ -79,6 +85,7 @@ class TrainingProgram:
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
         self.compiler_options = job.compiler.of(self.mesh.devices.flat[0].platform)
+        self.tables = self._initial_tables()
         self.train_step, self.eval_step = self._steps()
 
     def _steps(self):
@@ -90,7 +97,7 @@ class TrainingProgram:
         whole = NamedSharding(self.mesh, PartitionSpec())
         jitted_train = jax.jit(
             train,
-            in_shardings=(self.shardings, self.batch_sharding),
+            in_shardings=(self.shardings, self.batch_sharding, *(whole for _ in self.tables)),
             out_shardings=(self.shardings, whole),
             donate_argnums=0,
             compiler_options=self.compiler_options,
@@ -139,6 +146,41 @@ class TrainingProgram:
     def scope(self):
         """The context in which the steps are to be called: the mesh and its rules."""
         return use_mesh(self.mesh, self.job.mesh.rules)
+
+    def _initial_tables(self) -> tuple[np.ndarray, ...]:
+        """Replicas as of an even load.
+
+        Raises:
+            ValueError: they do not go with the mesh or the step.
+        """
+        job, switch = self.job, self.job.model.switch
+        if switch is None or job.model.build is not None or not switch.num_replicas:
+            return ()
+        for name, is_used in (
+            (f"mesh axis {PIPE!r} of size {self.mesh.shape[PIPE]}", self.pipeline is not None),
+            ("StepConfig.bucket_bytes", job.step.bucket_bytes is not None),
+            ("StorageSpec.experts='disk'", job.storage.experts == "disk"),
+        ):
+            require(
+                not is_used,
+                f"SwitchConfig.num_replicas={switch.num_replicas} with {name}: experts have no "
+                "replicas there; use num_replicas=0, or leave the other out",
+            )
+        return self._tables(np.ones((job.model.num_sparse_layers, switch.num_experts)))
+
+    def place_replicas(self, load_NE) -> None:
+        """Chooses again which experts have replicas, and where; the next step takes it.
+
+        Args:
+            load_NE: tokens, or shares of them, that asked for each expert.
+        """
+        if self.tables:
+            self.tables = self._tables(load_NE)
+
+    def _tables(self, load_NE) -> tuple[np.ndarray, ...]:
+        place = Placement.on(self.mesh, self.job.mesh.rules)
+        replicas = self.job.model.switch.num_replicas
+        return (place_replicas(load_NE, replicas, place.size(place.experts)),)
 
     def require_memory(self) -> None:
         """Checks that the state alone fits: too large an allocation may hang, and not fail.
@@ -214,7 +256,10 @@ def workload_of(job: TrainingJob) -> Workload:
 
     def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:
         sizes = dict(num_groups=num_groups, tokens_per_group=tokens_per_group)
-        return refusal(layout.dispatcher, layout, layout.rules, **sizes)
+        switch, place = job.model.switch, Placement.on(layout, layout.rules)
+        return refusal(layout.dispatcher, layout, layout.rules, **sizes) or slots_refusal(
+            switch.num_experts, switch.num_replicas, place.size(place.experts)
+        )
 
     return Workload(
         model=job.model,

@@ -17,6 +17,7 @@ from switchx import tree
 from switchx.fields import at_resume, require_above_zero, require_at_least
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
+from switchx.moe.experts import ReplicatedWeight
 from switchx.moe.stats import RoutingStats
 from switchx.optim.protocol import apply_updates, clip_scale, global_norm, sliced_global_norm
 from switchx.partitioning.buckets import require_bucket_bytes
@@ -136,8 +137,13 @@ def gradients(
     *,
     key,
     loss_scale=1.0,
+    expert_of_slot_NR=None,
 ):
     """Raw gradients of `loss_scale` times the loss over the whole batch.
+
+    Args:
+        expert_of_slot_NR: of every Switch layer, the expert in each of R slots
+            (`moe/replicas.py`); None, there are no replicas. It changes no number.
 
     Returns:
         gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
@@ -149,6 +155,8 @@ def gradients(
         loss_of = functools.partial(fused_batch_loss, bucket_bytes=step.bucket_bytes)
 
     def scaled_loss(params, batch, key):
+        if expert_of_slot_NR is not None:
+            params = with_replicas(params, expert_of_slot_NR)
         value, aux = loss_of(config, loss, params, batch, denominators=denominators, key=key)
         return value * loss_scale, (value, *aux)
 
@@ -178,18 +186,22 @@ def train_step(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: dict,
+    expert_of_slot_NR=None,
     *,
     pipeline: Schedule | None = None,
 ) -> tuple[TrainState, StepMetrics]:
     """The state after one batch, and what was measured on the way; see `take_step`.
 
     Args:
+        expert_of_slot_NR: see `gradients`; a pipeline has none.
         pipeline: by which the microbatches go through the stages of a pipeline; None where
             the mesh has none.
     """
     is_half = config.precision.compute == "float16"
     if pipeline is None:
-        compute = functools.partial(gradients, config, loss, step)
+        compute = functools.partial(
+            gradients, config, loss, step, expert_of_slot_NR=expert_of_slot_NR
+        )
     else:
         compute = functools.partial(pipelined_gradients, config, loss, pipeline)
     grads, value, sums, stats = compute(
@@ -295,7 +307,8 @@ def with_balanced_biases(config: ModelConfig, params, updated, load_NE):
         load_NE: choices of each expert in the whole batch, for all Switch layers in the order
             of the routing statistics: the encoder's first.
     """
-    rate, rows = config.switch.router.bias_update_rate, rows_of_biases(params)
+    rate = config.switch.router.bias_update_rate
+    rows = layers_of(params, "router_bias_E")
 
     def balance(name, old, new):
         if name not in rows:
@@ -306,22 +319,42 @@ def with_balanced_biases(config: ModelConfig, params, updated, load_NE):
     return tree.map_named(balance, params, updated)
 
 
-def rows_of_biases(params) -> dict[str, list[int]]:
-    """Which rows of the routing statistics belong to each bias, by its path.
+def with_replicas(params, expert_of_slot_NR):
+    """`params`, with each layer's row of the table beside its experts (`moe/replicas.py`)."""
+    rows = layers_of(params, "w_in_EDF")
 
-    A stack is unrolled or a scan over repeats of a run of blocks: then the bias is stacked,
-    and the run's other layers stand between its rows.
+    def put(name, leaf):
+        if name not in rows:
+            return leaf
+        table_NR = jnp.asarray(expert_of_slot_NR)[jnp.asarray(rows[name])]
+        return ReplicatedWeight(leaf, table_NR if leaf.ndim > 3 else table_NR[0])
+
+    return tree.map_named(put, params)
+
+
+def layers_of(params, parameter: str) -> dict[str, list[int]]:
+    """Which Switch layers, in the order of the routing statistics, a parameter belongs to.
+
+    A stack is unrolled or a scan over repeats of a run of blocks: then the parameter is
+    stacked, and the run's other layers stand between its rows.
+
+    Args:
+        parameter: the end of its path; one that every Switch layer has once.
+
+    Returns:
+        The numbers of the layers by the parameter's path.
     """
 
     def place(name: str) -> tuple[int, bool]:  # of the block; its FFN follows the attention
         return int(re.search(r"/layer_(\d+)/", name)[1]), "/ffn/" in name
 
     leaves = tree.named_leaves(params)
-    biases = {name: leaf for name, leaf in leaves.items() if "router_bias_E" in name}
+    found = {name: leaf for name, leaf in leaves.items() if name.endswith(f"/{parameter}")}
+    letters = len(parameter.rpartition("_")[2])
     rows, start = {}, 0
     for stack in ("encoder", "decoder"):
-        names = sorted((name for name in biases if name.startswith(f"{stack}/")), key=place)
-        repeats = {1 if biases[name].ndim == 1 else biases[name].shape[0] for name in names}
+        names = sorted((name for name in found if name.startswith(f"{stack}/")), key=place)
+        repeats = {found[name].shape[0] if found[name].ndim > letters else 1 for name in names}
         for i, name in enumerate(names):
             rows[name] = [start + n * len(names) + i for n in range(*repeats)]
         start += len(names) * max(repeats, default=0)

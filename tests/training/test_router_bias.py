@@ -19,7 +19,7 @@ from switchx.training.step import (
     StepConfig,
     balanced_bias,
     init_state,
-    rows_of_biases,
+    layers_of,
     train_step,
     with_balanced_biases,
 )
@@ -46,12 +46,12 @@ def test_the_rule_by_hand():
 def test_rows_are_in_the_order_of_the_statistics():
     """Blocks by number, not by name: layer_11 comes after layer_9."""
     unrolled = biased(SPARSE, num_decoder_layers=12)
-    rows = rows_of_biases(abstract_params(unrolled))
+    rows = layers_of(abstract_params(unrolled), "router_bias_E")
     assert {name.split("/")[2]: where for name, where in rows.items()} == {
         f"layer_{2 * i + 1}": [i] for i in range(6)
     }
     both = biased(ENCODER_DECODER, num_encoder_layers=4, num_decoder_layers=6, scan_layers=True)
-    assert rows_of_biases(abstract_params(both)) == {
+    assert layers_of(abstract_params(both), "router_bias_E") == {
         "encoder/blocks/layer_1/ffn/router_bias_E": [0, 1],
         "decoder/blocks/layer_1/ffn/router_bias_E": [2, 3, 4],
     }

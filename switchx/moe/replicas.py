@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of experts: some experts are computed in several places, so that devices are equally
+busy.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.1, where heavily loaded experts get
+further devices; DeepSeek-V3 (arXiv:2412.19437), section 3.4, for redundant experts. A bank of R
+slots is gathered from the E experts by a table that says whose copy each slot is. It is data: a
+new table needs no new program. Where the gather is differentiated, the gradients of an expert's
+replicas are added up. `planner/replica_placement.py` makes the tables.
+Dims: G groups, T tokens of a group, S choices of a token, E experts, R slots for experts, D
+model, F ffn, N layers, P devices that the experts are split over, X any
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.sorted_rows import stable_argsort
+from switchx import tree
+from switchx.moe.config import slots_refusal
+from switchx.moe.dispatch import Dispatcher, ExpertBank
+from switchx.moe.plan import RoutingPlan, count_choices
+from switchx.moe.sharded_dispatch import expert_specs
+from switchx.partitioning.collectives import ragged_all_to_all, vary
+from switchx.partitioning.constrain import current_rules, num_devices, open_axes
+from switchx.partitioning.placement import Placement
+
+
+def replicated(dispatch: Dispatcher, expert_of_slot_R) -> Dispatcher:
+    """A dispatcher that runs R slots in the place of E experts: the same numbers.
+
+    The choices that got a slot of an expert's queue go to its replicas by turns, so replicas of
+    one expert differ by one choice of a group at most.
+
+    Args:
+        dispatch: any dispatcher.
+        expert_of_slot_R: int32, each expert once or more; R divides over the experts' devices.
+    """
+
+    def run(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+        slots = gather_bank(experts, expert_of_slot_R, plan.num_experts)
+        return dispatch(x_GTD, plan_over_slots(plan, expert_of_slot_R), slots)
+
+    return run
+
+
+def plan_over_slots(plan: RoutingPlan, expert_of_slot_R) -> RoutingPlan:
+    """The same choices, gates and drops, with slots in the place of experts."""
+    E, R = plan.num_experts, len(expert_of_slot_R)
+    replicas_E = jnp.sum(expert_of_slot_R[:, None] == jnp.arange(E)[None], axis=0)
+    first_E = jnp.cumsum(replicas_E) - replicas_E
+    slot_R = stable_argsort(expert_of_slot_R)  # by expert, in their order within one
+    expert_GTS = jnp.minimum(plan.expert_GTS, E - 1)
+    replicas_GTS = replicas_E[expert_GTS]
+    chosen_GTS = slot_R[first_E[expert_GTS] + plan.slot_GTS % replicas_GTS]
+    expert_GTS = jnp.where(plan.is_routed_GTS, chosen_GTS, R).astype(jnp.int32)
+    queue_GTS = jnp.where(plan.is_dropped_GTS, plan.capacity, plan.slot_GTS // replicas_GTS)
+    return dataclasses.replace(
+        plan,
+        expert_GTS=expert_GTS,
+        slot_GTS=queue_GTS.astype(jnp.int32),
+        count_GE=count_choices(expert_GTS, R),
+        num_experts=R,
+        balance_GE=None,
+    )
+
+
+def gather_bank(experts: ExpertBank, expert_of_slot_R, num_experts: int) -> ExpertBank:
+    """The bank of R slots, each with the weights of its expert.
+
+    On a mesh that splits the experts, weights travel to their slots' devices in one ragged
+    all-to-all an array, and their gradients back: a device receives its R / P slots.
+
+    Raises:
+        ValueError: R does not divide over the devices of the experts.
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    axes = Placement.on(mesh, rules).experts if num_devices() > 1 else ()
+    if not axes:
+        return tree.map_named(
+            lambda name, leaf: leaf[expert_of_slot_R] if _has_experts(leaf) else leaf, experts
+        )
+    devices = Placement.on(mesh, rules).size(axes)
+    if reason := slots_refusal(num_experts, len(expert_of_slot_R) - num_experts, devices):
+        raise ValueError(reason)
+    weights, structure = jax.tree.flatten(experts)
+    specs = structure.flatten_up_to(expert_specs(rules, mesh, experts))
+    moved = [i for i, leaf in enumerate(weights) if _has_experts(leaf)]
+
+    def body(expert_of_slot_R, *weights):
+        return tuple(_to_slots(leaf, expert_of_slot_R, axes) for leaf in weights)
+
+    given = tuple(specs[i] for i in moved)
+    gathered = jax.shard_map(
+        body,
+        in_specs=(PartitionSpec(), *given),
+        out_specs=given,
+        axis_names=open_axes(),
+        check_vma=True,
+    )(expert_of_slot_R, *(weights[i] for i in moved))
+    for i, leaf in zip(moved, gathered, strict=True):
+        weights[i] = leaf
+    return structure.unflatten(weights)
+
+
+def _has_experts(leaf) -> bool:
+    return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _to_slots(w_EX, expert_of_slot_R, axes):
+    """One device's experts to all devices' slots, `[E / P, ...]` -> `[R / P, ...]`."""
+    devices, here = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    E, R = len(w_EX), len(expert_of_slot_R)
+    slots = R // devices
+    source_R = expert_of_slot_R // E
+    target_R = jnp.arange(R) // slots
+    sizes_PP = jnp.zeros((devices, devices), jnp.int32).at[source_R, target_R].add(1)
+    # Every expert has a slot, so at least E (P - 1) slots are of others' experts.
+    sent = R - E * (devices - 1)
+    slot_R = stable_argsort(vary((source_R != here).astype(jnp.int32), axes))[:sent]
+    is_sent_R = source_R[slot_R] == here
+    expert_R = jnp.where(is_sent_R, expert_of_slot_R[slot_R] - here * E, E)
+    w_RX = w_EX.reshape(E, -1).at[expert_R].get(mode="fill", fill_value=0)
+    w_RX = ragged_all_to_all(w_RX, sizes_PP, axes, slots)
+    # What comes is sorted by source; the slots are not.
+    own_R = jax.lax.dynamic_slice_in_dim(vary(source_R, axes), here * slots, slots)
+    place_R = stable_argsort(stable_argsort(own_R))
+    return w_RX[place_R].reshape(slots, *w_EX.shape[1:])

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts get replicas, and on which devices: greedy, by the load of each expert.
+
+The two steps of DeepSeek's EPLB (DeepSeek-V3, arXiv:2412.19437, section 3.4): each further
+replica goes to the expert with the largest load a replica; then the replicas, the heaviest
+first, each to the least loaded device that has a slot left.
+Dims: N layers, E experts, R slots for experts, P devices
+"""
+
+import numpy as np
+
+from switchx.fields import require
+from switchx.moe.config import slots_refusal
+
+
+def place_replicas(load_NE, num_replicas: int, num_devices: int = 1) -> np.ndarray:
+    """The expert in each slot, int32 `[N, R]`, R = E + `num_replicas`; R / P slots a device.
+
+    Every expert has one slot at least. A layer's table depends on its own load alone, and ties
+    go to the lower number: all processes compute the same.
+
+    Args:
+        load_NE: tokens, or shares of them, that asked for each expert.
+
+    Raises:
+        ValueError: the slots do not divide over the devices, or a load is below 0 or not
+            finite.
+    """
+    load_NE = np.asarray(load_NE, np.float64)
+    require(
+        load_NE.ndim == 2 and np.all(np.isfinite(load_NE)) and np.all(load_NE >= 0),
+        f"loads {load_NE.shape}; use finite numbers of 0 or more, [layers, experts]",
+    )
+    reason = slots_refusal(load_NE.shape[1], num_replicas, num_devices)
+    require(reason is None, reason)
+    tables = [_place_layer(load_E, num_replicas, num_devices) for load_E in load_NE]
+    return np.array(tables, np.int32).reshape(len(tables), -1)
+
+
+def loads_of_devices(load_NE, expert_of_slot_NR, num_devices: int) -> np.ndarray:
+    """The load of each device `[N, P]`, an expert's divided evenly among its replicas."""
+    load_NE, table_NR = np.asarray(load_NE, np.float64), np.asarray(expert_of_slot_NR)
+    E = load_NE.shape[1]
+    replicas_NE = np.stack([np.bincount(table_R, minlength=E) for table_R in table_NR])
+    share_NE = load_NE / np.maximum(replicas_NE, 1)
+    share_NR = np.take_along_axis(share_NE, table_NR, axis=1)
+    return share_NR.reshape(len(table_NR), num_devices, -1).sum(axis=-1)
+
+
+def imbalance(load_NP) -> np.ndarray:
+    """The largest load of a layer's devices over their mean, `[N]`; 1 is even."""
+    load_NP = np.asarray(load_NP, np.float64)
+    return load_NP.max(axis=-1) / np.maximum(load_NP.mean(axis=-1), 1e-30)
+
+
+def _place_layer(load_E: np.ndarray, num_replicas: int, num_devices: int) -> np.ndarray:
+    replicas_E = np.ones(len(load_E), np.int64)
+    experts = list(range(len(load_E)))
+    for _ in range(num_replicas):
+        expert = int(np.argmax(load_E / replicas_E))
+        replicas_E[expert] += 1
+        experts.append(expert)
+    share_R = (load_E / replicas_E)[experts]
+    slots = len(experts) // num_devices
+    load_P, held = np.zeros(num_devices), [[] for _ in range(num_devices)]
+    for r in np.argsort(-share_R, kind="stable"):
+        free = [p for p in range(num_devices) if len(held[p]) < slots]
+        device = min(free, key=load_P.__getitem__)
+        held[device].append(experts[r])
+        load_P[device] += share_R[r]
+    return np.array(held).reshape(-1)

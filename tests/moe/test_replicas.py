@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas change where experts are computed, and no number: output and raw gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.moe import replicas
+from switchx.moe.dispatchers import FUNCTIONS
+from switchx.moe.replicas import gather_bank, plan_over_slots, replicated
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from tests.moe.banks import NAMES, dispatch_loop
+from tests.moe.sharded import (
+    HOMES,
+    MOST_AXES,
+    C,
+    E,
+    answer,
+    answer_on,
+    answerer,
+    assert_same,
+    largest_error,
+    make_problem,
+    name_of,
+    slow_unless,
+)
+
+# Two replicas of expert 2, three of expert 5, one of expert 0; nothing where it was.
+TABLE = np.array([5, 2, 7, 0, 1, 5, 2, 3, 4, 6, 5, 0, 2, 5, 7, 1], np.int32)
+CELLS = [("gather", MeshSpec(data=2, expert=4)), ("gather", MeshSpec()), *HOMES]
+DEFAULT = [("gather", MeshSpec(data=2, expert=4)), *MOST_AXES.items()]
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [pytest.param(*cell, marks=slow_unless(cell in DEFAULT)) for cell in CELLS],
+    ids=name_of,
+)
+def test_output_and_raw_gradients_are_those_without_replicas(name, spec):
+    """On every mesh: a weight's gradient is the sum of those of its replicas, once."""
+    problem = make_problem()
+    run = answerer(replicated(FUNCTIONS[name], TABLE))
+    assert_same(answer_on(spec, name, problem, run), answer(FUNCTIONS["einsum"], problem))
+
+
+@pytest.mark.parametrize("name", ["einsum", "dropless"])
+def test_equals_a_loop_over_tokens(name):
+    problem = make_problem()
+    y_GTD, _ = answer(replicated(FUNCTIONS[name], TABLE), problem)
+    want_GTD = dispatch_loop(problem.x_GTD, problem.plan, problem.numbers)
+    np.testing.assert_allclose(y_GTD, want_GTD, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_over_slots_keeps_drops_and_divides_each_queue_evenly():
+    plan = make_problem(capacity=3).plan
+    got = plan_over_slots(plan, jnp.asarray(TABLE))
+    np.testing.assert_array_equal(got.is_kept_GTS, plan.is_kept_GTS)
+    np.testing.assert_array_equal(got.is_dropped_GTS, plan.is_dropped_GTS)
+    table = np.append(TABLE, E)
+    np.testing.assert_array_equal(table[got.expert_GTS], plan.expert_GTS)
+    places = set()
+    for g, t, s in np.argwhere(got.is_kept_GTS):
+        place = (g, int(got.expert_GTS[g, t, s]), int(got.slot_GTS[g, t, s]))
+        assert place not in places  # one choice a place
+        places.add(place)
+    for g in range(len(plan.expert_GTS)):
+        for e in range(E):
+            slots = np.flatnonzero(e == TABLE)
+            used = [sum(1 for p in places if p[:2] == (g, slot)) for slot in slots]
+            assert max(used) - min(used) <= 1
+            for slot, count in zip(slots, used, strict=True):
+                assert {p[2] for p in places if p[:2] == (g, slot)} == set(range(count))
+
+
+@pytest.mark.parametrize(
+    "spec", [MeshSpec(expert=4), MeshSpec(data=1, fsdp=2, expert=2, model=2)]
+)
+def test_the_bank_of_a_mesh_is_the_weights_of_the_table(spec):
+    problem = make_problem()
+    with use_mesh(spec.build(), spec.rules):
+        bank = jax.jit(lambda bank: gather_bank(bank, jnp.asarray(TABLE), E))(problem.bank)
+    for name in NAMES:
+        np.testing.assert_array_equal(getattr(bank, name), problem.numbers[name][TABLE])
+
+
+def test_a_replica_whose_gradient_is_left_out_is_found(monkeypatch):
+    """The mutation that raw gradients are compared for."""
+
+    def without_last(experts, table, num_experts):
+        bank = gather_bank(experts, table, num_experts)
+        is_last = jnp.arange(len(TABLE)) == len(TABLE) - 3  # of expert 5
+        return jax.tree.map(
+            lambda w: jnp.where(
+                is_last.reshape(-1, *[1] * (w.ndim - 1)), jax.lax.stop_gradient(w), w
+            ),
+            bank,
+        )
+
+    problem = make_problem()
+    want = answer(FUNCTIONS["gather"], problem)
+    monkeypatch.setattr(replicas, "gather_bank", without_last)
+    got = answer(replicated(FUNCTIONS["gather"], TABLE), problem)
+    assert largest_error(got[0], want[0]) < 1e-6
+    assert largest_error(got[1][2], want[1][2]) > 1e-2
+
+
+def test_slots_that_do_not_divide_are_refused():
+    spec, problem = MeshSpec(expert=4), make_problem(capacity=C)
+    with (
+        use_mesh(spec.build(), spec.rules),
+        pytest.raises(ValueError, match="num_replicas=2 .*10 slots .*use num_replicas=0 or 4"),
+    ):
+        gather_bank(problem.bank, jnp.asarray(TABLE[:10]), E)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_accelerators_send_rows_of_weights_and_their_gradients(platform):
+    """Five arrays there and five gradients back; no device gathers all experts."""
+    spec, problem = MeshSpec(expert=4), make_problem()
+
+    def loss(bank):
+        slots = gather_bank(bank, jnp.asarray(TABLE), E)
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(slots))
+
+    with use_mesh(spec.build(), spec.rules):
+        traced = jax.jit(jax.grad(loss)).trace(problem.bank)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("ragged_all_to_all") == 10
+    assert "all_gather" not in text

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas in whole steps and runs: the same gradients, tables by load, resumed to the bit."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.models.params import abstract_params
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.schedule import ScheduleSpec
+from switchx.planner.replica_placement import place_replicas
+from switchx.storage.cache import StorageSpec
+from switchx.training.loop import train
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig, gradients, layers_of
+from tests.data.refusals import refused
+from tests.training.jobs import (
+    ENCODER_DECODER,
+    LOSS,
+    SPARSE,
+    make_batch,
+    make_job,
+    make_params,
+)
+from tests.training.test_elastic import losses_of
+from tests.training.test_loop import Events
+
+DEEP = dataclasses.replace(
+    ENCODER_DECODER, num_encoder_layers=4, num_decoder_layers=4, scan_layers=True, remat="full"
+)
+
+
+def with_replicas(config, num_replicas: int, **changes):
+    switch = dataclasses.replace(config.switch, num_replicas=num_replicas, **changes)
+    return dataclasses.replace(config, switch=switch)
+
+
+def gradients_on(spec: MeshSpec | None, config, table_NR=None):
+    batch, params = make_batch(config, 8), make_params(config)
+
+    @jax.jit
+    def run(params, batch):
+        grads, value, _, stats = gradients(
+            config, LOSS, StepConfig(), params, batch, key=None, expert_of_slot_NR=table_NR
+        )
+        return grads, value, stats.load_E
+
+    if spec is None:
+        return run(params, batch)
+    with use_mesh(spec.build(), spec.rules):
+        return run(params, batch)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dispatcher"),
+    [
+        (MeshSpec(data=2, expert=4), "ragged_all_to_all"),
+        pytest.param(None, "gather", marks=pytest.mark.slow),
+        pytest.param(MeshSpec(data=2, expert=4), "gather", marks=pytest.mark.slow),
+        pytest.param(MeshSpec(fsdp=2, expert=4), "all_to_all", marks=pytest.mark.slow),
+    ],
+)
+def test_raw_gradients_of_a_model_are_those_without_replicas(spec, dispatcher):
+    """Stacked layers, each with a table of its own."""
+    rng = np.random.default_rng(0)
+    load_NE = rng.zipf(1.3, size=(DEEP.num_sparse_layers, 8)).clip(max=1000)
+    table_NR = place_replicas(load_NE, 4, 4)
+    assert len({tuple(row) for row in table_NR.tolist()}) == len(table_NR)
+    want = gradients_on(None, DEEP)
+    got = gradients_on(spec, with_replicas(DEEP, 4, dispatcher=dispatcher), table_NR)
+    for name, leaf in tree.named_leaves(want).items():
+        error = np.abs(tree.named_leaves(got)[name] - leaf).max()
+        assert error <= 1e-5 * max(np.abs(leaf).max(), 1e-3), name
+
+
+def test_each_layer_has_its_own_row_of_the_table():
+    rows = layers_of(abstract_params(DEEP), "w_in_EDF")
+    assert rows == {
+        "encoder/blocks/layer_1/ffn/experts/w_in_EDF": [0, 1],
+        "decoder/blocks/layer_1/ffn/experts/w_in_EDF": [2, 3],
+    }
+
+
+def test_a_run_with_replicas_loses_as_one_without_and_resumes_to_the_bit(tmp_path):
+    """Tables are chosen at step 0 and at every evaluation; no step is compiled again."""
+    plain = make_job(SPARSE, train_steps=6, eval_every=2, checkpoint_every=3)
+    job = dataclasses.replace(
+        plain, model=with_replicas(SPARSE, 4, dispatcher="gather"), mesh=MeshSpec(expert=4)
+    )
+    whole, parts, other = (RunFolder(tmp_path / name) for name in ("whole", "parts", "other"))
+    train(job, whole, Events())
+    train(dataclasses.replace(job, train_steps=3), parts, Events())
+    train(job, parts, Events())
+    assert losses_of(parts) == losses_of(whole)
+    train(plain, other, Events(), devices=jax.devices()[:1])
+    assert losses_of(whole) == pytest.approx(losses_of(other), rel=1e-6)
+    # They may change on resume.
+    model = with_replicas(SPARSE, 8, dispatcher="gather")
+    assert (
+        train(dataclasses.replace(job, model=model, train_steps=7), other, Events()).step == 7
+    )
+
+
+def test_tables_follow_the_load():
+    program = TrainingProgram(make_job(with_replicas(SPARSE, 4), mesh=MeshSpec(expert=4)))
+    before, compiled = program.tables[0], program.train_step
+    assert np.bincount(before[0], minlength=8).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
+    program.place_replicas([[1, 1, 1, 1, 1, 1, 1, 30]])
+    assert np.bincount(program.tables[0][0], minlength=8).tolist() == [1] * 7 + [5]
+    assert program.train_step is compiled and program.tables[0].shape == before.shape
+
+
+@pytest.mark.parametrize(
+    ("replicas", "changes", "message"),
+    [
+        (
+            3,
+            dict(mesh=MeshSpec(expert=4)),
+            "<any>11 slots do not divide<any>",
+        ),
+        (
+            4,
+            dict(step=StepConfig(bucket_bytes=1024), mesh=MeshSpec(fsdp=2)),
+            "<any>with StepConfig.bucket_bytes<any>",
+        ),
+        (4, dict(storage=StorageSpec("disk")), "<any>with StorageSpec.experts='disk'<any>"),
+    ],
+)
+def test_refusals(replicas, changes, message):
+    model = dataclasses.replace(SPARSE, remat="full")
+    job = make_job(with_replicas(model, replicas), **changes)
+    with refused(message):
+        TrainingProgram(job)
+
+
+def test_a_pipeline_is_refused():
+    model = with_replicas(
+        dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True), 4
+    )
+    job = make_job(
+        model,
+        mesh=MeshSpec(data=1, pipe=2),
+        pipeline=ScheduleSpec(),
+        step=StepConfig(num_microbatches=2),
+    )
+    with refused("SwitchConfig.num_replicas=4 with mesh axis 'pipe' of size 2<any>"):
+        TrainingProgram(job, jax.devices()[:2])
+
+
+def test_switch_attention_is_refused():
+    with refused("SwitchConfig.num_replicas=4 with sublayers='attention'<any>"):
+        with_replicas(SPARSE, 4, sublayers="attention")
