@@ -6,11 +6,10 @@ a process with the same layers, experts and tokens whose experts are thin, over 
 
     host_bytes              records in the cache
     gradients               of all experts that a step uses, kept until the update
-    banks                   of `slots` runs, on a CPU in the same memory
+    banks                   of `slots` runs, and the gradient of one: what a device has, on a
+                            CPU in the same memory
 
-The states of all experts are four times `host_bytes`. glibc's malloc keeps much of what is
-freed, in arenas of each thread: a control, of which no check is made, runs both processes with
-RETURNING, which gives it back at once and takes longer. `python -m switchx.bench.storage_memory
+The states of all experts are four times `host_bytes`. `python -m switchx.bench.storage_memory
 WIDTH` is the process.
 Dims: F ffn
 """
@@ -33,8 +32,6 @@ STATES_OVER_HOST_BYTES = 4
 WIDE, THIN = 2048, 8
 NUM_STEPS = 4
 MEBIBYTE = 2**20
-RETURNING = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**17)}
-MALLOCS = {"default": {}, "returning": RETURNING}
 
 
 def memory_job(width: int) -> TrainingJob:
@@ -52,13 +49,13 @@ def memory_job(width: int) -> TrainingJob:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Memory of both processes, then of both with another malloc."""
-    return [measured(width, malloc) for malloc in MALLOCS for width in (THIN, WIDE)]
+    """Memory of both processes."""
+    return [measured(width) for width in (THIN, WIDE)]
 
 
 def check(found: list[dict[str, Any]]) -> Check:
-    """Of the processes as they are."""
-    return Check("rss_over_budget", over_budget(*found[:2]), "<=1.2")
+    """The wide process' memory against what it is to have."""
+    return Check("rss_over_budget", over_budget(*found), "<=1.2")
 
 
 def over_budget(thin: dict[str, Any], wide: dict[str, Any]) -> float:
@@ -67,18 +64,17 @@ def over_budget(thin: dict[str, Any], wide: dict[str, Any]) -> float:
     return more / (wide["budget_mib"] - thin["budget_mib"])
 
 
-def measured(width: int, malloc: str = "default") -> dict[str, Any]:
+def measured(width: int) -> dict[str, Any]:
     """A row, from a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "switchx.bench.storage_memory", str(width)],
-        env=child_environment() | MALLOCS[malloc],
+        env=child_environment(),
         capture_output=True,
         text=True,
     )
     if done.returncode:
         raise RuntimeError(f"a process of bench storage failed: {done.stderr[-2000:]}")
-    row = json.loads(done.stdout.splitlines()[-1])
-    return row | {"memory": f"{row['memory']}, {malloc} malloc"}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def peak_rss_bytes() -> int:
@@ -100,7 +96,7 @@ def main(width: int) -> None:
         touched = program.experts.metrics()["touched_share"]
         states = program.experts.layout.record_bytes * program.experts.layout.num_keys
     bank = states / 3 / LAYERS
-    budget = job.storage.host_bytes + touched * states / 3 + job.storage.slots * bank
+    budget = job.storage.host_bytes + touched * states / 3 + (job.storage.slots + 1) * bank
     row = {
         "memory": f"experts of width {width}",
         "states_mib": states / MEBIBYTE,

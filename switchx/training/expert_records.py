@@ -81,7 +81,7 @@ class ExpertRecords:
         self.layout = StoreLayout({name: f.types for name, f in layers.items()}, self._E)
         self._capacity = self._cache_capacity()
         self._fill = jax.jit(self._fill_bank)
-        self._take = jax.jit(lambda bank, index_T: {n: w[index_T] for n, w in bank.items()})
+        self._take = jax.jit(lambda w_EX, index_T: w_EX[index_T])
         self.updates = 0
         self._updates_NE = np.zeros(self.layout.num_keys, np.int64)
         self._sweeps = 0  # steps and batches of evaluation
@@ -277,8 +277,11 @@ class ExpertRecords:
             if len(experts):
                 self._last_step_NE[n * self._E + experts] = self._steps
                 index_T = self._padded(experts, 0)
-                rows = self._take({name: bank[name] for name in names}, index_T)
-                self._gradients[n] = experts, jax.device_get(rows)
+                # Copied without the padding: on a CPU a view keeps the device's whole array.
+                self._gradients[n] = experts, {
+                    name: np.asarray(self._take(bank[name], index_T))[: len(experts)].copy()
+                    for name in names
+                }
 
     def update(self, gradient_scale: float) -> None:
         """Updates the experts that have a gradient, in the order of layers.
@@ -286,7 +289,8 @@ class ExpertRecords:
         Args:
             gradient_scale: what raw gradients are multiplied by.
         """
-        for n, (experts, rows) in sorted(self._gradients.items()):
+        for n in sorted(self._gradients):
+            experts, rows = self._gradients.pop(n)  # to be freed
             keys = n * self._E + experts
             self._request(keys, UPDATE, n)
             for t, key in enumerate(keys.tolist()):
@@ -296,7 +300,6 @@ class ExpertRecords:
                 )
                 self._put(key, record)
             self._counts["touched"] += len(keys)
-        self._gradients.clear()
         self.updates += 1
         self._counts["updates"] += 1
 

@@ -7,6 +7,7 @@ memory and those of a few runs on the device (layered_step.py). One process, one
 """
 
 import contextlib
+import ctypes
 import functools
 
 import jax
@@ -36,6 +37,10 @@ from switchx.training.program import TrainingProgram
 from switchx.training.step import TrainState, init_key, init_state, take_step
 
 
+# Parameters of glibc's mallopt, of malloc.h.
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+
+
 class LayeredProgram(TrainingProgram):
     """The programs of a job with `storage.experts="disk"`; to be used within `scope`."""
 
@@ -46,6 +51,7 @@ class LayeredProgram(TrainingProgram):
             ValueError: something in the job cannot be combined with experts on a disk.
         """
         _require_layers(job)
+        _return_freed_memory()
         self._run = run
         super().__init__(job, devices)
         _require_one_device(job, self.mesh)
@@ -156,6 +162,18 @@ class LayeredProgram(TrainingProgram):
     def _measure_batch(self, params, x_BLD, stats, batch):
         logits_BLV = self._layered.logits(params, x_BLD)
         return measure(self.job.model, logits_BLV, stats, batch)
+
+
+def _return_freed_memory() -> None:
+    """Has malloc return records and banks to the system once they are freed.
+
+    glibc would keep them, in an arena a thread: more than twice `host_bytes` was measured
+    (`switchx bench storage`). Other C libraries have no such settings and are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**17)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 @contextlib.contextmanager
