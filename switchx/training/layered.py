@@ -36,7 +36,6 @@ from switchx.training.layered_step import LayeredGradients, joined
 from switchx.training.program import TrainingProgram
 from switchx.training.step import TrainState, init_key, init_state, take_step
 
-
 # Parameters of glibc's mallopt, of malloc.h.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
