@@ -278,10 +278,13 @@ class ExpertRecords:
                 self._last_step_NE[n * self._E + experts] = self._steps
                 index_T = self._padded(experts, 0)
                 # Copied without the padding: on a CPU a view keeps the device's whole array.
-                self._gradients[n] = experts, {
-                    name: np.asarray(self._take(bank[name], index_T))[: len(experts)].copy()
-                    for name in names
-                }
+                self._gradients[n] = (
+                    experts,
+                    {
+                        name: np.asarray(self._take(bank[name], index_T))[: len(experts)].copy()
+                        for name in names
+                    },
+                )
 
     def update(self, gradient_scale: float) -> None:
         """Updates the experts that have a gradient, in the order of layers.
