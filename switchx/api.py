@@ -34,7 +34,7 @@ from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import native, packed, separate_experts
 from switchx.inference.score import Score, Scorer, features
 from switchx.models.config import ModelConfig
-from switchx.models.params import abstract_params, forward
+from switchx.models.params import abstract_params, forward, of_task
 from switchx.partitioning.mesh import MeshSpec
 from switchx.tree import num_elements
 
@@ -289,6 +289,7 @@ def load(
     *,
     mesh: MeshSpec | None = None,
     expert_slots: int | None = None,
+    task: str | None = None,
 ) -> Model:
     """The model in a run folder, or the one that `switchx quantize` wrote.
 
@@ -300,6 +301,8 @@ def load(
         expert_slots: experts of each Switch layer that are on the device at once, those that
             were chosen last; all are in host memory, and what is computed stays the same.
             None has all on the device.
+        task: of a model whose experts are divided among tasks (`RouterConfig.kind="task"`), the
+            name of the one whose experts alone are loaded.
 
     Raises:
         ValueError: the folder is neither, has no complete checkpoint, or its parameters are
@@ -308,6 +311,11 @@ def load(
             needs other devices than there are, or does not divide a parameter; the model has
             no such `expert_slots`, or they are asked for on a mesh.
     """
+    if task is not None:
+        require(expert_slots is None, f"task={task!r} with expert_slots; leave out one of them")
+        model, run = load(model_dir, step, mesh=mesh), RunFolder(model_dir)
+        config, params = of_task(model.config, model.params, read_config(run)["source"], task)
+        return dataclasses.replace(model, config=config, params=params)
     if expert_slots is not None:
         return _load_with_slots(model_dir, step, mesh, expert_slots)
     devices = ModelMesh.of(mesh)

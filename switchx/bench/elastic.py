@@ -26,6 +26,7 @@ from switchx.bench.report import Check, Report
 from switchx.checkpoint.items import read_data_states
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.loader import TrainLoader, merge_states
+from switchx.data.mixtures import Mixture, as_mixture
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.mesh import MeshSpec
@@ -35,6 +36,7 @@ from switchx.planner.replica_placement import imbalance, loads_of_devices, place
 from switchx.training.elastic import ElasticJob, job_for_devices
 from switchx.training.job import TrainingJob
 from switchx.training.loop import Reporter, train
+from switchx.training.program import TrainingProgram
 
 
 class _Silent(Reporter):
@@ -47,6 +49,8 @@ ROWS, LENGTH = 24, 16
 HARDWARE = "v5e"
 # Of the check of replicas' balance.
 ZIPF_EXPERTS, ZIPF_REPLICAS = 64, 8
+# Rows of SE-MoE's four tasks (UFO, Table 3).
+UFO_ROWS = (512, 256, 128, 128)
 
 
 def run(note: Callable[[str], None] = lambda text: None) -> Report:
@@ -76,12 +80,15 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         row["last_loss"] = float(part[-1])
     replicated, gradient_error = _check_replicas(note)
     balance, evened = _check_balance()
+    tasks, most_rows = _check_tasks()
     return Report(
         "check elastic",
-        rows + replicated + balance,
+        rows + replicated + balance + tasks,
         [
             Check("replica_gradient_error", gradient_error, "<=1e-6"),
             Check("imbalance_zipf1", evened, "<=1.05"),
+            Check("ufo_rows_per_device_4", most_rows[4], "==256"),
+            Check("ufo_rows_per_device_8", most_rows[8], "==128"),
             Check("loss_after_losing_devices", float(difference), "<=1e-6"),
             Check("token_ids_differing", differing, "==0"),
         ],
@@ -138,6 +145,45 @@ def _check_balance() -> tuple[list[dict], float]:
         for name, table in tables.items()
     ]
     return rows, rows[-1]["imbalance"]
+
+
+def _check_tasks() -> tuple[list[dict], dict[int, int]]:
+    """The most rows of a device that training of SE-MoE's four tasks has (Table 3)."""
+    rows, most = [], {}
+    for devices in (4, 8):
+        program = TrainingProgram(_tasks_job(devices), jax.devices()[:devices])
+        shape = (sum(UFO_ROWS),)
+        index = program.batch_sharding.devices_indices_map(shape).values()
+        held = [range(*each[0].indices(*shape)) for each in index]
+        owner = np.repeat(range(len(UFO_ROWS)), UFO_ROWS)
+        tasks = [sorted({int(t) for t in owner[part.start : part.stop]}) for part in held]
+        most[devices] = max(map(len, held))
+        used = [sum(t in each for each in tasks) for t in range(len(UFO_ROWS))]
+        rows.append(
+            {
+                "tasks_rows": "/".join(map(str, UFO_ROWS)),
+                "task_devices": "/".join(map(str, used)),
+                "rows_per_device": most[devices],
+                "a_device_a_task": max(UFO_ROWS),
+            }
+        )
+    return rows, most
+
+
+def _tasks_job(devices: int) -> TrainingJob:
+    """Two experts a task, and rows of four tasks."""
+    job = make_job()
+    task = as_mixture(job.source).tasks[0]
+    tasks = tuple(dataclasses.replace(task, name=f"task_{t}") for t in range(len(UFO_ROWS)))
+    router = RouterConfig("task", num_tasks=len(UFO_ROWS))
+    switch = dataclasses.replace(job.model.switch, router=router)
+    return dataclasses.replace(
+        job,
+        model=dataclasses.replace(job.model, switch=switch),
+        source=Mixture(tasks, rows=UFO_ROWS),
+        mesh=MeshSpec(data=1, expert=devices),
+        batch_size=sum(UFO_ROWS),
+    )
 
 
 def make_job() -> TrainingJob:

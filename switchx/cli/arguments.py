@@ -181,6 +181,15 @@ def add_expert_slots(parser: CommandParser) -> None:
     )
 
 
+def add_task(parser: CommandParser) -> None:
+    parser.add_argument(
+        "--task",
+        type=not_empty,
+        metavar="NAME",
+        help="of a model whose experts are divided among tasks, the one whose are loaded",
+    )
+
+
 def mesh_spec(arguments: argparse.Namespace):
     """The MeshSpec of `--mesh`, or None without it."""
     from switchx.partitioning.mesh import MeshSpec

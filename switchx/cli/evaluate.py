@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.fields import require
 from switchx.inference.config import DecodingConfig
 
 DESCRIPTION = """\
@@ -156,10 +157,23 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
     else:
         job = with_vocabulary_of(folder, job)
     if wanted:
-        model = api.load(arguments.model_dir, step)
+        model = api.load(arguments.model_dir, step, task=_only_task(job, wanted))
         texts = _evaluate_texts(arguments, job, wanted, model, reporter)
         metrics = {"step": model.step} | metrics | {"texts": texts}
     return job, metrics
+
+
+def _only_task(job, wanted: dict[str, tuple]) -> str | None:
+    """The task whose experts answer, where tasks have their own; None where all have all."""
+    switch = job.model.switch
+    if switch is None or switch.router.kind != "task":
+        return None
+    require(
+        len(wanted) == 1,
+        f"the experts of this model are divided among tasks, and {', '.join(wanted)} have "
+        "metrics; answer one at a time: --tasks=NAME",
+    )
+    return next(iter(wanted))
 
 
 def _likelihood(folder, job, step: int, reporter) -> dict[str, Any]:

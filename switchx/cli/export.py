@@ -51,6 +51,7 @@ def add_command(commands) -> None:
     )
     shared.add_mesh(parser, "one device; data is 1 unless given")
     shared.add_step(parser, "checkpoint of a run folder")
+    shared.add_task(parser)
     number = functools.partial(parser.add_argument, metavar="N")
     number("--batch_size", type=int, default=8, help="inputs at once (default: %(default)s)")
     number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = require_free(arguments.output)
     shapes = Shapes(arguments.batch_size, arguments.input_length)
     mesh = shared.mesh_spec(arguments)
-    model = api.load(arguments.model_dir, arguments.step)
+    model = api.load(arguments.model_dir, arguments.step, task=arguments.task)
     decoding = DecodingConfig(
         is_prompt_bidirectional=model.text_format.is_prompt_bidirectional,
         **shared.options_of(arguments, DecodingConfig),

@@ -50,6 +50,7 @@ def add_command(commands) -> None:
         help="dtype of all other parameters, routers apart; default: as they are",
     )
     shared.add_step(parser, "checkpoint to quantize")
+    shared.add_task(parser)
     shared.add_json(parser)
 
 
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{arguments.model_dir} is quantized already; give the run folder it was made from"
         )
-    model = api.load(arguments.model_dir, arguments.step)
+    model = api.load(arguments.model_dir, arguments.step, task=arguments.task)
     config, params, matrices, sizes = quantize_experts(
         model.config,
         model.params,

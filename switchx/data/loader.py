@@ -140,8 +140,10 @@ class TrainLoader:
             open_task(task, task.train_split, data_dir, config.features)
             for task in mixture.tasks
         )
+        mixture.check_rows(config.batch_size)
         probabilities = mixture.probabilities([len(task.records) for task in tasks])
-        self._plan = StreamPlan(tasks, probabilities, config.features, seed, config.batch_size)
+        common = probabilities, config.features, seed, config.batch_size
+        self._plan = StreamPlan(tasks, *common, rows_of_tasks=mixture.rows)
         self._begin(0, np.tile(self._plan.new_cursor(), (len(self._rows), 1)))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -215,19 +217,23 @@ class TrainLoader:
 
     def _description(self) -> dict:
         plan, config = self._plan, self._config
-        return {
-            "state_version": STATE_VERSION,
-            "seed": plan.seed,
-            "features": repr(config.features),
-            "batch_size": config.batch_size,
-            "packed": config.packed,
-            "tasks": [opened.task.name for opened in plan.tasks],
-            "probabilities": plan.probabilities.tolist(),
-        } | {
-            f"{opened.task.name}.{key}": value
-            for opened in plan.tasks
-            for key, value in opened.description.items()
-        }
+        return (
+            {
+                "state_version": STATE_VERSION,
+                "seed": plan.seed,
+                "features": repr(config.features),
+                "batch_size": config.batch_size,
+                "packed": config.packed,
+                "tasks": [opened.task.name for opened in plan.tasks],
+                "probabilities": plan.probabilities.tolist(),
+            }
+            | ({} if plan.rows_of_tasks is None else {"rows_of_tasks": [*plan.rows_of_tasks]})
+            | {
+                f"{opened.task.name}.{key}": value
+                for opened in plan.tasks
+                for key, value in opened.description.items()
+            }
+        )
 
 
 def _stop(iterators: list[grain.DatasetIterator]) -> None:
@@ -270,6 +276,7 @@ def evaluation_batches(
     data_dir: str | None = None,
     shard: Shard = Shard(),
     num_batches: int | None = None,
+    task_id: int | None = None,
 ) -> Iterator[Batch]:
     """This process' part of the task's evaluation batches, the same each time.
 
@@ -279,6 +286,7 @@ def evaluation_batches(
 
     Args:
         num_batches: stop after so many; None reads the whole split.
+        task_id: the task's number in a mixture with `rows`, for the batches to say.
 
     Raises:
         ValueError: as `TrainLoader`, or no example of the split fits the features.
@@ -292,7 +300,8 @@ def evaluation_batches(
         num_made = 0
         while batch := list(itertools.islice(stream, config.batch_size)):
             batch += [[]] * (config.batch_size - len(batch))
-            yield config.features.batch([batch[row] for row in rows])
+            ids = None if task_id is None else [task_id] * len(rows)
+            yield with_tasks(config.features.batch([batch[row] for row in rows]), ids)
             num_made += 1
         counts = plan.counts(stream.cursor)
         require(
@@ -327,17 +336,21 @@ class RowBatches(grain.IterDataset):
 
     def __iter__(self) -> grain.DatasetIterator:
         streams = [RowStream(self._plan, row, self._is_packed, c) for row, c in self._rows]
-        return _RowBatchIterator(self._plan.features, streams)
+        tasks = [self._plan.task_of(row) for row, _ in self._rows]
+        ids = None if self._plan.rows_of_tasks is None else tasks
+        return _RowBatchIterator(self._plan.features, streams, ids)
 
 
 class _RowBatchIterator(grain.DatasetIterator):
-    def __init__(self, features: Features, streams: Sequence[RowStream]):
+    def __init__(self, features: Features, streams: Sequence[RowStream], task_ids):
         super().__init__()
         self._features = features
         self._streams = streams
+        self._task_ids = task_ids
 
     def __next__(self) -> tuple[Batch, np.ndarray]:
         batch = self._features.batch([next(stream) for stream in self._streams])
+        batch = with_tasks(batch, self._task_ids)
         return batch, np.stack([stream.cursor for stream in self._streams])
 
     def get_state(self) -> dict:
@@ -345,6 +358,11 @@ class _RowBatchIterator(grain.DatasetIterator):
 
     def set_state(self, state: dict) -> None:
         raise RuntimeError("the position is in the cursors beside each batch; restore those")
+
+
+def with_tasks(batch: Batch, task_ids: Sequence[int] | None) -> Batch:
+    """The batch, saying in `task_ids` `[B]` which task each row is of, if that is known."""
+    return batch if task_ids is None else batch | {"task_ids": np.array(task_ids, np.int32)}
 
 
 def join_rows(parts: Sequence[tuple[Batch, np.ndarray]]) -> tuple[Batch, np.ndarray]:

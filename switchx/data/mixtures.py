@@ -51,10 +51,14 @@ class Mixture:
         tasks: of one vocabulary, under different names.
         rates: one fixed weight a task, or `ProportionalRates` of the number of records in
             each task's training split.
+        rows: rows of every batch that each task has, in the order of the tasks, instead of
+            rates; batches then say which task a row is of. None draws every example by the
+            rates, whatever its row.
     """
 
     tasks: tuple[Task, ...]
     rates: tuple[float, ...] | ProportionalRates = ProportionalRates()
+    rows: tuple[int, ...] | None = None
 
     def __post_init__(self):
         names = [task.name for task in self.tasks]
@@ -75,6 +79,27 @@ class Mixture:
             or (len(self.rates) == len(names) and min(self.rates) > 0),
             f"rates={self.rates} for the tasks {names}; use a number above 0 for each, in "
             "their order",
+        )
+        if self.rows is None:
+            return
+        object.__setattr__(self, "rows", tuple(self.rows))  # JSON gives a list
+        require(
+            len(self.rows) == len(names) and min(self.rows) > 0,
+            f"Mixture.rows={self.rows} for the tasks {names}; use a number above 0 for each, "
+            "in their order",
+        )
+        require(
+            self.rates == ProportionalRates(),
+            f"Mixture.rows={self.rows} with rates={self.rates}: rows fix how often a task is "
+            "drawn; leave one of them out",
+        )
+
+    def check_rows(self, batch_size: int) -> None:
+        """Raises ValueError where the rows of the tasks are not those of a batch."""
+        require(
+            self.rows is None or sum(self.rows) == batch_size,
+            f"Mixture.rows={self.rows} are {sum(self.rows or ())} rows, and "
+            f"batch_size={batch_size}; use rows of that sum",
         )
 
     def probabilities(self, sizes: Sequence[int]) -> np.ndarray:

@@ -59,6 +59,8 @@ class StreamPlan:
         probabilities: of each task.
         num_rows: B, rows of the global batch.
         is_finite: evaluation: the records once and in order, one lane, in a single row.
+        rows_of_tasks: how many rows each task has, one task after the other; None where all
+            rows draw from all tasks.
     """
 
     tasks: tuple[OpenTask, ...]
@@ -67,6 +69,19 @@ class StreamPlan:
     seed: int
     num_rows: int = 1
     is_finite: bool = False
+    rows_of_tasks: tuple[int, ...] | None = None
+
+    def task_of(self, row: int) -> int | None:
+        """The only task of a row; None where it draws from all."""
+        if self.rows_of_tasks is None:
+            return None
+        return int(np.searchsorted(np.cumsum(self.rows_of_tasks), row, side="right"))
+
+    def readers_of(self, index: int, row: int) -> tuple[int, int]:
+        """A row's place among those that read a task, and how many these are."""
+        if self.rows_of_tasks is None:
+            return row, self.num_rows
+        return row - sum(self.rows_of_tasks[:index]), self.rows_of_tasks[index]
 
     @property
     def num_lanes(self) -> int:
@@ -256,7 +271,9 @@ class ExampleStream:
         # from anywhere.
         rng = self._plan.generator(DRAW, self._row, int(self._fields["drawn"]))
         self._fields["drawn"] += 1
-        task = int(np.searchsorted(self._thresholds, rng.random(), side="right"))
+        task = self._plan.task_of(self._row)
+        if task is None:
+            task = int(np.searchsorted(self._thresholds, rng.random(), side="right"))
         example = self._readers[task].read(self._fields["tasks"][task], rng)
         choice = self._plan.tasks[task].task.objective.is_prefix_bidirectional
         return example and example._replace(is_prefix_bidirectional=choice)
@@ -266,7 +283,8 @@ class _Reader(abc.ABC):
     """The examples of one task, as one row reads them."""
 
     def __init__(self, plan: StreamPlan, index: int, row: int):
-        self._plan, self._index, self._row = plan, index, row
+        self._plan, self._index = plan, index
+        self._row, self._num_rows = plan.readers_of(index, row)
         self._open, self._records = plan.tasks[index], plan.records[index]
         self._task = self._open.task
         self._most_skipped = min(_MOST_SKIPPED, 100 * len(self._open.records))
@@ -321,7 +339,7 @@ class _TextReader(_Reader):
     def _tokenize(self, lane: int, number: int) -> np.ndarray:
         plan, task = self._plan, self._task
         stream = self._row * plan.num_lanes + lane
-        text = self._records[stream + number * plan.num_rows * plan.num_lanes]["text"]
+        text = self._records[stream + number * self._num_rows * plan.num_lanes]["text"]
         tokens = task.vocabulary.encode(text)
         if tokens and task.objective.joins_with_eos:
             tokens.append(task.vocabulary.eos_id)
@@ -342,7 +360,7 @@ class _RecordReader(_Reader):
             number = int(cursor["document"][0])
             if self._is_at_end(number):
                 return None
-            record = self._records[self._row + number * self._plan.num_rows]
+            record = self._records[self._row + number * self._num_rows]
             cursor["document"][0] += 1
             example = task.objective.example(record, task.vocabulary)
             size = features.size(example)

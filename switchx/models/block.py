@@ -32,6 +32,7 @@ class BlockInputs:
         memory_BMD, memory_mask_BLM: the encoder's output and which of it a position may
             look at; None in a stack without cross-attention.
         token_BL: ids of the tokens, for routers that hash them.
+        task_B: task of each row, for routers by task; None where rows have none.
         row_bias_BHLM: what positions add to the scores of self-attention, each row's own, or
             None.
         place: with a cache, where in it these L tokens go.
@@ -43,6 +44,7 @@ class BlockInputs:
     memory_BMD: jax.Array | None = None
     memory_mask_BLM: jax.Array | None = None
     token_BL: jax.Array | None = None
+    task_B: jax.Array | None = None
     row_bias_BHLM: jax.Array | None = None
     place: jax.Array | None = None
 
@@ -113,6 +115,7 @@ class Block(nnx.Module):
                 normed_BLD,
                 inputs.is_token_BL,
                 inputs.token_BL,
+                inputs.task_B,
                 is_training=is_training,
                 **reads,
             )
@@ -142,6 +145,7 @@ class Block(nnx.Module):
                 normed_BLD,
                 inputs.is_token_BL,
                 inputs.token_BL,
+                inputs.task_B,
                 is_training=is_training,
                 key=keys[4],
             )

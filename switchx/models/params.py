@@ -6,11 +6,15 @@ that the parameters are a nested dictionary that `jax.jit`, `jax.grad`, Optax an
 and `bind` puts them back under the module for a call.
 """
 
+import dataclasses
 import functools
 
 import jax
 from flax import nnx
 
+from switchx import tree
+from switchx.axes import dims_of
+from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.transformer import Transformer
 
@@ -67,3 +71,39 @@ def forward(config: ModelConfig, params: dict, batch: dict, *, is_training: bool
         key: turns dropout and jitter on; None is deterministic.
     """
     return bind(config, params)(batch, is_training=is_training, key=key)
+
+
+def of_task(config: ModelConfig, params: dict, source: dict, task: str):
+    """The model that a row of one task meets: its experts, and their columns of the routers.
+
+    Args:
+        config: with a router by task (`moe/router.task_logits`).
+        params: arrays.
+        source: of the model's training, as `config.json` describes it.
+        task: its name there.
+
+    Returns:
+        A configuration and parameters.
+
+    Raises:
+        ValueError: the experts are not divided among tasks, or there is no such task.
+    """
+    is_by_task = config.switch is not None and config.switch.router.kind == "task"
+    names = [each["name"] for each in source["tasks"]] if is_by_task else []
+    require(
+        task in names,
+        f"task={task!r} of a model whose experts are "
+        + (f"of {', '.join(names)}; use one" if names else "all tasks'; leave it out"),
+    )
+    own = config.switch.num_choosable
+    begin = names.index(task) * own
+
+    def cut(name, leaf):
+        dims = dims_of(name.rpartition("/")[2], leaf.ndim)
+        if "E" not in dims:
+            return leaf
+        return jax.lax.slice_in_dim(leaf, begin, begin + own, axis=dims.index("E"))
+
+    router = dataclasses.replace(config.switch.router, kind="top_k", num_tasks=1)
+    switch = dataclasses.replace(config.switch, num_experts=own, router=router)
+    return dataclasses.replace(config, switch=switch), tree.map_named(cut, params)

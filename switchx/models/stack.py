@@ -107,8 +107,8 @@ class Stack(nnx.Module):
             return None
         return self.untied_positions(position_BL, position_BM)
 
-    def inputs(self, token_BL, segment_BL, position_BL, mask_BLM, **memory) -> BlockInputs:
-        """What every block reads of whole texts, with what `memory` names of an encoder."""
+    def inputs(self, token_BL, segment_BL, position_BL, mask_BLM, **others) -> BlockInputs:
+        """What every block reads of whole texts, with what `others` names beside them."""
         length = token_BL.shape[1]
         return BlockInputs(
             is_token_BL=segment_BL > 0,
@@ -116,7 +116,7 @@ class Stack(nnx.Module):
             bias_HLM=self.position_bias(length, length),
             row_bias_BHLM=self.row_bias(position_BL, position_BL),
             token_BL=token_BL,
-            **memory,
+            **others,
         )
 
     def __call__(self, x_BLD, inputs: BlockInputs, *, is_training: bool, key=None):

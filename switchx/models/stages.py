@@ -183,7 +183,9 @@ class Chunk:
             inputs = model.decoder_inputs(batch, message.get("memory_BMD"))
         else:
             names = ("input_tokens", "segment_ids", "positions")
-            inputs = model.encoder_inputs(*(batch[f"encoder_{name}"] for name in names))
+            inputs = model.encoder_inputs(
+                *(batch[f"encoder_{name}"] for name in names), batch.get("task_ids")
+            )
         key = self._key(key)
 
         def embedded(x_BLD):

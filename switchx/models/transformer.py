@@ -32,7 +32,8 @@ class Transformer(nnx.Module):
 
         Args:
             batch: T5X's feature names, as `data/features.py` makes them; where a decoder-only
-                model's `decoder_prefix_mask` is 1, attention is bidirectional.
+                model's `decoder_prefix_mask` is 1, attention is bidirectional; `task_ids` `[B]`
+                where experts are those of tasks.
         """
         memory_BMD, encoder_stats = None, None
         if self.has_encoder:
@@ -41,6 +42,7 @@ class Transformer(nnx.Module):
                 batch["encoder_input_tokens"],
                 batch["encoder_segment_ids"],
                 batch["encoder_positions"],
+                batch.get("task_ids"),
                 is_training=is_training,
                 key=key_encoder,
             )
@@ -49,16 +51,18 @@ class Transformer(nnx.Module):
         y_BLD, stats = self.decoder(x_BLD, inputs, is_training=is_training, key=key)
         return self.embedding.logits(y_BLD), join_stacks(encoder_stats, stats)
 
-    def encode(self, tokens_BL, segment_BL, position_BL, *, is_training=False, key=None):
+    def encode(
+        self, tokens_BL, segment_BL, position_BL, task_B=None, *, is_training=False, key=None
+    ):
         """The encoder's output `[B, L, D]` and its routing statistics."""
-        inputs = self.encoder_inputs(tokens_BL, segment_BL, position_BL)
+        inputs = self.encoder_inputs(tokens_BL, segment_BL, position_BL, task_B)
         x_BLD = self.embedding.embed(tokens_BL, position_BL)
         return self.encoder(x_BLD, inputs, is_training=is_training, key=key)
 
-    def encoder_inputs(self, tokens_BL, segment_BL, position_BL) -> BlockInputs:
+    def encoder_inputs(self, tokens_BL, segment_BL, position_BL, task_B=None) -> BlockInputs:
         """What every encoder block reads."""
         mask_BLM = segment_mask(segment_BL, segment_BL)
-        return self.encoder.inputs(tokens_BL, segment_BL, position_BL, mask_BLM)
+        return self.encoder.inputs(tokens_BL, segment_BL, position_BL, mask_BLM, task_B=task_B)
 
     def decoder_inputs(self, batch: dict, memory_BMD=None) -> BlockInputs:
         """What every decoder block reads."""
@@ -74,4 +78,5 @@ class Transformer(nnx.Module):
             causal_mask(segment_BL, prefix_mask_BL),
             memory_BMD=memory_BMD,
             memory_mask_BLM=memory_mask_BLM,
+            task_B=batch.get("task_ids"),
         )

@@ -93,20 +93,29 @@ class SwitchAttention(RoutedLayer, AttentionOutput):
         self.projections = ProjectionExperts(config, key=keys[1])
 
     def __call__(
-        self, x_BLD, is_token_BL, token_BL=None, *, is_training: bool, key=None, **biases
+        self,
+        x_BLD,
+        is_token_BL,
+        token_BL=None,
+        task_B=None,
+        *,
+        is_training: bool,
+        key=None,
+        **biases,
     ):
         """Output `[B, L, D]` and routing statistics.
 
         Args:
             is_token_BL: false for padding.
             token_BL: ids of the tokens, for a router that hashes them.
+            task_B: task of each row, for a router by task.
             biases: see `AttentionOutput.read`.
         """
         config = self.config
         B, L, _ = x_BLD.shape
         key_router, key_experts, key_weights = split_key(key, 3)
         routed = self.route(
-            x_BLD, is_token_BL, token_BL, is_training=is_training, key=key_router
+            x_BLD, is_token_BL, token_BL, task_B, is_training=is_training, key=key_router
         )
 
         def run_experts(x_ERD):

@@ -71,6 +71,8 @@ def out_of_groups(x, batch: int, length: int):
 def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
     """Slots of one expert for one group: choices / experts * factor, rounded; eq. 3.
 
+    The experts are those that a token can choose from: a group may be all of one task.
+
     GShard's capacity counts all choices of a token, flaxformer's does not; ours does. At least
     `min_capacity`, and never more than the group has tokens: no token chooses an expert twice.
     All of them where the router is dropless; `expert_capacity` where that is given.
@@ -85,9 +87,9 @@ def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
     factor = switch.capacity_factor if is_training else switch.eval_capacity_factor
     choices = tokens_per_group * switch.router.num_selected
     # No more slots than tokens are ever given, so a larger factor is that of an even share.
-    factor = min(factor, switch.num_experts)
+    factor = min(factor, switch.num_choosable)
     # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
-    even_share = round(choices * factor / switch.num_experts, 9)
+    even_share = round(choices * factor / switch.num_choosable, 9)
     round_to = {"up": math.ceil, "down": math.floor, "nearest": round}[switch.capacity_rounding]
     return min(tokens_per_group, max(switch.min_capacity, round_to(even_share)))
 

@@ -61,7 +61,11 @@ class RouterConfig:
             arXiv:2101.03961; k = 2: Lepikhin et al. 2020, arXiv:2006.16668).
             `expert_choice`: each expert its most probable tokens (Zhou et al. 2022,
             arXiv:2202.09368), in encoders only. `hash`: a fixed hash of the token's id
-            (Roller et al. 2021, arXiv:2106.04426); no router, every gate is 1.
+            (Roller et al. 2021, arXiv:2106.04426); no router, every gate is 1. `task`: as
+            `top_k`, but out of the experts of the row's task (SE-MoE, Shen et al. 2022,
+            arXiv:2205.10034, section 4.1): they are divided evenly among `num_tasks`.
+        num_tasks: of kind `task`: tasks that the experts are divided among, in the order of
+            the mixture, whose `rows` say which row is of which.
         num_selected: k, how many experts a token chooses.
         gate: `softmax`, the probability of each chosen expert under all experts (Switch);
             `normalized`, divided by the sum over the chosen ones (GShard).
@@ -90,7 +94,8 @@ class RouterConfig:
             tokens are, for parity with Hugging Face's and flaxformer's Switch models.
     """
 
-    kind: Literal["top_k", "expert_choice", "hash"] = "top_k"
+    kind: Literal["top_k", "expert_choice", "hash", "task"] = "top_k"
+    num_tasks: int = 1
     num_selected: int = 1
     gate: Literal["softmax", "normalized"] = "softmax"
     priority: Literal["position", "gate"] = at_evaluation("position")
@@ -107,11 +112,16 @@ class RouterConfig:
 
     def __post_init__(self):
         check_choices(self)
-        require_at_least(self, 1, "num_selected", "max_rounds")
+        require_at_least(self, 1, "num_selected", "max_rounds", "num_tasks")
         require_at_least(self, 0, "bias_update_rate")
         require_below_one(self, "jitter", "input_dropout_rate")
         require_above_zero(self, "temperature")
-        if self.kind == "top_k":
+        require(
+            (self.kind == "task") == (self.num_tasks > 1),
+            f"RouterConfig.num_tasks={self.num_tasks} with kind={self.kind!r}; use two tasks "
+            "or more with kind='task', and 1 with all others",
+        )
+        if self.kind in ("top_k", "task"):
             self._check_top_k()
         else:
             self._check_other_kinds()
@@ -133,6 +143,11 @@ class RouterConfig:
             f"RouterConfig.balance_counts={self.balance_counts!r} with "
             f"overflow={self.overflow!r}: there are no rounds to count; use "
             "balance_counts='first_choice', or overflow='reroute'",
+        )
+        require(
+            self.bias_update_rate is None or self.kind != "task",
+            f"RouterConfig.bias_update_rate={self.bias_update_rate} with kind='task': the load "
+            "of tasks is fixed by their rows; use bias_update_rate=None",
         )
         require(
             self.bias_update_rate is None or self.exploration != "sample",
@@ -271,12 +286,24 @@ class SwitchConfig:
             "feed-forward expert has an output like its input; use sublayers='ffn', or "
             "overflow='drop'",
         )
+        require(
+            not (self.num_replicas and self.router.kind == "task"),
+            f"SwitchConfig.num_replicas={self.num_replicas} with RouterConfig.kind='task': "
+            "each device has the experts of its rows' tasks already; use num_replicas=0",
+        )
+        require(
+            self.num_experts % self.router.num_tasks == 0,
+            f"SwitchConfig.num_experts={self.num_experts} does not divide among "
+            f"RouterConfig.num_tasks={self.router.num_tasks}; use a multiple of it",
+        )
         tried = self.router.max_rounds if self.router.overflow == "reroute" else 1
         for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
+            among = f" divided among {self.router.num_tasks} tasks"
             require(
-                count <= self.num_experts,
-                f"RouterConfig.{name}={count} with num_experts={self.num_experts}: a token "
-                f"chooses an expert once; use {name}={self.num_experts} at most",
+                count <= self.num_choosable,
+                f"RouterConfig.{name}={count} with num_experts={self.num_experts}"
+                f"{among if self.router.num_tasks > 1 else ''}: a token chooses an expert "
+                f"once; use {name}={self.num_choosable} at most",
             )
 
     def _check_layers(self) -> None:
@@ -304,6 +331,11 @@ class SwitchConfig:
             f"SwitchConfig.stacks={self.stacks!r} with encoder_layers={self.encoder_layers}; "
             "use stacks='all', and decoder_layers=() for none in the decoder",
         )
+
+    @property
+    def num_choosable(self) -> int:
+        """Experts that one token can choose from: all, or those of its task."""
+        return self.num_experts // self.router.num_tasks
 
     @property
     def has_named_layers(self) -> bool:

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from switchx.fields import require
 from switchx.layers.dense import DenseFFN, split_key, weight
 from switchx.moe.capacity import into_groups, layer_capacity, layer_groups, out_of_groups
 from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
 from switchx.moe.plan import RoutingPlan, make_plan
-from switchx.moe.replicas import replicated
-from switchx.moe.router import explored_inputs, hash_logits, router_logits
+from switchx.moe.replicas import local_slots, replicated
+from switchx.moe.router import explored_inputs, hash_logits, router_logits, task_logits
 from switchx.moe.shared_groups import assign_shared_slots, constrain_groups, shared_axes
 from switchx.moe.stats import Choices, RoutingStats, measure_routing
 
@@ -59,12 +60,13 @@ class RoutedLayer(nnx.Module):
         if config.switch.router.has_bias:
             self.router_bias_E = nnx.Param(jnp.zeros((E,), jnp.float32))
 
-    def route(self, x_BLD, is_token_BL, token_BL, *, is_training: bool, key=None):
+    def route(self, x_BLD, is_token_BL, token_BL, task_B=None, *, is_training: bool, key=None):
         """Groups the tokens and plans where they go.
 
         Args:
             is_token_BL: false for padding.
             token_BL: ids of the tokens; only a hash reads them, others take None.
+            task_B: task of each row; only a router by task reads it.
             key: of exploration, which is for training alone.
         """
         switch, router = self.config.switch, self.config.switch.router
@@ -82,6 +84,15 @@ class RoutedLayer(nnx.Module):
                 self.w_router_DE[...],
                 dtype=self.config.precision.router,
             )
+            if router.kind == "task":
+                require(
+                    task_B is not None,
+                    "RouterConfig.kind='task' and a batch without task_ids: which experts a "
+                    "row may have is not known; train on a Mixture with rows, and load a model "
+                    "for one task: switchx.load(..., task=NAME), or --task=NAME",
+                )
+                task_GT = into_groups(jnp.broadcast_to(task_B[:, None], (B, L)), G, T)
+                logits_GTE = task_logits(logits_GTE, task_GT, router.num_tasks)
         else:
             logits_GTE = hash_logits(into_groups(token_BL, G, T), switch.num_experts)
         prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
@@ -128,24 +139,28 @@ class SwitchFFN(RoutedLayer):
             shared = dataclasses.replace(config, d_ff=config.switch.shared_d_ff)
             self.shared_expert = DenseFFN(shared, key=jax.random.fold_in(key, 2))
 
-    def __call__(self, x_BLD, is_token_BL, token_BL=None, *, is_training: bool, key=None):
+    def __call__(
+        self, x_BLD, is_token_BL, token_BL=None, task_B=None, *, is_training: bool, key=None
+    ):
         """Output and routing statistics.
 
         Args:
             is_token_BL: false for padding.
             token_BL: ids of the tokens, for a router that hashes them.
+            task_B: task of each row, for a router by task.
         """
         switch = self.config.switch
         B, L, _ = x_BLD.shape
         key_router, key_dropout = split_key(key, 2)
         key_shared = None if key is None else jax.random.fold_in(key, 2)
         routed = self.route(
-            x_BLD, is_token_BL, token_BL, is_training=is_training, key=key_router
+            x_BLD, is_token_BL, token_BL, task_B, is_training=is_training, key=key_router
         )
 
         dispatch = choose_dispatcher(switch, routed.plan, is_training=is_training)
-        if self.experts.expert_of_slot_R is not None:
-            dispatch = replicated(dispatch, self.experts.expert_of_slot_R)
+        if (table_R := self.experts.expert_of_slot_R) is not None:
+            is_by_task = switch.router.kind == "task"
+            dispatch = local_slots(table_R) if is_by_task else replicated(dispatch, table_R)
         y_GTD = dispatch(routed.x_GTD, routed.plan, self.experts.weights(key=key_dropout))
         if switch.router.overflow == "identity":
             gate_GT = jnp.sum(

@@ -20,9 +20,15 @@ from jax.sharding import PartitionSpec
 from pallas_kernels.sorted_rows import stable_argsort
 from switchx import tree
 from switchx.moe.config import slots_refusal
-from switchx.moe.dispatch import Dispatcher, ExpertBank
+from switchx.moe.dispatch import (
+    Dispatcher,
+    ExpertBank,
+    gather_from_slots,
+    gather_into_slots,
+    token_of_slot,
+)
 from switchx.moe.plan import RoutingPlan, count_choices
-from switchx.moe.sharded_dispatch import expert_specs
+from switchx.moe.sharded_dispatch import expert_specs, run_on_devices
 from switchx.partitioning.collectives import ragged_all_to_all, vary
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.placement import Placement
@@ -42,6 +48,40 @@ def replicated(dispatch: Dispatcher, expert_of_slot_R) -> Dispatcher:
     def run(x_GTD, plan: RoutingPlan, experts: ExpertBank):
         slots = gather_bank(experts, expert_of_slot_R, plan.num_experts)
         return dispatch(x_GTD, plan_over_slots(plan, expert_of_slot_R), slots)
+
+    return run
+
+
+def local_slots(expert_of_slot_R) -> Dispatcher:
+    """A dispatcher that runs every device's tokens on its own slots: no token travels.
+
+    For routers by task: rows are in the order of their tasks, and a device has the experts of
+    its rows' tasks (`planner/replica_placement.place_tasks`).
+
+    Args:
+        expert_of_slot_R: int32, each expert once or more; a device's slots have all experts
+            that its tokens may choose.
+    """
+
+    def run(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+        slots = gather_bank(experts, expert_of_slot_R, plan.num_experts)
+        return run_on_devices(local, x_GTD, plan, slots)
+
+    def local(x_GTD, plan: RoutingPlan, slots: ExpertBank, placement: Placement):
+        count = len(expert_of_slot_R) // placement.size(placement.experts)
+        begin = jax.lax.axis_index(placement.experts) * count if placement.experts else 0
+        own_R = jax.lax.dynamic_slice_in_dim(expert_of_slot_R, begin, count)
+        # One slot of each expert, and none of what is not here.
+        slot_E = jnp.full(plan.num_experts + 1, count).at[own_R].set(jnp.arange(count))
+        own = dataclasses.replace(
+            plan,
+            expert_GTS=slot_E[plan.expert_GTS].astype(jnp.int32),
+            num_experts=count,
+            balance_GE=None,
+        )
+        token_GQ = token_of_slot(own)
+        y_ERD = slots(gather_into_slots(x_GTD, own, token_GQ))
+        return gather_from_slots(y_ERD, own, token_GQ)
 
     return run
 

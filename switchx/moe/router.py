@@ -62,6 +62,17 @@ def hash_expert(token, num_experts: int):
     return (bits % jnp.uint32(num_experts)).astype(jnp.int32)
 
 
+def task_logits(logits_GTE, task_GT, num_tasks: int):
+    """The logits of the experts of each token's task; `NEVER` elsewhere, without a gradient.
+
+    Task t has experts `t E / num_tasks` to `(t + 1) E / num_tasks - 1`.
+    """
+    E = logits_GTE.shape[-1]
+    index_GTE = jax.lax.broadcasted_iota(task_GT.dtype, logits_GTE.shape, 2)
+    is_own_GTE = index_GTE // (E // num_tasks) == task_GT[..., None]
+    return jnp.where(is_own_GTE, logits_GTE, NEVER)
+
+
 def hash_logits(token_GT, num_experts: int):
     """Logits `[G, T, E]` that are certain of each token's expert: 0 there, `NEVER` elsewhere.
 

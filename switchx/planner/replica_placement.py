@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts get replicas, and on which devices: greedy, by the load of each expert.
+"""Which experts are on which devices: replicas by load, or those of a device's tasks.
+
+Replicas are chosen and placed greedily, by the load of each expert.
 
 The two steps of DeepSeek's EPLB (DeepSeek-V3, arXiv:2412.19437, section 3.4): each further
 replica goes to the expert with the largest load a replica; then the replicas, the heaviest
 first, each to the least loaded device that has a slot left.
 Dims: N layers, E experts, R slots for experts, P devices
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,6 +39,45 @@ def place_replicas(load_NE, num_replicas: int, num_devices: int = 1) -> np.ndarr
     require(reason is None, reason)
     tables = [_place_layer(load_E, num_replicas, num_devices) for load_E in load_NE]
     return np.array(tables, np.int32).reshape(len(tables), -1)
+
+
+def tasks_of_parts(rows: Sequence[int], num_parts: int) -> list[range]:
+    """The tasks whose rows each part of a batch has, the parts being equal.
+
+    Rows are in the order of their tasks, so an even division gives a heavy task several parts
+    and joins light ones: no part has more rows than another (SE-MoE, section 4.1, Figure 6).
+
+    Args:
+        rows: of each task.
+    """
+    begins = np.cumsum([0, *rows])
+    size = begins[-1] // num_parts
+    ends = np.searchsorted(begins[1:], np.arange(num_parts) * size, side="right")
+    lasts = np.searchsorted(begins[1:], (np.arange(num_parts) + 1) * size - 1, side="right")
+    return [range(int(a), int(b) + 1) for a, b in zip(ends, lasts, strict=True)]
+
+
+def place_tasks(
+    rows: Sequence[int], num_experts: int, num_parts: int, num_devices: int
+) -> np.ndarray:
+    """The expert in each slot, int32 `[R]`, by the tasks of each device's rows.
+
+    Args:
+        rows: of each task; the experts are divided evenly among the tasks.
+        num_parts: of the batch.
+        num_devices: P that the experts are split over; part i is on device i modulo P.
+    """
+    own = num_experts // len(rows)
+    tasks = tasks_of_parts(rows, num_parts)
+    held = [
+        sorted({t for part in tasks[p::num_devices] for t in part}) for p in range(num_devices)
+    ]
+    most = max(map(len, held))
+    table = []
+    for each in held:
+        each = each + each[:1] * (most - len(each))  # slots that nothing is sent to
+        table += [t * own + e for t in each for e in range(own)]
+    return np.array(table, np.int32)
 
 
 def loads_of_devices(load_NE, expert_of_slot_NR, num_devices: int) -> np.ndarray:

@@ -25,6 +25,8 @@ import jax
 from jax.experimental import topologies
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
+from switchx.data.loader import with_tasks
+from switchx.data.mixtures import as_mixture
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.moe.config import DISPATCHERS
@@ -100,7 +102,9 @@ class CompiledStep:
 
 def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
     """Shape structs of a batch, or of some of its rows, on the devices that read it."""
-    one_row = program.job.features.batch([[]])
+    one_row = with_tasks(
+        program.job.features.batch([[]]), [0] if as_mixture(program.job.source).rows else None
+    )
     return {
         name: jax.ShapeDtypeStruct(
             (num_rows or program.job.batch_size, *rows.shape[1:]),

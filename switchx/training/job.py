@@ -96,6 +96,7 @@ class TrainingJob:
                 "microbatch's gradient would need the load of all; use one microbatch, or "
                 "balance_scope='group', which is exact under any split"
             )
+        self._check_tasks()
         longest = max(self.sequence_lengths)
         if self.model.max_length is not None and longest > self.model.max_length:
             raise ValueError(
@@ -103,6 +104,17 @@ class TrainingJob:
                 f"{self.model.max_length} learned positions; use shorter rows or a larger "
                 "max_length"
             )
+
+    def _check_tasks(self) -> None:
+        if self.model.switch is None or self.model.switch.router.kind != "task":
+            return
+        mixture, tasks = as_mixture(self.source), self.model.switch.router.num_tasks
+        require(
+            mixture.rows is not None and len(mixture.tasks) == tasks,
+            f"RouterConfig.kind='task' with num_tasks={tasks}, and a source of "
+            f"{len(mixture.tasks)} tasks with rows={mixture.rows}; use a Mixture of {tasks} "
+            "tasks with Mixture.rows, whose sum is the batch size",
+        )
 
     @property
     def vocabulary(self) -> Vocabulary:

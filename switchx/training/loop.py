@@ -341,8 +341,9 @@ def evaluate_job(
         sample: takes in where tokens of each task were routed; None keeps nothing of it.
     """
     tasks, per_task = as_mixture(job.source).tasks, {}
-    for task in tasks:
-        batches = map(program.place, _evaluation_batches(job, task, program.shard))
+    for task_id, task in enumerate(tasks):
+        batches = _evaluation_batches(job, task, program.shard, task_id)
+        batches = map(program.place, batches)
         per_task[task.name] = evaluate(program.eval_step, params, batches, sample)
     if len(tasks) == 1:
         return per_task[tasks[0].name]
@@ -354,7 +355,14 @@ def evaluate_job(
     return overall | {"target_tokens": tokens, "tasks": per_task}
 
 
-def _evaluation_batches(job: TrainingJob, task: Task, shard: Shard) -> Iterator[Batch]:
+def _evaluation_batches(
+    job: TrainingJob, task: Task, shard: Shard, task_id: int = 0
+) -> Iterator[Batch]:
     return evaluation_batches(
-        task, job.batches, data_dir=job.data_dir, shard=shard, num_batches=job.eval_batches
+        task,
+        job.batches,
+        data_dir=job.data_dir,
+        shard=shard,
+        num_batches=job.eval_batches,
+        task_id=task_id if as_mixture(job.source).rows else None,
     )

@@ -17,6 +17,7 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.data.features import Batch
 from switchx.data.loader import Shard
+from switchx.data.mixtures import as_mixture
 from switchx.fields import require
 from switchx.models.config import require_our_blocks
 from switchx.moe.capacity import layer_groups, layer_shape
@@ -30,7 +31,7 @@ from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.planner.layout import Layout, StateArray, Workload
-from switchx.planner.replica_placement import place_replicas
+from switchx.planner.replica_placement import place_replicas, place_tasks
 from switchx.training.evaluate import eval_step
 from switchx.training.expert_records import ExpertRecords
 from switchx.training.fused_loss import check_fused
@@ -148,13 +149,17 @@ class TrainingProgram:
         return use_mesh(self.mesh, self.job.mesh.rules)
 
     def _initial_tables(self) -> tuple[np.ndarray, ...]:
-        """Replicas as of an even load.
+        """Replicas as of an even load, or the experts of each device's tasks.
 
         Raises:
             ValueError: they do not go with the mesh or the step.
         """
         job, switch = self.job, self.job.model.switch
-        if switch is None or job.model.build is not None or not switch.num_replicas:
+        if switch is None or job.model.build is not None:
+            return ()
+        if switch.router.kind == "task":
+            return self._task_tables()
+        if not switch.num_replicas:
             return ()
         for name, is_used in (
             (f"mesh axis {PIPE!r} of size {self.mesh.shape[PIPE]}", self.pipeline is not None),
@@ -168,13 +173,35 @@ class TrainingProgram:
             )
         return self._tables(np.ones((job.model.num_sparse_layers, switch.num_experts)))
 
+    def _task_tables(self) -> tuple[np.ndarray, ...]:
+        """Every layer's slots, where devices with experts have rows of their own.
+
+        Elsewhere, in a pipeline, in microbatches and with groups of several devices the
+        configured dispatcher runs.
+        """
+        job, place = self.job, Placement.on(self.mesh, self.job.mesh.rules)
+        devices = place.size(place.experts)
+        is_whole = job.step.num_microbatches == 1 and job.step.bucket_bytes is None
+        has_rows = place.experts and place.batch[-len(place.experts) :] == place.experts
+        if not (is_whole and has_rows) or self.pipeline is not None:
+            return ()
+        rows, parts = as_mixture(job.source).rows, place.size(place.batch)
+        groups = [
+            layer_groups(job.model.switch, job.batch_size, length)[0]
+            for length in job.sparse_lengths
+        ]
+        if any(number % parts for number in groups):
+            return ()
+        table_R = place_tasks(rows, job.model.switch.num_experts, parts, devices)
+        return (np.tile(table_R, (job.model.num_sparse_layers, 1)),)
+
     def place_replicas(self, load_NE) -> None:
         """Chooses again which experts have replicas, and where; the next step takes it.
 
         Args:
             load_NE: tokens, or shares of them, that asked for each expert.
         """
-        if self.tables:
+        if self.job.model.switch is not None and self.job.model.switch.num_replicas:
             self.tables = self._tables(load_NE)
 
     def _tables(self, load_NE) -> tuple[np.ndarray, ...]:

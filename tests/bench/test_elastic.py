@@ -21,6 +21,8 @@ def test_losing_devices_changes_nothing(capsys):
         "token_ids_differing": True,
         "replica_gradient_error": True,
         "imbalance_zipf1": True,
+        "ufo_rows_per_device_4": True,
+        "ufo_rows_per_device_8": True,
     }
 
 

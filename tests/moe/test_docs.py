@@ -67,6 +67,8 @@ def test_command_builds_a_job_whose_gradient_can_be_traced(command):
         for stack, length in zip(("encoder", "decoder"), job.sequence_lengths, strict=True)
         for feature in features.split()
     }
+    if job.model.switch.router.kind == "task":
+        batch["task_ids"] = jax.ShapeDtypeStruct((2,), "int32")
     gradient = functools.partial(gradients, job.model, job.loss, job.step)
     grads, _, _, stats = jax.eval_shape(
         gradient, abstract_params(job.model), batch, key=jax.random.key(0)

@@ -27,6 +27,7 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_mesh(parser, "one device")
     shared.add_expert_slots(parser)
+    shared.add_task(parser)
     parser.add_argument(
         "--input",
         default=STANDARD_INPUT,
@@ -87,6 +88,7 @@ def load_model(arguments: argparse.Namespace, reporter):
         arguments.step,
         mesh=shared.mesh_spec(arguments),
         expert_slots=arguments.expert_slots,
+        task=arguments.task,
     )
     if model.vocabulary is None:
         raise ValueError(

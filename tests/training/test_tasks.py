@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts divided among tasks: who may choose whom, where they are, and what is sent."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import switchx
+from switchx import tree
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.loader import TrainLoader
+from switchx.data.mixtures import Mixture
+from switchx.data.objectives import CausalLM
+from switchx.data.tasks import Task
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.models.config import RouterConfig
+from switchx.models.params import forward, of_task
+from switchx.partitioning.mesh import MeshSpec
+from switchx.planner.replica_placement import place_tasks, tasks_of_parts
+from switchx.training.aot import batch_shapes
+from switchx.training.loop import train
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig, gradients
+from tests.data.fakes import text_corpus
+from tests.data.refusals import refused
+from tests.training.jobs import LENGTH, LOSS, SPARSE, make_batch, make_job, make_params
+from tests.training.test_elastic import losses_of
+from tests.training.test_loop import Events
+
+TASKS = tuple(
+    Task(name, text_corpus(*[letter * 160] * 4), ByteVocabulary(), CausalLM())
+    for name, letter in (("one", "a"), ("two", "b"), ("three", "c"), ("four", "d"))
+)
+ROWS = (8, 4, 2, 2)
+# Two experts a task.
+ROUTER = RouterConfig("task", num_tasks=4, jitter=0.0)
+MODEL = dataclasses.replace(SPARSE, switch=dataclasses.replace(SPARSE.switch, router=ROUTER))
+
+
+def tasks_job(model=MODEL, **changes):
+    return make_job(
+        model, source=Mixture(TASKS, rows=ROWS), batch_size=sum(ROWS), seed=1, **changes
+    )
+
+
+def test_rows_are_of_their_tasks_and_resume():
+    job = tasks_job()
+    loader = TrainLoader(job.source, job.batches, seed=0)
+    letters = [ord(letter) + 3 for letter in "abcd"]
+    batches = [next(loader) for _ in range(3)]
+    state = loader.state()
+    want = np.repeat(range(4), ROWS)
+    for batch in batches:
+        np.testing.assert_array_equal(batch["task_ids"], want)
+        for row, task in zip(batch["decoder_target_tokens"], want, strict=True):
+            assert set(row.tolist()) <= {0, 1, letters[task]}
+    following = next(loader)
+    loader.restore(state)
+    jax.tree.map(np.testing.assert_array_equal, next(loader), following)
+    loader.close()
+
+
+def test_all_records_of_a_task_are_read_by_its_rows():
+    """A task with 2 of 16 rows reads each of its records once an epoch, as with 16."""
+    corpus = text_corpus(*[chr(ord("a") + i) * (LENGTH - 1) for i in range(16)])
+    tasks = tuple(Task(n, corpus, ByteVocabulary(), CausalLM()) for n in ("x", "y"))
+    job = make_job(source=Mixture(tasks, rows=(14, 2)), batch_size=16, seed=0)
+    loader = TrainLoader(job.source, job.batches, seed=0)
+    seen = {
+        token for _ in range(40) for token in next(loader)["decoder_target_tokens"][14:].flat
+    }
+    loader.close()
+    assert {ord("a") + i + 3 for i in range(16)} <= seen
+
+
+def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
+    batch, params = make_batch(MODEL, 8), make_params(MODEL)
+    batch["task_ids"] = np.repeat(np.arange(4), 2).astype(np.int32)
+    logits_BLV, stats = forward(MODEL, params, batch, is_training=False)
+    expert_BLS = np.asarray(stats.choices[0].expert_BLS)[0]
+    is_token_BL = batch["decoder_segment_ids"] > 0
+    task_BLS = np.broadcast_to(batch["task_ids"][:, None, None], expert_BLS.shape)
+    np.testing.assert_array_equal(expert_BLS[is_token_BL] // 2, task_BLS[is_token_BL])
+    source = {"tasks": [{"name": each.name} for each in TASKS]}
+    for task in range(4):
+        config, own = of_task(MODEL, params, source, TASKS[task].name)
+        assert config.switch.num_experts == 2
+        assert config.switch.router.kind == "top_k"
+        rows = {name: x[2 * task : 2 * task + 2] for name, x in batch.items()}
+        want_BLV, _ = forward(config, own, rows, is_training=False)
+        got_BLV = logits_BLV[2 * task : 2 * task + 2]
+        np.testing.assert_allclose(got_BLV, want_BLV, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "tasks"),
+    [
+        # SE-MoE, Table 3: 4, 2, 1 and 1 devices; on four the two light tasks share one.
+        ((512, 256, 128, 128), 8, [[0]] * 4 + [[1]] * 2 + [[2], [3]]),
+        ((512, 256, 128, 128), 4, [[0], [0], [1], [2, 3]]),
+        # Figure 6, of 1:1:2: (b) joins the light tasks, (c) divides the heavy one.
+        ((1, 1, 2), 2, [[0, 1], [2]]),
+        ((1, 1, 2), 4, [[0], [1], [2], [2]]),
+    ],
+)
+def test_even_parts_of_the_ordered_rows_are_the_papers_assignment(rows, parts, tasks):
+    assert [list(part) for part in tasks_of_parts(rows, parts)] == tasks
+
+
+def test_a_device_has_the_experts_of_its_tasks():
+    table = place_tasks((512, 256, 128, 128), 8, 4, 4).reshape(4, -1)
+    assert [sorted(set(device)) for device in table.tolist()] == [
+        [0, 1],
+        [0, 1],
+        [2, 3],
+        [4, 5, 6, 7],
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MeshSpec(data=1, expert=8),
+        pytest.param(MeshSpec(data=2, expert=4), marks=pytest.mark.slow),
+        pytest.param(MeshSpec(data=1, fsdp=2, expert=4), marks=pytest.mark.slow),
+        pytest.param(MeshSpec(data=2, expert=2, model=2), marks=pytest.mark.slow),
+    ],
+)
+def test_raw_gradients_on_a_mesh_are_those_of_one_device(spec):
+    job = tasks_job(mesh=spec)
+    batch, params = make_batch(MODEL, sum(ROWS)), make_params(MODEL)
+    batch["task_ids"] = np.repeat(range(4), ROWS).astype(np.int32)
+
+    def run(params, batch, *tables):
+        tables = tables or (None,)
+        return gradients(
+            MODEL, LOSS, StepConfig(), params, batch, key=None, expert_of_slot_NR=tables[0]
+        )[:2]
+
+    want = jax.jit(run)(params, batch)
+    program = TrainingProgram(job)
+    assert len(program.tables) == 1
+    with program.scope():
+        got = jax.jit(run)(params, program.place(batch), *program.tables)
+    for name, leaf in tree.named_leaves(want).items():
+        error = np.abs(tree.named_leaves(got)[name] - leaf).max()
+        assert error <= 5e-6 * max(np.abs(leaf).max(), 1e-3), name
+
+
+def test_no_token_travels():
+    """An accelerator sends two arrays of weights there, and their gradients back."""
+    sent = {}
+    for name, dispatcher in (("all", "all_to_all"), ("own", "gather")):
+        switch = dataclasses.replace(MODEL.switch, dispatcher=dispatcher)
+        job = tasks_job(dataclasses.replace(MODEL, switch=switch), mesh=MeshSpec(1, expert=8))
+        program = TrainingProgram(job)
+        tables = program.tables if name == "own" else (None,)
+        compute = functools.partial(gradients, job.model, LOSS, StepConfig(), key=None)
+        with program.scope():
+            traced = jax.jit(compute).trace(
+                program.abstract_state.params,
+                batch_shapes(program),
+                expert_of_slot_NR=tables[0],
+            )
+            text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        sent[name] = {
+            kind: len(re.findall(rf"{kind}\b", text))
+            for kind in ("ragged_all_to_all", "stablehlo.all_to_all")
+        }
+    assert sent["own"] == {"ragged_all_to_all": 4, "stablehlo.all_to_all": 0}
+    assert sent["all"] == {"ragged_all_to_all": 0, "stablehlo.all_to_all": 4}
+
+
+def test_a_run_trains_evaluates_each_task_and_loads_one(tmp_path):
+    whole, meshed = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "eight")
+    job = tasks_job()
+    train(job, whole, Events(), devices=jax.devices()[:1])
+    train(dataclasses.replace(job, mesh=MeshSpec(data=1, expert=8)), meshed, Events())
+    assert losses_of(meshed) == pytest.approx(losses_of(whole), rel=1e-6)
+    last = json.loads(whole.validation.read_text().splitlines()[-1])
+    assert sorted(last["tasks"]) == ["four", "one", "three", "two"]
+    load_E = np.array(last["tasks"]["three"]["routing"]["load"][0])
+    assert load_E[4:6].sum() == pytest.approx(1) and load_E.sum() == pytest.approx(1)
+    model = switchx.load(whole.path, task="three")
+    assert model.config.switch.num_experts == 2
+    assert model.generate([[102]], max_new_tokens=2)[0]
+    with refused("task='five' of <any>experts are of one, two, three, four; use one"):
+        switchx.load(whole.path, task="five")
+    with refused("RouterConfig.kind='task' and a batch without task_ids<any>task=NAME<any>"):
+        switchx.load(whole.path).generate([[102]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(source=TASKS[0]), "<any>a source of 1 tasks with rows=None; use a Mixture<any>"),
+        (dict(batch_size=8), "Mixture.rows=(8, 4, 2, 2) are 16 rows, and batch_size=8<any>"),
+    ],
+)
+def test_refused_jobs(changes, message):
+    with refused(message):
+        job = dataclasses.replace(tasks_job(), **changes)
+        TrainLoader(job.source, job.batches, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mixture(TASKS, rows=(1, 2)), "Mixture.rows=(1, 2) for the tasks<any>"),
+        (lambda: Mixture(TASKS, rows=(1, 2, 3, 0)), "Mixture.rows=(1, 2, 3, 0) for<any>"),
+        (
+            lambda: Mixture(TASKS, (1.0,) * 4, rows=ROWS),
+            "<any>rows fix how often a task is drawn<any>",
+        ),
+        (lambda: RouterConfig("task"), "RouterConfig.num_tasks=1 with kind='task'<any>"),
+        (lambda: RouterConfig(num_tasks=2), "RouterConfig.num_tasks=2 with kind='top_k'<any>"),
+        (
+            lambda: dataclasses.replace(SPARSE.switch, num_experts=6, router=ROUTER),
+            "SwitchConfig.num_experts=6 does not divide among<any>",
+        ),
+        (
+            lambda: dataclasses.replace(SPARSE.switch, num_replicas=8, router=ROUTER),
+            "SwitchConfig.num_replicas=8 with RouterConfig.kind='task'<any>",
+        ),
+        (
+            lambda: RouterConfig("task", num_tasks=2, bias_update_rate=0.1),
+            "RouterConfig.bias_update_rate=0.1 with kind='task'<any>",
+        ),
+    ],
+)
+def test_refused_configurations(make, message):
+    with refused(message):
+        make()
