@@ -177,6 +177,8 @@ def test_sizes():
         "switchx/bench/elastic.py",
         "switchx/inference/chosen_experts.py",
         "switchx/inference/cut_program.py",
+        "switchx/planner/storage_tiers.py",
+        "switchx/planner/streaming.py",
         "switchx/training/layered",
         "switchx/training/elastic.py",
         "switchx/training/expert_records.py",

@@ -203,6 +203,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; give more than 0, at most 1")
+    return value
+
+
 def _step(text: str) -> int | str:
     if text == "best":
         return text
