@@ -107,6 +107,11 @@ TESTED_ELSEWHERE = {
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --expert_slots=2": (
         "tests/cli/test_generate_and_score.py::test_with_slots_for_experts_lines_are_the_same"
     ),
+    "switchx generate --model_dir=runs/tiny_int4 --input=questions.txt --expert_slots=2 "
+    "--host_bytes=20000000 --expert_prefetch": (
+        "tests/cli/test_generate_and_score.py::"
+        "test_experts_of_a_quantized_model_are_read_from_its_file"
+    ),
     "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
         "tests/cli/test_evaluate.py::test_commands_of_the_page_run"
     ),

@@ -171,16 +171,6 @@ def add_mesh(parser: CommandParser, default: str) -> None:
     )
 
 
-def add_expert_slots(parser: CommandParser) -> None:
-    parser.add_argument(
-        "--expert_slots",
-        type=positive,
-        metavar="K",
-        help="experts of each Switch layer that are on the device at once, those that were "
-        "chosen last; all are in host memory, and results stay the same; default: all",
-    )
-
-
 def mesh_spec(arguments: argparse.Namespace):
     """The MeshSpec of `--mesh`, or None without it."""
     from switchx.partitioning.mesh import MeshSpec

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.cli import expert_slots as slots
 
 STANDARD_INPUT = "-"
 # More faults than these are counted, not listed.
@@ -26,7 +27,7 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_mesh(parser, "one device")
-    shared.add_expert_slots(parser)
+    slots.add_expert_slots(parser)
     parser.add_argument(
         "--input",
         default=STANDARD_INPUT,
@@ -86,7 +87,7 @@ def load_model(arguments: argparse.Namespace, reporter):
         arguments.model_dir,
         arguments.step,
         mesh=shared.mesh_spec(arguments),
-        expert_slots=arguments.expert_slots,
+        expert_slots=slots.expert_slots(arguments),
     )
     if model.vocabulary is None:
         raise ValueError(
