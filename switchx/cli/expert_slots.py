@@ -41,6 +41,15 @@ def add_expert_slots(parser: shared.CommandParser) -> None:
     )
 
 
+def add_hardware(parser: shared.CommandParser) -> None:
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="with --expert_slots: a spec (docs/planner.md) that the formula of streaming is "
+        "evaluated for at the end; default: that of the device",
+    )
+
+
 def expert_slots(arguments: argparse.Namespace):
     """The ExpertSlots of `--expert_slots` and the flags beside it, or None without it.
 
@@ -50,8 +59,12 @@ def expert_slots(arguments: argparse.Namespace):
     """
     from switchx.inference.config import ExpertSlots
 
-    beside = ("host_bytes", "expert_policy", "expert_cache", "expert_prefetch")
+    beside = ("host_bytes", "expert_policy", "expert_cache", "expert_prefetch", "hardware")
     given = {name: value for name in beside if (value := getattr(arguments, name, None))}
+    if given.get("hardware"):
+        from switchx.planner.hardware import load_hardware
+
+        load_hardware(given["hardware"])  # what is wrong with it is said before the work
     if arguments.expert_slots is None:
         for name in given:
             arguments.parser.error(
@@ -62,6 +75,29 @@ def expert_slots(arguments: argparse.Namespace):
     named = {"policy": given.get("expert_policy"), "host_bytes": given.get("host_bytes")}
     cache |= {name: value for name, value in named.items() if value is not None}
     return ExpertSlots(arguments.expert_slots, prefetch="expert_prefetch" in given, **cache)
+
+
+def traffic_lines(arguments: argparse.Namespace, experts) -> list[str]:
+    """What the slots have done, and for each kind of call what the formula of streaming says.
+
+    Args:
+        experts: the `ChosenExperts` of a model.
+    """
+    import jax
+
+    from switchx.planner.hardware import hardware_of, load_hardware
+
+    lines = [str(experts.traffic)]
+    if arguments.hardware:
+        hardware = load_hardware(arguments.hardware)
+    else:
+        try:
+            hardware = hardware_of(jax.devices()[0].device_kind)
+        except ValueError as error:
+            return [*lines, f"streaming: {error}"]
+    for count, call in experts.streaming(hardware):
+        lines.append(f"{count:,} calls on {hardware.name}: {call}")
+    return lines
 
 
 def _simulated_cache(file: str) -> dict[str, Any]:

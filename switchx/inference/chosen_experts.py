@@ -49,6 +49,8 @@ from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.params import abstract_params
 from switchx.models.unroll import unrolled
 from switchx.moe.experts import WEIGHTS, AbsentExperts
+from switchx.planner.hardware import Hardware
+from switchx.planner.streaming import Streaming, streaming
 from switchx.storage.cache import FORWARD, Place, PolicyName, make_policy
 from switchx.storage.trace import Trace, TraceLog
 
@@ -110,6 +112,7 @@ class ChosenExperts:
 
     Attributes:
         params: all others of the model's parameters, `AbsentExperts` in the place of experts.
+        source: where the experts are.
     """
 
     def __init__(
@@ -140,17 +143,17 @@ class ChosenExperts:
         names = [f"{_path(layer)}{EXPERTS}" for layer in config.sparse_layer_names]
         absent = {f"{name}{WEIGHTS[0]}": AbsentExperts(n) for n, name in enumerate(names)}
         self.params = tree.nested(dense | absent)
-        self._source = source or HostExperts([layers[name] for name in names])
+        self.source = source or HostExperts([layers[name] for name in names])
         self._layers = [
-            LayerSlots(config, self._source, n, slots, make_policy(policy, 1, E, sweeps=1))
+            LayerSlots(config, self.source, n, slots, make_policy(policy, 1, E, sweeps=1))
             for n in range(len(names))
         ]
         self._config = config
         self._routers = _next_routers(config, dense) if prefetch else {}
-        self._log = TraceLog(config.sparse_layer_names, E, self._source.expert_bytes)
+        self._log = TraceLog(config.sparse_layer_names, E, self.source.expert_bytes)
         self._num_calls = 0
-        # Of each kind of call: its Switch layers and their rows.
-        self.calls: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
+        # By the Switch layers of a call and their rows.
+        self._calls: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
 
     def trace(self) -> Trace | None:
         """What was requested, the newest of it, a round a request; None before the first.
@@ -167,15 +170,36 @@ class ChosenExperts:
             num_experts=layers[0].num_experts,
             slots=layers[0].cache.capacity,
             device_bytes=sum(model_bytes(each.bank) for each in layers),
-            expert_bytes=len(layers) * layers[0].num_experts * self._source.expert_bytes,
+            expert_bytes=len(layers) * layers[0].num_experts * self.source.expert_bytes,
             requested=sum(each.num_requested for each in layers),
             hits=sum(each.num_hits for each in layers),
             moved_bytes=sum(each.moved_bytes for each in layers),
             rounds=sum(each.num_rounds for each in layers),
             predicted=sum(each.num_predicted for each in layers),
             foreseen=sum(each.num_foreseen for each in layers),
-            stored=self._source.stored,
+            stored=self.source.stored,
         )
+
+    def streaming(self, hardware: Hardware) -> list[tuple[int, Streaming]]:
+        """For each kind of call so far, how many there were, and whether streaming whole layers
+        would have hidden its copies on this hardware; those with the most tokens first.
+
+        Raises:
+            ValueError: see `planner.streaming.streaming`.
+        """
+        config, names = self._config, self._config.sparse_layer_names
+        size, traffic = self.source.expert_bytes, self.traffic
+        hits = traffic.hits / traffic.requested if traffic.requested else 0.0
+        kinds: collections.Counter[tuple[str, int]] = collections.Counter()
+        for rows, count in self._calls.items():
+            # Each token has a row for each of its choices.
+            sizes = {(names[layer].split()[0], R) for layer, R in rows}
+            kinds.update({kind: count for kind in sizes})
+        choices = config.switch.router.num_selected
+        return [
+            (count, streaming(config, hardware, stack, R // choices, size, hits))
+            for (stack, R), count in sorted(kinds.items(), key=lambda kind: -kind[0][1])
+        ]
 
     def run(self, program, *settings, state=None, **arrays):
         """What a jitted program returns, cut at its Switch layers.
@@ -189,7 +213,9 @@ class ChosenExperts:
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         self._num_calls += 1
-        return _cut(program, settings, structure, shapes)(leaves, self._run_rows)
+        cut = _cut(program, settings, structure, shapes)
+        self._calls[cut.rows] += 1
+        return cut(leaves, self._run_rows)
 
     def run_until(self, config, decoding, params, state, num_live, last_step=None):
         """`decode.run_until`, its loop on the host."""

@@ -96,7 +96,7 @@ class LayerSlots:
         """Moves requested ones into free slots."""
         for number in experts.tolist():
             slot, expert = self._free.pop(), self._source.expert(self._layer, number)
-            self.bank = _moved(self.bank, expert, np.int32(slot))
+            self.bank = moved_into(self.bank, expert, np.int32(slot))
             self._slot_E[number] = slot
             self.moved_bytes += tree.num_bytes(expert)
 
@@ -129,7 +129,7 @@ def _empty_bank(expert: Weights, slots: int) -> Weights:
 
 
 @functools.partial(jax.jit, donate_argnames="bank")
-def _moved(bank: Weights, expert: Weights, slot) -> Weights:
+def moved_into(bank: Weights, expert: Weights, slot) -> Weights:
     """The bank with an expert `[1, ...]` in a slot."""
 
     def put(bank_K, new_1):

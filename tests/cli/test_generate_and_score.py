@@ -117,6 +117,14 @@ def test_experts_of_a_quantized_model_are_read_from_its_file(folder, lines, tmp_
     captured = capsys.readouterr()
     assert captured.out == want
     assert "of experts in host memory" in captured.err
+    assert "streaming: nothing says what a device 'cpu' can do; give --hardware" in captured.err
+    assert main(words(artifact, *options, *slots, "--hardware=h200")) == 0
+    err = capsys.readouterr().err
+    # A decoder's step has a token of each of the four lines.
+    assert re.search(r"calls on h200: encoder, \d+ tokens: .* an expert are below the", err)
+    assert re.search(r"calls on h200: decoder, 4 tokens: .*: chosen; max\(", err)
+    assert main(words(artifact, *options, *slots, "--hardware=h9")) == 2
+    assert "--hardware=h9: no such hardware" in capsys.readouterr().err
     assert main(words(artifact, *options, *slots, "--host_bytes=7")) == 2
     assert "host_bytes=7 holds 0 experts" in capsys.readouterr().err
 

@@ -204,7 +204,7 @@ def test_predictions_change_no_token(name, beam_size):
     assert (traffic.predicted > 0) == has_next == ("predicted were chosen" in str(traffic))
     assert traffic.foreseen <= traffic.predicted
     # Moved for a request or for a prediction; what was requested is all that is traced.
-    size = experts._source.expert_bytes
+    size = experts.source.expert_bytes
     missed = (traffic.requested - traffic.hits) * size
     assert missed <= traffic.moved_bytes <= missed + traffic.predicted * size
     assert len(experts.trace().key_T) == traffic.requested

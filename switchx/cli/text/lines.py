@@ -28,6 +28,7 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_mesh(parser, "one device")
     slots.add_expert_slots(parser)
+    slots.add_hardware(parser)
     parser.add_argument(
         "--input",
         default=STANDARD_INPUT,
@@ -71,7 +72,8 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
         model = load_model(arguments, reporter)
         answer(arguments, lines, model, reporter)
         if model.experts is not None:
-            reporter.note(str(model.experts.traffic))
+            for line in slots.traffic_lines(arguments, model.experts):
+                reporter.note(line)
     return 0
 
 
