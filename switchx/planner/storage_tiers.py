@@ -133,14 +133,8 @@ def storage_refusal(
             f"StepConfig.bucket_bytes={bucket_bytes} {there}: buckets are gathered in one "
             "program for all layers; use bucket_bytes=None"
         )
-    stacks = ("encoder", "decoder") if model.is_encoder_decoder else ("decoder",)
-    number = sum(getattr(model, f"num_{stack}_layers") // model.period for stack in stacks)
-    if slots > number:
-        way = f"at most {number}" if number > 1 else "experts='device': all are needed at once"
-        return (
-            f"StorageSpec.slots={slots}, but the model has {number} run{'s' * (number > 1)} of "
-            f"blocks ({' and '.join(stacks)}); use {way}"
-        )
+    if reason := _slots_refusal(model, tier, slots):
+        return reason
     size = math.prod(sizes.values())
     if tier == "disk" and (size > 1 or num_processes > 1):
         return (
@@ -148,11 +142,29 @@ def storage_refusal(
             "experts are moved to one device; use one process, with "
             "configs/meshes/one_device.gin where there are more devices, or experts='device'"
         )
-    if sizes.get("pipe", 1) > 1:
+    if (stages := sizes.get("pipe", 1)) > 1:
         return (
-            f"MeshSpec.pipe={sizes['pipe']} {there}: a stage has its own experts, and its "
-            "microbatches would stream them again each; use pipe=1, or experts='device'"
+            f"mesh axis 'pipe' of size {stages} {there}: a stage has its layers on the device; "
+            "use pipe=1, and expert or fsdp for the devices"
         )
+    return None
+
+
+def _slots_refusal(model: ModelConfig, tier: Tier, slots: int) -> str | None:
+    """Why there are too many slots: with a disk the model has them, in a ring each stack."""
+    stacks = ("encoder", "decoder") if model.is_encoder_decoder else ("decoder",)
+    runs = {stack: getattr(model, f"num_{stack}_layers") // model.period for stack in stacks}
+    numbers = {f"the {s}": n for s, n in runs.items() if model.num_sparse_layers_of(s)}
+    of_stacks = ""
+    if tier == "disk":
+        numbers, of_stacks = {"the model": sum(runs.values())}, f" ({' and '.join(stacks)})"
+    for name, number in numbers.items():
+        if slots > number:
+            way = f"at most {number}" if number > 1 else "experts='device': all are needed"
+            return (
+                f"StorageSpec.slots={slots}, but {name} has {number} "
+                f"run{'s' * (number > 1)} of blocks{of_stacks}; use {way}"
+            )
     return None
 
 

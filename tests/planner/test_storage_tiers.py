@@ -169,9 +169,10 @@ REFUSED = [
     (DENSE, "host", {}, {}, "a dense model with StorageSpec.experts='host'"),
     (dataclasses.replace(SPARSE, scan_layers=False), "disk", {}, {}, "use scan_layers=True"),
     (SPARSE, "host", {}, {"bucket_bytes": 7}, "StepConfig.bucket_bytes=7 with"),
-    (SPARSE, "host", {"slots": 3}, {}, "slots=3, but the model has 2 runs"),
+    (SPARSE, "host", {"slots": 3}, {}, "slots=3, but the decoder has 2 runs"),
+    (SPARSE, "disk", {"slots": 3}, {}, "slots=3, but the model has 2 runs of blocks (decoder)"),
     (SPARSE, "disk", {"data": 2}, {}, "on 1 processes and 2 devices"),
-    (SPARSE, "host", {"pipe": 2}, {}, "MeshSpec.pipe=2 with"),
+    (SPARSE, "host", {"pipe": 2}, {}, "mesh axis 'pipe' of size 2 with"),
 ]
 
 
