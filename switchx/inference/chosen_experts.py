@@ -140,7 +140,7 @@ class ChosenExperts:
         check_slots(config, slots)
         layers, dense = split_experts(params)
         E = config.switch.num_experts
-        names = [f"{_path(layer)}{EXPERTS}" for layer in config.sparse_layer_names]
+        names = [f"{layer_path(layer)}{EXPERTS}" for layer in config.sparse_layer_names]
         absent = {f"{name}{WEIGHTS[0]}": AbsentExperts(n) for n, name in enumerate(names)}
         self.params = tree.nested(dense | absent)
         self.source = source or HostExperts([layers[name] for name in names])
@@ -209,7 +209,7 @@ class ChosenExperts:
             state: an argument of this name whose arrays are not read after the call.
             arrays: its other arguments; `params` are `self.params`.
         """
-        arrays = arrays if state is None else arrays | {"state": _without_aliases(state)}
+        arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         self._num_calls += 1
@@ -296,7 +296,7 @@ def with_slots(
 def slices_of(config: ModelConfig, params: dict) -> ReadExpert:
     """What reads experts of parameters whose experts are `FileArray`s."""
     found, _ = split_experts(params)
-    layers = [found[f"{_path(layer)}{EXPERTS}"] for layer in config.sparse_layer_names]
+    layers = [found[f"{layer_path(layer)}{EXPERTS}"] for layer in config.sparse_layer_names]
     return lambda layer, expert: slice_of(layers[layer], expert)
 
 
@@ -344,7 +344,7 @@ def _cut(program, settings: tuple, structure, shapes: tuple) -> CutProgram:
     return CutProgram(program.trace(*settings, **arrays), is_donated)
 
 
-def _path(layer: str) -> str:
+def layer_path(layer: str) -> str:
     """`decoder 1` -> what the names of its parameters begin with."""
     stack, number = layer.split()
     return f"{stack}/blocks/layer_{number}/ffn"
@@ -358,7 +358,7 @@ def _next_routers(config: ModelConfig, dense: dict[str, Any]) -> dict[int, tuple
         return {}
     for n, (layer, following) in enumerate(zip(names, names[1:], strict=False)):
         if layer.split()[0] == following.split()[0]:
-            path = _path(following)
+            path = layer_path(following)
             bias_E = dense.get(f"{path}/router_bias_E")
             found[n] = dense[f"{path}/w_router_DE"], bias_E
     return found
@@ -378,7 +378,7 @@ def split_experts(params: dict) -> tuple[dict[str, Weights], dict[str, Any]]:
     return layers, dense
 
 
-def _without_aliases(state):
+def without_aliases(state):
     """The same state, where no two leaves are one array: each is given away once."""
     seen: set[int] = set()
 
