@@ -27,17 +27,13 @@ from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
 from switchx.fields import require
 from switchx.inference.artifact import is_artifact, open_artifact, read_artifact
-from switchx.inference.chosen_experts import (
-    ChosenExperts,
-    experts_of_run,
-    slices_of,
-    with_slots,
-)
+from switchx.inference.chosen_experts import ChosenExperts, experts_of_run, slices_of
 from switchx.inference.config import DecodingConfig, ExpertSlots
 from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import native, separate_experts
+from switchx.inference.ring_decode import RingExperts, outside_of_device
 from switchx.inference.score import Score, Scorer, logits_of
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
@@ -89,7 +85,7 @@ class Model:
     text_format: TextFormat = dataclasses.field(repr=False)
     fingerprint: str = dataclasses.field(repr=False)
     devices: ModelMesh = dataclasses.field(default=ONE_DEVICE, repr=False)
-    experts: ChosenExperts | None = dataclasses.field(default=None, repr=False)
+    experts: ChosenExperts | RingExperts | None = dataclasses.field(default=None, repr=False)
 
     @property
     def num_params(self) -> int:
@@ -363,7 +359,7 @@ def _load_with_slots(model_dir, step, mesh, expert_slots: int | ExpertSlots) -> 
         else:
             read = experts_of_run(RunFolder(model_dir), step, asked.slots)
             model = _load_run(model_dir, step, ModelMesh.of(None), without_experts)
-    config, params, experts = with_slots(model.config, model.params, asked, read)
+    config, params, experts = outside_of_device(model.config, model.params, asked, read)
     return dataclasses.replace(model, config=config, params=params, experts=experts)
 
 

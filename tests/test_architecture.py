@@ -179,6 +179,8 @@ def test_sizes():
         "switchx/inference/cut_program.py",
         "switchx/inference/expert_slots.py",
         "switchx/inference/expert_source.py",
+        "switchx/inference/ring_decode.py",
+        "switchx/inference/ring_program.py",
         "switchx/cli/expert_slots.py",
         "switchx/planner/storage_tiers.py",
         "switchx/planner/streaming.py",

@@ -58,6 +58,9 @@ CHAIN = {
     "--devices=16 --storage=auto": ("--top=1",),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt "
     "--output=answers.txt --beam_size=4": ("--max_new_tokens=4",),
+    "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --ring_slots=2": (
+        "--max_new_tokens=2",
+    ),
     "switchx score --model_dir=runs/pretrain_tiny --input=pairs.tsv": (),
     "switchx quantize --model_dir=runs/pretrain_tiny --output=runs/tiny_int4 --bits=4 "
     "--rest=bfloat16": (),

@@ -16,6 +16,13 @@ def add_expert_slots(parser: shared.CommandParser) -> None:
         "chosen last; all are in host memory, and results stay the same; default: all",
     )
     parser.add_argument(
+        "--ring_slots",
+        type=shared.positive,
+        metavar="K",
+        help="instead of --expert_slots: layers of each stack whose experts are on the device "
+        "at once; all others stream through two of these slots in each step",
+    )
+    parser.add_argument(
         "--host_bytes",
         type=shared.positive,
         metavar="N",
@@ -65,6 +72,12 @@ def expert_slots(arguments: argparse.Namespace):
         from switchx.planner.hardware import load_hardware
 
         load_hardware(given["hardware"])  # what is wrong with it is said before the work
+    ring_slots = getattr(arguments, "ring_slots", None)
+    if ring_slots is not None:
+        for name in ("expert_slots", *beside[:-1]):
+            if getattr(arguments, name, None):
+                arguments.parser.error(f"--{name} with --ring_slots; give one of the two")
+        return ExpertSlots(ring_slots, ring=True)
     if arguments.expert_slots is None:
         for name in given:
             arguments.parser.error(

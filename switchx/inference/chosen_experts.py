@@ -50,7 +50,7 @@ from switchx.models.params import abstract_params
 from switchx.models.unroll import unrolled
 from switchx.moe.experts import WEIGHTS, AbsentExperts
 from switchx.planner.hardware import Hardware
-from switchx.planner.streaming import Streaming, streaming
+from switchx.planner.streaming import Streaming, streaming_of
 from switchx.storage.cache import FORWARD, Place, PolicyName, make_policy
 from switchx.storage.trace import Trace, TraceLog
 
@@ -187,19 +187,13 @@ class ChosenExperts:
         Raises:
             ValueError: see `planner.streaming.streaming`.
         """
-        config, names = self._config, self._config.sparse_layer_names
-        size, traffic = self.source.expert_bytes, self.traffic
+        names, traffic = self._config.sparse_layer_names, self.traffic
         hits = traffic.hits / traffic.requested if traffic.requested else 0.0
         kinds: collections.Counter[tuple[str, int]] = collections.Counter()
         for rows, count in self._calls.items():
-            # Each token has a row for each of its choices.
             sizes = {(names[layer].split()[0], R) for layer, R in rows}
             kinds.update({kind: count for kind in sizes})
-        choices = config.switch.router.num_selected
-        return [
-            (count, streaming(config, hardware, stack, R // choices, size, hits))
-            for (stack, R), count in sorted(kinds.items(), key=lambda kind: -kind[0][1])
-        ]
+        return streaming_of(self._config, hardware, kinds, self.source.expert_bytes, hits)
 
     def run(self, program, *settings, state=None, **arrays):
         """What a jitted program returns, cut at its Switch layers.

@@ -39,12 +39,15 @@ class ExpertSlots:
         prefetch: the router of the next layer predicts what is moved ahead.
         host_bytes: of host memory for experts, which are read from files then; None has all
             of them there.
+        ring: `slots` are whole layers of each stack, through which all experts stream in order
+            (ring_decode.py).
     """
 
     slots: int
     policy: PolicyName = "lru"
     prefetch: bool = False
     host_bytes: int | None = None
+    ring: bool = False
 
     def __post_init__(self):
         check_choices(self)

@@ -12,42 +12,31 @@ asks for experts, the body of the scan runs with the bank of a slot. There is no
 Dims: R rows, D model, E experts, N layers of a stack
 """
 
+import collections
 import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import (
-    ClosedJaxpr,
-    DebugInfo,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    jaxpr_as_fun,
-)
 
 from switchx import tree
 from switchx.fields import require
 from switchx.inference.chosen_experts import (
-    MOST_PROGRAMS,
+    ChosenExperts,
     check_slots,
     layer_path,
     split_experts,
+    with_slots,
     without_aliases,
 )
+from switchx.inference.config import ExpertSlots
 from switchx.inference.decode import goes_on, run_step
-from switchx.inference.expert_source import EXPERTS, Weights
-from switchx.inference.quantize import model_bytes, native
+from switchx.inference.expert_source import EXPERTS, ReadExpert
+from switchx.inference.ring_program import Bank, RingProgram, copied_bytes, ring_program
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import scanned_blocks, unrolled
-from switchx.moe.experts import WEIGHTS, AbsentExperts, ExpertFFN, absent_rows_p
-
-HOST = "pinned_host"
+from switchx.moe.experts import WEIGHTS, AbsentExperts
+from switchx.planner.hardware import Hardware
+from switchx.planner.streaming import Streaming, streaming_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +91,12 @@ class RingExperts:
         self._banks = []
         for stack in self._stacks:
             own = [layers[f"{layer_path(name)}{EXPERTS}"] for name in names if stack in name]
-            self._banks.append(_Bank.of(own, slots))
+            self._banks.append(Bank.of(own, slots))
         self._slots, self._num_calls, self._moved = slots, 0, 0
+        # Bytes that a run of a program copies to the device.
+        self._copied: dict[RingProgram, int] = {}
+        # By stack and rows.
+        self._calls: collections.Counter[tuple[str, int]] = collections.Counter()
         dense = scanned_blocks(tree.nested(dense), config.period, jnp.stack)
         absent = {
             f"{stack}/blocks/layer_{config.period - 1}/ffn{EXPERTS}{WEIGHTS[0]}": (
@@ -124,59 +117,30 @@ class RingExperts:
             moved_bytes=self._moved,
         )
 
+    def streaming(self, hardware: Hardware) -> list[tuple[int, Streaming]]:
+        """See `ChosenExperts.streaming`."""
+        size = self._banks[0].layer_bytes / self.config.switch.num_experts
+        return streaming_of(self.config, hardware, self._calls, size)
+
     def run(self, program, *settings, state=None, **arrays):
         """What a jitted program returns; see `ChosenExperts.run`."""
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        ring = _ring_program(self.config, program, settings, structure, shapes)
+        ring = ring_program(self.config, program, settings, structure, shapes)
+        given = ring.given(leaves), ring.kept(leaves), self._banks
+        if ring not in self._copied:
+            self._copied[ring] = copied_bytes(ring.run.trace(*given).jaxpr.jaxpr)
         self._num_calls += 1
-        self._moved += sum(self._banks[number].streamed_bytes for number in ring.stacks)
-        return ring.run(ring.given(leaves), ring.kept(leaves), self._banks)
+        self._moved += self._copied[ring]
+        self._calls.update((self._stacks[number], R) for number, R in ring.rows)
+        return ring.run(*given)
 
     def run_until(self, config, decoding, params, state, num_live, last_step=None):
         """`decode.run_until`, its loop on the host."""
         while goes_on(state, num_live, last_step):
             state = self.run(run_step, config, decoding, params=params, state=state)
         return state
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Bank:
-    """The experts of a stack's layers, `[layers, E, ...]` by name.
-
-    Attributes:
-        resident: on the device, of the first K - 2 layers.
-        streamed: in host memory, of the others.
-        num_layers, layer_bytes: of all, and of one.
-    """
-
-    resident: Weights
-    streamed: Weights
-    num_layers: int = dataclasses.field(metadata={"static": True})
-    layer_bytes: int = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, layers: Sequence[Weights], slots: int) -> "_Bank":
-        layers = [native(layer) for layer in layers]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-        kept = slots - 2
-        device = jax.devices()[0]
-        kinds = {memory.kind for memory in device.addressable_memories()}
-        # On a CPU the kinds of memory are one.
-        kind = HOST if HOST in kinds and device.platform != "cpu" else None
-        host = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-        return cls(
-            jax.tree.map(lambda x: jnp.array(x[:kept]), stacked),
-            jax.tree.map(lambda x: jax.device_put(x[kept:].copy(), host), stacked),
-            len(layers),
-            model_bytes(layers[0]),
-        )
-
-    @property
-    def streamed_bytes(self) -> int:
-        return jax.tree.leaves(self.streamed)[0].shape[0] * self.layer_bytes
 
 
 def check_ring(config: ModelConfig, slots: int) -> None:
@@ -201,189 +165,25 @@ def check_ring(config: ModelConfig, slots: int) -> None:
         )
 
 
-# The program.
+# One choice of both.
 
 
-@dataclasses.dataclass(frozen=True)
-class _RingProgram:
-    """A compiled program for arguments of some shapes.
+def outside_of_device(
+    config: ModelConfig, params: dict, asked: ExpertSlots, read: ReadExpert | None
+) -> tuple[ModelConfig, dict, ChosenExperts | RingExperts]:
+    """`chosen_experts.with_slots`, or with `asked.ring` a ring.
 
-    Attributes:
-        run: (donated leaves, other leaves, banks) -> its results.
-        is_donated: of each leaf.
-        stacks: numbers of the stacks whose layers it runs.
+    Raises:
+        ValueError: see there and `check_ring`; a ring has all experts in host memory.
     """
-
-    run: Callable
-    is_donated: tuple[bool, ...]
-    stacks: tuple[int, ...]
-
-    def given(self, leaves) -> list:
-        return [x for x, is_given in zip(leaves, self.is_donated, strict=True) if is_given]
-
-    def kept(self, leaves) -> list:
-        return [x for x, is_given in zip(leaves, self.is_donated, strict=True) if not is_given]
-
-
-@functools.lru_cache(maxsize=MOST_PROGRAMS)
-def _ring_program(config, program, settings, structure, shapes) -> _RingProgram:
-    arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
-    is_donated = tuple(
-        name == "state" for name, each in sorted(arrays.items()) for _ in jax.tree.leaves(each)
+    if not asked.ring:
+        return with_slots(config, params, asked, read)
+    given = {"host_bytes": asked.host_bytes, "prefetch": asked.prefetch}
+    wrong = [name for name, value in given.items() if value]
+    require(
+        not wrong,
+        f"a ring with {' and '.join(wrong)}: it has all experts in host memory and streams "
+        "them in order; leave that out, or use expert_slots without a ring",
     )
-    traced = program.trace(*settings, **arrays)
-    closed, results = traced.jaxpr, jax.tree.structure(traced.out_info)
-
-    def run(given, kept, banks):
-        given, kept = iter(given), iter(kept)
-        leaves = [next(given if is_given else kept) for is_given in is_donated]
-        found = _evaluate(closed.jaxpr, closed.consts, leaves, _Rings(config, banks))
-        return jax.tree.unflatten(results, found)
-
-    return _RingProgram(
-        jax.jit(run, donate_argnums=0), is_donated, tuple(_stacks_of(closed.jaxpr))
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rings:
-    """Runs what asks for experts: scans over layers, with the banks of their stacks.
-
-    Attributes:
-        banks: by number of the stack.
-        bank: of the layer that is computed; None outside of a scan.
-    """
-
-    config: ModelConfig
-    banks: Sequence[_Bank]
-    bank: Weights | None = None
-
-    def rows(self, inputs) -> list:
-        """The rows of a layer, of its `bank`."""
-        weights = (self.bank.get(name) for name in WEIGHTS)
-        return [ExpertFFN.of(self.config, *weights, key=None).run_rows(*inputs)]
-
-    def scan(self, equation: JaxprEqn, inputs) -> list:
-        """A scan over the layers of a stack: those that are resident, then the ring.
-
-        Each of the S layers that stream is copied once: into one slot while the layer in the
-        other is computed. A turn of the loop has two layers, so that no slot is copied on the
-        device.
-        """
-        body, given = equation.params["jaxpr"], equation.params
-        num_consts, num_carry = given["num_consts"], given["num_carry"]
-        consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
-        # Shapes of weights that are absent are scanned over, too, and never read.
-        read = {atom for eqn in body.jaxpr.eqns for atom in eqn.invars if isinstance(atom, Var)}
-        of_xs = body.jaxpr.invars[num_consts + num_carry :]
-        is_read = [var in read for var in of_xs]
-        every = zip(inputs[num_consts + num_carry :], is_read, strict=True)
-        xs = [x for x, is_used in every if is_used]
-        (stack,) = _stacks_of(body.jaxpr)
-        own = self.banks[stack]
-
-        def layer(carry, bank, x):
-            rings, parts = dataclasses.replace(self, bank=bank), iter(x)
-            x = [next(parts) if is_used else None for is_used in is_read]
-            found = _evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], rings)
-            return found[:num_carry], found[num_carry:]
-
-        def fetch(n):
-            def copy(leaf):
-                part = jax.lax.dynamic_index_in_dim(leaf, n, keepdims=False)
-                return jax.device_put(part, jax.memory.Space.Device)
-
-            return jax.tree.map(copy, own.streamed)
-
-        S = jax.tree.leaves(own.streamed)[0].shape[0]
-        kept, turns = own.num_layers - S, (S - 1) // 2
-        ys = []
-        if kept:
-            first = [x[:kept] for x in xs]
-            carry, y = jax.lax.scan(lambda c, n: layer(c, *n), carry, (own.resident, first))
-            ys.append(y)
-
-        def turn(state, each):
-            carry, one = state
-            n, x = each
-            other = fetch(n + 1)
-            carry, y_0 = layer(carry, one, [leaf[0] for leaf in x])
-            one = fetch(n + 2)
-            carry, y_1 = layer(carry, other, [leaf[1] for leaf in x])
-            return (carry, one), [jnp.stack(pair) for pair in zip(y_0, y_1, strict=True)]
-
-        slot = fetch(0)
-        if turns:
-            pairs = [x[kept : kept + 2 * turns].reshape(turns, 2, *x.shape[1:]) for x in xs]
-            (carry, slot), y = jax.lax.scan(turn, (carry, slot), (2 * jnp.arange(turns), pairs))
-            ys.append([leaf.reshape(2 * turns, *leaf.shape[2:]) for leaf in y])
-        for n in range(2 * turns, S):
-            following = fetch(n + 1) if n + 1 < S else None
-            carry, y = layer(carry, slot, [x[kept + n] for x in xs])
-            ys.append([leaf[None] for leaf in y])
-            slot = following
-        return [*carry, *(jnp.concatenate(parts) for parts in zip(*ys, strict=True))]
-
-
-def _evaluate(jaxpr: Jaxpr, consts, inputs, rings: _Rings) -> list:
-    """The results of equations, those that ask for experts by `rings`."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for asks, equations in itertools.groupby(jaxpr.eqns, _asks):
-        if not asks:
-            values.update(_run(jaxpr, list(equations), values))
-            continue
-        for equation in equations:
-            given = [read(atom) for atom in equation.invars]
-            if equation.primitive is absent_rows_p:
-                found = rings.rows(given)
-            elif equation.primitive.name == "scan":
-                found = rings.scan(equation, given)
-            else:
-                (inner,) = _inner(equation)
-                found = _evaluate(inner.jaxpr, inner.consts, given, rings)
-            values.update(zip(equation.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _run(jaxpr: Jaxpr, equations: list[JaxprEqn], values: dict) -> dict:
-    """What neighbouring equations of a program give to the rest of it, by variable."""
-    made = {var for equation in equations for var in equation.outvars}
-    read = dict.fromkeys(
-        atom for eqn in equations for atom in eqn.invars if not isinstance(atom, Literal)
-    )
-    inputs = [var for var in read if var not in made]
-    later = {atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal)}
-    later |= {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    outputs = [var for eqn in equations for var in eqn.outvars if var in later]
-    names = DebugInfo("ring", "part", ("",) * len(inputs), ("",) * len(outputs))
-    part = ClosedJaxpr(Jaxpr([], inputs, outputs, equations, debug_info=names), [])
-    found = jaxpr_as_fun(part)(*(values[var] for var in inputs))
-    return dict(zip(outputs, found, strict=True))
-
-
-def _asks(equation: JaxprEqn) -> bool:
-    """Whether an equation asks for experts, or one inside of it does."""
-    return any(True for _ in _stacks_in(equation))
-
-
-def _stacks_of(jaxpr: Jaxpr) -> list[int]:
-    """Numbers of the stacks whose experts are asked for, in order, each once."""
-    return list(dict.fromkeys(n for eqn in jaxpr.eqns for n in _stacks_in(eqn)))
-
-
-def _stacks_in(equation: JaxprEqn):
-    if equation.primitive is absent_rows_p:
-        yield equation.params["layer"]
-    for inner in _inner(equation):
-        yield from _stacks_of(inner.jaxpr)
-
-
-def _inner(equation: JaxprEqn) -> list[Any]:
-    """Closed programs that an equation runs."""
-    values = equation.params.values()
-    flat = [x for each in values for x in (each if isinstance(each, tuple) else (each,))]
-    return [each for each in flat if hasattr(each, "jaxpr") and hasattr(each, "consts")]
+    ring = RingExperts(config, params, asked.slots)
+    return ring.config, ring.params, ring

@@ -14,6 +14,7 @@ Symbols: E experts of a layer, T tokens, k choices of a token, D model, H heads,
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import jax.numpy as jnp
@@ -119,6 +120,25 @@ def streaming(
         chosen_bytes=layers * touched * (1 - hits) * expert_bytes,
         link_bytes_per_s=link,
     )
+
+
+def streaming_of(
+    config: ModelConfig,
+    hardware: Hardware,
+    kinds: Mapping[tuple[str, int], int],
+    expert_bytes: float,
+    hits: float = 0.0,
+) -> list[tuple[int, Streaming]]:
+    """For each kind of call how many there were, and what the formula says; most tokens first.
+
+    Args:
+        kinds: number of calls by stack and R; each token has a row for each of its choices.
+    """
+    choices = config.switch.router.num_selected
+    return [
+        (count, streaming(config, hardware, stack, R // choices, expert_bytes, hits))
+        for (stack, R), count in sorted(kinds.items(), key=lambda kind: -kind[0][1])
+    ]
 
 
 def touched_experts(num_experts: int, choices: float) -> float:

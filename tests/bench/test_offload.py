@@ -39,13 +39,14 @@ def test_checks_hold_and_their_names_are_fixed(monkeypatch, capsys):
         "device_expert_bytes_vs_slots",
         "bytes_moved_vs_formula",
         "int4_vs_bf16_bytes_moved",
+        "pinned_ring_vs_ring_bytes",
         "step_vs_bound",
     }
     # Scales are more of a small expert, and so is what a call takes beside its products.
     held = {name for name, check in checks.items() if check["holds"]}
     assert held >= set(checks) - {"int4_vs_bf16_bytes_moved", "step_vs_bound"}
     assert checks["step_vs_bound"]["bound"] == "<=1.3"
-    assert len(printed["results"]) == 6 + 3 + 1
+    assert len(printed["results"]) == 6 + 3 + 1 + 1
 
 
 def test_it_has_no_rounds(capsys):

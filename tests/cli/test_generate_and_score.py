@@ -93,6 +93,8 @@ def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys)
         (["--expert_slots=1", "--mesh=expert=2"], "leave out one of the two"),
         (["--host_bytes=9"], "--host_bytes without --expert_slots; give --expert_slots=K, too"),
         (["--expert_slots=1", "--host_bytes=9"], "experts in arrays of whole layers"),
+        (["--expert_slots=1", "--ring_slots=2"], "--expert_slots with --ring_slots; give one"),
+        (["--ring_slots=2"], "has one Switch layer; use expert_slots"),
     ):
         assert main(words(folder, *options, *wrong)) == 2
         assert words_of_it in capsys.readouterr().err
