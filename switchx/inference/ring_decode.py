@@ -24,6 +24,7 @@ from switchx.inference.chosen_experts import (
     ChosenExperts,
     check_slots,
     layer_path,
+    on_host,
     split_experts,
     with_slots,
     without_aliases,
@@ -31,9 +32,10 @@ from switchx.inference.chosen_experts import (
 from switchx.inference.config import ExpertSlots
 from switchx.inference.decode import goes_on, run_step
 from switchx.inference.expert_source import EXPERTS, ReadExpert
+from switchx.inference.quantize import packed
 from switchx.inference.ring_program import Bank, RingProgram, copied_bytes, ring_program
 from switchx.models.config import ModelConfig
-from switchx.models.unroll import scanned_blocks, unrolled
+from switchx.models.unroll import scanned_blocks
 from switchx.moe.experts import WEIGHTS, AbsentExperts
 from switchx.planner.hardware import Hardware
 from switchx.planner.streaming import Streaming, streaming_of
@@ -84,7 +86,7 @@ class RingExperts:
             ValueError: see `check_ring`.
         """
         check_ring(config, slots)
-        config, params = unrolled(config, params)
+        config, params = on_host(config, packed(params))
         layers, dense = split_experts(params)
         names = config.sparse_layer_names
         self._stacks = tuple(dict.fromkeys(name.split()[0] for name in names))

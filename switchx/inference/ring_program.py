@@ -26,14 +26,13 @@ from jax.extend.core import (
 )
 
 from switchx import tree
+from switchx.inference.chosen_experts import MOST_PROGRAMS
 from switchx.inference.expert_source import Weights
 from switchx.inference.quantize import model_bytes, native
 from switchx.models.config import ModelConfig
 from switchx.moe.experts import WEIGHTS, ExpertFFN, absent_rows_p
 
 HOST = "pinned_host"
-# Compiled ones that are kept: one for each length, batch size and setting.
-MOST_PROGRAMS = 256
 
 
 @jax.tree_util.register_dataclass
@@ -154,12 +153,16 @@ class _Rings:
             found = _evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], rings)
             return found[:num_carry], found[num_carry:]
 
-        def fetch(n):
+        def fetch(n, carry):
+            """A slot with layer n, and the carry: a copy begins when that is there. Do not
+            simplify: the compiler would begin all copies at once."""
+            n, carry = jax.lax.optimization_barrier((jnp.asarray(n, jnp.int32), carry))
+
             def copy(leaf):
                 part = jax.lax.dynamic_index_in_dim(leaf, n, keepdims=False)
                 return jax.device_put(part, jax.memory.Space.Device)
 
-            return jax.tree.map(copy, own.streamed)
+            return jax.tree.map(copy, own.streamed), carry
 
         S = jax.tree.leaves(own.streamed)[0].shape[0]
         kept, turns = own.num_layers - S, (S - 1) // 2
@@ -172,19 +175,21 @@ class _Rings:
         def turn(state, each):
             carry, one = state
             n, x = each
-            other = fetch(n + 1)
+            other, carry = fetch(n + 1, carry)
             carry, y_0 = layer(carry, one, [leaf[0] for leaf in x])
-            one = fetch(n + 2)
+            one, carry = fetch(n + 2, carry)
             carry, y_1 = layer(carry, other, [leaf[1] for leaf in x])
             return (carry, one), [jnp.stack(pair) for pair in zip(y_0, y_1, strict=True)]
 
-        slot = fetch(0)
+        slot, carry = fetch(0, carry)
         if turns:
             pairs = [x[kept : kept + 2 * turns].reshape(turns, 2, *x.shape[1:]) for x in xs]
             (carry, slot), y = jax.lax.scan(turn, (carry, slot), (2 * jnp.arange(turns), pairs))
             ys.append([leaf.reshape(2 * turns, *leaf.shape[2:]) for leaf in y])
         for n in range(2 * turns, S):
-            following = fetch(n + 1) if n + 1 < S else None
+            following = None
+            if n + 1 < S:
+                following, carry = fetch(n + 1, carry)
             carry, y = layer(carry, slot, [x[kept + n] for x in xs])
             ys.append([leaf[None] for leaf in y])
             slot = following
