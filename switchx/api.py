@@ -26,15 +26,18 @@ from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
 from switchx.fields import require
-from switchx.inference.artifact import is_artifact, read_artifact
-from switchx.inference.chosen_experts import ChosenExperts, check_slots, on_host, slotted
-from switchx.inference.config import DecodingConfig
+from switchx.inference.artifact import is_artifact, open_artifact, read_artifact
+from switchx.inference.chosen_experts import ChosenExperts, experts_of_run, slices_of
+from switchx.inference.config import DecodingConfig, ExpertSlots
+from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
-from switchx.inference.quantize import native, packed, separate_experts
-from switchx.inference.score import Score, Scorer, features
+from switchx.inference.quantize import native, separate_experts
+from switchx.inference.ring_decode import RingExperts, outside_of_device
+from switchx.inference.score import Score, Scorer, logits_of
 from switchx.models.config import ModelConfig
-from switchx.models.params import abstract_params, forward, of_task
+from switchx.models.params import abstract_params, of_task
+from switchx.models.stages import without_experts
 from switchx.partitioning.mesh import MeshSpec
 from switchx.tree import num_elements
 
@@ -72,7 +75,7 @@ class Model:
         devices: where the parameters are.
         experts: of a model that was loaded with `expert_slots`, what moves its experts to
             the device when they are chosen; `experts.traffic` says what it did. Experts in
-            `params` are NumPy arrays then.
+            `params` are NumPy arrays then, or with `host_bytes` shape structs.
     """
 
     config: ModelConfig
@@ -82,7 +85,7 @@ class Model:
     text_format: TextFormat = dataclasses.field(repr=False)
     fingerprint: str = dataclasses.field(repr=False)
     devices: ModelMesh = dataclasses.field(default=ONE_DEVICE, repr=False)
-    experts: ChosenExperts | None = dataclasses.field(default=None, repr=False)
+    experts: ChosenExperts | RingExperts | None = dataclasses.field(default=None, repr=False)
 
     @property
     def num_params(self) -> int:
@@ -126,10 +129,10 @@ class Model:
         arrays = {name: jnp.pad(token_BL, padding) for name, token_BL in arrays.items()}
         if self.experts is not None:
             arrays["params"] = self._separated
-            return self.experts.run(_logits, slotted(config), **arrays)[:B]
+            return self.experts.run(logits_of, slotted(config), **arrays)[:B]
         self.devices.check(config, self.params)
         with self.devices.use():
-            return _logits(config, self.params, **arrays)[:B]
+            return logits_of(config, self.params, **arrays)[:B]
 
     def generate(
         self,
@@ -288,7 +291,7 @@ def load(
     step: int | Literal["best"] | None = None,
     *,
     mesh: MeshSpec | None = None,
-    expert_slots: int | None = None,
+    expert_slots: int | ExpertSlots | None = None,
     task: str | None = None,
 ) -> Model:
     """The model in a run folder, or the one that `switchx quantize` wrote.
@@ -300,16 +303,18 @@ def load(
             in training; None is the default device.
         expert_slots: experts of each Switch layer that are on the device at once, those that
             were chosen last; all are in host memory, and what is computed stays the same.
-            None has all on the device.
-        task: of a model whose experts are divided among tasks (`RouterConfig.kind="task"`), the
-            name of the one whose experts alone are loaded.
+            None has all on the device. `ExpertSlots(slots, host_bytes=...)` reads them from
+            files into that much host memory, and has more options.
+        task: where experts are divided among tasks (`RouterConfig.kind="task"`), the one whose
+            experts alone are loaded.
 
     Raises:
         ValueError: the folder is neither, has no complete checkpoint, or its parameters are
             not those of its configuration (all that differ are named); a quantized model's
             files are damaged, missing or of another version (the file is named); the mesh
             needs other devices than there are, or does not divide a parameter; the model has
-            no such `expert_slots`, or they are asked for on a mesh.
+            no such `expert_slots`, or they are asked for on a mesh; no file of the folder is
+            read expert by expert, as `host_bytes` needs.
     """
     if task is not None:
         require(expert_slots is None, f"task={task!r} with expert_slots; leave out one of them")
@@ -321,11 +326,16 @@ def load(
     devices = ModelMesh.of(mesh)
     if is_artifact(model_dir):
         return _load_artifact(pathlib.Path(model_dir).expanduser(), step, devices)
+    return _load_run(model_dir, step, devices)
+
+
+def _load_run(model_dir, step, devices: ModelMesh, select=lambda params: params) -> Model:
+    """The model of a run folder; `select` takes those of its parameters that are read."""
     run = RunFolder(model_dir)
     config = read_model_config(run)
     source = read_config(run).get("source")
     step = choose_step(run, step)
-    target = devices.abstract(abstract_params(config))
+    target = devices.abstract(select(abstract_params(config)))
     params = restore_params(run.root, step, target=target, model=config)
     # Every run that was trained here has a vocabulary; a model from elsewhere may have none.
     has_vocabulary = source is not None or (run.root / DESCRIPTION_FILE).exists()
@@ -340,45 +350,40 @@ def load(
     return Model(config, params, vocabulary, step, text_format, fingerprint, devices)
 
 
-def _load_with_slots(model_dir, step, mesh: MeshSpec | None, expert_slots: int) -> Model:
+def _load_with_slots(model_dir, step, mesh, expert_slots: int | ExpertSlots) -> Model:
     """Reads the model into host memory, and moves all but its experts to the device."""
+    asked = ExpertSlots(expert_slots) if isinstance(expert_slots, int) else expert_slots
     require(
         mesh is None,
-        f"expert_slots={expert_slots} with a mesh: chosen experts come to one device; leave "
+        f"expert_slots={asked.slots} with a mesh: chosen experts come to one device; leave "
         "out one of the two",
     )
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        model = load(model_dir, step)
-    check_slots(model.config, expert_slots)
-    config, params = on_host(model.config, packed(model.params))
-    experts = ChosenExperts(config, params, expert_slots)
+        if asked.host_bytes is None:
+            model, read = load(model_dir, step), None
+        elif is_artifact(model_dir):
+            model = _load_artifact(pathlib.Path(model_dir).expanduser(), step, None)
+            read = slices_of(model.config, model.params)
+        else:
+            read = experts_of_run(RunFolder(model_dir), step, asked.slots)
+            model = _load_run(model_dir, step, ModelMesh.of(None), without_experts)
+    config, params, experts = outside_of_device(model.config, model.params, asked, read)
     return dataclasses.replace(model, config=config, params=params, experts=experts)
 
 
-def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh) -> Model:
+def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh | None) -> Model:
     if step is not None:
         raise ValueError(f"step={step!r} of {folder}, which is a quantized model and has one")
-    artifact = read_artifact(folder)
+    artifact = read_artifact(folder) if devices else open_artifact(folder)
     return Model(
         artifact.config,
-        devices.place(native(artifact.params)),
+        devices.place(native(artifact.params)) if devices else artifact.params,
         load_vocabulary(folder) if (folder / DESCRIPTION_FILE).exists() else None,
         artifact.about["step"],
         TextFormat(**artifact.about["text_format"]),
         artifact.fingerprint,
-        devices,
+        devices or ONE_DEVICE,
     )
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _logits(config: ModelConfig, params, decoder_tokens, encoder_tokens=None):
-    """Of one example a row; id 0 is padding but for the decoder's first."""
-    is_token_BL = (decoder_tokens != PAD_ID).at[:, 0].set(True)
-    batch = features("decoder", decoder_tokens, is_token_BL)
-    batch["decoder_prefix_mask"] = jnp.zeros_like(decoder_tokens)
-    if encoder_tokens is not None:
-        batch |= features("encoder", encoder_tokens, encoder_tokens != PAD_ID)
-    return forward(config, params, batch, is_training=False)[0]
 
 
 def _token_list(tokens, name: str) -> list[int]:

@@ -54,8 +54,13 @@ CHAIN = {
     "switchx show schedule --stages=4 --microbatches=8": (),
     "switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5p "
     "--devices=64": ("--devices=8",),
+    "switchx plan --gin_file=configs/runs/pretrain_switch_large.gin --hardware=v5e "
+    "--devices=16 --storage=auto": ("--top=1",),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt "
     "--output=answers.txt --beam_size=4": ("--max_new_tokens=4",),
+    "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --ring_slots=2": (
+        "--max_new_tokens=2",
+    ),
     "switchx score --model_dir=runs/pretrain_tiny --input=pairs.tsv": (),
     "switchx quantize --model_dir=runs/pretrain_tiny --output=runs/tiny_int4 --bits=4 "
     "--rest=bfloat16": (),
@@ -104,6 +109,11 @@ TESTED_ELSEWHERE = {
     ),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --expert_slots=2": (
         "tests/cli/test_generate_and_score.py::test_with_slots_for_experts_lines_are_the_same"
+    ),
+    "switchx generate --model_dir=runs/tiny_int4 --input=questions.txt --expert_slots=2 "
+    "--host_bytes=20000000 --expert_prefetch": (
+        "tests/cli/test_generate_and_score.py::"
+        "test_experts_of_a_quantized_model_are_read_from_its_file"
     ),
     "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
         "tests/cli/test_evaluate.py::test_commands_of_the_page_run"

@@ -2,28 +2,44 @@
 """`switchx bench offload`: decoding with a few experts of each layer on the device.
 
 Tokens against the resident model, bytes on the device and bytes moved against what slots and
-choices make of them. Everything is counted, nothing is timed: on a CPU the device's memory is
-the host's, and a copy within it says nothing about a bus.
+choices make of them; with experts in files, of which host memory has a quarter; with what the
+next router predicts. These are counted. One check is of times: decoding with slots against the
+longer of its computing, which is that of a model with as many experts as slots, and its
+copies, at the speed that is measured beside it. On a CPU the device's memory is the host's, and
+copies do not run beside products.
 """
 
 import dataclasses
 import functools
 import gc
 import math
+import pathlib
+import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from switchx.bench.report import Check, Report
 from switchx.bench.train import MEBIBYTE, switch_model
-from switchx.inference.chosen_experts import ChosenExperts, on_host
-from switchx.inference.config import DecodingConfig
+from switchx.inference.artifact import open_artifact, write_artifact
+from switchx.inference.chosen_experts import (
+    ChosenExperts,
+    on_host,
+    slices_of,
+    with_slots,
+)
+from switchx.inference.config import DecodingConfig, ExpertSlots
+from switchx.inference.expert_slots import moved_into
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.quantize import quantize_experts
+from switchx.inference.ring_decode import RingExperts
 from switchx.models.config import ModelConfig, Precision
 from switchx.models.params import init_params
+from switchx.models.unroll import unrolled
 from switchx.storage.simulation import run_policy
 from switchx.storage.trace import Trace
 
@@ -31,6 +47,10 @@ NUM_EXPERTS = 16
 SLOTS = (1, 4, 16)
 BATCH, INPUTS, NEW_TOKENS = 4, 8, 12
 BEAMS = (1, 4)
+# Of the ring: Switch layers of each stack, experts of each, slots.
+RING_LAYERS, RING_EXPERTS, RING_SLOTS = 4, 4, 3
+# Of the timed case: slots, and decodings by turns.
+TIMED_SLOTS, TURNS = 4, 7
 # Bits of a weight; bfloat16 is not quantized.
 FORMATS = {"bf16": 16, "int8": 8, "int4": 4}
 NO_END = -1
@@ -68,21 +88,28 @@ class Case:
 
 def run(note: Callable[[str], None]) -> Report:
     """Decodes the same sentences with each format of weights, number of beams and of slots."""
-    cases = []
+    cases, files = [], []
     for weights in FORMATS:
         config, params = model(weights)
         for beams in BEAMS:
             resident = outputs(Generator(for_decoding(config), params, decoding(beams), BATCH))
             for slots in SLOTS:
                 note(f"{weights}, {beams} beams, {slots} slots")
-                cases.append(with_slots(config, params, weights, beams, slots, resident))
+                cases.append(slotted(config, params, weights, beams, slots, resident))
+        note(f"{weights}, experts in files")
+        files.append(in_files(config, params, weights, resident))
     moved = {
         weights: sum(each.moved_bytes for each in cases if each.weights == weights)
         for weights in FORMATS
     }
     worst = max(cases, key=lambda each: abs(math.log(each.moved_vs_formula)))
     checks = [
-        Check("tokens_differing", sum(each.tokens_differing for each in cases), "==0"),
+        Check(
+            "tokens_differing",
+            sum(each.tokens_differing for each in cases)
+            + sum(each["tokens_differing"] for each in files),
+            "==0",
+        ),
         Check(
             "device_expert_bytes_vs_slots",
             max(each.device_vs_slots for each in cases),
@@ -91,14 +118,38 @@ def run(note: Callable[[str], None]) -> Report:
         Check("bytes_moved_vs_formula", worst.moved_vs_formula, "==1.00"),
         Check("int4_vs_bf16_bytes_moved", moved["int4"] / moved["bf16"], "<=0.27"),
     ]
-    return Report("bench offload", [each.row() for each in cases], checks)
+    note("a ring")
+    ring = in_ring()
+    ratio = ring["pinned_ring_vs_ring_bytes"]
+    share = (RING_LAYERS - RING_SLOTS + 2) / RING_LAYERS
+    differing = dataclasses.replace(checks[0], value=checks[0].value + ring["tokens_differing"])
+    checks[0] = differing
+    checks.append(Check("pinned_ring_vs_ring_bytes", ratio, f"=={share!r}"))
+    note("times")
+    timed = step_times()
+    checks.append(Check("step_vs_bound", timed["step_vs_bound"], "<=1.3"))
+    rows = [each.row() for each in cases] + files + [ring, timed]
+    return Report("bench offload", rows, checks)
 
 
 @functools.cache
-def model(weights: str) -> tuple[ModelConfig, dict]:
-    """A resident model in bfloat16, its experts in a format."""
+def model(
+    weights: str, num_experts: int | None = None, sparse_layers: int | None = None
+) -> tuple[ModelConfig, dict]:
+    """A resident model in bfloat16, its experts in a format.
+
+    Args:
+        num_experts: None is NUM_EXPERTS.
+        sparse_layers: of each stack; None is as the model has them.
+    """
+    config = switch_model(num_experts or NUM_EXPERTS)
+    if sparse_layers is not None:
+        layers = sparse_layers * config.period
+        config = dataclasses.replace(
+            config, num_encoder_layers=layers, num_decoder_layers=layers
+        )
     config = dataclasses.replace(
-        switch_model(NUM_EXPERTS),
+        config,
         precision=Precision(params="bfloat16", compute="bfloat16"),
         # Random weights of tied tables repeat one token; these write different ones.
         tie_embeddings=False,
@@ -123,7 +174,7 @@ def outputs(generator: Generator) -> list[list[list[int]]]:
     return [[each.tokens for each in said] for _, said in sorted(generator(sentences))]
 
 
-def with_slots(config, params, weights: str, beams: int, slots: int, resident) -> Case:
+def slotted(config, params, weights: str, beams: int, slots: int, resident) -> Case:
     """Decodes with slots, and compares."""
     config, params = on_host(config, params)
     before = device_bytes()
@@ -146,6 +197,105 @@ def with_slots(config, params, weights: str, beams: int, slots: int, resident) -
         moved_vs_formula=traffic.moved_bytes / (missed * size),
         hits=traffic.hits / traffic.requested,
     )
+
+
+def in_files(config, params, weights: str, resident) -> dict[str, Any]:
+    """Decodes as `resident` was, with experts in a file, a quarter of them in host memory, and
+    predictions."""
+    config, params = unrolled(config, params)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model"
+        write_artifact(path, config, params, about={})
+        artifact = open_artifact(path)
+        num_experts = NUM_EXPERTS * len(config.sparse_layer_names)
+        host_bytes = num_experts * bytes_of_expert(config, FORMATS[weights]) // 4
+        asked = ExpertSlots(max(1, NUM_EXPERTS // 8), prefetch=True, host_bytes=host_bytes)
+        read = slices_of(config, artifact.params)
+        config, _, experts = with_slots(config, artifact.params, asked, read)
+        generator = Generator(
+            for_decoding(config), experts.params, decoding(BEAMS[-1]), BATCH, experts=experts
+        )
+        found = outputs(generator)
+    traffic, stored = experts.traffic, experts.traffic.stored
+    return {
+        "in files": f"{weights}, {BEAMS[-1]}",
+        "slots": asked.slots,
+        "tokens_differing": int(np.sum(np.array(found) != np.array(resident))),
+        "hits": traffic.hits / traffic.requested,
+        "predicted_chosen": traffic.foreseen / max(traffic.predicted, 1),
+        "host_mib": stored.host_bytes / MEBIBYTE,
+        "host_hits": stored.hits / stored.requested,
+        "read_mib": stored.read_bytes / MEBIBYTE,
+    }
+
+
+def in_ring() -> dict[str, Any]:
+    """Decodes with layers of experts streamed through slots; bytes over those of a ring that
+    loads all layers in each step, as the paper's does."""
+    config, params = model("bf16", RING_EXPERTS, RING_LAYERS)
+    resident = outputs(Generator(for_decoding(config), params, decoding(1), BATCH))
+    ring = RingExperts(config, params, RING_SLOTS)
+    generator = Generator(
+        for_decoding(ring.config), ring.params, decoding(1), BATCH, experts=ring
+    )
+    found, traffic = outputs(generator), ring.traffic
+    # The first call runs both stacks, a step the decoder.
+    all_layers = (traffic.calls + 1) * traffic.expert_bytes // 2
+    return {
+        "a ring": "bf16, 1 beams",
+        "slots": RING_SLOTS,
+        "tokens_differing": int(np.sum(np.array(found) != np.array(resident))),
+        "device_mib": traffic.device_bytes / MEBIBYTE,
+        "moved_mib": traffic.moved_bytes / MEBIBYTE,
+        "pinned_ring_vs_ring_bytes": traffic.moved_bytes / all_layers,
+    }
+
+
+def step_times() -> dict[str, Any]:
+    """Seconds of greedy decoding with some slots, by turns with a model that has as many
+    experts.
+
+    Each turn decodes the same sentences, so that the second model moves nothing after the
+    first; its products are of a bank of the same shape. Copies are of one expert into a bank,
+    by turns too. Medians.
+    """
+    contenders = {}
+    for num_experts in (NUM_EXPERTS, TIMED_SLOTS):
+        config, params = on_host(*model("bf16", num_experts))
+        experts = ChosenExperts(config, params, TIMED_SLOTS)
+        generator = Generator(
+            for_decoding(config), experts.params, decoding(1), BATCH, experts=experts
+        )
+        contenders[num_experts] = experts, generator
+        outputs(generator)
+    expert = experts.source.expert(0, 0)
+    bank = jax.tree.map(lambda x: jnp.zeros((TIMED_SLOTS, *x.shape[1:]), x.dtype), expert)
+    spent: dict[Any, list[float]] = {name: [] for name in (*contenders, "copies")}
+    moved = 0
+    for _ in range(TURNS):
+        for num_experts, (experts, generator) in contenders.items():
+            before, begin = experts.traffic.moved_bytes, time.perf_counter()
+            outputs(generator)
+            spent[num_experts].append(time.perf_counter() - begin)
+            if num_experts == NUM_EXPERTS:
+                moved = experts.traffic.moved_bytes - before
+        begin = time.perf_counter()
+        for slot in range(TIMED_SLOTS):
+            bank = moved_into(bank, expert, np.int32(slot))
+        jax.block_until_ready(bank)
+        spent["copies"].append(time.perf_counter() - begin)
+    seconds = {name: float(np.median(each)) for name, each in spent.items()}
+    size = bytes_of_expert(config, FORMATS["bf16"])
+    copies_s = moved / size * seconds["copies"] / TIMED_SLOTS
+    bound = max(seconds[TIMED_SLOTS], copies_s)
+    return {
+        "timed": "bf16, 1 beams",
+        "slots": TIMED_SLOTS,
+        "decoding_s": seconds[NUM_EXPERTS],
+        "computing_s": seconds[TIMED_SLOTS],
+        "copies_s": copies_s,
+        "step_vs_bound": seconds[NUM_EXPERTS] / bound,
+    }
 
 
 def device_bytes() -> int:

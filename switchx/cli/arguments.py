@@ -171,16 +171,6 @@ def add_mesh(parser: CommandParser, default: str) -> None:
     )
 
 
-def add_expert_slots(parser: CommandParser) -> None:
-    parser.add_argument(
-        "--expert_slots",
-        type=positive,
-        metavar="K",
-        help="experts of each Switch layer that are on the device at once, those that were "
-        "chosen last; all are in host memory, and results stay the same; default: all",
-    )
-
-
 def add_task(parser: CommandParser) -> None:
     parser.add_argument(
         "--task",
@@ -210,6 +200,16 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; give more than 0, at most 1")
+    return value
 
 
 def _step(text: str) -> int | str:

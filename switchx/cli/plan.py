@@ -2,13 +2,14 @@
 """`switchx plan`: the mesh and the dispatcher to run a job on, before devices are rented."""
 
 import argparse
+import dataclasses
 import pathlib
 from typing import Any
 
 from switchx.cli import arguments as shared
 
 COLUMNS = ("", "mesh", "step", "tokens/s", "products", "collectives", "bubble", "memory")
-MEMORY_PARTS = ("state", "gradients", "activations", "working", "logits", "gathered")
+MEMORY_PARTS = ("state", "gradients", "activations", "working", "logits", "gathered", "slots")
 
 DESCRIPTION = """\
 Predicts a training step on every mesh and dispatcher that divides the model and the batch:
@@ -19,6 +20,14 @@ does not fit is counted with the reason; the rest is ranked, and the first three
   switchx plan --gin_file=configs/runs/pretrain_tiny.gin --hardware=v5e --devices=8 \\
       --output=mesh.gin
   switchx train --gin_file=configs/runs/pretrain_tiny.gin --gin_file=mesh.gin --model_dir=DIR
+
+With --storage experts may be elsewhere than on the device (docs/storage.md): `host` and `disk`
+are planned as training has them there, `auto` takes the first of device, host and disk that
+fits. A table has the bytes of each tier, what a step moves, whether it hides behind products,
+and for a disk the bytes written a day against its endurance.
+
+  switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5e --devices=16 \
+      --storage=auto
 
 Hardware is one of the committed specs (v4, v5e, v5p, v6e, h200, and the papers' v100 and
 a100), for GPUs with the nodes there are (h200x8x16 is 16 nodes of 8), or a file of yours
@@ -43,6 +52,18 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--top", type=shared.positive, default=10, metavar="N", help="rows (default: 10)"
     )
+    parser.add_argument(
+        "--storage",
+        choices=["device", "host", "disk", "auto"],
+        help="where experts are; auto: the first of these that fits; default: the gin files'",
+    )
+    parser.add_argument(
+        "--touched",
+        type=shared.share,
+        metavar="X",
+        help="share of the experts that a step uses, as metrics.jsonl of a run with experts on "
+        "a disk has it; default: that of uniform routing",
+    )
     shared.add_output(parser, "write the first plan's mesh as a gin file")
     shared.add_json(parser)
 
@@ -52,14 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.cli.config.files import mesh_gin
     from switchx.data.data_dir import write_atomically
     from switchx.planner.hardware import load_hardware
-    from switchx.planner.search import GROUPS_DO_NOT_DIVIDE, search
+    from switchx.planner.search import GROUPS_DO_NOT_DIVIDE
     from switchx.training.program import fitting_group_size, workload_of
 
     hardware = load_hardware(arguments.hardware)
     devices = _devices(hardware, arguments.devices)
     job = shared.parse_job(arguments)
     workload = workload_of(job)
-    found = search(workload, hardware, devices)
+    storage, found = _search(arguments, job, workload, hardware, devices)
     hint = ""
     if GROUPS_DO_NOT_DIVIDE in found.refused:
         size, switch = fitting_group_size(job, devices), job.model.switch
@@ -68,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             hint = f"SwitchConfig.group_size={size}"
     fits = Check("fits", len(found.plans[:1]), "==1")
     if not found.plans:
-        message = _nothing_fits(workload, hardware, devices, found, hint)
+        message = _nothing_fits(workload, hardware, devices, found, hint, storage)
         if not arguments.json:
             raise ValueError(message)
         Report("plan", [{"way_out": message}], [fits]).print(as_json=True)
@@ -78,15 +99,46 @@ def run(arguments: argparse.Namespace) -> int:
         text = mesh_gin(found.plans[0], hardware, command)
         write_atomically(pathlib.Path(arguments.output).expanduser(), text.encode())
     if arguments.json:
-        rows = [row(i, plan, workload) for i, plan in enumerate(found.plans, 1)]
-        Report("plan", rows[: arguments.top], [fits]).print(as_json=True)
+        plans = enumerate(found.plans[: arguments.top], 1)
+        rows = [row(i, plan, workload) for i, plan in plans]
+        if arguments.storage:
+            rows += tier_rows(found.plans[0].layout, workload, hardware, storage)
+        Report("plan", rows, [fits]).print(as_json=True)
     else:
         print_search(found, hardware, devices, arguments.top)
+        if arguments.storage:
+            print_tiers(tier_rows(found.plans[0].layout, workload, hardware, storage), storage)
         if hint:
             print(f"With {hint} routing groups divide over all {devices} devices.")
         if arguments.output:
             print(arguments.output)
     return 0
+
+
+def _search(arguments, job, workload, hardware, devices: int):
+    """The `Storage` that is planned, and what was found; of `auto` the first with a plan."""
+    from switchx.planner.search import search
+    from switchx.planner.storage_tiers import TIERS, Storage, storage_refusal
+
+    tier = arguments.storage or job.storage.experts
+    storage = Storage(
+        slots=job.storage.slots,
+        host_bytes=job.storage.host_bytes,
+        touched=arguments.touched,
+        checkpoint_every=job.checkpoint_every,
+    )
+    if tier != "auto":
+        # What no mesh changes is said before all of them are refused for it.
+        bucket_bytes = job.step.bucket_bytes
+        reason = storage_refusal(job.model, tier, storage.slots, {}, bucket_bytes=bucket_bytes)
+        if reason:
+            raise ValueError(reason)
+    for each in TIERS if tier == "auto" else [tier]:
+        storage = dataclasses.replace(storage, tier=each)
+        found = search(workload, hardware, devices, storage)
+        if found.plans:
+            break
+    return storage, found
 
 
 def _devices(hardware, asked: int | None) -> int:
@@ -117,9 +169,14 @@ def _devices(hardware, asked: int | None) -> int:
     return asked
 
 
-def _nothing_fits(workload, hardware, devices: int, found, hint: str) -> str:
+def _nothing_fits(workload, hardware, devices: int, found, hint: str, storage) -> str:
     """What is in the way, and the nearest numbers of devices or rows that work."""
-    from switchx.planner.search import num_bytes, smallest_that_fits, workable_devices
+    from switchx.planner.search import (
+        num_bytes,
+        search,
+        smallest_that_fits,
+        workable_devices,
+    )
 
     name = hardware.name
     if found.smallest is None:
@@ -140,7 +197,13 @@ def _nothing_fits(workload, hardware, devices: int, found, hint: str) -> str:
         f"({least.layout.name}) needs {num_bytes(least.memory.total)} a device, of which "
         f"{num_bytes(hardware.memory.usable_bytes)} can be used; "
     )
-    fits = smallest_that_fits(workload, hardware, devices)
+    if storage.tier == "device":
+        for tier in ("host", "disk"):
+            elsewhere = dataclasses.replace(storage, tier=tier)
+            if search(workload, hardware, devices, elsewhere).plans:
+                text += f"with --storage={tier} it fits; or "
+                break
+    fits = smallest_that_fits(workload, hardware, devices, storage)
     if fits is None:
         return text + (
             "no number of devices fits it with this batch; use ModelConfig.remat='full', "
@@ -178,6 +241,63 @@ def row(rank: int, plan, workload) -> dict[str, Any]:
         "memory_bytes": memory.total,
         **{f"memory_{part}_bytes": getattr(memory, part) for part in MEMORY_PARTS},
         "collective_bytes": kinds,
+        "experts": plan.storage.tier,
+        "storage_s": time.storage_s,
+    }
+
+
+def tier_rows(layout, workload, hardware, storage) -> list[dict[str, Any]]:
+    """Experts in each tier on one layout: a row a tier, and one of the paper's formulas.
+
+    Bytes are of one device, and of its share of its host.
+    """
+    from switchx.planner.search import DOES_NOT_FIT, predict
+    from switchx.planner.storage_tiers import TIERS, does_not_fit, paper_bytes_of
+
+    rows: list[dict[str, Any]] = []
+    for tier in TIERS:
+        try:
+            plan = predict(workload, layout, hardware, dataclasses.replace(storage, tier=tier))
+        except ValueError as error:
+            rows.append({"experts_in": tier, "fits": False, "reason": str(error)})
+            continue
+        use = plan.storage
+        reason = does_not_fit(use, layout, hardware)
+        if plan.memory.total > hardware.memory.usable_bytes:
+            reason = DOES_NOT_FIT
+        found = {
+            "experts_in": tier,
+            "device_bytes": plan.memory.total,
+            "host_bytes": use.bytes.host,
+            "disk_bytes": use.bytes.disk,
+            "to_device_bytes": use.to_device,
+            "from_device_bytes": use.from_device,
+            "copies_hide": use.hides(plan.time),
+            "step_s": plan.time.step_s,
+            "fits": reason is None,
+            "reason": reason,
+        }
+        if tier == "disk":
+            found |= _disk_row(plan, hardware)
+        rows.append(found)
+    if workload.model.switch is not None:
+        paper = paper_bytes_of(workload, layout, storage)
+        each = {f"{tier}_bytes": getattr(paper, tier) for tier in TIERS}
+        rows.append({"experts_in": "paper 2.1"} | each)
+    return rows
+
+
+def _disk_row(plan, hardware) -> dict[str, Any]:
+    """What a disk is read and written, and how long it lasts."""
+    use, step_s = plan.storage, plan.time.step_s
+    sharing = min(plan.layout.size, hardware.host.devices)
+    day_written, allowed = use.day_written(step_s) * sharing, hardware.disk.day_written_bytes
+    return {
+        "touched": use.touched,
+        "disk_read_bytes": use.disk_read,
+        "disk_written_bytes": use.disk_written,
+        "day_written_bytes": day_written,
+        "day_written_vs_endurance": day_written / allowed if allowed else None,
     }
 
 
@@ -196,7 +316,7 @@ def print_search(found, hardware, devices: int, top: int) -> None:
     )
     columns = [Column(name, justify="right", no_wrap=True) for name in COLUMNS]
     columns[COLUMNS.index("mesh")] = Column("mesh", overflow="fold")
-    table = Table(*columns, box=None)
+    table = Table(*columns, box=None, pad_edge=False)
     for i, plan in enumerate(plans[:top], 1):
         table.add_row(
             str(i),
@@ -215,3 +335,56 @@ def print_search(found, hardware, devices: int, top: int) -> None:
         console.print("\nRefused:")
         for reason, count in sorted(found.refused.items(), key=lambda item: -item[1]):
             console.print(f"  {count:6,}  {reason}")
+
+
+def print_tiers(rows: list[dict[str, Any]], storage) -> None:
+    """Prints the tiers of the first plan's layout, in words what a table has no room for."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from switchx.planner.search import num_bytes, seconds
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"\nExperts of the first plan by tier ({storage.tier} is planned), bytes of a device "
+        "and its share of the host:"
+    )
+    names = (
+        "experts in",
+        "device",
+        "host",
+        "disk",
+        "to device",
+        "back",
+        "hides",
+        "step",
+        "fits",
+    )
+    columns = [Column(name, justify="right", no_wrap=True) for name in names]
+    table = Table(*columns, box=None, pad_edge=False)
+    keys = ("device_bytes", "host_bytes", "disk_bytes", "to_device_bytes", "from_device_bytes")
+    yes_or_no = {True: "yes", False: "no", None: ""}
+    for each in rows:
+        cells = [num_bytes(each[key]) if each.get(key) else "" for key in keys]
+        hides = each["copies_hide"] if each.get("to_device_bytes") else None
+        step = seconds(each["step_s"]) if "step_s" in each else ""
+        said = yes_or_no[hides], step, yes_or_no[each.get("fits")]
+        table.add_row(each["experts_in"], *cells, *said)
+    console.print(table)
+    for each in rows:
+        if each.get("reason"):
+            console.print(f"{each['experts_in']}: {each['reason']}")
+    for each in rows:
+        if "day_written_bytes" in each:
+            share = each["day_written_vs_endurance"]
+            console.print(
+                f"On a disk a step uses {each['touched']:.0%} of the experts, reads "
+                f"{num_bytes(each['disk_read_bytes'])} and writes "
+                f"{num_bytes(each['disk_written_bytes'])}; a host's disks are written "
+                f"{num_bytes(each['day_written_bytes'])} a day, "
+                + (
+                    "which has no limit."
+                    if share is None
+                    else f"{share:.0%} of what they last."
+                )
+            )

@@ -9,6 +9,7 @@ import sys
 import threading
 
 from switchx.cli import arguments as shared
+from switchx.cli import expert_slots as slots
 from switchx.serving.limits import Limits
 
 DESCRIPTION = """\
@@ -39,7 +40,7 @@ def add_command(commands) -> None:
     parser = shared.add_command(commands, "serve", run, "serve a model over HTTP", DESCRIPTION)
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
     shared.add_step(parser, "checkpoint of a run folder")
-    shared.add_expert_slots(parser)
+    slots.add_expert_slots(parser)
     shared.add_task(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
@@ -73,11 +74,9 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     from switchx.serving.server import Server, is_loopback, open_socket
 
     limits = Limits(**shared.options_of(arguments, Limits))
+    asked = slots.expert_slots(arguments)
     model = api.load(
-        arguments.model_dir,
-        arguments.step,
-        expert_slots=arguments.expert_slots,
-        task=arguments.task,
+        arguments.model_dir, arguments.step, expert_slots=asked, task=arguments.task
     )
     switch = model.config.switch
     if switch is not None and switch.router.kind == "expert_choice":

@@ -221,6 +221,7 @@ from switchx.storage import cache
 
 cache.StorageSpec.host_bytes = {chosen.capacity * trace.record_bytes}
 cache.StorageSpec.policy = "{chosen.chosen}"
+STORAGE = @cache.StorageSpec()
 """
 
 

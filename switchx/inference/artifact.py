@@ -10,16 +10,20 @@ renamed, so an artifact is there whole or not at all. The format holds nothing t
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import tree_leaves_with_path
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
 from pallas_kernels import QTensor
+from switchx.inference import expert_source
 from switchx.inference.quantize import EXPERTS, is_quantized, packed
 from switchx.manifest import damages, new_folder, num_bytes, read_manifest, write_manifest
 from switchx.models.config import ModelConfig, model_from_description
@@ -103,6 +107,19 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
         ValueError: a file is missing, cut short or changed, or the artifact is of another
             version; names the file.
     """
+    return _read(folder, load_file)
+
+
+def open_artifact(folder: str | os.PathLike) -> Artifact:
+    """As `read_artifact`, but experts stay in the file: their arrays are `FileArray`s.
+
+    Raises:
+        ValueError: as `read_artifact`.
+    """
+    return _read(folder, _arrays_without_experts)
+
+
+def _read(folder: str | os.PathLike, load: Callable[[pathlib.Path], dict]) -> Artifact:
     path = pathlib.Path(folder).expanduser().absolute()
     content = _read_manifest(path)
     if damage := next(damages(path, content["files"], "sha256"), None):
@@ -110,7 +127,7 @@ def read_artifact(folder: str | os.PathLike) -> Artifact:
     where = str(path / MANIFEST)
     try:
         config = model_from_description(content["model"], where)
-        arrays = load_file(path / WEIGHTS)
+        arrays = load(path / WEIGHTS)
     except TypeError as error:
         raise ValueError(f"{where} describes no model ({error}); write it again") from error
     except SafetensorError as error:
@@ -162,3 +179,29 @@ def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: di
             + "; ".join(sorted(problems))
         )
     return params
+
+
+# Of safetensors; bfloat16 is a dtype of NumPy's once JAX is imported.
+_DTYPES = {
+    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8",
+}  # fmt: skip
+
+
+def _arrays_without_experts(path: pathlib.Path) -> dict:
+    """All arrays of a file of safetensors by name, those of experts as `FileArray`s.
+
+    The file begins with the length of a header, 8 bytes, little-endian, and the header: JSON of
+    dtype, shape and place behind the header of each array.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    found = {}
+    for name, each in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, offset = np.dtype(_DTYPES[each["dtype"]]), 8 + length + each["data_offsets"][0]
+        array = expert_source.FileArray(path, offset, tuple(each["shape"]), dtype)
+        is_expert = expert_source.EXPERTS in name
+        found[name] = array if is_expert else jnp.array(array[:])
+    return found

@@ -7,9 +7,14 @@ so here the host reads which, and moves those that are not there yet. Each Switc
 slots on the device. `storage.Cache` decides who leaves them, for each layer by itself. Where a
 call chooses more than K experts of a layer, as a prompt does, their rows are computed in rounds
 of K: each row has one expert, so rounds change no number.
-Dims: R rows, D model, E experts, K slots of a layer
+
+With `prefetch` the router of the next Switch layer, applied to what the experts of this one
+read, predicts which experts it chooses; those are moved while this layer is computed. A wrong
+prediction costs a copy, and changes no number.
+Dims: R rows, D model, E experts, S choices of a row, K slots of a layer
 """
 
+import collections
 import dataclasses
 import functools
 from typing import Any
@@ -18,23 +23,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.sorted_rows import rows_of_groups
 from switchx import tree
+from switchx.checkpoint.items import EXPERTS as RECORDS
+from switchx.checkpoint.items import has_records
+from switchx.checkpoint.restore import choose_step
+from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.fields import require
+from switchx.inference.config import ExpertSlots
 from switchx.inference.cut_program import CutProgram
 from switchx.inference.decode import goes_on, run_step
-from switchx.inference.quantize import is_quantized, model_bytes, native
+from switchx.inference.expert_slots import LayerSlots, predicted
+from switchx.inference.expert_source import (
+    EXPERTS,
+    ExpertSource,
+    HostExperts,
+    ReadExpert,
+    StoredExperts,
+    StoredTraffic,
+    Weights,
+    expert_of_snapshot,
+    slice_of,
+)
+from switchx.inference.quantize import is_quantized, model_bytes, packed
 from switchx.models.config import ModelConfig, require_our_blocks
+from switchx.models.params import abstract_params
 from switchx.models.unroll import unrolled
-from switchx.moe.dropless import sort_into_rows
-from switchx.moe.experts import WEIGHTS, AbsentExperts, ExpertFFN
-from switchx.storage.cache import FORWARD, Cache, Place, PolicyName, make_policy
+from switchx.moe.experts import WEIGHTS, AbsentExperts
+from switchx.planner.hardware import Hardware
+from switchx.planner.streaming import Streaming, streaming_of
+from switchx.storage.cache import FORWARD, Place, PolicyName, make_policy
 from switchx.storage.trace import Trace, TraceLog
 
-EXPERTS = "/experts/"
 # Compiled ones that are kept: one for each length, batch size and setting.
 MOST_PROGRAMS = 256
-Weights = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +65,14 @@ class ExpertTraffic:
     Attributes:
         num_layers, num_experts, slots: Switch layers, experts and slots of each.
         device_bytes: of all slots.
-        expert_bytes: of all experts, in host memory.
+        expert_bytes: of all experts, in host memory or files.
         requested, hits: experts that calls have chosen, a layer and call each once, and how
             many of them were in a slot.
         moved_bytes: to the device.
         rounds: products with a bank; one a layer and call where K are enough.
+        predicted, foreseen: experts that were prefetched or kept for the next layer, and how
+            many of them it chose.
+        stored: of experts in files.
     """
 
     num_layers: int
@@ -60,53 +84,76 @@ class ExpertTraffic:
     hits: int
     moved_bytes: int
     rounds: int
+    predicted: int = 0
+    foreseen: int = 0
+    stored: StoredTraffic | None = None
 
     def __str__(self) -> str:
         mib = 2**20
         rate = self.hits / self.requested if self.requested else 0.0
+        more = ""
+        if self.predicted:
+            share = self.foreseen / self.predicted
+            more = f"; {share:.1%} of {self.predicted:,} predicted were chosen"
+        if self.stored is not None:
+            more += f"; {self.stored}"
         return (
             f"experts: {self.slots} slots for {self.num_experts} in each of "
             f"{self.num_layers} layers, {self.device_bytes / mib:,.2f} of "
             f"{self.expert_bytes / mib:,.2f} MiB on the device; {self.requested:,} requested, "
-            f"{rate:.1%} hits, {self.moved_bytes / mib:,.2f} MiB moved"
+            f"{rate:.1%} hits, {self.moved_bytes / mib:,.2f} MiB moved{more}"
         )
 
 
 class ChosenExperts:
-    """A model whose experts are in host memory, and the programs that run it.
+    """A model whose experts are in host memory or files, and the programs that run it.
 
     For one thread.
 
     Attributes:
         params: all others of the model's parameters, `AbsentExperts` in the place of experts.
+        source: where the experts are.
     """
 
     def __init__(
-        self, config: ModelConfig, params: dict, slots: int, policy: PolicyName = "lru"
+        self,
+        config: ModelConfig,
+        params: dict,
+        slots: int,
+        policy: PolicyName = "lru",
+        *,
+        prefetch: bool = False,
+        source: ExpertSource | None = None,
     ):
-        """Takes the experts of `split_experts` or `on_host`, NumPy arrays that do not change.
+        """Takes the experts of `on_host`, NumPy arrays that do not change, or of a source.
 
         Args:
             config, params: of an unrolled model.
             slots: K, of each Switch layer.
             policy: of each layer's slots.
+            prefetch: predict what the next layer chooses.
+            source: where the experts are; None is in `params`.
 
         Raises:
             ValueError: see `check_slots`.
         """
         check_slots(config, slots)
-        layers, dense = _split(params)
+        layers, dense = split_experts(params)
         E = config.switch.num_experts
-        names = [_path(layer) for layer in config.sparse_layer_names]
+        names = [f"{layer_path(layer)}{EXPERTS}" for layer in config.sparse_layer_names]
         absent = {f"{name}{WEIGHTS[0]}": AbsentExperts(n) for n, name in enumerate(names)}
         self.params = tree.nested(dense | absent)
+        self.source = source or HostExperts([layers[name] for name in names])
         self._layers = [
-            _LayerSlots(config, layers[name], slots, make_policy(policy, 1, E, sweeps=1))
-            for name in names
+            LayerSlots(config, self.source, n, slots, make_policy(policy, 1, E, sweeps=1))
+            for n in range(len(names))
         ]
-        record_bytes = tree.num_bytes(self._layers[0].experts) // E
-        self._log = TraceLog(config.sparse_layer_names, E, record_bytes)
+        self._config = config
+        self._routers = _next_routers(config, dense) if prefetch else {}
+        self._log = TraceLog(config.sparse_layer_names, E, self.source.expert_bytes)
         self._num_calls = 0
+        # By the Switch layers of a call and their rows.
+        self._calls: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
 
     def trace(self) -> Trace | None:
         """What was requested, the newest of it, a round a request; None before the first.
@@ -123,12 +170,30 @@ class ChosenExperts:
             num_experts=layers[0].num_experts,
             slots=layers[0].cache.capacity,
             device_bytes=sum(model_bytes(each.bank) for each in layers),
-            expert_bytes=sum(model_bytes(each.experts) for each in layers),
-            requested=sum(each.cache.num_requested for each in layers),
-            hits=sum(each.cache.num_hits for each in layers),
+            expert_bytes=len(layers) * layers[0].num_experts * self.source.expert_bytes,
+            requested=sum(each.num_requested for each in layers),
+            hits=sum(each.num_hits for each in layers),
             moved_bytes=sum(each.moved_bytes for each in layers),
             rounds=sum(each.num_rounds for each in layers),
+            predicted=sum(each.num_predicted for each in layers),
+            foreseen=sum(each.num_foreseen for each in layers),
+            stored=self.source.stored,
         )
+
+    def streaming(self, hardware: Hardware) -> list[tuple[int, Streaming]]:
+        """For each kind of call so far, how many there were, and whether streaming whole layers
+        would have hidden its copies on this hardware; those with the most tokens first.
+
+        Raises:
+            ValueError: see `planner.streaming.streaming`.
+        """
+        names, traffic = self._config.sparse_layer_names, self.traffic
+        hits = traffic.hits / traffic.requested if traffic.requested else 0.0
+        kinds: collections.Counter[tuple[str, int]] = collections.Counter()
+        for rows, count in self._calls.items():
+            sizes = {(names[layer].split()[0], R) for layer, R in rows}
+            kinds.update({kind: count for kind in sizes})
+        return streaming_of(self._config, hardware, kinds, self.source.expert_bytes, hits)
 
     def run(self, program, *settings, state=None, **arrays):
         """What a jitted program returns, cut at its Switch layers.
@@ -138,11 +203,13 @@ class ChosenExperts:
             state: an argument of this name whose arrays are not read after the call.
             arrays: its other arguments; `params` are `self.params`.
         """
-        arrays = arrays if state is None else arrays | {"state": _without_aliases(state)}
+        arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         self._num_calls += 1
-        return _cut(program, settings, structure, shapes)(leaves, self._run_rows)
+        cut = _cut(program, settings, structure, shapes)
+        self._calls[cut.rows] += 1
+        return cut(leaves, self._run_rows)
 
     def run_until(self, config, decoding, params, state, num_live, last_step=None):
         """`decode.run_until`, its loop on the host."""
@@ -154,60 +221,17 @@ class ChosenExperts:
         slots = self._layers[layer]
         y_RD = jnp.zeros_like(x_RD)
         chosen = np.flatnonzero(np.asarray(count_E))  # waits for the router
+        slots.compare(chosen)
+        place, guess_E = Place(self._num_calls, FORWARD, layer), None
+        if layer in self._routers:
+            # Begins before the experts do, so that it is there while they run.
+            guess_E = predicted(self._config, *self._routers[layer], x_RD, count_E)
         for experts in slots.rounds(chosen):
-            place = Place(self._num_calls, FORWARD, layer)
             self._log.add(layer * slots.num_experts + experts, place)
             y_RD = slots.run_round(experts, place, x_RD, count_E, y_RD)
+        if guess_E is not None:
+            self._layers[layer + 1].prefetch(np.asarray(guess_E), place)
         return y_RD
-
-
-class _LayerSlots:
-    """The slots of one Switch layer, and who is in them.
-
-    Attributes:
-        experts: in host memory, `[E, ...]` by name.
-        bank: on the device, `[K, ...]`.
-        moved_bytes, num_rounds: see `ExpertTraffic`.
-    """
-
-    def __init__(self, config: ModelConfig, experts: Weights, slots: int, policy):
-        self._config = slotted(config)
-        self.experts, self.cache = experts, Cache(slots, policy)
-        self.num_experts = config.switch.num_experts
-        self.bank = _empty_bank(self._expert(0), slots)
-        self.moved_bytes = self.num_rounds = 0
-        self._slot_E = np.full(self.num_experts, slots, np.int32)  # K: in none
-        self._free = list(range(slots))
-
-    def rounds(self, chosen: np.ndarray) -> list[np.ndarray]:
-        """At most K experts each; those that are there first, before they make room."""
-        K = self.cache.capacity
-        is_absent = self._slot_E[chosen] == K
-        chosen = chosen[np.argsort(is_absent, kind="stable")]
-        return [chosen[first : first + K] for first in range(0, len(chosen), K)]
-
-    def run_round(self, experts: np.ndarray, place: Place, x_RD, count_E, y_RD):
-        """`y_RD` with the rows of these experts, of rows sorted by expert."""
-        self._fetch(experts, place)
-        slot_E = np.full_like(self._slot_E, self.cache.capacity)
-        slot_E[experts] = self._slot_E[experts]
-        self.num_rounds += 1
-        return _run_round(self._config, self.bank, x_RD, count_E, slot_E, y_RD)
-
-    def _fetch(self, experts: np.ndarray, place: Place) -> None:
-        """Moves those that are in no slot to one."""
-        admission = self.cache.request(experts, place._replace(layer=0))
-        self._free += self._slot_E[admission.evicted].tolist()
-        self._slot_E[admission.evicted] = self.cache.capacity
-        for number in admission.missed.tolist():
-            slot, expert = self._free.pop(), self._expert(number)
-            self.bank = _moved(self.bank, expert, np.int32(slot))
-            self._slot_E[number] = slot
-            self.moved_bytes += tree.num_bytes(expert)
-
-    def _expert(self, number: int) -> Weights:
-        """One expert, `[1, ...]`: parts of the host's arrays, which never change."""
-        return jax.tree.map(lambda x: x[number : number + 1], self.experts)
 
 
 def check_slots(config: ModelConfig, slots: int) -> None:
@@ -232,11 +256,60 @@ def check_slots(config: ModelConfig, slots: int) -> None:
     )
 
 
-def slotted(config: ModelConfig) -> ModelConfig:
-    """The configuration as programs with slots are traced with: the same numbers, of layers
-    that are not in a scan and experts that run rows."""
-    switch = dataclasses.replace(config.switch, dispatcher="dropless", buffer_factor=None)
-    return dataclasses.replace(config, switch=switch, remat="none")
+def with_slots(
+    config: ModelConfig, params: dict, asked: ExpertSlots, read: ReadExpert | None = None
+) -> tuple[ModelConfig, dict, ChosenExperts]:
+    """The unrolled configuration, its parameters with experts outside of the device, and what
+    moves them.
+
+    Args:
+        params: with experts, wherever they are; without, or with `FileArray`s, where `read`
+            reads them.
+
+    Raises:
+        ValueError: see `check_slots` and `StoredExperts`.
+    """
+    check_slots(config, asked.slots)
+    source = None
+    if read is None:
+        config, params = on_host(config, packed(params))
+    else:
+        if config.scan_layers:
+            config, params = unrolled(config, params)
+        leaves = tree.named_leaves(abstract_params(config))
+        _, dense = split_experts(params)
+        experts = {name: leaf for name, leaf in leaves.items() if EXPERTS in name}
+        params = tree.nested({n: jnp.array(leaf) for n, leaf in dense.items()} | experts)
+        source = StoredExperts(config, read, asked.host_bytes, asked.slots, asked.policy)
+    experts = ChosenExperts(
+        config, params, asked.slots, asked.policy, prefetch=asked.prefetch, source=source
+    )
+    return config, params, experts
+
+
+def slices_of(config: ModelConfig, params: dict) -> ReadExpert:
+    """What reads experts of parameters whose experts are `FileArray`s."""
+    found, _ = split_experts(params)
+    layers = [found[f"{layer_path(layer)}{EXPERTS}"] for layer in config.sparse_layer_names]
+    return lambda layer, expert: slice_of(layers[layer], expert)
+
+
+def experts_of_run(run: RunFolder, step: int | str | None, slots: int) -> ReadExpert:
+    """What reads experts of the records of a run's checkpoint.
+
+    Raises:
+        ValueError: it has none, or the model takes no such slots.
+    """
+    config = read_model_config(run)
+    check_slots(config, slots)
+    checkpoint = run.checkpoints / str(choose_step(run, step))
+    require(
+        has_records(checkpoint),
+        f"host_bytes with {checkpoint}, which has its experts in arrays of whole layers: an "
+        "expert cannot be read from them by itself; use the folder of `switchx quantize`, or "
+        "train on with configs/storage/disk.gin, or leave host_bytes out",
+    )
+    return expert_of_snapshot(checkpoint / RECORDS, config)
 
 
 def on_host(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
@@ -265,13 +338,27 @@ def _cut(program, settings: tuple, structure, shapes: tuple) -> CutProgram:
     return CutProgram(program.trace(*settings, **arrays), is_donated)
 
 
-def _path(layer: str) -> str:
-    """`decoder 1` -> what the names of its experts' weights begin with."""
+def layer_path(layer: str) -> str:
+    """`decoder 1` -> what the names of its parameters begin with."""
     stack, number = layer.split()
-    return f"{stack}/blocks/layer_{number}/ffn{EXPERTS}"
+    return f"{stack}/blocks/layer_{number}/ffn"
 
 
-def _split(params: dict) -> tuple[dict[str, Weights], dict[str, Any]]:
+def _next_routers(config: ModelConfig, dense: dict[str, Any]) -> dict[int, tuple]:
+    """Weights and bias of the router of the Switch layer after each, where it is in the same
+    stack and chooses by weights."""
+    router, names, found = config.switch.router, config.sparse_layer_names, {}
+    if not router.has_weights or router.kind == "expert_choice":
+        return {}
+    for n, (layer, following) in enumerate(zip(names, names[1:], strict=False)):
+        if layer.split()[0] == following.split()[0]:
+            path = layer_path(following)
+            bias_E = dense.get(f"{path}/router_bias_E")
+            found[n] = dense[f"{path}/w_router_DE"], bias_E
+    return found
+
+
+def split_experts(params: dict) -> tuple[dict[str, Weights], dict[str, Any]]:
     """Weights of the experts of each Switch layer by the layer's path, and all else by path."""
     layers: dict[str, Weights] = {}
     dense = {}
@@ -285,7 +372,7 @@ def _split(params: dict) -> tuple[dict[str, Weights], dict[str, Any]]:
     return layers, dense
 
 
-def _without_aliases(state):
+def without_aliases(state):
     """The same state, where no two leaves are one array: each is given away once."""
     seen: set[int] = set()
 
@@ -296,39 +383,3 @@ def _without_aliases(state):
         return leaf
 
     return jax.tree.map(own, state)
-
-
-def _empty_bank(expert: Weights, slots: int) -> Weights:
-    def zeros(leaf):
-        return jnp.zeros((slots, *leaf.shape[1:]), leaf.dtype)
-
-    return jax.tree.map(zeros, jax.eval_shape(native, expert))
-
-
-@functools.partial(jax.jit, donate_argnames="bank")
-def _moved(bank: Weights, expert: Weights, slot) -> Weights:
-    """The bank with an expert `[1, ...]` in a slot."""
-
-    def put(bank_K, new_1):
-        return jax.lax.dynamic_update_slice_in_dim(bank_K, new_1, slot, axis=0)
-
-    return jax.tree.map(put, bank, native(expert))
-
-
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="y_RD")
-def _run_round(config: ModelConfig, bank: Weights, x_RD, count_E, slot_E, y_RD):
-    """`y_RD` with the rows of those experts that have a slot in this round.
-
-    Args:
-        x_RD, count_E: rows sorted by expert.
-        slot_E: K where an expert is in none, or not of this round.
-    """
-    R, K = len(x_RD), jax.tree.leaves(bank)[0].shape[0]
-    expert_R, is_used_R = rows_of_groups(count_E, R)
-    slot_R = jnp.where(is_used_R, slot_E[expert_R], K)
-    rows = sort_into_rows(slot_R, K, rows=R)
-    experts = ExpertFFN.of(config, *(bank.get(name) for name in WEIGHTS), key=None)
-    sorted_RD = x_RD.at[rows.choice_R].get(mode="fill", fill_value=0)
-    found_RD = experts.run_rows(sorted_RD, rows.count_E)
-    found_RD = found_RD.at[rows.row_X].get(mode="fill", fill_value=0)
-    return jnp.where((slot_R < K)[:, None], found_RD, y_RD)

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from switchx.fields import FieldError, check_choices, check_options, option
+from switchx.fields import FieldError, check_choices, check_options, option, require_at_least
+from switchx.storage.cache import PolicyName
 
 # Of texts: each at most 1.5 times the one before, so at most a third is padding.
 LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)} | {1}))
@@ -24,6 +25,33 @@ MAX_INT32 = 2**31 - 1
 def rounded_up(size: int, sizes: Sequence[int]) -> int:
     """The smallest of the sizes that is enough."""
     return sizes[bisect.bisect_left(sizes, size)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSlots:
+    """Experts that come to the device when they are chosen (chosen_experts.py).
+
+    It changes no number.
+
+    Attributes:
+        slots: experts of each Switch layer that are on the device at once.
+        policy: who leaves a slot, and who leaves host memory.
+        prefetch: the router of the next layer predicts what is moved ahead.
+        host_bytes: of host memory for experts, which are read from files then; None has all
+            of them there.
+        ring: `slots` are whole layers of each stack, through which all experts stream in order
+            (ring_decode.py).
+    """
+
+    slots: int
+    policy: PolicyName = "lru"
+    prefetch: bool = False
+    host_bytes: int | None = None
+    ring: bool = False
+
+    def __post_init__(self):
+        check_choices(self)
+        require_at_least(self, 1, "host_bytes")
 
 
 @dataclasses.dataclass(frozen=True)

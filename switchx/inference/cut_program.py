@@ -54,6 +54,7 @@ class CutProgram:
     Attributes:
         cuts: the equations that ask for experts.
         parts: one more.
+        rows: of each cut the number of its layer, and R.
     """
 
     def __init__(self, traced: jax.stages.Traced, is_donated: Sequence[bool]):
@@ -79,6 +80,9 @@ class CutProgram:
             else:
                 groups[-1].append(equation)
         self.parts = self._parts(groups, kept | self._constants.keys())
+        self.rows = tuple(
+            (cut.params["layer"], cut.invars[0].aval.shape[0]) for cut in self.cuts
+        )
 
     def __call__(self, leaves: Iterable[Any], run_rows: RunRows):
         """What the program returns.

@@ -4,8 +4,9 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from switchx.inference.chosen_experts import ChosenExperts, slotted
+from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig
+from switchx.inference.expert_slots import slotted
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import separate_experts
 from switchx.inference.running_batch import Hypothesis, RunningBatch

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.inference.chosen_experts import ChosenExperts, slotted
+from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import BATCHES, LENGTHS, rounded_up
+from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import token_fault
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.running_batch import padded
@@ -24,7 +25,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 
 Pair = tuple[Sequence[int], Sequence[int]]
-START_ID = 0
+START_ID = PAD_ID = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,3 +166,19 @@ def features(stack: str, token_BL, is_token_BL) -> dict:
 
 def _in_bucket(texts: Sequence[Sequence[int]], B: int):
     return padded(texts, B, rounded_up(max(map(len, texts)), LENGTHS))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def logits_of(config: ModelConfig, params, decoder_tokens, encoder_tokens=None):
+    """Logits `[B, L, V]` of every decoder position.
+
+    Args:
+        decoder_tokens, encoder_tokens: one example a row; id 0 is padding, but for the
+            decoder's first.
+    """
+    is_token_BL = (decoder_tokens != PAD_ID).at[:, 0].set(True)
+    batch = features("decoder", decoder_tokens, is_token_BL)
+    batch["decoder_prefix_mask"] = jnp.zeros_like(decoder_tokens)
+    if encoder_tokens is not None:
+        batch |= features("encoder", encoder_tokens, encoder_tokens != PAD_ID)
+    return forward(config, params, batch, is_training=False)[0]

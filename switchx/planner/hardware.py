@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device and the networks around it can do: spec files, one efficiency a resource.
+"""What a device, its host and the networks around it can do: spec files.
 
-The files in `specs/` name the source of every number and are written before anything is
-compared with a measurement; nothing here is fitted. A device is what JAX calls one.
+One efficiency a resource. The files in `specs/` name the source of every number and are
+written before anything is compared with a measurement; nothing here is fitted. A device is what
+JAX calls one.
 """
 
 import dataclasses
@@ -75,6 +76,55 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
+class Host:
+    """The memory of a host beside its devices, and the link between it and each of them.
+
+    Attributes:
+        num_bytes: of one host.
+        usable: part of them that a run can have.
+        devices: of one host.
+        bytes_per_s: between the memory and one device, in one direction, by the vendor; where
+            devices share a port, one device's share.
+        memory_bytes_per_s: that the host's processors read and write it with.
+        efficiency: of both that large copies and element-wise work reach.
+    """
+
+    num_bytes: float
+    usable: float
+    devices: int
+    bytes_per_s: float
+    memory_bytes_per_s: float
+    efficiency: float
+    source: str
+
+    @property
+    def achieved_bytes_per_s(self) -> float:
+        return self.bytes_per_s * self.efficiency
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """The disks of a host, as one.
+
+    Attributes:
+        num_bytes: of one host.
+        usable: part of them that a run can have.
+        read_bytes_per_s, write_bytes_per_s: by the vendor.
+        efficiency: of both that files of some MiB reach.
+        day_written_bytes: that the vendor's warranty allows a day (its endurance); 0 where
+            there is no such limit.
+    """
+
+    num_bytes: float
+    usable: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    efficiency: float
+    day_written_bytes: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Network:
     """Links between devices.
 
@@ -109,6 +159,7 @@ class Hardware:
         description: what one device is.
         devices_per_node: that `inside` joins; of a TPU, a pod.
         max_devices: there are no more; None where there is no limit.
+        host, disk: None where the file says nothing of them; experts cannot be planned there.
     """
 
     name: str
@@ -119,6 +170,8 @@ class Hardware:
     inside: Network
     between: Network
     max_devices: int | None = None
+    host: Host | None = None
+    disk: Disk | None = None
 
     def is_whole(self, devices: int) -> bool:
         """Part of one node, or whole nodes; slices of a torus are not looked at here."""
@@ -204,8 +257,15 @@ def read_spec(path: pathlib.Path) -> Hardware:
     return hardware
 
 
-_PARTS = {"compute": Compute, "memory": Memory, "inside": Network, "between": Network}
-_MAY_BE_ZERO = ("latency_s", "torus_dims", "torus_side", "wraps_at")
+_PARTS = {
+    "compute": Compute,
+    "memory": Memory,
+    "inside": Network,
+    "between": Network,
+    "host": Host,
+    "disk": Disk,
+}
+_MAY_BE_ZERO = ("latency_s", "torus_dims", "torus_side", "wraps_at", "day_written_bytes")
 _SHARES = ("efficiency", "usable")
 
 

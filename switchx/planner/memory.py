@@ -40,6 +40,7 @@ class MemoryUse:
         working: the block that is computed, with its Switch layer's buffers.
         logits: the logits and their gradient.
         gathered: whole parameters, where devices keep slices.
+        slots: experts that are elsewhere (storage_tiers.py), while they are here.
     """
 
     params: float
@@ -49,6 +50,7 @@ class MemoryUse:
     working: float
     logits: float
     gathered: float
+    slots: float = 0.0
 
     @property
     def state(self) -> float:

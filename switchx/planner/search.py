@@ -18,10 +18,18 @@ from switchx.planner.hardware import Hardware
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.memory import MemoryUse, memory_use
 from switchx.planner.step_time import StepTime, step_time
+from switchx.planner.storage_tiers import (
+    Storage,
+    StorageUse,
+    does_not_fit,
+    storage_use,
+    with_storage,
+)
 
 MOST_DEVICES = 2**17
 GROUPS_DO_NOT_DIVIDE = "routing groups do not divide over the devices that split the batch"
 DOES_NOT_FIT = "needs more memory than a device has"
+ON_DEVICE = Storage()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Plan:
     time: StepTime
     memory: MemoryUse
     tokens_per_s: float
+    storage: StorageUse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +62,15 @@ class Search:
         return len(self.plans) + sum(self.refused.values())
 
 
-def search(workload: Workload, hardware: Hardware, devices: int) -> Search:
+def search(
+    workload: Workload, hardware: Hardware, devices: int, storage: Storage = ON_DEVICE
+) -> Search:
     """Predicts every layout over `devices` and ranks those that fit by time.
 
     Of several numbers of microbatches a layout has the fastest that fits.
+
+    Args:
+        storage: where the experts are.
     """
     plans, refused, smallest = [], collections.Counter(), None
     for layout in layouts(workload, hardware, devices, refused):
@@ -66,7 +80,7 @@ def search(workload: Workload, hardware: Hardware, devices: int) -> Search:
             if problem := _refusal(workload, candidate):
                 break
             try:
-                plan = predict(workload, candidate, hardware)
+                plan = predict(workload, candidate, hardware, storage)
             except ValueError as error:
                 problem = str(error).split(";")[0]
                 break
@@ -74,6 +88,9 @@ def search(workload: Workload, hardware: Hardware, devices: int) -> Search:
                 problem = DOES_NOT_FIT
                 if smallest is None or plan.memory.total < smallest.memory.total:
                     smallest = plan
+                continue
+            if reason := does_not_fit(plan.storage, candidate, hardware):
+                problem = reason
                 continue
             if best is None or plan.time.step_s < best.time.step_s:
                 best = plan
@@ -87,24 +104,31 @@ def search(workload: Workload, hardware: Hardware, devices: int) -> Search:
     return Search(tuple(plans), dict(refused), smallest)
 
 
-def predict(workload: Workload, layout: Layout, hardware: Hardware) -> Plan:
+def predict(
+    workload: Workload, layout: Layout, hardware: Hardware, storage: Storage = ON_DEVICE
+) -> Plan:
     """Predicts time and memory of one layout.
 
     Raises:
-        ValueError: the layout does not divide a parameter, or a formula is missing.
+        ValueError: the layout does not divide a parameter, a formula is missing, or experts
+            cannot be where `storage` has them.
     """
+    use = storage_use(workload, layout, storage, hardware)
     time = step_time(workload, layout, hardware)
-    return Plan(layout, time, memory_use(workload, layout), workload.tokens / time.step_s)
+    time, memory = with_storage(workload, layout, use, time, memory_use(workload, layout))
+    return Plan(layout, time, memory, workload.tokens / time.step_s, use)
 
 
 def smallest_that_fits(
-    workload: Workload, hardware: Hardware, devices: int
+    workload: Workload, hardware: Hardware, devices: int, storage: Storage = ON_DEVICE
 ) -> tuple[int, Plan] | None:
     """The fewest devices, doubling from `devices`, on which a plan fits; None if never."""
     most = hardware.max_devices or MOST_DEVICES
     while 2 * devices <= most:
         devices *= 2
-        if hardware.is_whole(devices) and (plans := search(workload, hardware, devices).plans):
+        if not hardware.is_whole(devices):
+            continue
+        if plans := search(workload, hardware, devices, storage).plans:
             return devices, plans[0]
     return None
 
@@ -246,6 +270,7 @@ CONTENTS = {
     "working": "one block's buffers",
     "logits": "logits",
     "gathered": "gathered weights",
+    "slots": "slots for experts",
 }
 
 
@@ -276,6 +301,8 @@ def explain(plan: Plan, hardware: Hardware, first: Plan) -> str:
             text += f"; {_share(time.between_s, time)} leaves a node"
     if time.bubble_s:
         text += f"; stages wait {_share(time.bubble_s, time)}"
+    if time.storage_s:
+        text += f"; copies of experts that do not hide take {_share(time.storage_s, time)}"
     usable = hardware.memory.usable_bytes
     largest = max(CONTENTS, key=lambda name: getattr(memory, name))
     text += (
@@ -294,6 +321,7 @@ def _difference(plan: Plan, first: Plan) -> str:
         "products": mine.compute_s - best.compute_s,
         "the update": mine.update_s - best.update_s,
         "waiting stages": mine.bubble_s - best.bubble_s,
+        "copies of experts": mine.storage_s - best.storage_s,
     }
     for part in mine.collectives_s.keys() | best.collectives_s.keys():
         before = best.collectives_s.get(part, 0.0)

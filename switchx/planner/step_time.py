@@ -45,6 +45,7 @@ class StepTime:
         update_s: reading and writing parameters and the optimizer's state.
         bubble_s: the time in which a stage waits.
         bubble: its share of the pipelined time.
+        storage_s: what experts in storage add: copies that do not hide (storage_tiers.py).
     """
 
     compute_s: float
@@ -53,6 +54,7 @@ class StepTime:
     update_s: float
     bubble_s: float
     bubble: float
+    storage_s: float = 0.0
 
     @property
     def communication_s(self) -> float:
@@ -60,13 +62,14 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        return self.compute_s + self.communication_s + self.update_s + self.bubble_s
+        busy = self.compute_s + self.communication_s + self.update_s + self.bubble_s
+        return busy + self.storage_s
 
     @property
     def overlapped_s(self) -> float:
         """Seconds of the step if all communication ran behind products."""
         busy = max(self.compute_s, self.communication_s)
-        return busy + self.update_s + self.bubble_s
+        return busy + self.update_s + self.bubble_s + self.storage_s
 
 
 def step_time(

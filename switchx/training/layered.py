@@ -9,6 +9,7 @@ memory and those of a few runs on the device (layered_step.py). One process, one
 import contextlib
 import ctypes
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,10 @@ from switchx.models.params import abstract_params, init_params
 from switchx.models.stages import (
     init_run_experts,
     is_of_experts,
-    model_runs,
-    stack_names,
     without_experts,
 )
 from switchx.optim.protocol import global_norm
+from switchx.planner.storage_tiers import storage_refusal
 from switchx.storage.record import StoreError
 from switchx.training.evaluate import measure
 from switchx.training.expert_records import ExpertRecords
@@ -49,11 +49,11 @@ class LayeredProgram(TrainingProgram):
         Raises:
             ValueError: something in the job cannot be combined with experts on a disk.
         """
-        _require_layers(job)
+        _require_storage(job, {})
         _return_freed_memory()
         self._run = run
         super().__init__(job, devices)
-        _require_one_device(job, self.mesh)
+        _require_storage(job, dict(self.mesh.shape), jax.process_count())
         self.experts = ExpertRecords(job, self._whole)
 
     @property
@@ -184,38 +184,21 @@ def _stored():
         raise SaveError(error.strerror or str(error)) from error
 
 
-def _require_layers(job: TrainingJob) -> None:
-    """Raises ValueError unless a job's model has runs of blocks with experts."""
-    config, with_disk = job.model, "with StorageSpec.experts='disk'"
-    require_our_blocks(config, "training with experts on a disk")
-    require(
-        config.switch is not None,
-        f"a dense model {with_disk}: it has no experts; use experts='device'",
-    )
-    require(
-        config.scan_layers,
-        f"ModelConfig.scan_layers=False {with_disk}: one program runs all runs of blocks, "
-        "whose parameters are stacked; use scan_layers=True (a run may change it when it is "
-        "resumed)",
-    )
-    require(
-        job.step.bucket_bytes is None,
-        f"StepConfig.bucket_bytes={job.step.bucket_bytes} {with_disk}: buckets are gathered in "
-        "one program for all layers; use bucket_bytes=None",
-    )
-    number = len(model_runs(config))
-    require(
-        job.storage.slots <= number,
-        f"StorageSpec.slots={job.storage.slots}, but the model has {number} run"
-        f"{'s' * (number > 1)} of blocks ({' and '.join(stack_names(config))}); use "
-        + (f"at most {number}" if number > 1 else "experts='device': all are needed at once"),
-    )
+def _require_storage(
+    job: TrainingJob, sizes: Mapping[str, int], num_processes: int = 1
+) -> None:
+    """Raises ValueError where a job's experts cannot be where it has them, as the planner says.
 
-
-def _require_one_device(job: TrainingJob, mesh) -> None:
-    require(
-        jax.process_count() == 1 and mesh.size == 1,
-        f"StorageSpec.experts='disk' on {jax.process_count()} processes and {mesh.size} "
-        f"devices ({job.mesh}): experts are moved to one device; use one process, with "
-        "configs/meshes/one_device.gin where there are more devices, or experts='device'",
+    Args:
+        sizes: of the mesh's axes.
+    """
+    require_our_blocks(job.model, "training with experts on a disk")
+    reason = storage_refusal(
+        job.model,
+        job.storage.experts,
+        job.storage.slots,
+        sizes,
+        bucket_bytes=job.step.bucket_bytes,
+        num_processes=num_processes,
     )
+    require(reason is None, reason)

@@ -91,9 +91,44 @@ def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys)
         (["--expert_slots=0"], "'0' is no whole number of at least 1"),
         (["--expert_slots=3"], "of a model with 2 experts a layer; use 1 to 2"),
         (["--expert_slots=1", "--mesh=expert=2"], "leave out one of the two"),
+        (["--host_bytes=9"], "--host_bytes without --expert_slots; give --expert_slots=K, too"),
+        (["--expert_slots=1", "--host_bytes=9"], "experts in arrays of whole layers"),
+        (["--expert_slots=1", "--ring_slots=2"], "--expert_slots with --ring_slots; give one"),
+        (["--ring_slots=2"], "has one Switch layer; use expert_slots"),
     ):
         assert main(words(folder, *options, *wrong)) == 2
         assert words_of_it in capsys.readouterr().err
+
+
+def test_experts_of_a_quantized_model_are_read_from_its_file(folder, lines, tmp_path, capsys):
+    artifact, cache = tmp_path / "int8", tmp_path / "cache.gin"
+    quantize = ["quantize", f"--model_dir={folder}", f"--output={artifact}", "--bits=8"]
+    assert main(quantize) == 0
+    capsys.readouterr()
+    options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]
+    assert main(words(artifact, *options)) == 0
+    want = capsys.readouterr().out
+    # As `switchx simulate cache` writes it.
+    cache.write_text(
+        "from __gin__ import dynamic_registration\nfrom switchx.storage import cache\n"
+        'cache.StorageSpec.host_bytes = 700\ncache.StorageSpec.policy = "decayed_lfu"\n'
+        "STORAGE = @cache.StorageSpec()\n"
+    )
+    slots = ["--expert_slots=1", f"--expert_cache={cache}", "--expert_prefetch"]
+    assert main(words(artifact, *options, *slots)) == 0
+    captured = capsys.readouterr()
+    assert captured.out == want
+    assert "of experts in host memory" in captured.err
+    assert "streaming: nothing says what a device 'cpu' can do; give --hardware" in captured.err
+    assert main(words(artifact, *options, *slots, "--hardware=h200")) == 0
+    err = capsys.readouterr().err
+    # A decoder's step has a token of each of the four lines.
+    assert re.search(r"calls on h200: encoder, \d+ tokens: .* an expert are below the", err)
+    assert re.search(r"calls on h200: decoder, 4 tokens: .*: chosen; max\(", err)
+    assert main(words(artifact, *options, *slots, "--hardware=h9")) == 2
+    assert "--hardware=h9: no such hardware" in capsys.readouterr().err
+    assert main(words(artifact, *options, *slots, "--host_bytes=7")) == 2
+    assert "host_bytes=7 holds 0 experts" in capsys.readouterr().err
 
 
 @pytest.mark.slow

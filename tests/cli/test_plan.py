@@ -121,7 +121,8 @@ def test_nodes_are_whole(capsys):
 
 def test_a_model_that_does_not_fit(folder, capsys):
     text = (SPECS / "v5e.toml").read_text()
-    text, number = re.subn(r"^num_bytes = .*$", "num_bytes = 6e6", text, flags=re.MULTILINE)
+    device = r"(?<=\[memory\]\n)num_bytes = .*$"
+    text, number = re.subn(device, "num_bytes = 6e6", text, flags=re.MULTILINE)
     assert number == 1
     (folder / "tiny.toml").write_text(text)
     message = refusal(capsys, "--hardware=tiny.toml", "--devices=2")
@@ -148,6 +149,45 @@ def test_nowhere_to_write(capsys):
     assert "--output: it is empty" in refusal(
         capsys, "--hardware=v5e", "--devices=8", "--output="
     )
+
+
+SCANNED = "--gin.ModelConfig.scan_layers=True"
+
+
+def test_the_first_tier_that_fits(folder, capsys):
+    text = (SPECS / "v5e.toml").read_text()
+    device = r"(?<=\[memory\]\n)num_bytes = .*$"
+    # Experts do not fit the device, all else does.
+    text = re.sub(device, "num_bytes = 45e6", text, flags=re.MULTILINE)
+    (folder / "tiny.toml").write_text(text)
+    wide = "--gin.ModelConfig.d_ff=1024"
+    options = ["--hardware=tiny.toml", "--devices=1", SCANNED, wide]
+    assert "with --storage=host it fits" in refusal(capsys, *options)
+    assert plan(*options, "--storage=auto", "--output=mesh.gin", "--json") == 0
+    first, *_, device, host, disk, paper = json.loads(capsys.readouterr().out.splitlines()[-1])[
+        "results"
+    ]
+    assert first["experts"] == "host" and first["storage_s"] > 0
+    assert (device["fits"], host["fits"], disk["fits"]) == (False, True, True)
+    assert host["device_bytes"] == first["memory_bytes"] < device["device_bytes"]
+    assert disk["day_written_bytes"] > 0 and disk["day_written_vs_endurance"] is None
+    assert paper["disk_bytes"] > 0
+    assert 'cache.StorageSpec.experts = "host"' in (folder / "mesh.gin").read_text()
+
+
+def test_a_table_of_tiers(capsys):
+    assert plan("--hardware=h200", "--devices=1", SCANNED, "--storage=disk",
+                "--touched=0.5") == 0  # fmt: skip
+    out = capsys.readouterr().out
+    assert "Experts of the first plan by tier (disk is planned)" in out
+    assert "a step uses 50% of the experts" in out and "of what they last" in out
+
+
+def test_storage_is_refused_as_training_refuses_it(capsys):
+    message = refusal(capsys, "--hardware=v5e", "--devices=1", "--storage=disk")
+    assert "ModelConfig.scan_layers=False with StorageSpec.experts='disk'" in message
+    message = refusal(capsys, "--hardware=v5e", "--devices=1", "--touched=0")
+    assert "'0' is no share" in message
 
 
 V5E = load_hardware("v5e")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from switchx.inference import chosen_experts
+from switchx.inference import expert_slots
 from switchx.inference.chosen_experts import ChosenExperts, on_host
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import (
@@ -137,13 +137,13 @@ def test_the_device_has_slots_and_no_more(monkeypatch):
     def alive():
         return {id(x): x.nbytes for x in jax.live_arrays() if x.shape[-2:] in matrices}
 
-    others, run_round, found = alive().keys(), chosen_experts._run_round, []
+    others, run_round, found = alive().keys(), expert_slots._run_round, []
 
     def watched(*arguments):
         found.append(sum(size for key, size in alive().items() if key not in others))
         return run_round(*arguments)
 
-    monkeypatch.setattr(chosen_experts, "_run_round", watched)
+    monkeypatch.setattr(expert_slots, "_run_round", watched)
     slots = 2
     experts = ChosenExperts(config, params, slots)
     written(generator(config, experts, 1))
@@ -188,3 +188,39 @@ def test_refusals(changes, slots, words):
     config = dataclasses.replace(GPT, **changes)
     with pytest.raises(ValueError, match=re.escape(words)):
         ChosenExperts(config, {}, slots)
+
+
+@pytest.mark.parametrize("name, beam_size", [("gpt", 1), ("encoder-decoder", 2)])
+def test_predictions_change_no_token(name, beam_size):
+    """GPT's two Switch layers are in one stack; the other model's are in two, and nothing
+    is predicted there."""
+    bits = 4 if name == "gpt" else None
+    config, params = on_host(*model(name, bits))
+    experts = ChosenExperts(config, params, 2, prefetch=True)
+    got = written(generator(config, experts, beam_size))
+    assert texts(got) == texts(resident(name, bits, beam_size))
+    traffic = experts.traffic
+    has_next = name == "gpt"
+    assert (traffic.predicted > 0) == has_next == ("predicted were chosen" in str(traffic))
+    assert traffic.foreseen <= traffic.predicted
+    # Moved for a request or for a prediction; what was requested is all that is traced.
+    size = experts.source.expert_bytes
+    missed = (traffic.requested - traffic.hits) * size
+    assert missed <= traffic.moved_bytes <= missed + traffic.predicted * size
+    assert len(experts.trace().key_T) == traffic.requested
+
+
+def test_a_router_that_repeats_is_foreseen():
+    """Where the next router is this one, and reads the same rows, all is predicted."""
+    logits_RE = np.random.default_rng(1).normal(size=(5, E)).astype(np.float32)
+    x_RD = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0][:5].astype(np.float32)
+    config = dataclasses.replace(
+        GPT, switch=dataclasses.replace(GPT.switch, router=RouterConfig(num_selected=2))
+    )
+    # Of rows that are orthogonal, a router with the wanted logits; the last two are unused.
+    w_router_DE, count_E = x_RD.T @ logits_RE, np.array([2, 0, 1, 0], np.int32)
+    found_E = expert_slots.predicted(config, w_router_DE, None, x_RD, count_E)
+    want_E = np.zeros(E, int)
+    for row in logits_RE[:3]:
+        want_E[np.argsort(-row)[:2]] += 1
+    np.testing.assert_array_equal(found_E, want_E)

@@ -21,7 +21,7 @@ def test_commands_run(in_a_folder, capsys):
         ["python", "experiments/planner_vs_papers/run.py"]  # tests/planner/test_papers.py
     ]
     plans = [words[1:] for words in commands if words[0] == "switchx"]
-    assert len(plans) == 3
+    assert len(plans) == 4
     for words in plans:
         assert main([*words, *BRIEF]) == 0
         assert capsys.readouterr().out

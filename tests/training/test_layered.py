@@ -10,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
+import switchx
 from switchx import tree
 from switchx.checkpoint.checkpointer import SaveError
 from switchx.checkpoint.items import read_items, stored_items
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
+from switchx.inference.config import ExpertSlots
 from switchx.models.params import abstract_params
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.adamw import AdamW
@@ -231,6 +233,19 @@ def test_checkpoints_have_records_that_are_sound_and_whole(finished, tmp_path):
     assert {n: x.shape for n, x in shapes.items()} == {n: x.shape for n, x in expected.items()}
     params = restore_params(finished.root, 4)
     assert tree.named_leaves(params).keys() == expected.keys()
+
+
+def test_its_checkpoint_decodes_with_a_quarter_of_the_experts_in_host_memory(finished):
+    """Records have the optimizer's statistics, too, which are not kept."""
+    prompts, E_bytes = [[5, 6, 7], [9, 5]], 2 * 4 * MODEL.d_model * MODEL.d_ff
+    want = switchx.load(finished.root).generate(prompts, max_length=3)
+    asked = ExpertSlots(E // 4, host_bytes=2 * E // 4 * E_bytes, prefetch=True)
+    model = switchx.load(finished.root, expert_slots=asked)
+    assert model.generate(prompts, max_length=3) == want
+    traffic = model.experts.traffic
+    assert traffic.expert_bytes == 2 * E * E_bytes == 4 * traffic.stored.host_bytes
+    assert traffic.stored.read_bytes > 0 and traffic.predicted > 0
+    assert model.num_params == switchx.load(finished.root).num_params
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(finished, one_device, tmp_path):

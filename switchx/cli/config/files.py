@@ -237,7 +237,12 @@ def mesh_gin(plan, hardware, command: str) -> str:
         bound["config.ModelConfig.scan_layers"] = True
     if layout.dispatcher is not None:
         bound["config.SwitchConfig.dispatcher"] = layout.dispatcher
-    imports = _MESH_IMPORTS
+    imports, storage = _MESH_IMPORTS, []
+    if plan.storage.tier != "device":
+        after = "from switchx.training"
+        imports = imports.replace(after, f"from switchx.storage import cache\n{after}")
+        storage = ["job.TrainingJob.storage = @cache.StorageSpec()"]
+        bound["cache.StorageSpec.experts"] = plan.storage.tier
     if not any(name.startswith("config.") for name in bound):
         imports = imports.replace("from switchx.models import config\n", "")
     why = textwrap.fill(
@@ -248,6 +253,7 @@ def mesh_gin(plan, hardware, command: str) -> str:
         "MESH = @mesh.MeshSpec()",
         "mesh.MeshSpec.rules = @rules.Rules()",
         "job.TrainingJob.pipeline = @schedule.ScheduleSpec()",
+        *storage,
         *(f"{name} = {_literal(value)}" for name, value in bound.items()),
     ]
     return "\n".join(lines) + "\n"

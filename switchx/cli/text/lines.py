@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from switchx.cli import arguments as shared
+from switchx.cli import expert_slots as slots
 
 STANDARD_INPUT = "-"
 # More faults than these are counted, not listed.
@@ -26,7 +27,8 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_mesh(parser, "one device")
-    shared.add_expert_slots(parser)
+    slots.add_expert_slots(parser)
+    slots.add_hardware(parser)
     shared.add_task(parser)
     parser.add_argument(
         "--input",
@@ -71,7 +73,8 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
         model = load_model(arguments, reporter)
         answer(arguments, lines, model, reporter)
         if model.experts is not None:
-            reporter.note(str(model.experts.traffic))
+            for line in slots.traffic_lines(arguments, model.experts):
+                reporter.note(line)
     return 0
 
 
@@ -87,7 +90,7 @@ def load_model(arguments: argparse.Namespace, reporter):
         arguments.model_dir,
         arguments.step,
         mesh=shared.mesh_spec(arguments),
-        expert_slots=arguments.expert_slots,
+        expert_slots=slots.expert_slots(arguments),
         task=arguments.task,
     )
     if model.vocabulary is None:

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts beyond the device's memory: bytes by tier, traffic, what of it hides, endurance.
+
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.1, gives the bytes of each tier for Adam
+in mixed precision, `paper_bytes`; `storage_use` counts them array by array for the optimizer
+and the dtypes of a job, as training moves them:
+
+    host   parameters, gradients and optimizer state of experts in host memory; a step streams
+           each run of blocks through `slots` on the device, and updates run by run there
+    disk   a record an expert (parameters and optimizer state), of which the host's memory
+           caches some; a step fetches those that it touches, and updates them on the host
+
+Copies of the forward and backward pass run beside its products, those of the update do not:
+
+    step = max(products + collectives, layers' copies) + max(update, its copies)
+
+where a sweep's copies are its bytes over the bandwidth, on each way by itself. Of a cache of c
+records, where a step touches t, c / t are taken to hit, which a policy that knows the order of
+the sweeps nearly reaches (docs/storage.md).
+Symbols: D dense and S sparse parameters, L Switch layers, N devices, a touched share (the
+paper's alpha)
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from switchx.models.config import ModelConfig
+from switchx.planner.hardware import Hardware
+from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.memory import MemoryUse
+from switchx.planner.step_comm import local_shape
+from switchx.planner.step_time import StepTime
+from switchx.planner.streaming import touched_experts
+
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+DAY_S = 86_400
+# Sweeps of a step over the records: forward, backward, update.
+SWEEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Where a step to be planned has its experts.
+
+    Attributes:
+        tier, slots, host_bytes: `experts`, `slots` and `host_bytes` of a `StorageSpec`.
+        touched: the share of the experts that a step uses; None is what uniform choices are
+            expected to use.
+        checkpoint_every: steps between checkpoints, for which changed records are written.
+    """
+
+    tier: Tier = "device"
+    slots: int = 2
+    host_bytes: int | None = None
+    touched: float | None = None
+    checkpoint_every: int = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class TierBytes:
+    """Bytes on one device, and of its share of its host's memory and disks."""
+
+    device: float
+    host: float
+    disk: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageUse:
+    """Experts in storage, in one step; bytes are those of one device's experts.
+
+    Attributes:
+        bytes: of parameters, gradients and optimizer state of experts, and of the device's
+            slots, by tier.
+        touched: share of the experts that a step uses.
+        to_device, from_device: over the link, a step.
+        disk_read, disk_written: a step.
+        layers_s: copies of forward and backward, which run beside products.
+        update_s: the update's copies; of `disk`, the update itself, on the host.
+    """
+
+    tier: Tier
+    bytes: TierBytes
+    touched: float
+    to_device: float
+    from_device: float
+    disk_read: float
+    disk_written: float
+    layers_s: float
+    update_s: float
+
+    def hides(self, time: StepTime) -> bool:
+        """Whether the copies of forward and backward take no longer than what they hide by."""
+        return self.layers_s <= _layers_time(time)
+
+    def day_written(self, step_s: float) -> float:
+        """Bytes a day, of one device's experts."""
+        return self.disk_written / step_s * DAY_S
+
+
+def storage_refusal(
+    model: ModelConfig,
+    tier: Tier,
+    slots: int,
+    sizes: Mapping[str, int],
+    *,
+    bucket_bytes: int | None = None,
+    num_processes: int = 1,
+) -> str | None:
+    """Why experts cannot be in a tier, with the way out; or None. Training asks this too.
+
+    Args:
+        sizes: of the mesh's axes.
+        bucket_bytes: of the `StepConfig`.
+        num_processes: that the devices belong to.
+    """
+    if tier == "device":
+        return None
+    there = f"with StorageSpec.experts={tier!r}"
+    if model.switch is None:
+        return f"a dense model {there}: it has no experts; use experts='device'"
+    if not model.scan_layers:
+        return (
+            f"ModelConfig.scan_layers=False {there}: one program runs all runs of blocks, "
+            "whose parameters are stacked; use scan_layers=True (a run may change it when it "
+            "is resumed)"
+        )
+    if bucket_bytes is not None:
+        return (
+            f"StepConfig.bucket_bytes={bucket_bytes} {there}: buckets are gathered in one "
+            "program for all layers; use bucket_bytes=None"
+        )
+    if reason := _slots_refusal(model, tier, slots):
+        return reason
+    size = math.prod(sizes.values())
+    if tier == "disk" and (size > 1 or num_processes > 1):
+        return (
+            f"StorageSpec.experts='disk' on {num_processes} processes and {size} devices: "
+            "experts are moved to one device; use one process, with "
+            "configs/meshes/one_device.gin where there are more devices, or experts='device'"
+        )
+    if (stages := sizes.get("pipe", 1)) > 1:
+        return (
+            f"mesh axis 'pipe' of size {stages} {there}: a stage has its layers on the device; "
+            "use pipe=1, and expert or fsdp for the devices"
+        )
+    return None
+
+
+def _slots_refusal(model: ModelConfig, tier: Tier, slots: int) -> str | None:
+    """Why there are too many slots: with a disk the model has them, in a ring each stack."""
+    stacks = ("encoder", "decoder") if model.is_encoder_decoder else ("decoder",)
+    runs = {stack: getattr(model, f"num_{stack}_layers") // model.period for stack in stacks}
+    numbers = {f"the {s}": n for s, n in runs.items() if model.num_sparse_layers_of(s)}
+    of_stacks = ""
+    if tier == "disk":
+        numbers, of_stacks = {"the model": sum(runs.values())}, f" ({' and '.join(stacks)})"
+    for name, number in numbers.items():
+        if slots > number:
+            way = f"at most {number}" if number > 1 else "experts='device': all are needed"
+            return (
+                f"StorageSpec.slots={slots}, but {name} has {number} "
+                f"run{'s' * (number > 1)} of blocks{of_stacks}; use {way}"
+            )
+    return None
+
+
+def paper_bytes(
+    dense: float, sparse: float, layers: int, devices: int, touched: float
+) -> TierBytes:
+    """Section 2.1's formulas: `16D/N + 4aS/L`, `16aS` and `12S` bytes.
+
+    The device keeps fp16 parameters and gradients and fp32 master weights, momentum and
+    variance of its 1/N of the dense parameters, and fp16 parameters and gradients of one
+    layer's touched experts; the host's memory all five of touched experts; the SSD the three
+    in fp32 of all.
+
+    Args:
+        dense: D, of the model.
+        sparse: S, of the experts that one device is responsible for.
+        touched: a, of the experts, from 0 to 1.
+    """
+    return TierBytes(
+        device=16 * dense / devices + 4 * touched * sparse / layers,
+        host=16 * touched * sparse,
+        disk=12 * sparse,
+    )
+
+
+def paper_bytes_of(workload: Workload, layout: Layout, storage: Storage) -> TierBytes:
+    """`paper_bytes` of a workload on a layout, whatever its optimizer and dtypes are."""
+    params = [array for array in workload.state if array.kind == "params"]
+    sparse = [math.prod(local_shape(a, layout)[0]) for a in params if _is_of_experts(a)]
+    dense = [math.prod(a.shape) for a in params if not _is_of_experts(a)]
+    layers = workload.model.num_sparse_layers
+    touched = touched_share(workload, storage)
+    return paper_bytes(sum(dense), sum(sparse), layers, layout.size, touched)
+
+
+def storage_use(
+    workload: Workload, layout: Layout, storage: Storage, hardware: Hardware
+) -> StorageUse:
+    """What experts in storage take and move on one device.
+
+    Raises:
+        ValueError: see `storage_refusal`; the hardware has no such tier, or `host_bytes` holds
+            less than the experts of one layer.
+    """
+    tier, model = storage.tier, workload.model
+    if reason := storage_refusal(model, tier, storage.slots, layout.shape):
+        raise ValueError(reason)
+    params, optimizer = (expert_bytes(workload, layout, k) for k in ("params", "optimizer"))
+    if tier == "device":
+        held = TierBytes(2 * params + optimizer, 0, 0)
+        return StorageUse(tier, held, 1.0, 0, 0, 0, 0, 0, 0)
+    if hardware.host is None or (tier == "disk" and hardware.disk is None):
+        table = "host" if hardware.host is None else tier
+        raise ValueError(
+            f"the spec of {hardware.name} has no [{table}]: nothing says what is there; add "
+            "the table, specs/h200.toml is an example"
+        )
+    run_params, run_state = _run_bytes(workload, layout)
+    if tier == "host":
+        return _in_host_memory(
+            storage, layout, hardware, params, optimizer, run_params, run_state
+        )
+    touched = touched_share(workload, storage)
+    records = params + optimizer
+    capacity = _cache_bytes(storage, model, records)
+    used = touched * records
+    misses = max(0.0, 1 - capacity / used)
+    sharing = min(layout.size, hardware.host.devices)
+    disk, link = hardware.disk, hardware.host.achieved_bytes_per_s
+    read, written = SWEEPS * misses * used, misses * used + records / storage.checkpoint_every
+    read_s = read / disk.read_bytes_per_s / disk.efficiency * sharing
+    written_s = written / disk.write_bytes_per_s / disk.efficiency * sharing
+    # Records are read and written, gradients read.
+    update_bytes = touched * (2 * records + params)
+    update_bytes_per_s = hardware.host.memory_bytes_per_s * hardware.host.efficiency / sharing
+    to_device, from_device = 2 * touched * params, touched * params
+    return StorageUse(
+        tier=tier,
+        # Banks, and the gradients of the run that backward has reached.
+        bytes=TierBytes(
+            device=storage.slots * run_params + run_params,
+            host=capacity + touched * params,
+            disk=records,
+        ),
+        touched=touched,
+        to_device=to_device,
+        from_device=from_device,
+        disk_read=read,
+        disk_written=written,
+        layers_s=max(to_device / link, from_device / link, read_s * (SWEEPS - 1) / SWEEPS),
+        update_s=max(update_bytes / update_bytes_per_s, read_s / SWEEPS, written_s),
+    )
+
+
+def _in_host_memory(
+    storage: Storage,
+    layout: Layout,
+    hardware: Hardware,
+    params: float,
+    optimizer: float,
+    run_params: float,
+    run_state: float,
+) -> StorageUse:
+    parts = layout.num_microbatches
+    # Forward and backward stream the weights, microbatches after the first their sums.
+    layers_in, layers_out = 2 * parts * params + (parts - 1) * params, parts * params
+    update_in, update_out = 2 * params + optimizer, params + optimizer
+    link = hardware.host.achieved_bytes_per_s
+    return StorageUse(
+        tier="host",
+        bytes=TierBytes(
+            # Banks and their gradients; later a run's weights, gradients, statistics, and
+            # the new weights beside the old ones.
+            device=max(2 * storage.slots * run_params, run_state + 2 * run_params),
+            host=2 * params + optimizer,
+            disk=0,
+        ),
+        touched=1.0,
+        to_device=layers_in + update_in,
+        from_device=layers_out + update_out,
+        disk_read=0,
+        disk_written=0,
+        layers_s=max(layers_in, layers_out) / link,
+        update_s=max(update_in, update_out) / link,
+    )
+
+
+def with_storage(
+    workload: Workload, layout: Layout, use: StorageUse, time: StepTime, memory: MemoryUse
+) -> tuple[StepTime, MemoryUse]:
+    """Time and memory of a step with experts in storage, of those with all on the device."""
+    if use.tier == "device":
+        return time, memory
+    params, optimizer = (expert_bytes(workload, layout, k) for k in ("params", "optimizer"))
+    gradients = memory.gradients / memory.params * params
+    memory = dataclasses.replace(
+        memory,
+        params=memory.params - params,
+        gradients=memory.gradients - gradients,
+        optimizer=memory.optimizer - optimizer,
+        slots=use.bytes.device,
+    )
+    waits = max(0.0, use.layers_s - _layers_time(time))
+    if use.tier == "host":
+        waits += max(0.0, use.update_s - time.update_s)
+    else:
+        waits += use.update_s
+    return dataclasses.replace(time, storage_s=waits), memory
+
+
+def does_not_fit(use: StorageUse, layout: Layout, hardware: Hardware) -> str | None:
+    """Which of the host's memory and disks is too small for its devices' experts; or None."""
+    if use.tier == "device":
+        return None
+    host, disk = hardware.host, hardware.disk
+    sharing = min(layout.size, host.devices)
+    if use.bytes.host * sharing > host.num_bytes * host.usable:
+        return "needs more memory than a host has"
+    if use.tier == "disk" and use.bytes.disk * sharing > disk.num_bytes * disk.usable:
+        return "needs more room than a host's disks have"
+    return None
+
+
+def touched_share(workload: Workload, storage: Storage) -> float:
+    """The share of the experts that a step uses, on average over the Switch layers."""
+    if storage.touched is not None:
+        return storage.touched
+    model, E = workload.model, workload.model.switch.num_experts
+    shares = 0.0
+    for stack in workload.stacks:
+        tokens = workload.batch_size * workload.length(stack)
+        number = touched_experts(E, tokens * model.switch.router.num_selected)
+        shares += model.num_sparse_layers_of(stack) * number / E
+    return shares / model.num_sparse_layers
+
+
+def expert_bytes(workload: Workload, layout: Layout, kind: str) -> float:
+    """Bytes of the experts' parameters (`params`) or of the optimizer's state for them, on one
+    device."""
+    return sum(
+        math.prod(local_shape(array, layout)[0]) * array.itemsize
+        for array in workload.state
+        if array.kind == kind and _is_of_experts(array)
+    )
+
+
+def _is_of_experts(array: StateArray) -> bool:
+    return array.table == "expert_params"
+
+
+def _run_bytes(workload: Workload, layout: Layout) -> tuple[float, float]:
+    """Bytes of the experts in one run of blocks of the larger stack: parameters, and the
+    optimizer's state."""
+    largest = (0.0, 0.0)
+    for stack in workload.stacks:
+        found = {"params": 0.0, "optimizer": 0.0}
+        for array in workload.state:
+            if _is_of_experts(array) and f"{stack}/" in array.name:
+                shape, _ = local_shape(array, layout)
+                found[array.kind] += math.prod(shape[1:]) * array.itemsize
+        largest = max(largest, (found["params"], found["optimizer"]))
+    return largest
+
+
+def _cache_bytes(storage: Storage, model: ModelConfig, records: float) -> float:
+    """Bytes of records that the host caches for a device's experts."""
+    if storage.host_bytes is None:
+        return records
+    least = records / model.num_sparse_layers
+    if storage.host_bytes < least:
+        raise ValueError(
+            f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer may "
+            f"be needed at once; use at least {math.ceil(least):,}"
+        )
+    return min(storage.host_bytes, records)
+
+
+def _layers_time(time: StepTime) -> float:
+    """Seconds of a step before its update."""
+    return time.compute_s + time.communication_s + time.bubble_s

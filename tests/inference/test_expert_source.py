@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in files, of which host memory has a quarter: the same tokens, faults by name."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from switchx import tree
+from switchx.inference.artifact import open_artifact, write_artifact
+from switchx.inference.chosen_experts import slices_of, with_slots
+from switchx.inference.config import ExpertSlots
+from switchx.inference.expert_source import FileArray, expert_of_snapshot
+from switchx.models.unroll import unrolled
+from switchx.moe.experts import WEIGHTS
+from switchx.storage.record import Record, StoreLayout, types_of
+from switchx.storage.store import RecordStore
+from tests.data.refusals import refused
+from tests.inference.test_chosen_experts import (
+    MODELS,
+    E,
+    generator,
+    model,
+    resident,
+    texts,
+    written,
+)
+
+SLOW = pytest.mark.slow
+
+
+def saved_artifact(folder, name: str, bits: int):
+    write_artifact(folder, *model(name, bits), about={})
+    return open_artifact(folder)
+
+
+def saved_records(folder, name: str):
+    """Records as training with experts on a disk has them, with a statistic beside weights."""
+    config, params = unrolled(*model(name, None))
+    leaves, layers = tree.named_leaves(params), {}
+    for layer in config.sparse_layer_names:
+        stack, number = layer.split()
+        path = f"{stack}/blocks/layer_{number}/ffn/experts/"
+        layers[layer] = {
+            f"params/{path}{weight}": np.asarray(leaves[f"{path}{weight}"])
+            for weight in WEIGHTS
+            if f"{path}{weight}" in leaves
+        }
+        layers[layer][f"opt_state/mu/{path}{WEIGHTS[0]}"] = np.zeros((E, 2), np.float32)
+    records = [
+        Record({name: array[e] for name, array in arrays.items()}, updates=3)
+        for arrays in layers.values()
+        for e in range(E)
+    ]
+    types = {layer: types_of(records[n * E].arrays) for n, layer in enumerate(layers)}
+    with RecordStore(folder / "store", StoreLayout(types, E)) as store:
+        for key, record in enumerate(records):
+            store.write(key, record)
+        store.snapshot(folder / "experts")
+    return folder / "experts"
+
+
+def expert_bytes(name: str) -> int:
+    """Of one float32 expert."""
+    config, params = model(name, None)
+    leaves = tree.named_leaves(params)
+    sizes = [leaf.nbytes for n, leaf in leaves.items() if "/experts/" in n]
+    return sum(sizes) // (len(config.sparse_layer_names) * E)
+
+
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=SLOW)])
+def test_an_artifact_of_four_times_the_host_memory(tmp_path, bits):
+    artifact = saved_artifact(tmp_path / "artifact", "gpt", bits)
+    read = slices_of(artifact.config, artifact.params)
+    size = tree.num_bytes(read(0, 0))
+    # Two layers of four experts; host memory has two of them, the device two a layer.
+    asked = ExpertSlots(2, host_bytes=2 * size)
+    config, params, experts = with_slots(artifact.config, artifact.params, asked, read)
+    assert experts.traffic.expert_bytes == 4 * asked.host_bytes
+    got = written(generator(config, experts, 1))
+    assert texts(got) == texts(resident("gpt", bits, 1))
+    traffic = experts.traffic
+    stored, missed = traffic.stored, traffic.requested - traffic.hits
+    assert stored.host_bytes == asked.host_bytes
+    # What the device has not is asked of host memory, what that has not is read.
+    assert stored.requested == missed
+    assert stored.read_bytes == (missed - stored.hits) * size
+    assert 0 < stored.hits < missed
+    assert "of experts in host memory" in str(traffic)
+    assert tree.num_elements(params) == tree.num_elements(model("gpt", None)[1])
+
+
+@pytest.mark.parametrize("policy", ["lru", pytest.param("next_use", marks=SLOW)])
+def test_records_of_training_on_a_disk(tmp_path, policy):
+    name = "encoder-decoder"
+    folder = saved_records(tmp_path, name)
+    config, params = unrolled(*model(name, None))
+    size = expert_bytes(name)
+    asked = ExpertSlots(2, policy, host_bytes=2 * size)
+    read = expert_of_snapshot(folder, config)
+    dense = {n: x for n, x in tree.named_leaves(params).items() if "/experts/" not in n}
+    config, _, experts = with_slots(config, tree.nested(dense), asked, read)
+    assert experts.traffic.expert_bytes == 4 * asked.host_bytes
+    assert texts(written(generator(config, experts, 2))) == texts(resident(name, None, 2))
+    assert experts.traffic.stored.read_bytes > 0
+
+
+def test_a_cache_below_a_layers_slots(tmp_path):
+    artifact = saved_artifact(tmp_path / "artifact", "gpt", 4)
+    read = slices_of(artifact.config, artifact.params)
+    size = tree.num_bytes(read(0, 0))
+    with refused(
+        f"host_bytes={3 * size - 1:,} holds 2 experts of {size:,} bytes, but expert_slots=3 of "
+        f"one layer are needed at once; use host_bytes of at least {3 * size:,}"
+    ):
+        with_slots(
+            artifact.config, artifact.params, ExpertSlots(3, host_bytes=3 * size - 1), read
+        )
+
+
+def test_records_of_another_model_and_damaged_ones(tmp_path):
+    folder = saved_records(tmp_path, "gpt")
+    other = MODELS["encoder-decoder"]
+    with refused(f"{folder} has records of {E} experts in decoder 0, decoder 1; the model has"):
+        expert_of_snapshot(folder, other)
+    read = expert_of_snapshot(folder, MODELS["gpt"])
+    file = folder / "decoder_1" / "00002"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.unlink()  # not the store's own file, which it is a link to
+    file.write_bytes(data)
+    assert read(1, 1).keys() == set(WEIGHTS) - {"w_gate_EDF"}
+    with pytest.raises(ValueError, match=re.escape(f"record {file}: its bytes have changed")):
+        read(1, 2)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(["float32", "uint8", "bfloat16"]),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(0, 33),
+    st.data(),
+)
+def test_a_file_arrays_rows_are_the_arrays(tmp_path_factory, dtype, shape, offset, data):
+    array = np.arange(np.prod(shape)).astype(dtype).reshape(shape)
+    path = tmp_path_factory.mktemp("files") / "array"
+    path.write_bytes(bytes(offset) + array.tobytes() + b"more")
+    stored = FileArray(path, offset, tuple(shape), np.dtype(dtype))
+    first = data.draw(st.integers(0, shape[0] - 1))
+    rows = slice(first, data.draw(st.integers(first, shape[0])))
+    np.testing.assert_array_equal(stored[rows], array[rows])
+    assert stored.ndim == array.ndim
+    short = dataclasses.replace(stored, shape=(shape[0] + 9, *shape[1:]))
+    with pytest.raises(ValueError, match="was cut off while it was read"):
+        short[:]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With experts streamed through a ring, what is written is what the whole model writes."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from switchx.inference.config import DecodingConfig, ExpertSlots
+from switchx.inference.generate import Generator, for_decoding, with_capacity
+from switchx.inference.quantize import quantize_experts
+from switchx.inference.ring_decode import RingExperts, check_ring, outside_of_device
+from switchx.inference.ring_program import copied_bytes
+from switchx.inference.score import Scorer
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import init_params
+from switchx.planner.hardware import load_hardware
+from tests.data.refusals import refused
+
+SLOW = pytest.mark.slow
+E, L, T = 4, 5, 4
+# Switch layers in every other block of two stacks.
+MODEL = ModelConfig(
+    "encoder_decoder", 12, 16, 32, 2, 8, 2 * L, 2 * L, init_scale=2.0, scan_layers=True,
+    tie_embeddings=False, switch=SwitchConfig(E, every=2),
+)  # fmt: skip
+INPUTS = [[3, 4, 5, 8], [6, 2, 7, 8], [5, 5, 2], [11, 4, 4]]
+
+
+@functools.cache
+def model(bits: int | None):
+    params = init_params(MODEL, jax.random.key(7))
+    if bits is None:
+        return MODEL, params
+    return quantize_experts(MODEL, params, bits=bits)[:2]
+
+
+def written(config, params, beam_size: int, experts=None):
+    decoding = DecodingConfig(T, beam_size=beam_size, eos_id=-1, pruning="none")
+    generator = Generator(for_decoding(config), params, decoding, 4, experts=experts)
+    return [[each.tokens for each in said] for _, said in sorted(generator(INPUTS))]
+
+
+@functools.cache
+def resident(bits: int | None, beam_size: int):
+    return written(*model(bits), beam_size)
+
+
+CASES = [(None, 1, 3), (4, 2, 2), (None, 1, 2), (8, 1, 4), (4, 1, L), (None, 2, L)]
+
+
+@pytest.mark.parametrize(
+    "bits, beam_size, slots",
+    [pytest.param(*case, marks=[SLOW] * (case not in CASES[:2])) for case in CASES],
+)
+def test_tokens_are_those_of_the_resident_model(bits, beam_size, slots):
+    ring = RingExperts(*model(bits), slots)
+    found = written(ring.config, ring.params, beam_size, ring)
+    assert found == resident(bits, beam_size)
+    traffic = ring.traffic
+    layer = traffic.expert_bytes // (2 * L)
+    assert traffic.device_bytes == 2 * slots * layer
+    # The encoder and the prompt once, then the decoder's step for each token after the first.
+    streamed = L - slots + 2
+    assert traffic.moved_bytes == streamed * layer * (traffic.calls + 1)
+    assert "a ring of" in str(traffic)
+
+
+def test_streaming_is_said_of_each_kind_of_call():
+    ring = RingExperts(*model(None), 3)
+    written(ring.config, ring.params, 1, ring)
+    said = ring.streaming(load_hardware("h200"))
+    assert [(call.stack, call.num_tokens) for _, call in said] == [
+        ("encoder", 4 * 4),
+        ("decoder", 4),
+    ]
+    assert sum(count for count, call in said if call.stack == "decoder") == ring.traffic.calls
+
+
+def test_bytes_are_counted_in_the_program():
+    """Of loops as often as they turn, whatever is in them."""
+
+    def fetch(x):
+        return jax.device_put(x, jax.memory.Space.Device)
+
+    def program(x_NX):
+        total, _ = jax.lax.scan(lambda sum_X, x: (sum_X + fetch(x), None), x_NX[0], x_NX)
+        return total + jax.jit(fetch)(x_NX[0])
+
+    jaxpr = jax.jit(program).trace(np.zeros((5, 3), np.float32)).jaxpr.jaxpr
+    assert copied_bytes(jaxpr) == (5 + 1) * 3 * 4
+
+
+@SLOW
+def test_scores_with_capacity_are_the_same():
+    config, params = model(None)
+    pairs = [([3, 4, 5], [6, 7, 1]), ([5, 5], [5, 5, 5, 1])]
+    want = sorted(Scorer(with_capacity(config), params)(pairs))
+    ring = RingExperts(config, params, 4)
+    got = sorted(Scorer(with_capacity(ring.config), ring.params, experts=ring)(pairs))
+    for (_, ours), (_, theirs) in zip(got, want, strict=True):
+        assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, slots, words",
+    [
+        ({}, 1, f"a ring of 1 slots, but the encoder has {L} Switch layers (one in 2 blocks)"),
+        ({}, L + 1, f"a ring of {L + 1} slots, but the encoder has {L} Switch layers"),
+        ({"num_decoder_layers": 2}, 2, "the decoder has one Switch layer; use expert_slots"),
+        ({"switch": None}, 2, "a dense model, which has no experts to move"),
+    ],
+)
+def test_refusals(changes, slots, words):
+    with refused(words):
+        check_ring(dataclasses.replace(MODEL, **changes), slots)
+
+
+def test_what_a_ring_does_not_take():
+    for asked, words in (
+        (ExpertSlots(2, ring=True, prefetch=True), "a ring with prefetch"),
+        (ExpertSlots(2, ring=True, host_bytes=9), "a ring with host_bytes"),
+    ):
+        with refused(words):
+            outside_of_device(*model(None), asked, None)
