@@ -323,13 +323,18 @@ def load(
     has_vocabulary = source is not None or (run.root / DESCRIPTION_FILE).exists()
     vocabulary = load_vocabulary(run.root) if has_vocabulary else None
     text_format = TextFormat.of_training(source, is_encoder_decoder=config.is_encoder_decoder)
+    fingerprint = fingerprint_of(run, step, vocabulary)
+    return Model(config, params, vocabulary, step, text_format, fingerprint, devices)
+
+
+def fingerprint_of(run: RunFolder, step: int, vocabulary: Vocabulary | None) -> str:
+    """`Model.fingerprint` of a run's checkpoint, of which its manifest alone is read."""
     parts = [
         (run.checkpoints / str(step) / MANIFEST).read_bytes(),
         json.dumps(read_config(run)["model"], sort_keys=True).encode(),
         vocabulary.fingerprint().encode() if vocabulary else b"",
     ]
-    fingerprint = hashlib.sha256(b"\n".join(parts)).hexdigest()
-    return Model(config, params, vocabulary, step, text_format, fingerprint, devices)
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()
 
 
 def _load_with_slots(model_dir, step, mesh: MeshSpec | None, expert_slots: int) -> Model:

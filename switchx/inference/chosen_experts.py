@@ -142,7 +142,7 @@ class ChosenExperts:
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         self._num_calls += 1
-        return _cut(program, settings, structure, shapes)(leaves, self._run_rows)
+        return _cut(program, settings, structure, shapes)(leaves, self.run_rows)
 
     def run_until(self, config, decoding, params, state, num_live, last_step=None):
         """`decode.run_until`, its loop on the host."""
@@ -150,7 +150,8 @@ class ChosenExperts:
             state = self.run(run_step, config, decoding, params=params, state=state)
         return state
 
-    def _run_rows(self, layer: int, x_RD, count_E):
+    def run_rows(self, layer: int, x_RD, count_E):
+        """Rows sorted by expert, each through its expert; `run` calls it at each cut."""
         slots = self._layers[layer]
         y_RD = jnp.zeros_like(x_RD)
         chosen = np.flatnonzero(np.asarray(count_E))  # waits for the router
