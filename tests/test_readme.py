@@ -90,6 +90,8 @@ VARIANTS = {
 # Command -> the test that runs it.
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
+    "switchx deploy --model_dir=runs/pretrain_tiny --output=deployed --experts=4 --bits=4 "
+    "--platform=tpu": "tests/deploy/test_deploy.py::test_commands_of_the_page_run",
     "switchx simulate cache --model_dir=runs/pretrain_tiny --output=cache.gin": (
         "tests/storage/test_docs.py::test_commands_run"
     ),

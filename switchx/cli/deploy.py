@@ -102,13 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any]], list]:
     from switchx.bench.report import Check
     from switchx.checkpoint.run_folder import RunFolder
-    from switchx.deploy.folders import steps_done_twice
+    from switchx.deploy.folders import require_deployment, steps_done_twice
     from switchx.deploy.measure import Text
     from switchx.deploy.plan import DeployPlan
     from switchx.deploy.steps import Deployment
     from switchx.training.resume import check_same_model
 
     settings = _settings(arguments)
+    require_deployment(arguments.output)
     plan = DeployPlan(arguments.model_dir, arguments.step, settings)
     folder = RunFolder(arguments.model_dir)
     job = check_same_model(folder, shared.parse_job_of(arguments, folder))

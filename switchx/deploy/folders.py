@@ -82,8 +82,14 @@ def run_steps(
         ValueError: the folder is of another model, is none of a deployment, cannot be
             written, or another process is at it.
     """
-    root = pathlib.Path(folder).expanduser().absolute()
-    _require_deployment(root)
+    root = require_deployment(folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{root} cannot be made ({error.strerror}: {error.filename}); give an --output "
+            "that this user may write"
+        ) from error
     with _locked(root):
         _require_same_model(root, source)
         for partial in root.glob(".*.partial"):  # of a process that was killed
@@ -121,20 +127,20 @@ def steps_done_twice(folder: str | os.PathLike) -> int:
     return twice
 
 
-def _require_deployment(root: pathlib.Path) -> None:
+def require_deployment(folder: str | os.PathLike) -> pathlib.Path:
+    """Where a deployment is to be: nothing, an empty folder, or what one began.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    root = pathlib.Path(folder).expanduser().absolute()
     is_free = not root.exists() or (root.is_dir() and not any(root.iterdir()))
     require(
         is_free or (root / LOG).is_file(),
         f"{root} exists and holds no deployment; give an --output that is not there yet, or "
         "one that `switchx deploy` began",
     )
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{root} cannot be made ({error.strerror}: {error.filename}); give an --output "
-            "that this user may write"
-        ) from error
+    return root
 
 
 @contextlib.contextmanager
