@@ -159,7 +159,15 @@ def _made(each) -> dict[str, Any]:
         "mesh": measured.get("mesh"),
         "collectives": " ".join(f"{n} {kind}" for kind, n in collectives.items()) or None,
         "experts_are": measured.get("experts_are"),
+        "compiled": _compiled(measured.get("compiled")),
     }
+
+
+def _compiled(found: dict[str, Any] | None) -> str | None:
+    """`v5e:2x4, step 12.3 MiB` of a device."""
+    if found is None:
+        return None
+    return f"{found['topology']}, step {found['step']['needed_bytes'] / 2**20:,.3g} MiB"
 
 
 def _settings(arguments: argparse.Namespace):

@@ -33,6 +33,7 @@ from switchx.checkpoint.run_folder import (
     write_converted,
 )
 from switchx.data.tokenizers import TokenIdVocabulary
+from switchx.deploy.compiled import compile_programs, slice_for
 from switchx.deploy.folders import MANIFEST, Made, Step, run_steps
 from switchx.deploy.measure import (
     Text,
@@ -154,8 +155,9 @@ class Deployment:
         self._export(folder, model, config, params, list(targets.values()), add_files)
         measured = self._measured_export(folder, expected)
         measured["validation_loss"] = validation_loss(in_use, self._text())
-        # The ring of host memory is not there; what does not fit was refused.
-        return measured | {"experts_are": "resident", "compiled_for": [here]}
+        measured["compiled"] = self._compiled(folder, targets[settings.platform])
+        # There is no ring of host memory in exported programs; what does not fit was refused.
+        return measured | {"experts_are": "resident (no ring)"}
 
     def _deploy(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
         before = made["optimize"]
@@ -189,6 +191,17 @@ class Deployment:
         export_model(
             folder, config, params, self.plan.decoding, shapes, targets, about, add_files
         )
+
+    def _compiled(self, folder: pathlib.Path, target: Target) -> dict[str, Any] | None:
+        """What the programs take on the platform, where its compiler is; None elsewhere.
+
+        Those for the machine at hand were compiled to be run.
+        """
+        topology = slice_for(target.kind, self.plan.settings.devices)
+        if target.platform == _platform_here() or topology is None:
+            return None
+        found = compile_programs(folder, target.platform, topology)
+        return None if found is None else {"topology": str(topology)} | found
 
     def _about(self, model: Model, bits: int | None) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,7 +20,9 @@ from switchx.cli.main import main
 from switchx.deploy.folders import steps_done_twice
 from switchx.models.config import ModelConfig, SwitchConfig
 from tests.data.refusals import refused
+from tests.integration.runs import arguments
 from tests.processes import ROOT, child_environment
+from tests.serving import served
 from tests.training.jobs import DENSE
 from tests.training.saved_runs import save_run
 
@@ -64,6 +67,8 @@ def test_commands_of_the_page_run(run_folder, session_cache, capsys):
     assert all(name in said for name in STEPS) and "resident" in said
     deployed = run_folder / "deployed"
     assert sorted(each.name for each in deployed.glob("[0-9]*")) == STEPS
+    manifest = json.loads((deployed / "6_deploy/export.json").read_text())
+    assert set(manifest["programs"]) == {"tpu", "cpu"}
     line = exported.split('"')[1]
     alone = run_exported(deployed / "6_deploy", session_cache, line, devices=1)
     kept = {each: (deployed / each / "step.json").read_bytes() for each in STEPS[:3]}
@@ -83,8 +88,9 @@ def test_commands_of_the_page_run(run_folder, session_cache, capsys):
     assert rows["6_deploy"]["weights_mib"] < rows["3_convert"]["weights_mib"]
     assert rows["3_convert"]["weights_mib"] < rows["1_fuse"]["weights_mib"]
     manifest = json.loads((deployed / "6_deploy/export.json").read_text())
-    assert set(manifest["programs"]) == {"tpu", "cpu"}
-    assert np.prod(list(manifest["mesh"].values())) == 8
+    assert np.prod(list(manifest["mesh"].values())) == 8 and manifest["mesh"]["data"] == 1
+    (segment,) = (row for row in report["results"] if row.get("folder") == "4_segment")
+    assert "all-reduce" in segment["collectives"] and segment["mesh"].startswith("expert=")
     assert run_exported(deployed / "6_deploy", session_cache, line, devices=8) == alone
 
     assert main([*shlex.split(generate)[1:], "--max_new_tokens=4"]) == 0
@@ -157,9 +163,16 @@ def test_dense_and_finished_models_are_refused(tmp_path, capsys):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kill_at", ["2_reduce", ".5_optimize."])
 def test_a_killed_command_is_gone_on_with(start_cli, run_cli, tmp_path, finished_run, kill_at):
-    """Between two steps, when a folder is there; within one, when it is half-written."""
+    """Between two steps, when a folder is there; within one, when it is half-written.
+
+    The run was trained on eight devices, which have parts of its experts.
+    """
+    mesh = f"--gin_file={ROOT / 'configs/meshes/data_expert.gin'}"
+    options = arguments("run", finished_run.files, "TRAIN_STEPS=2", "EVAL_EVERY=2")
+    done = run_cli("train", *options, mesh, devices=8)
+    assert done.returncode == 0, done.stderr
     words = [
-        "deploy", f"--model_dir={finished_run.folder}", "--output=out", "--experts=3",
+        "deploy", "--model_dir=run", "--output=out", "--experts=3",
         "--reduce=drop", "--bits=8", "--dtype=bfloat16", "--platform=cpu", *QUICK, "--json",
     ]  # fmt: skip
     process = start_cli(*words)
@@ -183,6 +196,19 @@ def test_a_killed_command_is_gone_on_with(start_cli, run_cli, tmp_path, finished
     assert made == ["before"] * len(there) + ["now"] * (len(STEPS) - len(there))
     assert {each: each.stat().st_mtime_ns for each in there} == there
     assert list(out.glob(".*")) == []
+    fused, saved = switchx.load(out / "1_fuse"), switchx.load(tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, fused.params, saved.params)
+    assert fused.text_format == saved.text_format
     model = switchx.load(out / "6_deploy")
     assert model.config.switch.num_experts == 3
     assert model.config.precision.params == "bfloat16"
+    folder = f"--model_dir={out / '6_deploy'}"
+    process = start_cli("serve", folder, "--port=0", "--warm_up_tokens=0")
+    while not re.search(r"  ready", said := process.log.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    request = {"inputs": ["gate"], "max_new_tokens": 4}
+    port = int(re.search(r"127.0.0.1:(\d+)", said)[1])
+    status, body = served.post(("127.0.0.1", port), request)
+    assert status == 200
+    assert [each["text"] for each in body["results"]] == model.generate(["gate"], max_length=4)
