@@ -3,6 +3,7 @@
 
 import argparse
 import functools
+import math
 from typing import Any
 
 from switchx.cli import arguments as shared
@@ -57,6 +58,7 @@ def add_command(commands) -> None:
         help="of parameters and of computing, routers apart; default: as they are",
     )
     number("--devices", type=shared.positive, default=1, help="to split over (default: 1)")
+    shared.add_mesh(parser, "the planner's for --devices")
     parser.add_argument(
         "--memory", type=float, metavar="GIB", help="of a device; default: no limit"
     )
@@ -87,6 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"--teacher={arguments.teacher}: there is no distillation in this version; leave "
             "it out, and use --experts with --reduce=merge or drop"
         )
+    if arguments.mesh is not None:
+        needed = math.prod(arguments.mesh.values())
+        if arguments.devices not in (1, needed):
+            raise ValueError(
+                f"--devices={arguments.devices} with a --mesh of {needed}; leave out one"
+            )
+        arguments.devices = needed
     if arguments.devices > 1:
         shared.simulate_devices(arguments.devices)
     from switchx.bench.report import Report
@@ -179,6 +188,7 @@ def _settings(arguments: argparse.Namespace):
         "batch_size", "input_length",
     )  # fmt: skip
     given = {name: getattr(arguments, name) for name in names}
+    given["mesh"] = arguments.mesh
     return DeploySettings(memory_gib=arguments.memory, decoding=decoding, **given)
 
 
@@ -191,5 +201,7 @@ def _command(arguments: argparse.Namespace) -> str:
     given = {name: getattr(arguments, name) for name in names}
     given |= shared.options_of(arguments, DecodingConfig)
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    if arguments.mesh is not None:
+        words += ["--mesh=" + ",".join(f"{axis}={n}" for axis, n in arguments.mesh.items())]
     words += shared.configuration_words(arguments)
     return shared.command_line("deploy", *words, f"--platform={arguments.platform}")

@@ -9,6 +9,7 @@ a JAX that sees the compiler takes the machine for one with accelerators. Nothin
 
 import json
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -53,7 +54,7 @@ def compile_programs(
         step; None where no compiler is installed.
 
     Raises:
-        RuntimeError: the compiler refuses a program, with the end of what it says.
+        RuntimeError: the compiler refuses a program, with its error.
     """
     words = [str(folder), platform, str(topology)]
     try:
@@ -63,9 +64,10 @@ def compile_programs(
     except FileNotFoundError:
         return None
     if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:]
+        said = re.findall(r"^[\w.]+Error: .*", done.stderr, re.MULTILINE) or ["", done.stderr]
         raise RuntimeError(
-            f"the compiler for {topology} refuses the programs of {folder}: {''.join(said)}"
+            f"the compiler for {topology} refuses the programs of {folder.name}: "
+            f"{said[-1].strip()[-600:]}; use another --device_kind, --mesh or --bits"
         )
     return json.loads(done.stdout.splitlines()[-1])
 

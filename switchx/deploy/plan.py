@@ -8,6 +8,7 @@ split over devices.
 import contextlib
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -42,6 +43,7 @@ class DeploySettings:
         reduce: like experts are merged, or the least used ones dropped.
         dtype: of parameters and of computing, routers apart; None keeps both.
         devices, memory_gib: how many, and what each has for the model; None is no limit.
+        mesh: sizes of its axes, in the planner's place; their product is `devices`.
         bits: of a weight of an expert; None does not quantize.
         device_kind: as JAX names it; None is that of `DEVICE_KINDS`.
         batch_size, input_length: what the programs are for.
@@ -53,6 +55,7 @@ class DeploySettings:
     dtype: Literal["bfloat16", "float32"] | None = None
     devices: int = 1
     memory_gib: float | None = None
+    mesh: Mapping[str, int] | None = None
     bits: Literal[4, 8] | None = None
     device_kind: str | None = None
     batch_size: int = 8
@@ -176,7 +179,8 @@ class DeployPlan:
             settings.decoding.beam_size,
         )
         memory = None if settings.memory_gib is None else settings.memory_gib * GIB
-        return choose_split(served, settings.devices, memory, self._hardware())
+        devices, hardware = settings.devices, self._hardware()
+        return choose_split(served, devices, memory, hardware, settings.mesh)
 
     def _hardware(self) -> Hardware | None:
         with contextlib.suppress(ValueError):  # of which there is no spec, as of CPUs

@@ -10,6 +10,7 @@ Dims: B batch, L beams, M input length, D model, H heads, K head size, F ffn, V 
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import require, require_at_least
 from switchx.models.config import ModelConfig
+from switchx.partitioning.mesh import AXES, named_axes
 from switchx.planner.hardware import Hardware
 from switchx.planner.layout import Layout, StateArray
 from switchx.planner.step_comm import local_shape
@@ -121,21 +123,30 @@ def choose_split(
     devices: int,
     memory_bytes: float | None = None,
     hardware: Hardware | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Split:
     """The best split whose parts fit.
 
     Args:
         memory_bytes: of a device; None is no limit.
+        sizes: of the axes of the one split that is wanted; None is any.
 
     Raises:
         ValueError: no split divides model and batch, or none fits; says how much is needed,
             and on how many devices it fits.
     """
     found = splits(served, devices, hardware)
+    if sizes is not None:
+        wanted = dict.fromkeys(AXES, 1) | dict(sizes)
+        found = [split for split in found if split.layout.shape == wanted]
+        require(
+            bool(found),
+            f"mesh {named_axes(sizes)} does not divide {_divided(served)}, or has axes other "
+            "than data, expert and model; use another mesh, or leave it to the planner",
+        )
     require(
         bool(found),
-        f"devices={devices}: no split divides {served.batch_size} rows, "
-        f"{served.config.num_heads} heads, F={served.config.d_ff}{_experts(served)}; use "
+        f"devices={devices}: no split divides {_divided(served)}; use "
         f"{_near(served, devices)}, or another batch_size",
     )
     limit = math.inf if memory_bytes is None else memory_bytes
@@ -173,9 +184,11 @@ def _near(served: ServedModel, devices: int) -> str:
     return f"{below} or {above} devices" if above else f"{below} devices"
 
 
-def _experts(served: ServedModel) -> str:
-    switch = served.config.switch
-    return "" if switch is None else f" and {switch.num_experts} experts"
+def _divided(served: ServedModel) -> str:
+    """What a mesh has to divide, in words."""
+    config, switch = served.config, served.config.switch
+    text = f"{served.batch_size} rows, {config.num_heads} heads, F={config.d_ff}"
+    return text if switch is None else f"{text} and {switch.num_experts} experts"
 
 
 def _divisors(number: int) -> list[int]:

@@ -67,6 +67,7 @@ def test_without_hardware_the_fewest_bytes_win_with_it_the_shortest_step():
     assert by_bytes[0].total == min(each.total for each in by_bytes)
     # All of a tiny model is read in less time than a message takes.
     assert choose_split(served(), 4, hardware=load_hardware("v5e")).name == "data=4"
+    assert choose_split(served(), 4, sizes={"model": 4}).name == "model=4"
     large = dataclasses.replace(CONFIG, d_model=1024, d_ff=4096, num_heads=16, d_head=64)
     assert choose_split(served(large), 4, hardware=load_hardware("v5e")).name != "data=4"
 
@@ -82,6 +83,8 @@ def test_memory_that_is_too_small_says_how_much_is_needed():
         choose_split(served(), 1, one.total * 0.9)
     with refused("use more memory, fewer experts, fewer bits, or a smaller batch"):
         choose_split(served(), 4, 1.0)
+    with refused("mesh expert=3 does not divide 4 rows, 4 heads, F=32 and 4 experts<any>"):
+        choose_split(served(), 3, sizes={"expert": 3})
     with refused("devices=3: no split divides 4 rows, 4 heads, F=32 and 4 experts; <any>"):
         choose_split(served(), 3)
 
