@@ -135,11 +135,13 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
 
     deployment = Deployment(plan, text, _command(arguments))
     made = deployment.run(arguments.output, reporter.note)
-    rows = [*map(_measured, made), *map(_made, made)]
+    (optimized,) = (each.measured for each in made if "compiled" in each.measured)
+    rows = [*map(_measured, made), *map(_made, made), _optimized(optimized)]
     differing = sum(each.measured.get("tokens_differing") or 0 for each in made)
     return rows, [
         Check("tokens_differing", differing, "==0"),
         Check("steps_done_twice", steps_done_twice(arguments.output), "==0"),
+        *_fits(optimized, settings.memory_gib),
     ]
 
 
@@ -158,7 +160,7 @@ def _measured(each) -> dict[str, Any]:
 
 
 def _made(each) -> dict[str, Any]:
-    """A step's row of how it was made, and what of."""
+    """A step's row of how it was made."""
     measured = each.measured
     collectives = measured.get("collectives") or {}
     return {
@@ -167,16 +169,31 @@ def _made(each) -> dict[str, Any]:
         "seconds": measured["seconds"],
         "mesh": measured.get("mesh"),
         "collectives": " ".join(f"{n} {kind}" for kind, n in collectives.items()) or None,
-        "experts_are": measured.get("experts_are"),
-        "compiled": _compiled(measured.get("compiled")),
     }
 
 
-def _compiled(found: dict[str, Any] | None) -> str | None:
-    """`v5e:2x4, step 12.3 MiB` of a device."""
-    if found is None:
-        return None
-    return f"{found['topology']}, step {found['step']['needed_bytes'] / 2**20:,.3g} MiB"
+def _optimized(measured: dict[str, Any]) -> dict[str, Any]:
+    """The row of how the deployed programs have their experts, and what the compiler says."""
+    compiled = measured["compiled"] or {}
+    return {
+        "experts_are": measured["experts_are"],
+        "because": measured["because"],
+        "compiled_for": compiled.get("topology"),
+        **{
+            f"{name}_mib": compiled[name]["needed_bytes"] / 2**20 if compiled else None
+            for name in ("prefill", "step")
+        },
+    }
+
+
+def _fits(measured: dict[str, Any], memory_gib: float | None) -> list:
+    """The check that what the compiler needs is there, where there is a compiler."""
+    from switchx.bench.report import Check
+
+    if measured["compiled"] is None or memory_gib is None:
+        return []
+    needed = max(measured["compiled"][name]["needed_bytes"] for name in ("prefill", "step"))
+    return [Check("fits", int(needed <= memory_gib * 2**30), "==1")]
 
 
 def _settings(arguments: argparse.Namespace):

@@ -156,8 +156,9 @@ class Deployment:
         measured = self._measured_export(folder, expected)
         measured["validation_loss"] = validation_loss(in_use, self._text())
         measured["compiled"] = self._compiled(folder, targets[settings.platform])
-        # There is no ring of host memory in exported programs; what does not fit was refused.
-        return measured | {"experts_are": "resident (no ring)"}
+        # What does not fit was refused before the first step.
+        why = "all fit, and exported programs have no ring of host memory"
+        return measured | {"experts_are": "resident", "because": why}
 
     def _deploy(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
         before = made["optimize"]
