@@ -17,6 +17,8 @@ WIDE = ModelConfig(
     "encoder_decoder", 12, 128, 256, 2, 64, 1, 1, switch=SwitchConfig(4, every=1)
 )
 
+MESH = MeshSpec(data=1, expert=4, model=2)
+
 
 def test_slices_are_of_the_device_and_as_large_as_the_mesh():
     assert str(slice_for("TPU v5 lite", 8)) == "v5e:2x4"
@@ -33,18 +35,26 @@ def test_without_a_compiler_nothing_is_compiled(tmp_path, monkeypatch):
 
 @pytest.mark.aot
 @pytest.mark.timeout(600)
-def test_split_int4_programs_compile_for_a_slice(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("shapes", "mesh", "kinds"),
+    [
+        (Shapes(64, 16), MESH, {"all-reduce", "ragged-all-to-all"}),
+        # Fewer rows than a tile of memory has, and no multiple of them.
+        (Shapes(3, 7), None, set()),
+    ],
+    ids=["split", "few rows"],
+)  # fmt: skip
+def test_int4_programs_compile_for_a_slice(tmp_path, monkeypatch, shapes, mesh, kinds):
     try:
         tpu_compiler.compiler_folder()
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    # The kernels take rows by eights: a device of the mesh has so many.
-    monkeypatch.setattr(exports, "SHAPES", Shapes(batch_size=64, input_length=16))
-    mesh = MeshSpec(data=1, expert=4, model=2)
+    monkeypatch.setattr(exports, "SHAPES", shapes)
+    devices = 1 if mesh is None else 8
     manifest = export(tmp_path / "e", trained(4, WIDE, rest="bfloat16"), ("tpu",), mesh=mesh)
-    found = compile_programs(tmp_path / "e", "tpu", slice_for("TPU v5 lite", 8))
+    found = compile_programs(tmp_path / "e", "tpu", slice_for("TPU v5 lite", devices))
     assert found.keys() == {"prefill", "step"}
     for name, program in found.items():
-        assert {"all-reduce", "ragged-all-to-all"} <= program["collectives"].keys(), name
+        assert kinds <= program["collectives"].keys(), name
     size, _ = manifest["files"]["weights.safetensors"]
-    assert size / 8 < found["step"]["needed_bytes"] < 2**24
+    assert size / devices < found["step"]["needed_bytes"] < 2**24
