@@ -7,8 +7,6 @@ Dims: B batch, L length, M memory, V vocabulary
 
 import dataclasses
 import functools
-import hashlib
-import json
 import operator
 import os
 import pathlib
@@ -19,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from switchx.checkpoint.items import MANIFEST
-from switchx.checkpoint.restore import choose_step, restore_params
+from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
@@ -341,12 +338,7 @@ def _load_run(model_dir, step, devices: ModelMesh, select=lambda params: params)
     has_vocabulary = source is not None or (run.root / DESCRIPTION_FILE).exists()
     vocabulary = load_vocabulary(run.root) if has_vocabulary else None
     text_format = TextFormat.of_training(source, is_encoder_decoder=config.is_encoder_decoder)
-    parts = [
-        (run.checkpoints / str(step) / MANIFEST).read_bytes(),
-        json.dumps(read_config(run)["model"], sort_keys=True).encode(),
-        vocabulary.fingerprint().encode() if vocabulary else b"",
-    ]
-    fingerprint = hashlib.sha256(b"\n".join(parts)).hexdigest()
+    fingerprint = checkpoint_fingerprint(run, step, vocabulary)
     return Model(config, params, vocabulary, step, text_format, fingerprint, devices)
 
 

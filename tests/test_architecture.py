@@ -41,6 +41,7 @@ ARROWS = {
     "inference": ("models", "moe", "layers", "checkpoint", "planner", "tree", "storage"),
     "api": ("training", "inference", "interop", "analysis"),
     "text_evaluation": ("api",),
+    "deploy": ("api",),
     "serving": ("api", "inference"),
     "bench": ("api", "training", "inference", "interop", "analysis", "serving", "manifest"),
     "cli": (ALL,),
@@ -172,6 +173,10 @@ def test_sizes():
     later = (
         "switchx/storage/",
         "switchx/cli/simulate.py",
+        "switchx/deploy/",
+        "switchx/cli/deploy.py",
+        "switchx/models/reshape.py",
+        "switchx/planner/serving.py",
         "switchx/bench/storage",
         "switchx/bench/offload.py",
         "switchx/bench/elastic.py",

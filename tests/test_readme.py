@@ -88,6 +88,10 @@ VARIANTS = {
     "--gin.SwitchConfig.group_size=64 --model_dir=runs/stages": T5_OF_2,
     f"{EIGHT} {TINY} --gin_file=configs/meshes/fsdp_fused.gin "
     "--gin.SwitchConfig.group_size=64 --model_dir=runs/fused": T5,
+    f"{EIGHT} {TINY} --gin_file=configs/meshes/data_expert.gin "
+    "--gin.SwitchConfig.group_size=64 --gin.SwitchConfig.num_replicas=8 "
+    "--model_dir=runs/replicas": T5,
+    f"switchx {TINY} --gin_file=configs/tasks/stdlib_by_task.gin --model_dir=runs/tasks": T5,
     f"{EIGHT} {TINY} --gin.SwitchConfig.group_size=64 --mesh=auto --hardware=v5e "
     "--model_dir=runs/elastic": T5,
 }  # fmt: skip
@@ -95,6 +99,8 @@ VARIANTS = {
 # Command -> the test that runs it.
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
+    "switchx deploy --model_dir=runs/pretrain_tiny --output=deployed --experts=4 --bits=4 "
+    "--platform=tpu": "tests/deploy/test_deploy.py::test_commands_of_the_page_run",
     "switchx simulate cache --model_dir=runs/pretrain_tiny --output=cache.gin": (
         "tests/storage/test_docs.py::test_commands_run"
     ),

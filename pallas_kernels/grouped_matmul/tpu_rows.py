@@ -22,6 +22,8 @@ from pallas_kernels.operands import result_type
 from pallas_kernels.tiling.tpu import Problem, Tiling, vmem_limit_bytes
 from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu, padded_shape, padded_to_tiles
 
+ROWS_OF_A_TILE = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
@@ -91,11 +93,13 @@ def multiply_rows(
     Args:
         w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8 or int4.
     """
-    R, D = x_RD.shape
+    num_rows = len(x_RD)
     F = w.shape[1] if is_output_major else w.shape[2]
+    epilogue = epilogue or Epilogue()
+    x_RD, epilogue = _with_whole_tiles(x_RD, epilogue)
+    R, D = x_RD.shape
     tiling.check(D, F)
     problem = Problem.of(R, D, F, w.shape[0], x_RD.dtype, w.dtype)
-    epilogue = epilogue or Epilogue()
     operands, specs = _epilogue_operands(epilogue, tiling)
     G = 1 if epilogue.scale_EGF is None else epilogue.scale_EGF.shape[1]
     plan = _Plan(
@@ -125,7 +129,21 @@ def multiply_rows(
         (out_shape, x_RD.dtype), problem, tiling, scratch=scratch, bytes_accessed=num_bytes,
         interpret=interpret, name="multiply_rows",
     )  # fmt: skip
-    return y_RF[:R, :F]
+    return y_RF[:num_rows, :F]
+
+
+def _with_whole_tiles(x_RD, epilogue: Epilogue):
+    """The rows and their gates, padded to a multiple of 8: Mosaic copies whole tiles of memory.
+
+    Few texts that are decoded together have fewer rows. Rows past the last expert's are not
+    read.
+    """
+    missing = -len(x_RD) % ROWS_OF_A_TILE
+    if not missing:
+        return x_RD, epilogue
+    if epilogue.gate_R is not None:
+        epilogue = dataclasses.replace(epilogue, gate_R=jnp.pad(epilogue.gate_R, (0, missing)))
+    return jnp.pad(x_RD, ((0, missing), (0, 0))), epilogue
 
 
 def pipelined(

@@ -5,6 +5,8 @@ Nothing here changes the folder. Where several processes run, all of them call e
 """
 
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import pathlib
@@ -17,8 +19,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.checkpoint.items import find_damage, read_items, read_manifest, stored_items
-from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.items import (
+    MANIFEST,
+    find_damage,
+    read_items,
+    read_manifest,
+    stored_items,
+)
+from switchx.checkpoint.run_folder import RunFolder, read_config
+from switchx.data.tokenizers import Vocabulary
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
@@ -221,3 +230,16 @@ def _cut(target, array: jax.Array) -> jax.Array | _Repeats:
     layers = jax.jit(list, out_shardings=shardings)(array)
     array.delete()
     return _Repeats(layers)
+
+
+def checkpoint_fingerprint(run: RunFolder, step: int, vocabulary: Vocabulary | None) -> str:
+    """SHA-256 of what a checkpoint's model is: its manifest, configuration and vocabulary.
+
+    No parameter is read: the manifest has their checksums.
+    """
+    parts = [
+        (run.checkpoints / str(step) / MANIFEST).read_bytes(),
+        json.dumps(read_config(run)["model"], sort_keys=True).encode(),
+        vocabulary.fingerprint().encode() if vocabulary else b"",
+    ]
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()

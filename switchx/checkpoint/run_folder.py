@@ -198,13 +198,15 @@ def require_shared(run: RunFolder, patience_s: float = PATIENCE_S) -> None:
 
 
 def write_converted(
-    run: RunFolder, config: ModelConfig, params: dict, vocabulary, origin: str
+    run: RunFolder, config: ModelConfig, params: dict, vocabulary, origin: str, source=None
 ) -> None:
     """Writes a model from elsewhere into an existing, empty folder, as checkpoint 0.
 
     Args:
         params: NumPy or JAX arrays, in the dtypes of `config.precision.params`.
         origin: what the model was converted from, in words.
+        source: description of the tasks that it was trained on, which say what texts become
+            for it; None where they are not known.
 
     Raises:
         ValueError: the parameters are not those of the configuration (all that differ are
@@ -225,4 +227,5 @@ def write_converted(
         writer.save(folder / "params", params)
     write_manifest(folder, Manifest(0, None, {}))
     description = {"type": "ConvertedModel", "origin": origin, "model": describe(config)}
+    description |= {} if source is None else {"source": source}
     write_atomically(run.config, (json.dumps(description, indent=2) + "\n").encode())

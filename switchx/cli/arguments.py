@@ -280,6 +280,24 @@ def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
     return job
 
 
+def parse_job_of(arguments: argparse.Namespace, folder):
+    """The same of a run folder: what it was trained with, where no gin file is given.
+
+    Args:
+        folder: a `RunFolder`.
+
+    Raises:
+        ConfigurationError: see `parse_job`.
+        ValueError: the folder is none of a run; says what is there.
+    """
+    if arguments.gin_file is None and not folder.operative_config.is_file():
+        raise ValueError(
+            f"{folder.root} is not a run folder, it has no {folder.operative_config.name}: "
+            f"{folder.found()}; give the model_dir of a run, or --gin_file"
+        )
+    return parse_job(arguments, default_file=str(folder.operative_config))
+
+
 def simulate_devices(number: int) -> None:
     """So many devices on CPU, unless XLA_FLAGS says how many. JAX reads it at its first use."""
     flags = os.environ.get("XLA_FLAGS", "")

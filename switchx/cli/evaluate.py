@@ -130,18 +130,13 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
 
     is_quantized = is_artifact(arguments.model_dir)
     folder = RunFolder(arguments.model_dir)
-    if arguments.gin_file is None and not folder.operative_config.is_file():
-        if is_quantized:
-            raise ValueError(
-                f"{folder.root} is quantized, and does not know its tasks; give the gin files "
-                "that do, such as --gin_file=DIR/operative_config.gin of the run it was made "
-                "from"
-            )
+    if is_quantized and arguments.gin_file is None:
         raise ValueError(
-            f"{folder.root} is not a run folder, it has no {folder.operative_config.name}: "
-            f"{folder.found()}; give the model_dir of a run, or --gin_file"
+            f"{folder.root} is quantized, and does not know its tasks; give the gin files "
+            "that do, such as --gin_file=DIR/operative_config.gin of the run it was made "
+            "from"
         )
-    job = shared.parse_job(arguments, default_file=str(folder.operative_config))
+    job = shared.parse_job_of(arguments, folder)
     job = dataclasses.replace(job, source=_with_split(job.source, arguments.split))
     wanted = metrics_of(job.source, arguments.metrics, arguments.tasks)
     step, metrics = arguments.step, {}

@@ -10,6 +10,7 @@ from switchx.cli import (
     checkpoint,
     compile,
     convert,
+    deploy,
     evaluate,
     export,
     generate,
@@ -30,8 +31,8 @@ from switchx.cli.arguments import (
 )
 
 COMMANDS = (
-    train, evaluate, generate, serve, quantize, export, convert, vocab, checkpoint, show, plan,
-    simulate, compile, bench,
+    train, evaluate, generate, serve, quantize, export, deploy, convert, vocab, checkpoint,
+    show, plan, simulate, compile, bench,
 )  # fmt: skip
 
 DESCRIPTION = """\

@@ -84,6 +84,17 @@ def write_artifact(
     Raises:
         ValueError: see `manifest.new_folder`.
     """
+    with new_folder(folder) as partial:
+        save_file(named_leaves(packed(params)), partial / WEIGHTS)
+        add_files(partial)
+        describe_artifact(partial, config, params, about)
+        return num_bytes(partial)
+
+
+def describe_artifact(
+    folder: pathlib.Path, config: ModelConfig, params: dict, about: dict[str, Any]
+) -> None:
+    """Writes `artifact.json` into a folder that has the model's weights, packed, already."""
     content = HEADER | {
         "model": dataclasses.asdict(config),
         "quantized": {
@@ -93,11 +104,7 @@ def write_artifact(
         },
         "about": about,
     }
-    with new_folder(folder) as partial:
-        save_file(named_leaves(packed(params)), partial / WEIGHTS)
-        add_files(partial)
-        write_manifest(partial, MANIFEST, content, "sha256")
-        return num_bytes(partial)
+    write_manifest(folder, MANIFEST, content, "sha256")
 
 
 def read_artifact(folder: str | os.PathLike) -> Artifact:

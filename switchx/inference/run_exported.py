@@ -113,6 +113,16 @@ class ExportedModel:
             for b in range(len(inputs))
         ]
 
+    def lowered_step(self):
+        """The step for these devices, to be compiled: `.compile()` says what it takes."""
+        state = {
+            name: jax.ShapeDtypeStruct(
+                each["shape"], each["dtype"], sharding=self._sharding(each)
+            )
+            for name, each in self._programs["step"]["in"].items()
+        }
+        return self._step.lower(self._weights, state)
+
     def fault(self, tokens: list[int]) -> str | None:
         """Why an input cannot be read, to be said after its name; or None."""
         V = self.manifest["model"]["vocab_size"]

@@ -376,6 +376,7 @@ def not_t5(config: ModelConfig) -> list[str]:
             ("SwitchConfig.shared_d_ff", switch.shared_d_ff, None),
             ("SwitchConfig.expert_bias", switch.expert_bias, False),
             ("RouterConfig.bias_update_rate", switch.router.bias_update_rate, None),
+            ("RouterConfig.counts_merged", switch.router.counts_merged, False),
         ]
     return unexpected(*wanted)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from switchx.fields import require
-from switchx.layers.dense import DenseFFN, split_key, weight
+from switchx.layers.dense import DenseFFN, along_last, split_key, weight, zeros
 from switchx.moe.capacity import into_groups, layer_capacity, layer_groups, out_of_groups
 from switchx.moe.dispatchers import choose_dispatcher
 from switchx.moe.experts import Experts
@@ -46,8 +46,9 @@ class RoutedTokens:
 class RoutedLayer(nnx.Module):
     """The router of a Switch layer; what the experts do is in the classes below it.
 
-    Parameters: `w_router_DE`, unless a hash routes; `router_bias_E` in float32 where the
-    load is balanced by it. No gradient reaches the bias: `training/step.py` moves it.
+    Parameters: `w_router_DE`, unless a hash routes; `router_log_count_E` where experts are
+    merged ones; `router_bias_E` in float32 where the load is balanced by it. No gradient
+    reaches that one: `training/step.py` moves it.
     """
 
     def __init__(self, config, *, key):
@@ -57,6 +58,8 @@ class RoutedLayer(nnx.Module):
             self.w_router_DE = weight(
                 config, key, (D, E), fan_in=D, scale=config.switch.router_init_scale
             )
+        if config.switch.router.counts_merged:
+            self.router_log_count_E = zeros(config, E)
         if config.switch.router.has_bias:
             self.router_bias_E = nnx.Param(jnp.zeros((E,), jnp.float32))
 
@@ -96,6 +99,9 @@ class RoutedLayer(nnx.Module):
         else:
             logits_GTE = hash_logits(into_groups(token_BL, G, T), switch.num_experts)
         prob_GTE = jax.nn.softmax(logits_GTE, axis=-1)
+        if router.counts_merged:
+            count_GTE = along_last(self.router_log_count_E[...], logits_GTE)
+            prob_GTE = jax.nn.softmax(logits_GTE + count_GTE, axis=-1) * jnp.exp(-count_GTE)
         plan = make_plan(
             router,
             logits_GTE,

@@ -39,13 +39,13 @@ class StateArray:
     Attributes:
         name: as `decoder/blocks/1/ffn/w_in_EDF`; of a statistic, that of its parameter.
         dims: its dimension letters; `""` where it is whole on every device.
-        itemsize: bytes of an element.
+        itemsize: bytes of an element; half of one of int4.
     """
 
     name: str
     dims: str
     shape: tuple[int, ...]
-    itemsize: int
+    itemsize: float
     kind: Literal["params", "optimizer"]
 
     @property

@@ -102,7 +102,8 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         expert_bias = _expert_d_ff(config) + D if switch.expert_bias else 0
         one_expert = num_ffns * (_ffn_weights(config, _expert_d_ff(config)) + expert_bias)
         one_expert += num_attentions * _attention_expert_weights(config)
-        per_router = D * switch.router.has_weights + switch.router.has_bias
+        biases = switch.router.has_bias + switch.router.counts_merged
+        per_router = D * switch.router.has_weights + biases
         router = (num_ffns + num_attentions) * per_router * num_experts
         # Experts take the places of FFNs, and of all of attention but its output.
         dense_ffn -= num_ffns * _biased_ffn(config, config.d_ff)

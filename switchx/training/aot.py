@@ -241,10 +241,13 @@ def has_compiler() -> bool:
     return CHILD_VARIABLE in os.environ
 
 
-def run_with_compiler(arguments: Sequence[str], topology: Topology, **options):
+def run_with_compiler(
+    arguments: Sequence[str], topology: Topology, *, module: str = "switchx", **options
+):
     """`python -m switchx ...` in a process that can compile for the slice.
 
     Args:
+        module: that is run.
         options: of `subprocess.run`.
 
     Raises:
@@ -254,7 +257,7 @@ def run_with_compiler(arguments: Sequence[str], topology: Topology, **options):
         variables = tpu_compiler.compiler_variables()
     else:
         variables = gpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "switchx", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(
         command, env=os.environ | variables | {CHILD_VARIABLE: "1"}, **options
     )

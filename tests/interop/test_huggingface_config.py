@@ -298,6 +298,10 @@ def test_a_model_that_transformers_has_not_with_all_reasons():
             "RouterConfig.bias_update_rate=0.1 (expected None)",
         ),
         (
+            {"router": RouterConfig(counts_merged=True)},
+            "RouterConfig.counts_merged=True (expected False)",
+        ),
+        (
             {"router": RouterConfig(overflow="reroute")},
             "RouterConfig.overflow='reroute' (expected 'drop' or 'dropless')",
         ),

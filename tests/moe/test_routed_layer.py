@@ -134,6 +134,24 @@ def test_hash_sends_every_id_to_its_expert_ungated():
     assert stats.gate == stats.tokens
 
 
+def test_merged_experts_count_as_those_that_they_stand_for():
+    """p_e = exp(z_e) / sum_j m_j exp(z_j), and the largest logit is chosen."""
+    layer, params = make(RouterConfig(counts_merged=True, overflow="dropless", jitter=0.0))
+    count_E = np.array([1.0, 3.0, 2.0, 1.0])
+    params["router_log_count_E"] = jnp.asarray(np.log(count_E), jnp.float32)
+    y_BLD, stats = run(layer, params)
+    x_BLD, is_token_BL, _ = inputs()
+    want_BLD, gates = np.zeros_like(x_BLD), []
+    for b, t in np.argwhere(is_token_BL):
+        z_E = x_BLD[b, t].astype(np.float64) @ params["w_router_DE"]
+        gate_E = np.exp(z_E) / np.sum(count_E * np.exp(z_E))
+        e = np.argmax(z_E)
+        want_BLD[b, t] = gate_E[e] * expert(params, e, x_BLD[b, t])
+        gates.append(gate_E[e])
+    np.testing.assert_allclose(y_BLD, want_BLD, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stats.gate, np.sum(gates), rtol=1e-5)
+
+
 def test_dropless_drops_nothing_when_all_tokens_want_one_expert():
     for router, dropped in ((RouterConfig(), True), (RouterConfig(overflow="dropless"), False)):
         layer, params = make(router)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx deploy`: from a trained run to a folder that is served, in six steps."""
+
+import argparse
+import functools
+import math
+from typing import Any
+
+from switchx.cli import arguments as shared
+from switchx.inference.config import DecodingConfig
+
+DESCRIPTION = """\
+Makes of a run what is served, a folder a step (SE-MoE, section 3.1):
+
+  switchx deploy --model_dir=runs/tiny --output=deployed --experts=4 --bits=4 --platform=cpu
+  switchx serve --model_dir=deployed/6_deploy
+  echo "[69, 70, 258, 1]" | python deployed/6_deploy/run.py
+
+  1_fuse      one unsharded model, without the optimizer
+  2_reduce    --experts: fewer of them, like ones merged or the least used dropped
+  3_convert   layers unrolled, --dtype
+  4_segment   split over --devices of --memory GiB, as the planner chooses
+  5_optimize  --bits of an expert's weight; programs for --platform
+  6_deploy    what run.py and `switchx serve` read
+
+The same command again goes on with the first step that is not whole. One with other settings
+begins with the first step that they concern. After each step bytes, validation loss, tokens a
+second and, from the third on, the tokens that differ from those of the same weights in this
+process are printed. The exit status is 1 where a check does not hold.
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "deploy", run, "make a folder that is served, in six steps", DESCRIPTION
+    )
+    shared.add_model_dir(parser, "run folder of `switchx train`; nothing is written there")
+    shared.add_output(
+        parser, "folder of the steps; made, or gone on with", "DIR", required=True
+    )
+    shared.add_gin_arguments(parser, default="those of the run, for its validation text")
+    shared.add_step(parser, "checkpoint to deploy")
+    number = functools.partial(parser.add_argument, metavar="N")
+    number("--experts", type=int, help="of each Switch layer; default: all that there are")
+    parser.add_argument(
+        "--reduce",
+        choices=("merge", "drop"),
+        default="merge",
+        help="with --experts: merge experts that compute alike, or drop the least used ones "
+        "(default: merge)",
+    )
+    parser.add_argument(
+        "--teacher", metavar="DIR", help="refused: there is no distillation in this version"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of parameters and of computing, routers apart; default: as they are",
+    )
+    number("--devices", type=shared.positive, default=1, help="to split over (default: 1)")
+    shared.add_mesh(parser, "the planner's for --devices")
+    parser.add_argument(
+        "--memory", type=float, metavar="GIB", help="of a device; default: no limit"
+    )
+    parser.add_argument(
+        "--bits", type=int, choices=(4, 8), help="of an expert's weight; default: as they are"
+    )
+    parser.add_argument(
+        "--platform", required=True, choices=("cpu", "tpu", "cuda"), help="to export for"
+    )
+    parser.add_argument(
+        "--device_kind",
+        metavar="NAME",
+        help="device whose kernels are taken, as JAX names it; default: TPU v5 lite, NVIDIA "
+        "H200",
+    )
+    number("--batch_size", type=int, default=8, help="inputs at once (default: %(default)s)")
+    number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
+    # Searched for, not sampled: tokens are compared.
+    shared.add_options(
+        parser, DecodingConfig, ("max_new_tokens", "beam_size", "length_penalty")
+    )
+    shared.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.teacher is not None:
+        raise ValueError(
+            f"--teacher={arguments.teacher}: there is no distillation in this version; leave "
+            "it out, and use --experts with --reduce=merge or drop"
+        )
+    if arguments.mesh is not None:
+        needed = math.prod(arguments.mesh.values())
+        if arguments.devices not in (1, needed):
+            raise ValueError(
+                f"--devices={arguments.devices} with a --mesh of {needed}; leave out one"
+            )
+        arguments.devices = needed
+    if arguments.devices > 1:
+        shared.simulate_devices(arguments.devices)
+    from switchx.bench.report import Report
+    from switchx.cli.progress import TerminalReporter
+
+    with TerminalReporter() as reporter:
+        reporter.note("loading JAX and the data libraries")
+        rows, checks = _deploy(arguments, reporter)
+    Report("deploy", rows, checks).print(arguments.json)
+    return 0 if all(check.holds for check in checks) else 1
+
+
+def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any]], list]:
+    from switchx.bench.report import Check
+    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.deploy.folders import require_deployment, steps_done_twice
+    from switchx.deploy.measure import Text
+    from switchx.deploy.plan import DeployPlan
+    from switchx.deploy.steps import Deployment
+    from switchx.training.resume import check_same_model
+
+    settings = _settings(arguments)
+    require_deployment(arguments.output)
+    plan = DeployPlan(arguments.model_dir, arguments.step, settings)
+    folder = RunFolder(arguments.model_dir)
+    job = check_same_model(folder, shared.parse_job_of(arguments, folder))
+    split = plan.split
+    if settings.devices > 1 or settings.memory_gib is not None:
+        reporter.note(
+            f"split {split.name}: {split.total / 2**20:,.2f} MiB a device, "
+            f"{split.weights / 2**20:,.2f} of it weights"
+        )
+
+    def text() -> Text:
+        reporter.note("reading the validation text")
+        return Text.of(job, settings.batch_size, settings.input_length)
+
+    deployment = Deployment(plan, text, _command(arguments))
+    made = deployment.run(arguments.output, reporter.note)
+    (optimized,) = (each.measured for each in made if "compiled" in each.measured)
+    rows = [*map(_measured, made), *map(_made, made), _optimized(optimized)]
+    differing = sum(each.measured.get("tokens_differing") or 0 for each in made)
+    return rows, [
+        Check("tokens_differing", differing, "==0"),
+        Check("steps_done_twice", steps_done_twice(arguments.output), "==0"),
+        *_fits(optimized, settings.memory_gib),
+    ]
+
+
+def _measured(each) -> dict[str, Any]:
+    """A step's row of what was measured."""
+    measured = each.measured
+    return {
+        "step": each.path.name,
+        "experts": measured["experts"],
+        "weights_mib": measured["bytes_of_weights"] / 2**20,
+        "files_mib": measured["bytes_of_files"] / 2**20,
+        "loss_nats": measured["validation_loss"],
+        "tokens_per_s": measured["tokens_per_s"],
+        "differing": measured["tokens_differing"],
+    }
+
+
+def _made(each) -> dict[str, Any]:
+    """A step's row of how it was made."""
+    measured = each.measured
+    collectives = measured.get("collectives") or {}
+    return {
+        "folder": each.path.name,
+        "made": "now" if each.is_new else "before",
+        "seconds": measured["seconds"],
+        "mesh": measured.get("mesh"),
+        "collectives": " ".join(f"{n} {kind}" for kind, n in collectives.items()) or None,
+    }
+
+
+def _optimized(measured: dict[str, Any]) -> dict[str, Any]:
+    """The row of how the deployed programs have their experts, and what the compiler says."""
+    compiled = measured["compiled"] or {}
+    return {
+        "experts_are": measured["experts_are"],
+        "because": measured["because"],
+        "compiled_for": compiled.get("topology"),
+        **{
+            f"{name}_mib": compiled[name]["needed_bytes"] / 2**20 if compiled else None
+            for name in ("prefill", "step")
+        },
+    }
+
+
+def _fits(measured: dict[str, Any], memory_gib: float | None) -> list:
+    """The check that what the compiler needs is there, where there is a compiler."""
+    from switchx.bench.report import Check
+
+    if measured["compiled"] is None or memory_gib is None:
+        return []
+    needed = max(measured["compiled"][name]["needed_bytes"] for name in ("prefill", "step"))
+    return [Check("fits", int(needed <= memory_gib * 2**30), "==1")]
+
+
+def _settings(arguments: argparse.Namespace):
+    from switchx.deploy.plan import DeploySettings
+
+    decoding = DecodingConfig(**shared.options_of(arguments, DecodingConfig))
+    names = (
+        "platform", "experts", "reduce", "dtype", "devices", "bits", "device_kind",
+        "batch_size", "input_length",
+    )  # fmt: skip
+    given = {name: getattr(arguments, name) for name in names}
+    given["mesh"] = arguments.mesh
+    return DeploySettings(memory_gib=arguments.memory, decoding=decoding, **given)
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """The command that makes this again, for messages of what is deployed."""
+    names = (
+        "model_dir", "output", "step", "experts", "reduce", "dtype", "devices", "memory",
+        "bits", "device_kind", "batch_size", "input_length",
+    )  # fmt: skip
+    given = {name: getattr(arguments, name) for name in names}
+    given |= shared.options_of(arguments, DecodingConfig)
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    if arguments.mesh is not None:
+        words += ["--mesh=" + ",".join(f"{axis}={n}" for axis, n in arguments.mesh.items())]
+    words += shared.configuration_words(arguments)
+    return shared.command_line("deploy", *words, f"--platform={arguments.platform}")

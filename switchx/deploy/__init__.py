@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a trained run to a folder that is served: the six steps of SE-MoE's deployment."""

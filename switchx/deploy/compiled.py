@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exported programs compiled for a TPU or a GPU that is not here, and what they take there.
+
+    SWITCHX_AOT_TPU=.venv/aot_tpu switchx deploy --platform=tpu ...
+
+compiles where the compiler is installed (docs/scale.md says how), in a process of its own:
+a JAX that sees the compiler takes the machine for one with accelerators. Nothing is run.
+"""
+
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export as jax_export
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.aot.tpu_compiler import TOPOLOGIES
+from switchx.inference.run_exported import MANIFEST
+from switchx.partitioning.topology import GENERATIONS, Topology
+from switchx.planner.hardware import hardware_of
+from switchx.training.aot import collectives_by_kind, describe_devices, run_with_compiler
+
+PROGRAMS = ("prefill", "step")
+
+
+def slice_for(device_kind: str, devices: int) -> Topology | None:
+    """A slice of so many devices of a kind, of one device the smallest there is.
+
+    None where there is none, or the kind is not known.
+    """
+    try:
+        name = hardware_of(device_kind).name
+    except ValueError:
+        return None
+    if name not in GENERATIONS:
+        return None
+    smallest = Topology.parse(TOPOLOGIES.get(name, name))
+    if devices == 1:
+        return smallest
+    return next(iter(smallest.with_devices(devices)), None)
+
+
+def compile_programs(
+    folder: pathlib.Path, platform: str, topology: Topology
+) -> dict[str, Any] | None:
+    """What the programs of an export take on a device of a slice, by program.
+
+    Returns:
+        `needed_bytes` and `collectives` (how often each kind is executed) of prefill and
+        step; None where no compiler is installed.
+
+    Raises:
+        RuntimeError: the compiler refuses a program, with its error.
+    """
+    words = [str(folder), platform, str(topology)]
+    try:
+        done = run_with_compiler(
+            words, topology, module="switchx.deploy.compiled", capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    if done.returncode:
+        said = re.findall(r"^[\w.]+Error: .*", done.stderr, re.MULTILINE) or ["", done.stderr]
+        raise RuntimeError(
+            f"the compiler for {topology} refuses the programs of {folder.name}: "
+            f"{said[-1].strip()[-600:]}; use another --device_kind, --mesh or --bits"
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: list[str]) -> int:
+    """Compiles in this process: FOLDER PLATFORM TOPOLOGY; prints a JSON object."""
+    folder, platform, name = argv
+    root = pathlib.Path(folder)
+    manifest = json.loads((root / MANIFEST).read_bytes())
+    sizes = manifest["mesh"]
+    needed = int(np.prod(list(sizes.values())))
+    devices = np.array(describe_devices(Topology.parse(name))[:needed], object)
+    types = (AxisType.Auto,) * len(sizes)
+    mesh = Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
+    programs = manifest["programs"][platform]
+    found = {each: _compiled(root, programs, each, platform, mesh) for each in PROGRAMS}
+    print(json.dumps(found))
+    return 0
+
+
+def _compiled(root: pathlib.Path, programs, name: str, platform: str, mesh) -> dict[str, Any]:
+    def structs(described: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            each: jax.ShapeDtypeStruct(
+                x["shape"],
+                x["dtype"],
+                sharding=NamedSharding(mesh, PartitionSpec(*map(tuple, x["axes"]))),
+            )
+            for each, x in described.items()
+        }
+
+    program = programs[name]
+    exported = jax_export.deserialize(bytearray((root / program["file"]).read_bytes()))
+    run = jax.jit(exported.call, donate_argnums=() if name == "prefill" else (1,))
+    traced = run.trace(structs(programs["weights"]), structs(program["in"]))
+    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    memory = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    used = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    executed = collectives_by_kind(compiled.as_text())
+    return {
+        "needed_bytes": memory.argument_size_in_bytes + max(0, results) + used,
+        "collectives": {kind: count for kind, (count, _) in executed.items()},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured after a step of a deployment: loss, tokens, tokens a second; and a sample.
+
+All of it on validation text of the run's own task: the loss of the weights on one device, no
+token dropped, as they are deployed; the tokens that the model writes to the first inputs,
+greedily or by beams.
+Dims: E experts, R rows, D model
+"""
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from switchx.api import Model
+from switchx.data.features import Batch
+from switchx.data.loader import evaluation_batches
+from switchx.data.mixtures import as_mixture
+from switchx.inference.chosen_experts import ChosenExperts, on_host
+from switchx.inference.config import DecodingConfig
+from switchx.inference.expert_slots import slotted
+from switchx.inference.generate import Generator, for_decoding, without_capacity
+from switchx.inference.run_exported import ExportedModel
+from switchx.models.config import ModelConfig
+from switchx.models.params import forward
+from switchx.models.reshape import LayerSample
+from switchx.training.evaluate import eval_step, evaluate
+from switchx.training.job import TrainingJob
+
+# Inputs of a Switch layer that experts are compared on.
+SAMPLE_ROWS = 256
+TIMED_RUNS = 3
+Tokens = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Validation text.
+
+    Attributes:
+        batches: of all tasks, as evaluation in training has them.
+        prompts: token ids of inputs that a model answers.
+    """
+
+    batches: tuple[Batch, ...]
+    prompts: Tokens
+
+    @classmethod
+    def of(cls, job: TrainingJob, num_prompts: int, input_length: int) -> "Text":
+        """The job's evaluation batches, and their first inputs, cut to `input_length`.
+
+        A decoder-only model goes on from the first half of a row's first text.
+        """
+        batches = tuple(
+            itertools.chain.from_iterable(
+                evaluation_batches(
+                    task, job.batches, data_dir=job.data_dir, num_batches=job.eval_batches
+                )
+                for task in as_mixture(job.source).tasks
+            )
+        )
+        stack = "encoder" if job.model.is_encoder_decoder else "decoder"
+        prompts = []
+        for batch in batches:
+            tokens_BL, segment_BL = (
+                batch[f"{stack}_{name}"] for name in ("input_tokens", "segment_ids")
+            )
+            for token_L, segment_L in zip(tokens_BL, segment_BL, strict=True):
+                text = token_L[segment_L == 1].tolist()
+                if stack == "decoder":
+                    text = text[: (len(text) + 1) // 2]
+                if text:
+                    prompts.append(text[:input_length])
+        return cls(batches, prompts[:num_prompts])
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a model wrote to the prompts: the best hypothesis of each, and how fast."""
+
+    tokens: Tokens
+    tokens_per_s: float
+
+
+def validation_loss(model: Model, text: Text) -> float:
+    """Nats a target token, the mean over all batches; no token is dropped."""
+    step = functools.partial(_eval_step, without_capacity(model.config))
+    return evaluate(step, model.params, text.batches)["cross_entropy"]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _eval_step(config: ModelConfig, params, batch):
+    return eval_step(config, params, batch)
+
+
+def written_by(model: Model, text: Text, decoding: DecodingConfig) -> Written:
+    """By the model in this process, on one device."""
+    config, size = for_decoding(model.config), max(len(text.prompts), 1)
+    generator = Generator(config, model.params, decoding, size)
+
+    def write() -> list[tuple[list[int], bool]]:
+        found = [(number, best) for number, (best, *_) in generator(text.prompts)]
+        return [(best.tokens, best.is_finished) for _, best in sorted(found, key=_number)]
+
+    return _timed(write)
+
+
+def written_by_export(model: ExportedModel, text: Text) -> Written:
+    """By exported programs, on the devices that they are for."""
+
+    def write() -> list[tuple[list[int], bool]]:
+        best = [best for best, *_ in model.generate(text.prompts)]
+        return [(each["tokens"], each["is_finished"]) for each in best]
+
+    return _timed(write)
+
+
+def tokens_differing(found: Tokens, expected: Tokens) -> int:
+    """Places at which outputs differ, those that one of the two lacks among them."""
+    pairs = itertools.zip_longest(found, expected, fillvalue=())
+    return sum(
+        one != other
+        for pair in pairs
+        for one, other in itertools.zip_longest(*map(tuple, pair))
+    )
+
+
+def sample_layers(model: Model, text: Text) -> list[LayerSample]:
+    """What the Switch layers read of the validation text, in the order of the layers."""
+    switch = model.config.switch
+    config, params = on_host(model.config, model.params)
+    config = slotted(without_capacity(config))
+    listener = _Listener(config, params, switch.num_experts)
+    for batch in text.batches:
+        listener.run(_logits, config, params=listener.params, batch=batch)
+    return [
+        LayerSample(load_E, _spread(np.concatenate(parts), SAMPLE_ROWS))
+        for load_E, parts in zip(listener.load_NE, listener.rows_N, strict=True)
+    ]
+
+
+class _Listener(ChosenExperts):
+    """All experts of a model, and what they are given."""
+
+    def __init__(self, config: ModelConfig, params: dict, slots: int):
+        super().__init__(config, params, slots)
+        layers = len(config.sparse_layer_names)
+        self.load_NE = np.zeros((layers, slots), np.int64)
+        self.rows_N: list[list[np.ndarray]] = [[] for _ in range(layers)]
+
+    def run_rows(self, layer: int, x_RD, count_E):
+        count_E = np.asarray(count_E)
+        self.load_NE[layer] += count_E
+        used_RD = np.asarray(x_RD, np.float32)[: count_E.sum()]
+        # Of every batch as many: the rows of one are sorted by expert.
+        self.rows_N[layer].append(_spread(used_RD, SAMPLE_ROWS))
+        return super().run_rows(layer, x_RD, count_E)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _logits(config: ModelConfig, params, batch):
+    return forward(config, params, batch, is_training=False)[0]
+
+
+def _spread(x_RD: np.ndarray, rows: int) -> np.ndarray:
+    """So many rows at even distances; all where there are no more."""
+    if len(x_RD) <= rows:
+        return x_RD
+    return x_RD[np.linspace(0, len(x_RD) - 1, rows).astype(int)]
+
+
+def _number(numbered: tuple) -> int:
+    return numbered[0]
+
+
+def _timed(write: Callable[[], Sequence[tuple[list[int], bool]]]) -> Written:
+    """The outputs, and the median speed of some runs after the first, which compiles."""
+    outputs, seconds = write(), []
+    for _ in range(TIMED_RUNS):
+        started = time.perf_counter()
+        write()
+        seconds.append(time.perf_counter() - started)
+    number = sum(len(tokens) + is_finished for tokens, is_finished in outputs)
+    return Written([tokens for tokens, _ in outputs], number / statistics.median(seconds))

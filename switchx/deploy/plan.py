@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be made of a run, checked against its model and the devices beforehand.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1: the resources decide how the model is
+split over devices.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+
+from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
+from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
+from switchx.data.tasks import TextFormat
+from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary
+from switchx.fields import check_choices, require, require_above_zero, require_at_least
+from switchx.inference.artifact import is_artifact
+from switchx.inference.config import DecodingConfig
+from switchx.inference.export import DEVICE_KINDS, Target
+from switchx.inference.generate import for_decoding, positions_needed
+from switchx.models.config import ModelConfig
+from switchx.models.params import abstract_params
+from switchx.models.reshape import reduced_config
+from switchx.partitioning.mesh import MeshSpec
+from switchx.planner.hardware import Hardware, hardware_of
+from switchx.planner.serving import ServedModel, Split, choose_split, weights_of
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class DeploySettings:
+    """What is to be made of a run.
+
+    Attributes:
+        platform: one of `DEVICE_KINDS`; programs for the machine at hand are made beside.
+        experts: of each Switch layer; None keeps all.
+        reduce: like experts are merged, or the least used ones dropped.
+        dtype: of parameters and of computing, routers apart; None keeps both.
+        devices, memory_gib: how many, and what each has for the model; None is no limit.
+        mesh: sizes of its axes, in the planner's place; their product is `devices`.
+        bits: of a weight of an expert; None does not quantize.
+        device_kind: as JAX names it; None is that of `DEVICE_KINDS`.
+        batch_size, input_length: what the programs are for.
+    """
+
+    platform: str
+    experts: int | None = None
+    reduce: Literal["merge", "drop"] = "merge"
+    dtype: Literal["bfloat16", "float32"] | None = None
+    devices: int = 1
+    memory_gib: float | None = None
+    mesh: Mapping[str, int] | None = None
+    bits: Literal[4, 8] | None = None
+    device_kind: str | None = None
+    batch_size: int = 8
+    input_length: int = 64
+    decoding: DecodingConfig = DecodingConfig()
+
+    def __post_init__(self):
+        check_choices(self)
+        require_at_least(self, 1, "devices", "batch_size", "input_length")
+        require_above_zero(self, "memory_gib")
+        for name, value, choices in (
+            ("platform", self.platform, tuple(DEVICE_KINDS)),
+            ("dtype", self.dtype, (None, "bfloat16", "float32")),
+            ("bits", self.bits, (None, 4, 8)),
+        ):
+            require(
+                value in choices,
+                f"{name}={value!r}; use {', '.join(map(str, choices))}",
+            )
+
+
+class DeployPlan:
+    """A run and what is to be made of it, checked.
+
+    Attributes:
+        run_folder, step: the run and its checkpoint.
+        source: the model, for the deployment's log.
+        reduced: the model as it is deployed, before its experts are quantized.
+        split: over the devices, of the planner.
+        decoding: how text is generated, with what training did to prompts.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike,
+        step: int | str | None,
+        settings: DeploySettings,
+    ):
+        """Reads the configuration and the checkpoint's bytes, and makes nothing.
+
+        Args:
+            step: of the checkpoint; None is the newest complete one.
+
+        Raises:
+            ValueError: no run or no complete checkpoint, a model that cannot be decoded,
+                settings that do not suit it, memory that is too small, or other devices than
+                there are.
+        """
+        require(
+            not is_artifact(model_dir),
+            f"{model_dir} is made for inference already; give the run folder it was made from",
+        )
+        self.run_folder, self.settings = RunFolder(model_dir), settings
+        self.config = read_model_config(self.run_folder)
+        self.reduced = self._reduced()
+        self._check_lengths()
+        self.split = self._split()
+        self._require_devices()
+        self.step = choose_step(self.run_folder, step)
+        root = self.run_folder.root
+        has_vocabulary = (root / DESCRIPTION_FILE).exists()
+        vocabulary = load_vocabulary(root) if has_vocabulary else None
+        self.source = {
+            "model_dir": str(root),
+            "checkpoint": self.step,
+            "fingerprint": checkpoint_fingerprint(self.run_folder, self.step, vocabulary),
+        }
+        text_format = TextFormat.of_training(
+            read_config(self.run_folder).get("source"),
+            is_encoder_decoder=self.config.is_encoder_decoder,
+        )
+        self.decoding = dataclasses.replace(
+            settings.decoding,
+            pruning="experts",
+            is_prompt_bidirectional=text_format.is_prompt_bidirectional,
+        )
+
+    @property
+    def mesh(self) -> MeshSpec | None:
+        """Of the split; None is one device."""
+        if self.settings.devices == 1:
+            return None
+        return MeshSpec(**({"data": 1} | self.split.sizes))
+
+    def _reduced(self) -> ModelConfig:
+        settings, config = self.settings, self.config
+        for_decoding(config)
+        if settings.experts is not None:
+            is_merged = settings.reduce == "merge"
+            config = reduced_config(config, settings.experts, is_merged=is_merged)
+        require(
+            settings.bits is None or config.switch is not None,
+            f"bits={settings.bits} of a dense model, which has no experts to quantize; leave "
+            "it out",
+        )
+        precision = config.precision
+        if settings.dtype is not None:
+            precision = dataclasses.replace(
+                precision, params=settings.dtype, compute=settings.dtype
+            )
+        return dataclasses.replace(config, precision=precision, scan_layers=False)
+
+    def _check_lengths(self) -> None:
+        settings, config = self.settings, self.config
+        new = settings.decoding.max_new_tokens
+        needed = positions_needed(config, settings.input_length, new)
+        require(
+            needed is None or needed <= config.max_length,
+            f"input_length={settings.input_length} and max_new_tokens={new} need {needed} "
+            f"positions, the model has {config.max_length}; use less",
+        )
+
+    def _split(self) -> Split:
+        settings = self.settings
+        served = ServedModel(
+            self.reduced,
+            weights_of(abstract_params(self.reduced), settings.bits),
+            settings.batch_size,
+            settings.input_length,
+            settings.decoding.max_new_tokens,
+            settings.decoding.beam_size,
+        )
+        memory = None if settings.memory_gib is None else settings.memory_gib * GIB
+        devices, hardware = settings.devices, self._hardware()
+        return choose_split(served, devices, memory, hardware, settings.mesh)
+
+    def _hardware(self) -> Hardware | None:
+        with contextlib.suppress(ValueError):  # of which there is no spec, as of CPUs
+            target = Target(self.settings.platform, self.settings.device_kind)
+            return hardware_of(target.kind)
+        return None
+
+    def _require_devices(self) -> None:
+        """The programs are run here once, on as many devices as they are for."""
+        wanted, here = self.settings.devices, jax.devices()
+        require(
+            wanted in (1, len(here)),
+            f"devices={wanted}, but there are {len(here)} ({here[0].platform}), and the split "
+            "programs are run here once: do it where there are as many, or with "
+            f"JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count={wanted}",
+        )

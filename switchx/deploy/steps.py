@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The six steps from a run to a folder that is served, each on the folder of the one before.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, Figure 3:
+
+    1_fuse      graph fusion: one unsharded model out of a run's checkpoint, no optimizer
+    2_reduce    compression: fewer experts, dropped or merged, and their routers
+    3_convert   graph conversion: layers unrolled, the dtype of inference, an artifact
+    4_segment   graph segmentation: programs split over devices, with their collectives
+    5_optimize  optimization: quantized experts, programs with the kernels of the platform
+    6_deploy    deployment: the folder that `run.py` and `switchx serve` read
+
+The first two are run folders of one checkpoint, so a reduced model can be trained on. From the
+third on tokens are compared with those of the same weights in this process, on one device.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from switchx import api, tree
+from switchx.api import Model
+from switchx.checkpoint.run_folder import (
+    RunFolder,
+    read_config,
+    write_converted,
+)
+from switchx.data.tokenizers import TokenIdVocabulary
+from switchx.deploy.compiled import compile_programs, slice_for
+from switchx.deploy.folders import MANIFEST, Made, Step, run_steps
+from switchx.deploy.measure import (
+    Text,
+    sample_layers,
+    tokens_differing,
+    validation_loss,
+    written_by,
+    written_by_export,
+)
+from switchx.deploy.plan import DeployPlan
+from switchx.inference.artifact import describe_artifact, write_artifact
+from switchx.inference.export import Shapes, Target, export_model
+from switchx.inference.quantize import model_bytes, native, quantize_experts
+from switchx.inference.run_exported import ExportedModel
+from switchx.manifest import git_commit, num_bytes
+from switchx.models.config import ModelConfig
+from switchx.models.reshape import drop_experts, merge_experts
+from switchx.models.unroll import unrolled
+from switchx.partitioning.hlo_collectives import executed_collectives
+
+GIB = 2**30
+REDUCTIONS = {"merge": merge_experts, "drop": drop_experts}
+
+
+class Deployment:
+    """Makes the folder of a plan."""
+
+    def __init__(self, plan: DeployPlan, text: Callable[[], Text], rebuild: str):
+        """Makes nothing yet.
+
+        Args:
+            text: reads the validation text; called once, when a step needs it.
+            rebuild: the command, for messages of what is deployed.
+        """
+        self.plan, self.rebuild = plan, rebuild
+        self._text = functools.cache(text)
+
+    def run(
+        self, output: str | os.PathLike, note: Callable[[str], None] = lambda said: None
+    ) -> list[Made]:
+        """Makes what is missing of the folder; see `folders.run_steps`."""
+        return run_steps(output, self.plan.source, self._steps(), note)
+
+    def _steps(self) -> list[Step]:
+        settings, plan = self.plan.settings, self.plan
+        mesh = plan.split.sizes if settings.devices > 1 else {}
+        decoding = dataclasses.asdict(plan.decoding)
+        shapes = {"batch_size": settings.batch_size, "input_length": settings.input_length}
+        how = None if settings.experts is None else settings.reduce
+        target = {"platform": settings.platform, "device_kind": settings.device_kind}
+        return [
+            Step("fuse", {"checkpoint": self.plan.step}, self._fuse),
+            Step("reduce", {"experts": settings.experts, "how": how}, self._reduce),
+            Step("convert", {"dtype": settings.dtype, "decoding": decoding} | shapes,
+                 self._convert),
+            Step("segment", {"mesh": mesh}, self._segment),
+            Step("optimize", {"bits": settings.bits} | target, self._optimize),
+            Step("deploy", {}, self._deploy),
+        ]  # fmt: skip
+
+    # The steps.
+
+    def _fuse(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+        model = api.load(self.plan.run_folder.root, self.plan.step)
+        self._write_run(folder, model, model.config, model.params)
+        return self._measured(folder, api.load(folder))
+
+    def _reduce(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+        model, settings = api.load(made["fuse"].path), self.plan.settings
+        config, params = model.config, model.params
+        if settings.experts is not None:
+            samples = sample_layers(model, self._text())
+            reduction = REDUCTIONS[settings.reduce]
+            config, params = reduction(config, params, samples, settings.experts)
+        self._write_run(folder, model, config, params)
+        return self._measured(folder, api.load(folder))
+
+    def _convert(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+        model = api.load(made["reduce"].path)
+        config, params = _converted(model.config, model.params, self.plan.settings.dtype)
+        if self.plan.settings.dtype is not None:
+            model = dataclasses.replace(model, config=config, params=params)
+        expected = written_by(model, self._text(), self.plan.decoding).tokens
+        about = self._about(model, bits=None)
+        write_artifact(folder, config, params, about, model.save_vocabulary)
+        return self._measured(folder, api.load(folder), expected)
+
+    def _segment(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+        model, expected = api.load(made["convert"].path), made["convert"].measured["expected"]
+        here = Target(_platform_here(), mesh=self.plan.mesh)
+        self._export(folder, model, model.config, model.params, [here], model.save_vocabulary)
+        measured = self._measured_export(folder, expected)
+        measured["validation_loss"] = validation_loss(model, self._text())
+        measured["collectives"] = {}
+        if self.plan.mesh is not None:
+            text = ExportedModel(folder).lowered_step().compile().as_text()
+            for each, count in executed_collectives(text).items():
+                kinds = measured["collectives"]
+                kinds[each.kind] = kinds.get(each.kind, 0) + count
+        return measured
+
+    def _optimize(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+        settings, model = self.plan.settings, api.load(made["convert"].path)
+        config, params = model.config, model.params
+        if settings.bits is not None:
+            config, params, *_ = quantize_experts(config, params, bits=settings.bits)
+        in_use = dataclasses.replace(model, config=config, params=native(params))
+        expected = written_by(in_use, self._text(), self.plan.decoding).tokens
+        targets = {
+            settings.platform: Target(settings.platform, settings.device_kind, self.plan.mesh)
+        }
+        here = _platform_here()
+        targets.setdefault(here, Target(here, mesh=self.plan.mesh))
+
+        def add_files(partial: pathlib.Path) -> None:
+            model.save_vocabulary(partial)
+            describe_artifact(partial, config, params, self._about(model, settings.bits))
+
+        self._export(folder, model, config, params, list(targets.values()), add_files)
+        measured = self._measured_export(folder, expected)
+        measured["validation_loss"] = validation_loss(in_use, self._text())
+        measured["compiled"] = self._compiled(folder, targets[settings.platform])
+        # What does not fit was refused before the first step.
+        why = "all fit, and exported programs have no ring of host memory"
+        return measured | {"experts_are": "resident", "because": why}
+
+    def _deploy(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+        before = made["optimize"]
+        for path in before.path.iterdir():
+            if path.name != MANIFEST:
+                _link(path, folder / path.name)
+        expected = before.measured["expected"]
+        measured = self._measured_export(folder, expected)
+        served = api.load(folder)
+        found = written_by(served, self._text(), self.plan.decoding).tokens
+        measured["tokens_differing"] += tokens_differing(found, expected)
+        measured["validation_loss"] = validation_loss(served, self._text())
+        return measured
+
+    # What they write and measure.
+
+    def _write_run(self, folder: pathlib.Path, model: Model, config, params) -> None:
+        vocabulary = model.vocabulary or TokenIdVocabulary(config.vocab_size)
+        origin = f"switchx deploy: {self.plan.source['model_dir']}, checkpoint {self.plan.step}"
+        source = read_config(self.plan.run_folder).get("source")
+        write_converted(RunFolder(folder), config, params, vocabulary, origin, source)
+
+    def _export(
+        self, folder: pathlib.Path, model: Model, config, params, targets, add_files
+    ) -> None:
+        shapes = Shapes(self.plan.settings.batch_size, self.plan.settings.input_length)
+        about = self._about(model, self.plan.settings.bits) | {
+            "rebuild": self.rebuild,
+            "fingerprint": model.fingerprint,
+        }
+        export_model(
+            folder, config, params, self.plan.decoding, shapes, targets, about, add_files
+        )
+
+    def _compiled(self, folder: pathlib.Path, target: Target) -> dict[str, Any] | None:
+        """What the programs take on the platform, where its compiler is; None elsewhere.
+
+        Those for the machine at hand were compiled to be run.
+        """
+        topology = slice_for(target.kind, self.plan.settings.devices)
+        if target.platform == _platform_here() or topology is None:
+            return None
+        found = compile_programs(folder, target.platform, topology)
+        return None if found is None else {"topology": str(topology)} | found
+
+    def _about(self, model: Model, bits: int | None) -> dict[str, Any]:
+        return {
+            "source": self.plan.source["model_dir"],
+            "source_fingerprint": self.plan.source["fingerprint"],
+            "step": self.plan.step,
+            "bits": bits,
+            "text_format": dataclasses.asdict(model.text_format),
+            "versions": {"switchx": git_commit(), "jax": jax.__version__},
+        }
+
+    def _measured(self, folder: pathlib.Path, model: Model, expected=None) -> dict[str, Any]:
+        """Of a model that was read back, on one device."""
+        written = written_by(model, self._text(), self.plan.decoding)
+        differing = None if expected is None else tokens_differing(written.tokens, expected)
+        switch = model.config.switch
+        return {
+            "experts": None if switch is None else switch.num_experts,
+            "bytes_of_files": num_bytes(folder),
+            "bytes_of_weights": model_bytes(model.params),
+            "validation_loss": validation_loss(model, self._text()),
+            "tokens_per_s": written.tokens_per_s,
+            "tokens_differing": differing,
+            "expected": expected,
+        }
+
+    def _measured_export(self, folder: pathlib.Path, expected) -> dict[str, Any]:
+        """Of exported programs, on the devices that they are for."""
+        written = written_by_export(ExportedModel(folder), self._text())
+        weights = folder / "weights.safetensors"
+        switch = self.plan.reduced.switch
+        return {
+            "experts": None if switch is None else switch.num_experts,
+            "bytes_of_files": num_bytes(folder),
+            "bytes_of_weights": weights.stat().st_size,
+            "mesh": self.plan.split.name,
+            "tokens_per_s": written.tokens_per_s,
+            "tokens_differing": tokens_differing(written.tokens, expected),
+            "expected": expected,
+        }
+
+
+def _converted(config: ModelConfig, params: dict, dtype: str | None):
+    """Layers unrolled; all but routers in the dtype."""
+    config, params = unrolled(config, params)
+    if dtype is None:
+        return config, params
+
+    def convert(name, leaf):
+        return leaf if "router" in name else jnp.asarray(leaf).astype(dtype)
+
+    precision = dataclasses.replace(config.precision, params=dtype, compute=dtype)
+    config = dataclasses.replace(config, precision=precision)
+    return config, tree.map_named(convert, params)
+
+
+def _link(source: pathlib.Path, target: pathlib.Path) -> None:
+    """The same file under another name, or a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _platform_here() -> str:
+    """As `jax.export` names it."""
+    name = jax.default_backend()
+    return {"gpu": "cuda"}.get(name, name)

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with fewer experts: the most used ones, or groups of like experts merged into one.
+
+Dropping keeps the experts that most tokens chose. Merging follows Chen et al. 2024 (HC-SMoE,
+arXiv:2410.08589): experts are clustered by what they compute on a sample, average linkage; and
+Li et al. 2023 (MC-SMoE, arXiv:2310.01334): hidden units are aligned before matrices are
+averaged, weighted by use. Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, has fewer
+experts as the second step of deployment.
+
+A merged expert stands for several. Its logit is fitted to the largest of theirs, which decides
+whether a token chooses one of them and how it is weighted. In the softmax it counts as many
+times as `sum_e exp(z_e)` is larger than that (`RouterConfig.counts_merged`), so that the
+probabilities of the other experts stay. Of experts that are equal, routers too, both are exact.
+Dims: E experts, D model, F ffn, R rows of the sample, C members of a cluster; X any of R and D
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import scipy.cluster.hierarchy
+import scipy.optimize
+import scipy.spatial.distance
+
+from switchx import tree
+from switchx.fields import require
+from switchx.layers.dense import activate
+from switchx.models.config import ModelConfig, require_our_blocks
+from switchx.models.unroll import unrolled
+
+# Penalty of a change of a router's weights, over the mean square of its inputs.
+RIDGE = 1e-2
+# Switch layer's arrays by name, without the layer's path.
+Layer = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSample:
+    """What a Switch layer reads on a sample of texts.
+
+    Attributes:
+        load_E: tokens that chose each expert.
+        x_RD: some of the layer's inputs, float32, once for each choice of a token; experts
+            have shares of the rows like those of the load.
+    """
+
+    load_E: np.ndarray
+    x_RD: np.ndarray
+
+
+def check_num_experts(config: ModelConfig, num_experts: int) -> None:
+    """Raises ValueError where a model cannot get so few, or so many, experts."""
+    require_our_blocks(config, "changing the number of experts")
+    switch = config.switch
+    require(
+        switch is not None,
+        f"experts={num_experts} of a dense model, which has none; leave it out",
+    )
+    E = switch.num_experts
+    require(
+        1 <= num_experts <= E,
+        f"experts={num_experts} of a model with {E}: experts are dropped or merged, not added; "
+        f"use 1 to {E}",
+    )
+    require(
+        not switch.has_attention,
+        f"experts={num_experts} with SwitchConfig.sublayers={switch.sublayers!r}: experts of "
+        "self-attention are not changed; leave it out",
+    )
+    require(
+        switch.router.kind == "top_k",
+        f"experts={num_experts} with RouterConfig.kind={switch.router.kind!r}: "
+        "only experts that tokens choose by a router can be dropped or merged; leave it out",
+    )
+    dataclasses.replace(switch, num_experts=num_experts)  # refuses fewer than a token chooses
+
+
+def reduced_config(config: ModelConfig, num_experts: int, *, is_merged: bool) -> ModelConfig:
+    """The configuration of the model with fewer experts, layers unrolled."""
+    check_num_experts(config, num_experts)
+    switch = dataclasses.replace(config.switch, num_experts=num_experts)
+    if is_merged and num_experts < config.switch.num_experts:
+        router = dataclasses.replace(switch.router, counts_merged=True)
+        switch = dataclasses.replace(switch, router=router)
+    return dataclasses.replace(config, switch=switch, scan_layers=False)
+
+
+def drop_experts(
+    config: ModelConfig, params: dict, samples: Sequence[LayerSample], num_experts: int
+) -> tuple[ModelConfig, dict]:
+    """The model with the `num_experts` most used experts of each Switch layer, in their order.
+
+    Where two are used alike, the first stays. The router's softmax is over those that stay.
+
+    Args:
+        samples: of all Switch layers, in the order of `config.sparse_layer_names`.
+
+    Returns:
+        config, layers unrolled, and params.
+
+    Raises:
+        ValueError: see `check_num_experts`.
+    """
+
+    def drop(layer: Layer, sample: LayerSample) -> Layer:
+        by_use = np.argsort(-np.asarray(sample.load_E), kind="stable")
+        return _taken(layer, np.sort(by_use[:num_experts]))
+
+    reduced = reduced_config(config, num_experts, is_merged=False)
+    return reduced, _reshaped(config, params, samples, drop)
+
+
+def merge_experts(
+    config: ModelConfig, params: dict, samples: Sequence[LayerSample], num_experts: int
+) -> tuple[ModelConfig, dict]:
+    """The model with `num_experts` experts a Switch layer, like ones merged; see the file.
+
+    With as many experts as there are, it is the model itself, unrolled.
+
+    Args, Returns, Raises: as `drop_experts`.
+    """
+    reduced = reduced_config(config, num_experts, is_merged=True)
+    if num_experts == config.switch.num_experts:
+        return unrolled(config, params)
+
+    def merge(layer: Layer, sample: LayerSample) -> Layer:
+        hidden_ERF = _hidden(config, layer, sample.x_RD)
+        clusters = cluster_experts(_outputs(layer, hidden_ERF), num_experts)
+        return _merged(layer, sample, hidden_ERF, clusters)
+
+    return reduced, _reshaped(config, params, samples, merge)
+
+
+def cluster_experts(y_ERD, num_clusters: int) -> list[list[int]]:
+    """Experts with like outputs, by the first of each cluster.
+
+    The distance of two experts is that of all their outputs over the root of the product of
+    their norms; clusters are joined by the average distance of their members.
+
+    Args:
+        y_ERD: what each expert computes of the same rows.
+    """
+    E = len(y_ERD)
+    flat = np.asarray(y_ERD, np.float64).reshape(E, -1)
+    norm_E = np.maximum(np.linalg.norm(flat, axis=1), 1e-30)
+    squares_EE = norm_E[:, None] ** 2 + norm_E**2 - 2 * flat @ flat.T
+    distance_EE = np.sqrt(np.maximum(squares_EE, 0) / np.outer(norm_E, norm_E))
+    np.fill_diagonal(distance_EE, 0)
+    if E == 1:
+        return [[0]]
+    pairs = scipy.spatial.distance.squareform(distance_EE, checks=False)
+    joined = scipy.cluster.hierarchy.linkage(pairs, "average")
+    label_E = scipy.cluster.hierarchy.cut_tree(joined, n_clusters=num_clusters)[:, 0]
+    clusters = [np.flatnonzero(label_E == label).tolist() for label in np.unique(label_E)]
+    return sorted(clusters)
+
+
+def _reshaped(
+    config: ModelConfig,
+    params: dict,
+    samples: Sequence[LayerSample],
+    change: Callable[[Layer, LayerSample], Layer],
+) -> dict:
+    """The parameters with each Switch layer changed, one after the other."""
+    config, params = unrolled(config, params)
+    leaves = tree.named_leaves(params)
+    for name, sample in zip(config.sparse_layer_names, samples, strict=True):
+        stack, number = name.split()
+        path = f"{stack}/blocks/layer_{number}/ffn/"
+        layer = {
+            leaf.removeprefix(path): np.asarray(leaves.pop(leaf))
+            for leaf in list(leaves)
+            if leaf.startswith(path) and not leaf.startswith(f"{path}shared_expert/")
+        }
+        leaves |= {f"{path}{leaf}": value for leaf, value in change(layer, sample).items()}
+    return tree.nested(leaves)
+
+
+def _taken(layer: Layer, kept: np.ndarray) -> Layer:
+    """The layer with these experts alone; E is the last dimension of a router's arrays."""
+    return {
+        name: array[kept] if name.startswith("experts/") else array[..., kept]
+        for name, array in layer.items()
+    }
+
+
+def _hidden(config: ModelConfig, layer: Layer, x_RD) -> np.ndarray:
+    """`[E, R, F]`: the experts' activations of the same rows, one expert at a time."""
+    x_RD = np.asarray(x_RD, np.float32)
+    b_in_EF, gates = layer.get("experts/b_in_EF"), layer.get("experts/w_gate_EDF")
+    hidden = []
+    for e, w_in_DF in enumerate(layer["experts/w_in_EDF"]):
+        h_RF = x_RD @ w_in_DF.astype(np.float32)
+        if b_in_EF is not None:
+            h_RF = h_RF + b_in_EF[e].astype(np.float32)[None]
+        gate_RF = None if gates is None else x_RD @ gates[e].astype(np.float32)
+        hidden.append(np.asarray(activate(config.activation, h_RF, gate_RF)))
+    return np.stack(hidden)
+
+
+def _outputs(layer: Layer, hidden_ERF) -> np.ndarray:
+    """`[E, R, D]`, of the experts' activations."""
+    w_out_EFD, b_out_ED = layer["experts/w_out_EFD"], layer.get("experts/b_out_ED")
+    outputs = []
+    for e, (h_RF, w_out_FD) in enumerate(zip(hidden_ERF, w_out_EFD, strict=True)):
+        y_RD = h_RF @ w_out_FD.astype(np.float32)
+        outputs.append(
+            y_RD if b_out_ED is None else y_RD + b_out_ED[e].astype(np.float32)[None]
+        )
+    return np.stack(outputs)
+
+
+def _merged(layer: Layer, sample: LayerSample, hidden_ERF, clusters) -> Layer:
+    """The layer with one expert a cluster."""
+    x_RD = sample.x_RD.astype(np.float64)
+    w_router_DE = layer["w_router_DE"].astype(np.float64)
+    zero_E = np.zeros(len(sample.load_E))
+    log_count_E = layer.get("router_log_count_E", zero_E).astype(np.float64)
+    columns, log_counts, experts = [], [], []
+    for members in clusters:
+        use = np.asarray(sample.load_E, np.float64)[members] + 1e-9
+        share = use / use.sum()
+        column_D, log_count = w_router_DE[:, members[0]], log_count_E[members[0]]
+        if len(members) > 1:
+            column_D, log_count = _merged_router(
+                x_RD, w_router_DE[:, members], log_count_E[members], share
+            )
+        columns.append(column_D)
+        log_counts.append(log_count)
+        experts.append(_merged_expert(layer, hidden_ERF, members, share))
+    dtype = layer["w_router_DE"].dtype
+    merged = {
+        "w_router_DE": np.stack(columns, axis=-1).astype(dtype),
+        "router_log_count_E": np.array(log_counts).astype(dtype),
+    }
+    if "router_bias_E" in layer:
+        balance_E = layer["router_bias_E"]
+        merged["router_bias_E"] = np.array([balance_E[m].mean() for m in clusters], np.float32)
+    for name in experts[0]:
+        values = np.stack([expert[name] for expert in experts])
+        merged[name] = values.astype(layer[name].dtype)
+    return merged
+
+
+def _merged_router(x_RD, w_DC, log_count_C, share):
+    """A column whose logit is near the largest of a cluster's, and the logarithm of its count.
+
+    Ridge regression of what the mean of the cluster's columns leaves.
+    """
+    mean_D = w_DC @ share
+    logits_RC = x_RD @ w_DC
+    rest_R = logits_RC.max(axis=1) - x_RD @ mean_D
+    penalty = RIDGE * np.sum(x_RD**2) / len(mean_D) + 1e-12
+    square_DD = x_RD.T @ x_RD + penalty * np.eye(len(mean_D))
+    column_D = mean_D + np.linalg.solve(square_DD, x_RD.T @ rest_R)
+    sum_R = np.logaddexp.reduce(logits_RC + log_count_C[None], axis=1)
+    return column_D, np.mean(sum_R - x_RD @ column_D)
+
+
+def _merged_expert(layer: Layer, hidden_ERF, members: list[int], share) -> Layer:
+    """The weighted mean of the members, their hidden units in the order of the most used one.
+
+    Hidden units are paired so that the products of their activations and of their input
+    weights are the largest: units that the sample never activates are told by the latter.
+    """
+    lead = members[int(np.argmax(share))]
+    w_in_EDF = layer["experts/w_in_EDF"]
+    merged: dict[str, Any] = {}
+    for member, weight in zip(members, share, strict=True):
+        order_F = np.arange(hidden_ERF.shape[-1])
+        if member != lead:
+            likeness_FF = _products(hidden_ERF[lead], hidden_ERF[member])
+            likeness_FF = likeness_FF + _products(w_in_EDF[lead], w_in_EDF[member])
+            _, order_F = scipy.optimize.linear_sum_assignment(likeness_FF, maximize=True)
+        for name, array in layer.items():
+            if name.startswith("experts/"):
+                value = array[member].astype(np.float64)
+                value = _ordered(name.rsplit("_", 1)[-1], value, order_F)
+                merged[name] = merged.get(name, 0.0) + weight * value
+    return merged
+
+
+def _products(a_XF, b_XF) -> np.ndarray:
+    """Products of all pairs of columns, `[F, F]`, over the root of all columns' norms."""
+    a_XF, b_XF = a_XF.astype(np.float64), b_XF.astype(np.float64)
+    return a_XF.T @ b_XF / max(np.linalg.norm(a_XF) * np.linalg.norm(b_XF), 1e-30)
+
+
+def _ordered(dims: str, value, order_F):
+    """An expert's array, dimensions as in `EDF`, with its hidden units in another order."""
+    axis = dims[1:].find("F")
+    return value if axis < 0 else np.take(value, order_F, axis=axis)

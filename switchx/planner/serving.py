@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model that writes texts is split over devices: bytes on each, and the time of a step.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, step 4. A step of decoding reads the
+weights and the cache once, so its time is their bytes on a device over the memory's bandwidth
+(Kim et al. 2022, arXiv:2211.10017, section 3.4, has this bound), and its collectives. Weights
+and cache are counted array by array, the buffers of reading a prompt by a formula.
+Dims: B batch, L beams, M input length, D model, H heads, K head size, F ffn, V vocabulary
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from switchx import tree
+from switchx.axes import dims_of
+from switchx.fields import require, require_at_least
+from switchx.models.config import ModelConfig
+from switchx.partitioning.mesh import AXES, named_axes
+from switchx.planner.hardware import Hardware
+from switchx.planner.layout import Layout, StateArray
+from switchx.planner.step_comm import local_shape
+
+MOST_DEVICES = 2**12
+_EXPERTS = "/experts/w_"
+_SCALE_BYTES = 4
+_LOGIT_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A model in use, and the batches that it is used with.
+
+    Attributes:
+        weights: its parameters; see `weights_of`.
+        batch_size: B, texts at once.
+        input_length: M, most tokens of an input.
+        max_new_tokens: most tokens of an output.
+        num_beams: L.
+    """
+
+    config: ModelConfig
+    weights: tuple[StateArray, ...]
+    batch_size: int
+    input_length: int
+    max_new_tokens: int
+    num_beams: int = 1
+
+    def __post_init__(self):
+        sizes = ("batch_size", "input_length", "max_new_tokens", "num_beams")
+        require_at_least(self, 1, *sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One way to split a model, and what a device has of it.
+
+    Attributes:
+        layout: axes `data`, `expert` and `model`.
+        weights, cache, working: bytes; `working` is the largest buffers of reading a prompt.
+        step_s: of a step of decoding; 0 where the hardware is not known.
+    """
+
+    layout: Layout
+    weights: float
+    cache: float
+    working: float
+    step_s: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.cache + self.working
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axes of more than one device."""
+        return {axis: size for axis, size in self.layout.shape.items() if size > 1}
+
+    @property
+    def name(self) -> str:
+        """As `--mesh` takes it: `expert=4,model=2`."""
+        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items()) or "data=1"
+
+
+def weights_of(params, bits: int | None = None) -> tuple[StateArray, ...]:
+    """The parameters as the planner reads them.
+
+    Args:
+        params: arrays or shape structs.
+        bits: of a weight of the experts' matrices, each with a float32 scale for every
+            output; None leaves them as they are.
+    """
+    found = []
+    for name, leaf in tree.named_leaves(params).items():
+        dims = dims_of(name.rpartition("/")[2], len(leaf.shape))
+        size = np.dtype(leaf.dtype).itemsize
+        if bits is not None and _EXPERTS in name:
+            size = bits / 8
+            scales, letters = (*leaf.shape[:-2], leaf.shape[-1]), dims[:-2] + dims[-1]
+            found.append(StateArray(f"{name}/scales", letters, scales, _SCALE_BYTES, "params"))
+        found.append(StateArray(name, dims, leaf.shape, size, "params"))
+    return tuple(found)
+
+
+def splits(served: ServedModel, devices: int, hardware: Hardware | None) -> list[Split]:
+    """Every split over so many devices that divides the model and the batch, the best first.
+
+    The best takes the least time a step; where the hardware is not known, the fewest bytes.
+    """
+    found = []
+    for expert in _divisors(devices):
+        for model in _divisors(devices // expert):
+            layout = Layout(data=devices // expert // model, expert=expert, model=model)
+            if _divides(served, layout):
+                found.append(_split(served, layout, hardware))
+    return sorted(found, key=lambda split: (split.step_s, split.total))
+
+
+def choose_split(
+    served: ServedModel,
+    devices: int,
+    memory_bytes: float | None = None,
+    hardware: Hardware | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Split:
+    """The best split whose parts fit.
+
+    Args:
+        memory_bytes: of a device; None is no limit.
+        sizes: of the axes of the one split that is wanted; None is any.
+
+    Raises:
+        ValueError: no split divides model and batch, or none fits; says how much is needed,
+            and on how many devices it fits.
+    """
+    found = splits(served, devices, hardware)
+    if sizes is not None:
+        wanted = dict.fromkeys(AXES, 1) | dict(sizes)
+        found = [split for split in found if split.layout.shape == wanted]
+        require(
+            bool(found),
+            f"mesh {named_axes(sizes)} does not divide {_divided(served)}, or has axes other "
+            "than data, expert and model; use another mesh, or leave it to the planner",
+        )
+    require(
+        bool(found),
+        f"devices={devices}: no split divides {_divided(served)}; use "
+        f"{_near(served, devices)}, or another batch_size",
+    )
+    limit = math.inf if memory_bytes is None else memory_bytes
+    fitting = [split for split in found if split.total <= limit]
+    if fitting:
+        return fitting[0]
+    least = min(found, key=lambda split: split.total)
+    more = next(
+        (n for n in _doubled(devices) if _fits(served, n, limit)),
+        None,
+    )
+    way_out = f"use {more} devices, " if more else "use "
+    raise ValueError(
+        f"a device of {limit / 2**30:,.3g} GiB is too small: split over {devices} "
+        f"({least.name}) the model needs {least.total / 2**30:,.3g} GiB a device, "
+        f"{least.weights / 2**30:,.3g} of it weights; {way_out}more memory, fewer experts, "
+        "fewer bits, or a smaller batch"
+    )
+
+
+def _doubled(devices: int):
+    while 2 * devices <= MOST_DEVICES:
+        devices *= 2
+        yield devices
+
+
+def _fits(served: ServedModel, devices: int, limit: float) -> bool:
+    return any(split.total <= limit for split in splits(served, devices, None))
+
+
+def _near(served: ServedModel, devices: int) -> str:
+    """The nearest numbers of devices below and above that some split has."""
+    below = next(n for n in range(devices, 0, -1) if n == 1 or splits(served, n, None))
+    above = next((n for n in range(devices, 2 * devices + 1) if splits(served, n, None)), None)
+    return f"{below} or {above} devices" if above else f"{below} devices"
+
+
+def _divided(served: ServedModel) -> str:
+    """What a mesh has to divide, in words."""
+    config, switch = served.config, served.config.switch
+    text = f"{served.batch_size} rows, {config.num_heads} heads, F={config.d_ff}"
+    return text if switch is None else f"{text} and {switch.num_experts} experts"
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _divides(served: ServedModel, layout: Layout) -> bool:
+    config, switch = served.config, served.config.switch
+    sizes = [config.num_heads, config.d_ff]
+    experts = 1
+    if switch is not None:
+        experts = switch.num_experts
+        sizes += [size for size in (switch.d_ff, switch.shared_d_ff) if size is not None]
+    return (
+        experts % layout.expert == 0
+        and served.batch_size % (layout.data * layout.expert) == 0
+        and not any(size % layout.model for size in sizes)
+    )
+
+
+def _split(served: ServedModel, layout: Layout, hardware: Hardware | None) -> Split:
+    weights = 0.0
+    for array in served.weights:
+        shape, _ = local_shape(array, layout)
+        weights += math.prod(shape) * array.itemsize
+    cache, working = _cache_bytes(served, layout), _working_bytes(served, layout)
+    step_s = 0.0
+    if hardware is not None:
+        step_s = (weights + cache) / hardware.memory.achieved_bytes_per_s
+        step_s += _collectives_s(served, layout, hardware)
+    return Split(layout, weights, cache, working, step_s)
+
+
+def _rows(served: ServedModel, layout: Layout) -> int:
+    return served.batch_size // (layout.data * layout.expert)
+
+
+def _cache_bytes(served: ServedModel, layout: Layout) -> float:
+    """Keys and values of the decoder's self-attention, and of its attention to the encoder."""
+    config = served.config
+    places = served.max_new_tokens * served.num_beams
+    if config.is_encoder_decoder:
+        places += 1 + served.input_length  # the start token; the encoder's output
+    else:
+        places += served.input_length
+    heads = config.num_heads // layout.model
+    elements = 2 * _rows(served, layout) * places * heads * config.d_head
+    return elements * config.num_decoder_layers * config.precision.compute_dtype.itemsize
+
+
+def _working_bytes(served: ServedModel, layout: Layout) -> float:
+    """Of one block while it reads the prompts, and the logits."""
+    config, rows = served.config, _rows(served, layout)
+    M, heads = served.input_length, config.num_heads // layout.model
+    d_ff = config.d_ff if config.switch is None else config.switch.d_ff or config.d_ff
+    hidden = (3 if config.is_gated else 2) * d_ff // layout.model
+    per_token = 4 * config.d_model + 4 * heads * config.d_head + hidden
+    block = rows * M * per_token * config.precision.compute_dtype.itemsize
+    scores = rows * heads * M * M * _LOGIT_BYTES
+    read = 1 if config.is_encoder_decoder else M
+    logits = rows * max(read, served.num_beams) * config.vocab_size * _LOGIT_BYTES
+    return block + scores + logits
+
+
+def _collectives_s(served: ServedModel, layout: Layout, hardware: Hardware) -> float:
+    """Of a step: an all-reduce a sublayer over `model`, two all-to-alls a Switch layer."""
+    config, network = served.config, hardware.inside
+    sublayers = config.num_decoder_layers * (3 if config.is_encoder_decoder else 2)
+    count = 0
+    if layout.model > 1:
+        count += 2 * sublayers  # a reduce-scatter and an all-gather
+    if layout.expert > 1:
+        count += 2 * config.num_sparse_layers_of("decoder")
+    tokens = _rows(served, layout) * served.num_beams
+    size = tokens * config.d_model * config.precision.compute_dtype.itemsize
+    return count * (network.latency_s + size / network.achieved_bytes_per_s)

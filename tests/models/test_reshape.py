@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fewer experts: those that NumPy would keep, and merged ones that compute the same.
+
+Dims: B batch, L length, D model, E experts, R rows
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.params import abstract_params, bind
+from switchx.models.reshape import (
+    LayerSample,
+    cluster_experts,
+    drop_experts,
+    merge_experts,
+)
+from switchx.moe.layer import SwitchFFN
+from tests.data.refusals import refused
+from tests.training.jobs import make_params
+
+E, D = 4, 8
+ROUTER = RouterConfig(overflow="dropless", jitter=0.0)
+SWITCH = SwitchConfig(E, every=1, expert_bias=True, router=ROUTER)
+CONFIG = ModelConfig("decoder_only", 12, D, 12, 2, 4, 2, switch=SWITCH)
+PATH = "decoder/blocks/layer_1/ffn/"
+
+
+def samples(config=CONFIG, rows: int = 40, load_E=(1, 5, 2, 3)) -> list[LayerSample]:
+    rng = np.random.default_rng(1)
+    x_RD = rng.normal(size=(rows, D)).astype(np.float32)
+    return [LayerSample(np.array(load_E), x_RD) for _ in config.sparse_layer_names]
+
+
+def layer_of(config: ModelConfig, params: dict):
+    """The last block's Switch layer as a function of its input."""
+    layer: SwitchFFN = (
+        bind(config, jax.tree.map(jnp.asarray, params)).decoder.blocks.blocks[-1].ffn
+    )
+    x_BLD = jnp.asarray(np.random.default_rng(7).normal(size=(3, 5, D)), jnp.float32)
+    return layer(x_BLD, jnp.ones((3, 5), bool), is_training=False)[0]
+
+
+def with_twins(params: dict, config=CONFIG) -> dict:
+    """Expert 2 of all layers a copy of expert 0, its hidden units in another order."""
+    order_F = np.random.default_rng(2).permutation(config.d_ff)
+
+    def copy(name, leaf):
+        array, last = np.array(leaf), name.rsplit("/", 1)[-1]
+        if last == "w_router_DE":
+            array[:, 2] = array[:, 0]
+        elif "/experts/" in name:
+            axis = last.rsplit("_", 1)[-1][1:].find("F")
+            array[2] = array[0] if axis < 0 else np.take(array[0], order_F, axis=axis)
+        return jnp.asarray(array)
+
+    return tree.map_named(copy, params)
+
+
+def test_dropping_keeps_what_numpy_would_keep():
+    params = make_params(CONFIG)
+    config, found = drop_experts(CONFIG, params, samples(), 2)
+    assert config.switch.num_experts == 2 and not config.switch.router.counts_merged
+    before, after = tree.named_leaves(params), tree.named_leaves(found)
+    assert before.keys() == after.keys()
+    kept = [1, 3]  # loads of 5 and 3
+    for name, leaf in before.items():
+        expected = np.asarray(leaf)
+        if name.endswith("w_router_DE"):
+            expected = expected[:, kept]
+        elif "/experts/" in name:
+            expected = expected[kept]
+        assert np.array_equal(after[name], expected), name
+    wanted = tree.named_leaves(abstract_params(config))
+    assert {n: x.shape for n, x in after.items()} == {n: x.shape for n, x in wanted.items()}
+
+
+def test_experts_of_equal_use_stay_in_their_order():
+    _, found = drop_experts(CONFIG, make_params(CONFIG), samples(load_E=(2, 2, 2, 2)), 3)
+    before = tree.named_leaves(make_params(CONFIG))[f"{PATH}experts/w_in_EDF"]
+    assert np.array_equal(tree.named_leaves(found)[f"{PATH}experts/w_in_EDF"], before[:3])
+
+
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+def test_merging_equal_experts_keeps_the_function_of_the_layer(activation):
+    config = dataclasses.replace(CONFIG, activation=activation)
+    params = with_twins(make_params(config), config)
+    merged_config, merged = merge_experts(config, params, samples(), 3)
+    assert merged_config.switch.num_experts == 3
+    leaves = tree.named_leaves(merged)
+    assert leaves[f"{PATH}experts/w_in_EDF"].shape == (3, D, 12)
+    # Of three experts the first stands for two.
+    log_count_E = leaves[f"{PATH}router_log_count_E"]
+    np.testing.assert_allclose(log_count_E, [np.log(2), 0, 0], atol=1e-6)
+    y_BLD, expected = layer_of(merged_config, merged), layer_of(config, params)
+    np.testing.assert_allclose(y_BLD, expected, rtol=2e-5, atol=2e-6)
+    assert float(np.abs(expected).max()) > 0.1
+
+
+def test_merged_experts_are_means_weighted_by_use():
+    params = make_params(CONFIG)
+    _, merged = merge_experts(CONFIG, params, samples(), 1)
+    before = tree.named_leaves(params)[f"{PATH}experts/b_out_ED"]
+    found = tree.named_leaves(merged)[f"{PATH}experts/b_out_ED"]
+    expected_D = np.array([1, 5, 2, 3]) / 11 @ np.asarray(before, np.float64)
+    np.testing.assert_allclose(found[0], expected_D, rtol=1e-5)
+
+
+def test_no_fewer_experts_than_a_token_chooses():
+    router = dataclasses.replace(ROUTER, num_selected=2)
+    switch = dataclasses.replace(SWITCH, router=router)
+    with refused("RouterConfig.num_selected=2 with num_experts=1: <any>"):
+        merge_experts(dataclasses.replace(CONFIG, switch=switch), {}, [], 1)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_as_many_experts_as_there_are_is_the_identity(scan):
+    config = dataclasses.replace(CONFIG, scan_layers=scan)
+    params = make_params(config)
+    found_config, found = merge_experts(config, params, samples(), E)
+    assert found_config == CONFIG
+    leaf = tree.named_leaves(params)
+    for name, array in tree.named_leaves(found).items():
+        stacked = name.replace("layer_1", "layer_0") if scan and "layer_" in name else name
+        expected = leaf[stacked]
+        if scan and "layer_" in name:
+            expected = expected[int("layer_1" in name)]
+        assert np.array_equal(array, expected), name
+
+
+def test_clusters_are_of_like_experts_whatever_their_order():
+    rng = np.random.default_rng(3)
+    centers = rng.normal(size=(3, 6, D))
+    label_E = [2, 0, 1, 0, 2, 2]
+    y_ERD = np.stack([centers[k] + 0.01 * rng.normal(size=(6, D)) for k in label_E])
+    assert cluster_experts(y_ERD, 3) == [[0, 4, 5], [1, 3], [2]]
+    assert cluster_experts(y_ERD, 6) == [[e] for e in range(6)]
+    assert cluster_experts(y_ERD, 1) == [list(range(6))]
+    # Experts that are equal to the bit are still as many clusters as are asked for.
+    assert len(cluster_experts(np.ones((4, 2, D)), 3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "number", "said"),
+    [
+        ({}, 5, "experts=5 of a model with 4: experts are dropped or merged, not added"),
+        ({}, 0, "experts=0 of a model with 4: <any>"),
+        ({"switch": None}, 2, "experts=2 of a dense model, which has none; leave it out"),
+        (
+            {"switch": SwitchConfig(4, router=RouterConfig("hash", exploration="none"))},
+            2,
+            "experts=2 with RouterConfig.kind='hash': <any>",
+        ),
+        (
+            {"switch": SwitchConfig(4, every=1, sublayers="attention")},
+            2,
+            "experts=2 with SwitchConfig.sublayers='attention': <any>",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(changes, number, said):
+    config = dataclasses.replace(CONFIG, **changes)
+    for reshape in (drop_experts, merge_experts):
+        with refused(said):
+            reshape(config, {}, [], number)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits of a model in use: bytes are those of the exported programs, the best one is taken."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from switchx.models.params import abstract_params
+from switchx.partitioning.mesh import MeshSpec
+from switchx.planner.hardware import load_hardware
+from switchx.planner.serving import ServedModel, choose_split, splits, weights_of
+from tests.data.refusals import refused
+from tests.inference import exports
+from tests.inference.exports import CONFIG, SHAPES, export, trained
+
+NEW_TOKENS = 5  # of `exports.export`
+
+
+def served(config=CONFIG, bits=None, **changes) -> ServedModel:
+    weights = weights_of(abstract_params(config), bits)
+    sizes = dict(batch_size=SHAPES.batch_size, input_length=SHAPES.input_length)
+    return ServedModel(config, weights, max_new_tokens=NEW_TOKENS, **(sizes | changes))
+
+
+def bytes_on_a_device(described: dict, mesh: dict) -> float:
+    """Of arrays as a manifest of an export describes them."""
+    total = 0.0
+    for each in described.values():
+        parts = math.prod(mesh[axis] for axes in each["axes"] for axis in axes)
+        width = 0.5 if each["dtype"] == "int4" else jnp.dtype(each["dtype"]).itemsize
+        total += math.prod(each["shape"]) / parts * width
+    return total
+
+
+@pytest.mark.parametrize(
+    ("bits", "config"),
+    [(None, exports.CONFIG), pytest.param(4, exports.DECODER, marks=pytest.mark.slow)],
+)
+def test_weights_and_cache_are_those_of_the_exported_programs(tmp_path, bits, config):
+    (split,) = (
+        each
+        for each in splits(served(config, bits), 4, None)
+        if each.sizes == {"expert": 2, "model": 2}
+    )
+    mesh = MeshSpec(data=1, **split.sizes)
+    manifest = export(tmp_path / "e", trained(bits, config), ("tpu",), mesh=mesh)
+    programs = manifest["programs"]["tpu"]
+    assert split.weights == bytes_on_a_device(programs["weights"], manifest["mesh"])
+    cache = {name: x for name, x in programs["step"]["in"].items() if name.startswith("cache/")}
+    assert split.cache == bytes_on_a_device(cache, manifest["mesh"])
+
+
+def test_every_split_divides_the_model_and_the_rows():
+    """E=4, 4 heads, F=32, 4 rows: experts and rows over `expert`, heads and F over `model`."""
+    found = {
+        (each.layout.data, each.layout.expert, each.layout.model)
+        for each in splits(served(), 8, None)
+    }
+    assert found == {(4, 1, 2), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4)}
+    assert splits(served(batch_size=3), 8, None) == []
+
+
+def test_without_hardware_the_fewest_bytes_win_with_it_the_shortest_step():
+    by_bytes = splits(served(), 4, None)
+    assert by_bytes[0].total == min(each.total for each in by_bytes)
+    # All of a tiny model is read in less time than a message takes.
+    assert choose_split(served(), 4, hardware=load_hardware("v5e")).name == "data=4"
+    assert choose_split(served(), 4, sizes={"model": 4}).name == "model=4"
+    large = dataclasses.replace(CONFIG, d_model=1024, d_ff=4096, num_heads=16, d_head=64)
+    assert choose_split(served(large), 4, hardware=load_hardware("v5e")).name != "data=4"
+
+
+def test_memory_that_is_too_small_says_how_much_is_needed():
+    one = splits(served(), 1, None)[0]
+    gib = 2**30
+    assert choose_split(served(), 1, one.total).name == "data=1"
+    with refused(
+        f"a device of {one.total * 0.9 / gib:,.3g} GiB is too small: split over 1 (data=1) the "
+        f"model needs {one.total / gib:,.3g} GiB a device<any>use 2 devices, more memory"
+    ):
+        choose_split(served(), 1, one.total * 0.9)
+    with refused("use more memory, fewer experts, fewer bits, or a smaller batch"):
+        choose_split(served(), 4, 1.0)
+    with refused("mesh expert=3 does not divide 4 rows, 4 heads, F=32 and 4 experts<any>"):
+        choose_split(served(), 3, sizes={"expert": 3})
+    with refused("devices=3: no split divides 4 rows, 4 heads, F=32 and 4 experts; <any>"):
+        choose_split(served(), 3)
+
+
+def test_bits_make_experts_smaller():
+    whole, int4 = (sum(_bytes(served(bits=bits))) for bits in (None, 4))
+    assert int4 < whole
+    experts = [array for array in served(bits=4).weights if "/experts/w_" in array.name]
+    assert {array.itemsize for array in experts} == {0.5, 4}
+
+
+def _bytes(model: ServedModel):
+    return (math.prod(array.shape) * array.itemsize for array in model.weights)
