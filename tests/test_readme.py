@@ -58,9 +58,6 @@ CHAIN = {
     "--devices=16 --storage=auto": ("--top=1",),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt "
     "--output=answers.txt --beam_size=4": ("--max_new_tokens=4",),
-    "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --ring_slots=2": (
-        "--max_new_tokens=2",
-    ),
     "switchx score --model_dir=runs/pretrain_tiny --input=pairs.tsv": (),
     "switchx quantize --model_dir=runs/pretrain_tiny --output=runs/tiny_int4 --bits=4 "
     "--rest=bfloat16": (),
@@ -120,6 +117,9 @@ TESTED_ELSEWHERE = {
     "--host_bytes=20000000 --expert_prefetch": (
         "tests/cli/test_generate_and_score.py::"
         "test_experts_of_a_quantized_model_are_read_from_its_file"
+    ),
+    "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --ring_slots=2": (
+        "tests/cli/test_generate_and_score.py::test_with_a_ring_lines_are_the_same"
     ),
     "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
         "tests/cli/test_evaluate.py::test_commands_of_the_page_run"

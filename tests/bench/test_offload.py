@@ -24,8 +24,11 @@ def small(num_experts: int):
 @pytest.mark.slow
 def test_checks_hold_and_their_names_are_fixed(monkeypatch, capsys):
     monkeypatch.setattr(bench, "switch_model", small)
-    for name, value in (("SLOTS", (1, 4)), ("BEAMS", (2,)), ("NEW_TOKENS", 4),
-                        ("NUM_EXPERTS", 4), ("TIMED_SLOTS", 2), ("TURNS", 2)):  # fmt: skip
+    changes = {
+        "SLOTS": (1, 4), "BEAMS": (2,), "NEW_TOKENS": 4, "NUM_EXPERTS": 4, "TIMED_SLOTS": 2,
+        "TIMED_TOKENS": 4, "TURNS": 2,
+    }  # fmt: skip
+    for name, value in changes.items():
         monkeypatch.setattr(bench, name, value)
     bench.model.cache_clear()
     try:

@@ -100,6 +100,20 @@ def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys)
         assert words_of_it in capsys.readouterr().err
 
 
+def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys):
+    config = dataclasses.replace(MODEL, num_encoder_layers=2, num_decoder_layers=2)
+    task = dataclasses.replace(TASK, objective=SpanCorruption())
+    run = save_run(tmp_path / "run", config, source=task)
+    options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]
+    assert main(words(run, *options)) == 0
+    want = capsys.readouterr().out
+    assert main(words(run, *options, "--ring_slots=2", "--hardware=h200")) == 0
+    captured = capsys.readouterr()
+    assert captured.out == want
+    assert "experts: a ring of 2 layers" in captured.err
+    assert "calls on h200: decoder, 4 tokens" in captured.err
+
+
 def test_experts_of_a_quantized_model_are_read_from_its_file(folder, lines, tmp_path, capsys):
     artifact, cache = tmp_path / "int8", tmp_path / "cache.gin"
     quantize = ["quantize", f"--model_dir={folder}", f"--output={artifact}", "--bits=8"]
