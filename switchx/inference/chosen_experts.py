@@ -51,7 +51,8 @@ from switchx.models.unroll import unrolled
 from switchx.moe.experts import WEIGHTS, AbsentExperts
 from switchx.planner.hardware import Hardware
 from switchx.planner.streaming import Streaming, streaming_of
-from switchx.storage.cache import FORWARD, Place, PolicyName, make_policy
+from switchx.storage import PolicyName
+from switchx.storage.cache import FORWARD, Place, make_policy
 from switchx.storage.trace import Trace, TraceLog
 
 # Compiled ones that are kept: one for each length, batch size and setting.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from switchx.fields import FieldError, check_choices, check_options, option, require_at_least
-from switchx.storage.cache import PolicyName
+from switchx.storage import PolicyName
 
 # Of texts: each at most 1.5 times the one before, so at most a third is padding.
 LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)} | {1}))

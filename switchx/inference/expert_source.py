@@ -21,7 +21,8 @@ import numpy as np
 from switchx import tree
 from switchx.fields import require
 from switchx.models.config import ModelConfig
-from switchx.storage.cache import Cache, Place, PolicyName, make_policy
+from switchx.storage import PolicyName
+from switchx.storage.cache import Cache, Place, make_policy
 from switchx.storage.cached_store import CachedStore
 from switchx.storage.record import Record, RecordError
 from switchx.storage.snapshot import Snapshot

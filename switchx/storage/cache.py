@@ -28,8 +28,7 @@ from switchx.fields import (
     require_at_least,
     require_choice,
 )
-
-PolicyName = Literal["lru", "decayed_lfu", "next_use"]
+from switchx.storage import PolicyName
 
 # The sweeps of a training step over the layers, in their order; decoding has the first alone.
 # Backward goes from the last layer to the first one, the others from the first to the last.

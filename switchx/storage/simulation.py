@@ -13,7 +13,8 @@ import typing
 import numpy as np
 
 from switchx.fields import require
-from switchx.storage.cache import UPDATE, Cache, PolicyName, belady, make_policy
+from switchx.storage import PolicyName
+from switchx.storage.cache import UPDATE, Cache, belady, make_policy
 from switchx.storage.trace import Trace, trace_of_steps
 
 POLICIES = typing.get_args(PolicyName)
