@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps from Python: a decoder-only model, beams, two experts a token; what is measured."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import switchx
+from switchx import tree
+from switchx.deploy.measure import Text, sample_layers, tokens_differing, validation_loss
+from switchx.deploy.plan import DeployPlan, DeploySettings
+from switchx.deploy.steps import Deployment
+from switchx.inference.config import DecodingConfig
+from switchx.inference.generate import without_capacity
+from switchx.models.config import RouterConfig
+from switchx.models.params import forward
+from tests.training.jobs import SPARSE, make_job
+from tests.training.saved_runs import save_run
+
+TWO = dataclasses.replace(SPARSE.switch, router=RouterConfig(num_selected=2, jitter=0.0))
+MODEL = dataclasses.replace(SPARSE, switch=TWO)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder, and its validation text."""
+    folder = save_run(tmp_path_factory.mktemp("run") / "run", MODEL)
+    return folder, Text.of(make_job(MODEL), num_prompts=4, input_length=5)
+
+
+def test_prompts_are_the_first_halves_of_texts(run):
+    _, text = run
+    assert len(text.prompts) == 4 and len(text.batches) == 2
+    first_L = text.batches[0]["decoder_input_tokens"][0]
+    prompt = text.prompts[0]
+    assert prompt[0] == 0 and prompt == first_L[: len(prompt)].tolist()
+    assert 0 < len(prompt) <= 5
+
+
+def test_the_sample_is_what_the_layers_read(run):
+    """Loads are those of the model's own statistics; the loss is a plain sum over tokens."""
+    folder, text = run
+    model = switchx.load(folder)
+    (sample,) = sample_layers(model, text)
+    load_E, nll, tokens = 0, 0.0, 0.0
+    for batch in text.batches:
+        config = without_capacity(model.config)
+        logits_BLV, stats = forward(config, model.params, batch, is_training=False)
+        load_E = load_E + np.asarray(stats.load_E[0])
+        logits_BLV = np.asarray(logits_BLV, np.float64)
+        target_BL, weight_BL = (
+            batch[f"decoder_{name}"] for name in ("target_tokens", "loss_weights")
+        )
+        log_z_BL = np.log(np.exp(logits_BLV).sum(axis=-1))
+        chosen_BL = np.take_along_axis(logits_BLV, target_BL[..., None], axis=-1)[..., 0]
+        nll += np.sum((log_z_BL - chosen_BL) * weight_BL)
+        tokens += np.sum(weight_BL)
+    assert np.array_equal(sample.load_E, load_E)
+    assert sample.x_RD.shape == (min(256, int(load_E.sum())), MODEL.d_model)
+    assert np.isfinite(sample.x_RD).all()
+    np.testing.assert_allclose(validation_loss(model, text), nll / tokens, rtol=1e-5)
+
+
+def test_differing_tokens_are_counted_by_place():
+    assert tokens_differing([[1, 2], [3]], [[1, 2], [3]]) == 0
+    assert tokens_differing([[1, 2], [3]], [[1, 4, 5], []]) == 3
+    assert tokens_differing([[1]], [[1], [2, 2]]) == 2
+
+
+@pytest.mark.slow
+def test_a_decoder_with_two_experts_a_token_and_beams(run, tmp_path):
+    folder, text = run
+    settings = DeploySettings(
+        "cpu", experts=4, bits=8, batch_size=4, input_length=5,
+        decoding=DecodingConfig(max_new_tokens=4, beam_size=2),
+    )  # fmt: skip
+    plan = DeployPlan(folder, 9, settings)
+    made = Deployment(plan, lambda: text, "switchx deploy").run(tmp_path / "out")
+    assert [each.measured["tokens_differing"] for each in made] == [None, None, 0, 0, 0, 0]
+    losses = [each.measured["validation_loss"] for each in made]
+    assert losses[1] == losses[2] == losses[3] and losses[4] == losses[5] != losses[3]
+    reduced = tree.named_leaves(switchx.load(made[1].path).params)
+    count = {name: x for name, x in reduced.items() if "router_log_count_E" in name}
+    assert [x.shape for x in count.values()] == [(4,)]
+    assert all(jnp.any(x > 0) for x in count.values())
+    # A run folder, which says what its texts are, and who made it.
+    config = json.loads((made[1].path / "config.json").read_text())
+    assert config["model"]["switch"]["router"]["counts_merged"] and "source" in config
