@@ -33,6 +33,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.planner.model_cost import experts_per_token
 from switchx.planner.program_cost import executed_slots, matrix_flops
+from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.tree import num_elements
@@ -121,7 +122,7 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
     Raises:
         ValueError: the job does not suit its mesh, or the mesh not the devices.
     """
-    program = TrainingProgram(job, devices)
+    program = compiled_program(job, devices)
     started, batch = time.monotonic(), batch_shapes(program)
     arguments = bytes_on_one_device((program.abstract_state, batch))
     encoder, decoder = (job.batch_size * length for length in job.sequence_lengths)

@@ -22,6 +22,7 @@ from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import batch_axes, batch_parts
 from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.rules import param_sharding
@@ -42,9 +43,11 @@ class TrainingProgram:
         abstract_state: the training state as shape structs with `shardings`, for a checkpoint
             to be read into.
         experts: those that are not in the state but in storage; None, all are in the state.
+        notes: what a user should be told once a run.
     """
 
     experts: ExpertRecords | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, job: TrainingJob, devices=None):
         """Traces nothing yet; see `train_step` and `eval_step`.
@@ -87,6 +90,10 @@ class TrainingProgram:
         train = functools.partial(
             train_step, job.model, job.loss, job.step, self.optimizer, pipeline=self.pipeline
         )
+        return self._jitted(train, functools.partial(eval_step, job.model))
+
+    def _jitted(self, train, evaluate):
+        """Steps (state, batch) -> (state, metrics) and (params, batch) -> sums, compiled."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         jitted_train = jax.jit(
             train,
@@ -96,7 +103,7 @@ class TrainingProgram:
             compiler_options=self.compiler_options,
         )
         jitted_eval = jax.jit(
-            functools.partial(eval_step, job.model),
+            evaluate,
             in_shardings=(self.shardings.params, self.batch_sharding),
             out_shardings=whole,
             compiler_options=self.compiler_options,
@@ -147,10 +154,7 @@ class TrainingProgram:
             ValueError: it does not; says how much there is.
         """
         device = self.mesh.local_devices[0]
-        needed = sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self.abstract_state)
-        )
+        needed = self.state_bytes(is_on_host=False)
         if device.platform == "cpu":  # whose simulated devices share the machine's memory
             needed *= len(self.mesh.local_devices)
             limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -161,6 +165,14 @@ class TrainingProgram:
             f"parameters and optimizer need {needed / 2**30:,.1f} GiB, and a {device.platform} "
             f"device has {limit / 2**30:,.1f} GiB; use more devices that split them "
             "(configs/meshes/fsdp.gin), or a smaller model",
+        )
+
+    def state_bytes(self, *, is_on_host: bool) -> int:
+        """Bytes of one device's part of the state, in its own memory or in the host's."""
+        return sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self.abstract_state)
+            if (leaf.sharding.memory_kind == HOST) == is_on_host
         )
 
     @property
