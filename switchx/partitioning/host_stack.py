@@ -116,11 +116,11 @@ def to_host(array, slice_, n):
 def empty(like, dims: str, space=None):
     """An array of a shape and dtype, to be written; where `like` is, or in `space`.
 
-    Of a zero in host memory, not of zeros: the compiler then only allocates it, as it does for
-    the results of `jax.lax.scan`. Nothing may read what was not written.
+    Not of zeros: these would be made on the device first, all of them. Nothing may read what
+    was not written.
     """
-    zero = jax.device_put(jnp.zeros((), like.dtype), space or jax.typeof(like).memory_space)
-    return constrained(jnp.broadcast_to(zero, like.shape), dims)
+    array = constrained(jax.lax.empty(like.shape, like.dtype), dims)
+    return jax.device_put(array, space or jax.typeof(like).memory_space)
 
 
 def zeros_like(array, dims: str):
