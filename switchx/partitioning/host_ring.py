@@ -12,7 +12,7 @@ The number of a layer is read from an array. Do not compute it from the loop's c
 GPUs then takes the addresses of a loop in host memory for a stride, and may read the layers of
 a reversed one forwards, without an error (openxla/xla#46231).
 
-Dims: N layers
+Dims: N layers, X fetches of forward and backward
 """
 
 import dataclasses
@@ -70,8 +70,7 @@ def ring_scan(
         x, and all y stacked by the number of their layer.
     """
     ring, arrays = _Ring.of(run, blocks, inputs, len(order_N), slots)
-    x, y_N = _scan(ring, x, *arrays, others, order_N)
-    return x, y_N
+    return _scan(ring, x, *arrays, others, _fetched(order_N, slots))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,27 +135,23 @@ class _Ring:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(ring: _Ring, x, stacks, resident, floats, fixed, others, order_N):
-    return _scan_forward(ring, x, stacks, resident, floats, fixed, others, order_N)[0]
+def _scan(ring: _Ring, x, stacks, resident, floats, fixed, others, number_X):
+    return _scan_forward(ring, x, stacks, resident, floats, fixed, others, number_X)[0]
 
 
-def _scan_forward(ring: _Ring, x, stacks, resident, floats, fixed, others, order_N):
-    """The results, and for backward the inputs of all layers `[N, ...]` and the last slots.
-
-    After the last layer comes the first of backward, which is the last one again.
-    """
+def _scan_forward(ring: _Ring, x, stacks, resident, floats, fixed, others, number_X):
+    """The results, and for backward the inputs of all layers `[N, ...]` and the last slots."""
     N = ring.num_layers
 
     def fetch(_, i):
-        n = slice_at(order_N, jnp.minimum(i, 2 * N - 1 - i))
-        return [to_device(stack.value, n) for stack in stacks]
+        return [to_device(stack.value, slice_at(number_X, i)) for stack in stacks]
 
     def layer(x, slot, n):
         return ring.layer(x, slot, slice_at(resident, n), floats, fixed, slice_at(others, n))
 
     def step(carry, slot, i):
         x, x_N, y_N = carry
-        n = slice_at(order_N, i)
+        n = slice_at(number_X, i)
         x_N = with_slice(x_N, x, n)
         x, y = layer(x, slot, n)
         return x, x_N, with_slice(y_N, y, n)
@@ -165,31 +160,34 @@ def _scan_forward(ring: _Ring, x, stacks, resident, floats, fixed, others, order
     x_N, y_N = (_zeros(N, each) for each in (x, y))
     held = [fetch(None, i) for i in range(ring.slots - 1)]
     (x, x_N, y_N), held = ring.sweep(fetch, step, (x, x_N, y_N), held)
-    return (x, y_N), (x_N, held, stacks, resident, floats, fixed, others, order_N)
+    return (x, y_N), (x_N, held, stacks, resident, floats, fixed, others, number_X)
 
 
 def _scan_backward(ring: _Ring, kept, gradients):
     """The gradients of all arguments; None of those that are not differentiated."""
-    x_N, held, stacks, resident, floats, fixed, others, order_N = kept
+    x_N, held, stacks, resident, floats, fixed, others, number_X = kept
     d_x, d_y_N = gradients
     is_float = tuple(leaf.dtype != jax.dtypes.float0 for leaf in jax.tree.leaves(d_y_N))
     d_y_N, _ = _split(jax.tree.leaves(d_y_N), is_float)
 
+    def number(i):
+        return slice_at(number_X, ring.num_layers + i)
+
     def totals_of(totals, i):
         """Gradients of earlier microbatches, to be added to."""
-        n = _from_last(order_N, i)
+        n = number(i)
         return [
             None if stack.total is None else to_device(total, n)
             for stack, total in zip(stacks, totals, strict=True)
         ]
 
     def fetch(rest, i):
-        n = _from_last(order_N, i)
+        n = number(i)
         return [to_device(stack.value, n) for stack in stacks], totals_of(rest[0], i)
 
     def step(carry, held, i):
         d_x, totals, squares, d_resident, d_floats = carry
-        (slot, before), n = held, _from_last(order_N, i)
+        (slot, before), n = held, number(i)
 
         def layer(x, slot, resident, floats):
             x, y = ring.layer(x, slot, resident, floats, fixed, slice_at(others, n))
@@ -225,9 +223,14 @@ def _scan_backward(ring: _Ring, kept, gradients):
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
-def _from_last(order_N, i):
-    """The number of the layer that backward computes as its i-th; after the last, the first."""
-    return slice_at(order_N, jnp.maximum(len(order_N) - 1 - i, 0))
+def _fetched(order_N, slots: int):
+    """Numbers of the layers as forward and backward fetch them, one after the other.
+
+    An array of its own, which both read from its begin to its end. In the end `slots - 1`
+    layers are fetched that nothing computes with.
+    """
+    after = jnp.broadcast_to(order_N[:1], (slots - 1,))
+    return jax.lax.optimization_barrier(jnp.concatenate([order_N, order_N[::-1], after]))
 
 
 def require_sound_ring(device) -> None:

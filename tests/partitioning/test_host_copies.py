@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies from host memory in HLO texts, cut from what XLA's compilers wrote of a ring."""
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import pytest
 
+from pallas_kernels.aot import gpu_compiler
 from switchx.partitioning.host_copies import host_copies, noted_strides, share_overlapped
 
 # The TPU compiler's: a loop of 4 turns over layers, and the optimizer's loop.
@@ -83,3 +89,59 @@ def test_strides_that_a_compiler_notes_are_of_host_memory():
     line = "  %slice.1 = f32[1,4]{1,0} dynamic-slice(f32[8,4]{1,0:S(5)} %stack, s32[] %n), "
     on_device = line.replace("S(5)", "S(1)")
     assert noted_strides(f"{line}{note}\n{on_device}{note}\n{line}") == [-8]
+
+
+# Described devices of CUDA have no memories, so the program is lowered for an abstract one and
+# compiled by the client, with what JAX itself uses for that.
+ON_H200 = """
+import jax, jax.numpy as jnp, numpy as np
+from jax._src.lib import xla_client
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxlib import _jax
+from pallas_kernels.aot.gpu_compiler import described_gpu
+from switchx.partitioning.host_ring import layer_numbers, ring_scan
+from switchx.partitioning.host_stack import HOST, HostStack
+
+abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=abstract)
+whole = NamedSharding(mesh, PartitionSpec())
+host = whole.with_memory_kind(HOST)
+
+def layer(x_RD, w_DD, *_):
+    return jnp.sin(x_RD @ w_DD), None
+
+def loss(w, x_RD):
+    return jnp.sum(ring_scan(layer, x_RD, w, None, None, layer_numbers(8), slots=2)[0])
+
+def gradient(w_NDD, x_RD):
+    return jax.grad(loss)(HostStack.of(w_NDD, "NDF", 2), x_RD).value
+
+w_NDD = jax.ShapeDtypeStruct((8, 512, 512), jnp.float32, sharding=host)
+x_RD = jax.ShapeDtypeStruct((256, 512), jnp.float32, sharding=whole)
+lowered = jax.jit(gradient, out_shardings=host).trace(w_NDD, x_RD).lower(
+    lowering_platforms=("cuda",)
+)
+device, options = described_gpu("h200"), xla_client.CompileOptions()
+options.executable_build_options.device_assignment = xla_client.DeviceAssignment.create(
+    np.array([[0]])
+)
+module = lowered.compiler_ir("stablehlo")
+program = device.client.compile(module, _jax.DeviceList((device,)), options)
+print(program.hlo_modules()[0].to_string())
+"""
+
+
+@pytest.mark.aot
+def test_no_stride_of_host_memory_is_noted_for_an_h200():
+    try:
+        variables = gpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, "-c", ON_H200], env=os.environ | variables, text=True,
+        capture_output=True, check=True, cwd=pathlib.Path(__file__).parents[2],
+    )  # fmt: skip
+    assert "S(5)" in done.stdout and "does device compute in host memory" not in done.stderr
+    assert noted_strides(done.stdout) == []
+    # Nor is any array read backwards: releases differ in which they note, and how.
+    assert '"byte_stride":"-' not in done.stdout

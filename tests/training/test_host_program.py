@@ -17,7 +17,6 @@ from switchx.optim.adamw import AdamW
 from switchx.optim.protocol import Optax
 from switchx.optim.schedules import Constant
 from switchx.partitioning import host_ring
-from switchx.partitioning.host_stack import slice_at
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
 from switchx.training import host_program
@@ -34,6 +33,7 @@ from switchx.training.sliced_update import (
 from switchx.training.step import StepConfig, gradients
 from tests.compilation import on_devices
 from tests.data.refusals import refused
+from tests.partitioning.test_host_ring import forwards
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
@@ -317,7 +317,7 @@ def test_what_cannot_be_in_host_memory_is_refused(monkeypatch):
 def test_a_jax_that_reads_layers_in_a_wrong_order_is_refused_on_gpus(monkeypatch):
     program = program_of()
     program.require_memory()
-    monkeypatch.setattr(host_ring, "_from_last", slice_at)
+    monkeypatch.setattr(host_ring, "_fetched", forwards)
     program.require_memory()  # on CPU no program has memory kinds
     monkeypatch.setattr(host_program, "needs_sound_ring", lambda device: True)
     with pytest.raises(RuntimeError, match="openxla/xla#46231"):
