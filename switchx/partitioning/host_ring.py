@@ -173,21 +173,12 @@ def _scan_backward(ring: _Ring, kept, gradients):
     def number(i):
         return slice_at(number_X, ring.num_layers + i)
 
-    def totals_of(totals, i):
-        """Gradients of earlier microbatches, to be added to."""
-        n = number(i)
-        return [
-            None if stack.total is None else to_device(total, n)
-            for stack, total in zip(stacks, totals, strict=True)
-        ]
+    def fetch(_, i):
+        return [to_device(stack.value, number(i)) for stack in stacks]
 
-    def fetch(rest, i):
-        n = number(i)
-        return [to_device(stack.value, n) for stack in stacks], totals_of(rest[0], i)
-
-    def step(carry, held, i):
+    def step(carry, slot, i):
         d_x, totals, squares, d_resident, d_floats = carry
-        (slot, before), n = held, number(i)
+        n = number(i)
 
         def layer(x, slot, resident, floats):
             x, y = ring.layer(x, slot, resident, floats, fixed, slice_at(others, n))
@@ -196,8 +187,8 @@ def _scan_backward(ring: _Ring, kept, gradients):
         _, transpose = jax.vjp(layer, slice_at(x_N, n), slot, slice_at(resident, n), floats)
         d_x, d_slot, d_own, d_read = transpose((d_x, slice_at(d_y_N, n)))
         d_slot = [
-            constrained(d if old is None else old + d, stack.dims[1:])
-            for stack, old, d in zip(stacks, before, d_slot, strict=True)
+            constrained(d if stack.total is None else to_device(total, n) + d, stack.dims[1:])
+            for stack, total, d in zip(stacks, totals, d_slot, strict=True)
         ]
         totals = [to_host(*each, n) for each in zip(totals, d_slot, strict=True)]
         squares = [s + _squared_norm(d) for s, d in zip(squares, d_slot, strict=True)]
@@ -209,7 +200,6 @@ def _scan_backward(ring: _Ring, kept, gradients):
         for stack in stacks
     ]
     squares = [jnp.zeros((), jnp.float32) for _ in stacks]
-    held = [(slot, totals_of(totals, i)) for i, slot in enumerate(held)]
     carry = d_x, totals, squares, *jax.tree.map(jnp.zeros_like, (resident, floats))
     carry, _ = ring.sweep(fetch, step, carry, held)
     d_x, totals, squares, d_resident, d_floats = carry
