@@ -107,23 +107,20 @@ class HostProgram(TrainingProgram):
         return self._jitted(train, evaluate)
 
     def _abstract_state(self) -> TrainState:
-        kind = host_memory_kind(self.mesh)
+        require_host_memory(self.mesh)
 
         def place(name, leaf):
             if not (leaf.ndim and _is_experts(name, leaf)):
                 return leaf
-            sharding = leaf.sharding.with_memory_kind(kind)
+            sharding = leaf.sharding.with_memory_kind(HOST)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return tree.map_named(place, super()._abstract_state())
 
-    def init_state(self, params=None) -> TrainState:
+    def _init(self, params=None) -> TrainState:
         """A state at step 0; experts are drawn, or taken from `params`, a layer at a time."""
-        init = jax.jit(self._init_sliced, out_shardings=self.shardings, donate_argnums=0)
-        return init(params)
-
-    def _init_sliced(self, params=None) -> TrainState:
         job, key = self.job, init_key(self.job.seed)
+        like = jax.eval_shape(super()._init)
         given = {} if params is None else tree.named_leaves(params)
         dense = without_experts(init_params(job.model, key) if params is None else params)
         experts = {}
@@ -135,23 +132,19 @@ class HostProgram(TrainingProgram):
                     draw = functools.partial(_drawn, job.model, run, name, key=key)
                 else:
                     draw = functools.partial(to_device, given[name])
-                experts[name] = self._init_stack(name, draw)
+                num_layers = tree.named_leaves(like.params)[name].shape[0]
+                experts[name] = self._init_stack(name, num_layers, draw)
         state = init_state(job.model, self.optimizer, job.seed, dense)
-        return join_state(self.abstract_state, SlicedState(state, experts))
+        return join_state(like, SlicedState(state, experts))
 
-    def _init_stack(self, name: str, draw):
+    def _init_stack(self, name: str, num_layers: int, draw):
         """One parameter of all layers and what the optimizer keeps for it.
 
         Args:
             draw: from the number of a layer to the parameter's slice.
         """
-        abstract = tree.named_leaves(self.abstract_state.params)[name]
-        space = (
-            jax.memory.Space.Host
-            if abstract.sharding.memory_kind == HOST
-            else jax.memory.Space.Device
-        )
-        num_layers = abstract.shape[0]
+
+        space = jax.memory.Space.Host
 
         def layer(n):
             params = tree.nested({name: draw(n)[None]})
@@ -181,12 +174,8 @@ def needs_sound_ring(device) -> bool:
     return device.platform == "gpu"
 
 
-def host_memory_kind(mesh) -> str:
-    """The kind of memory for experts, of a mesh's devices.
-
-    Raises:
-        ValueError: they cannot reach the host's memory, or not from a program.
-    """
+def require_host_memory(mesh) -> None:
+    """Raises ValueError unless programs of a mesh's devices reach the host's memory."""
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     require(
@@ -195,7 +184,6 @@ def host_memory_kind(mesh) -> str:
         f"{', '.join(kinds) or 'of the device alone'}, and need {HOST!r}; use experts='device' "
         "or 'disk', or a JAX whose back end has it",
     )
-    return HOST
 
 
 def _is_experts(name: str, leaf) -> bool:

@@ -20,7 +20,7 @@ from switchx.partitioning import host_ring
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
 from switchx.training import host_program
-from switchx.training.host_program import HostProgram, compiled_program, host_memory_kind
+from switchx.training.host_program import HostProgram, compiled_program, require_host_memory
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram
 from switchx.training.sliced_update import (
@@ -321,7 +321,7 @@ def test_what_cannot_be_in_host_memory_is_refused(monkeypatch):
         devices = np.array([Device()])
 
     with refused("StorageSpec.experts='host' on some accelerator<any>'pinned_host'<any>"):
-        host_memory_kind(Mesh())
+        require_host_memory(Mesh())
 
 
 def test_a_jax_that_reads_layers_in_a_wrong_order_is_refused_on_gpus(monkeypatch):
