@@ -78,6 +78,7 @@ VARIANTS = {
     "--model_dir=runs/elephants": T5,
     f"switchx {TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
     f"switchx {TINY} --gin_file=configs/storage/disk.gin --model_dir=runs/disk": T5,
+    f"switchx {TINY} --gin_file=configs/storage/host.gin --model_dir=runs/host": T5_OF_2,
     f"switchx {TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" "
     "--model_dir=runs/dropless": T5,
     f"{EIGHT} {TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,

@@ -22,7 +22,7 @@ from switchx.bench.report import Check, Report
 from switchx.partitioning.hlo_collectives import KINDS
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters
-from switchx.training.aot import CompiledStep, run_with_compiler
+from switchx.training.aot import CompiledStep, HostMemory, run_with_compiler
 from switchx.training.job import TrainingJob
 
 # The runs that docs/scale.md reports, and the slices that they are for.
@@ -70,6 +70,12 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         },
         "compile_s": round(step.seconds, 1),
     }
+    if step.host is not None:
+        row |= {
+            "host_bytes_per_device": step.host.needed,
+            "argument_bytes_without_storage": step.host.without.arguments,
+            "needed_bytes_without_storage": step.host.without.needed,
+        }
     if memory.excess:
         row["way_out"] = way_out(step, topology)
     counted = count_parameters(job.model).total
@@ -85,7 +91,21 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         factor = job.model.switch.capacity_factor * job.model.switch.router.num_selected
         bound = f"<={MOST_PADDING * factor:g}"
         checks.append(Check("slots_per_token", step.slots_per_token, bound))
-    return Report("compile", [row], checks)
+    return Report("compile", [row], checks + _storage_checks(step.host))
+
+
+def _storage_checks(host: HostMemory | None) -> list[Check]:
+    """Those of a step with experts in host memory; where it was not compiled, no more."""
+    if host is None:
+        return []
+    checks = [Check("fits_without_storage", int(host.without.fits), "==0")]
+    if host.needed is not None:
+        checks += [
+            Check("host_bytes_vs_formula", host.needed / host.formula, "<=1.01"),
+            Check("copies_overlapped", host.copies_overlapped, ">=0.8"),
+            Check("reversed_strides_wrong", sum(each < 0 for each in host.strides), "==0"),
+        ]
+    return checks
 
 
 def way_out(step: CompiledStep, topology: Topology) -> str:

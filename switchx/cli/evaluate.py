@@ -173,10 +173,10 @@ def _only_task(job, wanted: dict[str, tuple]) -> str | None:
 
 def _likelihood(folder, job, step: int, reporter) -> dict[str, Any]:
     from switchx.checkpoint.restore import restore_params
+    from switchx.training.host_program import compiled_program
     from switchx.training.loop import evaluate_job
-    from switchx.training.program import TrainingProgram
 
-    program = TrainingProgram(job)
+    program = compiled_program(job)
     reporter.note(f"evaluating {folder.checkpoints / str(step)}")
     with program.scope():
         target = program.abstract_state.params

@@ -8,6 +8,7 @@ stacked as the parameters are.
 Dims: B batch, L length, M memory, D model, H heads, N repeats of the run
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -19,6 +20,8 @@ from switchx.layers.positions import RelativeBias, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.partitioning.buckets import whole
 from switchx.partitioning.constrain import constrain, constrain_named
+from switchx.partitioning.host_ring import layer_numbers, ring_scan
+from switchx.partitioning.host_stack import host_stacks
 
 REMAT_POLICIES = {
     "minimal": jax.checkpoint_policies.dots_saveable,
@@ -163,14 +166,16 @@ class Stack(nnx.Module):
                 the first of them, which may be traced.
         """
         _, key_blocks, _ = split_key(key, 3)
-        remat = self.config.remat
+        on_host = host_stacks(self.blocks)
+        # A ring computes a layer again as it is; remat would do so within it once more.
+        remat = "none" if on_host else self.config.remat
         if not self.config.scan_layers:
             return self.blocks(
                 x_BLD, inputs, cache, is_training=is_training, remat=remat, key=key_blocks
             )
 
-        def body(x_BLD, layer):
-            blocks, cache, key = layer
+        def run_blocks(x_BLD, blocks, others, inputs):
+            cache, key = others
             x_BLD, *others = blocks(
                 x_BLD, inputs, cache, is_training=is_training, remat=remat, key=key
             )
@@ -181,7 +186,17 @@ class Stack(nnx.Module):
             num_runs = jax.tree.leaves(nnx.state(self.blocks))[0].shape[0]
             keys = jax.random.split(key_blocks, self.repeats)
             keys = jax.lax.dynamic_slice_in_dim(keys, first_run, num_runs)
-        x_BLD, (stats, cache) = jax.lax.scan(body, x_BLD, (self.blocks, cache, keys))
+        others = cache, keys
+        if on_host:
+            order_N, slots = layer_numbers(self.repeats), on_host[0].slots
+            ring = functools.partial(ring_scan, run_blocks, x_BLD, self.blocks, others, inputs)
+            x_BLD, (stats, cache) = ring(order_N, slots=slots)
+        else:
+
+            def body(x_BLD, layer):
+                return run_blocks(x_BLD, *layer, inputs)
+
+            x_BLD, (stats, cache) = jax.lax.scan(body, x_BLD, (self.blocks, others))
         stats = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stats)
         return x_BLD, stats, cache
 

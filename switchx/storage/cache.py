@@ -43,9 +43,10 @@ class StorageSpec:
     It changes no number beyond rounding, so all of it may change when a run is resumed.
 
     Attributes:
-        experts: `device`, with all else; or `disk`, a record an expert, of which the host's
-            memory caches some and the device has those of a few runs of blocks.
-        slots: of `disk`: runs of blocks whose experts are on the device at once.
+        experts: `device`, with all else; `host`, in the host's memory, from where a program
+            copies those of a few runs of blocks to the device; or `disk`, a record an expert,
+            of which the host's memory caches some and the device has those of a few runs.
+        slots: runs of blocks whose experts are on the device at once.
         host_bytes: of `disk`: host memory for records; None is room for all of them.
         path: of `disk`: a folder for the records, of this run alone, deleted when a run begins;
             None is in the run folder. Checkpoints link to the records where they are on the
@@ -53,7 +54,7 @@ class StorageSpec:
         policy: which record makes room for another.
     """
 
-    experts: Literal["device", "disk"] = at_resume("device")
+    experts: Literal["device", "host", "disk"] = at_resume("device")
     slots: int = at_resume(2)
     host_bytes: int | None = at_resume(None)
     path: str | None = at_resume(None)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.data.loader import with_tasks
@@ -31,12 +32,16 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.hlo_collectives import executed_collectives
+from switchx.partitioning.host_copies import host_copies, noted_strides, share_overlapped
+from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.planner.model_cost import experts_per_token
 from switchx.planner.program_cost import executed_slots, matrix_flops
+from switchx.storage.cache import StorageSpec
+from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram
+from switchx.training.program import TrainingProgram, state_arrays
 from switchx.tree import num_elements
 
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -74,6 +79,26 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """What a step with experts in host memory takes of it, for one device.
+
+    Attributes:
+        formula: bytes of the experts' parameters, gradients and what the optimizer keeps.
+        without: memory of the device if they were all there.
+        needed: bytes that the compiled program takes; None where nothing could be compiled, as
+            are:
+        copies_overlapped: `host_copies.share_overlapped`.
+        strides: `host_copies.noted_strides`.
+    """
+
+    formula: int
+    without: Memory
+    needed: int | None = None
+    copies_overlapped: float | None = None
+    strides: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class CompiledStep:
     """A training step for a mesh of devices.
 
@@ -87,6 +112,7 @@ class CompiledStep:
             where nothing could be compiled, as are:
         collectives: kind -> (how often a step executes it, bytes on one device).
         seconds: that compiling took.
+        host: where experts are in host memory, what they take of it.
     """
 
     devices: int
@@ -98,6 +124,7 @@ class CompiledStep:
     flops: int | None
     collectives: dict[str, tuple[int, int]] | None
     seconds: float
+    host: HostMemory | None = None
 
 
 def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
@@ -125,13 +152,19 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
     Raises:
         ValueError: the job does not suit its mesh, or the mesh not the devices.
     """
-    program = TrainingProgram(job, devices)
+    program = compiled_program(job, devices)
     started, batch = time.monotonic(), batch_shapes(program)
-    arguments = bytes_on_one_device((program.abstract_state, batch))
     encoder, decoder = (job.batch_size * length for length in job.sequence_lengths)
-    memory, text = Memory(arguments, 0, arguments, hbm_bytes), None
-    if memory.fits:
-        memory, text = _compile(program, batch, memory)
+    memory, text, on_host = _measure(program, batch, hbm_bytes)
+    host = None
+    if job.storage.experts == "host":
+        resident = TrainingProgram(dataclasses.replace(job, storage=StorageSpec()), devices)
+        without, *_ = _measure(resident, batch, hbm_bytes)
+        host = HostMemory(expert_bytes(program), without)
+        if text is not None:
+            overlapped = share_overlapped(host_copies(text))
+            strides = tuple(noted_strides(text))
+            host = HostMemory(host.formula, without, on_host, overlapped, strides)
     return CompiledStep(
         devices=program.mesh.size,
         parameters=num_elements(program.abstract_state.params),
@@ -142,7 +175,22 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
         flops=None if text is None else matrix_flops(text),
         collectives=None if text is None else collectives_by_kind(text),
         seconds=time.monotonic() - started,
+        host=host,
     )
+
+
+def expert_bytes(program: TrainingProgram) -> int:
+    """Of one device's part of the experts' parameters, their gradients and what the optimizer
+    keeps for them."""
+    rules, mesh = program.job.mesh.rules, program.mesh
+    total = 0
+    for array in state_arrays(program.job):
+        if array.is_in_blocks and array.table == "expert_params":
+            spec = rules.spec(array.dims, array.shape, mesh, table=array.table)
+            shape = NamedSharding(mesh, spec).shard_shape(array.shape)
+            copies = 2 if array.kind == "params" else 1
+            total += copies * math.prod(shape) * array.itemsize
+    return total
 
 
 def slots_per_token(program: TrainingProgram) -> float | None:
@@ -178,10 +226,11 @@ def slots_per_token(program: TrainingProgram) -> float | None:
 
 
 def bytes_on_one_device(arrays) -> int:
-    """Of shape structs with shardings; devices have equal parts."""
+    """Of shape structs with shardings, in its own memory; devices have equal parts."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)
+        if leaf.sharding.memory_kind != HOST
     )
 
 
@@ -203,8 +252,16 @@ def memory_in_refusal(message: str) -> tuple[int, int] | None:
     return used, limit
 
 
-def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, str | None]:
-    """The memory that the compiled step takes and its text, or what a refusal says."""
+def _measure(program: TrainingProgram, batch, limit: int) -> tuple[Memory, str | None, int]:
+    """`_compile`; no text where the arguments alone are too large."""
+    arguments = bytes_on_one_device((program.abstract_state, batch))
+    memory = Memory(arguments, 0, arguments, limit)
+    return _compile(program, batch, memory) if memory.fits else (memory, None, 0)
+
+
+def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, str | None, int]:
+    """The memory that the compiled step takes, its text, and its bytes of host memory; or the
+    memory that a refusal says."""
     platform = program.mesh.devices.flat[0].platform
     platforms = ("cuda" if platform == "gpu" else platform,)
     with program.scope():
@@ -222,14 +279,16 @@ def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, s
                 raise RuntimeError(said) from error
             used, limit = found
             temporaries = max(0, used - memory.arguments)
-            return Memory(memory.arguments, temporaries, used, limit), None
+            return Memory(memory.arguments, temporaries, used, limit), None, 0
     facts = compiled.memory_analysis()
     # Donated arguments' results take their places.
     results = facts.output_size_in_bytes - facts.alias_size_in_bytes
     temporaries = facts.temp_size_in_bytes + facts.generated_code_size_in_bytes
     arguments = facts.argument_size_in_bytes
     needed = arguments + max(0, results) + temporaries
-    return Memory(arguments, temporaries, needed, memory.limit), compiled.as_text()
+    on_host = facts.host_argument_size_in_bytes + facts.host_temp_size_in_bytes
+    memory = Memory(arguments, temporaries, needed, memory.limit)
+    return memory, compiled.as_text(), on_host
 
 
 # Set in the process that has a compiler.

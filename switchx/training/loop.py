@@ -22,6 +22,7 @@ from switchx.data.tasks import Task
 from switchx.data.vocabularies import load_vocabulary
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluate
+from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
 from switchx.training.layered import LayeredProgram
 from switchx.training.metrics import (
@@ -98,9 +99,11 @@ def train(
             job = check_same_run(run, job)
         is_on_disk = job.storage.experts == "disk"
         program = (
-            LayeredProgram(job, run, devices) if is_on_disk else TrainingProgram(job, devices)
+            LayeredProgram(job, run, devices) if is_on_disk else compiled_program(job, devices)
         )
         program.require_memory()
+        for note in program.notes:
+            reporter.note(note)
         with (
             program.scope(),
             Checkpointer(run, job.retention, program.experts) as checkpointer,

@@ -25,6 +25,7 @@ from switchx.moe.config import slots_refusal
 from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import batch_axes, batch_parts
 from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.placement import Placement
@@ -49,9 +50,11 @@ class TrainingProgram:
         experts: those that are not in the state but in storage; None, all are in the state.
         tables: what `train_step` takes after the batch: nothing, or where experts have
             replicas, which expert is in which slot of which layer.
+        notes: what a user should be told once a run.
     """
 
     experts: ExpertRecords | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, job: TrainingJob, devices=None):
         """Traces nothing yet; see `train_step` and `eval_step`.
@@ -95,6 +98,10 @@ class TrainingProgram:
         train = functools.partial(
             train_step, job.model, job.loss, job.step, self.optimizer, pipeline=self.pipeline
         )
+        return self._jitted(train, functools.partial(eval_step, job.model))
+
+    def _jitted(self, train, evaluate):
+        """Steps (state, batch) -> (state, metrics) and (params, batch) -> sums, compiled."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         jitted_train = jax.jit(
             train,
@@ -104,7 +111,7 @@ class TrainingProgram:
             compiler_options=self.compiler_options,
         )
         jitted_eval = jax.jit(
-            functools.partial(eval_step, job.model),
+            evaluate,
             in_shardings=(self.shardings.params, self.batch_sharding),
             out_shardings=whole,
             compiler_options=self.compiler_options,
@@ -164,7 +171,7 @@ class TrainingProgram:
         for name, is_used in (
             (f"mesh axis {PIPE!r} of size {self.mesh.shape[PIPE]}", self.pipeline is not None),
             ("StepConfig.bucket_bytes", job.step.bucket_bytes is not None),
-            ("StorageSpec.experts='disk'", job.storage.experts == "disk"),
+            (f"StorageSpec.experts={job.storage.experts!r}", job.storage.experts != "device"),
         ):
             require(
                 not is_used,
@@ -176,12 +183,13 @@ class TrainingProgram:
     def _task_tables(self) -> tuple[np.ndarray, ...]:
         """Every layer's slots, where devices with experts have rows of their own.
 
-        Elsewhere, in a pipeline, in microbatches and with groups of several devices the
-        configured dispatcher runs.
+        Elsewhere, in a pipeline, in microbatches, with groups of several devices and with
+        experts in storage, the configured dispatcher runs.
         """
         job, place = self.job, Placement.on(self.mesh, self.job.mesh.rules)
         devices = place.size(place.experts)
         is_whole = job.step.num_microbatches == 1 and job.step.bucket_bytes is None
+        is_whole &= job.storage.experts == "device"
         has_rows = place.experts and place.batch[-len(place.experts) :] == place.experts
         if not (is_whole and has_rows) or self.pipeline is not None:
             return ()
@@ -216,10 +224,7 @@ class TrainingProgram:
             ValueError: it does not; says how much there is.
         """
         device = self.mesh.local_devices[0]
-        needed = sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self.abstract_state)
-        )
+        needed = self.state_bytes(is_on_host=False)
         if device.platform == "cpu":  # whose simulated devices share the machine's memory
             needed *= len(self.mesh.local_devices)
             limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -230,6 +235,14 @@ class TrainingProgram:
             f"parameters and optimizer need {needed / 2**30:,.1f} GiB, and a {device.platform} "
             f"device has {limit / 2**30:,.1f} GiB; use more devices that split them "
             "(configs/meshes/fsdp.gin), or a smaller model",
+        )
+
+    def state_bytes(self, *, is_on_host: bool) -> int:
+        """Bytes of one device's part of the state, in its own memory or in the host's."""
+        return sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self.abstract_state)
+            if (leaf.sharding.memory_kind == HOST) == is_on_host
         )
 
     @property

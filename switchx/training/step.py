@@ -21,6 +21,7 @@ from switchx.moe.experts import ReplicatedWeight
 from switchx.moe.stats import RoutingStats
 from switchx.optim.protocol import apply_updates, clip_scale, global_norm, sliced_global_norm
 from switchx.partitioning.buckets import require_bucket_bytes
+from switchx.partitioning.host_stack import add_gradients, with_totals, zero_gradients
 from switchx.partitioning.schedule import Schedule
 from switchx.training.fused_loss import fused_batch_loss
 from switchx.training.losses import (
@@ -154,26 +155,31 @@ def gradients(
     if step.bucket_bytes is not None:
         loss_of = functools.partial(fused_batch_loss, bucket_bytes=step.bucket_bytes)
 
-    def scaled_loss(params, batch, key):
+    def scaled_loss(params, totals, batch, key):
         if expert_of_slot_NR is not None:
             params = with_replicas(params, expert_of_slot_NR)
+        params = with_totals(params, totals)
         value, aux = loss_of(config, loss, params, batch, denominators=denominators, key=key)
         return value * loss_scale, (value, *aux)
 
     microbatch_gradients = functools.partial(jax.grad(scaled_loss, has_aux=True), params)
     if step.num_microbatches == 1:
-        grads, (value, sums, stats) = microbatch_gradients(batch, key)
+        grads, (value, sums, stats) = microbatch_gradients(None, batch, key)
     else:
         rows = into_microbatches(config, batch, step.num_microbatches)
         batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
         keys = jax.random.split(key, step.num_microbatches)
         first = jax.tree.map(lambda x: x[0], (batches, keys))
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(microbatch_gradients, *first)
-        )
+        no_grads = zero_gradients(params)
+        _, measured = jax.eval_shape(microbatch_gradients, no_grads, *first)
+        zeros = no_grads, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), measured)
 
         def add(total, microbatch):
-            return jax.tree.map(jnp.add, total, microbatch_gradients(*microbatch)), None
+            grads, measured = microbatch_gradients(total[0], *microbatch)
+            return (
+                add_gradients(total[0], grads),
+                jax.tree.map(jnp.add, total[1], measured),
+            ), None
 
         (grads, (value, sums, stats)), _ = jax.lax.scan(add, zeros, (batches, keys))
     return grads, value, sums, stats

@@ -15,7 +15,7 @@ from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser
 from switchx.partitioning.topology import GIB, Topology
 from switchx.planner.model_cost import count_parameters
-from switchx.training.aot import CompiledStep, Memory
+from switchx.training.aot import CompiledStep, HostMemory, Memory
 from tests.training.jobs import ENCODER_DECODER, LENGTH, make_job
 
 JOB = make_job(ENCODER_DECODER)
@@ -49,6 +49,25 @@ def test_every_check_can_fail():
     ):
         found = verdicts(dataclasses.replace(STEP, **changes))
         assert [name for name, holds in found.items() if not holds] == [failing]
+
+
+def test_every_check_of_host_memory_can_fail():
+    host = HostMemory(
+        4 * GIB, Memory(30 * GIB, 0, 30 * GIB, 15 * GIB), 4 * GIB, 0.9, (1 << 20,)
+    )
+    on_host = dataclasses.replace(STEP, host=host)
+    assert all(verdicts(on_host).values())
+    for changes, failing in (
+        ({"without": STEP.memory}, "fits_without_storage"),
+        ({"needed": 5 * GIB}, "host_bytes_vs_formula"),
+        ({"copies_overlapped": 0.7}, "copies_overlapped"),
+        ({"strides": (1 << 20, -(1 << 20))}, "reversed_strides_wrong"),
+    ):
+        changed = dataclasses.replace(on_host, host=dataclasses.replace(host, **changes))
+        found = verdicts(changed)
+        assert [name for name, holds in found.items() if not holds] == [failing]
+    refused = dataclasses.replace(on_host, host=HostMemory(4 * GIB, host.without))
+    assert "copies_overlapped" not in verdicts(refused)
 
 
 def test_by_how_much_it_does_not_fit_is_said():

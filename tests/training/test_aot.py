@@ -2,8 +2,10 @@
 """Steps compiled for eight simulated devices, and for slices where the compiler is there."""
 
 import dataclasses
+import json
 import math
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -147,6 +149,48 @@ def test_limits_are_those_the_compiler_names():
 
 
 V5E = Topology.parse("v5e:4x4")
+
+ON_HOST = """
+import dataclasses, json
+from switchx.optim.adamw import AdamW
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.topology import Topology
+from switchx.storage.cache import StorageSpec
+from switchx.training import aot
+from tests.training.jobs import SPARSE, SWITCH, make_job
+
+topology = Topology.parse("v5e:2x2")
+switch = dataclasses.replace(SWITCH, every=1, group_size=128, dispatcher="all_to_all")
+model = dataclasses.replace(
+    SPARSE, d_model=128, d_ff=512, d_head=64, num_decoder_layers=32, scan_layers=True,
+    remat="full", switch=switch,
+)
+job = make_job(
+    model, storage=StorageSpec("host"), optimizer=AdamW(), mesh=MeshSpec(data=1, expert=4),
+    inputs_length=64, targets_length=64,
+)
+step = aot.compile_step(job, aot.describe_devices(topology), topology.generation.hbm_bytes)
+print(json.dumps(dataclasses.asdict(step)))
+"""
+
+
+@pytest.mark.aot
+def test_experts_in_host_memory_leave_the_devices():
+    tpu_folder()
+    done = subprocess.run(
+        [sys.executable, "-c", ON_HOST], env=os.environ | tpu_compiler.compiler_variables(),
+        capture_output=True, text=True, check=True, cwd=pathlib.Path(__file__).parents[2],
+    )  # fmt: skip
+    step = json.loads(done.stdout.splitlines()[-1])
+    memory, host = step["memory"], step["host"]
+    # 32 layers of 8 / 4 experts a device: weights and two moments leave it.
+    weights = 32 * 2 * (2 * 128 * 512) * 4
+    assert host["without"]["arguments"] - memory["arguments"] == 3 * weights
+    assert host["formula"] == host["needed"] == 4 * weights
+    # The program is longer, and has the slots.
+    assert host["without"]["needed"] - memory["needed"] > 2.5 * weights
+    assert host["copies_overlapped"] >= 0.8
+    assert host["strides"] == []
 
 
 def test_the_child_alone_sees_the_compiler(tmp_path, monkeypatch):

@@ -129,6 +129,7 @@ def test_tables_follow_the_load():
             "<any>with StepConfig.bucket_bytes<any>",
         ),
         (4, dict(storage=StorageSpec("disk")), "<any>with StorageSpec.experts='disk'<any>"),
+        (4, dict(storage=StorageSpec("host")), "<any>with StorageSpec.experts='host'<any>"),
     ],
 )
 def test_refusals(replicas, changes, message):

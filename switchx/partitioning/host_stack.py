@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of stacked layers in host memory, and their slices on the device.
+
+A `HostStack` stands in the place of a parameter's array, in a tree or in a module, and tells
+the scan over layers (`host_ring.py`) to take its slices from where it is. What type an array
+has says where it is: `jax.typeof(array).memory_space`. On CPU a program has these types too,
+and one memory. Dims: N layers
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from switchx.partitioning.constrain import current_rules, num_devices
+
+# The kind of memory, as JAX names it.
+HOST = "pinned_host"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HostStack:
+    """One parameter of all layers, in the place of its array `[N, ...]`.
+
+    A gradient of it is another one: `value` has the gradients, `squares` the sum of their
+    squares in float32, added up slice by slice on the device.
+
+    Attributes:
+        value: `[N, ...]`, where it is typed to be (`jax.typeof(value).memory_space`).
+        squares: 0.
+        total: gradients `[N, ...]` of earlier microbatches, to which those of this one are
+            added, in place; None where there are none.
+        dims: dimension letters, as `NEDF`.
+        slots: layers of it on the device at once.
+    """
+
+    value: jax.Array
+    squares: jax.Array
+    total: jax.Array | None = None
+    dims: str = dataclasses.field(default="", metadata={"static": True})
+    slots: int = dataclasses.field(default=2, metadata={"static": True})
+
+    @classmethod
+    def of(cls, value, dims: str, slots: int) -> "HostStack":
+        """The stack of a parameter's array."""
+        return cls(value, jnp.zeros((), jnp.float32), dims=dims, slots=slots)
+
+
+def is_host_stack(leaf) -> bool:
+    return isinstance(leaf, HostStack)
+
+
+def host_stacks(tree) -> list[HostStack]:
+    """Those among the leaves of a tree, or of a module."""
+    return [
+        leaf for leaf in jax.tree.leaves(tree, is_leaf=is_host_stack) if is_host_stack(leaf)
+    ]
+
+
+# Gradients of several microbatches: those in host memory are added up by the ring, in place.
+
+
+def with_totals(params, gradients):
+    """The parameters, whose gradients in host memory are added to these of other microbatches.
+
+    Args:
+        gradients: of the same structure; None adds nothing.
+    """
+    if gradients is None:
+        return params
+
+    def attach(leaf, gradient):
+        if not is_host_stack(leaf):
+            return leaf
+        return dataclasses.replace(leaf, total=jax.lax.stop_gradient(gradient.value))
+
+    return jax.tree.map(attach, params, gradients, is_leaf=is_host_stack)
+
+
+def add_gradients(totals, gradients):
+    """The sum of gradients, of which those `with_totals` have the others in them."""
+
+    def add(total, gradient):
+        return gradient if is_host_stack(gradient) else total + gradient
+
+    return jax.tree.map(add, totals, gradients, is_leaf=is_host_stack)
+
+
+def zero_gradients(params):
+    """Gradients of zero, each where its parameter is."""
+
+    def zeros(leaf):
+        if not is_host_stack(leaf):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return dataclasses.replace(leaf, value=zeros_like(leaf.value, leaf.dims))
+
+    return jax.tree.map(zeros, params, is_leaf=is_host_stack)
+
+
+# Slices of what is in host memory. Where it is typed to be on the device, as in a program
+# without memory kinds, these are slices.
+
+
+def to_device(array, n):
+    """The n-th slice of a stacked array, on the device."""
+    return jax.device_put(slice_at(array, n), jax.memory.Space.Device)
+
+
+def to_host(array, slice_, n):
+    """The stacked array with its n-th slice written."""
+    slice_ = jax.device_put(slice_, jax.typeof(array).memory_space)
+    return with_slice(array, slice_, n)
+
+
+def empty(like, dims: str, space=None):
+    """An array of a shape and dtype, to be written; where `like` is, or in `space`.
+
+    Not of zeros: these would be made on the device first, all of them. Nothing may read what
+    was not written.
+    """
+    array = constrained(jax.lax.empty(like.shape, like.dtype), dims)
+    return jax.device_put(array, space or jax.typeof(like).memory_space)
+
+
+def zeros_like(array, dims: str):
+    """Zeros of the shape and the place of a stacked array, written slice by slice."""
+
+    def write(n, array):
+        return to_host(array, jnp.zeros(array.shape[1:], array.dtype), n)
+
+    return jax.lax.fori_loop(0, array.shape[0], write, empty(array, dims))
+
+
+def constrained(array, dims: str):
+    """Splits a parameter's array, or one layer of it, over the mesh as the rules say."""
+    if num_devices() == 1:
+        return array
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    spec = rules.spec(dims, array.shape, mesh, table="expert_params")
+    return jax.lax.with_sharding_constraint(array, spec)
+
+
+def slice_at(arrays, n):
+    """The n-th slices of stacked arrays of a tree, in the memory where these are."""
+
+    def take(array):
+        return jax.lax.dynamic_index_in_dim(
+            array, n, keepdims=False, allow_negative_indices=False
+        )
+
+    return jax.tree.map(take, arrays)
+
+
+def with_slice(arrays, slices, n):
+    """The stacked arrays with their n-th slices written."""
+
+    def write(array, slice_):
+        return jax.lax.dynamic_update_index_in_dim(
+            array, slice_, n, 0, allow_negative_indices=False
+        )
+
+    return jax.tree.map(write, arrays, slices)

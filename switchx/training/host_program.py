@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job as programs where its experts are in host memory: `TrainingProgram`'s methods.
+
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. Experts, and what the optimizer keeps
+for them, are arrays of the training state like all others, but of the host's memory. A step is
+one program, for any mesh without stages (sliced_update.py).
+"""
+
+import functools
+import os
+
+import jax
+
+from switchx import tree
+from switchx.axes import dims_of
+from switchx.fields import require
+from switchx.models.config import require_our_blocks
+from switchx.models.params import init_params
+from switchx.models.stages import (
+    init_run_experts,
+    model_runs,
+    without_experts,
+)
+from switchx.partitioning.host_ring import require_sound_ring
+from switchx.partitioning.host_stack import HOST, empty, to_device, to_host
+from switchx.partitioning.rules import param_table
+from switchx.training.evaluate import eval_step
+from switchx.training.job import TrainingJob
+from switchx.training.program import TrainingProgram
+from switchx.training.sliced_update import (
+    SlicedState,
+    host_train_step,
+    join_state,
+    require_per_layer,
+    with_host_stacks,
+)
+from switchx.training.step import TrainState, init_key, init_state
+
+
+def compiled_program(job: TrainingJob, devices=None) -> TrainingProgram:
+    """The program of a job whose step is one compiled program: experts on device or host.
+
+    Experts that training has on a disk are on the device here, for evaluation.
+
+    Raises:
+        ValueError: something in the job does not go together.
+    """
+    program = HostProgram if job.storage.experts == "host" else TrainingProgram
+    return program(job, devices)
+
+
+class HostProgram(TrainingProgram):
+    """The programs of a job with `storage.experts="host"`.
+
+    Attributes:
+        notes: what a user should know once a run.
+    """
+
+    def __init__(self, job: TrainingJob, devices=None):
+        """Traces nothing yet.
+
+        Raises:
+            ValueError: something in the job cannot be combined with experts in host memory, or
+                the devices cannot reach it.
+        """
+        _require_ring(job)
+        super().__init__(job, devices)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return ()
+        return (
+            "StorageSpec.experts='host' on CPU: its devices have the host's memory, so the "
+            "step is computed as on an accelerator and no memory is saved",
+        )
+
+    def require_memory(self) -> None:
+        """Checks that devices and host hold the state, and of GPUs that rings are sound.
+
+        Raises:
+            ValueError: it does not fit; says how much there is.
+            RuntimeError: this JAX computes wrong gradients (`require_sound_ring`).
+        """
+        super().require_memory()
+        device = self.mesh.local_devices[0]
+        needed = self.state_bytes(is_on_host=True) * len(self.mesh.local_devices)
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        require(
+            needed <= limit,
+            f"experts and their optimizer need {needed / 2**30:,.1f} GiB of host memory, and "
+            f"this host has {limit / 2**30:,.1f} GiB; use more hosts, or "
+            "StorageSpec.experts='disk'",
+        )
+        if needs_sound_ring(device):
+            require_sound_ring(device)
+
+    def _steps(self):
+        job, slots = self.job, self.job.storage.slots
+        train = functools.partial(
+            host_train_step, job.model, job.loss, job.step, self.optimizer, slots
+        )
+
+        def evaluate(params, batch):
+            return eval_step(job.model, with_host_stacks(params, slots), batch)
+
+        return self._jitted(train, evaluate)
+
+    def _abstract_state(self) -> TrainState:
+        require_host_memory(self.mesh)
+
+        def place(name, leaf):
+            if not (leaf.ndim and _is_experts(name, leaf)):
+                return leaf
+            sharding = leaf.sharding.with_memory_kind(HOST)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return tree.map_named(place, super()._abstract_state())
+
+    def _init(self, params=None) -> TrainState:
+        """A state at step 0; experts are drawn, or taken from `params`, a layer at a time."""
+        job, key = self.job, init_key(self.job.seed)
+        like = jax.eval_shape(super()._init)
+        given = {} if params is None else tree.named_leaves(params)
+        dense = without_experts(init_params(job.model, key) if params is None else params)
+        experts = {}
+        for run in model_runs(job.model):
+            for name in (name for names in run.names for name in names):
+                if name in experts:  # of all runs of the stack
+                    continue
+                if params is None:
+                    draw = functools.partial(_drawn, job.model, run, name, key=key)
+                else:
+                    draw = functools.partial(to_device, given[name])
+                num_layers = tree.named_leaves(like.params)[name].shape[0]
+                experts[name] = self._init_stack(name, num_layers, draw)
+        state = init_state(job.model, self.optimizer, job.seed, dense)
+        return join_state(like, SlicedState(state, experts))
+
+    def _init_stack(self, name: str, num_layers: int, draw):
+        """One parameter of all layers and what the optimizer keeps for it.
+
+        Args:
+            draw: from the number of a layer to the parameter's slice.
+        """
+
+        space = jax.memory.Space.Host
+
+        def layer(n):
+            params = tree.nested({name: draw(n)[None]})
+            return params, self.optimizer.init(params)
+
+        def stacked(path, leaf):
+            if not leaf.ndim:
+                return leaf
+            shape = jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype)
+            return empty(shape, dims_of(path.rpartition("/")[2], leaf.ndim), space)
+
+        def write(n, arrays):
+            return jax.tree.map(
+                lambda array, one: to_host(array, one[0], n) if array.ndim else one,
+                arrays,
+                layer(n),
+            )
+
+        first = tree.map_named(stacked, jax.eval_shape(layer, 0))
+        scalars = layer(0)
+        first = jax.tree.map(lambda a, b: a if a.ndim else b, first, scalars)
+        return jax.lax.fori_loop(0, num_layers, write, first)
+
+
+def needs_sound_ring(device) -> bool:
+    """Whether releases of JAX are known to be wrong on such a device."""
+    return device.platform == "gpu"
+
+
+def require_host_memory(mesh) -> None:
+    """Raises ValueError unless programs of a mesh's devices reach the host's memory."""
+    device = mesh.devices.flat[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    require(
+        HOST in kinds or device.platform == "cpu",
+        f"StorageSpec.experts='host' on {device.device_kind}: its programs reach the memories "
+        f"{', '.join(kinds) or 'of the device alone'}, and need {HOST!r}; use experts='device' "
+        "or 'disk', or a JAX whose back end has it",
+    )
+
+
+def _is_experts(name: str, leaf) -> bool:
+    kind, _, path = name.partition("/")
+    if kind not in ("params", "opt_state") or "/blocks/" not in path:
+        return False
+    return param_table(dims_of(path.rpartition("/")[2], leaf.ndim)) == "expert_params"
+
+
+def _drawn(config, run, name: str, n, *, key):
+    return init_run_experts(config, run, n, key)[name]
+
+
+def _require_ring(job: TrainingJob) -> None:
+    """Raises ValueError unless a job's step can be computed with experts in host memory."""
+    config, slots, with_host = job.model, job.storage.slots, "with StorageSpec.experts='host'"
+    require_our_blocks(config, "training with experts in host memory")
+    require(
+        config.switch is not None,
+        f"a dense model {with_host}: it has no experts; use experts='device'",
+    )
+    require(
+        config.scan_layers,
+        f"ModelConfig.scan_layers=False {with_host}: one loop runs all layers, whose "
+        "parameters are stacked; use scan_layers=True (a run may change it when it is resumed)",
+    )
+    require(
+        job.step.bucket_bytes is None,
+        f"StepConfig.bucket_bytes={job.step.bucket_bytes} {with_host}: buckets hold experts "
+        "too, on the device; use bucket_bytes=None",
+    )
+    require(
+        job.mesh.pipe == 1,
+        f"mesh axis 'pipe' of size {job.mesh.pipe} {with_host}: a stage has its layers on the "
+        "device; use pipe=1, and expert or fsdp for the devices",
+    )
+    require_per_layer(job.optimizer)
+    for stack in ("encoder", "decoder"):
+        runs = [run for run in model_runs(config) if run.stack == stack and run.layers]
+        require(
+            not runs or slots <= len(runs),
+            f"StorageSpec.slots={slots}, but the {stack} has {len(runs)} run"
+            f"{'s' * (len(runs) > 1)} of blocks; use "
+            + (f"at most {len(runs)}" if len(runs) > 1 else "experts='device': it is needed"),
+        )

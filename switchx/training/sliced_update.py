@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step whose experts, and what the optimizer keeps for them, are in host memory.
+
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. Gradients are those of `step.py`, where
+`partitioning/host_ring.py` takes the place of the scan over layers. The optimizer runs on one
+layer of one parameter at a time: slices are copied to the device, updated, and written where
+they were, those of the next layer being read meanwhile. So the device has a few slices, and the
+host one copy of the state. The loop has no turns in a step that is not finite; a conditional
+around it would copy the arrays on GPUs.
+
+AdamW is elementwise and Adafactor takes its means within one matrix of one expert, so a layer
+alone is updated as in its stack. Dims: N layers, X fetches
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from switchx import tree
+from switchx.axes import dims_of
+from switchx.fields import require
+from switchx.models.stages import is_of_experts
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.adamw import AdamW
+from switchx.optim.protocol import Optimizer, apply_updates, global_norm
+from switchx.partitioning.host_ring import layer_numbers
+from switchx.partitioning.host_stack import HostStack, is_host_stack, to_device, to_host
+from switchx.training.step import TrainState, gradients, take_step
+
+PER_LAYER = (AdamW, Adafactor)
+
+
+def require_per_layer(optimizer: Optimizer) -> None:
+    """Raises ValueError where an optimizer may compute over several layers."""
+    require(
+        isinstance(optimizer, PER_LAYER),
+        f"optimizer {type(optimizer).__name__} with StorageSpec.experts='host': it may compute "
+        "over all layers of a stack, which are not on the device together; use "
+        f"{' or '.join(each.__name__ for each in PER_LAYER)}, or experts='device'",
+    )
+
+
+def with_host_stacks(params: dict, slots: int) -> dict:
+    """The parameters, those of experts as `HostStack`s."""
+
+    def stack(name, leaf):
+        if not is_of_experts(name, leaf):
+            return leaf
+        return HostStack.of(leaf, dims_of(name.rpartition("/")[2], leaf.ndim), slots)
+
+    return tree.map_named(stack, params)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlicedState:
+    """A training state, and what it has of each parameter of the experts, `[N, ...]`.
+
+    Attributes:
+        dense: the state of all other parameters.
+        experts: (parameter, its arrays in the optimizer's state) by path of the parameter.
+    """
+
+    dense: TrainState
+    experts: dict[str, tuple[dict, dict]]
+
+
+def split_state(optimizer, state: TrainState) -> SlicedState:
+    """Takes a state apart; `join_state` is the inverse."""
+    leaves = tree.named_leaves(state.params)
+    kept = tree.named_leaves(state.opt_state)
+    own = {name for name, leaf in leaves.items() if is_of_experts(name, leaf)}
+
+    def part(names):
+        params = tree.nested({name: leaves[name] for name in leaves if name in names})
+        shapes = jax.eval_shape(optimizer.init, params)
+        names = tree.named_leaves(shapes)
+        return params, jax.tree.unflatten(jax.tree.structure(shapes), [kept[n] for n in names])
+
+    params, opt_state = part(leaves.keys() - own)
+    dense = dataclasses.replace(state, params=params, opt_state=opt_state)
+    return SlicedState(dense, {name: part({name}) for name in leaves if name in own})
+
+
+def join_state(state: TrainState, parts: SlicedState) -> TrainState:
+    """The whole, of the structure of `state`. What the optimizer counts is the dense part's."""
+    params, opt_state = {}, {}
+    for one in (*parts.experts.values(), (parts.dense.params, parts.dense.opt_state)):
+        params |= tree.named_leaves(one[0])
+        opt_state |= tree.named_leaves(one[1])
+    return dataclasses.replace(
+        parts.dense,
+        params=tree.map_named(lambda name, _: params[name], state.params),
+        opt_state=tree.map_named(lambda name, _: opt_state[name], state.opt_state),
+    )
+
+
+def host_train_step(config, loss, step, optimizer, slots: int, state: TrainState, batch: dict):
+    """See `training.step.train_step`; the experts of `state` are in host memory.
+
+    Args:
+        slots: layers whose experts are on the device at once.
+    """
+    is_half = config.precision.compute == "float16"
+    grads, value, sums, stats = gradients(
+        config,
+        loss,
+        step,
+        with_host_stacks(state.params, slots),
+        batch,
+        key=state.key,
+        loss_scale=state.loss_scale if is_half else 1.0,
+    )
+    parts = split_state(optimizer, state)
+    all_grads = tree_of_stacks(grads)
+    dense = tree.nested({n: g for n, g in all_grads.items() if n not in parts.experts})
+    squares = sum(all_grads[name].squares for name in parts.experts)
+    raw_norm = jnp.sqrt(jnp.square(global_norm(dense)) + squares)
+    updated, metrics, scale = take_step(
+        config, step, optimizer, parts.dense, dense, raw_norm, value, sums, stats
+    )
+    experts = {
+        name: sliced_update(
+            optimizer,
+            *own,
+            tree.nested({name: all_grads[name].value}),
+            gradient_scale=scale,
+            is_finite=metrics.is_skipped == 0,
+        )
+        for name, own in parts.experts.items()
+    }
+    return join_state(state, SlicedState(updated, experts)), metrics
+
+
+def tree_of_stacks(grads: dict) -> dict:
+    """Gradients by path, a `HostStack` as one leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_host_stack)
+    return {tree.path_name(path): leaf for path, leaf in leaves}
+
+
+def sliced_update(optimizer, params, opt_state, grads, *, gradient_scale, is_finite):
+    """The parameters and the optimizer's state after one update, a layer at a time.
+
+    Args:
+        params, opt_state, grads: of one stack of layers; arrays `[N, ...]`, in host memory or
+            not, and the optimizer's scalars, which are returned as they are.
+        gradient_scale: what the gradients are multiplied by.
+        is_finite: where false, everything stays as it is.
+    """
+    leaves, structure = jax.tree.flatten((params, opt_state))
+    is_array = [leaf.ndim > 0 for leaf in leaves]
+    (num_layers,) = {leaf.shape[0] for leaf in leaves if leaf.ndim}
+    order_N = layer_numbers(num_layers)
+    number_X = jnp.concatenate([order_N, order_N[:1]])
+    # Nothing is read before the gradients are all there: it would take memory all the while.
+    turns = jnp.where(is_finite, num_layers, 0)
+    turns, number_X = jax.lax.optimization_barrier((turns, number_X))
+
+    def fetch(leaves, n):
+        own = [
+            to_device(leaf, n)[None] if is_one else leaf
+            for leaf, is_one in zip(leaves, is_array, strict=True)
+        ]
+        return own, jax.tree.map(lambda leaf: to_device(leaf, n)[None], grads)
+
+    def turn(i, state):
+        leaves, (own, grad) = state
+        # Read before the others are written: the link to the host works both ways at once.
+        ahead = fetch(leaves, number_X[i + 1])
+        params, kept = jax.tree.unflatten(structure, own)
+        updates, kept = optimizer.update(grad, kept, params, gradient_scale=gradient_scale)
+        new = jax.tree.leaves((apply_updates(params, updates), kept))
+        leaves = [
+            to_host(leaf, one[0], number_X[i]) if is_one else leaf
+            for leaf, one, is_one in zip(leaves, new, is_array, strict=True)
+        ]
+        return leaves, ahead
+
+    first = leaves, fetch(leaves, number_X[0])
+    leaves, _ = jax.lax.fori_loop(0, turns, turn, first)
+    return jax.tree.unflatten(structure, leaves)

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with experts in host memory against the resident program: gradients, steps, runs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from switchx import tree
+from switchx.checkpoint.items import read_items
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.models.stages import is_of_experts
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.adamw import AdamW
+from switchx.optim.protocol import Optax
+from switchx.optim.schedules import Constant
+from switchx.partitioning import host_ring
+from switchx.partitioning.mesh import MeshSpec
+from switchx.storage.cache import StorageSpec
+from switchx.training import host_program
+from switchx.training.host_program import HostProgram, compiled_program, require_host_memory
+from switchx.training.loop import train
+from switchx.training.program import TrainingProgram
+from switchx.training.sliced_update import (
+    join_state,
+    sliced_update,
+    split_state,
+    tree_of_stacks,
+    with_host_stacks,
+)
+from switchx.training.step import StepConfig, gradients
+from tests.compilation import on_devices
+from tests.data.refusals import refused
+from tests.partitioning.test_host_ring import forwards
+from tests.training.jobs import (
+    DENSE,
+    ENCODER_DECODER,
+    LOSS,
+    SPARSE,
+    make_batch,
+    make_job,
+    make_params,
+)
+from tests.training.test_layered_step import stacked
+from tests.training.test_loop import Events
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+ROWS = 16
+WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5, router_z_weight=0.1)
+# Three runs of blocks: an odd number.
+DECODER = stacked(SPARSE, 6)
+BOTH = stacked(ENCODER_DECODER, 6)
+HOST = StorageSpec("host")
+OPTIMIZERS = {
+    "adamw": AdamW(weight_decay=0.1, epsilon=1e-4),
+    "adafactor": Adafactor(min_dim_size_to_factor=8, beta1=0.9, weight_decay_rate=0.01),
+}
+
+
+def job_of(model=DECODER, storage=HOST, optimizer="adamw", mesh=MeshSpec(data=1), **changes):
+    optimizer = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    step = StepConfig(num_microbatches=2, clip_norm=0.5)
+    fields = dict(step=step, loss=WEIGHTY, batch_size=ROWS)
+    return make_job(
+        model, storage=storage, optimizer=optimizer, mesh=mesh, **(fields | changes)
+    )
+
+
+def program_of(*arguments, num_devices=1, **changes) -> TrainingProgram:
+    return compiled_program(job_of(*arguments, **changes), jax.devices()[:num_devices])
+
+
+def raw_gradients(program: TrainingProgram, slots: int | None = None):
+    """Gradients by path and loss, dropout on; and the squares of the experts' by path."""
+    job = program.job
+
+    def compute(params, batch):
+        if slots is not None:
+            params = with_host_stacks(params, slots)
+        return gradients(job.model, job.loss, job.step, params, batch, key=jax.random.key(7))
+
+    with program.scope():
+        params = jax.device_put(make_params(job.model), program.shardings.params)
+        grads, value, *_ = jax.jit(compute)(params, program.place(make_batch(job.model, ROWS)))
+    leaves = tree_of_stacks(grads)
+    squares = {name: leaf.squares for name, leaf in leaves.items() if hasattr(leaf, "squares")}
+    arrays = {name: np.asarray(getattr(g, "value", g)) for name, g in leaves.items()}
+    return arrays, float(value), squares
+
+
+def assert_close(got, wanted):
+    """Distance over norm: 1e-6 of all arrays together, 3e-6 of each (other fusions)."""
+    assert got.keys() == wanted.keys()
+
+    def norms(names):
+        squares = [
+            (np.sum(np.square(got[n] - wanted[n], dtype=float)), np.sum(wanted[n] ** 2.0))
+            for n in names
+        ]
+        return np.sqrt(np.sum(squares, axis=0))
+
+    distance, norm = norms(wanted)
+    assert distance <= 1e-6 * norm
+    for name in wanted:
+        distance, norm = norms([name])
+        assert distance <= 3e-6 * norm, name
+
+
+CELLS = {
+    "decoder": dict(model=DECODER),
+    "both": dict(model=BOTH),
+    "slots_3": dict(model=DECODER, slots=3),
+    "microbatch": dict(model=BOTH, step=StepConfig()),
+    "expert_mesh": dict(model=DECODER, mesh=MeshSpec(data=2, expert=4), num_devices=8),
+    "fsdp_mesh": dict(model=DECODER, mesh=MeshSpec(fsdp=2, expert=4), num_devices=8),
+}
+DEFAULT = ("microbatch", "fsdp_mesh")
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CELLS]
+)
+def test_raw_gradients_are_those_of_the_resident_program(cell):
+    changes = dict(CELLS[cell])
+    slots = changes.pop("slots", 2)
+    resident = program_of(**changes, storage=StorageSpec())
+    on_host = program_of(**changes, storage=StorageSpec("host", slots=slots))
+    assert isinstance(on_host, HostProgram) and not isinstance(resident, HostProgram)
+    wanted, want_value, _ = raw_gradients(resident)
+    got, value, squares = raw_gradients(on_host, slots)
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    assert_close(got, wanted)
+    assert squares.keys() == {name for name, g in got.items() if is_of_experts(name, g)}
+    for name, each in squares.items():
+        np.testing.assert_allclose(each, np.sum(got[name] ** 2), rtol=1e-5)
+
+
+def trained(program, steps: int = 3):
+    state, measured = program.init_state(), []
+    for step in range(steps):
+        batch = program.place(make_batch(program.job.model, ROWS, seed=step))
+        state, metrics = program.train_step(state, batch)
+        measured.append((float(metrics.loss), float(metrics.grad_norm)))
+    return state, measured
+
+
+STEPS = {
+    "adamw": dict(optimizer="adamw", model=dataclasses.replace(DECODER, remat="full")),
+    "adafactor": dict(
+        optimizer="adafactor", model=BOTH, mesh=MeshSpec(fsdp=2, expert=4), num_devices=8
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_steps_are_those_of_the_resident_program(name):
+    changes = STEPS[name]
+    resident = program_of(**changes, storage=StorageSpec())
+    program = program_of(**changes)
+    batch = make_batch(changes["model"], ROWS, seed=9)
+    with resident.scope():
+        want, want_measured = trained(resident)
+        want_sums, want_stats, _ = resident.eval_step(want.params, resident.place(batch))
+    with program.scope():
+        first = jax.device_get(program.init_state())
+        state, measured = trained(program)
+        sums, stats, _ = program.eval_step(state.params, program.place(batch))
+        infinite = np.full_like(batch["decoder_loss_weights"], np.inf)
+        broken = program.place(batch | {"decoder_loss_weights": infinite})
+        before = jax.device_get((state.params, state.opt_state))
+        got = tree.named_leaves(jax.device_get(state))
+        skipped, metrics = program.train_step(state, broken)
+    with resident.scope():
+        same = jax.device_get(resident.init_state())
+    jax.tree.map(np.testing.assert_array_equal, first, same)
+    np.testing.assert_allclose(measured, want_measured, rtol=1e-5)
+    np.testing.assert_allclose(sums.loss, want_sums.loss, rtol=1e-5)
+    np.testing.assert_array_equal(stats.load_E, want_stats.load_E)
+    wanted = tree.named_leaves(want)
+    assert got.keys() == wanted.keys()
+    for label, leaf in wanted.items():
+        np.testing.assert_allclose(got[label], leaf, rtol=1e-4, atol=2e-5, err_msg=label)
+    assert int(metrics.is_skipped) == 1 and int(skipped.skipped) == 1
+    after = jax.device_get((skipped.params, skipped.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+ITEM = {"params": None}
+SHAPES = {"blocks/experts/w_in_EDF": (3, 2, 4, 6), "blocks/experts/b_in_EF": (3, 2, 6)}
+
+
+def draw(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+
+
+def sliced(optimizer, steps: int = 3):
+    """Parameters and state of each array after some updates by slices; the last is left out."""
+    found = {}
+    for name in SHAPES:
+        params = tree.nested({name: jax.numpy.asarray(draw(0)[name])})
+        state = optimizer.init(params)
+
+        @jax.jit
+        def update(params, state, grads, is_finite):
+            changes = dict(gradient_scale=0.5, is_finite=is_finite)
+            return sliced_update(optimizer, params, state, grads, **changes)
+
+        for step in range(steps + 1):
+            grads = tree.nested({name: draw(step + 1)[name]})
+            params, new = update(params, state, grads, step < steps)
+            # What it counts is counted once for all arrays, by the step.
+            state = jax.tree.map(lambda a: a if a.ndim else jax.numpy.minimum(a + 1, 3), new)
+        found[name] = tree.named_leaves(params)[name], tree.named_leaves(state)
+    return found
+
+
+def test_updates_by_slices_are_adams_in_numpy():
+    learning_rate, b1, b2, epsilon, decay = 1e-2, 0.9, 0.99, 1e-4, 0.1
+    optimizer = AdamW(b1, b2, epsilon, decay).build(Constant(learning_rate))
+    for name, (got, _) in sliced(optimizer).items():
+        w, m, v = (x.astype(np.float64) for x in (draw(0)[name], *2 * [0 * draw(0)[name]]))
+        for step in range(1, 4):
+            g = 0.5 * draw(step)[name]
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            update = (m / (1 - b1**step)) / (np.sqrt(v / (1 - b2**step)) + epsilon)
+            w = w - learning_rate * (update + decay * w * ("w_" in name))
+        np.testing.assert_allclose(got, w, rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_by_slices_are_those_of_whole_stacks(name):
+    optimizer = OPTIMIZERS[name].build(Constant(1e-2))
+    for path, (got, state) in sliced(optimizer).items():
+        params = tree.nested({path: draw(0)[path]})
+        whole = optimizer.init(params)
+        for step in range(3):
+            grads = tree.nested({path: draw(step + 1)[path]})
+            updates, whole = optimizer.update(grads, whole, params, gradient_scale=0.5)
+            params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(got, tree.named_leaves(params)[path], rtol=1e-5, atol=1e-7)
+        for label, leaf in tree.named_leaves(whole).items():
+            np.testing.assert_allclose(state[label], leaf, rtol=1e-5, err_msg=label)
+
+
+def test_a_state_is_taken_apart_and_joined():
+    program = program_of(storage=StorageSpec())
+    state = program.abstract_state
+    parts = split_state(program.optimizer, state)
+    assert join_state(state, parts) == state
+    names = tree.named_leaves(parts.dense.params)
+    assert not any(is_of_experts(name, leaf) for name, leaf in names.items())
+
+
+# Whole runs.
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    with on_devices(1):
+        yield
+
+
+def arrays_of(run, step: int):
+    path = run.checkpoints / str(step)
+    return tree.named_leaves(read_items(path, {"params": None, "train_state": None}))
+
+
+def test_runs_go_on_between_device_host_and_disk(one_device, tmp_path):
+    resident, moved = RunFolder(tmp_path / "resident"), RunFolder(tmp_path / "moved")
+    train(job_of(storage=StorageSpec()), resident, Events())
+    train(job_of(train_steps=1, storage=StorageSpec("disk")), moved, Events())
+    train(job_of(train_steps=2), moved, events := Events())
+    assert any("experts='host' on CPU" in note for note in events.notes)
+    train(job_of(train_steps=3, storage=StorageSpec()), moved, Events())
+    train(job_of(), moved, events := Events())
+    assert any("resumed from step 3" in note for note in events.notes)
+    got, wanted = arrays_of(moved, 4), arrays_of(resident, 4)
+    assert got.keys() == wanted.keys()
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(got[name], leaf, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_parameters_of_another(one_device, tmp_path):
+    first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
+    train(job_of(train_steps=1, storage=StorageSpec()), first, Events())
+    train(job_of(train_steps=1, init_from=str(first.root)), second, events := Events())
+    assert any("optimizer and step are fresh" in note for note in events.notes)
+    # After one update, each weight is as far as the learning rate allows.
+    for name, leaf in tree.named_leaves(read_items(second.checkpoints / "1", ITEM)).items():
+        np.testing.assert_allclose(leaf, arrays_of(first, 1)[name], atol=0.05, err_msg=name)
+
+
+def test_what_cannot_be_in_host_memory_is_refused(monkeypatch):
+    with refused("a dense model with StorageSpec.experts='host'<any>"):
+        program_of(DENSE)
+    with refused("ModelConfig.scan_layers=False<any>use scan_layers=True<any>"):
+        program_of(dataclasses.replace(DECODER, scan_layers=False))
+    with refused("StepConfig.bucket_bytes=1024<any>"):
+        program_of(step=StepConfig(bucket_bytes=1024))
+    with refused("mesh axis 'pipe' of size 3 with<any>use pipe=1<any>"):
+        program_of(mesh=MeshSpec(data=1, pipe=3), num_devices=3)
+    with refused("StorageSpec.slots=4, but the decoder has 3 runs<any>use at most 3"):
+        program_of(storage=StorageSpec("host", slots=4))
+    with refused("StorageSpec.slots=1: <any>"):
+        StorageSpec("host", slots=1)
+    with refused("optimizer Optax with<any>use AdamW or Adafactor<any>"):
+        program_of(optimizer=Optax(optax.lion))
+
+    class Device:
+        platform, device_kind = "other", "some accelerator"
+
+        def addressable_memories(self):
+            return []
+
+    class Mesh:
+        devices = np.array([Device()])
+
+    with refused("StorageSpec.experts='host' on some accelerator<any>'pinned_host'<any>"):
+        require_host_memory(Mesh())
+
+
+def test_a_jax_that_reads_layers_in_a_wrong_order_is_refused_on_gpus(monkeypatch):
+    program = program_of()
+    program.require_memory()
+    monkeypatch.setattr(host_ring, "_fetched", forwards)
+    program.require_memory()  # on CPU no program has memory kinds
+    monkeypatch.setattr(host_program, "needs_sound_ring", lambda device: True)
+    with pytest.raises(RuntimeError, match="openxla/xla#46231"):
+        program.require_memory()
