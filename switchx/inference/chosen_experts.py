@@ -209,7 +209,7 @@ class ChosenExperts:
         self._num_calls += 1
         cut = _cut(program, settings, structure, shapes)
         self._calls[cut.rows] += 1
-        return cut(leaves, self._run_rows)
+        return cut(leaves, self.run_rows)
 
     def run_until(self, config, decoding, params, state, num_live, last_step=None):
         """`decode.run_until`, its loop on the host."""
@@ -217,7 +217,8 @@ class ChosenExperts:
             state = self.run(run_step, config, decoding, params=params, state=state)
         return state
 
-    def _run_rows(self, layer: int, x_RD, count_E):
+    def run_rows(self, layer: int, x_RD, count_E):
+        """Rows sorted by expert, each through its expert; `run` calls it at each cut."""
         slots = self._layers[layer]
         y_RD = jnp.zeros_like(x_RD)
         chosen = np.flatnonzero(np.asarray(count_E))  # waits for the router
