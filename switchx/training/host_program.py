@@ -14,7 +14,6 @@ import jax
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import require
-from switchx.models.config import require_our_blocks
 from switchx.models.params import init_params
 from switchx.models.stages import (
     init_run_experts,
@@ -63,7 +62,8 @@ class HostProgram(TrainingProgram):
             ValueError: something in the job cannot be combined with experts in host memory, or
                 the devices cannot reach it.
         """
-        _require_ring(job)
+        job.require_storage({"pipe": job.mesh.pipe})
+        require_per_layer(job.optimizer)
         super().__init__(job, devices)
 
     @property
@@ -195,37 +195,3 @@ def _is_experts(name: str, leaf) -> bool:
 
 def _drawn(config, run, name: str, n, *, key):
     return init_run_experts(config, run, n, key)[name]
-
-
-def _require_ring(job: TrainingJob) -> None:
-    """Raises ValueError unless a job's step can be computed with experts in host memory."""
-    config, slots, with_host = job.model, job.storage.slots, "with StorageSpec.experts='host'"
-    require_our_blocks(config, "training with experts in host memory")
-    require(
-        config.switch is not None,
-        f"a dense model {with_host}: it has no experts; use experts='device'",
-    )
-    require(
-        config.scan_layers,
-        f"ModelConfig.scan_layers=False {with_host}: one loop runs all layers, whose "
-        "parameters are stacked; use scan_layers=True (a run may change it when it is resumed)",
-    )
-    require(
-        job.step.bucket_bytes is None,
-        f"StepConfig.bucket_bytes={job.step.bucket_bytes} {with_host}: buckets hold experts "
-        "too, on the device; use bucket_bytes=None",
-    )
-    require(
-        job.mesh.pipe == 1,
-        f"mesh axis 'pipe' of size {job.mesh.pipe} {with_host}: a stage has its layers on the "
-        "device; use pipe=1, and expert or fsdp for the devices",
-    )
-    require_per_layer(job.optimizer)
-    for stack in ("encoder", "decoder"):
-        runs = [run for run in model_runs(config) if run.stack == stack and run.layers]
-        require(
-            not runs or slots <= len(runs),
-            f"StorageSpec.slots={slots}, but the {stack} has {len(runs)} run"
-            f"{'s' * (len(runs) > 1)} of blocks; use "
-            + (f"at most {len(runs)}" if len(runs) > 1 else "experts='device': it is needed"),
-        )

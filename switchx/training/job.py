@@ -5,6 +5,7 @@ Gin builds it at the edge; Python can build it directly.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from switchx.checkpoint.checkpointer import Retention
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
@@ -13,12 +14,13 @@ from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
 from switchx.fields import at_resume, require, require_at_least
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.moe.capacity import rows_of_groups
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
+from switchx.planner.storage_tiers import storage_refusal
 from switchx.storage.cache import StorageSpec
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
@@ -115,6 +117,26 @@ class TrainingJob:
             f"{len(mixture.tasks)} tasks with rows={mixture.rows}; use a Mixture of {tasks} "
             "tasks with Mixture.rows, whose sum is the batch size",
         )
+
+    def require_storage(self, sizes: Mapping[str, int], num_processes: int = 1) -> None:
+        """Checks that experts can be where `storage` has them, as the planner says.
+
+        Args:
+            sizes: of the mesh's axes.
+
+        Raises:
+            ValueError: they cannot; says why, and the way out.
+        """
+        require_our_blocks(self.model, "training with experts in storage")
+        reason = storage_refusal(
+            self.model,
+            self.storage.experts,
+            self.storage.slots,
+            sizes,
+            bucket_bytes=self.step.bucket_bytes,
+            num_processes=num_processes,
+        )
+        require(reason is None, reason)
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -9,7 +9,6 @@ memory and those of a few runs on the device (layered_step.py). One process, one
 import contextlib
 import ctypes
 import functools
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from switchx import tree
 from switchx.checkpoint.checkpointer import SaveError
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.fields import require
-from switchx.models.config import require_our_blocks
 from switchx.models.params import abstract_params, init_params
 from switchx.models.stages import (
     init_run_experts,
@@ -27,7 +24,6 @@ from switchx.models.stages import (
     without_experts,
 )
 from switchx.optim.protocol import global_norm
-from switchx.planner.storage_tiers import storage_refusal
 from switchx.storage.record import StoreError
 from switchx.training.evaluate import measure
 from switchx.training.expert_records import ExpertRecords
@@ -49,11 +45,11 @@ class LayeredProgram(TrainingProgram):
         Raises:
             ValueError: something in the job cannot be combined with experts on a disk.
         """
-        _require_storage(job, {})
+        job.require_storage({})
         _return_freed_memory()
         self._run = run
         super().__init__(job, devices)
-        _require_storage(job, dict(self.mesh.shape), jax.process_count())
+        job.require_storage(dict(self.mesh.shape), jax.process_count())
         self.experts = ExpertRecords(job, self._whole)
 
     @property
@@ -182,23 +178,3 @@ def _stored():
         yield
     except StoreError as error:
         raise SaveError(error.strerror or str(error)) from error
-
-
-def _require_storage(
-    job: TrainingJob, sizes: Mapping[str, int], num_processes: int = 1
-) -> None:
-    """Raises ValueError where a job's experts cannot be where it has them, as the planner says.
-
-    Args:
-        sizes: of the mesh's axes.
-    """
-    require_our_blocks(job.model, "training with experts on a disk")
-    reason = storage_refusal(
-        job.model,
-        job.storage.experts,
-        job.storage.slots,
-        sizes,
-        bucket_bytes=job.step.bucket_bytes,
-        num_processes=num_processes,
-    )
-    require(reason is None, reason)
