@@ -71,7 +71,7 @@ def options(**changes):
         "input": "-", "output": None, "max_input_tokens": 4, "model_dir": None, "step": None,
         "capacity": "dropless", "mesh": None,
     }  # fmt: skip
-    return argparse.Namespace(**({"expert_slots": None} | values | changes))
+    return argparse.Namespace(**({"expert_slots": None, "task": None} | values | changes))
 
 
 def encode(text):

@@ -117,7 +117,7 @@ CELLS = {
     "expert_mesh": dict(model=DECODER, mesh=MeshSpec(data=2, expert=4), num_devices=8),
     "fsdp_mesh": dict(model=DECODER, mesh=MeshSpec(fsdp=2, expert=4), num_devices=8),
 }
-DEFAULT = ("microbatch", "fsdp_mesh")
+DEFAULT = ("fsdp_mesh",)
 
 
 @pytest.mark.parametrize(
