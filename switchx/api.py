@@ -7,6 +7,7 @@ Dims: B batch, L length, M memory, V vocabulary
 
 import dataclasses
 import functools
+import hashlib
 import operator
 import os
 import pathlib
@@ -302,28 +303,36 @@ def load(
             were chosen last; all are in host memory, and what is computed stays the same.
             None has all on the device. `ExpertSlots(slots, host_bytes=...)` reads them from
             files into that much host memory, and has more options.
-        task: where experts are divided among tasks (`RouterConfig.kind="task"`), the one whose
-            experts alone are loaded.
+        task: where experts are divided among tasks, the one whose experts are loaded.
 
     Raises:
         ValueError: the folder is neither, has no complete checkpoint, or its parameters are
             not those of its configuration (all that differ are named); a quantized model's
             files are damaged, missing or of another version (the file is named); the mesh
             needs other devices than there are, or does not divide a parameter; the model has
-            no such `expert_slots`, or they are asked for on a mesh; no file of the folder is
-            read expert by expert, as `host_bytes` needs.
+            no such `task` or `expert_slots`, or is not read expert by expert (`host_bytes`).
     """
     if task is not None:
-        require(expert_slots is None, f"task={task!r} with expert_slots; leave out one of them")
-        model, run = load(model_dir, step, mesh=mesh), RunFolder(model_dir)
-        config, params = of_task(model.config, model.params, read_config(run)["source"], task)
-        return dataclasses.replace(model, config=config, params=params)
+        require(
+            expert_slots is None and not is_artifact(model_dir),
+            f"task={task!r} of {str(model_dir)!r}, expert_slots={expert_slots}; use a run "
+            "folder without slots, or what `switchx quantize --task` wrote, without task",
+        )
+        source = read_config(RunFolder(model_dir)).get("source")
+        return _of_task(load(model_dir, step, mesh=mesh), source, task)
     if expert_slots is not None:
         return _load_with_slots(model_dir, step, mesh, expert_slots)
     devices = ModelMesh.of(mesh)
     if is_artifact(model_dir):
         return _load_artifact(pathlib.Path(model_dir).expanduser(), step, devices)
     return _load_run(model_dir, step, devices)
+
+
+def _of_task(model: Model, source, task: str) -> Model:
+    config, params, own = of_task(model.config, model.params, source, task)
+    text_format = TextFormat.of_training(own, is_encoder_decoder=config.is_encoder_decoder)
+    marks = hashlib.sha256(f"{model.fingerprint} {task}".encode()).hexdigest(), model.devices
+    return Model(config, params, model.vocabulary, model.step, text_format, *marks)
 
 
 def _load_run(model_dir, step, devices: ModelMesh, select=lambda params: params) -> Model:

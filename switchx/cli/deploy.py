@@ -115,6 +115,7 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
     from switchx.deploy.measure import Text
     from switchx.deploy.plan import DeployPlan
     from switchx.deploy.steps import Deployment
+    from switchx.fields import describe
     from switchx.training.resume import check_same_model
 
     settings = _settings(arguments)
@@ -133,7 +134,8 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
         reporter.note("reading the validation text")
         return Text.of(job, settings.batch_size, settings.input_length)
 
-    deployment = Deployment(plan, text, _command(arguments))
+    described = describe((job.source, job.batches, job.eval_batches))
+    deployment = Deployment(plan, text, described, _command(arguments))
     made = deployment.run(arguments.output, reporter.note)
     (optimized,) = (each.measured for each in made if "compiled" in each.measured)
     rows = [*map(_measured, made), *map(_made, made), _optimized(optimized)]

@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx import api
     from switchx.inference.artifact import is_artifact, write_artifact
     from switchx.inference.quantize import quantize_experts
+    from switchx.models.config import require_one_task
 
     output = require_free(arguments.output)
     if is_artifact(arguments.model_dir):
@@ -65,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.model_dir} is quantized already; give the run folder it was made from"
         )
     model = api.load(arguments.model_dir, arguments.step, task=arguments.task)
+    require_one_task(model.config)
     config, params, matrices, sizes = quantize_experts(
         model.config,
         model.params,

@@ -61,14 +61,17 @@ REDUCTIONS = {"merge": merge_experts, "drop": drop_experts}
 class Deployment:
     """Makes the folder of a plan."""
 
-    def __init__(self, plan: DeployPlan, text: Callable[[], Text], rebuild: str):
+    def __init__(
+        self, plan: DeployPlan, text: Callable[[], Text], described: Any, rebuild: str
+    ):
         """Makes nothing yet.
 
         Args:
             text: reads the validation text; called once, when a step needs it.
+            described: where that text is from, JSON: another one makes all steps again.
             rebuild: the command, for messages of what is deployed.
         """
-        self.plan, self.rebuild = plan, rebuild
+        self.plan, self.described, self.rebuild = plan, described, rebuild
         self._text = functools.cache(text)
 
     def run(
@@ -85,7 +88,7 @@ class Deployment:
         how = None if settings.experts is None else settings.reduce
         target = {"platform": settings.platform, "device_kind": settings.device_kind}
         return [
-            Step("fuse", {"checkpoint": self.plan.step}, self._fuse),
+            Step("fuse", {"checkpoint": self.plan.step, "text": self.described}, self._fuse),
             Step("reduce", {"experts": settings.experts, "how": how}, self._reduce),
             Step("convert", {"dtype": settings.dtype, "decoding": decoding} | shapes,
                  self._convert),

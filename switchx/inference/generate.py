@@ -10,7 +10,7 @@ from switchx.inference.expert_slots import slotted
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import separate_experts
 from switchx.inference.running_batch import Hypothesis, RunningBatch
-from switchx.models.config import ModelConfig, require_our_blocks
+from switchx.models.config import ModelConfig, require_one_task, require_our_blocks
 
 
 def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfig:
@@ -24,6 +24,7 @@ def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfi
         ValueError: the model cannot be decoded step by step.
     """
     require_our_blocks(config, "decoding")
+    require_one_task(config)
     switch = config.switch
     if switch is not None and switch.has_attention:
         raise ValueError(

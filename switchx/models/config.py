@@ -254,6 +254,16 @@ class ModelConfig:
         return layer % self.period == self.period - 1
 
 
+def require_one_task(config: ModelConfig) -> None:
+    """Raises ValueError where experts are divided among tasks: no input says its task."""
+    if config.switch is not None and (tasks := config.switch.router.num_tasks) > 1:
+        raise ValueError(
+            f"the experts of this model are divided among {tasks} tasks (SOURCE in its "
+            "operative_config.gin names them); load those of one: --task=NAME of generate, "
+            "score, serve, quantize or export, or switchx.load(..., task=NAME)"
+        )
+
+
 def require_our_blocks(config: ModelConfig, what: str) -> None:
     """Raises ValueError where `what` takes a model apart and the module is a user's own."""
     require(

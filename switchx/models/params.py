@@ -83,7 +83,7 @@ def of_task(config: ModelConfig, params: dict, source: dict, task: str):
         task: its name there.
 
     Returns:
-        A configuration and parameters.
+        A configuration, parameters, and what `source` says of the task.
 
     Raises:
         ValueError: the experts are not divided among tasks, or there is no such task.
@@ -106,4 +106,5 @@ def of_task(config: ModelConfig, params: dict, source: dict, task: str):
 
     router = dataclasses.replace(config.switch.router, kind="top_k", num_tasks=1)
     switch = dataclasses.replace(config.switch, num_experts=own, router=router)
-    return dataclasses.replace(config, switch=switch), tree.map_named(cut, params)
+    config, described = dataclasses.replace(config, switch=switch), source["tasks"]
+    return config, tree.map_named(cut, params), described[names.index(task)]

@@ -69,8 +69,9 @@ class HostProgram(TrainingProgram):
     @property
     def notes(self) -> tuple[str, ...]:
         if self.mesh.devices.flat[0].platform != "cpu":
-            return ()
+            return super().notes
         return (
+            *super().notes,
             "StorageSpec.experts='host' on CPU: its devices have the host's memory, so the "
             "step is computed as on an accelerator and no memory is saved",
         )

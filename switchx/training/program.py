@@ -21,7 +21,7 @@ from switchx.data.mixtures import as_mixture
 from switchx.fields import require
 from switchx.models.config import require_our_blocks
 from switchx.moe.capacity import layer_groups, layer_shape
-from switchx.moe.config import slots_refusal
+from switchx.moe.config import SwitchConfig, slots_refusal
 from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
@@ -54,7 +54,6 @@ class TrainingProgram:
     """
 
     experts: ExpertRecords | None = None
-    notes: tuple[str, ...] = ()
 
     def __init__(self, job: TrainingJob, devices=None):
         """Traces nothing yet; see `train_step` and `eval_step`.
@@ -173,11 +172,7 @@ class TrainingProgram:
             ("StepConfig.bucket_bytes", job.step.bucket_bytes is not None),
             (f"StorageSpec.experts={job.storage.experts!r}", job.storage.experts != "device"),
         ):
-            require(
-                not is_used,
-                f"SwitchConfig.num_replicas={switch.num_replicas} with {name}: experts have no "
-                "replicas there; use num_replicas=0, or leave the other out",
-            )
+            require(not is_used, _no_replicas(switch, name))
         return self._tables(np.ones((job.model.num_sparse_layers, switch.num_experts)))
 
     def _task_tables(self) -> tuple[np.ndarray, ...]:
@@ -202,6 +197,18 @@ class TrainingProgram:
             return ()
         table_R = place_tasks(rows, job.model.switch.num_experts, parts, devices)
         return (np.tile(table_R, (job.model.num_sparse_layers, 1)),)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        switch, place = self.job.model.switch, Placement.on(self.mesh, self.job.mesh.rules)
+        is_by_task = switch is not None and switch.router.kind == "task"
+        if not (is_by_task and place.experts) or self.tables:
+            return ()
+        return (
+            f"tokens travel to their tasks' experts, by dispatcher={switch.dispatcher!r}: for "
+            "experts to travel instead, use one microbatch, no stages, buckets or storage, and "
+            "a SwitchConfig.group_size with a group or more to each device",
+        )
 
     def place_replicas(self, load_NE) -> None:
         """Chooses again which experts have replicas, and where; the next step takes it.
@@ -289,6 +296,13 @@ class TrainingProgram:
         return {name: as_global(rows) for name, rows in batch.items()}
 
 
+def _no_replicas(switch: SwitchConfig, name: str) -> str:
+    return (
+        f"SwitchConfig.num_replicas={switch.num_replicas} with {name}: experts have no "
+        "replicas there; use num_replicas=0, or leave the other out"
+    )
+
+
 def workload_of(job: TrainingJob) -> Workload:
     """What one step of `job` has to do, its mesh and dispatcher apart."""
     require_our_blocks(job.model, "the planner")
@@ -297,6 +311,8 @@ def workload_of(job: TrainingJob) -> Workload:
     def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:
         sizes = dict(num_groups=num_groups, tokens_per_group=tokens_per_group)
         switch, place = job.model.switch, Placement.on(layout, layout.rules)
+        if switch.num_replicas and layout.pipe > 1:
+            return _no_replicas(switch, f"mesh axis {PIPE!r} of size {layout.pipe}")
         return refusal(layout.dispatcher, layout, layout.rules, **sizes) or slots_refusal(
             switch.num_experts, switch.num_replicas, place.size(place.experts)
         )

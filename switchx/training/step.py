@@ -156,9 +156,9 @@ def gradients(
         loss_of = functools.partial(fused_batch_loss, bucket_bytes=step.bucket_bytes)
 
     def scaled_loss(params, totals, batch, key):
+        params = with_totals(params, totals)
         if expert_of_slot_NR is not None:
             params = with_replicas(params, expert_of_slot_NR)
-        params = with_totals(params, totals)
         value, aux = loss_of(config, loss, params, batch, denominators=denominators, key=key)
         return value * loss_scale, (value, *aux)
 

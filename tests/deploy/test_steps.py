@@ -78,7 +78,7 @@ def test_a_decoder_with_two_experts_a_token_and_beams(run, tmp_path):
         decoding=DecodingConfig(max_new_tokens=4, beam_size=2),
     )  # fmt: skip
     plan = DeployPlan(folder, 9, settings)
-    made = Deployment(plan, lambda: text, "switchx deploy").run(tmp_path / "out")
+    made = Deployment(plan, lambda: text, None, "switchx deploy").run(tmp_path / "out")
     assert [each.measured["tokens_differing"] for each in made] == [None, None, 0, 0, 0, 0]
     losses = [each.measured["validation_loss"] for each in made]
     assert losses[1] == losses[2] == losses[3] and losses[4] == losses[5] != losses[3]

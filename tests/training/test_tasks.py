@@ -88,7 +88,7 @@ def test_a_row_chooses_experts_of_its_task_as_the_tasks_own_model_does():
     np.testing.assert_array_equal(expert_BLS[is_token_BL] // 2, task_BLS[is_token_BL])
     source = {"tasks": [{"name": each.name} for each in TASKS]}
     for task in range(4):
-        config, own = of_task(MODEL, params, source, TASKS[task].name)
+        config, own, _ = of_task(MODEL, params, source, TASKS[task].name)
         assert config.switch.num_experts == 2
         assert config.switch.router.kind == "top_k"
         rows = {name: x[2 * task : 2 * task + 2] for name, x in batch.items()}
@@ -187,11 +187,12 @@ def test_a_run_trains_evaluates_each_task_and_loads_one(tmp_path):
     load_E = np.array(last["tasks"]["three"]["routing"]["load"][0])
     assert load_E[4:6].sum() == pytest.approx(1) and load_E.sum() == pytest.approx(1)
     model = switchx.load(whole.path, task="three")
+    assert model.fingerprint != switchx.load(whole.path, task="two").fingerprint
     assert model.config.switch.num_experts == 2
     assert model.generate([[102]], max_new_tokens=2)[0]
     with refused("task='five' of <any>experts are of one, two, three, four; use one"):
         switchx.load(whole.path, task="five")
-    with refused("RouterConfig.kind='task' and a batch without task_ids<any>task=NAME<any>"):
+    with refused("the experts of this model are divided among 4 tasks<any>task=NAME<any>"):
         switchx.load(whole.path).generate([[102]], max_new_tokens=2)
 
 
