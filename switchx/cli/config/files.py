@@ -211,11 +211,11 @@ def _bindings(description) -> list[str]:
 
 
 def mesh_gin(plan, hardware, command: str) -> str:
-    """A plan's mesh, rules, schedule and dispatcher, to be read after a run's own files.
+    """A plan's mesh, rules, schedule, dispatcher and tier, to be read after a run's own files.
 
-    gin keeps what an earlier file bound, so every axis, every field of `Rules` and the
-    pipeline's schedule are written, defaults too: a run's own rules (configs/meshes/pod.gin)
-    are not what was predicted.
+    gin keeps what an earlier file bound, so every axis, every field of `Rules`, the
+    pipeline's schedule and the tier of the experts are written, defaults too: a run's own
+    rules (configs/meshes/pod.gin) are not what was predicted.
 
     Args:
         plan, hardware: a `planner.search.Plan`, and the `Hardware` that it is for.
@@ -237,12 +237,11 @@ def mesh_gin(plan, hardware, command: str) -> str:
         bound["config.ModelConfig.scan_layers"] = True
     if layout.dispatcher is not None:
         bound["config.SwitchConfig.dispatcher"] = layout.dispatcher
-    imports, storage = _MESH_IMPORTS, []
+    after = "from switchx.training"
+    imports = _MESH_IMPORTS.replace(after, f"from switchx.storage import cache\n{after}")
+    bound["cache.StorageSpec.experts"] = plan.storage.tier
     if plan.storage.tier != "device":
-        after = "from switchx.training"
-        imports = imports.replace(after, f"from switchx.storage import cache\n{after}")
-        storage = ["job.TrainingJob.storage = @cache.StorageSpec()"]
-        bound["cache.StorageSpec.experts"] = plan.storage.tier
+        bound["config.ModelConfig.scan_layers"] = True
     if not any(name.startswith("config.") for name in bound):
         imports = imports.replace("from switchx.models import config\n", "")
     why = textwrap.fill(
@@ -253,7 +252,7 @@ def mesh_gin(plan, hardware, command: str) -> str:
         "MESH = @mesh.MeshSpec()",
         "mesh.MeshSpec.rules = @rules.Rules()",
         "job.TrainingJob.pipeline = @schedule.ScheduleSpec()",
-        *storage,
+        "job.TrainingJob.storage = @cache.StorageSpec()",
         *(f"{name} = {_literal(value)}" for name, value in bound.items()),
     ]
     return "\n".join(lines) + "\n"
