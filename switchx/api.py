@@ -295,22 +295,20 @@ def load(
     """The model in a run folder, or the one that `switchx quantize` wrote.
 
     Args:
-        step: of a run's checkpoint; None is the newest complete one, "best" the one with the
-            best validation.
+        step: of a run's checkpoint; None is the newest complete one, "best" the best validated.
         mesh: parameters and whatever is computed are split over the devices there are, as
             in training; None is the default device.
         expert_slots: experts of each Switch layer that are on the device at once, those that
             were chosen last; all are in host memory, and what is computed stays the same.
-            None has all on the device. `ExpertSlots(slots, host_bytes=...)` reads them from
-            files into that much host memory, and has more options.
+            None has all on the device. `ExpertSlots` has more options (`host_bytes`: of files).
         task: where experts are divided among tasks, the one whose experts are loaded.
 
     Raises:
         ValueError: the folder is neither, has no complete checkpoint, or its parameters are
             not those of its configuration (all that differ are named); a quantized model's
-            files are damaged, missing or of another version (the file is named); the mesh
-            needs other devices than there are, or does not divide a parameter; the model has
-            no such `task` or `expert_slots`, or is not read expert by expert (`host_bytes`).
+            files are damaged, missing or of another version (the file is named); the mesh does
+            not fit the devices or a parameter; there is no such `task` or `expert_slots`, or
+            the folder is not read expert by expert (`host_bytes`).
     """
     if task is not None:
         require(
@@ -318,8 +316,8 @@ def load(
             f"task={task!r} of {str(model_dir)!r}, expert_slots={expert_slots}; use a run "
             "folder without slots, or what `switchx quantize --task` wrote, without task",
         )
-        source = read_config(RunFolder(model_dir)).get("source")
-        return _of_task(load(model_dir, step, mesh=mesh), source, task)
+        about = read_config(RunFolder(model_dir))
+        return _of_task(load(model_dir, step, mesh=mesh), about, task)
     if expert_slots is not None:
         return _load_with_slots(model_dir, step, mesh, expert_slots)
     devices = ModelMesh.of(mesh)
@@ -328,11 +326,13 @@ def load(
     return _load_run(model_dir, step, devices)
 
 
-def _of_task(model: Model, source, task: str) -> Model:
-    config, params, own = of_task(model.config, model.params, source, task)
+def _of_task(model: Model, about: dict, task: str) -> Model:
+    config, params, own = of_task(model.config, model.params, about.get("source"), task)
     text_format = TextFormat.of_training(own, is_encoder_decoder=config.is_encoder_decoder)
-    marks = hashlib.sha256(f"{model.fingerprint} {task}".encode()).hexdigest(), model.devices
-    return Model(config, params, model.vocabulary, model.step, text_format, *marks)
+    fingerprint = hashlib.sha256(f"{model.fingerprint} {task}".encode()).hexdigest()
+    return dataclasses.replace(
+        model, config=config, params=params, text_format=text_format, fingerprint=fingerprint
+    )
 
 
 def _load_run(model_dir, step, devices: ModelMesh, select=lambda params: params) -> Model:

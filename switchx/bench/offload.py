@@ -222,7 +222,7 @@ def in_files(config, params, weights: str, resident) -> dict[str, Any]:
         "slots": asked.slots,
         "tokens_differing": int(np.sum(np.array(found) != np.array(resident))),
         "hits": traffic.hits / traffic.requested,
-        "predicted_chosen": traffic.foreseen / max(traffic.predicted, 1),
+        "predicted_chosen": traffic.correct / max(traffic.predicted, 1),
         "host_mib": stored.host_bytes / MEBIBYTE,
         "host_hits": stored.hits / stored.requested,
         "read_mib": stored.read_bytes / MEBIBYTE,

@@ -162,7 +162,7 @@ def compile_step(job: TrainingJob):
     program = TrainingProgram(job, jax.devices()[:NUM_DEVICES])
     with program.scope():
         step = program.train_step.lower(
-            program.abstract_state, batch_shapes(program), *program.tables
+            program.abstract_state, batch_shapes(program), *program.slot_tables
         )
         # What is read off does not depend on LLVM, and its optimizations take long.
         is_cpu = jax.default_backend() == "cpu"

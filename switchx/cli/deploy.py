@@ -112,7 +112,7 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
     from switchx.bench.report import Check
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.deploy.folders import require_deployment, steps_done_twice
-    from switchx.deploy.measure import Text
+    from switchx.deploy.measure import ValidationText
     from switchx.deploy.plan import DeployPlan
     from switchx.deploy.steps import Deployment
     from switchx.fields import describe
@@ -130,9 +130,9 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
             f"{split.weights / 2**20:,.2f} of it weights"
         )
 
-    def text() -> Text:
+    def text() -> ValidationText:
         reporter.note("reading the validation text")
-        return Text.of(job, settings.batch_size, settings.input_length)
+        return ValidationText.of(job, settings.batch_size, settings.input_length)
 
     described = describe((job.source, job.batches, job.eval_batches))
     deployment = Deployment(plan, text, described, _command(arguments))

@@ -301,7 +301,7 @@ def evaluation_batches(
         while batch := list(itertools.islice(stream, config.batch_size)):
             batch += [[]] * (config.batch_size - len(batch))
             ids = None if task_id is None else [task_id] * len(rows)
-            yield with_tasks(config.features.batch([batch[row] for row in rows]), ids)
+            yield with_task_ids(config.features.batch([batch[row] for row in rows]), ids)
             num_made += 1
         counts = plan.counts(stream.cursor)
         require(
@@ -350,7 +350,7 @@ class _RowBatchIterator(grain.DatasetIterator):
 
     def __next__(self) -> tuple[Batch, np.ndarray]:
         batch = self._features.batch([next(stream) for stream in self._streams])
-        batch = with_tasks(batch, self._task_ids)
+        batch = with_task_ids(batch, self._task_ids)
         return batch, np.stack([stream.cursor for stream in self._streams])
 
     def get_state(self) -> dict:
@@ -360,7 +360,7 @@ class _RowBatchIterator(grain.DatasetIterator):
         raise RuntimeError("the position is in the cursors beside each batch; restore those")
 
 
-def with_tasks(batch: Batch, task_ids: Sequence[int] | None) -> Batch:
+def with_task_ids(batch: Batch, task_ids: Sequence[int] | None) -> Batch:
     """The batch, saying in `task_ids` `[B]` which task each row is of, if that is known."""
     return batch if task_ids is None else batch | {"task_ids": np.array(task_ids, np.int32)}
 

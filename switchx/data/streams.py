@@ -77,7 +77,7 @@ class StreamPlan:
             return None
         return int(np.searchsorted(np.cumsum(self.rows_of_tasks), row, side="right"))
 
-    def readers_of(self, index: int, row: int) -> tuple[int, int]:
+    def place_in_task(self, index: int, row: int) -> tuple[int, int]:
         """A row's place among those that read a task, and how many these are."""
         if self.rows_of_tasks is None:
             return row, self.num_rows
@@ -284,7 +284,7 @@ class _Reader(abc.ABC):
 
     def __init__(self, plan: StreamPlan, index: int, row: int):
         self._plan, self._index = plan, index
-        self._row, self._num_rows = plan.readers_of(index, row)
+        self._row, self._num_rows = plan.place_in_task(index, row)
         self._open, self._records = plan.tasks[index], plan.records[index]
         self._task = self._open.task
         self._most_skipped = min(_MOST_SKIPPED, 100 * len(self._open.records))

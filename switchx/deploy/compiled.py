@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported programs compiled for a TPU or a GPU that is not here, and what they take there.
+"""Exported programs compiled ahead of time for a target topology, and the memory they need.
 
     SWITCHX_AOT_TPU=.venv/aot_tpu switchx deploy --platform=tpu ...
 

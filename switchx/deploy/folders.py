@@ -32,7 +32,7 @@ HEADER = {"format": "switchx deployment step", "format_version": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class FinishedStep:
     """A step's folder, whole.
 
     Attributes:
@@ -60,7 +60,7 @@ class Step:
 
     name: str
     settings: dict[str, Any]
-    make: Callable[[dict[str, Made], pathlib.Path], dict[str, Any]]
+    make: Callable[[dict[str, FinishedStep], pathlib.Path], dict[str, Any]]
 
 
 def run_steps(
@@ -68,7 +68,7 @@ def run_steps(
     source: dict[str, Any],
     steps: list[Step],
     note: Callable[[str], None] = lambda text: None,
-) -> list[Made]:
+) -> list[FinishedStep]:
     """Makes what is missing of a deployment, in order.
 
     Args:
@@ -94,18 +94,18 @@ def run_steps(
         _require_same_model(root, source)
         for partial in root.glob(".*.partial"):  # of a process that was killed
             shutil.rmtree(partial)
-        made: dict[str, Made] = {}
+        made: dict[str, FinishedStep] = {}
         before = source["fingerprint"]
         for number, step in enumerate(steps, 1):
             path = root / f"{number}_{step.name}"
             if (manifest := _whole(path, before, step)) is not None:
                 note(f"{path.name} is whole")
-                made[step.name] = Made(path, manifest, is_new=False)
+                made[step.name] = FinishedStep(path, manifest, is_new=False)
             else:
                 _remove_from(root, number, steps)
                 note(f"making {path}")
                 manifest = _make(root, path, before, step, made)
-                made[step.name] = Made(path, manifest, is_new=True)
+                made[step.name] = FinishedStep(path, manifest, is_new=True)
             before = manifest[CHECKSUM]
         return list(made.values())
 
@@ -192,7 +192,7 @@ def _remove_from(root: pathlib.Path, first: int, steps: list[Step]) -> None:
             shutil.rmtree(path)
 
 
-def _make(root, path, before: str, step: Step, made: dict[str, Made]) -> dict[str, Any]:
+def _make(root, path, before: str, step: Step, made: dict[str, FinishedStep]) -> dict[str, Any]:
     started = time.monotonic()
     _append(root, {"event": "begun", "step": step.name})
     with new_folder(path) as partial:

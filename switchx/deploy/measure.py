@@ -39,8 +39,8 @@ Tokens = list[list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
-    """Validation text.
+class ValidationText:
+    """Batches for the loss, and prompts.
 
     Attributes:
         batches: of all tasks, as evaluation in training has them.
@@ -51,7 +51,7 @@ class Text:
     prompts: Tokens
 
     @classmethod
-    def of(cls, job: TrainingJob, num_prompts: int, input_length: int) -> "Text":
+    def of(cls, job: TrainingJob, num_prompts: int, input_length: int) -> "ValidationText":
         """The job's evaluation batches, and their first inputs, cut to `input_length`.
 
         A decoder-only model goes on from the first half of a row's first text.
@@ -87,7 +87,7 @@ class Written:
     tokens_per_s: float
 
 
-def validation_loss(model: Model, text: Text) -> float:
+def validation_loss(model: Model, text: ValidationText) -> float:
     """Nats a target token, the mean over all batches; no token is dropped."""
     step = functools.partial(_eval_step, without_capacity(model.config))
     return evaluate(step, model.params, text.batches)["cross_entropy"]
@@ -98,7 +98,7 @@ def _eval_step(config: ModelConfig, params, batch):
     return eval_step(config, params, batch)
 
 
-def written_by(model: Model, text: Text, decoding: DecodingConfig) -> Written:
+def written_by(model: Model, text: ValidationText, decoding: DecodingConfig) -> Written:
     """By the model in this process, on one device."""
     config, size = for_decoding(model.config), max(len(text.prompts), 1)
     generator = Generator(config, model.params, decoding, size)
@@ -110,7 +110,7 @@ def written_by(model: Model, text: Text, decoding: DecodingConfig) -> Written:
     return _timed(write)
 
 
-def written_by_export(model: ExportedModel, text: Text) -> Written:
+def written_by_export(model: ExportedModel, text: ValidationText) -> Written:
     """By exported programs, on the devices that they are for."""
 
     def write() -> list[tuple[list[int], bool]]:
@@ -130,7 +130,7 @@ def tokens_differing(found: Tokens, expected: Tokens) -> int:
     )
 
 
-def sample_layers(model: Model, text: Text) -> list[LayerSample]:
+def sample_layers(model: Model, text: ValidationText) -> list[LayerSample]:
     """What the Switch layers read of the validation text, in the order of the layers."""
     switch = model.config.switch
     config, params = on_host(model.config, model.params)

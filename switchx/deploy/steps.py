@@ -34,9 +34,9 @@ from switchx.checkpoint.run_folder import (
 )
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.deploy.compiled import compile_programs, slice_for
-from switchx.deploy.folders import MANIFEST, Made, Step, run_steps
+from switchx.deploy.folders import MANIFEST, FinishedStep, Step, run_steps
 from switchx.deploy.measure import (
-    Text,
+    ValidationText,
     sample_layers,
     tokens_differing,
     validation_loss,
@@ -62,7 +62,7 @@ class Deployment:
     """Makes the folder of a plan."""
 
     def __init__(
-        self, plan: DeployPlan, text: Callable[[], Text], described: Any, rebuild: str
+        self, plan: DeployPlan, text: Callable[[], ValidationText], described: Any, rebuild: str
     ):
         """Makes nothing yet.
 
@@ -76,7 +76,7 @@ class Deployment:
 
     def run(
         self, output: str | os.PathLike, note: Callable[[str], None] = lambda said: None
-    ) -> list[Made]:
+    ) -> list[FinishedStep]:
         """Makes what is missing of the folder; see `folders.run_steps`."""
         return run_steps(output, self.plan.source, self._steps(), note)
 
@@ -99,12 +99,12 @@ class Deployment:
 
     # The steps.
 
-    def _fuse(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+    def _fuse(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
         model = api.load(self.plan.run_folder.root, self.plan.step)
         self._write_run(folder, model, model.config, model.params)
         return self._measured(folder, api.load(folder))
 
-    def _reduce(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+    def _reduce(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
         model, settings = api.load(made["fuse"].path), self.plan.settings
         config, params = model.config, model.params
         if settings.experts is not None:
@@ -114,7 +114,7 @@ class Deployment:
         self._write_run(folder, model, config, params)
         return self._measured(folder, api.load(folder))
 
-    def _convert(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+    def _convert(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
         model = api.load(made["reduce"].path)
         config, params = _converted(model.config, model.params, self.plan.settings.dtype)
         if self.plan.settings.dtype is not None:
@@ -124,7 +124,7 @@ class Deployment:
         write_artifact(folder, config, params, about, model.save_vocabulary)
         return self._measured(folder, api.load(folder), expected)
 
-    def _segment(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+    def _segment(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
         model, expected = api.load(made["convert"].path), made["convert"].measured["expected"]
         here = Target(_platform_here(), mesh=self.plan.mesh)
         self._export(folder, model, model.config, model.params, [here], model.save_vocabulary)
@@ -138,7 +138,7 @@ class Deployment:
                 kinds[each.kind] = kinds.get(each.kind, 0) + count
         return measured
 
-    def _optimize(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+    def _optimize(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
         settings, model = self.plan.settings, api.load(made["convert"].path)
         config, params = model.config, model.params
         if settings.bits is not None:
@@ -163,7 +163,7 @@ class Deployment:
         why = "all fit, and exported programs have no ring of host memory"
         return measured | {"experts_are": "resident", "because": why}
 
-    def _deploy(self, made: dict[str, Made], folder: pathlib.Path) -> dict[str, Any]:
+    def _deploy(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
         before = made["optimize"]
         for path in before.path.iterdir():
             if path.name != MANIFEST:

@@ -30,7 +30,7 @@ from switchx.checkpoint.restore import choose_step
 from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.fields import require
 from switchx.inference.config import ExpertSlots
-from switchx.inference.cut_program import CutProgram
+from switchx.inference.cut_program import CutProgram, donated_leaves
 from switchx.inference.decode import goes_on, run_step
 from switchx.inference.expert_slots import LayerSlots, predicted
 from switchx.inference.expert_source import (
@@ -71,7 +71,7 @@ class ExpertTraffic:
             many of them were in a slot.
         moved_bytes: to the device.
         rounds: products with a bank; one a layer and call where K are enough.
-        predicted, foreseen: experts that were prefetched or kept for the next layer, and how
+        predicted, correct: experts that were prefetched or kept for the next layer, and how
             many of them it chose.
         stored: of experts in files.
     """
@@ -86,7 +86,7 @@ class ExpertTraffic:
     moved_bytes: int
     rounds: int
     predicted: int = 0
-    foreseen: int = 0
+    correct: int = 0
     stored: StoredTraffic | None = None
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class ExpertTraffic:
         rate = self.hits / self.requested if self.requested else 0.0
         more = ""
         if self.predicted:
-            share = self.foreseen / self.predicted
+            share = self.correct / self.predicted
             more = f"; {share:.1%} of {self.predicted:,} predicted were chosen"
         if self.stored is not None:
             more += f"; {self.stored}"
@@ -177,7 +177,7 @@ class ChosenExperts:
             moved_bytes=sum(each.moved_bytes for each in layers),
             rounds=sum(each.num_rounds for each in layers),
             predicted=sum(each.num_predicted for each in layers),
-            foreseen=sum(each.num_foreseen for each in layers),
+            correct=sum(each.num_correct for each in layers),
             stored=self.source.stored,
         )
 
@@ -334,10 +334,7 @@ def _cut(program, settings: tuple, structure, shapes: tuple) -> CutProgram:
     """A program for arguments of these shapes and dtypes, of any model."""
     leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
     arrays = jax.tree.unflatten(structure, leaves)
-    is_donated = [
-        name == "state" for name, each in sorted(arrays.items()) for _ in jax.tree.leaves(each)
-    ]
-    return CutProgram(program.trace(*settings, **arrays), is_donated)
+    return CutProgram(program.trace(*settings, **arrays), donated_leaves(arrays))
 
 
 def layer_path(layer: str) -> str:

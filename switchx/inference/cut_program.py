@@ -106,16 +106,16 @@ class CutProgram:
 
     def _parts(self, groups: list[list[JaxprEqn]], kept: set[Var]) -> list[Part]:
         """Made last to first: what is read later decides what a part returns."""
-        live, parts = _variables(self._results), []
+        live, parts = variables(self._results), []
         for group, cut in zip(reversed(groups), [None, *reversed(self.cuts)], strict=True):
             after = live
             if cut is not None:
                 live = {var: None for var in live if var not in cut.outvars}
-                live |= _variables(cut.invars)
+                live |= variables(cut.invars)
             made = {var for equation in group for var in equation.outvars}
             outputs = tuple(var for var in live if var in made)
             live = {var: None for var in live if var not in made}
-            read = _variables(atom for equation in group for atom in equation.invars)
+            read = variables(atom for equation in group for atom in equation.invars)
             inputs = tuple(var for var in read if var not in made)
             ended = {var for var in inputs if var not in live and var not in kept}
             run = _compiled(group, inputs, outputs, ended)
@@ -126,15 +126,15 @@ class CutProgram:
 
 def _needed(equations: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
     """The equations without those whose results nothing reads, such as statistics."""
-    needed, kept = _variables(results), []
+    needed, kept = variables(results), []
     for equation in reversed(equations):
         if equation.effects or any(var in needed for var in equation.outvars):
-            needed |= _variables(equation.invars)
+            needed |= variables(equation.invars)
             kept.append(equation)
     return kept[::-1]
 
 
-def _variables(atoms: Iterable[Any]) -> dict[Var, None]:
+def variables(atoms: Iterable[Any]) -> dict[Var, None]:
     """A set in their order: the order of arguments is part of a program that is cached."""
     return {atom: None for atom in atoms if not isinstance(atom, Literal)}
 
@@ -143,9 +143,6 @@ def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: s
     """A jitted function of the inputs' values. Those that end give their memory to outputs of
     the same shape and dtype."""
 
-    names = DebugInfo("jit", "part", ("",) * len(inputs), ("",) * len(outputs))
-    jaxpr = Jaxpr([], inputs, outputs, equations, debug_info=names)
-    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
     free = collections.Counter((var.aval.shape, var.aval.dtype) for var in outputs)
     donated = []
     for number, var in enumerate(inputs):
@@ -153,4 +150,18 @@ def _compiled(equations, inputs: Sequence[Var], outputs: Sequence[Var], ended: s
         if var in ended and free[kind]:
             free[kind] -= 1
             donated.append(number)
-    return jax.jit(run, donate_argnums=donated)
+    return jax.jit(function_of(equations, inputs, outputs), donate_argnums=donated)
+
+
+def function_of(equations: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Var]):
+    """The function of some variables' values to others' that equations of a program compute."""
+    names = DebugInfo("jit", "part", ("",) * len(inputs), ("",) * len(outputs))
+    jaxpr = Jaxpr([], inputs, outputs, equations, debug_info=names)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+
+
+def donated_leaves(arrays: dict[str, Any]) -> tuple[bool, ...]:
+    """Of each leaf of a program's arguments, whether nothing reads it later: of `state`."""
+    return tuple(
+        name == "state" for name, each in sorted(arrays.items()) for _ in jax.tree.leaves(each)
+    )

@@ -27,7 +27,7 @@ class LayerSlots:
 
     Attributes:
         bank: on the device, `[K, ...]`.
-        num_requested, ..., num_foreseen: see `ExpertTraffic`.
+        num_requested, ..., num_correct: see `ExpertTraffic`.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class LayerSlots:
         self._source, self._layer, self.cache = source, layer, Cache(slots, policy)
         self.num_experts = config.switch.num_experts
         self.bank = _empty_bank(source.like, slots)
-        self.num_requested = self.num_hits = self.num_predicted = self.num_foreseen = 0
+        self.num_requested = self.num_hits = self.num_predicted = self.num_correct = 0
         self.moved_bytes = self.num_rounds = 0
-        self._guessed = np.empty(0, np.int64)
+        self._predicted = np.empty(0, np.int64)
         self._slot_E = np.full(self.num_experts, slots, np.int32)  # K: in none
         self._free = list(range(slots))
 
     def rounds(self, chosen: np.ndarray) -> list[np.ndarray]:
-        """At most K experts each; those that are there first, before they make room."""
+        """At most K experts each; those that are resident first, before they are evicted."""
         K = self.cache.capacity
         is_absent = self._slot_E[chosen] == K
         chosen = chosen[np.argsort(is_absent, kind="stable")]
@@ -52,7 +52,7 @@ class LayerSlots:
 
     def run_round(self, experts: np.ndarray, place: Place, x_RD, count_E, y_RD):
         """`y_RD` with the rows of these experts, of rows sorted by expert."""
-        missed = self._make_room(experts, place)
+        missed = self._admit(experts, place)
         self.num_requested += len(experts)
         self.num_hits += len(experts) - len(missed)
         self._source.request(self._layer, missed, place)
@@ -71,21 +71,21 @@ class LayerSlots:
             count_E: rows that may choose each.
         """
         order = np.argsort(-count_E, kind="stable")[: self.cache.capacity]
-        self._guessed = order[count_E[order] > 0]
-        absent = self._guessed[self._slot_E[self._guessed] == self.cache.capacity]
+        self._predicted = order[count_E[order] > 0]
+        absent = self._predicted[self._slot_E[self._predicted] == self.cache.capacity]
         self._source.request(self._layer, absent, place._replace(layer=self._layer))
         is_here = [self._source.is_here(self._layer, number) for number in absent.tolist()]
         absent = absent[np.array(is_here, bool)]
-        kept = self._guessed[self._slot_E[self._guessed] < self.cache.capacity]
-        self._move(self._make_room(np.concatenate([kept, absent]), place))
+        kept = self._predicted[self._slot_E[self._predicted] < self.cache.capacity]
+        self._move(self._admit(np.concatenate([kept, absent]), place))
 
     def compare(self, chosen: np.ndarray) -> None:
         """Counts how many of the predicted experts were chosen."""
-        self.num_predicted += len(self._guessed)
-        self.num_foreseen += int(np.isin(self._guessed, chosen).sum())
-        self._guessed = self._guessed[:0]
+        self.num_predicted += len(self._predicted)
+        self.num_correct += int(np.isin(self._predicted, chosen).sum())
+        self._predicted = self._predicted[:0]
 
-    def _make_room(self, experts: np.ndarray, place: Place) -> np.ndarray:
+    def _admit(self, experts: np.ndarray, place: Place) -> np.ndarray:
         """Those that are in no slot, after others have left theirs."""
         admission = self.cache.request(experts, place._replace(layer=0))
         self._free += self._slot_E[admission.evicted].tolist()

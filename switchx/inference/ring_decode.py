@@ -130,13 +130,13 @@ class RingExperts:
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         ring = ring_program(self.config, program, settings, structure, shapes)
-        given = ring.given(leaves), ring.kept(leaves), self._banks
+        arguments = ring.donated(leaves), ring.kept(leaves), self._banks
         if ring not in self._copied:
-            self._copied[ring] = copied_bytes(ring.run.trace(*given).jaxpr.jaxpr)
+            self._copied[ring] = copied_bytes(ring.run.trace(*arguments).jaxpr.jaxpr)
         self._num_calls += 1
         self._moved += self._copied[ring]
         self._calls.update((self._stacks[number], R) for number, R in ring.rows)
-        return ring.run(*given)
+        return ring.run(*arguments)
 
     def run_until(self, config, decoding, params, state, num_live, last_step=None):
         """`decode.run_until`, its loop on the host."""

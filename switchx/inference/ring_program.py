@@ -15,24 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import (
-    ClosedJaxpr,
-    DebugInfo,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    jaxpr_as_fun,
-)
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from switchx import tree
 from switchx.inference.chosen_experts import MOST_PROGRAMS
+from switchx.inference.cut_program import donated_leaves, function_of, variables
 from switchx.inference.expert_source import Weights
 from switchx.inference.quantize import model_bytes, native
 from switchx.models.config import ModelConfig
 from switchx.moe.experts import WEIGHTS, ExpertFFN, absent_rows_p
-
-HOST = "pinned_host"
+from switchx.partitioning.host_stack import HOST
 
 
 @jax.tree_util.register_dataclass
@@ -83,25 +75,23 @@ class RingProgram:
     is_donated: tuple[bool, ...]
     rows: tuple[tuple[int, int], ...]
 
-    def given(self, leaves) -> list:
-        return [x for x, is_given in zip(leaves, self.is_donated, strict=True) if is_given]
+    def donated(self, leaves) -> list:
+        return [x for x, is_dead in zip(leaves, self.is_donated, strict=True) if is_dead]
 
     def kept(self, leaves) -> list:
-        return [x for x, is_given in zip(leaves, self.is_donated, strict=True) if not is_given]
+        return [x for x, is_dead in zip(leaves, self.is_donated, strict=True) if not is_dead]
 
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
 def ring_program(config, program, settings, structure, shapes) -> RingProgram:
     arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
-    is_donated = tuple(
-        name == "state" for name, each in sorted(arrays.items()) for _ in jax.tree.leaves(each)
-    )
+    is_donated = donated_leaves(arrays)
     traced = program.trace(*settings, **arrays)
     closed, results = traced.jaxpr, jax.tree.structure(traced.out_info)
 
-    def run(given, kept, banks):
-        given, kept = iter(given), iter(kept)
-        leaves = [next(given if is_given else kept) for is_given in is_donated]
+    def run(donated, kept, banks):
+        donated, kept = iter(donated), iter(kept)
+        leaves = [next(donated if is_dead else kept) for is_dead in is_donated]
         found = _evaluate(closed.jaxpr, closed.consts, leaves, _Rings(config, banks))
         return jax.tree.unflatten(results, found)
 
@@ -138,8 +128,8 @@ class _Rings:
         num_consts, num_carry = given["num_consts"], given["num_carry"]
         consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
         # Shapes of weights that are absent are scanned over, too, and never read.
-        read = {atom for eqn in body.jaxpr.eqns for atom in eqn.invars if isinstance(atom, Var)}
-        read |= {atom for atom in body.jaxpr.outvars if isinstance(atom, Var)}
+        read = variables(atom for eqn in body.jaxpr.eqns for atom in eqn.invars)
+        read |= variables(body.jaxpr.outvars)
         of_xs = body.jaxpr.invars[num_consts + num_carry :]
         is_read = [var in read for var in of_xs]
         every = zip(inputs[num_consts + num_carry :], is_read, strict=True)
@@ -223,16 +213,12 @@ def _evaluate(jaxpr: Jaxpr, consts, inputs, rings: _Rings) -> list:
 def _run(jaxpr: Jaxpr, equations: list[JaxprEqn], values: dict) -> dict:
     """What neighbouring equations of a program give to the rest of it, by variable."""
     made = {var for equation in equations for var in equation.outvars}
-    read = dict.fromkeys(
-        atom for eqn in equations for atom in eqn.invars if not isinstance(atom, Literal)
-    )
+    read = variables(atom for eqn in equations for atom in eqn.invars)
     inputs = [var for var in read if var not in made]
-    later = {atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, Literal)}
-    later |= {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    later = variables(atom for eqn in jaxpr.eqns for atom in eqn.invars)
+    later |= variables(jaxpr.outvars)
     outputs = [var for eqn in equations for var in eqn.outvars if var in later]
-    names = DebugInfo("ring", "part", ("",) * len(inputs), ("",) * len(outputs))
-    part = ClosedJaxpr(Jaxpr([], inputs, outputs, equations, debug_info=names), [])
-    found = jaxpr_as_fun(part)(*(values[var] for var in inputs))
+    found = function_of(equations, inputs, outputs)(*(values[var] for var in inputs))
     return dict(zip(outputs, found, strict=True))
 
 

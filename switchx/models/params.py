@@ -95,7 +95,7 @@ def of_task(config: ModelConfig, params: dict, source: dict, task: str):
         f"task={task!r} of a model whose experts are "
         + (f"of {', '.join(names)}; use one" if names else "all tasks'; leave it out"),
     )
-    own = config.switch.num_choosable
+    own = config.switch.num_candidates
     begin = names.index(task) * own
 
     def cut(name, leaf):

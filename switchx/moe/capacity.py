@@ -87,9 +87,9 @@ def layer_capacity(switch, tokens_per_group: int, *, is_training: bool) -> int:
     factor = switch.capacity_factor if is_training else switch.eval_capacity_factor
     choices = tokens_per_group * switch.router.num_selected
     # No more slots than tokens are ever given, so a larger factor is that of an even share.
-    factor = min(factor, switch.num_choosable)
+    factor = min(factor, switch.num_candidates)
     # The product is rounded first: 100 * 1.1 is 110.00000000000001 in binary.
-    even_share = round(choices * factor / switch.num_choosable, 9)
+    even_share = round(choices * factor / switch.num_candidates, 9)
     round_to = {"up": math.ceil, "down": math.floor, "nearest": round}[switch.capacity_rounding]
     return min(tokens_per_group, max(switch.min_capacity, round_to(even_share)))
 

@@ -305,10 +305,10 @@ class SwitchConfig:
         for name, count in (("num_selected", self.router.num_selected), ("max_rounds", tried)):
             among = f" divided among {self.router.num_tasks} tasks"
             require(
-                count <= self.num_choosable,
+                count <= self.num_candidates,
                 f"RouterConfig.{name}={count} with num_experts={self.num_experts}"
                 f"{among if self.router.num_tasks > 1 else ''}: a token chooses an expert "
-                f"once; use {name}={self.num_choosable} at most",
+                f"once; use {name}={self.num_candidates} at most",
             )
 
     def _check_layers(self) -> None:
@@ -338,7 +338,7 @@ class SwitchConfig:
         )
 
     @property
-    def num_choosable(self) -> int:
+    def num_candidates(self) -> int:
         """Experts that one token can choose from: all, or those of its task."""
         return self.num_experts // self.router.num_tasks
 

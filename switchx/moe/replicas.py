@@ -71,7 +71,7 @@ def local_slots(expert_of_slot_R) -> Dispatcher:
         count = len(expert_of_slot_R) // placement.size(placement.experts)
         begin = jax.lax.axis_index(placement.experts) * count if placement.experts else 0
         own_R = jax.lax.dynamic_slice_in_dim(expert_of_slot_R, begin, count)
-        # One slot of each expert, and none of what is not here.
+        # A slot of each expert that this device has; `count`, past the last, of all others.
         slot_E = jnp.full(plan.num_experts + 1, count).at[own_R].set(jnp.arange(count))
         own = dataclasses.replace(
             plan,

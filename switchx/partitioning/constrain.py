@@ -22,7 +22,7 @@ _rules = jax.make_user_context(None)
 def use_mesh(mesh: Mesh | AbstractMesh, rules: Rules):
     """Makes `constrain` follow `mesh` and `rules` inside of the block, also while tracing.
 
-    An abstract mesh is for programs that are traced and lowered for devices that are not here.
+    An abstract mesh is for programs that are traced and lowered ahead of time.
     """
     # Not `with mesh:`: the abstract mesh would be empty, and every constraint silently lost.
     set_mesh = jax.set_mesh if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh

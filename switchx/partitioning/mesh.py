@@ -97,7 +97,7 @@ class MeshSpec:
         return Mesh(arranged(devices, sizes), tuple(sizes), axis_types=axis_types)
 
     def abstract(self, device) -> AbstractMesh:
-        """Builds the mesh over devices that are not here; `data` is 1 where it is None.
+        """Builds an abstract mesh, of no devices; `data` is 1 where it is None.
 
         Args:
             device: the `AbstractDevice` that each is.

@@ -221,11 +221,12 @@ def slots_per_token(switch: SwitchConfig, capacity_factor: float) -> float:
     """Slots over tokens of a full group: eq. 3 before it is rounded up to whole slots.
 
     The capacity factor for each of k choices, unless `min_capacity` asks for more; an expert
-    never has more slots than the group has tokens, and as many where nothing is dropped.
+    never has more slots than the group has tokens, and as many where nothing is dropped. A
+    group may be all of one task, so the experts of every task have slots for it.
     """
     if switch.router.overflow == "dropless":
         return float(switch.num_experts)
-    capacity_factor = capacity_factor * switch.router.num_selected
+    capacity_factor = capacity_factor * switch.router.num_selected * switch.router.num_tasks
     floor = switch.num_experts * switch.min_capacity / switch.group_size
     return min(float(switch.num_experts), max(capacity_factor, floor))
 

@@ -26,7 +26,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
-from switchx.data.loader import with_tasks
+from switchx.data.loader import with_task_ids
 from switchx.data.mixtures import as_mixture
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
@@ -129,7 +129,7 @@ class CompiledStep:
 
 def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
     """Shape structs of a batch, or of some of its rows, on the devices that read it."""
-    one_row = with_tasks(
+    one_row = with_task_ids(
         program.job.features.batch([[]]), [0] if as_mixture(program.job.source).rows else None
     )
     return {
@@ -143,7 +143,7 @@ def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
 
 
 def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
-    """Compiles a job's step for devices, which may be of a machine that is not here.
+    """Compiles a job's step ahead of time, for the devices of a target topology.
 
     Args:
         devices: as `jax.experimental.topologies` describes them.
@@ -265,7 +265,7 @@ def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, s
     platform = program.mesh.devices.flat[0].platform
     platforms = ("cuda" if platform == "gpu" else platform,)
     with program.scope():
-        traced = program.train_step.trace(program.abstract_state, batch, *program.tables)
+        traced = program.train_step.trace(program.abstract_state, batch, *program.slot_tables)
         try:
             compiled = traced.lower(lowering_platforms=platforms).compile()
         except jax.errors.JaxRuntimeError as error:

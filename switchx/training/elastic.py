@@ -49,13 +49,13 @@ def job_for_devices(
         devices: that are there; None is all of all processes.
 
     Raises:
-        ValueError: the job has what the planner does not know (buckets, storage), or fits no
+        ValueError: the job has what is not planned here (buckets, storage), or fits no
             number of the devices.
     """
     if job.step.bucket_bytes is not None or job.storage.experts != "device":
         raise ValueError(
             "a mesh for the devices there are, with StepConfig.bucket_bytes or "
-            f"StorageSpec.experts={job.storage.experts!r}: the planner knows neither; leave "
+            f"StorageSpec.experts={job.storage.experts!r}: --mesh=auto plans neither; leave "
             "them out, or name the mesh (configs/meshes)"
         )
     devices = list(jax.devices() if devices is None else devices)

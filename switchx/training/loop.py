@@ -233,7 +233,7 @@ class _Loop:
         while step < job.train_steps and not self.is_stopping():
             batch = next(self.loader)
             state, metrics = self.program.train_step(
-                state, self.program.place(batch), *self.program.tables
+                state, self.program.place(batch), *self.program.slot_tables
             )
             self._account()  # of the step before, while this one runs
             step += 1

@@ -48,8 +48,8 @@ class TrainingProgram:
         abstract_state: the training state as shape structs with `shardings`, for a checkpoint
             to be read into.
         experts: those that are not in the state but in storage; None, all are in the state.
-        tables: what `train_step` takes after the batch: nothing, or where experts have
-            replicas, which expert is in which slot of which layer.
+        slot_tables: what `train_step` takes after the batch: nothing, or which expert is in
+            which slot of every layer, where experts have replicas or are of tasks.
         notes: what a user should be told once a run.
     """
 
@@ -88,7 +88,7 @@ class TrainingProgram:
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
         self.compiler_options = job.compiler.of(self.mesh.devices.flat[0].platform)
-        self.tables = self._initial_tables()
+        self.slot_tables = self._initial_slot_tables()
         self.train_step, self.eval_step = self._steps()
 
     def _steps(self):
@@ -104,7 +104,11 @@ class TrainingProgram:
         whole = NamedSharding(self.mesh, PartitionSpec())
         jitted_train = jax.jit(
             train,
-            in_shardings=(self.shardings, self.batch_sharding, *(whole for _ in self.tables)),
+            in_shardings=(
+                self.shardings,
+                self.batch_sharding,
+                *(whole for _ in self.slot_tables),
+            ),
             out_shardings=(self.shardings, whole),
             donate_argnums=0,
             compiler_options=self.compiler_options,
@@ -154,7 +158,7 @@ class TrainingProgram:
         """The context in which the steps are to be called: the mesh and its rules."""
         return use_mesh(self.mesh, self.job.mesh.rules)
 
-    def _initial_tables(self) -> tuple[np.ndarray, ...]:
+    def _initial_slot_tables(self) -> tuple[np.ndarray, ...]:
         """Replicas as of an even load, or the experts of each device's tasks.
 
         Raises:
@@ -172,7 +176,7 @@ class TrainingProgram:
             ("StepConfig.bucket_bytes", job.step.bucket_bytes is not None),
             (f"StorageSpec.experts={job.storage.experts!r}", job.storage.experts != "device"),
         ):
-            require(not is_used, _no_replicas(switch, name))
+            require(not is_used, _replicas_refusal(switch, name))
         return self._tables(np.ones((job.model.num_sparse_layers, switch.num_experts)))
 
     def _task_tables(self) -> tuple[np.ndarray, ...]:
@@ -202,7 +206,7 @@ class TrainingProgram:
     def notes(self) -> tuple[str, ...]:
         switch, place = self.job.model.switch, Placement.on(self.mesh, self.job.mesh.rules)
         is_by_task = switch is not None and switch.router.kind == "task"
-        if not (is_by_task and place.experts) or self.tables:
+        if not (is_by_task and place.experts) or self.slot_tables:
             return ()
         return (
             f"tokens travel to their tasks' experts, by dispatcher={switch.dispatcher!r}: for "
@@ -217,7 +221,7 @@ class TrainingProgram:
             load_NE: tokens, or shares of them, that asked for each expert.
         """
         if self.job.model.switch is not None and self.job.model.switch.num_replicas:
-            self.tables = self._tables(load_NE)
+            self.slot_tables = self._tables(load_NE)
 
     def _tables(self, load_NE) -> tuple[np.ndarray, ...]:
         place = Placement.on(self.mesh, self.job.mesh.rules)
@@ -296,7 +300,7 @@ class TrainingProgram:
         return {name: as_global(rows) for name, rows in batch.items()}
 
 
-def _no_replicas(switch: SwitchConfig, name: str) -> str:
+def _replicas_refusal(switch: SwitchConfig, name: str) -> str:
     return (
         f"SwitchConfig.num_replicas={switch.num_replicas} with {name}: experts have no "
         "replicas there; use num_replicas=0, or leave the other out"
@@ -312,7 +316,7 @@ def workload_of(job: TrainingJob) -> Workload:
         sizes = dict(num_groups=num_groups, tokens_per_group=tokens_per_group)
         switch, place = job.model.switch, Placement.on(layout, layout.rules)
         if switch.num_replicas and layout.pipe > 1:
-            return _no_replicas(switch, f"mesh axis {PIPE!r} of size {layout.pipe}")
+            return _replicas_refusal(switch, f"mesh axis {PIPE!r} of size {layout.pipe}")
         return refusal(layout.dispatcher, layout, layout.rules, **sizes) or slots_refusal(
             switch.num_experts, switch.num_replicas, place.size(place.experts)
         )

@@ -10,7 +10,12 @@ import pytest
 
 import switchx
 from switchx import tree
-from switchx.deploy.measure import Text, sample_layers, tokens_differing, validation_loss
+from switchx.deploy.measure import (
+    ValidationText,
+    sample_layers,
+    tokens_differing,
+    validation_loss,
+)
 from switchx.deploy.plan import DeployPlan, DeploySettings
 from switchx.deploy.steps import Deployment
 from switchx.inference.config import DecodingConfig
@@ -28,7 +33,7 @@ MODEL = dataclasses.replace(SPARSE, switch=TWO)
 def run(tmp_path_factory):
     """A run folder, and its validation text."""
     folder = save_run(tmp_path_factory.mktemp("run") / "run", MODEL)
-    return folder, Text.of(make_job(MODEL), num_prompts=4, input_length=5)
+    return folder, ValidationText.of(make_job(MODEL), num_prompts=4, input_length=5)
 
 
 def test_prompts_are_the_first_halves_of_texts(run):

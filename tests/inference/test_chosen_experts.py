@@ -202,7 +202,7 @@ def test_predictions_change_no_token(name, beam_size):
     traffic = experts.traffic
     has_next = name == "gpt"
     assert (traffic.predicted > 0) == has_next == ("predicted were chosen" in str(traffic))
-    assert traffic.foreseen <= traffic.predicted
+    assert traffic.correct <= traffic.predicted
     # Moved for a request or for a prediction; what was requested is all that is traced.
     size = experts.source.expert_bytes
     missed = (traffic.requested - traffic.hits) * size
@@ -210,7 +210,7 @@ def test_predictions_change_no_token(name, beam_size):
     assert len(experts.trace().key_T) == traffic.requested
 
 
-def test_a_router_that_repeats_is_foreseen():
+def test_a_router_that_repeats_is_predicted():
     """Where the next router is this one, and reads the same rows, all is predicted."""
     logits_RE = np.random.default_rng(1).normal(size=(5, E)).astype(np.float32)
     x_RD = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0][:5].astype(np.float32)

@@ -230,6 +230,7 @@ VARIANTS = {
     "merged": dict(router=RouterConfig(counts_merged=True)),
     "hash": dict(router=RouterConfig(kind="hash", exploration="none")),
     "dropless": dict(router=RouterConfig(overflow="dropless")),
+    "tasks": dict(router=RouterConfig("task", num_tasks=2)),
     "expert_choice": dict(stacks="encoder", router=RouterConfig(kind="expert_choice")),
     "shared": dict(shared_d_ff=40),
     "attention": dict(sublayers="attention"),
@@ -247,7 +248,8 @@ def test_every_kind_of_switch_layer_is_counted_as_it_is_built(name):
     program = jax.make_jaxpr(
         lambda params, batch: forward(config, params, batch, is_training=True)
     )
-    traced = matrix_flops(program(abstract_params(config), batch_of(16, 32, 16)).jaxpr) / 16
+    batch = batch_of(16, 32, 16) | {"task_ids": jax.ShapeDtypeStruct((16,), "int32")}
+    traced = matrix_flops(program(abstract_params(config), batch).jaxpr) / 16
     # The relative bias and the balance loss are not counted.
     flops = flops_per_sequence(config, 32, 16)
     assert flops.executed == pytest.approx(traced, rel=5e-3)

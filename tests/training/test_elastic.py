@@ -63,7 +63,7 @@ def test_what_the_planner_does_not_know_is_refused():
         dict(step=StepConfig(bucket_bytes=1024)),
         dict(storage=StorageSpec("disk")),
     ):
-        with refused("<any>the planner knows neither; leave them out<any>"):
+        with refused("<any>--mesh=auto plans neither; leave them out<any>"):
             job_for_devices(make_job(SPARSE, **changes), V5E)
     with refused("no mesh of up to 8 devices of v5e runs this job<any>needs more memory<any>"):
         job_for_devices(JOB, small(V5E, 1000.0))

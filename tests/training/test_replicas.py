@@ -111,11 +111,11 @@ def test_a_run_with_replicas_loses_as_one_without_and_resumes_to_the_bit(tmp_pat
 
 def test_tables_follow_the_load():
     program = TrainingProgram(make_job(with_replicas(SPARSE, 4), mesh=MeshSpec(expert=4)))
-    before, compiled = program.tables[0], program.train_step
+    before, compiled = program.slot_tables[0], program.train_step
     assert np.bincount(before[0], minlength=8).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
     program.place_replicas([[1, 1, 1, 1, 1, 1, 1, 30]])
-    assert np.bincount(program.tables[0][0], minlength=8).tolist() == [1] * 7 + [5]
-    assert program.train_step is compiled and program.tables[0].shape == before.shape
+    assert np.bincount(program.slot_tables[0][0], minlength=8).tolist() == [1] * 7 + [5]
+    assert program.train_step is compiled and program.slot_tables[0].shape == before.shape
 
 
 @pytest.mark.parametrize(

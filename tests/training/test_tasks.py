@@ -144,9 +144,9 @@ def test_raw_gradients_on_a_mesh_are_those_of_one_device(spec):
 
     want = jax.jit(run)(params, batch)
     program = TrainingProgram(job)
-    assert len(program.tables) == 1
+    assert len(program.slot_tables) == 1
     with program.scope():
-        got = jax.jit(run)(params, program.place(batch), *program.tables)
+        got = jax.jit(run)(params, program.place(batch), *program.slot_tables)
     for name, leaf in tree.named_leaves(want).items():
         error = np.abs(tree.named_leaves(got)[name] - leaf).max()
         assert error <= 5e-6 * max(np.abs(leaf).max(), 1e-3), name
@@ -159,7 +159,7 @@ def test_no_token_travels():
         switch = dataclasses.replace(MODEL.switch, dispatcher=dispatcher)
         job = tasks_job(dataclasses.replace(MODEL, switch=switch), mesh=MeshSpec(1, expert=8))
         program = TrainingProgram(job)
-        tables = program.tables if name == "own" else (None,)
+        tables = program.slot_tables if name == "own" else (None,)
         compute = functools.partial(gradients, job.model, LOSS, StepConfig(), key=None)
         with program.scope():
             traced = jax.jit(compute).trace(
