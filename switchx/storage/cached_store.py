@@ -64,12 +64,16 @@ class CachedStore:
         return self._records[key].result()
 
     def put(self, key: int, record: Record) -> None:
-        """Replaces a resident record; the disk gets it when it is evicted or flushed.
+        """Changes a resident record; the disk gets it when it is evicted or flushed.
 
         Raises:
             ValueError: it is not resident.
         """
         self.cache.mark_dirty([key])
+        self.replace(key, record)
+
+    def replace(self, key: int, record: Record) -> None:
+        """Replaces a resident record by one that can be made of the disk's at any time."""
         self._records[key] = concurrent.futures.Future()
         self._records[key].set_result(record)
 

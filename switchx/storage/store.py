@@ -213,9 +213,10 @@ class RecordStore:
             result = self._files.read(name).result()
             if result.state != "value":
                 raise RecordError("it is missing")
-            record = decode(result.value, name)
+            data = result.value  # a copy of the bytes each time that one asks for it
+            record = decode(data, name)
             require_types(record, self.layout.types(key))
-            found = len(result.value), file_crc32(result.value)
+            found = len(data), file_crc32(data)
             if found != self._written[key]:
                 raise RecordError(
                     f"it is whole, but not the one that was written last: {found} bytes and "
@@ -230,7 +231,7 @@ class RecordStore:
                 f"record {self._records / name} cannot be read: {error!r}"
             ) from error
         with self._lock:
-            self.bytes_read += len(result.value)
+            self.bytes_read += len(data)
         return record
 
     def _write(self, key: int, record: Record) -> None:

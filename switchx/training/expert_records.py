@@ -349,11 +349,15 @@ class ExpertRecords:
         return record
 
     def _current(self, key: int) -> Record:
-        """A requested record after all updates so far."""
+        """A requested record after all updates so far.
+
+        It stays so in memory. The disk's is behind, but no other one: nothing is to be written.
+        """
         record = self._get(key)
-        if record.updates == self.updates:
-            return record
-        return self._lazy.advance(self._forms[key // self._E], record, self.updates)
+        if record.updates < self.updates:
+            record = self._lazy.advance(self._forms[key // self._E], record, self.updates)
+            self._cached.replace(key, record)
+        return record
 
     def _put(self, key: int, record: Record) -> None:
         self._cached.put(key, record)

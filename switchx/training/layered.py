@@ -46,7 +46,8 @@ class LayeredProgram(TrainingProgram):
             ValueError: something in the job cannot be combined with experts on a disk.
         """
         job.require_storage({})
-        _return_freed_memory()
+        if job.storage.host_bytes is not None:
+            _return_freed_memory()
         self._run = run
         super().__init__(job, devices)
         job.require_storage(dict(self.mesh.shape), jax.process_count())
@@ -163,7 +164,8 @@ def _return_freed_memory() -> None:
     """Has malloc return records and banks to the system once they are freed.
 
     glibc would keep them, in an arena a thread: more than twice `host_bytes` was measured
-    (`switchx bench storage`). Other C libraries have no such settings and are left alone.
+    (`switchx bench storage`). It costs time, as new memory has to be mapped, so it is for those
+    who set a bound. Other C libraries have no such settings and are left alone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
