@@ -315,16 +315,30 @@ def with_storage(
     return dataclasses.replace(time, storage_s=waits), memory
 
 
-def does_not_fit(use: StorageUse, layout: Layout, hardware: Hardware) -> str | None:
-    """Which of the host's memory and disks is too small for its devices' experts; or None."""
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """What of a host is too small for the experts of its `sharing` devices, in bytes."""
+
+    reason: str
+    sharing: int
+    needed: float
+    usable: float
+
+
+def shortage(use: StorageUse, layout: Layout, hardware: Hardware) -> Shortage | None:
+    """The host's memory or its disks, where they are too small; None where they are not."""
     if use.tier == "device":
         return None
     host, disk = hardware.host, hardware.disk
     sharing = min(layout.size, host.devices)
-    if use.bytes.host * sharing > host.num_bytes * host.usable:
-        return "needs more memory than a host has"
-    if use.tier == "disk" and use.bytes.disk * sharing > disk.num_bytes * disk.usable:
-        return "needs more room than a host's disks have"
+    needed, usable = use.bytes.host * sharing, host.num_bytes * host.usable
+    if needed > usable:
+        return Shortage("needs more memory than a host has", sharing, needed, usable)
+    if use.tier == "host":
+        return None
+    needed, usable = use.bytes.disk * sharing, disk.num_bytes * disk.usable
+    if needed > usable:
+        return Shortage("needs more room than a host's disks have", sharing, needed, usable)
     return None
 
 
@@ -376,8 +390,9 @@ def _cache_bytes(storage: Storage, model: ModelConfig, records: float) -> float:
     least = records / model.num_sparse_layers
     if storage.host_bytes < least:
         raise ValueError(
-            f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer may "
-            f"be needed at once; use at least {math.ceil(least):,}"
+            f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer, "
+            f"which may be needed at once, are {math.ceil(least):,} bytes; use "
+            f"StorageSpec.host_bytes={math.ceil(least)} or more"
         )
     return min(storage.host_bytes, records)
 
