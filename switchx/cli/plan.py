@@ -125,6 +125,11 @@ def _search(arguments, job, workload, hardware, devices: int):
     from switchx.planner.storage_tiers import TIERS, Storage, storage_refusal
 
     tier = arguments.storage or job.storage.experts
+    if arguments.touched is not None and arguments.storage is None and tier != "disk":
+        raise ValueError(
+            f"--touched={arguments.touched} with StorageSpec.experts={tier!r}, where a step "
+            "moves all experts or none; leave it out, or give --storage=disk or auto"
+        )
     storage = Storage(
         slots=job.storage.slots,
         host_bytes=job.storage.host_bytes,

@@ -21,7 +21,6 @@ from switchx.planner.step_time import StepTime, step_time
 from switchx.planner.storage_tiers import (
     Storage,
     StorageUse,
-    shortage,
     storage_use,
     with_storage,
 )
@@ -121,6 +120,33 @@ def does_not_fit(plan: Plan, hardware: Hardware) -> str | None:
         return DOES_NOT_FIT
     short = shortage(plan.storage, plan.layout, hardware)
     return None if short is None else short.reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """What of a host is too small for the experts of its `sharing` devices, in bytes."""
+
+    reason: str
+    sharing: int
+    needed: float
+    usable: float
+
+
+def shortage(use: StorageUse, layout: Layout, hardware: Hardware) -> Shortage | None:
+    """The host's memory or its disks, where they are too small; None where they are not."""
+    if use.tier == "device":
+        return None
+    host, disk = hardware.host, hardware.disk
+    sharing = min(layout.size, host.devices)
+    needed, usable = use.bytes.host * sharing, host.num_bytes * host.usable
+    if needed > usable:
+        return Shortage("needs more memory than a host has", sharing, needed, usable)
+    if use.tier == "host":
+        return None
+    needed, usable = use.bytes.disk * sharing, disk.num_bytes * disk.usable
+    if needed > usable:
+        return Shortage("needs more room than a host's disks have", sharing, needed, usable)
+    return None
 
 
 def layouts(

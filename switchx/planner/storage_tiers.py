@@ -315,33 +315,6 @@ def with_storage(
     return dataclasses.replace(time, storage_s=waits), memory
 
 
-@dataclasses.dataclass(frozen=True)
-class Shortage:
-    """What of a host is too small for the experts of its `sharing` devices, in bytes."""
-
-    reason: str
-    sharing: int
-    needed: float
-    usable: float
-
-
-def shortage(use: StorageUse, layout: Layout, hardware: Hardware) -> Shortage | None:
-    """The host's memory or its disks, where they are too small; None where they are not."""
-    if use.tier == "device":
-        return None
-    host, disk = hardware.host, hardware.disk
-    sharing = min(layout.size, host.devices)
-    needed, usable = use.bytes.host * sharing, host.num_bytes * host.usable
-    if needed > usable:
-        return Shortage("needs more memory than a host has", sharing, needed, usable)
-    if use.tier == "host":
-        return None
-    needed, usable = use.bytes.disk * sharing, disk.num_bytes * disk.usable
-    if needed > usable:
-        return Shortage("needs more room than a host's disks have", sharing, needed, usable)
-    return None
-
-
 def touched_share(workload: Workload, storage: Storage) -> float:
     """The share of the experts that a step uses, on average over the Switch layers."""
     if storage.touched is not None:

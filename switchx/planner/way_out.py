@@ -22,8 +22,9 @@ from switchx.planner.search import (
     predict,
     refusal_of,
     search,
+    shortage,
 )
-from switchx.planner.storage_tiers import TIERS, Storage, shortage
+from switchx.planner.storage_tiers import TIERS, Storage
 
 
 def no_plan_message(

@@ -139,6 +139,22 @@ class TrainingJob:
         require(reason is None, reason)
 
     @property
+    def unused_storage(self) -> tuple[str, ...]:
+        """Fields of `storage` that are set and have no effect there, as `name=value`.
+
+        They are no error: configs/storage/host.gin and what `switchx plan` writes are read
+        after a file that may set them, and gin keeps what that one bound.
+        """
+        of_disk, default = ("host_bytes", "path", "policy"), StorageSpec()
+        unused = {"disk": (), "host": of_disk, "device": ("slots", *of_disk)}
+        values = {name: getattr(self.storage, name) for name in unused[self.storage.experts]}
+        return tuple(
+            f"StorageSpec.{name}={value!r}"
+            for name, value in values.items()
+            if value != getattr(default, name)
+        )
+
+    @property
     def vocabulary(self) -> Vocabulary:
         return as_mixture(self.source).tasks[0].vocabulary
 

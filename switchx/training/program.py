@@ -204,6 +204,11 @@ class TrainingProgram:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        experts, unused = self.job.storage.experts, ", ".join(self.job.unused_storage)
+        said = f"{unused}: without effect with StorageSpec.experts={experts!r}"
+        return ((said,) if unused else ()) + self._task_notes()
+
+    def _task_notes(self) -> tuple[str, ...]:
         switch, place = self.job.model.switch, Placement.on(self.mesh, self.job.mesh.rules)
         is_by_task = switch is not None and switch.router.kind == "task"
         if not (is_by_task and place.experts) or self.slot_tables:

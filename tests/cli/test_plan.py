@@ -189,6 +189,8 @@ def test_storage_is_refused_as_training_refuses_it(capsys):
     assert "ModelConfig.scan_layers=False with StorageSpec.experts='disk'" in message
     message = refusal(capsys, "--hardware=v5e", "--devices=1", "--touched=0")
     assert "'0' is no share" in message
+    message = refusal(capsys, "--hardware=v5e", "--devices=1", "--touched=0.5")
+    assert "--touched=0.5 with StorageSpec.experts='device'" in message
 
 
 def test_ways_out_of_storage_work(folder, capsys):

@@ -18,6 +18,7 @@ from switchx.data.mixtures import Mixture
 from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.deploy.plan import DeployPlan, DeploySettings
 from switchx.models.config import RouterConfig
 from switchx.models.params import forward, of_task
 from switchx.partitioning.mesh import MeshSpec
@@ -190,8 +191,12 @@ def test_a_run_trains_evaluates_each_task_and_loads_one(tmp_path):
     assert model.fingerprint != switchx.load(whole.path, task="two").fingerprint
     assert model.config.switch.num_experts == 2
     assert model.generate([[102]], max_new_tokens=2)[0]
-    with refused("task='five' of <any>experts are of one, two, three, four; use one"):
+    with refused(
+        "task='five' of <any>divided among the tasks one, two, three, four; name<any>"
+    ):
         switchx.load(whole.path, task="five")
+    with refused("the experts of <any>divided among 4 tasks<any>export --task=NAME<any>"):
+        DeployPlan(whole.path, None, DeploySettings("cpu"))
     with refused("the experts of this model are divided among 4 tasks<any>task=NAME<any>"):
         switchx.load(whole.path).generate([[102]], max_new_tokens=2)
 
