@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _search(arguments, job, workload, hardware, devices: int):
     """The `Storage` that is planned, and what was found; of `auto` the first with a plan."""
     from switchx.planner.search import search
-    from switchx.planner.storage_tiers import TIERS, Storage, storage_refusal
+    from switchx.planner.storage_tiers import TIERS, storage_refusal
 
     tier = arguments.storage or job.storage.experts
     if arguments.touched is not None and arguments.storage is None and tier != "disk":
@@ -130,12 +130,7 @@ def _search(arguments, job, workload, hardware, devices: int):
             f"--touched={arguments.touched} with StorageSpec.experts={tier!r}, where a step "
             "moves all experts or none; leave it out, or give --storage=disk or auto"
         )
-    storage = Storage(
-        slots=job.storage.slots,
-        host_bytes=job.storage.host_bytes,
-        touched=arguments.touched,
-        checkpoint_every=job.checkpoint_every,
-    )
+    storage = dataclasses.replace(job.planned_storage, touched=arguments.touched)
     if tier != "auto":
         # What no mesh changes is said before all of them are refused for it.
         bucket_bytes = job.step.bucket_bytes

@@ -229,10 +229,10 @@ def storage_use(
         )
     touched = touched_share(workload, storage)
     records = params + optimizer
-    capacity = _cache_bytes(storage, model, records)
+    sharing = min(layout.size, hardware.host.devices)
+    capacity = _cache_bytes(storage, model, records, sharing)
     used = touched * records
     misses = max(0.0, 1 - capacity / used)
-    sharing = min(layout.size, hardware.host.devices)
     disk, link = hardware.disk, hardware.host.achieved_bytes_per_s
     read, written = SWEEPS * misses * used, misses * used + records / storage.checkpoint_every
     read_s = read / disk.read_bytes_per_s / disk.efficiency * sharing
@@ -356,18 +356,18 @@ def _run_bytes(workload: Workload, layout: Layout) -> tuple[float, float]:
     return largest
 
 
-def _cache_bytes(storage: Storage, model: ModelConfig, records: float) -> float:
-    """Bytes of records that the host caches for a device's experts."""
+def _cache_bytes(storage: Storage, model: ModelConfig, records: float, sharing: int) -> float:
+    """Bytes of records that the host caches for one of its `sharing` devices."""
     if storage.host_bytes is None:
         return records
-    least = records / model.num_sparse_layers
+    least = sharing * records / model.num_sparse_layers
     if storage.host_bytes < least:
         raise ValueError(
             f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer, "
             f"which may be needed at once, are {math.ceil(least):,} bytes; use "
             f"StorageSpec.host_bytes={math.ceil(least)} or more"
         )
-    return min(storage.host_bytes, records)
+    return min(storage.host_bytes / sharing, records)
 
 
 def _layers_time(time: StepTime) -> float:

@@ -145,8 +145,8 @@ def _ways_to_fit(
     ways = _other_tiers(workload, hardware, devices, storage)
     short = shortage(least.storage, least.layout, hardware)
     if short is not None and storage.tier == "disk":
-        cached = min(storage.host_bytes or math.inf, least.storage.bytes.disk)
-        host_bytes = int(cached - (short.needed - short.usable) / short.sharing)
+        cached = min(storage.host_bytes or math.inf, short.sharing * least.storage.bytes.disk)
+        host_bytes = int(cached - (short.needed - short.usable))
         smaller = dataclasses.replace(storage, host_bytes=host_bytes)
         if host_bytes > 0 and search(workload, hardware, devices, smaller).plans:
             ways.append(f"StorageSpec.host_bytes={host_bytes}")

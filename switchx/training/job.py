@@ -20,7 +20,7 @@ from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.storage_tiers import storage_refusal
+from switchx.planner.storage_tiers import Storage, storage_refusal
 from switchx.storage.cache import StorageSpec
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
@@ -137,6 +137,13 @@ class TrainingJob:
             num_processes=num_processes,
         )
         require(reason is None, reason)
+
+    @property
+    def planned_storage(self) -> Storage:
+        """`storage` as the planner plans it."""
+        spec = self.storage
+        every = self.checkpoint_every
+        return Storage(spec.experts, spec.slots, spec.host_bytes, checkpoint_every=every)
 
     @property
     def unused_storage(self) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ class TrainingProgram:
         if switch is None or job.model.build is not None:
             return ()
         if switch.router.kind == "task":
-            return self._task_tables()
+            return task_tables(job, self.mesh)
         if not switch.num_replicas:
             return ()
         for name, is_used in (
@@ -178,29 +178,6 @@ class TrainingProgram:
         ):
             require(not is_used, _replicas_refusal(switch, name))
         return self._tables(np.ones((job.model.num_sparse_layers, switch.num_experts)))
-
-    def _task_tables(self) -> tuple[np.ndarray, ...]:
-        """Every layer's slots, where devices with experts have rows of their own.
-
-        Elsewhere, in a pipeline, in microbatches, with groups of several devices and with
-        experts in storage, the configured dispatcher runs.
-        """
-        job, place = self.job, Placement.on(self.mesh, self.job.mesh.rules)
-        devices = place.size(place.experts)
-        is_whole = job.step.num_microbatches == 1 and job.step.bucket_bytes is None
-        is_whole &= job.storage.experts == "device"
-        has_rows = place.experts and place.batch[-len(place.experts) :] == place.experts
-        if not (is_whole and has_rows) or self.pipeline is not None:
-            return ()
-        rows, parts = as_mixture(job.source).rows, place.size(place.batch)
-        groups = [
-            layer_groups(job.model.switch, job.batch_size, length)[0]
-            for length in job.sparse_lengths
-        ]
-        if any(number % parts for number in groups):
-            return ()
-        table_R = place_tasks(rows, job.model.switch.num_experts, parts, devices)
-        return (np.tile(table_R, (job.model.num_sparse_layers, 1)),)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -303,6 +280,33 @@ class TrainingProgram:
             return jax.make_array_from_process_local_data(self.batch_sharding, rows, shape)
 
         return {name: as_global(rows) for name, rows in batch.items()}
+
+
+def task_tables(job: TrainingJob, mesh) -> tuple[np.ndarray, ...]:
+    """Every layer's slots by task, where devices with experts have rows of their own.
+
+    Nothing elsewhere, in a pipeline, in microbatches, with groups of several devices and with
+    experts in storage: there the configured dispatcher runs.
+
+    Args:
+        mesh: of the job's rules, or anything with a `shape` like one's.
+    """
+    place = Placement.on(mesh, job.mesh.rules)
+    is_whole = job.step.num_microbatches == 1 and job.step.bucket_bytes is None
+    is_whole &= job.storage.experts == "device" and mesh.shape[PIPE] == 1
+    has_rows = place.experts and place.batch[-len(place.experts) :] == place.experts
+    if not (is_whole and has_rows):
+        return ()
+    rows, parts = as_mixture(job.source).rows, place.size(place.batch)
+    groups = [
+        layer_groups(job.model.switch, job.batch_size, length)[0]
+        for length in job.sparse_lengths
+    ]
+    if any(number % parts for number in groups):
+        return ()
+    num_experts, devices = job.model.switch.num_experts, place.size(place.experts)
+    table_R = place_tasks(rows, num_experts, parts, devices)
+    return (np.tile(table_R, (job.model.num_sparse_layers, 1)),)
 
 
 def _replicas_refusal(switch: SwitchConfig, name: str) -> str:
