@@ -20,8 +20,10 @@ from tests.training.jobs import SPARSE, make_job
 from tests.training.test_layered_step import stacked
 from tests.training.test_loop import Events
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 V5E = load_hardware("v5e")
-JOB = make_job(SPARSE, batch_size=24, train_steps=6)
+JOB = make_job(SPARSE, batch_size=24, eval_every=4)
 
 
 def losses_of(run: RunFolder) -> list[float]:
@@ -41,9 +43,10 @@ def losses_on_fewer(job, folder) -> None:
 
 def test_lost_devices_change_no_loss(tmp_path):
     whole, elastic = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "elastic")
-    train(JOB, whole, Events(), devices=jax.devices()[:1])
+    here = job_for_devices(JOB, V5E, jax.devices()[:7])
+    train(here.job, whole, Events(), devices=here.devices)
     used = []
-    for count, steps in ((7, 2), (2, 6)):
+    for count, steps in ((7, 2), (2, 4)):
         here = job_for_devices(JOB, V5E, jax.devices()[:count])
         job = dataclasses.replace(here.job, train_steps=steps)
         train(job, elastic, events := Events(), devices=here.devices)

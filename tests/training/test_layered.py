@@ -12,8 +12,8 @@ import pytest
 
 import switchx
 from switchx import tree
-from switchx.checkpoint.checkpointer import SaveError
-from switchx.checkpoint.items import read_items, stored_items
+from switchx.checkpoint.checkpointer import Checkpointer, Retention, SaveError
+from switchx.checkpoint.items import read_items, stored_items, to_items
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
@@ -27,6 +27,7 @@ from switchx.storage.simulation import run_policy
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.store import RecordStore
 from switchx.storage.trace import read_trace
+from switchx.training.host_program import HostProgram
 from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram
@@ -233,6 +234,16 @@ def test_checkpoints_have_records_that_are_sound_and_whole(finished, tmp_path):
     assert {n: x.shape for n, x in shapes.items()} == {n: x.shape for n, x in expected.items()}
     params = restore_params(finished.root, 4)
     assert tree.named_leaves(params).keys() == expected.keys()
+
+
+def test_its_checkpoint_is_read_into_host_memory(finished):
+    program = HostProgram(disk_job(storage=StorageSpec("host")), jax.devices()[:1])
+    with Checkpointer(finished, Retention()) as checkpointer:
+        state, _ = checkpointer.restore(program.abstract_state, 4, model=MODEL)
+    got, want = tree.named_leaves(to_items(state)), state_of(finished, 4)
+    for name, leaf in got.items():
+        np.testing.assert_array_equal(leaf, want[name], err_msg=name)
+    assert any("experts/w_in" in name for name in got)
 
 
 def test_its_checkpoint_decodes_with_a_quarter_of_the_experts_in_host_memory(finished):
