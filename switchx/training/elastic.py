@@ -21,7 +21,7 @@ from switchx.planner.layout import Layout
 from switchx.planner.search import Plan, search
 from switchx.planner.storage_tiers import storage_refusal
 from switchx.training.job import TrainingJob
-from switchx.training.program import task_tables, workload_of
+from switchx.training.program import workload_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def job_for_devices(
             found = search(workload, hardware, len(used), storage)
             kept = [plan for plan in found.plans if _keeps_groups(job, plan.layout)]
             if kept:
-                plan = next((p for p in kept if _places_tasks(job, p.layout)), kept[0])
+                plan = next((p for p in kept if workload.task_slots(p.layout)), kept[0])
                 idle = len(devices) - len(used)
                 return ElasticJob(_with_layout(job, plan.layout), tuple(used), idle, plan)
             reasons.update(found.refused)
@@ -101,13 +101,6 @@ def _keeps_groups(job: TrainingJob, layout: Layout) -> bool:
     """Whether routing groups (so capacity, balance loss) are those of the job's own steps."""
     numbers = {job.step.num_microbatches, layout.num_microbatches}
     return len(numbers) == 1 or all(map(job.keeps_groups, numbers))
-
-
-def _places_tasks(job: TrainingJob, layout: Layout) -> bool:
-    """Whether devices have the experts of their rows' tasks there; no other has tables."""
-    switch = job.model.switch
-    is_by_task = switch is not None and switch.router.kind == "task"
-    return is_by_task and bool(task_tables(_with_layout(job, layout), layout))
 
 
 def _with_layout(job: TrainingJob, layout: Layout) -> TrainingJob:

@@ -29,7 +29,7 @@ from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import batch_axes, batch_parts
 from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.placement import Placement
-from switchx.partitioning.rules import param_sharding
+from switchx.partitioning.rules import Rules, param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.planner.layout import Layout, StateArray, Workload
 from switchx.planner.replica_placement import place_replicas, place_tasks
@@ -168,7 +168,7 @@ class TrainingProgram:
         if switch is None or job.model.build is not None:
             return ()
         if switch.router.kind == "task":
-            return task_tables(job, self.mesh)
+            return task_tables(job, self.mesh, job.mesh.rules, job.step.num_microbatches)
         if not switch.num_replicas:
             return ()
         for name, is_used in (
@@ -282,17 +282,20 @@ class TrainingProgram:
         return {name: as_global(rows) for name, rows in batch.items()}
 
 
-def task_tables(job: TrainingJob, mesh) -> tuple[np.ndarray, ...]:
+def task_tables(
+    job: TrainingJob, mesh, rules: Rules, num_microbatches: int
+) -> tuple[np.ndarray, ...]:
     """Every layer's slots by task, where devices with experts have rows of their own.
 
     Nothing elsewhere, in a pipeline, in microbatches, with groups of several devices and with
     experts in storage: there the configured dispatcher runs.
 
     Args:
-        mesh: of the job's rules, or anything with a `shape` like one's.
+        job: with a router by task; its own mesh and microbatches do not count.
+        mesh: or anything with a `shape` like one's.
     """
-    place = Placement.on(mesh, job.mesh.rules)
-    is_whole = job.step.num_microbatches == 1 and job.step.bucket_bytes is None
+    place = Placement.on(mesh, rules)
+    is_whole = num_microbatches == 1 and job.step.bucket_bytes is None
     is_whole &= job.storage.experts == "device" and mesh.shape[PIPE] == 1
     has_rows = place.experts and place.batch[-len(place.experts) :] == place.experts
     if not (is_whole and has_rows):
@@ -330,6 +333,12 @@ def workload_of(job: TrainingJob) -> Workload:
             switch.num_experts, switch.num_replicas, place.size(place.experts)
         )
 
+    def task_slots(layout: Layout) -> int | None:
+        if job.model.switch is None or job.model.switch.router.kind != "task":
+            return None
+        tables = task_tables(job, layout, layout.rules, layout.num_microbatches)
+        return tables[0].shape[1] if tables else None
+
     return Workload(
         model=job.model,
         encoder_length=encoder_length,
@@ -338,6 +347,7 @@ def workload_of(job: TrainingJob) -> Workload:
         state=state_arrays(job),
         routing=functools.partial(layer_shape, job.model.switch),
         refusal=refused,
+        task_slots=task_slots,
     )
 
 
