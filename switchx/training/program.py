@@ -11,7 +11,7 @@ import os
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from switchx import tree
 from switchx.axes import dims_of
@@ -26,7 +26,7 @@ from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.host_stack import HOST
-from switchx.partitioning.mesh import batch_axes, batch_parts
+from switchx.partitioning.mesh import batch_axes, batch_parts, platform_of
 from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules, param_sharding
@@ -58,12 +58,17 @@ class TrainingProgram:
     def __init__(self, job: TrainingJob, devices=None):
         """Traces nothing yet; see `train_step` and `eval_step`.
 
+        Args:
+            devices: None is all there are; or an `AbstractMesh` of the job's axes, whose steps
+                can be traced and lowered alone.
+
         Raises:
             ValueError: the mesh does not fit the devices, or does not divide the batch or a
                 parameter.
         """
         self.job = job
-        self.mesh = job.mesh.build(devices)
+        is_mesh = isinstance(devices, AbstractMesh)
+        self.mesh = devices if is_mesh else job.mesh.build(devices)
         rows = job.batch_size // job.step.num_microbatches
         parts = batch_parts(self.mesh, job.mesh.rules)
         if rows % parts:
@@ -87,7 +92,7 @@ class TrainingProgram:
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
-        self.compiler_options = job.compiler.of(self.mesh.devices.flat[0].platform)
+        self.compiler_options = job.compiler.of(platform_of(self.mesh))
         self.slot_tables = self._initial_slot_tables()
         self.train_step, self.eval_step = self._steps()
 
