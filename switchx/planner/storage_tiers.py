@@ -363,9 +363,8 @@ def _cache_bytes(storage: Storage, model: ModelConfig, records: float, sharing: 
     least = sharing * records / model.num_sparse_layers
     if storage.host_bytes < least:
         raise ValueError(
-            f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer, "
-            f"which may be needed at once, are {math.ceil(least):,} bytes; use "
-            f"StorageSpec.host_bytes={math.ceil(least)} or more"
+            f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer may "
+            f"be needed at once; use at least {math.ceil(least):,}"
         )
     return min(storage.host_bytes / sharing, records)
 
