@@ -74,6 +74,16 @@ def described_tpu(kind: str = "TPU v5 lite", cores: int = 1):
         yield
 
 
+def is_tpu_kind(kind: str) -> bool:
+    """Whether JAX knows a TPU of this `device_kind`."""
+    try:
+        with described_tpu(kind):
+            pltpu.get_tpu_info()
+    except ValueError:
+        return False
+    return True
+
+
 def on_some_tpu(cores: int = 1):
     """A context in which a kernel can be traced: nothing to do if there is a TPU.
 

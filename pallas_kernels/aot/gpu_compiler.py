@@ -13,9 +13,13 @@ import functools
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 
 import jax
+import numpy as np
+from jax._src.lib import xla_client
 from jax.experimental import topologies
+from jaxlib import _jax
 
 from pallas_kernels.aot import compiler
 from pallas_kernels.aot.case import Case, benchmark_cases, build, variant
@@ -121,6 +125,34 @@ def described_gpu(target: str):
     return topologies.get_topology_desc(
         target, "cuda", topology="1x1x1", target_config=description
     ).devices[0]
+
+
+def compile_lowered(lowered, devices, options: Mapping[str, str] | None = None):
+    """Compiles what was lowered for an `AbstractMesh` of an `AbstractDevice`.
+
+    Described devices of CUDA have no memories: programs that are lowered for them lose the
+    memory kinds of their arrays, without a word. `Lowered.compile` takes no abstract mesh, so
+    this is what JAX itself does with a module.
+
+    Args:
+        lowered: a `jax.stages.Lowered`, for the platform `cuda`.
+        devices: in the order of the mesh, as the compiler describes them.
+        options: of XLA, by name.
+
+    Returns:
+        An executable of jaxlib, with `hlo_modules()` and `get_compiled_memory_stats()`.
+    """
+    chosen = xla_client.CompileOptions()
+    build = chosen.executable_build_options
+    build.num_partitions = len(devices)
+    build.use_spmd_partitioning = len(devices) > 1
+    build.use_shardy_partitioner = jax.config.jax_use_shardy_partitioner
+    build.device_assignment = xla_client.DeviceAssignment.create(
+        np.array([[device.id for device in devices]])
+    )
+    chosen.env_option_overrides = list((options or {}).items())
+    module = lowered.compiler_ir("stablehlo")
+    return devices[0].client.compile(module, _jax.DeviceList(tuple(devices)), chosen)
 
 
 def compile_here(target: str, case: Case, dump: pathlib.Path) -> dict[str, int]:

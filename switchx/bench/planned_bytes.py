@@ -15,10 +15,11 @@ import jax
 
 from switchx.bench.report import Check, Report
 from switchx.data.corpora.python_stdlib import PythonStdlib
+from switchx.data.mixtures import Mixture
 from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.hlo_collectives import collectives
@@ -33,11 +34,13 @@ from switchx.training.program import TrainingProgram, workload_of
 NUM_DEVICES = 8
 ROWS, LENGTH = 16, 8
 BOUND = 0.05
+TASK = Task("small", PythonStdlib(), ByteVocabulary(), CausalLM())
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model on a mesh; `left_over` says where the compiler differs from the planner."""
+    """A model on a mesh, whose experts are divided among tasks where `task_rows` has some;
+    `left_over` says where the compiler differs from the planner."""
 
     name: str
     mesh: MeshSpec
@@ -45,6 +48,8 @@ class Case:
     remat: str = "none"
     is_encoder_decoder: bool = False
     group_size: int = 16
+    num_replicas: int = 0
+    task_rows: tuple[int, ...] = ()
     left_over: str = ""
 
 
@@ -63,6 +68,20 @@ CASES = (
     Case("hierarchical node=2 expert=4", MeshSpec(data=1, node=2, expert=4), "hierarchical"),
     Case("ragged_all_to_all expert=4", MeshSpec(expert=4), "ragged_all_to_all"),
     Case("all_to_all of shared groups", MeshSpec(expert=4), "all_to_all", group_size=64),
+    Case(
+        "replicas all_to_all data=2 expert=2 model=2",
+        MeshSpec(expert=2, model=2),
+        "all_to_all",
+        num_replicas=4,
+    ),
+    Case(
+        "replicas ragged_all_to_all expert=2 model=2 full remat",
+        MeshSpec(expert=2, model=2),
+        "ragged_all_to_all",
+        "full",
+        num_replicas=2,
+    ),
+    Case("tasks expert=4", MeshSpec(expert=4), "all_to_all", task_rows=(12, 4)),
     Case("sliced data=2 model=4", MeshSpec(model=4, rules=SLICED_RULES), "sliced"),
 )
 # The compiler goes from slices of D to slices of the batch by gathering over all devices
@@ -114,11 +133,17 @@ def compare(case: Case) -> dict[str, Any]:
 
 def make_job(case: Case) -> TrainingJob:
     """The job of a case. Blocks are not scanned: a loop's body is in the program once."""
-    switch = None
+    switch, changes = None, {}
+    router = RouterConfig()
+    if case.task_rows:
+        tasks = tuple(dataclasses.replace(TASK, name=f"task {i}") for i in range(2))
+        changes["source"] = Mixture(tasks, rows=case.task_rows)
+        router = RouterConfig("task", num_tasks=len(case.task_rows))
     if case.dispatcher is not None:
         switch = SwitchConfig(
             8, every=2, group_size=case.group_size, capacity_factor=1.0, min_capacity=1,
-            dispatcher=case.dispatcher,
+            dispatcher=case.dispatcher, num_replicas=case.num_replicas,
+            router=router,
         )  # fmt: skip
     shared = dict(vocab_size=96, d_model=64, d_ff=128, num_heads=8, d_head=8, remat=case.remat,
                   num_decoder_layers=2, switch=switch)  # fmt: skip
@@ -128,7 +153,7 @@ def make_job(case: Case) -> TrainingJob:
     )  # fmt: skip
     if case.is_encoder_decoder:
         model = ModelConfig("encoder_decoder", num_encoder_layers=2, **shared)
-    return small_job(model, case.mesh, ROWS, LENGTH)
+    return small_job(model, case.mesh, ROWS, LENGTH, **changes)
 
 
 def small_job(
@@ -141,7 +166,7 @@ def small_job(
     """
     half = length if model.is_encoder_decoder else length // 2
     fields = dict(
-        source=Task("small", PythonStdlib(), ByteVocabulary(), CausalLM()),
+        source=TASK,
         optimizer=AdamW(),
         schedule=Constant(1e-3),
         loss=LossConfig(layer_reduction="mean"),

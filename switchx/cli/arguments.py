@@ -224,10 +224,10 @@ def _mesh_sizes(text: str) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in MESH_AXES or not size.isdecimal() or axis in sizes:
+        if axis not in MESH_AXES or not size.isdecimal() or not int(size) or axis in sizes:
             raise argparse.ArgumentTypeError(
-                f"{part!r} is no axis of a mesh; write AXIS=N, each of {', '.join(MESH_AXES)} "
-                "once at most, as expert=4,model=2"
+                f"{part!r} is no axis of a mesh; write AXIS=N with N of at least 1, each of "
+                f"{', '.join(MESH_AXES)} once at most, as expert=4,model=2"
             )
         sizes[axis] = int(size)
     return sizes

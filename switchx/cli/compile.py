@@ -17,7 +17,9 @@ run, and no parameter is allocated.
   switchx compile --gin_file=configs/runs/pretrain_switch_base.gin --topology=v5e:16x16 --json
 
 Topologies are v4:8x8x16, v5e:16x16, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4 and the like, h200 and
-h200:8. The compilers are installed once, into folders of their own:
+h200:8. Experts may be in host memory on all of them (configs/storage/host.gin): host
+bytes, copies that are overlapped, and strides that would be read backwards are then printed.
+The compilers are installed once, into folders of their own:
 
   python -m pallas_kernels.aot.install tpu .venv/aot_tpu
   python -m pallas_kernels.aot.install gpu .venv/aot_gpu

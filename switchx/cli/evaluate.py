@@ -312,8 +312,9 @@ def print_tables(job, metrics: dict[str, Any]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     rows = {name: value for name, value in metrics.items() if not isinstance(value, dict)}
     for task, values in metrics.get("tasks", {}).items():
-        for name in ("neg_log_perplexity", "accuracy"):
-            rows[f"{task}: {name}"] = values[name]
+        for name in ("neg_log_perplexity", "accuracy", "dropped_fraction"):
+            if name in values:  # a dense model drops nothing
+                rows[f"{task}: {name}"] = values[name]
     for name, value in rows.items():
         is_count = name in ("step", "target_tokens")
         table.add_row(name, f"{value:,.0f}" if is_count else f"{value:.4f}")

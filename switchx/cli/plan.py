@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.data.data_dir import write_atomically
     from switchx.planner.hardware import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE
+    from switchx.planner.way_out import no_plan_message
     from switchx.training.program import fitting_group_size, workload_of
 
     hardware = load_hardware(arguments.hardware)
@@ -81,15 +82,18 @@ def run(arguments: argparse.Namespace) -> int:
     job = shared.parse_job(arguments)
     workload = workload_of(job)
     storage, found = _search(arguments, job, workload, hardware, devices)
-    hint = ""
+    others = {}
     if GROUPS_DO_NOT_DIVIDE in found.refused:
         size, switch = fitting_group_size(job, devices), job.model.switch
         # With fewer tokens than experts most slots of a group would be empty.
         if size and switch.num_experts <= size < switch.group_size:
-            hint = f"SwitchConfig.group_size={size}"
+            smaller = dataclasses.replace(switch, group_size=size)
+            model = dataclasses.replace(job.model, switch=smaller)
+            other = workload_of(dataclasses.replace(job, model=model))
+            others[f"SwitchConfig.group_size={size}"] = other
     fits = Check("fits", len(found.plans[:1]), "==1")
     if not found.plans:
-        message = _nothing_fits(workload, hardware, devices, found, hint, storage)
+        message = no_plan_message(workload, hardware, devices, found, storage, others)
         if not arguments.json:
             raise ValueError(message)
         Report("plan", [{"way_out": message}], [fits]).print(as_json=True)
@@ -108,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_search(found, hardware, devices, arguments.top)
         if arguments.storage:
             print_tiers(tier_rows(found.plans[0].layout, workload, hardware, storage), storage)
-        if hint:
+        for hint in others:
             print(f"With {hint} routing groups divide over all {devices} devices.")
         if arguments.output:
             print(arguments.output)
@@ -118,15 +122,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _search(arguments, job, workload, hardware, devices: int):
     """The `Storage` that is planned, and what was found; of `auto` the first with a plan."""
     from switchx.planner.search import search
-    from switchx.planner.storage_tiers import TIERS, Storage, storage_refusal
+    from switchx.planner.storage_tiers import TIERS, storage_refusal
 
     tier = arguments.storage or job.storage.experts
-    storage = Storage(
-        slots=job.storage.slots,
-        host_bytes=job.storage.host_bytes,
-        touched=arguments.touched,
-        checkpoint_every=job.checkpoint_every,
-    )
+    if arguments.touched is not None and arguments.storage is None and tier != "disk":
+        raise ValueError(
+            f"--touched={arguments.touched} with StorageSpec.experts={tier!r}, where a step "
+            "moves all experts or none; leave it out, or give --storage=disk or auto"
+        )
+    storage = dataclasses.replace(job.planned_storage, touched=arguments.touched)
     if tier != "auto":
         # What no mesh changes is said before all of them are refused for it.
         bucket_bytes = job.step.bucket_bytes
@@ -169,53 +173,6 @@ def _devices(hardware, asked: int | None) -> int:
     return asked
 
 
-def _nothing_fits(workload, hardware, devices: int, found, hint: str, storage) -> str:
-    """What is in the way, and the nearest numbers of devices or rows that work."""
-    from switchx.planner.search import (
-        num_bytes,
-        search,
-        smallest_that_fits,
-        workable_devices,
-    )
-
-    name = hardware.name
-    if found.smallest is None:
-        reasons = sorted(found.refused.items(), key=lambda item: -item[1])
-        text = "; ".join(f"{reason} ({count} meshes)" for reason, count in reasons[:3])
-        near = workable_devices(workload, hardware, devices)
-        ways = [f"--devices={number}" for number in near] + ([hint] if hint else [])
-        if workload.batch_size % devices:
-            ways.append(f"BATCH_SIZE={-(-workload.batch_size // devices) * devices}")
-        return (
-            f"no mesh of {devices} devices divides this model and its batch of "
-            f"{workload.batch_size} rows: {text}; use "
-            f"{' or '.join(ways) or 'a model or a batch with more factors'}"
-        )
-    least = found.smallest
-    text = (
-        f"the model does not fit {devices} devices of {name}: the smallest of the meshes "
-        f"({least.layout.name}) needs {num_bytes(least.memory.total)} a device, of which "
-        f"{num_bytes(hardware.memory.usable_bytes)} can be used; "
-    )
-    if storage.tier == "device":
-        for tier in ("host", "disk"):
-            elsewhere = dataclasses.replace(storage, tier=tier)
-            if search(workload, hardware, devices, elsewhere).plans:
-                text += f"with --storage={tier} it fits; or "
-                break
-    fits = smallest_that_fits(workload, hardware, devices, storage)
-    if fits is None:
-        return text + (
-            "no number of devices fits it with this batch; use ModelConfig.remat='full', "
-            "fewer tokens a row, or other hardware"
-        )
-    number, plan = fits
-    return text + (
-        f"use {number} devices, where {plan.layout.name} needs "
-        f"{num_bytes(plan.memory.total)}, ModelConfig.remat='full', or a smaller model"
-    )
-
-
 def row(rank: int, plan, workload) -> dict[str, Any]:
     """A plan as one JSON object; units are in the names."""
     from switchx.planner.step_comm import step_collectives
@@ -251,8 +208,8 @@ def tier_rows(layout, workload, hardware, storage) -> list[dict[str, Any]]:
 
     Bytes are of one device, and of its share of its host.
     """
-    from switchx.planner.search import DOES_NOT_FIT, predict
-    from switchx.planner.storage_tiers import TIERS, does_not_fit, paper_bytes_of
+    from switchx.planner.search import does_not_fit, predict
+    from switchx.planner.storage_tiers import TIERS, paper_bytes_of
 
     rows: list[dict[str, Any]] = []
     for tier in TIERS:
@@ -262,9 +219,7 @@ def tier_rows(layout, workload, hardware, storage) -> list[dict[str, Any]]:
             rows.append({"experts_in": tier, "fits": False, "reason": str(error)})
             continue
         use = plan.storage
-        reason = does_not_fit(use, layout, hardware)
-        if plan.memory.total > hardware.memory.usable_bytes:
-            reason = DOES_NOT_FIT
+        reason = does_not_fit(plan, hardware)
         found = {
             "experts_in": tier,
             "device_bytes": plan.memory.total,

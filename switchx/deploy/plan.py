@@ -74,6 +74,7 @@ class DeploySettings:
                 value in choices,
                 f"{name}={value!r}; use {', '.join(map(str, choices))}",
             )
+        Target(self.platform, self.device_kind)  # refuses a kind that the platform has not
 
 
 class DeployPlan:
@@ -141,6 +142,13 @@ class DeployPlan:
 
     def _reduced(self) -> ModelConfig:
         settings, config = self.settings, self.config
+        tasks = 1 if config.switch is None else config.switch.router.num_tasks
+        require(
+            tasks == 1,
+            f"the experts of {self.run_folder.root} are divided among {tasks} tasks, and one "
+            "model is deployed; make that of a task by `switchx export --task=NAME`, or by "
+            "`switchx quantize --task=NAME` for `switchx serve`",
+        )
         for_decoding(config)
         if settings.experts is not None:
             is_merged = settings.reduce == "merge"

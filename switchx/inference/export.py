@@ -21,9 +21,10 @@ from jax.sharding import AbstractDevice, NamedSharding
 from safetensors.flax import save_file
 
 from pallas_kernels import QTensor
+from pallas_kernels.tpu_chip import is_tpu_kind
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.fields import require_at_least
+from switchx.fields import require, require_at_least
 from switchx.inference import run_exported
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import Decoding, prefill, run_step
@@ -40,6 +41,8 @@ UNSTABLE_CALL = "ragged_all_to_all"
 # Platforms, and the device whose kernels are taken where none is named.
 DEVICE_KINDS = {"cpu": "cpu", "tpu": "TPU v5 lite", "cuda": "NVIDIA H200"}
 
+_KINDS = {"cpu": ("cpu",), "tpu": ("TPU",), "cuda": ("NVIDIA", "Tesla", "Quadro")}
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -49,11 +52,27 @@ class Target:
         platform: one of `DEVICE_KINDS`.
         device_kind: as JAX names the device; None is that of `DEVICE_KINDS`.
         mesh: None is one device.
+
+    Raises:
+        ValueError: no device of the platform has such a name.
     """
 
     platform: str
     device_kind: str | None = None
     mesh: MeshSpec | None = None
+
+    def __post_init__(self):
+        names = _KINDS[self.platform]
+        is_known = self.kind.startswith(names)
+        if self.platform == "tpu":
+            is_known = is_tpu_kind(self.kind)
+        require(
+            is_known,
+            f"device_kind={self.kind!r} of platform {self.platform!r}: no device of it is "
+            f"called so, and kernels are chosen by the name; use that of jax.devices()[0]."
+            f"device_kind there, which begins with {' or '.join(names)}, as "
+            f"{DEVICE_KINDS[self.platform]!r}",
+        )
 
     @property
     def kind(self) -> str:

@@ -93,7 +93,11 @@ def of_task(config: ModelConfig, params: dict, source: dict, task: str):
     require(
         task in names,
         f"task={task!r} of a model whose experts are "
-        + (f"of {', '.join(names)}; use one" if names else "all tasks'; leave it out"),
+        + (
+            f"divided among the tasks {', '.join(names)}; name one of these"
+            if names
+            else "not divided among tasks; leave it out"
+        ),
     )
     own = config.switch.num_candidates
     begin = names.index(task) * own

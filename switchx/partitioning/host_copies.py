@@ -3,8 +3,9 @@
 
 `switchx compile` and tests hold the ring of `host_ring.py` against it. The TPU compiler writes
 a slice of an array in host memory as a start and an end (`dynamic-slice-start`, ...), in the
-order in which it runs them, so what stands between computes while the copy runs. The memory
-space of the host is 5 (`S(5)`). XLA's compiler for GPUs may note the addresses of a loop's
+order in which it runs them, so what stands between computes while the copy runs; XLA's compiler
+for GPUs writes a fusion that has the slice alone (`fusion-start`). The memory
+space of the host is 5 (`S(5)`). The compiler for GPUs may note the addresses of a loop's
 slices as an offset and a stride (`byte_stride`); of a reversed loop these were wrong
 (openxla/xla#46231).
 """
@@ -18,8 +19,10 @@ from switchx.partitioning.hlo_collectives import called_by, computations_of, tri
 _HOST = "S(5)"
 _START = re.compile(
     r"%?(?P<name>[\w.-]+) = (?P<type>\(.*\)) "
-    r"(?P<kind>dynamic-slice|dynamic-update-slice|copy)-start\("
+    r"(?P<kind>dynamic-slice|dynamic-update-slice|copy|fusion)-start\("
 )
+_CALLED = re.compile(r"calls=%?([\w.-]+)")
+_ROOT = re.compile(r"ROOT .* (dynamic-slice|dynamic-update-slice|copy)\(")
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\("
 )
@@ -76,11 +79,12 @@ def host_copies(hlo: str) -> list[HostCopy]:
             match = _START.search(line)
             if match is None or _HOST not in match["type"]:
                 continue
+            kind = _kind(match, line, computations)
             sizes = [(_bytes(array), array) for array in _ARRAY.finditer(match["type"])]
             layers = max(sizes, key=lambda size: size[0])[1]["shape"].split(",")[0]
             found.append(
                 HostCopy(
-                    match["kind"],
+                    kind,
                     min(size for size, _ in sizes),
                     int(layers) if trips is None else trips,
                     _bytes_meanwhile(lines, place, match["name"]),
@@ -88,6 +92,22 @@ def host_copies(hlo: str) -> list[HostCopy]:
                 )
             )
     return found
+
+
+def _kind(match: re.Match, line: str, computations) -> str:
+    """What is started: of a fusion, what its computation ends with.
+
+    Raises:
+        ValueError: it is no copy.
+    """
+    if match["kind"] != "fusion":
+        return match["kind"]
+    called = _CALLED.search(line)
+    ends = [_ROOT.search(each) for each in computations.get(called and called[1], ())]
+    kinds = [end[1] for end in ends if end]
+    if not kinds:
+        raise ValueError(f"{match['name']} of host memory copies nothing: {line.strip()[:200]}")
+    return kinds[0]
 
 
 def share_overlapped(copies: list[HostCopy]) -> float:

@@ -11,8 +11,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-from switchx.partitioning.constrain import current_rules, num_devices
+from switchx.partitioning.collectives import vary
+from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 
 # The kind of memory, as JAX names it.
 HOST = "pinned_host"
@@ -119,8 +121,26 @@ def empty(like, dims: str, space=None):
     Not of zeros: these would be made on the device first, all of them. Nothing may read what
     was not written.
     """
-    array = constrained(jax.lax.empty(like.shape, like.dtype), dims)
-    return jax.device_put(array, space or jax.typeof(like).memory_space)
+    return jax.device_put(_empty(like, dims), space or jax.typeof(like).memory_space)
+
+
+def _empty(like, dims: str):
+    """On the device, its own part: XLA for GPUs would make the whole one and slice that, and
+    refuses such a slice in host memory."""
+    if num_devices() == 1:
+        return jax.lax.empty(like.shape, like.dtype)
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    spec = rules.spec(dims, like.shape, mesh, table="expert_params")
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    axes = tuple(axis for entry in entries for axis in entry if axis is not None)
+    shape = NamedSharding(mesh, spec).shard_shape(like.shape)
+    return jax.shard_map(
+        lambda: vary(jax.lax.empty(shape, like.dtype), axes),
+        in_specs=(),
+        out_specs=spec,
+        axis_names=open_axes(),
+        check_vma=True,
+    )()
 
 
 def zeros_like(array, dims: str):

@@ -112,6 +112,15 @@ def named_axes(sizes: Mapping[str, int]) -> str:
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
 
 
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """`cpu`, `gpu` or `tpu`: of the devices, or of the one that an abstract mesh describes."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    # JAX before 0.12 does not say the platform of an abstract device.
+    kind = mesh.abstract_device.device_kind
+    return "tpu" if "TPU" in kind else "gpu" if "NVIDIA" in kind else "cpu"
+
+
 def batch_axes(mesh, rules: Rules) -> MeshAxes:
     """The axes that the rows of a batch are split over."""
     return rules.axes("B", mesh, table="activations")

@@ -70,6 +70,8 @@ class Workload:
         state: parameters and what the optimizer keeps.
         routing: (rows, length) -> (G, T, C) of a Switch layer in training.
         refusal: (layout, G, T) -> why the layout's dispatcher cannot run there, or None.
+        task_slots: layout -> slots of all devices for the experts of their rows' tasks; None
+            where tokens travel, or the experts are not divided among tasks.
     """
 
     model: ModelConfig
@@ -79,6 +81,7 @@ class Workload:
     state: tuple[StateArray, ...]
     routing: Callable[[int, int], tuple[int, int, int]]
     refusal: Callable[..., str | None]
+    task_slots: Callable[["Layout"], int | None] = lambda layout: None
 
     @property
     def tokens(self) -> int:

@@ -21,7 +21,6 @@ from switchx.planner.step_time import StepTime, step_time
 from switchx.planner.storage_tiers import (
     Storage,
     StorageUse,
-    does_not_fit,
     storage_use,
     with_storage,
 )
@@ -50,7 +49,7 @@ class Search:
     Attributes:
         plans: those that run and fit, fastest first.
         refused: the number of those that do not, by reason.
-        smallest: the plan of the least memory among those that do not fit, or None.
+        smallest: the plan of the least device memory among those that do not fit, or None.
     """
 
     plans: tuple[Plan, ...]
@@ -77,20 +76,16 @@ def search(
         best = None
         for microbatches in _microbatches(workload, layout):
             candidate = dataclasses.replace(layout, num_microbatches=microbatches)
-            if problem := _refusal(workload, candidate):
+            if problem := refusal_of(workload, candidate):
                 break
             try:
                 plan = predict(workload, candidate, hardware, storage)
             except ValueError as error:
                 problem = str(error).split(";")[0]
                 break
-            if plan.memory.total > hardware.memory.usable_bytes:
-                problem = DOES_NOT_FIT
+            if problem := does_not_fit(plan, hardware):
                 if smallest is None or plan.memory.total < smallest.memory.total:
                     smallest = plan
-                continue
-            if reason := does_not_fit(plan.storage, candidate, hardware):
-                problem = reason
                 continue
             if best is None or plan.time.step_s < best.time.step_s:
                 best = plan
@@ -119,32 +114,39 @@ def predict(
     return Plan(layout, time, memory, workload.tokens / time.step_s, use)
 
 
-def smallest_that_fits(
-    workload: Workload, hardware: Hardware, devices: int, storage: Storage = ON_DEVICE
-) -> tuple[int, Plan] | None:
-    """The fewest devices, doubling from `devices`, on which a plan fits; None if never."""
-    most = hardware.max_devices or MOST_DEVICES
-    while 2 * devices <= most:
-        devices *= 2
-        if not hardware.is_whole(devices):
-            continue
-        if plans := search(workload, hardware, devices, storage).plans:
-            return devices, plans[0]
+def does_not_fit(plan: Plan, hardware: Hardware) -> str | None:
+    """Which memory or disk is too small for a plan, in short; or None."""
+    if plan.memory.total > hardware.memory.usable_bytes:
+        return DOES_NOT_FIT
+    short = shortage(plan.storage, plan.layout, hardware)
+    return None if short is None else short.reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """What of a host is too small for the experts of its `sharing` devices, in bytes."""
+
+    reason: str
+    sharing: int
+    needed: float
+    usable: float
+
+
+def shortage(use: StorageUse, layout: Layout, hardware: Hardware) -> Shortage | None:
+    """The host's memory or its disks, where they are too small; None where they are not."""
+    if use.tier == "device":
+        return None
+    host, disk = hardware.host, hardware.disk
+    sharing = min(layout.size, host.devices)
+    needed, usable = use.bytes.host * sharing, host.num_bytes * host.usable
+    if needed > usable:
+        return Shortage("needs more memory than a host has", sharing, needed, usable)
+    if use.tier == "host":
+        return None
+    needed, usable = use.bytes.disk * sharing, disk.num_bytes * disk.usable
+    if needed > usable:
+        return Shortage("needs more room than a host's disks have", sharing, needed, usable)
     return None
-
-
-def workable_devices(workload: Workload, hardware: Hardware, devices: int) -> list[int]:
-    """The nearest numbers of devices, below and above, that some mesh has."""
-
-    def works(number: int) -> bool:
-        if not hardware.is_whole(number):
-            return False
-        found = layouts(workload, hardware, number, collections.Counter())
-        return any(_refusal(workload, layout) is None for layout in found)
-
-    below = next((n for n in range(devices - 1, 0, -1) if works(n)), None)
-    above = next((n for n in range(devices + 1, 2 * devices + 1) if works(n)), None)
-    return [n for n in (below, above) if n is not None]
 
 
 def layouts(
@@ -227,7 +229,7 @@ def _microbatches(workload: Workload, layout: Layout) -> Iterator[int]:
         number *= 2
 
 
-def _refusal(workload: Workload, layout: Layout) -> str | None:
+def refusal_of(workload: Workload, layout: Layout) -> str | None:
     """The reason why the layout's dispatcher cannot run, in short; or None."""
     if layout.dispatcher is None:
         return None

@@ -18,12 +18,14 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import require, require_at_least
 from switchx.models.config import ModelConfig
-from switchx.partitioning.mesh import AXES, named_axes
+from switchx.partitioning.mesh import AXES
 from switchx.planner.hardware import Hardware
 from switchx.planner.layout import Layout, StateArray
 from switchx.planner.step_comm import local_shape
 
 MOST_DEVICES = 2**12
+# What a model in use is split over.
+SERVING_AXES = ("data", "expert", "model")
 _EXPERTS = "/experts/w_"
 _SCALE_BYTES = 4
 _LOGIT_BYTES = 4
@@ -113,7 +115,7 @@ def splits(served: ServedModel, devices: int, hardware: Hardware | None) -> list
     for expert in _divisors(devices):
         for model in _divisors(devices // expert):
             layout = Layout(data=devices // expert // model, expert=expert, model=model)
-            if _divides(served, layout):
+            if _mesh_refusal(served, layout) is None:
                 found.append(_split(served, layout, hardware))
     return sorted(found, key=lambda split: (split.step_s, split.total))
 
@@ -137,13 +139,12 @@ def choose_split(
     """
     found = splits(served, devices, hardware)
     if sizes is not None:
-        wanted = dict.fromkeys(AXES, 1) | dict(sizes)
-        found = [split for split in found if split.layout.shape == wanted]
+        wanted = Layout(**(dict.fromkeys(AXES, 1) | dict(sizes)))
         require(
-            bool(found),
-            f"mesh {named_axes(sizes)} does not divide {_divided(served)}, or has axes other "
-            "than data, expert and model; use another mesh, or leave it to the planner",
+            not (reason := _mesh_refusal(served, wanted)),
+            f"{reason}, or leave the mesh to the planner",
         )
+        found = [split for split in found if split.layout == wanted]
     require(
         bool(found),
         f"devices={devices}: no split divides {_divided(served)}; use "
@@ -195,18 +196,36 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _divides(served: ServedModel, layout: Layout) -> bool:
+def _mesh_refusal(served: ServedModel, layout: Layout) -> str | None:
+    """Why a model is not split so, with axes that do; None where it is."""
+    for axis, size in layout.shape.items():
+        if size > 1 and axis not in SERVING_AXES:
+            return (
+                f"mesh axis {axis!r} of size {size}: a model in use is split over "
+                f"{', '.join(SERVING_AXES)}; use these"
+            )
     config, switch = served.config, served.config.switch
-    sizes = [config.num_heads, config.d_ff]
-    experts = 1
-    if switch is not None:
-        experts = switch.num_experts
-        sizes += [size for size in (switch.d_ff, switch.shared_d_ff) if size is not None]
-    return (
-        experts % layout.expert == 0
-        and served.batch_size % (layout.data * layout.expert) == 0
-        and not any(size % layout.model for size in sizes)
-    )
+    split_rows = layout.data * layout.expert
+    for name, number, axis, size in (
+        ("num_experts", 1 if switch is None else switch.num_experts, "expert", layout.expert),
+        ("batch_size", served.batch_size, "data x expert", split_rows),
+        ("num_heads", config.num_heads, "model", layout.model),
+        *(("d_ff", d_ff, "model", layout.model) for d_ff in _ffn_sizes(config)),
+    ):
+        if number % size:
+            way_out = ", ".join(map(str, _divisors(number)))
+            return (
+                f"{name}={number} is not divisible by mesh axis {axis!r} of size {size}; use "
+                f"a size of {way_out}"
+            )
+    return None
+
+
+def _ffn_sizes(config: ModelConfig) -> list[int]:
+    """Hidden sizes of the dense blocks and the experts."""
+    switch = config.switch
+    own = () if switch is None else (switch.d_ff, switch.shared_d_ff)
+    return [config.d_ff, *(size for size in own if size is not None)]
 
 
 def _split(served: ServedModel, layout: Layout, hardware: Hardware | None) -> Split:

@@ -5,8 +5,8 @@ Chen et al. 2023 (Pipeline MoE, arXiv:2304.11414), section 3.3.4; Shen et al. 20
 arXiv:2205.10034), section 4.2. They are counted as the dispatchers state them, before XLA
 combines those of equal groups into one instruction. `gather` and `einsum` have no formula:
 there the compiler decides.
-Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of an expert and
-group, D model, F feed-forward
+Dims: G groups, T tokens of a group, S choices of a token, E experts, R slots for experts,
+C slots of an expert and group, D model, F feed-forward
 """
 
 import dataclasses
@@ -28,6 +28,9 @@ class SparseLayer:
         num_experts, d_model, d_ff: E, D and F.
         is_gated, has_bias: which weights an expert has.
         activation_bytes, param_bytes: of one element.
+        num_slots: R of a bank that is gathered from the experts (`moe/replicas.py`); None
+            where experts stay where they are.
+        is_local: a device has the experts of its tokens among its slots: no token travels.
     """
 
     num_groups: int
@@ -41,6 +44,13 @@ class SparseLayer:
     has_bias: bool = False
     activation_bytes: int = 4
     param_bytes: int = 4
+    num_slots: int | None = None
+    is_local: bool = False
+
+    @property
+    def over_slots(self) -> "SparseLayer":
+        """The layer that runs on the gathered bank: R experts."""
+        return dataclasses.replace(self, num_experts=self.num_slots or self.num_experts)
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -93,11 +103,44 @@ def sparse_layer_collectives(
             f"{', '.join(_EXCHANGES)}"
         )
     exchange, is_scattered = _EXCHANGES[dispatcher], dispatcher == "sliced_scatter"
+    if layer.is_local:
+        exchange = None
+    slots = layer.over_slots
     return [
-        *(exchange(layer, place) if exchange else ()),
+        *_bank(layer, place, mesh, rules),
+        *(exchange(slots, place) if exchange else ()),
         *_outputs(layer, place, is_scattered=is_scattered),
-        *_weights(layer, place, mesh, rules),
+        *_weights(slots, place, mesh, rules),
     ]
+
+
+def _bank(layer: SparseLayer, place: Placement, mesh, rules: Rules) -> list[PlannedCollective]:
+    """Weights of experts to the devices of their slots, and their gradients back.
+
+    A device has E / P experts and R / P slots. E / P slots of each other device may be of that
+    one's own experts, so it sends R - E + E / P experts at most.
+    """
+    if layer.num_slots is None or not place.experts:
+        return []
+    devices = place.size(place.experts)
+    own, sizes = layer.num_experts // devices, {"D": layer.d_model, "F": layer.d_ff}
+    sent, received = layer.num_slots - layer.num_experts + own, layer.num_slots // devices
+    found = []
+    for dims in layer.weights:
+        of_one = layer.param_bytes
+        for letter in dims.removeprefix("E"):
+            axes = rules.axes(letter, mesh, table="expert_params")
+            of_one *= sizes[letter] // place.size(axes)
+        found += [
+            PlannedCollective(
+                "ragged-all-to-all", f"{what} of slots", phase, place.experts, rows * of_one
+            )
+            for what, phase, rows in (
+                (f"w_{dims}", "forward", sent),
+                (f"gradient of w_{dims}", "backward", received),
+            )
+        ]
+    return found
 
 
 def _all_to_all(layer: SparseLayer, place: Placement) -> list[PlannedCollective]:

@@ -124,6 +124,8 @@ def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
     model, switch = workload.model, workload.model.switch
     rows = workload.batch_size // layout.num_microbatches
     groups, tokens, capacity = workload.routing(rows, workload.length(stack))
+    own = workload.task_slots(layout)
+    replicated = switch.num_experts + switch.num_replicas if switch.num_replicas else None
     return SparseLayer(
         num_groups=groups,
         tokens_per_group=tokens,
@@ -136,6 +138,8 @@ def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
         has_bias=switch.expert_bias,
         activation_bytes=workload.activation_bytes,
         param_bytes=workload.param_bytes,
+        num_slots=own or replicated,
+        is_local=own is not None,
     )
 
 

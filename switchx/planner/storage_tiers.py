@@ -229,10 +229,10 @@ def storage_use(
         )
     touched = touched_share(workload, storage)
     records = params + optimizer
-    capacity = _cache_bytes(storage, model, records)
+    sharing = min(layout.size, hardware.host.devices)
+    capacity = _cache_bytes(storage, model, records, sharing)
     used = touched * records
     misses = max(0.0, 1 - capacity / used)
-    sharing = min(layout.size, hardware.host.devices)
     disk, link = hardware.disk, hardware.host.achieved_bytes_per_s
     read, written = SWEEPS * misses * used, misses * used + records / storage.checkpoint_every
     read_s = read / disk.read_bytes_per_s / disk.efficiency * sharing
@@ -315,19 +315,6 @@ def with_storage(
     return dataclasses.replace(time, storage_s=waits), memory
 
 
-def does_not_fit(use: StorageUse, layout: Layout, hardware: Hardware) -> str | None:
-    """Which of the host's memory and disks is too small for its devices' experts; or None."""
-    if use.tier == "device":
-        return None
-    host, disk = hardware.host, hardware.disk
-    sharing = min(layout.size, host.devices)
-    if use.bytes.host * sharing > host.num_bytes * host.usable:
-        return "needs more memory than a host has"
-    if use.tier == "disk" and use.bytes.disk * sharing > disk.num_bytes * disk.usable:
-        return "needs more room than a host's disks have"
-    return None
-
-
 def touched_share(workload: Workload, storage: Storage) -> float:
     """The share of the experts that a step uses, on average over the Switch layers."""
     if storage.touched is not None:
@@ -369,17 +356,17 @@ def _run_bytes(workload: Workload, layout: Layout) -> tuple[float, float]:
     return largest
 
 
-def _cache_bytes(storage: Storage, model: ModelConfig, records: float) -> float:
-    """Bytes of records that the host caches for a device's experts."""
+def _cache_bytes(storage: Storage, model: ModelConfig, records: float, sharing: int) -> float:
+    """Bytes of records that the host caches for one of its `sharing` devices."""
     if storage.host_bytes is None:
         return records
-    least = records / model.num_sparse_layers
+    least = sharing * records / model.num_sparse_layers
     if storage.host_bytes < least:
         raise ValueError(
             f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer may "
             f"be needed at once; use at least {math.ceil(least):,}"
         )
-    return min(storage.host_bytes, records)
+    return min(storage.host_bytes / sharing, records)
 
 
 def _layers_time(time: StepTime) -> float:

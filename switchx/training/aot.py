@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.data.loader import with_task_ids
@@ -34,7 +34,7 @@ from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.host_copies import host_copies, noted_strides, share_overlapped
 from switchx.partitioning.host_stack import HOST
-from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.mesh import MeshSpec, platform_of
 from switchx.partitioning.topology import Topology
 from switchx.planner.model_cost import experts_per_token
 from switchx.planner.program_cost import executed_slots, matrix_flops
@@ -152,10 +152,14 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
     Raises:
         ValueError: the job does not suit its mesh, or the mesh not the devices.
     """
-    program = compiled_program(job, devices)
+    mesh = job.mesh.build(devices)
+    is_described = job.storage.experts == "host" and devices[0].platform == "gpu"
+    # Described devices of CUDA have no memories to place arrays in (`compile_lowered`).
+    program = compiled_program(job, described(mesh) if is_described else devices)
     started, batch = time.monotonic(), batch_shapes(program)
     encoder, decoder = (job.batch_size * length for length in job.sequence_lengths)
-    memory, text, on_host = _measure(program, batch, hbm_bytes)
+    own = list(mesh.devices.flat) if is_described else None
+    memory, text, on_host = _measure(program, batch, hbm_bytes, own)
     host = None
     if job.storage.experts == "host":
         resident = TrainingProgram(dataclasses.replace(job, storage=StorageSpec()), devices)
@@ -252,22 +256,47 @@ def memory_in_refusal(message: str) -> tuple[int, int] | None:
     return used, limit
 
 
-def _measure(program: TrainingProgram, batch, limit: int) -> tuple[Memory, str | None, int]:
+def described(mesh: Mesh) -> AbstractMesh:
+    """The mesh without its devices: of what they are."""
+    device = mesh.devices.flat[0]
+    kind = AbstractDevice(
+        device_kind=device.device_kind, num_cores=None, platform=device.platform
+    )
+    return mesh.abstract_mesh.update(abstract_device=kind)
+
+
+def _measure(
+    program: TrainingProgram, batch, limit: int, devices: list | None = None
+) -> tuple[Memory, str | None, int]:
     """`_compile`; no text where the arguments alone are too large."""
     arguments = bytes_on_one_device((program.abstract_state, batch))
     memory = Memory(arguments, 0, arguments, limit)
-    return _compile(program, batch, memory) if memory.fits else (memory, None, 0)
+    return _compile(program, batch, memory, devices) if memory.fits else (memory, None, 0)
 
 
-def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, str | None, int]:
+def _compile(
+    program: TrainingProgram, batch, memory: Memory, devices: list | None = None
+) -> tuple[Memory, str | None, int]:
     """The memory that the compiled step takes, its text, and its bytes of host memory; or the
-    memory that a refusal says."""
-    platform = program.mesh.devices.flat[0].platform
+    memory that a refusal says.
+
+    Args:
+        devices: GPUs, of a program of an abstract mesh; None compiles for the program's.
+    """
+    platform = platform_of(program.mesh)
     platforms = ("cuda" if platform == "gpu" else platform,)
     with program.scope():
         traced = program.train_step.trace(program.abstract_state, batch, *program.slot_tables)
         try:
-            compiled = traced.lower(lowering_platforms=platforms).compile()
+            lowered = traced.lower(lowering_platforms=platforms)
+            if devices is None:
+                compiled = lowered.compile()
+                facts, text = compiled.memory_analysis(), compiled.as_text()
+            else:
+                options = program.compiler_options
+                compiled = gpu_compiler.compile_lowered(lowered, devices, options)
+                facts = compiled.get_compiled_memory_stats()
+                text = compiled.hlo_modules()[0].to_string()
         except jax.errors.JaxRuntimeError as error:
             if not (found := memory_in_refusal(str(error))):
                 said = f"the compiler refuses this step: {str(error).strip()[:600]}"
@@ -280,7 +309,6 @@ def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, s
             used, limit = found
             temporaries = max(0, used - memory.arguments)
             return Memory(memory.arguments, temporaries, used, limit), None, 0
-    facts = compiled.memory_analysis()
     # Donated arguments' results take their places.
     results = facts.output_size_in_bytes - facts.alias_size_in_bytes
     temporaries = facts.temp_size_in_bytes + facts.generated_code_size_in_bytes
@@ -288,7 +316,7 @@ def _compile(program: TrainingProgram, batch, memory: Memory) -> tuple[Memory, s
     needed = arguments + max(0, results) + temporaries
     on_host = facts.host_argument_size_in_bytes + facts.host_temp_size_in_bytes
     memory = Memory(arguments, temporaries, needed, memory.limit)
-    return memory, compiled.as_text(), on_host
+    return memory, text, on_host
 
 
 # Set in the process that has a compiler.

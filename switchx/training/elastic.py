@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from switchx.fields import require
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import Hardware
 from switchx.planner.layout import Layout
 from switchx.planner.search import Plan, search
+from switchx.planner.storage_tiers import storage_refusal
 from switchx.training.job import TrainingJob
 from switchx.training.program import workload_of
 
@@ -44,29 +46,39 @@ def job_for_devices(
 ) -> ElasticJob:
     """The job on the most devices that a mesh divides, on the fastest of their meshes.
 
+    Experts stay where `job.storage` has them. Where they are divided among tasks, the fastest
+    of the meshes on which a device has the experts of its own rows' tasks, if there is one.
+
     Args:
         hardware: what the devices are.
         devices: that are there; None is all of all processes.
 
     Raises:
-        ValueError: the job has what is not planned here (buckets, storage), or fits no
-            number of the devices.
+        ValueError: the job has what is not planned here (buckets) or what no mesh mends
+            (`storage_refusal`), or fits no number of the devices.
     """
-    if job.step.bucket_bytes is not None or job.storage.experts != "device":
-        raise ValueError(
-            "a mesh for the devices there are, with StepConfig.bucket_bytes or "
-            f"StorageSpec.experts={job.storage.experts!r}: --mesh=auto plans neither; leave "
-            "them out, or name the mesh (configs/meshes)"
-        )
+    bucket_bytes, storage = job.step.bucket_bytes, job.planned_storage
+    no_mesh: dict[str, int] = {}
+    reason = storage_refusal(
+        job.model, storage.tier, storage.slots, no_mesh, bucket_bytes=bucket_bytes
+    )
+    require(reason is None, reason)
+    require(
+        bucket_bytes is None,
+        f"a mesh for the devices there are, with StepConfig.bucket_bytes={bucket_bytes}: "
+        "--mesh=auto does not plan buckets; leave them out, or name the mesh "
+        "(configs/meshes)",
+    )
     devices = list(jax.devices() if devices is None else devices)
     workload, reasons = workload_of(job), collections.Counter()
     for used in _device_sets(devices):
         if hardware.is_whole(len(used)):
-            found = search(workload, hardware, len(used))
+            found = search(workload, hardware, len(used), storage)
             kept = [plan for plan in found.plans if _keeps_groups(job, plan.layout)]
             if kept:
-                found_job = _with_layout(job, kept[0].layout)
-                return ElasticJob(found_job, tuple(used), len(devices) - len(used), kept[0])
+                plan = next((p for p in kept if workload.task_slots(p.layout)), kept[0])
+                idle = len(devices) - len(used)
+                return ElasticJob(_with_layout(job, plan.layout), tuple(used), idle, plan)
             reasons.update(found.refused)
     most = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
     raise ValueError(

@@ -146,7 +146,18 @@ def evaluate(
     batches: Iterable[dict],
     sample: RoutingSample | None = None,
 ) -> dict[str, Any]:
-    """Metrics over all batches together.
+    """Metrics over all batches together; arguments and errors are those of `evaluated_sums`."""
+    sums, stats = evaluated_sums(step, params, batches, sample)
+    return token_metrics(sums) | routing_metrics(stats)
+
+
+def evaluated_sums(
+    step: Callable[[Any, dict], tuple],
+    params,
+    batches: Iterable[dict],
+    sample: RoutingSample | None = None,
+) -> tuple[TokenSums, RoutingStats | None]:
+    """Sums over all batches, on the host; None for the routing of a dense model.
 
     Args:
         step: `eval_step` with its configuration bound, jitted.
@@ -169,7 +180,7 @@ def evaluate(
             "than one batch, so use a smaller BATCH_SIZE or more validation text"
         )
     sums, stats = jax.device_get(total)
-    return token_metrics(sums) | routing_metrics(stats)
+    return sums, stats
 
 
 class RoutingLog:

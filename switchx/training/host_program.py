@@ -10,6 +10,7 @@ import functools
 import os
 
 import jax
+from jax.sharding import AbstractMesh
 
 from switchx import tree
 from switchx.axes import dims_of
@@ -22,6 +23,7 @@ from switchx.models.stages import (
 )
 from switchx.partitioning.host_ring import require_sound_ring
 from switchx.partitioning.host_stack import HOST, empty, to_device, to_host
+from switchx.partitioning.mesh import platform_of
 from switchx.partitioning.rules import param_table
 from switchx.training.evaluate import eval_step
 from switchx.training.job import TrainingJob
@@ -68,7 +70,7 @@ class HostProgram(TrainingProgram):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if self.mesh.devices.flat[0].platform != "cpu":
+        if platform_of(self.mesh) != "cpu":
             return super().notes
         return (
             *super().notes,
@@ -176,7 +178,12 @@ def needs_sound_ring(device) -> bool:
 
 
 def require_host_memory(mesh) -> None:
-    """Raises ValueError unless programs of a mesh's devices reach the host's memory."""
+    """Raises ValueError unless programs of a mesh's devices reach the host's memory.
+
+    Of an abstract mesh nothing is known, and all can be lowered.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     require(

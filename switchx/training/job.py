@@ -20,7 +20,7 @@ from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.storage_tiers import storage_refusal
+from switchx.planner.storage_tiers import Storage, storage_refusal
 from switchx.storage.cache import StorageSpec
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
@@ -137,6 +137,29 @@ class TrainingJob:
             num_processes=num_processes,
         )
         require(reason is None, reason)
+
+    @property
+    def planned_storage(self) -> Storage:
+        """`storage` as the planner plans it."""
+        spec = self.storage
+        every = self.checkpoint_every
+        return Storage(spec.experts, spec.slots, spec.host_bytes, checkpoint_every=every)
+
+    @property
+    def unused_storage(self) -> tuple[str, ...]:
+        """Fields of `storage` that are set and have no effect there, as `name=value`.
+
+        They are no error: configs/storage/host.gin and what `switchx plan` writes are read
+        after a file that may set them, and gin keeps what that one bound.
+        """
+        of_disk, default = ("host_bytes", "path", "policy"), StorageSpec()
+        unused = {"disk": (), "host": of_disk, "device": ("slots", *of_disk)}
+        values = {name: getattr(self.storage, name) for name in unused[self.storage.experts]}
+        return tuple(
+            f"StorageSpec.{name}={value!r}"
+            for name, value in values.items()
+            if value != getattr(default, name)
+        )
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -21,7 +21,7 @@ from switchx.data.mixtures import as_mixture
 from switchx.data.tasks import Task
 from switchx.data.vocabularies import load_vocabulary
 from switchx.planner.model_cost import train_flops
-from switchx.training.evaluate import RoutingLog, RoutingSample, evaluate
+from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
 from switchx.training.layered import LayeredProgram
@@ -31,6 +31,8 @@ from switchx.training.metrics import (
     SkippedBatches,
     Stopwatch,
     last_metrics,
+    routing_metrics,
+    token_metrics,
 )
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
@@ -343,19 +345,18 @@ def evaluate_job(
     Args:
         sample: takes in where tokens of each task were routed; None keeps nothing of it.
     """
-    tasks, per_task = as_mixture(job.source).tasks, {}
+    tasks, per_task, total = as_mixture(job.source).tasks, {}, None
     for task_id, task in enumerate(tasks):
         batches = _evaluation_batches(job, task, program.shard, task_id)
         batches = map(program.place, batches)
-        per_task[task.name] = evaluate(program.eval_step, params, batches, sample)
+        sums = evaluated_sums(program.eval_step, params, batches, sample)
+        per_task[task.name] = token_metrics(sums[0]) | routing_metrics(sums[1])
+        total = sums if total is None else jax.tree.map(np.add, total, sums)
     if len(tasks) == 1:
         return per_task[tasks[0].name]
-    tokens = sum(metrics["target_tokens"] for metrics in per_task.values())
-    overall = {
-        name: sum(each[name] * each["target_tokens"] for each in per_task.values()) / tokens
-        for name in ("neg_log_perplexity", "cross_entropy", "accuracy")
-    }
-    return overall | {"target_tokens": tokens, "tasks": per_task}
+    overall = token_metrics(total[0]) | routing_metrics(total[1])
+    overall.pop("routing", None)  # of each layer, by task
+    return overall | {"tasks": per_task}
 
 
 def _evaluation_batches(

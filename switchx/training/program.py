@@ -11,7 +11,7 @@ import os
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from switchx import tree
 from switchx.axes import dims_of
@@ -26,10 +26,10 @@ from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.host_stack import HOST
-from switchx.partitioning.mesh import batch_axes, batch_parts
+from switchx.partitioning.mesh import batch_axes, batch_parts, platform_of
 from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.placement import Placement
-from switchx.partitioning.rules import param_sharding
+from switchx.partitioning.rules import Rules, param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.planner.layout import Layout, StateArray, Workload
 from switchx.planner.replica_placement import place_replicas, place_tasks
@@ -58,12 +58,17 @@ class TrainingProgram:
     def __init__(self, job: TrainingJob, devices=None):
         """Traces nothing yet; see `train_step` and `eval_step`.
 
+        Args:
+            devices: None is all there are; or an `AbstractMesh` of the job's axes, whose steps
+                can be traced and lowered alone.
+
         Raises:
             ValueError: the mesh does not fit the devices, or does not divide the batch or a
                 parameter.
         """
         self.job = job
-        self.mesh = job.mesh.build(devices)
+        is_mesh = isinstance(devices, AbstractMesh)
+        self.mesh = devices if is_mesh else job.mesh.build(devices)
         rows = job.batch_size // job.step.num_microbatches
         parts = batch_parts(self.mesh, job.mesh.rules)
         if rows % parts:
@@ -87,7 +92,7 @@ class TrainingProgram:
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
-        self.compiler_options = job.compiler.of(self.mesh.devices.flat[0].platform)
+        self.compiler_options = job.compiler.of(platform_of(self.mesh))
         self.slot_tables = self._initial_slot_tables()
         self.train_step, self.eval_step = self._steps()
 
@@ -168,7 +173,7 @@ class TrainingProgram:
         if switch is None or job.model.build is not None:
             return ()
         if switch.router.kind == "task":
-            return self._task_tables()
+            return task_tables(job, self.mesh, job.mesh.rules, job.step.num_microbatches)
         if not switch.num_replicas:
             return ()
         for name, is_used in (
@@ -179,31 +184,13 @@ class TrainingProgram:
             require(not is_used, _replicas_refusal(switch, name))
         return self._tables(np.ones((job.model.num_sparse_layers, switch.num_experts)))
 
-    def _task_tables(self) -> tuple[np.ndarray, ...]:
-        """Every layer's slots, where devices with experts have rows of their own.
-
-        Elsewhere, in a pipeline, in microbatches, with groups of several devices and with
-        experts in storage, the configured dispatcher runs.
-        """
-        job, place = self.job, Placement.on(self.mesh, self.job.mesh.rules)
-        devices = place.size(place.experts)
-        is_whole = job.step.num_microbatches == 1 and job.step.bucket_bytes is None
-        is_whole &= job.storage.experts == "device"
-        has_rows = place.experts and place.batch[-len(place.experts) :] == place.experts
-        if not (is_whole and has_rows) or self.pipeline is not None:
-            return ()
-        rows, parts = as_mixture(job.source).rows, place.size(place.batch)
-        groups = [
-            layer_groups(job.model.switch, job.batch_size, length)[0]
-            for length in job.sparse_lengths
-        ]
-        if any(number % parts for number in groups):
-            return ()
-        table_R = place_tasks(rows, job.model.switch.num_experts, parts, devices)
-        return (np.tile(table_R, (job.model.num_sparse_layers, 1)),)
-
     @property
     def notes(self) -> tuple[str, ...]:
+        experts, unused = self.job.storage.experts, ", ".join(self.job.unused_storage)
+        said = f"{unused}: without effect with StorageSpec.experts={experts!r}"
+        return ((said,) if unused else ()) + self._task_notes()
+
+    def _task_notes(self) -> tuple[str, ...]:
         switch, place = self.job.model.switch, Placement.on(self.mesh, self.job.mesh.rules)
         is_by_task = switch is not None and switch.router.kind == "task"
         if not (is_by_task and place.experts) or self.slot_tables:
@@ -300,6 +287,36 @@ class TrainingProgram:
         return {name: as_global(rows) for name, rows in batch.items()}
 
 
+def task_tables(
+    job: TrainingJob, mesh, rules: Rules, num_microbatches: int
+) -> tuple[np.ndarray, ...]:
+    """Every layer's slots by task, where devices with experts have rows of their own.
+
+    Nothing elsewhere, in a pipeline, in microbatches, with groups of several devices and with
+    experts in storage: there the configured dispatcher runs.
+
+    Args:
+        job: with a router by task; its own mesh and microbatches do not count.
+        mesh: or anything with a `shape` like one's.
+    """
+    place = Placement.on(mesh, rules)
+    is_whole = num_microbatches == 1 and job.step.bucket_bytes is None
+    is_whole &= job.storage.experts == "device" and mesh.shape[PIPE] == 1
+    has_rows = place.experts and place.batch[-len(place.experts) :] == place.experts
+    if not (is_whole and has_rows):
+        return ()
+    rows, parts = as_mixture(job.source).rows, place.size(place.batch)
+    groups = [
+        layer_groups(job.model.switch, job.batch_size, length)[0]
+        for length in job.sparse_lengths
+    ]
+    if any(number % parts for number in groups):
+        return ()
+    num_experts, devices = job.model.switch.num_experts, place.size(place.experts)
+    table_R = place_tasks(rows, num_experts, parts, devices)
+    return (np.tile(table_R, (job.model.num_sparse_layers, 1)),)
+
+
 def _replicas_refusal(switch: SwitchConfig, name: str) -> str:
     return (
         f"SwitchConfig.num_replicas={switch.num_replicas} with {name}: experts have no "
@@ -321,6 +338,12 @@ def workload_of(job: TrainingJob) -> Workload:
             switch.num_experts, switch.num_replicas, place.size(place.experts)
         )
 
+    def task_slots(layout: Layout) -> int | None:
+        if job.model.switch is None or job.model.switch.router.kind != "task":
+            return None
+        tables = task_tables(job, layout, layout.rules, layout.num_microbatches)
+        return tables[0].shape[1] if tables else None
+
     return Workload(
         model=job.model,
         encoder_length=encoder_length,
@@ -329,6 +352,7 @@ def workload_of(job: TrainingJob) -> Workload:
         state=state_arrays(job),
         routing=functools.partial(layer_shape, job.model.switch),
         refusal=refused,
+        task_slots=task_slots,
     )
 
 

@@ -8,7 +8,11 @@ import pytest
 from switchx.bench import planned_bytes
 from switchx.bench.planned_bytes import BOUND, CASES, LEFT_OVER, compare, make_job
 
-BRIEF = ("dense data=8", "dense model=8", "all_to_all data=2 expert=2 model=2")
+BRIEF = (
+    "dense data=8",
+    "dense model=8",
+    "replicas all_to_all data=2 expert=2 model=2",
+)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in BRIEF], ids=lambda c: c.name)

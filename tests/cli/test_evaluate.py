@@ -83,12 +83,16 @@ def test_table_of_several_tasks(capsys):
     from switchx.cli.evaluate import print_tables
 
     tasks = {"a": {"neg_log_perplexity": -1.0, "accuracy": 0.5, "routing": {}}}
+    tasks["b"] = tasks["a"] | {"dropped_fraction": 0.25}
     print_tables(None, {"step": 1234, "neg_log_perplexity": -1.0, "tasks": tasks})
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["step", "1,234"],
         ["neg_log_perplexity", "-1.0000"],
         ["a:", "neg_log_perplexity", "-1.0000"],
         ["a:", "accuracy", "0.5000"],
+        ["b:", "neg_log_perplexity", "-1.0000"],
+        ["b:", "accuracy", "0.5000"],
+        ["b:", "dropped_fraction", "0.2500"],
     ]
 
 

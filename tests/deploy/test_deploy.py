@@ -122,6 +122,14 @@ def saved(tmp_path_factory):
             "--platform=cpu --memory=0.00001",
             "a device of 1e-05 GiB is too small<any>the model needs 0.000<any> GiB a device",
         ),
+        (
+            "--platform=tpu --device_kind=v5e",
+            "<any>device_kind='v5e' of platform 'tpu'<any>use <any>",
+        ),
+        (
+            "--platform=cpu --mesh=expert=3",
+            "<any>num_experts=4 is not<any>use a size of 1, 2, 4, or leave<any>",
+        ),
         ("--platform=cpu --memory=0", "DeploySettings.memory_gib=0.0; use a number above 0"),
         ("--platform=cpu --devices=7", "devices=7: no split divides 8 rows, 2 heads"),
         (

@@ -48,6 +48,13 @@ def resident(bits: int | None, beam_size: int):
     return written(*model(bits), beam_size)
 
 
+@functools.cache
+def ringed(bits: int | None, beam_size: int, slots: int):
+    """The experts in a ring, and what was written with them."""
+    ring = RingExperts(*model(bits), slots)
+    return ring, written(ring.config, ring.params, beam_size, ring)
+
+
 CASES = [(None, 1, 3), (4, 2, 2), (None, 1, 2), (8, 1, 4), (4, 1, L), (None, 2, L)]
 
 
@@ -56,8 +63,7 @@ CASES = [(None, 1, 3), (4, 2, 2), (None, 1, 2), (8, 1, 4), (4, 1, L), (None, 2, 
     [pytest.param(*case, marks=[SLOW] * (case != CASES[1])) for case in CASES],
 )
 def test_tokens_are_those_of_the_resident_model(bits, beam_size, slots):
-    ring = RingExperts(*model(bits), slots)
-    found = written(ring.config, ring.params, beam_size, ring)
+    ring, found = ringed(bits, beam_size, slots)
     assert found == resident(bits, beam_size)
     traffic = ring.traffic
     layer = traffic.expert_bytes // (2 * L)
@@ -69,12 +75,13 @@ def test_tokens_are_those_of_the_resident_model(bits, beam_size, slots):
 
 
 def test_streaming_is_said_of_each_kind_of_call():
-    ring = RingExperts(*model(None), 3)
-    written(ring.config, ring.params, 1, ring)
+    ring, _ = ringed(*CASES[1])
     said = ring.streaming(load_hardware("h200"))
-    assert [(call.stack, call.num_tokens) for _, call in said] == [
-        ("encoder", 4 * 4),
+    # The decoder's prompt, then two beams of each.
+    assert sorted((call.stack, call.num_tokens) for _, call in said) == [
         ("decoder", 4),
+        ("decoder", 4 * 2),
+        ("encoder", 4 * 4),
     ]
     assert sum(count for count, call in said if call.stack == "decoder") == ring.traffic.calls
 

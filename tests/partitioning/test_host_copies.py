@@ -82,6 +82,28 @@ def test_copies_of_layers_are_overlapped_where_as_much_is_computed():
         share_overlapped([updated])
 
 
+def test_fusions_of_a_slice_are_copies():
+    """The compiler's for GPUs."""
+    text = HLO.replace("ENTRY", f"""%sliced (p0: f32[8,4,64], p1: s32[]) -> f32[1,4,64] {{
+  %p0 = {STACK} parameter(0)
+  %p1 = s32[] parameter(1)
+  ROOT %slice.9 = f32[1,4,64]{{2,1,0}} dynamic-slice(%p0, %p1, %p1)
+}}
+
+ENTRY""")  # fmt: skip
+    text = text.replace("dynamic-slice-start(%stack, %n, %n)", "fusion-start(%stack, %n, %n)")
+    text = text.replace(
+        "fusion-start(%stack, %n, %n)", "fusion-start(%stack, %n), calls=%sliced"
+    )
+    text = text.replace(
+        "dynamic-slice-done(%dynamic-slice-start.1)", "fusion-done(%dynamic-slice-start.1)"
+    )
+    assert text.count("fusion-start") == text.count("fusion-done") == 1
+    assert host_copies(text) == host_copies(HLO)
+    with pytest.raises(ValueError, match="copies nothing"):
+        host_copies(text.replace("dynamic-slice(%p0", "add(%p0"))
+
+
 def test_strides_that_a_compiler_notes_are_of_host_memory():
     note = (
         'backend_config={"dynamic_slice_config":{"byte_offset":"3670016","byte_stride":"-8"}}'
@@ -91,14 +113,10 @@ def test_strides_that_a_compiler_notes_are_of_host_memory():
     assert noted_strides(f"{line}{note}\n{on_device}{note}\n{line}") == [-8]
 
 
-# Described devices of CUDA have no memories, so the program is lowered for an abstract one and
-# compiled by the client, with what JAX itself uses for that.
 ON_H200 = """
-import jax, jax.numpy as jnp, numpy as np
-from jax._src.lib import xla_client
+import jax, jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jaxlib import _jax
-from pallas_kernels.aot.gpu_compiler import described_gpu
+from pallas_kernels.aot.gpu_compiler import compile_lowered, described_gpu
 from switchx.partitioning.host_ring import layer_numbers, ring_scan
 from switchx.partitioning.host_stack import HOST, HostStack
 
@@ -121,12 +139,7 @@ x_RD = jax.ShapeDtypeStruct((256, 512), jnp.float32, sharding=whole)
 lowered = jax.jit(gradient, out_shardings=host).trace(w_NDD, x_RD).lower(
     lowering_platforms=("cuda",)
 )
-device, options = described_gpu("h200"), xla_client.CompileOptions()
-options.executable_build_options.device_assignment = xla_client.DeviceAssignment.create(
-    np.array([[0]])
-)
-module = lowered.compiler_ir("stablehlo")
-program = device.client.compile(module, _jax.DeviceList((device,)), options)
+program = compile_lowered(lowered, [described_gpu("h200")])
 print(program.hlo_modules()[0].to_string())
 """
 

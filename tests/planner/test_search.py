@@ -19,9 +19,8 @@ from switchx.planner.search import (
     predict,
     search,
     seconds,
-    smallest_that_fits,
-    workable_devices,
 )
+from switchx.planner.way_out import smallest_that_fits, workable_devices
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 
 V5E, H200 = load_hardware("v5e"), load_hardware("h200")

@@ -83,8 +83,20 @@ def test_memory_that_is_too_small_says_how_much_is_needed():
         choose_split(served(), 1, one.total * 0.9)
     with refused("use more memory, fewer experts, fewer bits, or a smaller batch"):
         choose_split(served(), 4, 1.0)
-    with refused("mesh expert=3 does not divide 4 rows, 4 heads, F=32 and 4 experts<any>"):
-        choose_split(served(), 3, sizes={"expert": 3})
+    for sizes, message in (
+        ({"expert": 3}, "num_experts=4 is not divisible by mesh axis 'expert' of size 3<any>"),
+        (
+            {"data": 3},
+            "batch_size=4 is not <any>'data x expert' of size 3; use a size of 1, 2, 4<any>",
+        ),
+        ({"model": 3}, "num_heads=4 is not <any>'model' of size 3; use a size of 1, 2, 4<any>"),
+        (
+            {"fsdp": 3},
+            "mesh axis 'fsdp' of size 3<any>split over data, expert, model; use<any>",
+        ),
+    ):
+        with refused(message):
+            choose_split(served(), 3, sizes=sizes)
     with refused("devices=3: no split divides 4 rows, 4 heads, F=32 and 4 experts; <any>"):
         choose_split(served(), 3)
 

@@ -151,7 +151,7 @@ def test_limits_are_those_the_compiler_names():
 V5E = Topology.parse("v5e:4x4")
 
 ON_HOST = """
-import dataclasses, json
+import dataclasses, json, sys
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
@@ -159,7 +159,7 @@ from switchx.storage.cache import StorageSpec
 from switchx.training import aot
 from tests.training.jobs import SPARSE, SWITCH, make_job
 
-topology = Topology.parse("v5e:2x2")
+topology = Topology.parse(sys.argv[1])
 switch = dataclasses.replace(SWITCH, every=1, group_size=128, dispatcher="all_to_all")
 model = dataclasses.replace(
     SPARSE, d_model=128, d_ff=512, d_head=64, num_decoder_layers=32, scan_layers=True,
@@ -175,10 +175,16 @@ print(json.dumps(dataclasses.asdict(step)))
 
 
 @pytest.mark.aot
-def test_experts_in_host_memory_leave_the_devices():
-    tpu_folder()
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h200:4"])
+def test_experts_in_host_memory_leave_the_devices(topology):
+    is_tpu = topology.startswith("v")
+    try:
+        compiler = tpu_compiler if is_tpu else gpu_compiler
+        variables = compiler.compiler_variables() | {"XLA_FLAGS": ""}
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
     done = subprocess.run(
-        [sys.executable, "-c", ON_HOST], env=os.environ | tpu_compiler.compiler_variables(),
+        [sys.executable, "-c", ON_HOST, topology], env=os.environ | variables,
         capture_output=True, text=True, check=True, cwd=pathlib.Path(__file__).parents[2],
     )  # fmt: skip
     step = json.loads(done.stdout.splitlines()[-1])
@@ -186,7 +192,8 @@ def test_experts_in_host_memory_leave_the_devices():
     # 32 layers of 8 / 4 experts a device: weights and two moments leave it.
     weights = 32 * 2 * (2 * 128 * 512) * 4
     assert host["without"]["arguments"] - memory["arguments"] == 3 * weights
-    assert host["formula"] == host["needed"] == 4 * weights
+    assert host["formula"] == 4 * weights and host["needed"] <= 1.01 * 4 * weights
+    assert host["needed"] > (3.99 if is_tpu else 2.99) * weights
     # The program is longer, and has the slots.
     assert host["without"]["needed"] - memory["needed"] > 2.5 * weights
     assert host["copies_overlapped"] >= 0.8

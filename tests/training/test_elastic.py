@@ -9,6 +9,7 @@ import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.planner.hardware import hardware_of, load_hardware
+from switchx.planner.storage_tiers import storage_refusal
 from switchx.storage.cache import StorageSpec
 from switchx.training.elastic import job_for_devices
 from switchx.training.loop import train
@@ -16,21 +17,36 @@ from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.planner.test_search import small
 from tests.training.jobs import SPARSE, make_job
+from tests.training.test_layered_step import stacked
 from tests.training.test_loop import Events
 
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
 V5E = load_hardware("v5e")
-JOB = make_job(SPARSE, batch_size=24, train_steps=6)
+JOB = make_job(SPARSE, batch_size=24, eval_every=4)
 
 
 def losses_of(run: RunFolder) -> list[float]:
     return [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
 
 
+def losses_on_fewer(job, folder) -> None:
+    """Trains to step 2 on seven devices and on with two, to the losses of one."""
+    whole, elastic = RunFolder(folder / "whole"), RunFolder(folder / "elastic")
+    train(job, whole, Events(), devices=jax.devices()[:1])
+    for count, steps in ((7, 2), (2, 4)):
+        here = job_for_devices(job, V5E, jax.devices()[:count])
+        part = dataclasses.replace(here.job, train_steps=steps)
+        train(part, elastic, Events(), devices=here.devices)
+    assert losses_of(elastic) == pytest.approx(losses_of(whole), rel=1e-5)
+
+
 def test_lost_devices_change_no_loss(tmp_path):
     whole, elastic = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "elastic")
-    train(JOB, whole, Events(), devices=jax.devices()[:1])
+    here = job_for_devices(JOB, V5E, jax.devices()[:7])
+    train(here.job, whole, Events(), devices=here.devices)
     used = []
-    for count, steps in ((7, 2), (2, 6)):
+    for count, steps in ((7, 2), (2, 4)):
         here = job_for_devices(JOB, V5E, jax.devices()[:count])
         job = dataclasses.replace(here.job, train_steps=steps)
         train(job, elastic, events := Events(), devices=here.devices)
@@ -58,12 +74,45 @@ def test_microbatches_that_tear_routing_groups_apart_are_not_taken():
         job_for_devices(job, small(V5E, roomy.plan.memory.total * 0.9), jax.devices()[:1])
 
 
+def test_experts_stay_in_storage():
+    """All meshes that `storage_refusal` lets through, and the memory of slots alone."""
+    model = stacked(dataclasses.replace(SPARSE, d_ff=512), 4)
+    plans = {}
+    for tier in ("device", "host", "disk"):
+        job = make_job(model, batch_size=24, storage=StorageSpec(tier))
+        here = job_for_devices(job, V5E, jax.devices()[:7])
+        plan = plans[tier] = here.plan
+        assert (plan.storage.tier, here.job.storage) == (tier, job.storage)
+        assert storage_refusal(model, tier, 2, plan.layout.shape) is None
+        assert tier == "device" or (plan.layout.pipe == 1 and plan.memory.slots > 0)
+        assert len(here.devices) == here.job.mesh.num_devices(1) == 7 - here.num_idle
+    assert len({plans["host"].layout.size, plans["device"].layout.size, 6}) == 1
+    # A device that has room for the slots and not for all experts.
+    (device,) = jax.devices()[:1]
+    whole, host = (
+        job_for_devices(make_job(model, storage=StorageSpec(tier)), V5E, [device]).plan.memory
+        for tier in ("device", "host")
+    )
+    tight = small(V5E, (whole.total + host.total) / 2)
+    host_job = make_job(model, storage=StorageSpec("host"))
+    assert job_for_devices(host_job, tight, [device]).job.step.num_microbatches == 1
+    # ... or not on one device without microbatches.
+    resident = job_for_devices(make_job(model), tight, [device]).job.step
+    assert resident.num_microbatches > 1
+
+
+@pytest.mark.slow
+def test_lost_devices_change_no_loss_of_experts_in_host_memory(tmp_path):
+    model = dataclasses.replace(stacked(SPARSE, 4), dropout_rate=0.0)
+    losses_on_fewer(make_job(model, batch_size=24, storage=StorageSpec("host")), tmp_path)
+
+
 def test_what_the_planner_does_not_know_is_refused():
-    for changes in (
-        dict(step=StepConfig(bucket_bytes=1024)),
-        dict(storage=StorageSpec("disk")),
+    for changes, message in (
+        (dict(step=StepConfig(bucket_bytes=1024)), "<any>does not plan buckets; leave<any>"),
+        (dict(storage=StorageSpec("host")), "ModelConfig.scan_layers=False with<any>"),
     ):
-        with refused("<any>--mesh=auto plans neither; leave them out<any>"):
+        with refused(message):
             job_for_devices(make_job(SPARSE, **changes), V5E)
     with refused("no mesh of up to 8 devices of v5e runs this job<any>needs more memory<any>"):
         job_for_devices(JOB, small(V5E, 1000.0))

@@ -2,6 +2,7 @@
 """Training with experts in host memory against the resident program: gradients, steps, runs."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -269,14 +270,23 @@ def arrays_of(run, step: int):
     return tree.named_leaves(read_items(path, {"params": None, "train_state": None}))
 
 
-def test_runs_go_on_between_device_host_and_disk(one_device, tmp_path):
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param("disk", marks=pytest.mark.slow),  # compiles as much again
+        "device",
+    ],
+)
+def test_runs_go_on_between_device_host_and_disk(one_device, tmp_path, begin):
     resident, moved = RunFolder(tmp_path / "resident"), RunFolder(tmp_path / "moved")
-    train(job_of(storage=StorageSpec()), resident, Events())
-    train(job_of(train_steps=1, storage=StorageSpec("disk")), moved, Events())
-    train(job_of(train_steps=2), moved, events := Events())
+    # Evaluated at step 0 alone: the others' programs of evaluation are not compiled.
+    job = functools.partial(job_of, eval_every=100)
+    train(job(storage=StorageSpec()), resident, Events())
+    train(job(train_steps=1, storage=StorageSpec(begin)), moved, Events())
+    train(job(train_steps=2), moved, events := Events())
     assert any("experts='host' on CPU" in note for note in events.notes)
-    train(job_of(train_steps=3, storage=StorageSpec()), moved, Events())
-    train(job_of(), moved, events := Events())
+    train(job(train_steps=3, storage=StorageSpec()), moved, Events())
+    train(job(), moved, events := Events())
     assert any("resumed from step 3" in note for note in events.notes)
     got, wanted = arrays_of(moved, 4), arrays_of(resident, 4)
     assert got.keys() == wanted.keys()

@@ -12,8 +12,8 @@ import pytest
 
 import switchx
 from switchx import tree
-from switchx.checkpoint.checkpointer import SaveError
-from switchx.checkpoint.items import read_items, stored_items
+from switchx.checkpoint.checkpointer import Checkpointer, Retention, SaveError
+from switchx.checkpoint.items import read_items, stored_items, to_items
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
@@ -27,6 +27,7 @@ from switchx.storage.simulation import run_policy
 from switchx.storage.snapshot import Snapshot
 from switchx.storage.store import RecordStore
 from switchx.storage.trace import read_trace
+from switchx.training.host_program import HostProgram
 from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram
@@ -87,7 +88,8 @@ def saved_files(program, folder):
 
 @pytest.fixture(scope="module")
 def on_disk(tmp_path_factory):
-    """Of an optimizer: state and measurements after five steps, and the records."""
+    """Of an optimizer, after five steps: state, measurements, records and their folder, and an
+    evaluation."""
 
     @functools.cache
     def of(name):
@@ -95,13 +97,16 @@ def on_disk(tmp_path_factory):
         program = disk_program(folder, optimizer=name)
         with program.scope():
             state, measured = trained(program)
-            return state, measured, saved_files(program, folder / "saved")
+            batch = program.place(make_batch(MODEL, 8, seed=9))
+            evaluated = program.eval_step(state.params, batch)
+            files = saved_files(program, folder / "saved")
+            return state, measured, files, folder / "saved", evaluated
 
     return of
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
-def test_training_is_that_of_the_resident_program(name, on_disk, tmp_path):
+def test_training_is_that_of_the_resident_program(name, on_disk):
     job = disk_job(optimizer=name, storage=StorageSpec())
     resident = TrainingProgram(job, jax.devices()[:1])
     batch = make_batch(MODEL, 8, seed=9)
@@ -110,13 +115,8 @@ def test_training_is_that_of_the_resident_program(name, on_disk, tmp_path):
         want_sums, want_stats, want_sample = resident.eval_step(
             want.params, resident.place(batch)
         )
-    state, measured, _ = on_disk(name)
+    state, measured, _, folder, (sums, stats, sample) = on_disk(name)
     np.testing.assert_allclose(measured, want_measured, rtol=1e-5)
-    program = disk_program(tmp_path, optimizer=name)
-    with program.scope():
-        state, _ = trained(program)
-        sums, stats, sample = program.eval_step(state.params, program.place(batch))
-        program.experts.save(tmp_path / "saved")
     np.testing.assert_allclose(sums.loss, want_sums.loss, rtol=1e-5)
     np.testing.assert_array_equal(stats.load_E, want_stats.load_E)
     for got, expected in zip(
@@ -124,10 +124,11 @@ def test_training_is_that_of_the_resident_program(name, on_disk, tmp_path):
     ):
         np.testing.assert_allclose(got, expected, atol=1e-3)
     leaves, right = tree.named_leaves(state), tree.named_leaves(want)
-    assert right.keys() == leaves.keys() | program.experts.abstract.keys()
+    snapshot = Snapshot(folder)
+    of_records = snapshot.read(0).arrays.keys()
+    assert right.keys() == leaves.keys() | of_records
     for label, leaf in leaves.items():
         np.testing.assert_allclose(leaf, right[label], rtol=1e-4, atol=2e-5, err_msg=label)
-    snapshot = Snapshot(tmp_path / "saved")
     for key in range(snapshot.layout.num_keys):
         (n, e), record = divmod(key, E), snapshot.read(key)
         assert record.updates == 5
@@ -149,7 +150,7 @@ def test_cache_and_policy_change_no_bit_and_are_as_simulated(policy, on_disk, tm
         metrics = program.experts.metrics()
         files = saved_files(program, tmp_path / "saved")
         hit_rate = program.experts._cached.cache
-    want, want_measured, want_files = on_disk("adamw")
+    want, want_measured, want_files, *_ = on_disk("adamw")
     assert files == want_files and measured == want_measured
     assert_same(jax.device_get(state), jax.device_get(want))
     assert 0 < metrics["hit_rate"] < 1 and metrics["read_bytes"] > 0
@@ -233,6 +234,16 @@ def test_checkpoints_have_records_that_are_sound_and_whole(finished, tmp_path):
     assert {n: x.shape for n, x in shapes.items()} == {n: x.shape for n, x in expected.items()}
     params = restore_params(finished.root, 4)
     assert tree.named_leaves(params).keys() == expected.keys()
+
+
+def test_its_checkpoint_is_read_into_host_memory(finished):
+    program = HostProgram(disk_job(storage=StorageSpec("host")), jax.devices()[:1])
+    with Checkpointer(finished, Retention()) as checkpointer:
+        state, _ = checkpointer.restore(program.abstract_state, 4, model=MODEL)
+    got, want = tree.named_leaves(to_items(state)), state_of(finished, 4)
+    for name, leaf in got.items():
+        np.testing.assert_array_equal(leaf, want[name], err_msg=name)
+    assert any("experts/w_in" in name for name in got)
 
 
 def test_its_checkpoint_decodes_with_a_quarter_of_the_experts_in_host_memory(finished):

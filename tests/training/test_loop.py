@@ -398,7 +398,9 @@ def test_a_vocabulary_that_the_model_does_not_hold_is_refused_before_the_folder_
 
 def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
     other = dataclasses.replace(TASK, name="digits", corpus=text_corpus("0123456789"))
-    job = tiny_job(source=Mixture((TASK, other)), eval_batches=1)
+    switch = dataclasses.replace(SPARSE.switch, eval_capacity_factor=0.5)
+    model = dataclasses.replace(SPARSE, switch=switch)
+    job = make_job(model, source=Mixture((TASK, other)), eval_batches=1)
     program = TrainingProgram(job)
     with program.scope():
         metrics = evaluate_job(job, program, program.init_state().params)
@@ -409,7 +411,9 @@ def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
     assert digits == alone and digits["target_tokens"] < letters["target_tokens"] == 64
     tokens = letters["target_tokens"] + digits["target_tokens"]
     assert metrics["target_tokens"] == tokens
-    for name in ("neg_log_perplexity", "cross_entropy", "accuracy"):
+    # Every target token is routed, so that drops weigh alike.
+    assert letters["dropped_fraction"] != digits["dropped_fraction"]
+    for name in ("neg_log_perplexity", "cross_entropy", "accuracy", "dropped_fraction"):
         total = sum(task[name] * task["target_tokens"] for task in (letters, digits))
         assert metrics[name] == pytest.approx(total / tokens)
 

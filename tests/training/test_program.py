@@ -16,6 +16,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
+from switchx.storage.cache import StorageSpec
 from switchx.training.program import TrainingProgram, fitting_group_size, workload_of
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused
@@ -283,6 +284,17 @@ def test_a_schedule_without_stages_is_refused():
         "TrainingJob.pipeline=<any> on a mesh of one stage: nothing would follow it; <any>"
     ):
         make_program(DENSE, MeshSpec(), pipeline=ScheduleSpec("gpipe"))
+
+
+def test_storage_without_effect_is_said():
+    """configs/storage/host.gin may follow a file that bound fields of a disk."""
+    storage = StorageSpec(slots=3, host_bytes=2**20, path="/ssd")
+    (note,) = TrainingProgram(make_job(SPARSE, storage=storage)).notes
+    assert "slots=3, StorageSpec.host_bytes=1048576, StorageSpec.path='/ssd'" in note
+    assert "without effect with StorageSpec.experts='device'" in note
+    for experts, number in (("disk", 0), ("host", 2)):
+        other = dataclasses.replace(storage, experts=experts)
+        assert len(make_job(SPARSE, storage=other).unused_storage) == number
 
 
 def test_experts_that_the_mesh_does_not_divide_are_refused():

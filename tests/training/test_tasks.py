@@ -18,18 +18,20 @@ from switchx.data.mixtures import Mixture
 from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.deploy.plan import DeployPlan, DeploySettings
 from switchx.models.config import RouterConfig
 from switchx.models.params import forward, of_task
 from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.replica_placement import place_tasks, tasks_of_parts
 from switchx.training.aot import batch_shapes
+from switchx.training.elastic import job_for_devices
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
 from tests.data.fakes import text_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import LENGTH, LOSS, SPARSE, make_batch, make_job, make_params
-from tests.training.test_elastic import losses_of
+from tests.training.test_elastic import V5E, losses_of, losses_on_fewer
 from tests.training.test_loop import Events
 
 TASKS = tuple(
@@ -190,10 +192,32 @@ def test_a_run_trains_evaluates_each_task_and_loads_one(tmp_path):
     assert model.fingerprint != switchx.load(whole.path, task="two").fingerprint
     assert model.config.switch.num_experts == 2
     assert model.generate([[102]], max_new_tokens=2)[0]
-    with refused("task='five' of <any>experts are of one, two, three, four; use one"):
+    with refused(
+        "task='five' of <any>divided among the tasks one, two, three, four; name<any>"
+    ):
         switchx.load(whole.path, task="five")
+    with refused("the experts of <any>divided among 4 tasks<any>export --task=NAME<any>"):
+        DeployPlan(whole.path, None, DeploySettings("cpu"))
     with refused("the experts of this model are divided among 4 tasks<any>task=NAME<any>"):
         switchx.load(whole.path).generate([[102]], max_new_tokens=2)
+
+
+def test_tasks_have_their_experts_beside_their_rows():
+    job = tasks_job()
+    here = job_for_devices(job, V5E, jax.devices()[:7])
+    assert len(here.devices) == 4
+    program = TrainingProgram(here.job, here.devices)
+    assert len(program.slot_tables) == 1 and program.notes == ()
+    # One group of several devices' rows: tokens travel.
+    switch = dataclasses.replace(MODEL.switch, group_size=256)
+    wide = tasks_job(dataclasses.replace(MODEL, switch=switch))
+    here = job_for_devices(wide, V5E, jax.devices()[:4])
+    assert TrainingProgram(here.job, here.devices).slot_tables == ()
+
+
+@pytest.mark.slow
+def test_lost_devices_change_no_loss(tmp_path):
+    losses_on_fewer(tasks_job(), tmp_path)
 
 
 @pytest.mark.parametrize(
