@@ -108,14 +108,12 @@ def storage_refusal(
     sizes: Mapping[str, int],
     *,
     bucket_bytes: int | None = None,
-    num_processes: int = 1,
 ) -> str | None:
     """Why experts cannot be in a tier, with the way out; or None. Training asks this too.
 
     Args:
         sizes: of the mesh's axes.
         bucket_bytes: of the `StepConfig`.
-        num_processes: that the devices belong to.
     """
     if tier == "device":
         return None
@@ -135,13 +133,6 @@ def storage_refusal(
         )
     if reason := _slots_refusal(model, tier, slots):
         return reason
-    size = math.prod(sizes.values())
-    if tier == "disk" and (size > 1 or num_processes > 1):
-        return (
-            f"StorageSpec.experts='disk' on {num_processes} processes and {size} devices: "
-            "experts are moved to one device; use one process, with "
-            "configs/meshes/one_device.gin where there are more devices, or experts='device'"
-        )
     if (stages := sizes.get("pipe", 1)) > 1:
         return (
             f"mesh axis 'pipe' of size {stages} {there}: a stage has its layers on the device; "

@@ -171,7 +171,7 @@ REFUSED = [
     (SPARSE, "host", {}, {"bucket_bytes": 7}, "StepConfig.bucket_bytes=7 with"),
     (SPARSE, "host", {"slots": 3}, {}, "slots=3, but the decoder has 2 runs"),
     (SPARSE, "disk", {"slots": 3}, {}, "slots=3, but the model has 2 runs of blocks (decoder)"),
-    (SPARSE, "disk", {"data": 2}, {}, "on 1 processes and 2 devices"),
+    (SPARSE, "disk", {"pipe": 2}, {}, "mesh axis 'pipe' of size 2 with"),
     (SPARSE, "host", {"pipe": 2}, {}, "mesh axis 'pipe' of size 2 with"),
 ]
 
@@ -184,10 +184,10 @@ def test_refusals(model, tier, sizes, more, words):
 
 
 def test_training_refuses_with_the_planners_words(tmp_path):
-    job = adamw(mesh=MeshSpec(data=2), storage=StorageSpec("disk"))
+    job = adamw(mesh=MeshSpec(data=1, pipe=2), storage=StorageSpec("disk"))
     with on_devices(2), pytest.raises(ValueError, match="StorageSpec.experts") as error:
         LayeredProgram(job, RunFolder(tmp_path))
-    sizes = dict.fromkeys(AXES, 1) | {"data": 2}
+    sizes = dict.fromkeys(AXES, 1) | {"pipe": 2}
     assert str(error.value) == storage_refusal(SPARSE, "disk", 2, sizes)
 
 
