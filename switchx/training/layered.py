@@ -13,6 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from switchx import tree
@@ -104,7 +105,9 @@ class LayeredProgram(TrainingProgram):
         """A state at step 0, and records of the experts; drawn, or of given parameters."""
         key = init_key(self.job.seed)
         state = super().init_state(None if params is None else without_experts(params))
-        leaves = {} if params is None else tree.named_leaves(params)
+        # NumPy's: arrays of one device cannot be computed with where the mesh has several.
+        given = {} if params is None else tree.named_leaves(params)
+        leaves = {n: np.asarray(x) for n, x in given.items() if is_of_experts(n, x)}
         # One program for all runs of a stack, which differ in their place alone.
         like = {run.stack: run for run in self.experts.runs}
 
