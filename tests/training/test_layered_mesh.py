@@ -22,7 +22,9 @@ from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused
 from tests.training.jobs import SPARSE, make_batch, make_job
+from tests.training.test_layered import saved_files
 from tests.training.test_layered_step import relative_error, stacked
+from tests.training.train_states import assert_same
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -204,6 +206,53 @@ def assert_nothing_waits_for_the_gathered(hlo, shapes):
             assert re.search(r'op_name="(blocks\[|place)', line), line
     loops = [name for name, line in lines.items() if " while(" in line]
     assert loops and not any(read(name) & ahead for name in loops)
+
+
+def steps_of(program, number: int = 4):
+    """State, losses and norms after steps of one batch each."""
+    state, measured = program.init_state(), []
+    for step in range(number):
+        batch = program.place(make_batch(MODEL, ROWS, seed=step))
+        state, metrics = program.train_step(state, batch)
+        measured.append((float(metrics.loss), float(metrics.grad_norm)))
+    return state, measured
+
+
+@pytest.mark.slow  # tests/training/test_layered.py has one device
+@pytest.mark.parametrize("name", ["fsdp", "model"])
+def test_steps_on_a_mesh(name, tmp_path):
+    """Losses are the resident program's; the cache changes no bit; a step that is not finite
+    changes no record."""
+    mesh, _ = MESHES[name]
+    resident = TrainingProgram(mesh_job(MeshSpec(data=1), StorageSpec()), jax.devices()[:1])
+    with resident.scope():
+        _, want = steps_of(resident)
+    program = program_of(mesh_job(mesh), tmp_path / "all")
+    with program.scope():
+        state, measured = steps_of(program)
+        files = saved_files(program, tmp_path / "saved")
+        dense = jax.device_get(state.params)
+    np.testing.assert_allclose(measured, want, rtol=1e-5)
+    few = (E + 3) * program.experts.layout.record_bytes
+    storage = StorageSpec("disk", host_bytes=few, policy="lru")
+    program = program_of(mesh_job(mesh, storage), tmp_path / "few")
+    with program.scope():
+        state, again = steps_of(program)
+        assert 0 < program.experts.metrics()["hit_rate"] < 1
+        assert again == measured and saved_files(program, tmp_path / "saved_too") == files
+        assert_same(jax.device_get(state.params), dense)
+        batch = make_batch(MODEL, ROWS, seed=9)
+        infinite = np.full_like(batch["decoder_loss_weights"], np.inf)
+        state, metrics = program.train_step(
+            state, program.place(batch | {"decoder_loss_weights": infinite})
+        )
+        assert int(metrics.is_skipped) == 1
+        assert saved_files(program, tmp_path / "after") == files
+        sums, _, _ = program.eval_step(state.params, program.place(batch))
+    with resident.scope():
+        state, _ = steps_of(resident)
+        expected, _, _ = resident.eval_step(state.params, resident.place(batch))
+    np.testing.assert_allclose(sums.loss, expected.loss, rtol=1e-5)
 
 
 def test_what_does_not_divide_is_refused(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes of two devices train with experts on disks: each stores its devices' experts."""
+"""Two processes train with experts on disks: each stores those of its own two devices."""
 
 import json
 import os
