@@ -218,26 +218,29 @@ def storage_use(
         return _in_host_memory(
             storage, layout, hardware, params, optimizer, run_params, run_state
         )
-    touched = touched_share(workload, storage)
-    records = params + optimizer
-    capacity = _cache_bytes(storage, model, records)
+    touched, sharing = touched_share(workload, storage), min(layout.size, hardware.host.devices)
+    share = _host_share(layout, sharing)
+    stored, optimizer = (
+        share * expert_bytes(workload, Layout(), k) for k in ("params", "optimizer")
+    )
+    records = stored + optimizer
+    capacity = _cache_bytes(storage, model, records, sharing)
     used = touched * records
     misses = max(0.0, 1 - capacity / used)
-    sharing = min(layout.size, hardware.host.devices)
     disk, link = hardware.disk, hardware.host.achieved_bytes_per_s
     read, written = SWEEPS * misses * used, misses * used + records / storage.checkpoint_every
     read_s = read / disk.read_bytes_per_s / disk.efficiency * sharing
     written_s = written / disk.write_bytes_per_s / disk.efficiency * sharing
     # Records are read and written, gradients read.
-    update_bytes = touched * (2 * records + params)
+    update_bytes = touched * (2 * records + stored)
     update_bytes_per_s = hardware.host.memory_bytes_per_s * hardware.host.efficiency / sharing
-    to_device, from_device = 2 * touched * params, touched * params
+    to_device, from_device = 2 * touched * params, touched * stored
     return StorageUse(
         tier=tier,
         # Banks, and the gradients of the run that backward has reached.
         bytes=TierBytes(
             device=storage.slots * run_params + run_params,
-            host=capacity + touched * params,
+            host=capacity + touched * stored,
             disk=records,
         ),
         touched=touched,
@@ -360,17 +363,32 @@ def _run_bytes(workload: Workload, layout: Layout) -> tuple[float, float]:
     return largest
 
 
-def _cache_bytes(storage: Storage, model: ModelConfig, records: float) -> float:
-    """Bytes of records that the host caches for a device's experts."""
+def _host_share(layout: Layout, sharing: int) -> float:
+    """The part of all experts that a host stores, by each of its devices.
+
+    A process, one a host, stores whole experts, those that its devices have slices of; each
+    once, however many devices have the same ones.
+
+    Args:
+        sharing: devices of a host.
+    """
+    axes = layout.rules.axes("E", layout, table="expert_params")
+    here = [axis for axis in axes if axis != "node" or layout.size == sharing]
+    parts = sum(device < sharing for device in layout.group(tuple(here)))
+    return parts / layout.parts(axes) / sharing
+
+
+def _cache_bytes(storage: Storage, model: ModelConfig, records: float, sharing: int) -> float:
+    """Bytes of records that the host caches, by each of its devices."""
     if storage.host_bytes is None:
         return records
-    least = records / model.num_sparse_layers
+    least = records * sharing / model.num_sparse_layers
     if storage.host_bytes < least:
         raise ValueError(
             f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer may "
             f"be needed at once; use at least {math.ceil(least):,}"
         )
-    return min(storage.host_bytes, records)
+    return min(storage.host_bytes / sharing, records)
 
 
 def _layers_time(time: StepTime) -> float:
