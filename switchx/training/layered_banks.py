@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from switchx.partitioning.rules import Rules, param_sharding, param_spec
+from switchx.partitioning.rules import Rules, param_sharding
 from switchx.training.layered_runs import Bank
 
 PADDING = -1
@@ -55,9 +55,11 @@ class DeviceBanks:
         Raises:
             ValueError: the mesh does not divide the experts, or their matrices.
         """
-        for name, leaf in params.items():
-            param_sharding(rules, mesh, name, leaf)
-        self._mesh, self._rules, self._E = mesh, rules, num_experts
+        # The same of banks and of rows, whose number P divides.
+        self._shardings = {
+            name: param_sharding(rules, mesh, name, leaf) for name, leaf in params.items()
+        }
+        self._mesh, self._E = mesh, num_experts
         axes = rules.axes("E", mesh, table="expert_params")
         self.sharding = NamedSharding(mesh, PartitionSpec(axes or None))
         index_of = self.sharding.devices_indices_map((num_experts,))
@@ -103,10 +105,12 @@ class DeviceBanks:
             rows: `[X, ...]` by path; those of other processes' experts are not read. The
                 memory must not change: on a CPU a device's array may be this one.
         """
-        placed = {}
-        for name, row in rows.items():
-            sharding = param_sharding(self._rules, self._mesh, name, row)
-            placed[name] = jax.make_array_from_callback(row.shape, sharding, row.__getitem__)
+        placed = {
+            name: jax.make_array_from_callback(
+                row.shape, self._shardings[name], row.__getitem__
+            )
+            for name, row in rows.items()
+        }
         if np.array_equal(expert_X, np.arange(self._E)):
             return placed
         return self._fill(placed, self._places(expert_X))
@@ -116,24 +120,28 @@ class DeviceBanks:
 
         They are copied: on a CPU a view would keep the device's whole array.
         """
-        spec = param_spec(self._rules, self._mesh, name, bank[name].shape)
+        spec = self._shardings[name].spec
         rows = self._take(spec, bank[name], self._places(expert_X))
         return self.local(rows, self.own_rows(expert_X))
 
     def local(self, array: jax.Array, rows: np.ndarray) -> np.ndarray:
-        """A copy of rows of an array with `sharding`, of parts that are on own devices."""
+        """A copy of rows of an array with `sharding`, of parts that are on own devices.
+
+        Args:
+            rows: their numbers, ascending.
+        """
         size = len(array) // self._P
         shards = {
             (shard.index[0].start or 0) // size: shard.data
             for shard in array.addressable_shards
         }
-        parts = rows // size
-        return np.concatenate(
-            [
-                np.asarray(shards[part])[rows[parts == part] - part * size]
-                for part in sorted(shards)
-            ]
-        )
+        found = np.empty((len(rows), *array.shape[1:]), array.dtype)
+        for part, shard in shards.items():
+            begin, end = np.searchsorted(rows, (part * size, (part + 1) * size))
+            own = rows[begin:end] - part * size
+            # With mode="raise" NumPy would copy twice.
+            np.take(np.asarray(shard), own, axis=0, out=found[begin:end], mode="clip")
+        return found
 
     def _places(self, expert_X: np.ndarray) -> jax.Array:
         """Of each row, its place in the bank of its part; that of padding is none."""
@@ -142,10 +150,7 @@ class DeviceBanks:
         return jax.make_array_from_callback(place_X.shape, self.sharding, place_X.__getitem__)
 
     def _fill_bank(self, rows, place_X) -> Bank:
-        specs = {
-            name: param_spec(self._rules, self._mesh, name, row.shape)
-            for name, row in rows.items()
-        }
+        specs = {name: self._shardings[name].spec for name in rows}
 
         def fill(rows, place_T):
             size = self._E // self._P
