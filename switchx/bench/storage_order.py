@@ -51,7 +51,8 @@ from switchx.storage.snapshot import Snapshot
 from switchx.storage.trace import Trace, read_trace
 from switchx.training.job import TrainingJob
 from switchx.training.layered import LayeredProgram
-from switchx.training.layered_step import Bank, ExpertBanks, LayeredGradients
+from switchx.training.layered_runs import Bank
+from switchx.training.layered_step import ExpertBanks, LayeredGradients
 
 Rows = list[dict[str, Any]]
 

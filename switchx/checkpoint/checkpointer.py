@@ -130,7 +130,8 @@ class Experts(Protocol):
     abstract: dict[str, jax.ShapeDtypeStruct]
 
     def save(self, folder: pathlib.Path) -> None:
-        """Keeps them as they are in a new folder; raises StoreError where it cannot."""
+        """Keeps them as they are in a new folder, this process' part of them where there are
+        several; raises StoreError where it cannot."""
 
     def restore(self, folder: pathlib.Path) -> None:
         """Takes those of `save`."""
@@ -232,11 +233,12 @@ class Checkpointer:
         if shutil.disk_usage(self._folder).free < expected + MIB:
             raise self._save_error(f"it needs about {expected / MIB:.1f} MiB")
         if self._experts is not None:
-            shutil.rmtree(self._saved_experts(step), ignore_errors=True)
             try:
                 self._experts.save(self._saved_experts(step))
             except StoreError as error:
                 raise self._save_error(error.strerror or str(error)) from error
+            # Process 0 moves the parts of all into the checkpoint.
+            multihost_utils.sync_global_devices("switchx_experts_saved")
         if score is not None:
             self._scores[step] = score
         arguments = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
@@ -339,6 +341,7 @@ class Checkpointer:
             )
         if jax.process_index() == 0:
             self._set_aside_unfinished(str(step))
+            shutil.rmtree(self._saved_experts(step), ignore_errors=True)
         multihost_utils.sync_global_devices("switchx_checkpoint_way_cleared")
         self._manager.reload()
 

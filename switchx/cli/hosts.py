@@ -63,16 +63,20 @@ def processes_of(arguments: argparse.Namespace, environment=os.environ):
 def statement(job, arguments: argparse.Namespace, commit: str) -> dict[str, Any]:
     """What has to be equal in all processes that train: the job, the folder, the code.
 
-    How a process reads its data, and where that lies on its machine, is its own.
+    How a process reads its data, where that lies on its machine, where its disk is, and how
+    many experts of that it caches, is its own.
     """
     import jax
     import jaxlib
 
     from switchx.training.resume import flat_description
 
-    own = ("data_dir", "prefetch")
-    fields = flat_description(job)
-    said = {name: each for name, each in fields.items() if name.split(".")[0] not in own}
+    own = ("data_dir", "prefetch", "storage.path", "storage.host_bytes")
+    said = {
+        name: each
+        for name, each in flat_description(job).items()
+        if name not in own and name.split(".")[0] not in own
+    }
     return said | {
         "vocabulary": job.vocabulary.fingerprint(),
         "--mesh": arguments.mesh,

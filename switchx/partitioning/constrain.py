@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharding constraints on activations, by dimension letters, and the mesh they are for.
+"""Sharding constraints on arrays, by dimension letters, and the mesh they are for.
 
 The letters are the global ones of `switchx/axes.py`; `Rules` says which mesh axes they go over.
 """
@@ -8,11 +8,11 @@ import contextlib
 import math
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.partitioning.rules import Rules
+from switchx.partitioning.rules import Rules, param_dims, param_spec
 
 # A user context, so that a program that was traced under other rules is traced again.
 _rules = jax.make_user_context(None)
@@ -71,3 +71,41 @@ def constrain_named(arrays):
     return tree.map_named(
         lambda name, x: constrain(x, dims_of(name.rsplit("/", 1)[-1], x.ndim)), arrays
     )
+
+
+def constrain_params(params):
+    """Splits parameters, or gradients of them, as the rules say for a training state."""
+    if num_devices() == 1:
+        return params
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+
+    def split(name, x):
+        return jax.lax.with_sharding_constraint(x, param_spec(rules, mesh, name, x.shape))
+
+    return tree.map_named(split, params)
+
+
+def gathered_params(params):
+    """The parameters with all of D on each device; None where none has slices of D.
+
+    Their other dimensions are split as the rules say.
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    if num_devices() == 1 or not rules.axes("D", mesh, table="params"):
+        return None
+
+    def gather(name, x):
+        spec = zip(
+            param_dims(name, x.shape), param_spec(rules, mesh, name, x.shape), strict=True
+        )
+        spec = PartitionSpec(*(None if letter == "D" else axes for letter, axes in spec))
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    return tree.map_named(gather, params)
+
+
+def whole(arrays):
+    """The arrays, the same on every device; as they are outside of `use_mesh`."""
+    if num_devices() == 1:
+        return arrays
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), arrays)

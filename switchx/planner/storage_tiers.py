@@ -108,14 +108,12 @@ def storage_refusal(
     sizes: Mapping[str, int],
     *,
     bucket_bytes: int | None = None,
-    num_processes: int = 1,
 ) -> str | None:
     """Why experts cannot be in a tier, with the way out; or None. Training asks this too.
 
     Args:
         sizes: of the mesh's axes.
         bucket_bytes: of the `StepConfig`.
-        num_processes: that the devices belong to.
     """
     if tier == "device":
         return None
@@ -135,13 +133,6 @@ def storage_refusal(
         )
     if reason := _slots_refusal(model, tier, slots):
         return reason
-    size = math.prod(sizes.values())
-    if tier == "disk" and (size > 1 or num_processes > 1):
-        return (
-            f"StorageSpec.experts='disk' on {num_processes} processes and {size} devices: "
-            "experts are moved to one device; use one process, with "
-            "configs/meshes/one_device.gin where there are more devices, or experts='device'"
-        )
     if (stages := sizes.get("pipe", 1)) > 1:
         return (
             f"mesh axis 'pipe' of size {stages} {there}: a stage has its layers on the device; "
@@ -227,9 +218,12 @@ def storage_use(
         return _in_host_memory(
             storage, layout, hardware, params, optimizer, run_params, run_state
         )
-    touched = touched_share(workload, storage)
-    records = params + optimizer
-    sharing = min(layout.size, hardware.host.devices)
+    touched, sharing = touched_share(workload, storage), min(layout.size, hardware.host.devices)
+    share = _host_share(layout, sharing)
+    stored, optimizer = (
+        share * expert_bytes(workload, Layout(), k) for k in ("params", "optimizer")
+    )
+    records = stored + optimizer
     capacity = _cache_bytes(storage, model, records, sharing)
     used = touched * records
     misses = max(0.0, 1 - capacity / used)
@@ -238,15 +232,15 @@ def storage_use(
     read_s = read / disk.read_bytes_per_s / disk.efficiency * sharing
     written_s = written / disk.write_bytes_per_s / disk.efficiency * sharing
     # Records are read and written, gradients read.
-    update_bytes = touched * (2 * records + params)
+    update_bytes = touched * (2 * records + stored)
     update_bytes_per_s = hardware.host.memory_bytes_per_s * hardware.host.efficiency / sharing
-    to_device, from_device = 2 * touched * params, touched * params
+    to_device, from_device = 2 * touched * params, touched * stored
     return StorageUse(
         tier=tier,
         # Banks, and the gradients of the run that backward has reached.
         bytes=TierBytes(
             device=storage.slots * run_params + run_params,
-            host=capacity + touched * params,
+            host=capacity + touched * stored,
             disk=records,
         ),
         touched=touched,
@@ -356,11 +350,26 @@ def _run_bytes(workload: Workload, layout: Layout) -> tuple[float, float]:
     return largest
 
 
+def _host_share(layout: Layout, sharing: int) -> float:
+    """The part of all experts that a host stores, by each of its devices.
+
+    A process, one a host, stores whole experts, those that its devices have slices of; each
+    once, however many devices have the same ones.
+
+    Args:
+        sharing: devices of a host.
+    """
+    axes = layout.rules.axes("E", layout, table="expert_params")
+    here = [axis for axis in axes if axis != "node" or layout.size == sharing]
+    parts = sum(device < sharing for device in layout.group(tuple(here)))
+    return parts / layout.parts(axes) / sharing
+
+
 def _cache_bytes(storage: Storage, model: ModelConfig, records: float, sharing: int) -> float:
-    """Bytes of records that the host caches for one of its `sharing` devices."""
+    """Bytes of records that the host caches, by each of its devices."""
     if storage.host_bytes is None:
         return records
-    least = sharing * records / model.num_sparse_layers
+    least = records * sharing / model.num_sparse_layers
     if storage.host_bytes < least:
         raise ValueError(
             f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer may "

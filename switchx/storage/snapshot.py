@@ -4,6 +4,9 @@
     SNAPSHOT/encoder_1/00012    a record, see record.py
     SNAPSHOT/manifest.json      layers, arrays, size and CRC-32 of every file, see manifest.py
 
+Of several processes, each keeps its part of the records in SNAPSHOT/process_1_of_2, which is
+such a folder; the snapshot is whole when it has all parts.
+
 A store never changes a file in place, so a hard link keeps a record as it is: a snapshot takes
 no bytes until records change. On another file system it is a copy.
 """
@@ -68,6 +71,30 @@ def write_snapshot(
     return transfer
 
 
+def part_of(folder: pathlib.Path, index: int, count: int) -> pathlib.Path:
+    """Where one of so many processes keeps its records of a snapshot."""
+    return folder if count == 1 else folder / f"process_{index}_of_{count}"
+
+
+def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The folders of records that a snapshot has.
+
+    Raises:
+        RecordError: a part is missing.
+    """
+    found = {path.name for path in folder.glob("process_*_of_*")}
+    if not found:
+        return [folder]
+    count = int(next(iter(found)).rpartition("_")[2])
+    parts = [part_of(folder, index, count) for index in range(count)]
+    if found != {part.name for part in parts}:
+        raise RecordError(
+            f"snapshot {folder} has {', '.join(sorted(found))}, not a part of each process "
+            f"that saved it; {_WAY_OUT}"
+        )
+    return parts
+
+
 def read_snapshot(folder: pathlib.Path, layout: StoreLayout) -> dict[str, Sequence[int]]:
     """Bytes and CRC-32 of the records of a snapshot; names and sizes are compared.
 
@@ -94,22 +121,34 @@ class Snapshot:
 
     Attributes:
         layout: which records it has.
-        files: bytes and CRC-32 by name.
+        files: bytes and CRC-32 by path below the folder.
     """
 
     def __init__(self, folder: str | os.PathLike):
-        """Reads the manifest.
+        """Reads the manifest, or that of each part.
 
         Raises:
-            RecordError: it is missing or damaged.
+            RecordError: one is missing or damaged, or they are not of one model.
         """
         self._folder = pathlib.Path(folder)
-        try:
-            manifest = read_manifest(self._folder, MANIFEST, "crc32")
-        except ValueError as error:
-            raise RecordError(f"snapshot {folder}: {error}; {_WAY_OUT}") from None
-        self.layout = StoreLayout.from_described(manifest)
-        self.files: dict[str, Sequence[int]] = manifest["files"]
+        self.files: dict[str, Sequence[int]] = {}
+        self._paths: dict[str, pathlib.Path] = {}
+        layouts = []
+        for part in parts_of(self._folder):
+            try:
+                manifest = read_manifest(part, MANIFEST, "crc32")
+            except ValueError as error:
+                raise RecordError(f"snapshot {part}: {error}; {_WAY_OUT}") from None
+            layouts.append(StoreLayout.from_described(manifest))
+            for name, file in manifest["files"].items():
+                self._paths[name] = part / name
+                self.files[str((part / name).relative_to(self._folder))] = file
+        self.layout = layouts[0]
+        for layout in layouts:
+            if difference := _difference(layout.described(), self.layout.described()):
+                raise RecordError(
+                    f"snapshot {folder} has parts of different models: {difference}; {_WAY_OUT}"
+                )
 
     def read(self, key: int) -> Record:
         """A record, every byte compared.
@@ -117,7 +156,8 @@ class Snapshot:
         Raises:
             RecordError: it is missing, damaged, or another expert's.
         """
-        path = self._folder / (name := self.layout.name(key))
+        name = self.layout.name(key)
+        path = self._paths.get(name, self._folder / name)
         try:
             record = decode(path.read_bytes(), name)
             require_types(record, self.layout.types(key))

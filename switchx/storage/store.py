@@ -11,6 +11,7 @@ updates. A run goes on from a snapshot, so a store is opened empty.
 
     FOLDER/store.lock                      held by the one process that has it open
     FOLDER/records/encoder_1/00012         a record, see record.py
+    FOLDER/process_3                       the store of process 3, where several train a model
 """
 
 import concurrent.futures
@@ -46,6 +47,7 @@ from switchx.storage.snapshot import (
 )
 
 NUM_THREADS = 4
+_PROCESS = re.compile(r"process_\d+")
 
 
 class RecordStore:
@@ -127,8 +129,13 @@ class RecordStore:
         concurrent.futures.wait(pending)
         self._require_working()
 
-    def snapshot(self, folder: str | os.PathLike) -> Transfer:
-        """Keeps all records as they are now, in a folder that is whole or not there.
+    def snapshot(
+        self, folder: str | os.PathLike, keys: Iterable[int] | None = None
+    ) -> Transfer:
+        """Keeps records as they are now, in a folder that is whole or not there.
+
+        Args:
+            keys: of those that are kept; None is all that this process stores.
 
         Raises:
             ValueError: something is in the folder.
@@ -137,7 +144,8 @@ class RecordStore:
         """
         self.drain()
         self._require_all(self._written.keys(), f"store {self._root}")
-        files = {self.layout.name(key): list(self._written[key]) for key in self._keys}
+        keys = self._keys if keys is None else keys
+        files = {self.layout.name(key): list(self._written[key]) for key in keys}
         return write_snapshot(
             self._records, pathlib.Path(folder).expanduser(), self.layout, files
         )
@@ -277,11 +285,32 @@ class RecordStore:
             )
 
 
+def process_folder(folder: str | os.PathLike, index: int) -> pathlib.Path:
+    """Where one of the processes that train a model has its store, in a folder that they share
+    or that each machine has its own of."""
+    path = pathlib.Path(folder).expanduser()
+    return path if index == 0 else path / f"process_{index}"
+
+
+def remove_stores(folder: str | os.PathLike, first: int) -> None:
+    """Deletes stores of processes from this number on, which an earlier run had and none has
+    open."""
+    for path in pathlib.Path(folder).expanduser().glob("process_*"):
+        if _PROCESS.fullmatch(path.name) and int(path.name.removeprefix("process_")) >= first:
+            try:
+                file = _locked(path)
+            except ValueError:  # of a run that is not done, or no store
+                continue
+            with file:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def _locked(folder: pathlib.Path):
     """An open file that holds the folder for this process until it is closed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        others = sorted(path.name for path in folder.iterdir())
+        names = (path.name for path in folder.iterdir())
+        others = sorted(name for name in names if not _PROCESS.fullmatch(name))
         require(
             set(others) <= {"store.lock", "records"} and ("store.lock" in others or not others),
             f"{folder} is not a store of experts, it has {', '.join(others[:4])}; give a "

@@ -7,8 +7,12 @@ by its own update alone, so a step that is not taken leaves every record as it w
 behind (lazy_update.py) is brought up to date where it is fetched, and is stored so before an
 evaluation and a checkpoint, whose records are then all of one update.
 
-Dims: D model, F ffn, E experts, J Switch layers of a run, T experts that are used, made up to a
-power of two, or all E, so that few programs are compiled
+Where several processes train, each has the records of its own devices' experts
+(layered_banks.py), and a store, cache and prefetch of its own. Which experts a step used, and
+how many updates each has had, is known to all of them.
+
+Dims: D model, F ffn, N Switch layers, E experts, J Switch layers of a run, X rows of experts
+that a run uses
 """
 
 import collections
@@ -19,9 +23,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from switchx.fields import require
 from switchx.models.params import abstract_params
@@ -29,10 +32,12 @@ from switchx.models.stages import Run, model_runs, stack_names
 from switchx.storage.cache import BACKWARD, SWEEPS, UPDATE, Cache, Place, make_policy
 from switchx.storage.cached_store import CachedStore
 from switchx.storage.record import Record, StoreLayout
-from switchx.storage.store import NUM_THREADS, RecordStore
+from switchx.storage.snapshot import part_of, parts_of
+from switchx.storage.store import NUM_THREADS, RecordStore, process_folder, remove_stores
 from switchx.storage.trace import TraceLog
 from switchx.training.job import TrainingJob
-from switchx.training.layered_step import Bank
+from switchx.training.layered_banks import DeviceBanks
+from switchx.training.layered_runs import Bank
 from switchx.training.lazy_update import ExpertForm, LazyUpdate
 from switchx.tree import named_leaves
 
@@ -41,24 +46,23 @@ LATELY = 8
 
 
 class ExpertRecords:
-    """All experts of a job, as `layered_step.ExpertBanks`, and as what a checkpoint stores.
+    """The experts of a job, as `layered_step.ExpertBanks`, and as what a checkpoint stores.
 
     Attributes:
-        layout: of the records.
+        layout: of the records of all processes.
+        banks: the way to the devices and back, and which experts this process stores.
         updates: that the optimizer has made so far.
     """
 
-    def __init__(self, job: TrainingJob, sharding):
+    def __init__(self, job: TrainingJob, mesh: Mesh):
         """Describes the records; `open` opens the store.
 
-        Args:
-            sharding: of banks on the device.
-
         Raises:
-            ValueError: the cache has no room for a layer, or the optimizer is refused.
+            ValueError: the mesh does not divide the experts, the cache has no room for a
+                layer, or the optimizer is refused.
         """
-        config, spec = job.model, job.storage
-        self._spec, self._sharding, self._E = spec, sharding, config.switch.num_experts
+        config = job.model
+        self._spec, self._E = job.storage, config.switch.num_experts
         self._lazy = LazyUpdate(job.optimizer, job.schedule)
         leaves = named_leaves(abstract_params(config))
         self.runs = model_runs(config)
@@ -79,9 +83,15 @@ class ExpertRecords:
                 self._forms |= zip(run.layers, forms, strict=True)
         layers = dict(zip(config.sparse_layer_names, self._forms.values(), strict=True))
         self.layout = StoreLayout({name: f.types for name, f in layers.items()}, self._E)
+        params = {
+            name: jax.ShapeDtypeStruct((self._E, *form.shape[1:]), form.dtype)
+            for each in self._forms.values()
+            for name, form in named_leaves(each.params).items()
+        }
+        self.banks = DeviceBanks(mesh, job.mesh.rules, self._E, params)
+        self._own_E = np.flatnonzero(self.banks.is_own_E)
+        self._num_own = len(layers) * len(self._own_E)
         self._capacity = self._cache_capacity()
-        self._fill = jax.jit(self._fill_bank)
-        self._take = jax.jit(lambda w_EX, index_T: w_EX[index_T])
         self.updates = 0
         self._updates_NE = np.zeros(self.layout.num_keys, np.int64)
         self._sweeps = 0  # steps and batches of evaluation
@@ -96,15 +106,15 @@ class ExpertRecords:
         """Records that the host's memory has room for."""
         record_bytes, host_bytes = self.layout.record_bytes, self._spec.host_bytes
         if host_bytes is None:
-            return self.layout.num_keys
-        least = self._E * record_bytes
+            return self._num_own
+        least = len(self._own_E) * record_bytes
         require(
             host_bytes >= least,
             f"StorageSpec.host_bytes={host_bytes:,} holds {host_bytes // record_bytes} experts "
             f"of {record_bytes:,} bytes (weights and what the optimizer keeps), but the "
-            f"{self._E} of one layer may be needed at once; use at least {least:,}",
+            f"{len(self._own_E)} of one layer may be needed at once; use at least {least:,}",
         )
-        return min(host_bytes // record_bytes, self.layout.num_keys)
+        return min(host_bytes // record_bytes, self._num_own)
 
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -130,15 +140,26 @@ class ExpertRecords:
         Raises:
             ValueError: another run has it open, or the folder is no store.
         """
-        self._store = RecordStore(self._spec.path or default, self.layout)
+        folder, here = self._spec.path or default, jax.process_index()
+        keys = self._keys(self.banks.is_own_E)
+        self._store = RecordStore(process_folder(folder, here), self.layout, keys)
+        remove_stores(folder, first=jax.process_count())
         self._trace = TraceLog(list(self.layout.layers), self._E, self.layout.record_bytes)
         self._empty_cache()
 
     def close(self, trace_file: pathlib.Path) -> None:
-        """Waits for reads and writes, and lets another run open the store."""
+        """Waits for reads and writes, and lets another run open the store.
+
+        Args:
+            trace_file: for the requests, those of process 0.
+        """
         self._store.close()
-        if (trace := self._trace.trace()) is not None:
+        if jax.process_index() == 0 and (trace := self._trace.trace()) is not None:
             trace.save(trace_file)
+
+    def _keys(self, is_meant_E: np.ndarray) -> list[int]:
+        """Keys of these experts in all layers."""
+        return np.flatnonzero(np.tile(is_meant_E, len(self.layout.layers))).tolist()
 
     def _empty_cache(self) -> None:
         num_layers, sweeps = len(self.layout.layers), len(SWEEPS)
@@ -150,16 +171,22 @@ class ExpertRecords:
         """Stores experts that were never updated.
 
         Args:
-            draw: parameters `[E, ...]` of a run's experts, by path.
+            draw: parameters `[E, ...]` of a run's experts by path, with the sharding of
+                `banks`, or on the host.
         """
+
+        def own(leaf):
+            if isinstance(leaf, jax.Array) and leaf.sharding == self.banks.sharding:
+                return self.banks.local(leaf, self._own_E)
+            return np.asarray(leaf)[self._own_E]
 
         def records():
             for run in self.runs:
-                params = {name: np.asarray(leaf) for name, leaf in draw(run).items()}
+                params = {name: own(leaf) for name, leaf in draw(run).items()}
                 for n, names in zip(run.layers, run.names, strict=True):
-                    for e in range(self._E):
-                        own = {name: params[name][e][None] for name in names}
-                        yield n * self._E + e, self._lazy.first_record(self._forms[n], own)
+                    for i, e in enumerate(self._own_E.tolist()):
+                        one = {name: params[name][i][None] for name in names}
+                        yield n * self._E + e, self._lazy.first_record(self._forms[n], one)
 
         self._write_all(records(), updates=0)
 
@@ -176,7 +203,7 @@ class ExpertRecords:
             for run in self.runs:
                 for n in run.layers:
                     names = self._forms[n].types
-                    for e in range(self._E):
+                    for e in self._own_E.tolist():
                         arrays = {name: whole[name][run.place, e] for name in names}
                         yield n * self._E + e, Record(arrays, updates)
 
@@ -202,12 +229,15 @@ class ExpertRecords:
     def save(self, folder: pathlib.Path) -> None:
         """Keeps all records, of one update, in a folder that is whole or not there.
 
+        Where several processes train, each keeps a part of them, in a folder of its own there.
+
         Raises:
             StoreError: there is no space, or a write failed before.
         """
         self.settle()
         self._cached.flush()
-        self._store.snapshot(folder)
+        part = part_of(folder, jax.process_index(), jax.process_count())
+        self._store.snapshot(part, self._keys(self.banks.is_saved_E))
 
     def restore(self, folder: pathlib.Path) -> None:
         """Takes the records of `save` in place of those that are here.
@@ -215,13 +245,13 @@ class ExpertRecords:
         Raises:
             RecordError: they are not whole, or another model's or optimizer's.
         """
-        self._store.restore(folder)
-        self._forget(self._store.read(0).result().updates)
+        self._store.restore(*parts_of(folder))
+        self._forget(self._store.read(int(self._own_E[0])).result().updates)
 
     def settle(self) -> None:
         """Makes up for all updates that experts have missed."""
         for n in self._forms:
-            own = np.arange(n * self._E, (n + 1) * self._E)
+            own = n * self._E + self._own_E
             keys = own[self._updates_NE[own] < self.updates]
             self._request(keys, UPDATE, n)
             for key in keys.tolist():
@@ -244,7 +274,8 @@ class ExpertRecords:
         self._requested.add((run, sweep))
         layers = list(zip(run.layers, used_JE, strict=True))
         for n, used_E in layers[::-1] if sweep == BACKWARD else layers:
-            self._request(n * self._E + np.flatnonzero(used_E), sweep, n)
+            own = np.flatnonzero(used_E & self.banks.is_own_E)
+            self._request(n * self._E + own, sweep, n)
 
     def fetch(self, run: Run, sweep: int, used_JE: np.ndarray) -> Bank:
         if (run, sweep) not in self._requested:
@@ -252,38 +283,32 @@ class ExpertRecords:
         self._requested.discard((run, sweep))
         bank: Bank = {}
         for n, used_E in zip(run.layers, used_JE, strict=True):
-            experts = np.flatnonzero(used_E)
-            keys = n * self._E + experts
+            expert_X = self.banks.rows(used_E)
+            own = self.banks.own_rows(expert_X)
+            keys = n * self._E + expert_X[own]
             if any(key not in self._cached for key in keys.tolist()):
                 # What was read ahead of other layers has taken its place in the meantime.
                 self._request(keys, sweep, n)
-            index_T = self._padded(experts, self._E)
             # New memory, never written again: on a CPU the device's array may be this one.
             rows = {
-                name: np.zeros((len(index_T), *form.shape[1:]), form.dtype)
+                name: np.zeros((len(expert_X), *form.shape[1:]), form.dtype)
                 for name, form in named_leaves(self._forms[n].params).items()
             }
-            for t, key in enumerate(keys.tolist()):
+            for x, key in zip(own.tolist(), keys.tolist(), strict=True):
                 record = self._current(key)
                 for name, row in rows.items():
-                    row[t] = record.arrays[f"params/{name}"]
-            rows, index_T = jax.device_put((rows, index_T), self._sharding)
-            bank |= rows if len(experts) == self._E else self._fill(rows, index_T)
+                    row[x] = record.arrays[f"params/{name}"]
+            bank |= self.banks.put(rows, expert_X)
         return bank
 
     def keep_gradients(self, run: Run, used_JE: np.ndarray, bank: Bank) -> None:
         for n, names, used_E in zip(run.layers, run.names, used_JE, strict=True):
-            experts = np.flatnonzero(used_E)
-            if len(experts):
-                self._last_step_NE[n * self._E + experts] = self._steps
-                index_T = self._padded(experts, 0)
-                # Copied without the padding: on a CPU a view keeps the device's whole array.
+            self._last_step_NE[n * self._E + np.flatnonzero(used_E)] = self._steps
+            if np.any(used_E):
+                expert_X = self.banks.rows(used_E)
                 self._gradients[n] = (
-                    experts,
-                    {
-                        name: np.asarray(self._take(bank[name], index_T))[: len(experts)].copy()
-                        for name in names
-                    },
+                    expert_X[self.banks.own_rows(expert_X)],
+                    {name: self.banks.take(name, bank, expert_X) for name in names},
                 )
 
     def update(self, gradient_scale: float) -> None:
@@ -309,7 +334,8 @@ class ExpertRecords:
     def metrics(self) -> dict[str, float]:
         """What has happened since this was called last.
 
-        `touched_share` is the share of all experts that an update uses, the paper's alpha.
+        `touched_share` is the share of this process' experts that an update uses, the paper's
+        alpha.
         """
         totals = self._totals()
         new = totals - self._totals_before
@@ -320,7 +346,7 @@ class ExpertRecords:
             "written_bytes": new["written_bytes"],
             "stalls": new["stalls"],
             "stall_s": new["stall_ns"] / 1e9,
-            "touched_share": new["touched"] / max(new["updates"] * self.layout.num_keys, 1),
+            "touched_share": new["touched"] / max(new["updates"] * self._num_own, 1),
         }
 
     def _totals(self) -> collections.Counter[str]:
@@ -362,17 +388,3 @@ class ExpertRecords:
     def _put(self, key: int, record: Record) -> None:
         self._cached.put(key, record)
         self._updates_NE[key] = record.updates
-
-    def _fill_bank(self, rows, index_T) -> Bank:
-        """Banks `[E, ...]` with rows `[T, ...]` in their places; an index of E is no place."""
-        return {
-            name: jnp.zeros((self._E, *row.shape[1:]), row.dtype)
-            .at[index_T]
-            .set(row, mode="drop")
-            for name, row in rows.items()
-        }
-
-    def _padded(self, experts: np.ndarray, fill: int) -> np.ndarray:
-        """`[T]`: the experts, made up to a power of two or to all of them."""
-        T = min(1 << max(len(experts) - 1, 0).bit_length(), self._E)
-        return np.pad(experts, (0, T - len(experts)), constant_values=fill).astype(np.int32)

@@ -118,7 +118,7 @@ class TrainingJob:
             "tasks with Mixture.rows, whose sum is the batch size",
         )
 
-    def require_storage(self, sizes: Mapping[str, int], num_processes: int = 1) -> None:
+    def require_storage(self, sizes: Mapping[str, int]) -> None:
         """Checks that experts can be where `storage` has them, as the planner says.
 
         Args:
@@ -134,7 +134,6 @@ class TrainingJob:
             self.storage.slots,
             sizes,
             bucket_bytes=self.step.bucket_bytes,
-            num_processes=num_processes,
         )
         require(reason is None, reason)
 

@@ -3,7 +3,8 @@
 
 SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2. The training state has all but the
 experts; these are records in a store (expert_records.py), of which a step has some in host
-memory and those of a few runs on the device (layered_step.py). One process, one device.
+memory and those of a few runs on the devices (layered_step.py). All else is split over the mesh
+as it is where experts are on the devices.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from switchx import tree
@@ -28,7 +30,8 @@ from switchx.storage.record import StoreError
 from switchx.training.evaluate import measure
 from switchx.training.expert_records import ExpertRecords
 from switchx.training.job import TrainingJob
-from switchx.training.layered_step import LayeredGradients, joined
+from switchx.training.layered_runs import joined
+from switchx.training.layered_step import LayeredGradients
 from switchx.training.program import TrainingProgram
 from switchx.training.step import TrainState, init_key, init_state, take_step
 
@@ -50,12 +53,14 @@ class LayeredProgram(TrainingProgram):
             _return_freed_memory()
         self._run = run
         super().__init__(job, devices)
-        job.require_storage(dict(self.mesh.shape), jax.process_count())
-        self.experts = ExpertRecords(job, self._whole)
-
-    @property
-    def _whole(self):
-        return NamedSharding(self.mesh, PartitionSpec())
+        job.require_storage(dict(self.mesh.shape))
+        self.experts = ExpertRecords(job, self.mesh)
+        self._draw = jax.jit(
+            functools.partial(init_run_experts, job.model),
+            static_argnames="run",
+            out_shardings=self.experts.banks.sharding,
+            compiler_options=self.compiler_options,
+        )
 
     def _steps(self):
         job, jit = self.job, functools.partial(jax.jit, compiler_options=self.compiler_options)
@@ -66,9 +71,10 @@ class LayeredProgram(TrainingProgram):
             job.storage.slots,
             self.compiler_options,
         )
-        self._take = jit(self._take_step, donate_argnums=0)
-        self._measure = jit(self._measure_batch)
-        self._draw = jit(functools.partial(init_run_experts, job.model), static_argnames="run")
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        out_shardings = self.shardings, whole, whole
+        self._take = jit(self._take_step, out_shardings=out_shardings, donate_argnums=0)
+        self._measure = jit(self._measure_batch, out_shardings=whole)
         return self._train_step, self._eval_step
 
     @contextlib.contextmanager
@@ -89,18 +95,20 @@ class LayeredProgram(TrainingProgram):
     def abstract_params(self):
         """Shape structs of all parameters, those of experts on the host."""
         on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-
-        def place(name, leaf):
-            sharding = on_host if is_of_experts(name, leaf) else self._whole
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        return tree.map_named(place, abstract_params(self.job.model))
+        experts = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
+            for name, leaf in tree.named_leaves(abstract_params(self.job.model)).items()
+            if is_of_experts(name, leaf)
+        }
+        return tree.nested(tree.named_leaves(self.abstract_state.params) | experts)
 
     def init_state(self, params=None) -> TrainState:
         """A state at step 0, and records of the experts; drawn, or of given parameters."""
         key = init_key(self.job.seed)
         state = super().init_state(None if params is None else without_experts(params))
-        leaves = {} if params is None else tree.named_leaves(params)
+        # NumPy's: arrays of one device cannot be computed with where the mesh has several.
+        given = {} if params is None else tree.named_leaves(params)
+        leaves = {n: np.asarray(x) for n, x in given.items() if is_of_experts(n, x)}
         # One program for all runs of a stack, which differ in their place alone.
         like = {run.stack: run for run in self.experts.runs}
 

@@ -10,6 +10,7 @@ from switchx.cli import hosts, train
 from switchx.cli.arguments import UsageError
 from switchx.cli.main import _parse, _parser, main
 from switchx.hosts.processes import Processes
+from switchx.storage.cache import StorageSpec
 from tests.training.jobs import make_job
 
 TRAIN = ["train", "--gin_file=x.gin", "--model_dir=run"]
@@ -55,9 +56,11 @@ def test_the_statement_is_of_what_has_to_be_equal():
     same, job = state(make_job()), make_job()
     assert state(job) == same and "jax" in same and same["model_dir"].startswith("/")
     assert state(make_job(data_dir="elsewhere")) == same
+    assert state(make_job(storage=StorageSpec(path="/fast", host_bytes=10**9))) == same
     for changes, name in (
         (dict(batch_size=16), "batch_size"),
         (dict(log_every=7), "log_every"),
+        (dict(storage=StorageSpec("disk")), "storage.experts"),
         (dict(train_steps=5), "train_steps"),
     ):
         differing = state(make_job(**changes))

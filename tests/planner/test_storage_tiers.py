@@ -136,6 +136,35 @@ def test_a_disk_is_read_in_three_sweeps_and_written_in_one():
     assert use.day_written(2.0) == use.disk_written * 43_200
 
 
+@pytest.mark.parametrize(
+    "axes, part",
+    [
+        (dict(data=8), 1),  # eight replicas of one host, which stores each expert once
+        (dict(expert=8), 1),
+        (dict(expert=4, model=2), 1),
+        (dict(data=2, expert=8), 1),  # two hosts with all experts
+        (dict(fsdp=16), 1),  # with slices of all: each stores them whole
+        (dict(expert=8, model=2), 1 / 2),  # two hosts with four of the eight parts each
+        (dict(node=2, expert=4, model=2), 1 / 2),  # experts over hosts first
+    ],
+)
+def test_a_host_stores_each_of_its_experts_once(axes, part):
+    """Of hosts with eight devices that are neighbours on the mesh."""
+    layout = Layout(**axes, dispatcher="gather")
+    workload = workload_of(adamw())
+    use = storage_use(workload, layout, Storage("disk", touched=0.5), H200)
+    assert H200.host.devices == 8
+    assert 8 * use.bytes.disk == pytest.approx(part * 3 * PARAMS)
+    assert 8 * use.from_device == pytest.approx(part * 0.5 * PARAMS)
+    # What a device gets are its slices.
+    assert use.to_device == pytest.approx(2 * 0.5 * expert_bytes(workload, layout, "params"))
+    least = math.ceil(part * 3 * PARAMS / 2)
+    with pytest.raises(ValueError, match=f"use at least {least:,}"):
+        storage_use(workload, layout, Storage("disk", host_bytes=least - 1), H200)
+    half = storage_use(workload, layout, Storage("disk", host_bytes=least, touched=1.0), H200)
+    assert 8 * half.bytes.host == pytest.approx(least + part * PARAMS)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.floats(0.05, 1.0), st.floats(0.5, 1.0), st.floats(0.5, 1.0), st.sampled_from([1, 2, 4])
@@ -171,7 +200,7 @@ REFUSED = [
     (SPARSE, "host", {}, {"bucket_bytes": 7}, "StepConfig.bucket_bytes=7 with"),
     (SPARSE, "host", {"slots": 3}, {}, "slots=3, but the decoder has 2 runs"),
     (SPARSE, "disk", {"slots": 3}, {}, "slots=3, but the model has 2 runs of blocks (decoder)"),
-    (SPARSE, "disk", {"data": 2}, {}, "on 1 processes and 2 devices"),
+    (SPARSE, "disk", {"pipe": 2}, {}, "mesh axis 'pipe' of size 2 with"),
     (SPARSE, "host", {"pipe": 2}, {}, "mesh axis 'pipe' of size 2 with"),
 ]
 
@@ -184,10 +213,10 @@ def test_refusals(model, tier, sizes, more, words):
 
 
 def test_training_refuses_with_the_planners_words(tmp_path):
-    job = adamw(mesh=MeshSpec(data=2), storage=StorageSpec("disk"))
+    job = adamw(mesh=MeshSpec(data=1, pipe=2), storage=StorageSpec("disk"))
     with on_devices(2), pytest.raises(ValueError, match="StorageSpec.experts") as error:
         LayeredProgram(job, RunFolder(tmp_path))
-    sizes = dict.fromkeys(AXES, 1) | {"data": 2}
+    sizes = dict.fromkeys(AXES, 1) | {"pipe": 2}
     assert str(error.value) == storage_refusal(SPARSE, "disk", 2, sizes)
 
 

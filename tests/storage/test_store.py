@@ -15,8 +15,9 @@ import pytest
 from switchx.manifest import damages, num_bytes
 from switchx.storage import snapshot as snapshots
 from switchx.storage.record import ArrayType, Record, RecordError, StoreError, StoreLayout
-from switchx.storage.snapshot import MANIFEST
-from switchx.storage.store import RecordStore
+from switchx.storage.snapshot import MANIFEST, Snapshot, part_of, parts_of
+from switchx.storage.store import RecordStore, process_folder, remove_stores
+from tests.data.refusals import refused
 from tests.storage.stored import LAYOUT, TYPES, is_same, record
 
 KEYS = range(LAYOUT.num_keys)
@@ -254,6 +255,45 @@ def test_processes_that_store_parts_are_restored_by_one_and_by_others(tmp_path):
         assert is_same(store.read(2).result(), record(2, 5))
         with pytest.raises(RecordError, match="no record encoder_1/00002"):
             store.restore(folders[0])
+
+
+def test_parts_of_processes_are_one_snapshot(tmp_path):
+    folder, parts = tmp_path / "snapshot", [KEYS[:2], KEYS[2:]]
+    for index, keys in enumerate(parts):
+        with RecordStore(process_folder(tmp_path / "stores", index), LAYOUT, KEYS) as store:
+            for key in KEYS:
+                store.write(key, record(key, 5))
+            store.snapshot(part_of(folder, index, 2), keys)
+        if index == 0:
+            with pytest.raises(RecordError, match="has process_0_of_2, not a part of each"):
+                parts_of(folder)
+    snapshot = Snapshot(folder)
+    assert all(is_same(snapshot.read(key), record(key, 5)) for key in KEYS)
+    of_one = {f"process_0_of_2/{LAYOUT.name(key)}" for key in parts[0]}
+    assert of_one < snapshot.files.keys() and len(snapshot.files) == len(KEYS)
+    with RecordStore(tmp_path / "one", LAYOUT) as store:
+        store.restore(*parts_of(folder))
+        assert all_are(store, 5)
+    (folder / "process_1_of_2" / LAYOUT.name(KEYS[-1])).unlink()
+    with pytest.raises(RecordError, match="process_1_of_2/.*it is missing"):
+        snapshot.read(KEYS[-1])
+
+
+def test_stores_of_processes_stay_apart(tmp_path):
+    first, second, third = (process_folder(tmp_path / "stores", i) for i in range(3))
+    with (
+        RecordStore(first, LAYOUT, KEYS[:2]) as store,
+        RecordStore(second, LAYOUT, KEYS[2:]),
+        refused("is the store of another run that is not done<any>"),
+    ):
+        store.write(0, record(0, 1)).result()
+        RecordStore(third, LAYOUT).close()
+        remove_stores(tmp_path / "stores", first=1)  # the second is in use
+        assert second.is_dir() and not third.exists()
+        RecordStore(first, LAYOUT)
+    with RecordStore(first, LAYOUT):
+        remove_stores(tmp_path / "stores", first=1)
+    assert sorted(path.name for path in first.iterdir()) == ["records", "store.lock"]
 
 
 # On another file system.

@@ -330,10 +330,6 @@ def test_what_does_not_fit_a_disk_is_refused(one_device, tmp_path):
     least = E * program().experts.layout.record_bytes
     with refused(f"StorageSpec.host_bytes={least - 1:,} holds 23 experts<any>least {least:,}"):
         program(storage=StorageSpec("disk", host_bytes=least - 1))
-    with on_devices(2), refused("StorageSpec.experts='disk' on 1 processes and 2 devices<any>"):
-        LayeredProgram(
-            dataclasses.replace(disk_job(), mesh=MeshSpec(data=2)), RunFolder(tmp_path)
-        )
     with (
         program().scope(),
         refused("is the store of another run that is not done"),

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed of one run of blocks: forward, and backward from the kept input.
+
+SE-MoE (Shen et al. 2022, arXiv:2205.10034), section 2.2. Pure functions of the dense
+parameters, a bank of the run's experts, and all microbatches of a batch; `layered_step.py`
+compiles them and calls them in order. The loss, the microbatches and the keys are those of
+`training/step.py`, the chunks and their objective those of a pipeline (`stack_lane`), so the
+gradients are the same, on any mesh without stages.
+
+Where dense parameters have slices of D on the devices (`fsdp`), the program of a run also
+gathers those of the next one (backward: of the one before), so that they are there when it
+begins: the paper's horizontal prefetch. It takes its own gathered from the run before.
+
+Dims: B batch, L length, D model, M microbatches (in `message_shapes`: memory), J Switch layers
+of a run, E experts, S choices of a token, X choices of all tokens
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from switchx import tree
+from switchx.models.config import ModelConfig
+from switchx.models.stages import (
+    BLOCKS,
+    Chunk,
+    Run,
+    link_stacks,
+    message_shapes,
+    split_blocks,
+    stack_names,
+)
+from switchx.moe.stats import RoutingStats, join_stacks
+from switchx.partitioning.constrain import (
+    constrain_named,
+    constrain_params,
+    gathered_params,
+    whole,
+)
+from switchx.partitioning.pipeline import Op, differentiate
+from switchx.training.losses import (
+    LossConfig,
+    TokenSums,
+    into_microbatches,
+    loss_denominators,
+)
+from switchx.training.pipelined import microbatch_of, stack_lane
+
+Bank = dict[str, jax.Array]
+
+
+class Kind(NamedTuple):
+    """What the program of a run depends on."""
+
+    stack: str
+    is_first: bool
+    is_last: bool
+
+    @classmethod
+    def of(cls, run: Run) -> "Kind":
+        return cls(run.stack, run.is_first, run.is_last)
+
+
+class Measured(NamedTuple):
+    """What a run adds to a step.
+
+    Attributes:
+        stats: of its Switch layers `[J, ...]`, summed over microbatches; None without any.
+        value, sums: its part of the loss, and of the token sums.
+        squares: sum of the squares of its experts' gradients, in an order that shapes give.
+    """
+
+    stats: RoutingStats | None
+    value: jax.Array
+    sums: TokenSums
+    squares: jax.Array
+
+
+def joined(results: list[Measured]):
+    """The loss, token sums, routing statistics and squares of all runs, first to last."""
+    sums = [(each.value, each.sums, each.squares) for each in results]
+    value, sums, squares = functools.reduce(functools.partial(jax.tree.map, jnp.add), sums)
+    return value, sums, stacked([each.stats for each in results]), squares
+
+
+def stacked(stats: list[RoutingStats | None]) -> RoutingStats | None:
+    """Statistics of all layers, from those of some layers each; None where there are none."""
+    found = [each for each in stats if each is not None]
+    if not found:
+        return None
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
+
+
+class RunPrograms:
+    """The functions of a model's runs that are compiled."""
+
+    def __init__(self, config: ModelConfig, loss: LossConfig, num_microbatches: int):
+        # Backward computes a run again as it is; remat would do so within it once more.
+        self._config = dataclasses.replace(config, remat="none")
+        self._loss, self._num_microbatches = loss, num_microbatches
+
+    def logits(self, dense: dict, x_BLD):
+        """Logits `[B, L, V]` from the decoder's last activations of an evaluation."""
+        _, shared = split_blocks(self._config, dense)
+        return Chunk(self._config, "decoder", 1, is_training=False).logits(shared, x_BLD)
+
+    def begin(self, blocks, batch, key):
+        """What all runs read, the input of the first one, which it does not read, and the
+        dense parameters of that run, gathered (`gathered_run`).
+
+        Args:
+            blocks: dense parameters of each stack's blocks, by the stack's name, as in all of
+                these.
+        """
+        M = self._num_microbatches
+        rows = into_microbatches(self._config, batch, M)
+        inputs = {
+            "rows": rows,
+            "keys": key[None] if M == 1 else jax.random.split(key, M),
+            "denominators": loss_denominators(self._config, batch, M),
+        }
+        return inputs, self._first_message(rows), self._first_dense(blocks)
+
+    def begin_eval(self, blocks, batch):
+        """What `begin` gives, where nothing is random and there is one microbatch."""
+        rows = jax.tree.map(lambda x: x[:, None], batch)
+        return (
+            {"rows": rows, "keys": None},
+            self._first_message(rows),
+            self._first_dense(blocks),
+        )
+
+    def end_eval(self, message, stats: dict[str, list[RoutingStats | None]]):
+        """The last activations `[B, L, D]`, and the statistics of all Switch layers (None for
+        none) from those of each stack's runs."""
+        of_stacks = map(stacked, (stats.get("encoder", []), stats["decoder"]))
+        return message["x_BLD"][0], join_stacks(*of_stacks)
+
+    def zeros(self, blocks, shared, message):
+        """Zeros to add gradients of these to."""
+        zeros = jax.tree.map(jnp.zeros_like, (blocks, shared, message))
+        return *constrain_params(zeros[:2]), constrain_named(zeros[2])
+
+    def link(self, rows, message):
+        """The decoder's first message, from the encoder's last one."""
+        linked = jax.vmap(link_stacks(self._message("decoder", rows)))(message)
+        return constrain_named(linked)
+
+    def link_back(self, rows, message, d_linked):
+        """The gradient of the encoder's last message."""
+        _, transpose = jax.vjp(functools.partial(self.link, rows), message)
+        return constrain_named(transpose(d_linked)[0])
+
+    def _first_dense(self, blocks):
+        return gathered_run(blocks, stack_names(self._config)[0], 0)
+
+    def _first_message(self, rows):
+        shapes = self._message(stack_names(self._config)[0], rows)
+        M = jax.tree.leaves(rows)[0].shape[1]
+        return constrain_named(
+            {name: jnp.zeros((M, *x.shape), x.dtype) for name, x in shapes.items()}
+        )
+
+    def _message(self, stack: str, rows):
+        return message_shapes(self._config, stack, jax.tree.map(lambda x: x[:, 0], rows))
+
+    def forward(
+        self, kind: Kind, is_training: bool, blocks, dense, bank, shared, inputs, message, place
+    ):
+        """A run's activations, and what its routers chose.
+
+        Args:
+            dense: the run's parameters but those of experts, gathered by the run before; None
+                where `gathered_run` gives none.
+
+        Returns:
+            Activations `[M, B, L, D]`; `used_JE` by all microbatches; in evaluation, the
+            statistics of the one that it has; `dense` of the next run.
+        """
+        ahead = self._neighbour(kind, 1)
+        ahead = ahead and gathered_run(blocks, *ahead(blocks, place))
+        chunk = Chunk(self._config, kind.stack, 1, is_training)
+        mine = _run_params(kind.stack, blocks, dense, bank, place)
+
+        def microbatch(_, item):
+            number, message = item
+            op = _op(kind, number, place)
+            batch, key = microbatch_of(inputs, op)
+            message, stats = chunk(mine, shared, batch, message, op, key=key)
+            return None, (message["x_BLD"], self._used(stats), stats)
+
+        items = jnp.arange(message["x_BLD"].shape[0]), message
+        _, (x_MBLD, used_MJE, stats) = jax.lax.scan(microbatch, None, items)
+        stats = None if is_training else jax.tree.map(lambda leaf: leaf[0], stats)
+        message = constrain_named({"x_BLD": x_MBLD})
+        return message, whole(jnp.any(used_MJE, axis=0)), stats, ahead
+
+    def _neighbour(self, kind: Kind, way: int):
+        """Where the run after (`way` 1) or before (-1) is; None where there is none.
+
+        Returns:
+            A function from blocks and the run's place to the stack and the place.
+        """
+        names, stack = stack_names(self._config), kind.stack
+        if not (kind.is_last if way == 1 else kind.is_first):
+            return lambda blocks, place: (stack, place + way)
+        other = names.index(stack) + way
+        if not 0 <= other < len(names):
+            return None
+        return lambda blocks, place: (
+            names[other],
+            0 if way == 1 else jax.tree.leaves(blocks[names[other]])[0].shape[0] - 1,
+        )
+
+    def _used(self, stats: RoutingStats | None):
+        """`used_JE` of some layers: not their load, which knows nothing of rerouted tokens."""
+        E = self._config.switch.num_experts
+        if stats is None:
+            return jnp.zeros((0, E), bool)
+        (choices,) = stats.choices  # of tokens that chose none: E, which is dropped
+        J = len(choices.expert_BLS)
+        expert_JX = choices.expert_BLS.reshape(J, -1)
+        used_JE = jnp.zeros((J, E), bool)
+        return used_JE.at[jnp.arange(J)[:, None], expert_JX].set(True, mode="drop")
+
+    def backward(
+        self,
+        kind: Kind,
+        blocks,
+        dense,
+        bank,
+        shared,
+        inputs,
+        message,
+        place,
+        d_message,
+        d_blocks,
+        d_shared,
+        scale,
+    ):
+        """The gradient of the input, the sums with this run's gradients, and the bank's.
+
+        Args:
+            dense: see `forward`; of the run before is returned last.
+            d_message: gradient of the output.
+            d_blocks: of the whole stack; this run's part is written.
+            d_shared: sum over runs; this run's is added.
+        """
+        ahead = self._neighbour(kind, -1)
+        ahead = ahead and gathered_run(blocks, *ahead(blocks, place))
+        lane = stack_lane(self._config, self._loss, kind.stack, 1, None)
+        mine = _run_params(kind.stack, blocks, dense, bank, place)
+
+        def differentiated(number, message, d_message):
+            op = _op(kind, number, place)
+            (d_mine, d_shared, d_message), result = differentiate(
+                lane, mine, shared, inputs, message, op, d_message, scale
+            )
+            grads = constrain_params((d_mine, d_shared))
+            return (*grads, result.measured, result.total), d_message
+
+        def microbatch(total, item):
+            added, d_message = differentiated(*item)
+            return jax.tree.map(jnp.add, total, added), d_message
+
+        items = jnp.arange(message["x_BLD"].shape[0]), message, d_message
+        example, _ = jax.eval_shape(differentiated, *jax.tree.map(lambda x: x[0], items))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example)
+        total = zeros[0], d_shared, *zeros[2:]
+        (d_mine, d_shared, stats, (value, sums)), d_message = jax.lax.scan(
+            microbatch, total, items
+        )
+        leaves = tree.named_leaves({kind.stack: {BLOCKS: d_mine}})
+        d_bank = constrain_params({name: leaves.pop(name)[0] for name in bank})
+        d_dense = tree.nested(leaves)[kind.stack][BLOCKS]
+        d_blocks = jax.tree.map(
+            lambda all_runs, own: jax.lax.dynamic_update_slice_in_dim(all_runs, own, place, 0),
+            d_blocks,
+            d_dense,
+        )
+        d_blocks, d_shared = constrain_params((d_blocks, d_shared))
+        squares = sum(
+            (jnp.sum(jnp.square(g.astype(jnp.float32))) for g in d_bank.values()),
+            jnp.zeros((), jnp.float32),
+        )
+        measured = Measured(stats, value, sums, squares)
+        return constrain_named(d_message), d_blocks, d_shared, d_bank, measured, ahead
+
+
+def gathered_run(blocks, stack: str, place):
+    """The dense parameters `[1, ...]` of a run with all of D on each device; None where no
+    device has slices of D, and a run takes its own as they are."""
+    # Sliced first and gathered then: XLA would gather the slices of all runs.
+    return gathered_params(constrain_params(_slices(blocks[stack], place)))
+
+
+def _slices(blocks, place):
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), blocks)
+
+
+def _run_params(stack: str, blocks, dense, bank: Bank, place) -> dict[str, Any]:
+    """The parameters `[1, ...]` of one run: its slices of the stack's, and its experts."""
+    own = _slices(blocks[stack], place) if dense is None else dense
+    leaves = tree.named_leaves({stack: {BLOCKS: own}})
+    leaves |= {name: leaf[None] for name, leaf in bank.items()}
+    return tree.nested(leaves)[stack][BLOCKS]
+
+
+def _op(kind: Kind, microbatch, place) -> Op:
+    """A run of a microbatch, as the only one of a tick."""
+    return Op(
+        microbatch=microbatch,
+        chunk=0,
+        slot=0,
+        place=place,
+        is_active=True,
+        is_first=kind.is_first,
+        is_last=kind.is_last,
+        any_active=True,
+        any_first=kind.is_first,
+        any_last=kind.is_last,
+    )

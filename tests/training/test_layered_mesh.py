@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with experts on a disk on meshes of devices, against the resident program."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.models.stages import split_blocks
+from switchx.optim.adamw import AdamW
+from switchx.partitioning.hlo_collectives import computations_of, executed_collectives
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
+from switchx.storage.cache import StorageSpec
+from switchx.training.layered import LayeredProgram
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig, gradients
+from tests.data.refusals import refused
+from tests.training.jobs import SPARSE, make_batch, make_job
+from tests.training.test_layered import saved_files
+from tests.training.test_layered_step import relative_error, stacked
+from tests.training.train_states import assert_same
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+# Some of them have no token in a step. Those of a device have dropout of their own.
+E, ROWS = 16, 16
+MODEL = stacked(SPARSE, num_experts=E, expert_dropout_rate=0.0)
+# Pipeline MoE's: experts are on devices that share their tokens.
+SLICED = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
+
+
+def mesh_job(mesh: MeshSpec, storage=None, dispatcher="gather", **changes):
+    switch = dataclasses.replace(MODEL.switch, dispatcher=dispatcher)
+    fields = dict(
+        storage=storage or StorageSpec("disk"),
+        optimizer=AdamW(weight_decay=0.1, epsilon=1e-4),
+        mesh=mesh,
+        step=StepConfig(num_microbatches=2, clip_norm=0.5),
+        batch_size=ROWS,
+    )
+    return make_job(dataclasses.replace(MODEL, switch=switch), **fields | changes)
+
+
+def program_of(job, folder) -> LayeredProgram:
+    return LayeredProgram(job, RunFolder(folder), jax.devices()[: job.mesh.num_devices(1)])
+
+
+class KeptGradients:
+    """A program's records, which also keep the gradients of experts, and what was used.
+
+    Attributes:
+        grads: `[N, E, ...]` by path, as of the whole step.
+    """
+
+    def __init__(self, experts, like):
+        names = {n.removeprefix("params/") for n in experts.abstract}
+        self.grads = {name: np.zeros_like(like[name]) for name in names & like.keys()}
+        self.used, self._experts = [], experts
+
+    def __getattr__(self, name):
+        return getattr(self._experts, name)
+
+    def keep_gradients(self, run, used_JE, bank):
+        self._experts.keep_gradients(run, used_JE, bank)
+        self.used += list(used_JE)
+        for n, names in zip(run.layers, run.names, strict=True):
+            experts, rows = self._experts._gradients[n]
+            for name in names:
+                self.grads[name][run.place, experts] = rows[name]
+
+
+@functools.cache
+def resident_step():
+    """Parameters, and the raw gradients of a step with all of them on one device."""
+    job = mesh_job(MeshSpec(data=1), StorageSpec())
+    program = TrainingProgram(job, jax.devices()[:1])
+    with program.scope():
+        state = program.init_state()
+        compute = jax.jit(functools.partial(gradients, MODEL, job.loss, job.step))
+        grads = compute(state.params, make_batch(MODEL, ROWS), key=state.key)[0]
+    return jax.device_get((state.params, tree.named_leaves(grads)))
+
+
+DATA, MODEL_AXIS = MeshSpec(data=2, expert=4), MeshSpec(data=1, model=2, expert=2)
+FSDP = MeshSpec(data=2, fsdp=2, expert=2)
+MESHES = {
+    "fsdp": (FSDP, "gather"),
+    "data": (DATA, "gather"),
+    "model": (MODEL_AXIS, "gather"),
+    "fsdp_alone": (MeshSpec(data=1, fsdp=2, expert=2), "gather"),
+    "all_to_all": (DATA, "all_to_all"),
+    "ragged_all_to_all": (FSDP, "ragged_all_to_all"),
+    "einsum": (MeshSpec(data=2, expert=2, model=2), "einsum"),
+    "hierarchical": (MeshSpec(data=1, node=2, expert=2), "hierarchical"),
+    "sliced": (MeshSpec(data=2, fsdp=2, model=2, rules=SLICED), "sliced"),
+    "dropless": (MeshSpec(data=2, fsdp=2), "dropless"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # given ones
+@pytest.mark.parametrize(
+    "name",
+    ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in MESHES if n != "fsdp")],
+)
+def test_raw_gradients_are_those_of_one_device_with_all_experts(name, tmp_path):
+    mesh, dispatcher = MESHES[name]
+    params, want = resident_step()
+    program = program_of(mesh_job(mesh, dispatcher=dispatcher), tmp_path)
+    with program.scope():
+        state = program.init_state(params)
+        banks = KeptGradients(program.experts, want)
+        programs = Lowered(program._layered)
+        program.experts.begin_sweeps(is_training=True)
+        batch = program.place(make_batch(MODEL, ROWS))
+        grads, _ = programs.layered.gradients(state.params, batch, banks, key=state.key)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, grads)
+        for got, expected in zip(
+            jax.tree.leaves(shardings), jax.tree.leaves(program.shardings.params), strict=True
+        ):
+            assert got.is_equivalent_to(expected, 4)
+    assert not np.all(banks.used)  # an expert without tokens
+    got = tree.named_leaves(grads) | banks.grads
+    assert got.keys() == want.keys()
+    for label, leaf in want.items():
+        assert relative_error([got[label]], [leaf]) <= 3e-6, label
+    assert relative_error([got[label] for label in want], want.values()) <= 1e-6
+    if name == "fsdp":
+        assert_dense_slices_are_gathered_a_run_ahead(programs.hlo, state.params)
+
+
+class Lowered:
+    """Compiled programs of a step.
+
+    Attributes:
+        layered: what is to be called; the programs are kept.
+        hlo: texts by the program's name and the place of its run.
+    """
+
+    def __init__(self, layered):
+        self.layered, self.hlo = layered, {}
+        for name in ("_begin", "_forward", "_backward"):
+            setattr(layered, name, self._kept(name, getattr(layered, name)))
+
+    def _kept(self, name, compiled):
+        def call(*arguments):
+            places = [int(each) for each in arguments if isinstance(each, np.int32)]
+            key = (name.removeprefix("_"), *places)
+            if key not in self.hlo:
+                self.hlo[key] = compiled.lower(*arguments).compile().as_text()
+            return compiled(*arguments)
+
+        return call
+
+
+def assert_dense_slices_are_gathered_a_run_ahead(hlo, dense):
+    """SE-MoE's horizontal prefetch, in the compiled programs of two runs on an `fsdp` mesh."""
+    (blocks,), _ = split_blocks(MODEL, dense)
+    shapes = sorted((1, *leaf.shape[1:]) for leaf in jax.tree.leaves(blocks))
+
+    def gathered(*key):
+        found = executed_collectives(hlo[key])
+        arrays = [
+            shape
+            for one, count in found.items()
+            if one.kind == "all-gather"
+            for _, shape in one.arrays * count
+        ]
+        return sorted(shape for shape in arrays if shape in shapes)
+
+    # The first run's own before it begins, then each run the next one's; backward likewise.
+    assert gathered("begin") == shapes
+    assert gathered("forward", 0) == gathered("backward", 1) == shapes
+    assert gathered("forward", 1) == gathered("backward", 0) == []
+    for key in (("forward", 0), ("backward", 1)):
+        assert_nothing_waits_for_the_gathered(hlo[key], shapes)
+
+
+def assert_nothing_waits_for_the_gathered(hlo, shapes):
+    """All-gathers of these shapes read the stacks alone, and no loop reads what they give."""
+    computations, entry = computations_of(hlo)
+    lines = {line.split(" = ")[0].split("%")[1]: line for line in computations[entry]}
+
+    def read(name):
+        """All instructions that one depends on."""
+        called = r"(calls|body|condition|to_apply|metadata)=\{?[^,}]*"
+        names = re.findall(r"%([\w.-]+)", re.sub(called, "", lines[name].split(" = ")[1]))
+        return {name}.union(*(read(each) for each in names if each in lines))
+
+    ahead = {
+        name
+        for name, line in lines.items()
+        if " all-gather(" in line
+        and tuple(map(int, re.search(r"f32\[([\d,]+)\]", line)[1].split(","))) in shapes
+    }
+    assert len(ahead) == len(shapes)
+    for name in ahead:
+        arguments = [lines[each] for each in read(name) if " parameter(" in lines[each]]
+        assert arguments
+        for line in arguments:
+            assert re.search(r'op_name="(blocks\[|place)', line), line
+    loops = [name for name, line in lines.items() if " while(" in line]
+    assert loops and not any(read(name) & ahead for name in loops)
+
+
+def steps_of(program, number: int = 4):
+    """State, losses and norms after steps of one batch each."""
+    state, measured = program.init_state(), []
+    for step in range(number):
+        batch = program.place(make_batch(MODEL, ROWS, seed=step))
+        state, metrics = program.train_step(state, batch)
+        measured.append((float(metrics.loss), float(metrics.grad_norm)))
+    return state, measured
+
+
+@pytest.mark.slow  # tests/training/test_layered.py has one device
+@pytest.mark.parametrize("name", ["fsdp", "model"])
+def test_steps_on_a_mesh(name, tmp_path):
+    """Losses are the resident program's; the cache changes no bit; a step that is not finite
+    changes no record."""
+    mesh, _ = MESHES[name]
+    resident = TrainingProgram(mesh_job(MeshSpec(data=1), StorageSpec()), jax.devices()[:1])
+    with resident.scope():
+        _, want = steps_of(resident)
+    program = program_of(mesh_job(mesh), tmp_path / "all")
+    with program.scope():
+        state, measured = steps_of(program)
+        files = saved_files(program, tmp_path / "saved")
+        dense = jax.device_get(state.params)
+    np.testing.assert_allclose(measured, want, rtol=1e-5)
+    few = (E + 3) * program.experts.layout.record_bytes
+    storage = StorageSpec("disk", host_bytes=few, policy="lru")
+    program = program_of(mesh_job(mesh, storage), tmp_path / "few")
+    with program.scope():
+        state, again = steps_of(program)
+        assert 0 < program.experts.metrics()["hit_rate"] < 1
+        assert again == measured and saved_files(program, tmp_path / "saved_too") == files
+        assert_same(jax.device_get(state.params), dense)
+        batch = make_batch(MODEL, ROWS, seed=9)
+        infinite = np.full_like(batch["decoder_loss_weights"], np.inf)
+        state, metrics = program.train_step(
+            state, program.place(batch | {"decoder_loss_weights": infinite})
+        )
+        assert int(metrics.is_skipped) == 1
+        assert saved_files(program, tmp_path / "after") == files
+        sums, _, _ = program.eval_step(state.params, program.place(batch))
+    with resident.scope():
+        state, _ = steps_of(resident)
+        expected, _, _ = resident.eval_step(state.params, resident.place(batch))
+    np.testing.assert_allclose(sums.loss, expected.loss, rtol=1e-5)
+
+
+def test_what_does_not_divide_is_refused(tmp_path):
+    with refused("expert dimension E=16 is not divisible by mesh axis 'expert' of size 3<any>"):
+        program_of(mesh_job(MeshSpec(data=1, expert=3), batch_size=18), tmp_path)
+    with refused(
+        "mesh axis 'pipe' of size 2 with StorageSpec.experts='disk'<any>use pipe=1<any>"
+    ):
+        program_of(mesh_job(MeshSpec(data=1, pipe=2)), tmp_path)
