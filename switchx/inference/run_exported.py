@@ -28,9 +28,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 
 FORMAT = "switchx exported model"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "export.json"
 WEIGHTS = "weights.safetensors"
+# The kind of memory, as JAX names it.
+HOST = "pinned_host"
 
 
 class ExportedModel:
@@ -65,6 +67,15 @@ class ExportedModel:
             axis_types=(AxisType.Auto,) * len(axes),
         )
         self._programs = self.manifest["programs"][platform]
+        self._host_kind = None
+        if self.manifest["ring_slots"] is not None:
+            self._host_kind = host_memory_kind(devices[0], f"or {self._again} without the ring")
+            if self._host_kind is None:
+                warnings.warn(
+                    f"{self.folder.name} keeps experts in host memory, which on a CPU is the "
+                    "device's: kinds of memory have no effect here",
+                    stacklevel=2,
+                )
         self._prefill, self._step = self._program("prefill"), self._program("step")
         self._weights = self._read_weights()
 
@@ -172,7 +183,9 @@ class ExportedModel:
         }  # fmt: skip
 
     def _sharding(self, described: dict) -> NamedSharding:
-        return NamedSharding(self._mesh, PartitionSpec(*map(tuple, described["axes"])))
+        spec = PartitionSpec(*map(tuple, described["axes"]))
+        kind = self._host_kind if described.get("memory") == HOST else None
+        return NamedSharding(self._mesh, spec, memory_kind=kind)
 
     def _program(self, name: str):
         file = self.folder / self._programs[name]["file"]
@@ -190,12 +203,17 @@ class ExportedModel:
         weights = {}
         with safe_open(self.folder / WEIGHTS, framework="np") as file:
             for name, described in self._programs["weights"].items():
-                array = jnp.array(file.get_tensor(name))
-                if described["dtype"] == "int4":  # stored two in a byte
-                    nibbles = jax.lax.bitcast_convert_type(array, jnp.int4)
-                    array = nibbles.reshape(described["shape"])
+                if "layers" in described:  # a stack in host memory
+                    array = np.stack([self._layer(file, each) for each in described["layers"]])
+                else:
+                    array = _native(jnp.array(file.get_tensor(name)), described)
                 weights[name] = jax.device_put(array, self._sharding(described))
         return weights
+
+    def _layer(self, file, described: dict) -> np.ndarray:
+        """An array as stacks in host memory have it."""
+        array = np.asarray(_native(file.get_tensor(described["name"]), described))
+        return array if array.dtype.itemsize > 1 else host_words(array)
 
     @property
     def _again(self) -> str:
@@ -260,6 +278,55 @@ class ExportedModel:
         with file.open("rb") as opened:
             if hashlib.file_digest(opened, "sha256").hexdigest() != sha256:
                 raise ValueError(f"{file} has changed since it was written; {again}")
+
+
+def host_memory_kind(device, way_out: str) -> str | None:
+    """The kind of host memory that a device's programs read; None on a CPU, where the kinds
+    have no effect.
+
+    Raises:
+        ValueError: an accelerator without.
+    """
+    if device.platform == "cpu":
+        return None
+    if HOST not in {memory.kind for memory in device.addressable_memories()}:
+        raise ValueError(
+            f"{device.device_kind} has no memory of kind {HOST}, where experts are to be; use "
+            f"another device, {way_out}"
+        )
+    return HOST
+
+
+def host_words(array: np.ndarray) -> np.ndarray:
+    """Matrices of 4 or 8 bits `[..., X, C]` as int32 `[..., W, C]`: X / W rows that follow each
+    other are a word, the first one in its lowest bits; zeros fill up the last.
+
+    The TPU compiler takes slices of these in host memory, and not of smaller types.
+    """
+    bits = bits_of(array.dtype)
+    part = array.astype(np.int8) if bits == 4 else array.view(np.uint8)
+    part = part.view(np.uint8) & (2**bits - 1)
+    *outer, rows, columns = part.shape
+    size = 32 // bits
+    part = np.pad(part, [(0, 0)] * len(outer) + [(0, -rows % size), (0, 0)])
+    part = part.reshape(*outer, -1, size, columns)
+    word = np.zeros((*outer, part.shape[-3], columns), np.uint32)
+    for place in range(size):
+        word |= part[..., place, :].astype(np.uint32) << np.uint32(bits * place)
+    return word.view(np.int32)
+
+
+def bits_of(dtype) -> int:
+    """Of an integer of a byte or less."""
+    return 4 if dtype == jnp.int4 else 8
+
+
+def _native(array, described: dict):
+    """An array of the file as programs take it."""
+    if described["dtype"] != "int4":
+        return array
+    nibbles = jax.lax.bitcast_convert_type(jnp.array(array), jnp.int4)  # stored two in a byte
+    return nibbles.reshape(described["shape"])
 
 
 def _platform_name() -> str:

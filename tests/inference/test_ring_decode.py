@@ -11,7 +11,7 @@ import pytest
 from switchx.inference.config import DecodingConfig, ExpertSlots
 from switchx.inference.generate import Generator, for_decoding, with_capacity
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.ring_decode import RingExperts, check_ring, outside_of_device
+from switchx.inference.ring_decode import RingExperts, check_ring
 from switchx.inference.ring_program import copied_bytes
 from switchx.inference.score import Scorer
 from switchx.models.config import ModelConfig, SwitchConfig
@@ -61,7 +61,8 @@ def test_tokens_are_those_of_the_resident_model(bits, beam_size, slots):
     assert found == resident(bits, beam_size)
     traffic = ring.traffic
     layer = traffic.expert_bytes // (2 * L)
-    assert traffic.device_bytes == 2 * slots * layer
+    # In both stacks K - 2 layers are resident, and all others share two slots.
+    assert traffic.device_bytes == 2 * (slots - 1) * layer
     # The encoder and the prompt once, then the decoder's step for each token after the first.
     streamed = L - slots + 2
     assert traffic.moved_bytes == streamed * layer * (traffic.calls + 1)
@@ -71,12 +72,10 @@ def test_tokens_are_those_of_the_resident_model(bits, beam_size, slots):
 def test_streaming_is_said_of_each_kind_of_call():
     ring = RingExperts(*model(None), 3)
     written(ring.config, ring.params, 1, ring)
-    said = ring.streaming(load_hardware("h200"))
-    assert [(call.stack, call.num_tokens) for _, call in said] == [
-        ("encoder", 4 * 4),
-        ("decoder", 4),
-    ]
-    assert sum(count for count, call in said if call.stack == "decoder") == ring.traffic.calls
+    encoder, decoder = ring.kinds(load_hardware("h200"))
+    assert (encoder.streaming.stack, encoder.streaming.num_tokens) == ("encoder", 4 * 4)
+    assert (decoder.streaming.stack, decoder.streaming.num_tokens) == ("decoder", 4)
+    assert decoder.count == ring.traffic.calls and decoder.ran == "ring"
 
 
 def test_bytes_are_counted_in_the_program():
@@ -107,7 +106,7 @@ def test_scores_with_capacity_are_the_same():
 @pytest.mark.parametrize(
     "changes, slots, words",
     [
-        ({}, 1, f"a ring of 1 slots, but the encoder has {L} Switch layers (one in 2 blocks)"),
+        ({}, 1, f"a ring of 1 slots, but the encoder has {L} Switch layers; use 2 to {L}"),
         ({}, L + 1, f"a ring of {L + 1} slots, but the encoder has {L} Switch layers"),
         ({"num_decoder_layers": 2}, 2, "the decoder has one Switch layer; use expert_slots"),
         ({"switch": None}, 2, "a dense model, which has no experts to move"),
@@ -120,8 +119,10 @@ def test_refusals(changes, slots, words):
 
 def test_what_a_ring_does_not_take():
     for asked, words in (
-        (ExpertSlots(2, ring=True, prefetch=True), "a ring with prefetch"),
-        (ExpertSlots(2, ring=True, host_bytes=9), "a ring with host_bytes"),
+        ({"ring_slots": 2, "prefetch": True}, "ring_slots=2 with prefetch, which predicts"),
+        ({"ring_slots": 2, "host_bytes": 9}, "ring_slots=2 with host_bytes=9: a ring has all"),
+        ({"ring_slots": 2, "hardware": "h200"}, "hardware='h200' without slots and ring_slots"),
+        ({}, "ExpertSlots without slots and ring_slots; give one of the two, or both"),
     ):
         with refused(words):
-            outside_of_device(*model(None), asked, None)
+            ExpertSlots(**asked)
