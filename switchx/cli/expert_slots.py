@@ -50,8 +50,8 @@ def add_expert_slots(parser: shared.CommandParser) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE",
-        help="with --expert_slots or --ring_slots: a spec (docs/planner.md) that the formula of "
-        "streaming is evaluated for; default: that of the device",
+        help="with --expert_slots or --ring_slots: a spec (docs/planner.md) that the formula "
+        "of streaming is evaluated for; default: that of the device",
     )
 
 

@@ -9,6 +9,7 @@ Dims: B batch, L length, M input length, P prompt, T new tokens
 """
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -154,9 +155,12 @@ def export_model(
         "decoding": dataclasses.asdict(decoding),
         **dataclasses.asdict(shapes),
         "mesh": dict(targets[0].devices().mesh.shape),
-        "ring_slots": ring_slots,
+        "ring": None,
         "programs": programs,
     }
+    if ring_slots is not None:
+        (weights, *_) = (described["weights"] for described in programs.values())
+        content["ring"] = {"slots": ring_slots, "host_bytes": _host_bytes(weights)}
 
     with new_folder(folder) as partial:
         save_file(tree.named_leaves(packed(params)), partial / run_exported.WEIGHTS)
@@ -166,6 +170,15 @@ def export_model(
         add_files(partial)
         content = write_manifest(partial, run_exported.MANIFEST, content, "sha256")
         return content, num_bytes(partial)
+
+
+def _host_bytes(weights: dict[str, dict[str, Any]]) -> int:
+    """Of what is in host memory, on all platforms the same."""
+    return sum(
+        math.prod(each["shape"]) * jnp.dtype(each["dtype"]).itemsize
+        for each in weights.values()
+        if "memory" in each
+    )
 
 
 def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Target, ring_slots):

@@ -68,7 +68,7 @@ class ExportedModel:
         )
         self._programs = self.manifest["programs"][platform]
         self._host_kind = None
-        if self.manifest["ring_slots"] is not None:
+        if self.manifest["ring"] is not None:
             self._host_kind = host_memory_kind(devices[0], f"or {self._again} without the ring")
             if self._host_kind is None:
                 warnings.warn(
