@@ -356,8 +356,8 @@ def _load_with_slots(model_dir, step, mesh, expert_slots: int | ExpertSlots) -> 
     asked = ExpertSlots(expert_slots) if isinstance(expert_slots, int) else expert_slots
     require(
         mesh is None,
-        "experts outside of the device (expert_slots, ring_slots) with a mesh: they come to one "
-        "device; leave out one of the two",
+        "expert_slots or ring_slots with a mesh: experts come to one device; leave out one of "
+        "the two",
     )
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         if asked.host_bytes is None:

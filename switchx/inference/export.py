@@ -256,12 +256,12 @@ class _Streamed:
         _, layers = without_bank(config, params)
         host = NamedSharding(mesh, PartitionSpec(), memory_kind=run_exported.HOST)
         self._bank = Bank.abstract(config, layers, slots, host)
-        # By the name of a stack, the names of its layers' arrays and one of these.
+        # By the name of a stack, those of its layers' arrays, and their dtype.
         paths = [layer_path(config.sparse_layer_names[n]) for n in self._bank.numbers]
         like = tree.named_leaves(layers[self._bank.numbers[0]])
         stacks = tree.named_leaves({"streamed": self._bank.streamed})
         self._layers = {
-            stack: ([f"{path}{EXPERTS}{name}" for path in paths], leaf)
+            stack: ([f"{path}{EXPERTS}{name}" for path in paths], str(leaf.dtype))
             for stack, (name, leaf) in zip(stacks, like.items(), strict=True)
         }
         streamed = {name for names, _ in self._layers.values() for name in names}
@@ -283,12 +283,9 @@ class _Streamed:
     def described(self) -> dict[str, dict[str, Any]]:
         """With the arrays of the file that stacks in host memory are made of."""
         found = _described(self.weights)
-        for stack, (names, leaf) in self._layers.items():
-            form = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-            found[stack] |= {
-                "memory": run_exported.HOST,
-                "layers": [{"name": name} | form for name in names],
-            }
+        for stack, (names, dtype) in self._layers.items():
+            memory = {"memory": run_exported.HOST, "layers": names, "dtype_of_layers": dtype}
+            found[stack] |= memory
         return found
 
 

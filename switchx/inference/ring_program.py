@@ -5,12 +5,12 @@
 its Switch layers are, as by `ChosenExperts`; here the parts are one compiled program again, and
 between two of them stands a layer whose experts are resident or in a slot. The copy into a slot
 begins when the layer that was in it has been computed, so that it runs beside the other slot's.
-Dims: R rows, D model, E experts, N layers that stream, X rows of a matrix, W words of rows
+Dims: R rows, D model, E experts, N layers that stream, C columns of a
+matrix, W words of its rows
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -23,35 +23,34 @@ from switchx.inference.cut_program import CutProgram
 from switchx.inference.expert_slots import run_layer
 from switchx.inference.expert_source import Weights
 from switchx.inference.quantize import native
-from switchx.inference.run_exported import bits_of, host_memory_kind, host_words
+from switchx.inference.run_exported import form_of, host_form, host_memory_kind
 from switchx.models.config import ModelConfig
 from switchx.planner.streaming import streamed_layers
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Words:
-    """A stack of matrices of 4 or 8 bits, as host memory holds it: 32 bits of the rows of X
-    that follow each other are one word.
-
-    Do not simplify: of arrays of 8 bits and less the TPU compiler copies the whole stack to the
-    device to take a slice, since their layouts differ in host and device memory.
+class Stored:
+    """One parameter of layers of experts, in the form of `run_exported.host_form`.
 
     Attributes:
-        word_NEWX: int32, `[N, E, W, ...]`, N and E as often as they are indexed.
-        rows: X.
-        dtype: of the matrices.
+        array: `[N, E, ...]`, N and E as far as they are not indexed.
+        shape: of an expert's parameter.
+        dtype: of it.
     """
 
-    word_NEWX: jax.Array
-    rows: int = dataclasses.field(metadata={"static": True})
+    array: jax.Array
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
 
-    def matrices(self):
-        """What the words are of, `[E, X, ...]`, of words `[E, W, ...]`."""
-        E, _, columns = self.word_NEWX.shape
-        parts = jax.lax.bitcast_convert_type(self.word_NEWX, jnp.dtype(self.dtype))
-        return jnp.moveaxis(parts, -1, -2).reshape(E, -1, columns)[:, : self.rows]
+    def parameter(self):
+        """`[E, ...]` of an array `[E, ...]`."""
+        E, dtype = self.array.shape[0], jnp.dtype(self.dtype)
+        if self.array.dtype == dtype:
+            return self.array.reshape(E, *self.shape)
+        rows, columns = self.shape
+        parts = jax.lax.bitcast_convert_type(self.array, dtype)  # [E, W, C, 4 or 8]
+        return jnp.moveaxis(parts, -1, -2).reshape(E, -1, columns)[:, :rows]
 
 
 @jax.tree_util.register_dataclass
@@ -61,8 +60,7 @@ class Bank:
 
     Attributes:
         resident: by number of the layer; on the device.
-        streamed: of the others, `[N, E, ...]`, in host memory; matrices of less than 16 bits
-            are `Words`.
+        streamed: of the others, in host memory; `Stored` arrays `[N, E, ...]`.
         numbers: of the layers in `streamed`.
     """
 
@@ -76,10 +74,15 @@ class Bank:
         numbers, device = streamed_layers(config, slots), jax.devices()[0]
         kind = host_memory_kind(device, "or leave the ring out")
         host = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-        streamed = jax.tree.map(
-            lambda *leaves: _stacked(leaves, lambda x: jax.device_put(x, host)),
-            *(native(layers[number]) for number in numbers),
-        )
+
+        def stacked(like, *leaves):
+            forms = [host_form(np.asarray(leaf), str(like.dtype)) for leaf in leaves]
+            return Stored(
+                jax.device_put(np.stack(forms), host), like.shape[1:], str(like.dtype)
+            )
+
+        like = jax.eval_shape(native, layers[0])
+        streamed = jax.tree.map(stacked, like, *(layers[number] for number in numbers))
         resident = {
             number: jax.tree.map(jnp.array, native(layer))
             for number, layer in enumerate(layers)
@@ -97,16 +100,10 @@ class Bank:
             host: the sharding of what streams.
         """
 
-        def struct(shape, dtype):
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=host)
-
         def stacked(leaf):
-            if leaf.dtype.itemsize > 1:
-                return struct((len(numbers), *leaf.shape), leaf.dtype)
-            E, rows, columns = leaf.shape
-            words = math.ceil(rows / (32 // bits_of(leaf.dtype)))
-            shape = len(numbers), E, words, columns
-            return Words(struct(shape, jnp.int32), rows, str(leaf.dtype))
+            shape, dtype = form_of(leaf.shape, str(leaf.dtype))
+            struct = jax.ShapeDtypeStruct((len(numbers), *shape), dtype, sharding=host)
+            return Stored(struct, leaf.shape[1:], str(leaf.dtype))
 
         numbers = streamed_layers(config, slots)
         streamed = jax.tree.map(stacked, layers[numbers[0]])
@@ -147,15 +144,6 @@ class Bank:
         return _expert(self.streamed, np.int32(self.numbers.index(number)), np.int32(expert))
 
 
-def _stacked(leaves: Sequence, place: Callable):
-    """Matrices of layers in host memory, by `place`."""
-    leaves = [np.asarray(leaf) for leaf in leaves]
-    if leaves[0].dtype.itemsize > 1:
-        return place(np.stack(leaves))
-    words = place(np.stack([host_words(leaf) for leaf in leaves]))
-    return Words(words, leaves[0].shape[-2], str(leaves[0].dtype))
-
-
 def _slice(stack, n):
     return jax.lax.dynamic_index_in_dim(stack, n, keepdims=False, allow_negative_indices=False)
 
@@ -173,10 +161,10 @@ def _on_device(weights: Weights) -> Weights:
     """Arrays that are in host memory."""
     placed = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), weights)
 
-    def matrices(leaf):
-        return leaf.matrices() if isinstance(leaf, Words) else leaf
+    def parameter(leaf):
+        return leaf.parameter()
 
-    return jax.tree.map(matrices, placed, is_leaf=lambda leaf: isinstance(leaf, Words))
+    return jax.tree.map(parameter, placed, is_leaf=lambda leaf: isinstance(leaf, Stored))
 
 
 def _zero_of(array):

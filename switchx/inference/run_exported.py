@@ -15,6 +15,7 @@ Dims: B batch, L hypotheses, M input length, P prompt, T new tokens
 import argparse
 import hashlib
 import json
+import math
 import operator
 import pathlib
 import sys
@@ -33,6 +34,10 @@ MANIFEST = "export.json"
 WEIGHTS = "weights.safetensors"
 # The kind of memory, as JAX names it.
 HOST = "pinned_host"
+# Of integers of a byte or less.
+_BITS = {"int4": 4, "int8": 8, "uint8": 8}
+# Columns of a tile of a TPU's memory.
+LANES = 128
 
 
 class ExportedModel:
@@ -204,16 +209,16 @@ class ExportedModel:
         with safe_open(self.folder / WEIGHTS, framework="np") as file:
             for name, described in self._programs["weights"].items():
                 if "layers" in described:  # a stack in host memory
-                    array = np.stack([self._layer(file, each) for each in described["layers"]])
+                    layers = map(file.get_tensor, described["layers"])
+                    dtype = described["dtype_of_layers"]
+                    array = np.stack([host_form(layer, dtype) for layer in layers])
                 else:
-                    array = _native(jnp.array(file.get_tensor(name)), described)
+                    array = jnp.array(file.get_tensor(name))
+                    if described["dtype"] == "int4":  # stored two in a byte
+                        nibbles = jax.lax.bitcast_convert_type(array, jnp.int4)
+                        array = nibbles.reshape(described["shape"])
                 weights[name] = jax.device_put(array, self._sharding(described))
         return weights
-
-    def _layer(self, file, described: dict) -> np.ndarray:
-        """An array as stacks in host memory have it."""
-        array = np.asarray(_native(file.get_tensor(described["name"]), described))
-        return array if array.dtype.itemsize > 1 else host_words(array)
 
     @property
     def _again(self) -> str:
@@ -297,36 +302,37 @@ def host_memory_kind(device, way_out: str) -> str | None:
     return HOST
 
 
-def host_words(array: np.ndarray) -> np.ndarray:
-    """Matrices of 4 or 8 bits `[..., X, C]` as int32 `[..., W, C]`: X / W rows that follow each
-    other are a word, the first one in its lowest bits; zeros fill up the last.
+def form_of(shape, dtype: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype that an array `[E, ...]` has in host memory.
 
-    The TPU compiler takes slices of these in host memory, and not of smaller types.
+    Matrices of 4 or 8 bits `[E, X, C]` are int32 `[E, W, C]`: X / W rows that follow each other
+    are a word. The TPU compiler slices these in host memory, and copies all of a stack of a
+    smaller type. Of others, those of few columns are rows: a device would fill the columns up.
     """
-    bits = bits_of(array.dtype)
-    part = array.astype(np.int8) if bits == 4 else array.view(np.uint8)
-    part = part.view(np.uint8) & (2**bits - 1)
-    *outer, rows, columns = part.shape
+    if dtype in _BITS:
+        E, rows, columns = shape
+        return (E, -(-rows * _BITS[dtype] // 32), columns), "int32"
+    return (tuple(shape) if shape[-1] >= LANES else (shape[0], math.prod(shape[1:]))), dtype
+
+
+def host_form(array: np.ndarray, dtype: str) -> np.ndarray:
+    """An array as the file has it, of a dtype that programs read, in the form of `form_of`.
+
+    The first row of a word is in its lowest bits; zeros fill up the last one.
+    """
+    if dtype not in _BITS:
+        return array.reshape(form_of(array.shape, dtype)[0])
+    bits, part = _BITS[dtype], array.view(np.uint8)
+    if bits == 4:  # stored two in a byte
+        part = np.stack([part & 15, part >> 4], axis=-1).reshape(*part.shape[:-1], -1)
+    E, rows, columns = part.shape
     size = 32 // bits
-    part = np.pad(part, [(0, 0)] * len(outer) + [(0, -rows % size), (0, 0)])
-    part = part.reshape(*outer, -1, size, columns)
-    word = np.zeros((*outer, part.shape[-3], columns), np.uint32)
+    part = np.pad(part, ((0, 0), (0, -rows % size), (0, 0)))
+    part = part.reshape(E, -1, size, columns).astype(np.uint32)
+    word = np.zeros((E, part.shape[1], columns), np.uint32)
     for place in range(size):
-        word |= part[..., place, :].astype(np.uint32) << np.uint32(bits * place)
+        word |= part[:, :, place] << np.uint32(bits * place)
     return word.view(np.int32)
-
-
-def bits_of(dtype) -> int:
-    """Of an integer of a byte or less."""
-    return 4 if dtype == jnp.int4 else 8
-
-
-def _native(array, described: dict):
-    """An array of the file as programs take it."""
-    if described["dtype"] != "int4":
-        return array
-    nibbles = jax.lax.bitcast_convert_type(jnp.array(array), jnp.int4)  # stored two in a byte
-    return nibbles.reshape(described["shape"])
 
 
 def _platform_name() -> str:

@@ -180,6 +180,14 @@ def streamed_layers(config: ModelConfig, slots: int) -> tuple[int, ...]:
     )
 
 
+def most_slots(config: ModelConfig) -> int:
+    """The most slots of each stack that a ring of this model has; below 2 it takes none."""
+    if config.switch is None or not config.switch.has_ffn or config.switch.has_attention:
+        return 0
+    layers = [config.num_sparse_layers_of(stack) for stack in ("encoder", "decoder")]
+    return min(number for number in layers if number)
+
+
 def touched_experts(num_experts: int, choices: float) -> float:
     """E (1 - (1 - 1/E)^c): the experts that c choices are expected to touch, all alike."""
     return num_experts * (1 - (1 - 1 / num_experts) ** choices)
