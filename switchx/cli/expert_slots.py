@@ -72,8 +72,9 @@ def expert_slots(arguments: argparse.Namespace):
         load_hardware(given["hardware"])  # what is wrong with it is said before the work
     slots, ring_slots = arguments.expert_slots, arguments.ring_slots
     if slots is None:
-        of_ring = () if ring_slots is None else ("hardware",)
-        for name in given.keys() - of_ring:
+        if ring_slots is not None:
+            given.pop("hardware", None)
+        for name in given:
             arguments.parser.error(
                 f"--{name} without --expert_slots; give --expert_slots=K, too"
             )
