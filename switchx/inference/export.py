@@ -115,17 +115,10 @@ def export_model(
         ValueError: shapes that do not fit the model or the mesh; a ring on a mesh, or see
             `check_ring`; see `manifest.new_folder`.
     """
-    if ring_slots is not None:
-        require(
-            all(target.mesh is None for target in targets),
-            f"ring_slots={ring_slots} with a mesh: experts stream to one device; leave out one "
-            "of the two",
-        )
-        check_ring(config, ring_slots)
-        config, params = unrolled(config, params)
-        config = slotted(config)
     decoding = dataclasses.replace(decoding, pruning="experts")
     config = for_decoding(config)
+    if ring_slots is not None:
+        config, params = _for_ring(config, params, ring_slots, targets)
     needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
     if needed is not None and needed > config.max_length:
         raise ValueError(
@@ -155,12 +148,9 @@ def export_model(
         "decoding": dataclasses.asdict(decoding),
         **dataclasses.asdict(shapes),
         "mesh": dict(targets[0].devices().mesh.shape),
-        "ring": None,
+        "ring": _ring(ring_slots, next(iter(programs.values()))["weights"]),
         "programs": programs,
     }
-    if ring_slots is not None:
-        (weights, *_) = (described["weights"] for described in programs.values())
-        content["ring"] = {"slots": ring_slots, "host_bytes": _host_bytes(weights)}
 
     with new_folder(folder) as partial:
         save_file(tree.named_leaves(packed(params)), partial / run_exported.WEIGHTS)
@@ -172,13 +162,28 @@ def export_model(
         return content, num_bytes(partial)
 
 
-def _host_bytes(weights: dict[str, dict[str, Any]]) -> int:
-    """Of what is in host memory, on all platforms the same."""
-    return sum(
+def _for_ring(config: ModelConfig, params: dict, slots: int, targets: list[Target]):
+    """The unrolled model, as programs are traced that are cut at its Switch layers."""
+    require(
+        all(target.mesh is None for target in targets),
+        f"ring_slots={slots} with a mesh: experts stream to one device; leave out one of the "
+        "two",
+    )
+    check_ring(config, slots)
+    config, params = unrolled(config, params)
+    return slotted(config), params
+
+
+def _ring(slots: int | None, weights: dict[str, dict[str, Any]]) -> dict[str, int] | None:
+    """Slots, and bytes in host memory, which all platforms have alike."""
+    if slots is None:
+        return None
+    host_bytes = sum(
         math.prod(each["shape"]) * jnp.dtype(each["dtype"]).itemsize
         for each in weights.values()
         if "memory" in each
     )
+    return {"slots": slots, "host_bytes": host_bytes}
 
 
 def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Target, ring_slots):

@@ -286,8 +286,7 @@ class ExportedModel:
 
 
 def host_memory_kind(device, way_out: str) -> str | None:
-    """The kind of host memory that a device's programs read; None on a CPU, where the kinds
-    have no effect.
+    """The kind of host memory that programs read; None on a CPU, where kinds have no effect.
 
     Raises:
         ValueError: an accelerator without.

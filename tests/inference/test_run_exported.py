@@ -4,6 +4,7 @@
 The blocks of docs/export.md run here too, in their order, in one folder.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -233,7 +234,10 @@ def test_a_program_that_is_none(copy):
 
 
 def test_the_page_runs(in_a_folder, capsys):
-    save_run(in_a_folder / "runs/tiny", ENCODER_DECODER)
+    sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2}
+    switch = dataclasses.replace(ENCODER_DECODER.switch, every=1)
+    model = dataclasses.replace(ENCODER_DECODER, switch=switch, **sizes)
+    save_run(in_a_folder / "runs/tiny", model)
     blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     for language, block in blocks:
         if language == "python":
