@@ -172,8 +172,8 @@ def test_a_manifest_that_is_missing_changed_or_of_another_format(copy, tmp_path)
     file.write_text(text.replace('"batch_size": 4', '"batch_size": 5'))
     with refused("<any>cannot be read (it has changed since it was written); <any>"):
         ExportedModel(copy)
-    rewrite(copy, lambda content: content.update(format_version=3))
-    with refused("<any>its format_version is 3, this program reads 2<any>"):
+    rewrite(copy, lambda content: content.update(format_version=4))
+    with refused("<any>its format_version is 4, this program reads 3<any>"):
         ExportedModel(copy)
     file.write_text(text[:-9])
     with refused("<any>export.json cannot be read (<any>"):
