@@ -25,13 +25,13 @@ from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
 from switchx.fields import require
 from switchx.inference.artifact import is_artifact, open_artifact, read_artifact
-from switchx.inference.chosen_experts import ChosenExperts, experts_of_run, slices_of
+from switchx.inference.chosen_experts import experts_of_run, slices_of
 from switchx.inference.config import DecodingConfig, ExpertSlots
 from switchx.inference.expert_slots import slotted
 from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import native, separate_experts
-from switchx.inference.ring_decode import RingExperts, outside_of_device
+from switchx.inference.ring_or_chosen import OutsideExperts, outside_of_device
 from switchx.inference.score import Score, Scorer, logits_of
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, of_task
@@ -83,7 +83,7 @@ class Model:
     text_format: TextFormat = dataclasses.field(repr=False)
     fingerprint: str = dataclasses.field(repr=False)
     devices: ModelMesh = dataclasses.field(default=ONE_DEVICE, repr=False)
-    experts: ChosenExperts | RingExperts | None = dataclasses.field(default=None, repr=False)
+    experts: OutsideExperts | None = dataclasses.field(default=None, repr=False)
 
     @property
     def num_params(self) -> int:
@@ -356,8 +356,8 @@ def _load_with_slots(model_dir, step, mesh, expert_slots: int | ExpertSlots) -> 
     asked = ExpertSlots(expert_slots) if isinstance(expert_slots, int) else expert_slots
     require(
         mesh is None,
-        f"expert_slots={asked.slots} with a mesh: chosen experts come to one device; leave "
-        "out one of the two",
+        "expert_slots or ring_slots with a mesh: experts come to one device; leave out one of "
+        "the two",
     )
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         if asked.host_bytes is None:

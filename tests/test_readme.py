@@ -122,6 +122,12 @@ TESTED_ELSEWHERE = {
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --ring_slots=2": (
         "tests/cli/test_generate_and_score.py::test_with_a_ring_lines_are_the_same"
     ),
+    "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --expert_slots=2 "
+    "--ring_slots=2 --hardware=h200": (
+        "tests/cli/test_generate_and_score.py::test_with_a_ring_lines_are_the_same"
+    ),
+    "switchx export --model_dir=runs/pretrain_tiny --output=exports/ring --platform=tpu,cpu "
+    "--ring_slots=2": "tests/inference/test_run_exported.py::test_the_page_runs",
     "switchx eval --model_dir=runs/translation --split=test_2016_flickr --max_examples=100": (
         "tests/cli/test_evaluate.py::test_commands_of_the_page_run"
     ),

@@ -20,7 +20,8 @@ Makes of a run what is served, a folder a step (SE-MoE, section 3.1):
   2_reduce    --experts: fewer of them, like ones merged or the least used dropped
   3_convert   layers unrolled, --dtype
   4_segment   split over --devices of --memory GiB, as the planner chooses
-  5_optimize  --bits of an expert's weight; programs for --platform
+  5_optimize  --bits of an expert's weight; programs for --platform; where --memory has no
+              room for all experts they stay in host memory and stream to the device
   6_deploy    what run.py and `switchx serve` read
 
 The same command again goes on with the first step that is not whole. One with other settings
@@ -129,6 +130,12 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
             f"split {split.name}: {split.total / 2**20:,.2f} MiB a device, "
             f"{split.weights / 2**20:,.2f} of it weights"
         )
+    if plan.ring is not None:
+        ring = plan.ring
+        reporter.note(
+            f"experts in host memory, {ring.host / 2**20:,.2f} MiB, and a ring of {ring.slots} "
+            f"slots: {ring.total / 2**20:,.2f} MiB on the device; {plan.because}"
+        )
 
     def text() -> ValidationText:
         reporter.note("reading the validation text")
@@ -185,6 +192,7 @@ def _optimized(measured: dict[str, Any]) -> dict[str, Any]:
             f"{name}_mib": compiled[name]["needed_bytes"] / 2**20 if compiled else None
             for name in ("prefill", "step")
         },
+        "host_mib": compiled["step"]["host_bytes"] / 2**20 if compiled else None,
     }
 
 

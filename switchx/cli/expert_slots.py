@@ -19,8 +19,9 @@ def add_expert_slots(parser: shared.CommandParser) -> None:
         "--ring_slots",
         type=shared.positive,
         metavar="K",
-        help="instead of --expert_slots: layers of each stack whose experts are on the device "
-        "at once; all others stream through two of these slots in each step",
+        help="layers of each stack whose experts are on the device at once; all others stream "
+        "through two of these slots in each step. With --expert_slots a formula decides for "
+        "each call: prompts with many tokens stream, steps move what they chose",
     )
     parser.add_argument(
         "--host_bytes",
@@ -46,14 +47,11 @@ def add_expert_slots(parser: shared.CommandParser) -> None:
         action="store_true",
         help="with --expert_slots: the router of the next layer predicts what is moved ahead",
     )
-
-
-def add_hardware(parser: shared.CommandParser) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE",
-        help="with --expert_slots: a spec (docs/planner.md) that the formula of streaming is "
-        "evaluated for at the end; default: that of the device",
+        help="with --expert_slots or --ring_slots: a spec (docs/planner.md) that the formula "
+        "of streaming is evaluated for; default: that of the device",
     )
 
 
@@ -67,40 +65,44 @@ def expert_slots(arguments: argparse.Namespace):
     from switchx.inference.config import ExpertSlots
 
     beside = ("host_bytes", "expert_policy", "expert_cache", "expert_prefetch", "hardware")
-    given = {name: value for name in beside if (value := getattr(arguments, name, None))}
+    given = {name: value for name in beside if (value := getattr(arguments, name))}
     if given.get("hardware"):
         from switchx.planner.hardware import load_hardware
 
         load_hardware(given["hardware"])  # what is wrong with it is said before the work
-    ring_slots = getattr(arguments, "ring_slots", None)
-    if ring_slots is not None:
-        for name in ("expert_slots", *beside[:-1]):
-            if getattr(arguments, name, None):
-                arguments.parser.error(f"--{name} with --ring_slots; give one of the two")
-        return ExpertSlots(ring_slots, ring=True)
-    if arguments.expert_slots is None:
+    slots, ring_slots = arguments.expert_slots, arguments.ring_slots
+    if slots is None:
+        if ring_slots is not None:
+            given.pop("hardware", None)
         for name in given:
             arguments.parser.error(
                 f"--{name} without --expert_slots; give --expert_slots=K, too"
             )
-        return None
+        return None if ring_slots is None else ExpertSlots(ring_slots=ring_slots)
     cache = _simulated_cache(given["expert_cache"]) if "expert_cache" in given else {}
     named = {"policy": given.get("expert_policy"), "host_bytes": given.get("host_bytes")}
     cache |= {name: value for name, value in named.items() if value is not None}
-    return ExpertSlots(arguments.expert_slots, prefetch="expert_prefetch" in given, **cache)
+    if ring_slots is not None:
+        if "host_bytes" in cache:
+            arguments.parser.error(
+                "--host_bytes (or one of --expert_cache) with --ring_slots, which has all "
+                "experts in host memory; leave out one of the two"
+            )
+        cache |= {"ring_slots": ring_slots, "hardware": given.get("hardware")}
+    return ExpertSlots(slots, prefetch="expert_prefetch" in given, **cache)
 
 
 def traffic_lines(arguments: argparse.Namespace, experts) -> list[str]:
     """What the slots have done, and for each kind of call what the formula of streaming says.
 
     Args:
-        experts: the `ChosenExperts` of a model.
+        experts: the `OutsideExperts` of a model.
     """
     import jax
 
     from switchx.planner.hardware import hardware_of, load_hardware
 
-    lines = [str(experts.traffic)]
+    lines = str(experts.traffic).splitlines()
     if arguments.hardware:
         hardware = load_hardware(arguments.hardware)
     else:
@@ -108,9 +110,7 @@ def traffic_lines(arguments: argparse.Namespace, experts) -> list[str]:
             hardware = hardware_of(jax.devices()[0].device_kind)
         except ValueError as error:
             return [*lines, f"streaming: {error}"]
-    for count, call in experts.streaming(hardware):
-        lines.append(f"{count:,} calls on {hardware.name}: {call}")
-    return lines
+    return [*lines, *(f"{hardware.name}: {kind}" for kind in experts.kinds(hardware))]
 
 
 def _simulated_cache(file: str) -> dict[str, Any]:

@@ -24,6 +24,9 @@ The folder holds the programs, weights.safetensors, the vocabulary, export.json 
 versions, a SHA-256 of every file, how to make it again), and run.py, which needs JAX, NumPy
 and safetensors alone.
 
+With --ring_slots=K experts stay in host memory and stream to the device in each call; K - 2
+layers of each stack are always there.
+
 The platform and the mesh need not be here: programs are lowered for them, with their kernels,
 and compiled where they run. What runs them checks platform, devices and JAX's version.
 """
@@ -52,6 +55,13 @@ def add_command(commands) -> None:
     shared.add_mesh(parser, "one device; data is 1 unless given")
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_task(parser)
+    parser.add_argument(
+        "--ring_slots",
+        type=shared.positive,
+        metavar="K",
+        help="layers of each stack whose experts are on the device at once; the others stay in "
+        "host memory and stream through two of these slots; default: all are on the device",
+    )
     number = functools.partial(parser.add_argument, metavar="N")
     number("--batch_size", type=int, default=8, help="inputs at once (default: %(default)s)")
     number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
@@ -87,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         [Target(name, arguments.device_kind, mesh) for name in arguments.platform],
         _provenance(arguments, model),
         model.save_vocabulary,
+        ring_slots=arguments.ring_slots,
     )
     report = {
         "command": "export",
@@ -98,16 +109,24 @@ def run(arguments: argparse.Namespace) -> int:
         },
         "mesh": content["mesh"],
         "bytes_of_files": num_bytes,
+        "ring": None if arguments.ring_slots is None else _ring(content, model.config),
     }
     print(json.dumps(report) if arguments.json else _text(report))
     return 0
+
+
+def _ring(content: dict[str, Any], config) -> dict[str, Any]:
+    from switchx.inference.ring_decode import ring_advice
+
+    ring = content["ring"]
+    return ring | {"advice": ring_advice(config, ring["slots"]) or None}
 
 
 def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     """Where the export comes from, how to make it again, and what texts become for it."""
     from switchx.inference.artifact import is_artifact
 
-    names = ("model_dir", "output", "device_kind", "batch_size", "input_length")
+    names = ("model_dir", "output", "device_kind", "ring_slots", "batch_size", "input_length")
     given = {name: getattr(arguments, name) for name in names}
     given |= shared.options_of(arguments, DecodingConfig)
     if not is_artifact(arguments.model_dir):
@@ -132,6 +151,11 @@ def _text(report: dict[str, Any]) -> str:
         same = ", to be run by this version of JAX" if program["needs_same_jax"] else ""
         where = f"mesh {devices}" if devices else "one device"
         lines.append(f"{name}: {program['device_kind']}, {where}{same}")
+    if ring := report["ring"]:
+        lines.append(
+            f"experts: a ring of {ring['slots']} layers, {ring['host_bytes']:,} bytes in host "
+            "memory" + (f"; {ring['advice']}" if ring["advice"] else "")
+        )
     size = f"{report['bytes_of_files']:,} bytes of files"
     return "\n".join([*lines, f"{report['output']}: {size}; run it: python run.py there"])
 

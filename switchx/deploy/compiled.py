@@ -50,8 +50,8 @@ def compile_programs(
     """What the programs of an export take on a device of a slice, by program.
 
     Returns:
-        `needed_bytes` and `collectives` (how often each kind is executed) of prefill and
-        step; None where no compiler is installed.
+        `needed_bytes` on the device, `host_bytes` in its host's memory and `collectives` (how
+        often each kind is executed) of prefill and step; None where no compiler is installed.
 
     Raises:
         RuntimeError: the compiler refuses a program, with its error.
@@ -94,7 +94,9 @@ def _compiled(root: pathlib.Path, programs, name: str, platform: str, mesh) -> d
             each: jax.ShapeDtypeStruct(
                 x["shape"],
                 x["dtype"],
-                sharding=NamedSharding(mesh, PartitionSpec(*map(tuple, x["axes"]))),
+                sharding=NamedSharding(
+                    mesh, PartitionSpec(*map(tuple, x["axes"])), memory_kind=x.get("memory")
+                ),
             )
             for each, x in described.items()
         }
@@ -110,6 +112,7 @@ def _compiled(root: pathlib.Path, programs, name: str, platform: str, mesh) -> d
     executed = collectives_by_kind(compiled.as_text())
     return {
         "needed_bytes": memory.argument_size_in_bytes + max(0, results) + used,
+        "host_bytes": memory.host_argument_size_in_bytes,
         "collectives": {kind: count for kind, (count, _) in executed.items()},
     }
 

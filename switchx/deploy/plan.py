@@ -27,7 +27,16 @@ from switchx.models.params import abstract_params
 from switchx.models.reshape import reduced_config
 from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.hardware import Hardware, hardware_of
-from switchx.planner.serving import ServedModel, Split, choose_split, weights_of
+from switchx.planner.serving import (
+    Ring,
+    ServedModel,
+    Split,
+    choose_ring,
+    choose_split,
+    splits,
+    weights_of,
+)
+from switchx.planner.streaming import most_slots, streaming
 
 GIB = 2**30
 
@@ -85,6 +94,8 @@ class DeployPlan:
         source: the model, for the deployment's log.
         reduced: the model as it is deployed, before its experts are quantized.
         split: over the devices, of the planner.
+        ring: of the deployed programs; None has all experts resident.
+        because: why.
         decoding: how text is generated, with what training did to prompts.
     """
 
@@ -112,7 +123,7 @@ class DeployPlan:
         self.config = read_model_config(self.run_folder)
         self.reduced = self._reduced()
         self._check_lengths()
-        self.split = self._split()
+        self.split, self.ring, self.because = self._placed()
         self._require_devices()
         self.step = choose_step(self.run_folder, step)
         root = self.run_folder.root
@@ -175,7 +186,8 @@ class DeployPlan:
             f"positions, the model has {config.max_length}; use less",
         )
 
-    def _split(self) -> Split:
+    def _placed(self) -> tuple[Split, Ring | None, str]:
+        """The split; where one device has no room for all experts the ring; and the reason."""
         settings = self.settings
         served = ServedModel(
             self.reduced,
@@ -187,7 +199,16 @@ class DeployPlan:
         )
         memory = None if settings.memory_gib is None else settings.memory_gib * GIB
         devices, hardware = settings.devices, self._hardware()
-        return choose_split(served, devices, memory, hardware, settings.mesh)
+        if devices == 1 and memory is not None and most_slots(self.reduced) >= 2:
+            (whole,) = splits(served, 1, hardware)
+            if whole.total > memory:
+                ring = choose_ring(served, memory)
+                return whole, ring, _why_ring(served, whole, ring, memory, hardware)
+        split = choose_split(served, devices, memory, hardware, settings.mesh)
+        if memory is None:
+            return split, None, "without --memory all are taken to fit"
+        needed = f"{split.total / GIB:,.3g} of {settings.memory_gib:,.3g} GiB a device"
+        return split, None, f"all fit: {needed}"
 
     def _hardware(self) -> Hardware | None:
         with contextlib.suppress(ValueError):  # of which there is no spec, as of CPUs
@@ -204,3 +225,31 @@ class DeployPlan:
             "programs are run here once: do it where there are as many, or with "
             f"JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count={wanted}",
         )
+
+
+def _why_ring(
+    served: ServedModel, whole: Split, ring: Ring, memory: float, hardware: Hardware | None
+) -> str:
+    """Why programs have a ring of so many slots, and whether its copies hide."""
+    why = (
+        f"resident, {whole.total / GIB:,.3g} of {memory / GIB:,.3g} GiB are needed, with "
+        f"{ring.slots} slots {ring.total / GIB:,.3g}"
+    )
+    if hardware is None or hardware.host is None:
+        return f"{why}; no spec of the device says whether copies hide"
+    config, B = served.config, served.batch_size
+    reads = "encoder" if config.is_encoder_decoder else "decoder"
+    calls = [(reads, B * served.input_length), ("decoder", B * served.num_beams)]
+    for stack, tokens in calls:
+        if stack not in ring.streamed:
+            continue
+        size = ring.layer_bytes / config.switch.num_experts
+        call = streaming(config, hardware, stack, tokens, size)
+        copies_s = ring.streamed[stack] * ring.layer_bytes / call.link_bytes_per_s
+        has = "hide a copy" if call.mode == "ring" else "do not"
+        why += (
+            f"; {stack}, {tokens:,} tokens: {call.tokens_per_expert:,.2f} an expert {has} "
+            f"(from {call.least_tokens:,.0f} on), {1e3 * copies_s:,.3g} ms of copies, "
+            f"{1e3 * call.compute_s:,.3g} ms of computing"
+        )
+    return why

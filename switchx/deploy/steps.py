@@ -87,6 +87,7 @@ class Deployment:
         shapes = {"batch_size": settings.batch_size, "input_length": settings.input_length}
         how = None if settings.experts is None else settings.reduce
         target = {"platform": settings.platform, "device_kind": settings.device_kind}
+        target |= {"ring_slots": self._ring_slots}
         return [
             Step("fuse", {"checkpoint": self.plan.step, "text": self.described}, self._fuse),
             Step("reduce", {"experts": settings.experts, "how": how}, self._reduce),
@@ -96,6 +97,10 @@ class Deployment:
             Step("optimize", {"bits": settings.bits} | target, self._optimize),
             Step("deploy", {}, self._deploy),
         ]  # fmt: skip
+
+    @property
+    def _ring_slots(self) -> int | None:
+        return None if self.plan.ring is None else self.plan.ring.slots
 
     # The steps.
 
@@ -155,13 +160,16 @@ class Deployment:
             model.save_vocabulary(partial)
             describe_artifact(partial, config, params, self._about(model, settings.bits))
 
-        self._export(folder, model, config, params, list(targets.values()), add_files)
+        ring_slots = self._ring_slots
+        self._export(
+            folder, model, config, params, list(targets.values()), add_files, ring_slots
+        )
         measured = self._measured_export(folder, expected)
         measured["validation_loss"] = validation_loss(in_use, self._text())
         measured["compiled"] = self._compiled(folder, targets[settings.platform])
         # What does not fit was refused before the first step.
-        why = "all fit, and exported programs have no ring of host memory"
-        return measured | {"experts_are": "resident", "because": why}
+        where = "resident" if ring_slots is None else f"a ring of {ring_slots} slots"
+        return measured | {"experts_are": where, "because": self.plan.because}
 
     def _deploy(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
         before = made["optimize"]
@@ -185,7 +193,14 @@ class Deployment:
         write_converted(RunFolder(folder), config, params, vocabulary, origin, source)
 
     def _export(
-        self, folder: pathlib.Path, model: Model, config, params, targets, add_files
+        self,
+        folder: pathlib.Path,
+        model: Model,
+        config,
+        params,
+        targets,
+        add_files,
+        ring_slots: int | None = None,
     ) -> None:
         shapes = Shapes(self.plan.settings.batch_size, self.plan.settings.input_length)
         about = self._about(model, self.plan.settings.bits) | {
@@ -193,7 +208,15 @@ class Deployment:
             "fingerprint": model.fingerprint,
         }
         export_model(
-            folder, config, params, self.plan.decoding, shapes, targets, about, add_files
+            folder,
+            config,
+            params,
+            self.plan.decoding,
+            shapes,
+            targets,
+            about,
+            add_files,
+            ring_slots=ring_slots,
         )
 
     def _compiled(self, folder: pathlib.Path, target: Target) -> dict[str, Any] | None:

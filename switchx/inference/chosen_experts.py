@@ -17,6 +17,7 @@ Dims: R rows, D model, E experts, S choices of a row, K slots of a layer
 import collections
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,8 +32,7 @@ from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.fields import require
 from switchx.inference.config import ExpertSlots
 from switchx.inference.cut_program import CutProgram, donated_leaves
-from switchx.inference.decode import goes_on, run_step
-from switchx.inference.expert_slots import LayerSlots, predicted
+from switchx.inference.expert_slots import LayerSlots, predicted, run_layer
 from switchx.inference.expert_source import (
     EXPERTS,
     ExpertSource,
@@ -50,7 +50,7 @@ from switchx.models.params import abstract_params
 from switchx.models.unroll import unrolled
 from switchx.moe.experts import WEIGHTS, AbsentExperts
 from switchx.planner.hardware import Hardware
-from switchx.planner.streaming import Streaming, streaming_of
+from switchx.planner.streaming import CallKind, kinds_of_call
 from switchx.storage import PolicyName
 from switchx.storage.cache import FORWARD, Place, make_policy
 from switchx.storage.trace import Trace, TraceLog
@@ -114,6 +114,7 @@ class ChosenExperts:
     Attributes:
         params: all others of the model's parameters, `AbsentExperts` in the place of experts.
         source: where the experts are.
+        num_calls: of programs.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class ChosenExperts:
         *,
         prefetch: bool = False,
         source: ExpertSource | None = None,
+        resident: Mapping[int, Weights] | None = None,
     ):
         """Takes the experts of `on_host`, NumPy arrays that do not change, or of a source.
 
@@ -134,25 +136,28 @@ class ChosenExperts:
             policy: of each layer's slots.
             prefetch: predict what the next layer chooses.
             source: where the experts are; None is in `params`.
+            resident: all experts of some Switch layers, by number: on the device, without
+                slots.
 
         Raises:
             ValueError: see `check_slots`.
         """
         check_slots(config, slots)
-        layers, dense = split_experts(params)
-        E = config.switch.num_experts
-        names = [f"{layer_path(layer)}{EXPERTS}" for layer in config.sparse_layer_names]
-        absent = {f"{name}{WEIGHTS[0]}": AbsentExperts(n) for n, name in enumerate(names)}
-        self.params = tree.nested(dense | absent)
-        self.source = source or HostExperts([layers[name] for name in names])
-        self._layers = [
-            LayerSlots(config, self.source, n, slots, make_policy(policy, 1, E, sweeps=1))
+        self._resident = resident or {}
+        self.params, layers = without_bank(config, params)
+        E, names = config.switch.num_experts, config.sparse_layer_names
+        self.source = source or HostExperts(layers)
+        self._layers = {
+            n: LayerSlots(config, self.source, n, slots, make_policy(policy, 1, E, sweeps=1))
             for n in range(len(names))
-        ]
+            if n not in self._resident
+        }
         self._config = config
-        self._routers = _next_routers(config, dense) if prefetch else {}
-        self._log = TraceLog(config.sparse_layer_names, E, self.source.expert_bytes)
-        self._num_calls = 0
+        self._routers = {}
+        if prefetch:
+            self._routers = _next_routers(config, tree.named_leaves(self.params))
+        self._log = TraceLog(names, E, self.source.expert_bytes)
+        self.num_calls = 0
         # By the Switch layers of a call and their rows.
         self._calls: collections.Counter[tuple[tuple[int, int], ...]] = collections.Counter()
 
@@ -165,7 +170,7 @@ class ChosenExperts:
 
     @property
     def traffic(self) -> ExpertTraffic:
-        layers = self._layers
+        layers = list(self._layers.values())
         return ExpertTraffic(
             num_layers=len(layers),
             num_experts=layers[0].num_experts,
@@ -181,20 +186,16 @@ class ChosenExperts:
             stored=self.source.stored,
         )
 
-    def streaming(self, hardware: Hardware) -> list[tuple[int, Streaming]]:
-        """For each kind of call so far, how many there were, and whether streaming whole layers
-        would have hidden its copies on this hardware; those with the most tokens first.
+    def kinds(self, hardware: Hardware) -> list[CallKind]:
+        """The kinds of calls so far, and whether streaming whole layers hides their copies on
+        this hardware; those with the most tokens first.
 
         Raises:
             ValueError: see `planner.streaming.streaming`.
         """
-        names, traffic = self._config.sparse_layer_names, self.traffic
+        traffic, size = self.traffic, self.source.expert_bytes
         hits = traffic.hits / traffic.requested if traffic.requested else 0.0
-        kinds: collections.Counter[tuple[str, int]] = collections.Counter()
-        for rows, count in self._calls.items():
-            sizes = {(names[layer].split()[0], R) for layer, R in rows}
-            kinds.update({kind: count for kind in sizes})
-        return streaming_of(self._config, hardware, kinds, self.source.expert_bytes, hits)
+        return kinds_of_call(self._config, hardware, self._calls, size, "chosen", hits)
 
     def run(self, program, *settings, state=None, **arrays):
         """What a jitted program returns, cut at its Switch layers.
@@ -205,33 +206,27 @@ class ChosenExperts:
             arrays: its other arguments; `params` are `self.params`.
         """
         arrays = arrays if state is None else arrays | {"state": without_aliases(state)}
-        leaves, structure = jax.tree.flatten(arrays)
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        self._num_calls += 1
-        cut = _cut(program, settings, structure, shapes)
+        self.num_calls += 1
+        cut = cut_program(program, settings, arrays)
         self._calls[cut.rows] += 1
-        return cut(leaves, self.run_rows)
-
-    def run_until(self, config, decoding, params, state, num_live, last_step=None):
-        """`decode.run_until`, its loop on the host."""
-        while goes_on(state, num_live, last_step):
-            state = self.run(run_step, config, decoding, params=params, state=state)
-        return state
+        return cut(jax.tree.leaves(arrays), self.run_rows)
 
     def run_rows(self, layer: int, x_RD, count_E):
         """Rows sorted by expert, each through its expert; `run` calls it at each cut."""
+        if layer in self._resident:
+            return run_layer(self._config, self._resident[layer], x_RD, count_E)
         slots = self._layers[layer]
         y_RD = jnp.zeros_like(x_RD)
         chosen = np.flatnonzero(np.asarray(count_E))  # waits for the router
         slots.compare(chosen)
-        place, guess_E = Place(self._num_calls, FORWARD, layer), None
+        place, guess_E = Place(self.num_calls, FORWARD, layer), None
         if layer in self._routers:
             # Begins before the experts do, so that it is there while they run.
             guess_E = predicted(self._config, *self._routers[layer], x_RD, count_E)
         for experts in slots.rounds(chosen):
             self._log.add(layer * slots.num_experts + experts, place)
             y_RD = slots.run_round(experts, place, x_RD, count_E, y_RD)
-        if guess_E is not None:
+        if guess_E is not None and layer + 1 in self._layers:
             self._layers[layer + 1].prefetch(np.asarray(guess_E), place)
         return y_RD
 
@@ -329,9 +324,18 @@ def on_host(config: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     return config, tree.map_named(placed, params)
 
 
+def cut_program(program, settings: tuple, arrays: dict[str, Any]) -> CutProgram:
+    """A program for arguments of the shapes and dtypes of these, of any model.
+
+    Args:
+        settings: its static arguments.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    return _cut(program, settings, structure, tuple((x.shape, x.dtype) for x in leaves))
+
+
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
 def _cut(program, settings: tuple, structure, shapes: tuple) -> CutProgram:
-    """A program for arguments of these shapes and dtypes, of any model."""
     leaves = [jax.ShapeDtypeStruct(*each) for each in shapes]
     arrays = jax.tree.unflatten(structure, leaves)
     return CutProgram(program.trace(*settings, **arrays), donated_leaves(arrays))
@@ -355,6 +359,15 @@ def _next_routers(config: ModelConfig, dense: dict[str, Any]) -> dict[int, tuple
             bias_E = dense.get(f"{path}/router_bias_E")
             found[n] = dense[f"{path}/w_router_DE"], bias_E
     return found
+
+
+def without_bank(config: ModelConfig, params: dict) -> tuple[dict, list[Weights]]:
+    """Parameters of an unrolled model with `AbsentExperts` in the place of experts, and the
+    experts of each Switch layer, where `params` has them."""
+    layers, dense = split_experts(params)
+    paths = [f"{layer_path(layer)}{EXPERTS}" for layer in config.sparse_layer_names]
+    absent = {f"{path}{WEIGHTS[0]}": AbsentExperts(n) for n, path in enumerate(paths)}
+    return tree.nested(dense | absent), [layers[path] for path in paths if path in layers]
 
 
 def split_experts(params: dict) -> tuple[dict[str, Weights], dict[str, Any]]:

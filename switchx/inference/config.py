@@ -10,7 +10,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from switchx.fields import FieldError, check_choices, check_options, option, require_at_least
+from switchx.fields import (
+    FieldError,
+    check_choices,
+    check_options,
+    option,
+    require,
+    require_at_least,
+)
 from switchx.storage import PolicyName
 
 # Of texts: each at most 1.5 times the one before, so at most a third is padding.
@@ -29,29 +36,53 @@ def rounded_up(size: int, sizes: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSlots:
-    """Experts that come to the device when they are chosen (chosen_experts.py).
+    """Experts that come to the device when they are chosen (chosen_experts.py), or in whole
+    layers (ring_decode.py); with both, the formula decides for each call (ring_or_chosen.py).
 
     It changes no number.
 
     Attributes:
-        slots: experts of each Switch layer that are on the device at once.
+        slots: experts of each Switch layer that are on the device at once; None chooses none.
         policy: who leaves a slot, and who leaves host memory.
         prefetch: the router of the next layer predicts what is moved ahead.
         host_bytes: of host memory for experts, which are read from files then; None has all
             of them there.
-        ring: `slots` are whole layers of each stack, through which all experts stream in order
-            (ring_decode.py).
+        ring_slots: layers of each stack whose experts are on the device at once, through which
+            all stream in order; None streams none.
+        hardware: that the formula is evaluated for, a spec's name or file (docs/planner.md);
+            None is the device that is used.
     """
 
-    slots: int
+    slots: int | None = None
     policy: PolicyName = "lru"
     prefetch: bool = False
     host_bytes: int | None = None
-    ring: bool = False
+    ring_slots: int | None = None
+    hardware: str | None = None
 
     def __post_init__(self):
         check_choices(self)
         require_at_least(self, 1, "host_bytes")
+        slots, ring = self.slots, self.ring_slots
+        require(
+            slots is not None or ring is not None,
+            "ExpertSlots without slots and ring_slots; give one of the two, or both",
+        )
+        require(
+            ring is None or self.host_bytes is None,
+            f"ring_slots={ring} with host_bytes={self.host_bytes}: a ring has all experts in "
+            "host memory; leave out one of the two",
+        )
+        require(
+            slots is not None or not self.prefetch,
+            f"ring_slots={ring} with prefetch, which predicts chosen experts; leave it out, or "
+            "give slots, too",
+        )
+        require(
+            self.hardware is None or (slots is not None and ring is not None),
+            f"hardware={self.hardware!r} without slots and ring_slots, between which its "
+            "formula decides; give both, or leave it out",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

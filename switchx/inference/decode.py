@@ -122,6 +122,13 @@ def run_until(
     )
 
 
+def run_until_by(run, config: ModelConfig, decoding, params, state, num_live, last_step=None):
+    """`run_until`, its loop on the host; `run` runs each step's program."""
+    while goes_on(state, num_live, last_step):
+        state = run(run_step, config, decoding, params=params, state=state)
+    return state
+
+
 def goes_on(state: Decoding, num_live, last_step=None):
     """Whether `run_until` takes another step."""
     are_many = jnp.sum(state.rows.is_live_B) > num_live

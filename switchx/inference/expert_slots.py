@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.sorted_rows import rows_of_groups
-from switchx import tree
 from switchx.inference.expert_source import ExpertSource, Weights
 from switchx.inference.quantize import native
 from switchx.models.config import ModelConfig
@@ -98,7 +97,7 @@ class LayerSlots:
             slot, expert = self._free.pop(), self._source.expert(self._layer, number)
             self.bank = moved_into(self.bank, expert, np.int32(slot))
             self._slot_E[number] = slot
-            self.moved_bytes += tree.num_bytes(expert)
+            self.moved_bytes += self._source.expert_bytes
 
 
 def slotted(config: ModelConfig) -> ModelConfig:
@@ -150,8 +149,14 @@ def _run_round(config: ModelConfig, bank: Weights, x_RD, count_E, slot_E, y_RD):
     expert_R, is_used_R = rows_of_groups(count_E, R)
     slot_R = jnp.where(is_used_R, slot_E[expert_R], K)
     rows = sort_into_rows(slot_R, K, rows=R)
-    experts = ExpertFFN.of(config, *(bank.get(name) for name in WEIGHTS), key=None)
     sorted_RD = x_RD.at[rows.choice_R].get(mode="fill", fill_value=0)
-    found_RD = experts.run_rows(sorted_RD, rows.count_E)
+    found_RD = run_layer(config, bank, sorted_RD, rows.count_E)
     found_RD = found_RD.at[rows.row_X].get(mode="fill", fill_value=0)
     return jnp.where((slot_R < K)[:, None], found_RD, y_RD)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def run_layer(config: ModelConfig, weights: Weights, x_RD, count_E):
+    """Rows sorted by expert, each through its expert, of those that are on the device."""
+    experts = ExpertFFN.of(config, *(weights.get(name) for name in WEIGHTS), key=None)
+    return experts.run_rows(x_RD, count_E)

@@ -9,6 +9,7 @@ Dims: B batch, L length, M input length, P prompt, T new tokens
 """
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 from jax import export as jax_export
-from jax.sharding import AbstractDevice, NamedSharding
+from jax.sharding import AbstractDevice, NamedSharding, PartitionSpec
 from safetensors.flax import save_file
 
 from pallas_kernels import QTensor
@@ -26,14 +27,21 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.fields import require, require_at_least
 from switchx.inference import run_exported
+from switchx.inference.chosen_experts import layer_path, without_bank
 from switchx.inference.config import DecodingConfig
+from switchx.inference.cut_program import CutProgram, donated_leaves
 from switchx.inference.decode import Decoding, prefill, run_step
+from switchx.inference.expert_slots import slotted
+from switchx.inference.expert_source import EXPERTS
 from switchx.inference.generate import for_decoding, positions_needed
 from switchx.inference.model_mesh import ModelMesh
 from switchx.inference.quantize import native, packed
+from switchx.inference.ring_decode import check_ring
+from switchx.inference.ring_program import Bank, run_with_ring
 from switchx.inference.sampling import Rows
 from switchx.manifest import new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig
+from switchx.models.unroll import unrolled
 from switchx.partitioning.mesh import MeshSpec, batch_parts
 
 # JAX does not promise to run it in later versions: `run_exported` asks for this one.
@@ -105,6 +113,8 @@ def export_model(
     targets: list[Target],
     about: dict[str, Any],
     add_files: Callable[[pathlib.Path], None] = lambda folder: None,
+    *,
+    ring_slots: int | None = None,
 ) -> tuple[dict[str, Any], int]:
     """Writes a folder of programs and weights, whole or not at all.
 
@@ -114,15 +124,20 @@ def export_model(
         targets: of different platforms and the same mesh.
         about: JSON for the manifest: where the model comes from and how to make this again.
         add_files: called with the folder; writes further files.
+        ring_slots: K: experts are arguments in host memory, K - 2 layers of each stack apart,
+            and stream to the device in each call (`ring_decode.py`); None has all there.
 
     Returns:
         The manifest, and bytes of all files.
 
     Raises:
-        ValueError: shapes that do not fit the model or the mesh; see `manifest.new_folder`.
+        ValueError: shapes that do not fit the model or the mesh; a ring on a mesh, or see
+            `check_ring`; see `manifest.new_folder`.
     """
     decoding = dataclasses.replace(decoding, pruning="experts")
     config = for_decoding(config)
+    if ring_slots is not None:
+        config, params = _for_ring(config, params, ring_slots, targets)
     needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
     if needed is not None and needed > config.max_length:
         raise ValueError(
@@ -130,7 +145,8 @@ def export_model(
             f"need {needed} positions, the model has {config.max_length}; use less"
         )
     programs = {
-        target.platform: _export(config, params, decoding, shapes, target) for target in targets
+        target.platform: _export(config, params, decoding, shapes, target, ring_slots)
+        for target in targets
     }
     files = {}
     for platform, described in programs.items():
@@ -151,6 +167,7 @@ def export_model(
         "decoding": dataclasses.asdict(decoding),
         **dataclasses.asdict(shapes),
         "mesh": dict(targets[0].devices().mesh.shape),
+        "ring": _ring(ring_slots, next(iter(programs.values()))["weights"]),
         "programs": programs,
     }
 
@@ -164,7 +181,31 @@ def export_model(
         return content, num_bytes(partial)
 
 
-def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Target):
+def _for_ring(config: ModelConfig, params: dict, slots: int, targets: list[Target]):
+    """The unrolled model, as programs are traced that are cut at its Switch layers."""
+    require(
+        all(target.mesh is None for target in targets),
+        f"ring_slots={slots} with a mesh: experts stream to one device; leave out one of the "
+        "two",
+    )
+    check_ring(config, slots)
+    config, params = unrolled(config, params)
+    return slotted(config), params
+
+
+def _ring(slots: int | None, weights: dict[str, dict[str, Any]]) -> dict[str, int] | None:
+    """Slots, and bytes in host memory, which all platforms have alike."""
+    if slots is None:
+        return None
+    host_bytes = sum(
+        math.prod(each["shape"]) * jnp.dtype(each["dtype"]).itemsize
+        for each in weights.values()
+        if "memory" in each
+    )
+    return {"slots": slots, "host_bytes": host_bytes}
+
+
+def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Target, ring_slots):
     """The two programs of a target, flat dictionaries of arrays in and out."""
     devices = target.devices()
     parts = batch_parts(devices.mesh, devices.rules)
@@ -176,16 +217,16 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
     devices.check(config, params)
     params = jax.eval_shape(lambda params: native(params, target.platform), params)
     params = devices.abstract(params)
-    weights = tree.named_leaves(params)
-    inputs = _split(devices, _inputs(config, shapes))
-
-    def rebuilt(weights):
-        return tree.map_named(lambda name, _: weights[name], params)
+    if ring_slots is None:
+        bound = _Resident(params)
+    else:
+        bound = _Streamed(config, params, ring_slots, devices.mesh)
+    inputs, weights = _split(devices, _inputs(config, shapes)), bound.weights
 
     def read(weights, inputs):
         rows = Rows(*(inputs[name] for name in ("sentence_B", "is_live_B", "max_new_tokens_B")))
         texts = {name: x for name, x in inputs.items() if name.endswith(("_BP", "_BM"))}
-        return prefill(config, decoding, rebuilt(weights), rows=rows, **texts)
+        return bound.run(prefill, (config, decoding), weights, rows=rows, **texts)
 
     def first(weights, inputs):
         return _outputs(read(weights, inputs), decoding)
@@ -195,7 +236,8 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
 
     def step(weights, state):
         state = tree.map_named(lambda name, _: state[name], form)
-        return _outputs(run_step(config, decoding, rebuilt(weights), state), decoding)
+        state = bound.run(run_step, (config, decoding), weights, state=state)
+        return _outputs(state, decoding)
 
     state = _split(devices, tree.named_leaves(form))
     programs = {
@@ -206,9 +248,69 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
     return {
         "device_kind": target.kind,
         "needs_same_jax": f"custom_call @{UNSTABLE_CALL}" in text,
-        "weights": _described(weights),
+        "weights": bound.described(),
         **programs,
     }
+
+
+class _Resident:
+    """A model whose weights are on the devices.
+
+    Attributes:
+        weights: shape structs by name, a program's first argument.
+    """
+
+    def __init__(self, params: dict):
+        self._params, self.weights = params, tree.named_leaves(params)
+
+    def run(self, program, settings: tuple, weights, **arrays):
+        """What a jitted program returns; to be traced."""
+        params = tree.map_named(lambda name, _: weights[name], self._params)
+        return program(*settings, params=params, **arrays)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        return _described(self.weights)
+
+
+class _Streamed:
+    """A model whose experts stream through a ring; see `_Resident`."""
+
+    def __init__(self, config: ModelConfig, params: dict, slots: int, mesh):
+        self._config, self._params = config, params
+        _, layers = without_bank(config, params)
+        host = NamedSharding(mesh, PartitionSpec(), memory_kind=run_exported.HOST)
+        self._bank = Bank.abstract(config, layers, slots, host)
+        # By the name of a stack, those of its layers' arrays, and their dtype.
+        paths = [layer_path(config.sparse_layer_names[n]) for n in self._bank.numbers]
+        like = tree.named_leaves(layers[self._bank.numbers[0]])
+        stacks = tree.named_leaves({"streamed": self._bank.streamed})
+        self._layers = {
+            stack: ([f"{path}{EXPERTS}{name}" for path in paths], str(leaf.dtype))
+            for stack, (name, leaf) in zip(stacks, like.items(), strict=True)
+        }
+        streamed = {name for names, _ in self._layers.values() for name in names}
+        named = tree.named_leaves(params)
+        self.weights = {n: x for n, x in named.items() if n not in streamed} | stacks
+
+    def run(self, program, settings: tuple, weights, **arrays):
+        params = tree.map_named(lambda name, x: weights.get(name, x), self._params)
+        absent, layers = without_bank(self._config, params)
+        streamed = {"streamed": self._bank.streamed}
+        streamed = tree.map_named(lambda name, _: weights[name], streamed)["streamed"]
+        resident = {number: layers[number] for number in self._bank.resident}
+        bank = dataclasses.replace(self._bank, resident=resident, streamed=streamed)
+        arrays |= {"params": absent}
+        structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        cut = CutProgram(program.trace(*settings, **structs), donated_leaves(arrays))
+        return run_with_ring(self._config, cut, bank, jax.tree.leaves(arrays))
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """With the arrays of the file that stacks in host memory are made of."""
+        found = _described(self.weights)
+        for stack, (names, dtype) in self._layers.items():
+            memory = {"memory": run_exported.HOST, "layers": names, "dtype_of_layers": dtype}
+            found[stack] |= memory
+        return found
 
 
 def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):

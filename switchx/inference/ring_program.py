@@ -1,64 +1,205 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A traced program whose scans over layers run with the banks of a ring's slots.
+"""A program of a model whose layers of experts stream from host memory through two slots.
 
-`inference/ring_decode.py` says what for. Equations are evaluated in their order within one
-jitted function; those that ask for no experts as they are.
-Dims: R rows, D model, E experts, N layers of a stack
+`inference/ring_decode.py` says what for. A program is traced with `AbsentExperts` and cut where
+its Switch layers are, as by `ChosenExperts`; here the parts are one compiled program again, and
+between two of them stands a layer whose experts are resident or in a slot. The copy into a slot
+begins when the layer that was in it has been computed, so that it runs beside the other slot's.
+Dims: R rows, D model, E experts, N layers that stream, C columns of a
+matrix, W words of its rows
 """
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from switchx import tree
 from switchx.inference.chosen_experts import MOST_PROGRAMS
-from switchx.inference.cut_program import donated_leaves, function_of, variables
+from switchx.inference.cut_program import CutProgram
+from switchx.inference.expert_slots import run_layer
 from switchx.inference.expert_source import Weights
-from switchx.inference.quantize import model_bytes, native
+from switchx.inference.quantize import native
+from switchx.inference.run_exported import form_of, host_form, host_memory_kind
 from switchx.models.config import ModelConfig
-from switchx.moe.experts import WEIGHTS, ExpertFFN, absent_rows_p
-from switchx.partitioning.host_stack import HOST
+from switchx.planner.streaming import streamed_layers
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One parameter of layers of experts, in the form of `run_exported.host_form`.
+
+    Attributes:
+        array: `[N, E, ...]`, N and E as far as they are not indexed.
+        shape: of an expert's parameter.
+        dtype: of it.
+    """
+
+    array: jax.Array
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    def parameter(self):
+        """`[E, ...]` of an array `[E, ...]`."""
+        E, dtype = self.array.shape[0], jnp.dtype(self.dtype)
+        if self.array.dtype == dtype:
+            return self.array.reshape(E, *self.shape)
+        rows, columns = self.shape
+        parts = jax.lax.bitcast_convert_type(self.array, dtype)  # [E, W, C, 4 or 8]
+        return jnp.moveaxis(parts, -1, -2).reshape(E, -1, columns)[:, :rows]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bank:
-    """The experts of a stack's layers, `[layers, E, ...]` by name.
+    """The experts of all Switch layers.
 
     Attributes:
-        resident: on the device, of the first K - 2 layers.
-        streamed: in host memory, of the others.
-        num_layers, layer_bytes: of all, and of one.
+        resident: by number of the layer; on the device.
+        streamed: of the others, in host memory; `Stored` arrays `[N, E, ...]`.
+        numbers: of the layers in `streamed`.
     """
 
-    resident: Weights
+    resident: Mapping[int, Weights]
     streamed: Weights
-    num_layers: int = dataclasses.field(metadata={"static": True})
-    layer_bytes: int = dataclasses.field(metadata={"static": True})
+    numbers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, layers: Sequence[Weights], slots: int) -> "Bank":
-        layers = [native(layer) for layer in layers]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-        kept = slots - 2
-        device = jax.devices()[0]
-        kinds = {memory.kind for memory in device.addressable_memories()}
-        # On a CPU the kinds of memory are one.
-        kind = HOST if HOST in kinds and device.platform != "cpu" else None
+    def of(cls, config: ModelConfig, layers: Sequence[Weights], slots: int) -> "Bank":
+        """The bank of a model's Switch layers, NumPy arrays, with K = `slots` of each stack."""
+        numbers, device = streamed_layers(config, slots), jax.devices()[0]
+        kind = host_memory_kind(device, "or leave the ring out")
         host = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-        return cls(
-            jax.tree.map(lambda x: jnp.array(x[:kept]), stacked),
-            jax.tree.map(lambda x: jax.device_put(x[kept:].copy(), host), stacked),
-            len(layers),
-            model_bytes(layers[0]),
-        )
+
+        def stacked(like, *leaves):
+            forms = [host_form(np.asarray(leaf), str(like.dtype)) for leaf in leaves]
+            return Stored(
+                jax.device_put(np.stack(forms), host), like.shape[1:], str(like.dtype)
+            )
+
+        like = jax.eval_shape(native, layers[0])
+        streamed = jax.tree.map(stacked, like, *(layers[number] for number in numbers))
+        resident = {
+            number: jax.tree.map(jnp.array, native(layer))
+            for number, layer in enumerate(layers)
+            if number not in numbers
+        }
+        return cls(resident, streamed, numbers)
+
+    @classmethod
+    def abstract(
+        cls, config: ModelConfig, layers: Sequence[Weights], slots: int, host
+    ) -> "Bank":
+        """The bank of shape structs, as programs read them.
+
+        Args:
+            host: the sharding of what streams.
+        """
+
+        def stacked(leaf):
+            shape, dtype = form_of(leaf.shape, str(leaf.dtype))
+            struct = jax.ShapeDtypeStruct((len(numbers), *shape), dtype, sharding=host)
+            return Stored(struct, leaf.shape[1:], str(leaf.dtype))
+
+        numbers = streamed_layers(config, slots)
+        streamed = jax.tree.map(stacked, layers[numbers[0]])
+        kept = {n: layer for n, layer in enumerate(layers) if n not in numbers}
+        return cls(kept, streamed, numbers)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of a layer's experts."""
+        return self.host_bytes // len(self.numbers)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert, as it is moved."""
+        return self.layer_bytes // jax.tree.leaves(self.streamed)[0].shape[1]
+
+    @property
+    def host_bytes(self) -> int:
+        return tree.num_bytes(self.streamed)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the resident layers and of two slots."""
+        return (len(self.resident) + 2) * self.layer_bytes
+
+    def fetch(self, number: int, after) -> Weights:
+        """A layer's experts on the device.
+
+        Args:
+            after: an array that is there before the copy begins; None does not wait.
+        """
+        n = jnp.int32(self.numbers.index(number))
+        n = n if after is None else n + _zero_of(after)
+        return _on_device(jax.tree.map(lambda x: _slice(x, n), self.streamed))
+
+    def expert(self, number: int, expert: int) -> Weights:
+        """One expert `[1, ...]` of a layer that streams, on the device."""
+        return _expert(self.streamed, np.int32(self.numbers.index(number)), np.int32(expert))
+
+
+def _slice(stack, n):
+    return jax.lax.dynamic_index_in_dim(stack, n, keepdims=False, allow_negative_indices=False)
+
+
+@jax.jit
+def _expert(streamed: Weights, n, expert) -> Weights:
+    def take(x):
+        rest = (0,) * (x.ndim - 2)
+        return jax.lax.dynamic_slice(x, (n, expert, *rest), (1, 1, *x.shape[2:]))[0]
+
+    return _on_device(jax.tree.map(take, streamed))
+
+
+def _on_device(weights: Weights) -> Weights:
+    """Arrays that are in host memory."""
+    placed = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), weights)
+
+    def parameter(leaf):
+        return leaf.parameter()
+
+    return jax.tree.map(parameter, placed, is_leaf=lambda leaf: isinstance(leaf, Stored))
+
+
+def _zero_of(array):
+    """0, which the compiler does not know before the array is there.
+
+    Do not simplify: an `optimization_barrier` is gone before copies are scheduled, and all of
+    them would begin at once, each with a slot of its own.
+    """
+    first = array[(0,) * array.ndim].astype(jnp.float32)
+    zeros = jax.lax.clz(jax.lax.bitcast_convert_type(first, jnp.int32))  # 0 to 32
+    return jnp.minimum(zeros, 0)
+
+
+def run_with_ring(config: ModelConfig, cut: CutProgram, bank: Bank, leaves: Sequence):
+    """What a program returns; to be traced.
+
+    Args:
+        leaves: of the program's arguments.
+    """
+    order = [number for number, _ in cut.rows if number in bank.numbers]
+    slots = {number: bank.fetch(number, None) for number in order[:2]}
+    following = dict(zip(order, order[2:], strict=False))
+
+    def run_rows(number: int, x_RD, count_E):
+        is_streamed = number in slots
+        weights = slots.pop(number) if is_streamed else bank.resident[number]
+        y_RD = run_layer(config, weights, x_RD, count_E)
+        if is_streamed and number in following:
+            slots[following[number]] = bank.fetch(following[number], y_RD)
+        return y_RD
+
+    return cut(leaves, run_rows)
+
+
+# Compiled programs.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +207,12 @@ class RingProgram:
     """A compiled program for arguments of some shapes.
 
     Attributes:
-        run: (donated leaves, other leaves, banks) -> its results.
+        run: (donated leaves, other leaves, bank) -> its results.
         is_donated: of each leaf.
-        rows: of each stack whose layers it runs the number, and R.
     """
 
     run: Callable
     is_donated: tuple[bool, ...]
-    rows: tuple[tuple[int, int], ...]
 
     def donated(self, leaves) -> list:
         return [x for x, is_dead in zip(leaves, self.is_donated, strict=True) if is_dead]
@@ -83,163 +222,20 @@ class RingProgram:
 
 
 @functools.lru_cache(maxsize=MOST_PROGRAMS)
-def ring_program(config, program, settings, structure, shapes) -> RingProgram:
-    arrays = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
-    is_donated = donated_leaves(arrays)
-    traced = program.trace(*settings, **arrays)
-    closed, results = traced.jaxpr, jax.tree.structure(traced.out_info)
+def ring_program(
+    config: ModelConfig, cut: CutProgram, is_donated: tuple[bool, ...]
+) -> RingProgram:
+    """A program of `cut_program` with the ring in it."""
 
-    def run(donated, kept, banks):
+    def run(donated, kept, bank):
         donated, kept = iter(donated), iter(kept)
         leaves = [next(donated if is_dead else kept) for is_dead in is_donated]
-        found = _evaluate(closed.jaxpr, closed.consts, leaves, _Rings(config, banks))
-        return jax.tree.unflatten(results, found)
+        return run_with_ring(config, cut, bank, leaves)
 
-    rows = tuple(dict(_asked(closed.jaxpr)).items())
-    return RingProgram(jax.jit(run, donate_argnums=0), is_donated, rows)
+    return RingProgram(jax.jit(run, donate_argnums=0), is_donated)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rings:
-    """Runs what asks for experts: scans over layers, with the banks of their stacks.
-
-    Attributes:
-        banks: by number of the stack.
-        bank: of the layer that is computed; None outside of a scan.
-    """
-
-    config: ModelConfig
-    banks: Sequence[Bank]
-    bank: Weights | None = None
-
-    def rows(self, inputs) -> list:
-        """The rows of a layer, of its `bank`."""
-        weights = (self.bank.get(name) for name in WEIGHTS)
-        return [ExpertFFN.of(self.config, *weights, key=None).run_rows(*inputs)]
-
-    def scan(self, equation: JaxprEqn, inputs) -> list:
-        """A scan over the layers of a stack: those that are resident, then the ring.
-
-        Each of the S layers that stream is copied once: into one slot while the layer in the
-        other is computed. A turn of the loop has two layers, so that no slot is copied on the
-        device.
-        """
-        body, given = equation.params["jaxpr"], equation.params
-        num_consts, num_carry = given["num_consts"], given["num_carry"]
-        consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
-        # Shapes of weights that are absent are scanned over, too, and never read.
-        read = variables(atom for eqn in body.jaxpr.eqns for atom in eqn.invars)
-        read |= variables(body.jaxpr.outvars)
-        of_xs = body.jaxpr.invars[num_consts + num_carry :]
-        is_read = [var in read for var in of_xs]
-        every = zip(inputs[num_consts + num_carry :], is_read, strict=True)
-        xs = [x for x, is_used in every if is_used]
-        ((stack, _),) = _asked(body.jaxpr)
-        own = self.banks[stack]
-
-        def layer(carry, bank, x):
-            rings, parts = dataclasses.replace(self, bank=bank), iter(x)
-            x = [next(parts) if is_used else None for is_used in is_read]
-            found = _evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], rings)
-            return found[:num_carry], found[num_carry:]
-
-        def fetch(n, carry):
-            """A slot with layer n, and the carry: a copy begins when that is there. Do not
-            simplify: the compiler would begin all copies at once."""
-            n, carry = jax.lax.optimization_barrier((jnp.asarray(n, jnp.int32), carry))
-
-            def copy(leaf):
-                part = jax.lax.dynamic_index_in_dim(leaf, n, keepdims=False)
-                return jax.device_put(part, jax.memory.Space.Device)
-
-            return jax.tree.map(copy, own.streamed), carry
-
-        S = jax.tree.leaves(own.streamed)[0].shape[0]
-        kept, turns = own.num_layers - S, (S - 1) // 2
-        ys = []
-        if kept:
-            first = [x[:kept] for x in xs]
-            carry, y = jax.lax.scan(lambda c, n: layer(c, *n), carry, (own.resident, first))
-            ys.append(y)
-
-        def turn(state, each):
-            carry, one = state
-            n, x = each
-            other, carry = fetch(n + 1, carry)
-            carry, y_0 = layer(carry, one, [leaf[0] for leaf in x])
-            one, carry = fetch(n + 2, carry)
-            carry, y_1 = layer(carry, other, [leaf[1] for leaf in x])
-            return (carry, one), [jnp.stack(pair) for pair in zip(y_0, y_1, strict=True)]
-
-        slot, carry = fetch(0, carry)
-        if turns:
-            pairs = [x[kept : kept + 2 * turns].reshape(turns, 2, *x.shape[1:]) for x in xs]
-            (carry, slot), y = jax.lax.scan(turn, (carry, slot), (2 * jnp.arange(turns), pairs))
-            ys.append([leaf.reshape(2 * turns, *leaf.shape[2:]) for leaf in y])
-        for n in range(2 * turns, S):
-            following = None
-            if n + 1 < S:
-                following, carry = fetch(n + 1, carry)
-            carry, y = layer(carry, slot, [x[kept + n] for x in xs])
-            ys.append([leaf[None] for leaf in y])
-            slot = following
-        return [*carry, *(jnp.concatenate(parts) for parts in zip(*ys, strict=True))]
-
-
-def _evaluate(jaxpr: Jaxpr, consts, inputs, rings: _Rings) -> list:
-    """The results of equations, those that ask for experts by `rings`."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for asks, equations in itertools.groupby(jaxpr.eqns, _asks):
-        if not asks:
-            values.update(_run(jaxpr, list(equations), values))
-            continue
-        for equation in equations:
-            given = [read(atom) for atom in equation.invars]
-            if equation.primitive is absent_rows_p:
-                found = rings.rows(given)
-            elif equation.primitive.name == "scan":
-                found = rings.scan(equation, given)
-            else:
-                (inner,) = _inner(equation)
-                found = _evaluate(inner.jaxpr, inner.consts, given, rings)
-            values.update(zip(equation.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _run(jaxpr: Jaxpr, equations: list[JaxprEqn], values: dict) -> dict:
-    """What neighbouring equations of a program give to the rest of it, by variable."""
-    made = {var for equation in equations for var in equation.outvars}
-    read = variables(atom for eqn in equations for atom in eqn.invars)
-    inputs = [var for var in read if var not in made]
-    later = variables(atom for eqn in jaxpr.eqns for atom in eqn.invars)
-    later |= variables(jaxpr.outvars)
-    outputs = [var for eqn in equations for var in eqn.outvars if var in later]
-    found = function_of(equations, inputs, outputs)(*(values[var] for var in inputs))
-    return dict(zip(outputs, found, strict=True))
-
-
-def _asks(equation: JaxprEqn) -> bool:
-    """Whether an equation asks for experts, or one inside of it does."""
-    is_rows = equation.primitive is absent_rows_p
-    return is_rows or any(_asked(inner.jaxpr) for inner in _inner(equation))
-
-
-def _asked(jaxpr: Jaxpr) -> list[tuple[int, int]]:
-    """The stacks whose experts a program asks for, by number, and R of each."""
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive is absent_rows_p:
-            found.append((equation.params["layer"], equation.invars[0].aval.shape[0]))
-        for inner in _inner(equation):
-            found += _asked(inner.jaxpr)
-    return found
-
-
-def copied_bytes(jaxpr: Jaxpr) -> int:
+def copied_bytes(jaxpr) -> int:
     """Bytes that a run of a program puts on the device; of loops as often as they turn."""
     total = 0
     for equation in jaxpr.eqns:
@@ -250,7 +246,7 @@ def copied_bytes(jaxpr: Jaxpr) -> int:
     return total
 
 
-def _inner(equation: JaxprEqn) -> list[Any]:
+def _inner(equation) -> list:
     """Closed programs that an equation runs."""
     values = equation.params.values()
     flat = [x for each in values for x in (each if isinstance(each, tuple) else (each,))]

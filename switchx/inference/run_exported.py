@@ -15,6 +15,7 @@ Dims: B batch, L hypotheses, M input length, P prompt, T new tokens
 import argparse
 import hashlib
 import json
+import math
 import operator
 import pathlib
 import sys
@@ -28,9 +29,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 
 FORMAT = "switchx exported model"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "export.json"
 WEIGHTS = "weights.safetensors"
+# The kind of memory, as JAX names it.
+HOST = "pinned_host"
+# Of integers of a byte or less.
+_BITS = {"int4": 4, "int8": 8, "uint8": 8}
+# Columns of a tile of a TPU's memory.
+LANES = 128
 
 
 class ExportedModel:
@@ -65,6 +72,15 @@ class ExportedModel:
             axis_types=(AxisType.Auto,) * len(axes),
         )
         self._programs = self.manifest["programs"][platform]
+        self._host_kind = None
+        if self.manifest["ring"] is not None:
+            self._host_kind = host_memory_kind(devices[0], f"or {self._again} without the ring")
+            if self._host_kind is None:
+                warnings.warn(
+                    f"{self.folder.name} keeps experts in host memory, which on a CPU is the "
+                    "device's: kinds of memory have no effect here",
+                    stacklevel=2,
+                )
         self._prefill, self._step = self._program("prefill"), self._program("step")
         self._weights = self._read_weights()
 
@@ -172,7 +188,9 @@ class ExportedModel:
         }  # fmt: skip
 
     def _sharding(self, described: dict) -> NamedSharding:
-        return NamedSharding(self._mesh, PartitionSpec(*map(tuple, described["axes"])))
+        spec = PartitionSpec(*map(tuple, described["axes"]))
+        kind = self._host_kind if described.get("memory") == HOST else None
+        return NamedSharding(self._mesh, spec, memory_kind=kind)
 
     def _program(self, name: str):
         file = self.folder / self._programs[name]["file"]
@@ -190,10 +208,15 @@ class ExportedModel:
         weights = {}
         with safe_open(self.folder / WEIGHTS, framework="np") as file:
             for name, described in self._programs["weights"].items():
-                array = jnp.array(file.get_tensor(name))
-                if described["dtype"] == "int4":  # stored two in a byte
-                    nibbles = jax.lax.bitcast_convert_type(array, jnp.int4)
-                    array = nibbles.reshape(described["shape"])
+                if "layers" in described:  # a stack in host memory
+                    layers = map(file.get_tensor, described["layers"])
+                    dtype = described["dtype_of_layers"]
+                    array = np.stack([host_form(layer, dtype) for layer in layers])
+                else:
+                    array = jnp.array(file.get_tensor(name))
+                    if described["dtype"] == "int4":  # stored two in a byte
+                        nibbles = jax.lax.bitcast_convert_type(array, jnp.int4)
+                        array = nibbles.reshape(described["shape"])
                 weights[name] = jax.device_put(array, self._sharding(described))
         return weights
 
@@ -260,6 +283,55 @@ class ExportedModel:
         with file.open("rb") as opened:
             if hashlib.file_digest(opened, "sha256").hexdigest() != sha256:
                 raise ValueError(f"{file} has changed since it was written; {again}")
+
+
+def host_memory_kind(device, way_out: str) -> str | None:
+    """The kind of host memory that programs read; None on a CPU, where kinds have no effect.
+
+    Raises:
+        ValueError: an accelerator without.
+    """
+    if device.platform == "cpu":
+        return None
+    if HOST not in {memory.kind for memory in device.addressable_memories()}:
+        raise ValueError(
+            f"{device.device_kind} has no memory of kind {HOST}, where experts are to be; use "
+            f"another device, {way_out}"
+        )
+    return HOST
+
+
+def form_of(shape, dtype: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype that an array `[E, ...]` has in host memory.
+
+    Matrices of 4 or 8 bits `[E, X, C]` are int32 `[E, W, C]`: X / W rows that follow each other
+    are a word. The TPU compiler slices these in host memory, and copies all of a stack of a
+    smaller type. Of others, those of few columns are rows: a device would fill the columns up.
+    """
+    if dtype in _BITS:
+        E, rows, columns = shape
+        return (E, -(-rows * _BITS[dtype] // 32), columns), "int32"
+    return (tuple(shape) if shape[-1] >= LANES else (shape[0], math.prod(shape[1:]))), dtype
+
+
+def host_form(array: np.ndarray, dtype: str) -> np.ndarray:
+    """An array as the file has it, of a dtype that programs read, in the form of `form_of`.
+
+    The first row of a word is in its lowest bits; zeros fill up the last one.
+    """
+    if dtype not in _BITS:
+        return array.reshape(form_of(array.shape, dtype)[0])
+    bits, part = _BITS[dtype], array.view(np.uint8)
+    if bits == 4:  # stored two in a byte
+        part = np.stack([part & 15, part >> 4], axis=-1).reshape(*part.shape[:-1], -1)
+    E, rows, columns = part.shape
+    size = 32 // bits
+    part = np.pad(part, ((0, 0), (0, -rows % size), (0, 0)))
+    part = part.reshape(E, -1, size, columns).astype(np.uint32)
+    word = np.zeros((E, part.shape[1], columns), np.uint32)
+    for place in range(size):
+        word |= part[:, :, place] << np.uint32(bits * place)
+    return word.view(np.int32)
 
 
 def _platform_name() -> str:

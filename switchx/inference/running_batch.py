@@ -8,6 +8,7 @@ Dims: B batch, L beams, M input length, P prompt, T new tokens
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 
 from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
-from switchx.inference.decode import Decoding, prefill, run_until, take_rows
+from switchx.inference.decode import Decoding, prefill, run_until, run_until_by, take_rows
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.sampling import Rows, RowSettings
 from switchx.models.config import ModelConfig
@@ -98,7 +99,9 @@ class RunningBatch:
         is_compacting = self._decoding.pruning == "compact" and self._batches[0] < B
         smaller = self._batches[self._batches.index(B) - 1] if is_compacting else 0
         last_step = None if most_steps is None else int(self._state.step) + most_steps
-        run = run_until if self._experts is None else self._experts.run_until
+        run = run_until
+        if self._experts is not None:
+            run = functools.partial(run_until_by, self._experts.run)
         with self._devices.use():
             self._state = run(
                 self._config, self._decoding, self._params, self._state, smaller, last_step

@@ -8,6 +8,7 @@ and cache are counted array by array, the buffers of reading a prompt by a formu
 Dims: B batch, L beams, M input length, D model, H heads, K head size, F ffn, V vocabulary
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from switchx.partitioning.mesh import AXES
 from switchx.planner.hardware import Hardware
 from switchx.planner.layout import Layout, StateArray
 from switchx.planner.step_comm import local_shape
+from switchx.planner.streaming import most_slots, streamed_layers
 
 MOST_DEVICES = 2**12
 # What a model in use is split over.
@@ -84,6 +86,34 @@ class Split:
     def name(self) -> str:
         """As `--mesh` takes it: `expert=4,model=2`."""
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items()) or "data=1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """A model on one device, whose experts stream to it in each call (SE-MoE, section 3.2).
+
+    Attributes:
+        slots: K, layers of each stack whose experts are on the device at once.
+        weights, cache, working: bytes on the device; `weights` has two slots in it.
+        streamed: how many layers stream, of each stack.
+        layer_bytes: of the experts of each.
+    """
+
+    slots: int
+    weights: float
+    cache: float
+    working: float
+    streamed: Mapping[str, int]
+    layer_bytes: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.cache + self.working
+
+    @property
+    def host(self) -> float:
+        """Bytes in host memory."""
+        return sum(self.streamed.values()) * self.layer_bytes
 
 
 def weights_of(params, bits: int | None = None) -> tuple[StateArray, ...]:
@@ -165,6 +195,49 @@ def choose_split(
         f"({least.name}) the model needs {least.total / 2**30:,.3g} GiB a device, "
         f"{least.weights / 2**30:,.3g} of it weights; {way_out}more memory, fewer experts, "
         "fewer bits, or a smaller batch"
+    )
+
+
+def choose_ring(served: ServedModel, memory_bytes: float) -> Ring:
+    """The ring of the most slots that fits one device: each is a layer less to copy.
+
+    Raises:
+        ValueError: not even two slots fit; says how much is needed.
+    """
+    for slots in range(most_slots(served.config), 1, -1):
+        ring = _ring(served, slots)
+        if ring.total <= memory_bytes:
+            return ring
+    (whole,) = splits(served, 1, None)
+    raise ValueError(
+        f"a device of {memory_bytes / 2**30:,.3g} GiB is too small: the model needs "
+        f"{whole.total / 2**30:,.3g} GiB a device, and with all experts in host memory and a "
+        f"ring of 2 slots {ring.total / 2**30:,.3g}, {ring.weights / 2**30:,.3g} of it "
+        "weights; use more memory, more devices, fewer bits, or a smaller batch"
+    )
+
+
+def _ring(served: ServedModel, slots: int) -> Ring:
+    (whole,) = splits(served, 1, None)
+    config = served.config
+    experts = sum(
+        math.prod(array.shape) * array.itemsize
+        for array in served.weights
+        if "/experts/" in array.name
+    )
+    layer = experts / len(config.sparse_layer_names)
+    streams = streamed_layers(config, slots)
+    stacks = [config.sparse_layer_names[number].split()[0] for number in streams]
+    # Of 8 and 4 bits a slot has words, and the matrices that are made of them.
+    is_packed = any("/scales" in array.name for array in served.weights)
+    on_device = whole.weights - (len(streams) - (4 if is_packed else 2)) * layer
+    return Ring(
+        slots,
+        on_device,
+        whole.cache,
+        whole.working,
+        collections.Counter(stacks),
+        layer,
     )
 
 

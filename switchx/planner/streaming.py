@@ -13,6 +13,7 @@ longer of its computing and its copies.
 Symbols: E experts of a layer, T tokens, k choices of a token, D model, H heads, K head size
 """
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Literal
@@ -73,6 +74,25 @@ class Streaming:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class CallKind:
+    """Calls of one kind that were run.
+
+    Attributes:
+        count: of calls.
+        ran: whether they streamed whole layers (`ring`) or moved chosen experts.
+        streaming: what the formula says of each.
+    """
+
+    count: int
+    ran: Literal["ring", "chosen"]
+    streaming: Streaming
+
+    def __str__(self) -> str:
+        how = "streamed whole layers" if self.ran == "ring" else "moved chosen experts"
+        return f"{self.count:,} calls {how}; {self.streaming}"
+
+
 def streaming(
     config: ModelConfig,
     hardware: Hardware,
@@ -122,23 +142,50 @@ def streaming(
     )
 
 
-def streaming_of(
+def kinds_of_call(
     config: ModelConfig,
     hardware: Hardware,
-    kinds: Mapping[tuple[str, int], int],
+    calls: Mapping[tuple[tuple[int, int], ...], int],
     expert_bytes: float,
+    ran: Literal["ring", "chosen"],
     hits: float = 0.0,
-) -> list[tuple[int, Streaming]]:
-    """For each kind of call how many there were, and what the formula says; most tokens first.
+) -> list[CallKind]:
+    """The kinds of calls by stack and tokens, those with the most tokens first.
 
     Args:
-        kinds: number of calls by stack and R; each token has a row for each of its choices.
+        calls: number of calls by the Switch layers of each, and R; each token has a row for
+            each of its choices.
     """
+    names, kinds = config.sparse_layer_names, collections.Counter()
+    for rows, count in calls.items():
+        sizes = {(names[layer].split()[0], R) for layer, R in rows}
+        kinds.update({kind: count for kind in sizes})
     choices = config.switch.router.num_selected
     return [
-        (count, streaming(config, hardware, stack, R // choices, expert_bytes, hits))
+        CallKind(
+            count, ran, streaming(config, hardware, stack, R // choices, expert_bytes, hits)
+        )
         for (stack, R), count in sorted(kinds.items(), key=lambda kind: -kind[0][1])
     ]
+
+
+def streamed_layers(config: ModelConfig, slots: int) -> tuple[int, ...]:
+    """Numbers of the Switch layers that a ring with K = `slots` of each stack streams: in each
+    stack all but the first K - 2, whose experts stay on the device."""
+    stacks = [layer.split()[0] for layer in config.sparse_layer_names]
+    return tuple(
+        number
+        for number, stack in enumerate(stacks)
+        if stacks[:number].count(stack) >= slots - 2
+    )
+
+
+def most_slots(config: ModelConfig) -> int:
+    """The most slots of each stack that a ring of this model has; below 2 it takes none."""
+    if config.switch is None or not config.switch.has_ffn or config.switch.has_attention:
+        return 0
+    layers = [config.num_sparse_layers_of(stack) for stack in ("encoder", "decoder")]
+    return min(number for number in layers if number)
 
 
 def touched_experts(num_experts: int, choices: float) -> float:

@@ -93,7 +93,11 @@ def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys)
         (["--expert_slots=1", "--mesh=expert=2"], "leave out one of the two"),
         (["--host_bytes=9"], "--host_bytes without --expert_slots; give --expert_slots=K, too"),
         (["--expert_slots=1", "--host_bytes=9"], "experts in arrays of whole layers"),
-        (["--expert_slots=1", "--ring_slots=2"], "--expert_slots with --ring_slots; give one"),
+        (["--ring_slots=2", "--host_bytes=9"], "--host_bytes without --expert_slots; give"),
+        (
+            ["--ring_slots=2", "--expert_slots=1", "--host_bytes=9"],
+            "--ring_slots, which has all",
+        ),
         (["--ring_slots=2"], "has one Switch layer; use expert_slots"),
     ):
         assert main(words(folder, *options, *wrong)) == 2
@@ -111,7 +115,16 @@ def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == want
     assert "experts: a ring of 2 layers" in captured.err
-    assert "calls on h200: decoder, 4 tokens" in captured.err
+    assert "a resident model is better" in captured.err
+    assert "h200: 1 calls streamed whole layers; encoder, " in captured.err
+    both = ["--expert_slots=1", "--ring_slots=2"]
+    assert main(words(run, *options, *both)) == 2
+    assert "a device 'cpu' can do; give --hardware=NAME" in capsys.readouterr().err
+    assert main(words(run, *options, *both, "--hardware=h200")) == 0
+    captured = capsys.readouterr()
+    assert captured.out == want
+    assert "experts: 0 calls streamed whole layers, 2 moved chosen experts" in captured.err
+    assert "h200: 2 calls moved chosen experts; decoder, 4 tokens" in captured.err
 
 
 def test_experts_of_a_quantized_model_are_read_from_its_file(folder, lines, tmp_path, capsys):
@@ -137,8 +150,9 @@ def test_experts_of_a_quantized_model_are_read_from_its_file(folder, lines, tmp_
     assert main(words(artifact, *options, *slots, "--hardware=h200")) == 0
     err = capsys.readouterr().err
     # A decoder's step has a token of each of the four lines.
-    assert re.search(r"calls on h200: encoder, \d+ tokens: .* an expert are below the", err)
-    assert re.search(r"calls on h200: decoder, 4 tokens: .*: chosen; max\(", err)
+    chosen = r"h200: \d+ calls moved chosen experts; "
+    assert re.search(chosen + r"encoder, \d+ tokens: .* an expert are below the", err)
+    assert re.search(chosen + r"decoder, 4 tokens: .*: chosen; max\(", err)
     assert main(words(artifact, *options, *slots, "--hardware=h9")) == 2
     assert "--hardware=h9: no such hardware" in capsys.readouterr().err
     assert main(words(artifact, *options, *slots, "--host_bytes=7")) == 2

@@ -16,12 +16,13 @@ from switchx.deploy.measure import (
     tokens_differing,
     validation_loss,
 )
-from switchx.deploy.plan import DeployPlan, DeploySettings
+from switchx.deploy.plan import GIB, DeployPlan, DeploySettings
 from switchx.deploy.steps import Deployment
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import without_capacity
 from switchx.models.config import RouterConfig
 from switchx.models.params import forward
+from tests.data.refusals import refused
 from tests.training.jobs import SPARSE, make_job
 from tests.training.saved_runs import save_run
 
@@ -73,6 +74,68 @@ def test_differing_tokens_are_counted_by_place():
     assert tokens_differing([[1, 2], [3]], [[1, 2], [3]]) == 0
     assert tokens_differing([[1, 2], [3]], [[1, 4, 5], []]) == 3
     assert tokens_differing([[1]], [[1], [2, 2]]) == 2
+
+
+DEEP = dataclasses.replace(
+    MODEL, num_decoder_layers=6, switch=dataclasses.replace(TWO, every=2)
+)
+
+
+@pytest.fixture(scope="module")
+def deep_run(tmp_path_factory):
+    """A run of three Switch layers of which a device need not have all."""
+    return save_run(tmp_path_factory.mktemp("deep") / "run", DEEP)
+
+
+def planned(folder, share: float, **changes) -> DeployPlan:
+    """For a device with this share of what the resident model needs."""
+    settings = DeploySettings(
+        "tpu",
+        batch_size=4,
+        input_length=5,
+        decoding=DecodingConfig(max_new_tokens=4),
+        **changes,
+    )
+    whole = DeployPlan(folder, None, settings).split.total
+    return DeployPlan(
+        folder, None, dataclasses.replace(settings, memory_gib=share * whole / GIB)
+    )
+
+
+def test_the_memory_decides_between_resident_and_a_ring(deep_run):
+    """The most slots that fit; of three layers, two slots stream all."""
+    resident = planned(deep_run, 1.0)
+    assert resident.ring is None and resident.because.startswith("all fit: ")
+    whole = resident.split
+    ring = planned(deep_run, 0.999).ring
+    layer = ring.layer_bytes
+    # Layers of E experts: two matrices, in float32.
+    assert layer == DEEP.switch.num_experts * 2 * DEEP.d_model * DEEP.d_ff * 4
+    assert (ring.slots, ring.streamed, ring.host) == (2, {"decoder": 3}, 3 * layer)
+    assert (whole.weights - ring.weights, whole.cache) == (layer, ring.cache)
+    because = planned(deep_run, 0.999).because
+    assert "with 2 slots" in because and "decoder, 20 tokens: " in because
+    assert "decoder, 4 tokens: 1.00 an expert do not (from " in because
+    with refused("and with all experts in host memory and a ring of 2 slots 0.000<any>"):
+        planned(deep_run, 1 - 1.1 * layer / whole.total)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}], ids=["float32", "bfloat16"])
+def test_a_ring_changes_no_token(deep_run, run, tmp_path, changes):
+    plan, (_, text) = planned(deep_run, 0.99, **changes), run
+    with pytest.warns(UserWarning, match="kinds of memory have no effect"):
+        made = Deployment(plan, lambda: text, None, "switchx deploy").run(tmp_path / "out")
+    assert [each.measured["tokens_differing"] for each in made] == [None, None, 0, 0, 0, 0]
+    optimized = made[4].measured
+    assert optimized["experts_are"] == "a ring of 2 slots"
+    assert optimized["because"] == plan.because
+    manifest = json.loads((made[5].path / "export.json").read_text())
+    assert manifest["ring"]["slots"] == 2
+    # More memory: the steps that it does not concern are kept.
+    again = Deployment(planned(deep_run, 1.0, **changes), lambda: text, None, "switchx deploy")
+    kept = [each.is_new for each in again.run(tmp_path / "out")]
+    assert kept == [False] * 4 + [True] * 2
 
 
 @pytest.mark.slow

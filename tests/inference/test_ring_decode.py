@@ -11,30 +11,32 @@ import pytest
 from switchx.inference.config import DecodingConfig, ExpertSlots
 from switchx.inference.generate import Generator, for_decoding, with_capacity
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.ring_decode import RingExperts, check_ring, outside_of_device
+from switchx.inference.ring_decode import RingExperts, check_ring
 from switchx.inference.ring_program import copied_bytes
 from switchx.inference.score import Scorer
-from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, SwitchConfig
 from switchx.models.params import init_params
+from switchx.models.unroll import unrolled
 from switchx.planner.hardware import load_hardware
 from tests.data.refusals import refused
 
 SLOW = pytest.mark.slow
-E, L, T = 4, 5, 4
-# Switch layers in every other block of two stacks.
+BFLOAT16 = Precision(params="bfloat16", compute="bfloat16")
+E, L, T = 4, 3, 4
+# L Switch layers in each of two stacks.
 MODEL = ModelConfig(
-    "encoder_decoder", 12, 16, 32, 2, 8, 2 * L, 2 * L, init_scale=2.0, scan_layers=True,
-    tie_embeddings=False, switch=SwitchConfig(E, every=2),
+    "encoder_decoder", 12, 16, 32, 2, 8, L, L, init_scale=2.0, scan_layers=True,
+    tie_embeddings=False, switch=SwitchConfig(E, every=1),
 )  # fmt: skip
 INPUTS = [[3, 4, 5, 8], [6, 2, 7, 8], [5, 5, 2], [11, 4, 4]]
 
 
 @functools.cache
-def model(bits: int | None):
-    params = init_params(MODEL, jax.random.key(7))
+def model(bits: int | None, config: ModelConfig = MODEL):
+    params = init_params(config, jax.random.key(7))
     if bits is None:
-        return MODEL, params
-    return quantize_experts(MODEL, params, bits=bits)[:2]
+        return config, params
+    return quantize_experts(config, params, bits=bits)[:2]
 
 
 def written(config, params, beam_size: int, experts=None):
@@ -55,7 +57,7 @@ def ringed(bits: int | None, beam_size: int, slots: int):
     return ring, written(ring.config, ring.params, beam_size, ring)
 
 
-CASES = [(None, 1, 3), (4, 2, 2), (None, 1, 2), (8, 1, 4), (4, 1, L), (None, 2, L)]
+CASES = [(None, 1, 3), (4, 2, 2), (None, 1, 2), (8, 1, 2), (8, 2, L), (None, 2, L)]
 
 
 @pytest.mark.parametrize(
@@ -67,23 +69,47 @@ def test_tokens_are_those_of_the_resident_model(bits, beam_size, slots):
     assert found == resident(bits, beam_size)
     traffic = ring.traffic
     layer = traffic.expert_bytes // (2 * L)
-    assert traffic.device_bytes == 2 * slots * layer
+    # In both stacks K - 2 layers are resident, and all others share two slots.
+    assert traffic.device_bytes == 2 * (slots - 1) * layer
     # The encoder and the prompt once, then the decoder's step for each token after the first.
     streamed = L - slots + 2
     assert traffic.moved_bytes == streamed * layer * (traffic.calls + 1)
     assert "a ring of" in str(traffic)
 
 
+@SLOW
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_encoder_layers": 2 * L, "num_decoder_layers": 2 * L, "every": 2},
+        {"scan_layers": False, "encoder_layers": (0, 2), "decoder_layers": (1, 2)},
+        {"architecture": "decoder_only", "num_encoder_layers": 0, "precision": BFLOAT16},
+    ],
+    ids=["every other block", "named blocks", "decoder, bfloat16"],
+)
+def test_switch_layers_may_be_anywhere(changes):
+    names = {field.name for field in dataclasses.fields(SwitchConfig)}
+    switch = {name: value for name, value in changes.items() if name in names}
+    others = {name: value for name, value in changes.items() if name not in names}
+    switch = dataclasses.replace(MODEL.switch, **switch)
+    config, params = model(None, dataclasses.replace(MODEL, switch=switch, **others))
+    ring = RingExperts(config, params, 2)
+    config, params = unrolled(config, params)
+    assert written(ring.config, ring.params, 1, ring) == written(config, params, 1)
+
+
 def test_streaming_is_said_of_each_kind_of_call():
     ring, _ = ringed(*CASES[1])
-    said = ring.streaming(load_hardware("h200"))
+    kinds = ring.kinds(load_hardware("h200"))
     # The decoder's prompt, then two beams of each.
-    assert sorted((call.stack, call.num_tokens) for _, call in said) == [
+    assert sorted((k.streaming.stack, k.streaming.num_tokens) for k in kinds) == [
         ("decoder", 4),
         ("decoder", 4 * 2),
         ("encoder", 4 * 4),
     ]
-    assert sum(count for count, call in said if call.stack == "decoder") == ring.traffic.calls
+    of_decoder = [kind for kind in kinds if kind.streaming.stack == "decoder"]
+    assert sum(kind.count for kind in of_decoder) == ring.traffic.calls
+    assert {kind.ran for kind in kinds} == {"ring"}
 
 
 def test_bytes_are_counted_in_the_program():
@@ -105,7 +131,7 @@ def test_scores_with_capacity_are_the_same():
     config, params = model(None)
     pairs = [([3, 4, 5], [6, 7, 1]), ([5, 5], [5, 5, 5, 1])]
     want = sorted(Scorer(with_capacity(config), params)(pairs))
-    ring = RingExperts(config, params, 4)
+    ring = RingExperts(config, params, 2)
     got = sorted(Scorer(with_capacity(ring.config), ring.params, experts=ring)(pairs))
     for (_, ours), (_, theirs) in zip(got, want, strict=True):
         assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, rel=1e-5)
@@ -114,9 +140,9 @@ def test_scores_with_capacity_are_the_same():
 @pytest.mark.parametrize(
     "changes, slots, words",
     [
-        ({}, 1, f"a ring of 1 slots, but the encoder has {L} Switch layers (one in 2 blocks)"),
+        ({}, 1, f"a ring of 1 slots, but the encoder has {L} Switch layers; use 2 to {L}"),
         ({}, L + 1, f"a ring of {L + 1} slots, but the encoder has {L} Switch layers"),
-        ({"num_decoder_layers": 2}, 2, "the decoder has one Switch layer; use expert_slots"),
+        ({"num_decoder_layers": 1}, 2, "the decoder has one Switch layer; use expert_slots"),
         ({"switch": None}, 2, "a dense model, which has no experts to move"),
     ],
 )
@@ -127,8 +153,10 @@ def test_refusals(changes, slots, words):
 
 def test_what_a_ring_does_not_take():
     for asked, words in (
-        (ExpertSlots(2, ring=True, prefetch=True), "a ring with prefetch"),
-        (ExpertSlots(2, ring=True, host_bytes=9), "a ring with host_bytes"),
+        ({"ring_slots": 2, "prefetch": True}, "ring_slots=2 with prefetch, which predicts"),
+        ({"ring_slots": 2, "host_bytes": 9}, "ring_slots=2 with host_bytes=9: a ring has all"),
+        ({"ring_slots": 2, "hardware": "h200"}, "hardware='h200' without slots and ring_slots"),
+        ({}, "ExpertSlots without slots and ring_slots; give one of the two, or both"),
     ):
         with refused(words):
-            outside_of_device(*model(None), asked, None)
+            ExpertSlots(**asked)

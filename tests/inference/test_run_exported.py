@@ -4,6 +4,7 @@
 The blocks of docs/export.md run here too, in their order, in one folder.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -171,8 +172,8 @@ def test_a_manifest_that_is_missing_changed_or_of_another_format(copy, tmp_path)
     file.write_text(text.replace('"batch_size": 4', '"batch_size": 5'))
     with refused("<any>cannot be read (it has changed since it was written); <any>"):
         ExportedModel(copy)
-    rewrite(copy, lambda content: content.update(format_version=3))
-    with refused("<any>its format_version is 3, this program reads 2<any>"):
+    rewrite(copy, lambda content: content.update(format_version=4))
+    with refused("<any>its format_version is 4, this program reads 3<any>"):
         ExportedModel(copy)
     file.write_text(text[:-9])
     with refused("<any>export.json cannot be read (<any>"):
@@ -233,7 +234,10 @@ def test_a_program_that_is_none(copy):
 
 
 def test_the_page_runs(in_a_folder, capsys):
-    save_run(in_a_folder / "runs/tiny", ENCODER_DECODER)
+    sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2}
+    switch = dataclasses.replace(ENCODER_DECODER.switch, every=1)
+    model = dataclasses.replace(ENCODER_DECODER, switch=switch, **sizes)
+    save_run(in_a_folder / "runs/tiny", model)
     blocks = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     for language, block in blocks:
         if language == "python":

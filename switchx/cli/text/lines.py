@@ -28,7 +28,6 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
     shared.add_step(parser, "checkpoint of a run folder")
     shared.add_mesh(parser, "one device")
     slots.add_expert_slots(parser)
-    slots.add_hardware(parser)
     shared.add_task(parser)
     parser.add_argument(
         "--input",
