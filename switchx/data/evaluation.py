@@ -89,7 +89,7 @@ class EvaluationExamples:
             require(
                 is_known,
                 f"task {self.task.name!r}: example {number} of {self.split!r} has no choices "
-                "of which one is known to be right; rank tasks of classes or of several answers",
+                "of which one is known to be right; rank tasks of classes, or with choices",
             )
         return [target.choices for target in self.targets]
 

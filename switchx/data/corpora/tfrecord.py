@@ -159,8 +159,8 @@ def _check(data: bytes, expected: int, path: str, offset: int) -> None:
     found = masked_checksum(data)
     if found != expected:
         raise ValueError(
-            f"{path}: the {len(data)} bytes at {offset} have the checksum {found:08x}, expected "
-            f"{expected:08x}; it is damaged or no TFRecord file: get it anew"
+            f"{path}: the {len(data)} bytes at {offset} have the checksum {found:08x}, "
+            f"expected {expected:08x}; it is damaged or no TFRecord file: get it anew"
         )
 
 
