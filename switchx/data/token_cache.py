@@ -170,7 +170,7 @@ def _check(kept: KeptTokens, description: dict, num_records: int) -> None:
         written = json.loads((kept.folder / _DESCRIPTION).read_text())
         num_ids = (kept.folder / _IDS).stat().st_size // np.dtype(np.int32).itemsize
         found = len(kept), int(kept._ends[-1])
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
         written, found, num_ids = {}, error, None
     if written != description or found != (num_records, num_ids):
         raise ValueError(

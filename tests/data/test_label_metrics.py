@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
+import sklearn.metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -153,14 +154,15 @@ ids = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=2, max_
 
 @given(ids)
 def test_classes_as_scikit_learn(pairs):
-    sklearn = pytest.importorskip("sklearn.metrics")
     targets, predictions = map(list, zip(*pairs, strict=True))
     labels = [-1 if each == 3 else each for each in predictions]  # as T5's class ids
-    matthews = sklearn.matthews_corrcoef(targets, labels)
+    matthews = sklearn.metrics.matthews_corrcoef(targets, labels)
     assert of_ids(MatthewsCorrelation(CLASSES), targets, predictions) == {
         "matthews_corrcoef": pytest.approx(100 * matthews)
     }
-    macro = sklearn.f1_score(targets, labels, labels=range(3), average="macro", zero_division=0)
+    macro = sklearn.metrics.f1_score(
+        targets, labels, labels=range(3), average="macro", zero_division=0
+    )
     assert of_ids(MacroF1(CLASSES), targets, predictions) == {
         "mean_3class_f1": pytest.approx(100 * macro)
     }
@@ -173,7 +175,6 @@ def test_classes_as_scikit_learn(pairs):
     ).filter(lambda rows: len({right for _, right, _ in rows}) == 2)
 )  # fmt: skip
 def test_areas_as_scikit_learn(rows):
-    sklearn = pytest.importorskip("sklearn.metrics")
     score, is_right, weight = map(np.array, zip(*rows, strict=True))
     found = rank_results(
         [[0.0, each] for each in score], [[not r, bool(r)] for r in is_right], weight
@@ -181,11 +182,11 @@ def test_areas_as_scikit_learn(rows):
     found = {each.name: each.score for each in found}
     common = {"sample_weight": weight}
     assert found["auc-roc"] == pytest.approx(
-        100 * sklearn.roc_auc_score(is_right, score, **common)
+        100 * sklearn.metrics.roc_auc_score(is_right, score, **common)
     )
-    want = sklearn.average_precision_score(is_right, score, **common)
+    want = sklearn.metrics.average_precision_score(is_right, score, **common)
     assert found["auc-pr"] == pytest.approx(100 * want)
-    want = sklearn.f1_score(is_right, score > 0, zero_division=0, **common)
+    want = sklearn.metrics.f1_score(is_right, score > 0, zero_division=0, **common)
     assert found["f1"] == pytest.approx(100 * want)
 
 

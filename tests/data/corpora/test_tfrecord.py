@@ -19,8 +19,6 @@ from switchx.data.corpora.tfrecord import masked_checksum, read_records, record_
 from tests.data.refusals import refused
 from tests.data.tfds_folders import _checksum, as_tf_records, frame, write
 
-pytest.importorskip("google_crc32c")
-
 ROWS = [
     {
         "text": f"page {i} é",
