@@ -152,6 +152,7 @@ def test_ranks_of_one_class_have_no_area_and_bad_scores_are_refused():
 ids = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=2, max_size=30)
 
 
+@pytest.mark.filterwarnings("ignore:A single label was found")
 @given(ids)
 def test_classes_as_scikit_learn(pairs):
     targets, predictions = map(list, zip(*pairs, strict=True))

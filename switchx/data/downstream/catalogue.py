@@ -61,7 +61,10 @@ def _files(options: dict | None = None, **splits: str) -> Files:
 
 _GLUE = {"skips_short_rows": True}
 _GLUE_FILES = _files(_GLUE, train="train.tsv", validation="dev.tsv", test="test.tsv")
-_COLA_FILES = _files({"has_header": False}, train="train.tsv", validation="dev.tsv")
+_COLA_FILES = {
+    **_files({"has_header": False}, train="train.tsv", validation="dev.tsv"),
+    **_files(test="test.tsv"),
+}
 _MNLI_FILES = _files(
     _GLUE,
     train="train.tsv",

@@ -5,6 +5,8 @@ Features are those of TFDS' own builders, read off `tensorflow_datasets`; the or
 first example of `published_files.py`, where the same row stands in its published form.
 """
 
+import re
+
 import numpy as np
 import pytest
 from tensorflow_datasets import features as tfds
@@ -19,6 +21,7 @@ from switchx.data.tokenizers import ByteVocabulary
 from tests.data.downstream.published_files import PASSAGE, PUBLISHED
 from tests.data.refusals import refused
 from tests.data.tfds_folders import as_tf_records, write
+from tests.processes import ROOT
 
 TEXT, TEXTS = tfds.Text(), tfds.Sequence(tfds.Text())
 LETTERS = tfds.ClassLabel(names=list("ABCDE"))
@@ -158,6 +161,24 @@ def test_templates_of_tfds(tmp_path):
             Templates("tfds:news", template, "{label}").open("train", str(tmp_path))
     with refused("Templates.answers='title' is 'A {b}', expected a list; name another"):
         Templates("tfds:news", "{title}", "{label}", "title").open("train", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "inputs"),
+    [
+        # t5.data.preprocessors_test.test_translate
+        ("de", "Das ist gut.", "translate English to German: That is good."),
+        ("fr", "C'est bon.", "translate English to French: That is good."),
+        ("ro", "E bine.", "translate English to Romanian: That is good."),
+    ],
+)
+def test_translation(language, text, inputs, tmp_path):
+    gin = (ROOT / f"configs/tasks/wmt_en_{language}.gin").read_text()
+    source, *templates = re.findall(r'^(?:FROM|INPUTS|TARGETS) = "(.*)"', gin, re.MULTILINE)
+    row = {"en": "That is good.", language: text}
+    write(tmp_path, source.removeprefix("tfds:"), dict.fromkeys(row, TEXT), train=[row])
+    record = Templates(source, *templates).open("train", str(tmp_path))[0]
+    assert (record["inputs"], record["targets"]) == (inputs, text)
 
 
 def test_templates_of_a_folder(tmp_path):
