@@ -117,7 +117,8 @@ def open_tokens(tokenizer: Tokenizer, data_dir: str | None) -> KeptTokens:
         description["objective"] = describe(objective, "the objective")
     key = fingerprint_of(json.dumps(description, sort_keys=True))
     name = re.sub(r"\W+", "_", records.name).strip("_")
-    folder = locations.find_or_place(f"tokens/{name}_{key}", data_dir)
+    where = locations.local_or_none(data_dir)
+    folder = locations.find_or_place(f"tokens/{name}_{key}", where)
     if not folder.exists():
         _keep(tokenizer, folder, description)
     kept = KeptTokens(folder, _sequences(tokenizer))

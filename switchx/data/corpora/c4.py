@@ -77,4 +77,4 @@ class C4:
 
         name = f"{self.name.replace('/', '_')}_{split}".replace(".", "_").replace("-", "_")
         key = fingerprint_of("c4 1", folder.folder, folder.fingerprint(stored_split))
-        return open_prepared(Recipe(name, key, ("text",), make_splits), split, data_dir)
+        return open_prepared(Recipe(name, key, ("text",), make_splits), split, folder.data_dir)

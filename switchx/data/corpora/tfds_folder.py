@@ -29,6 +29,7 @@ class TfdsFolder:
 
     Attributes:
         builder: TFDS' reader of its description.
+        data_dir: where indexes are kept, as `Corpus.open` takes it; local.
     """
 
     builder: Any
@@ -127,8 +128,8 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
         ValueError: it is not prepared below any of the folders, or not in this version.
     """
     path, _, version = name.partition(":")
-    is_remote = data_dir is not None and "://" in data_dir
-    folders = [data_dir] if is_remote else locations.data_dirs(data_dir)
+    is_local = locations.local_or_none(data_dir) == data_dir
+    folders = locations.data_dirs(data_dir) if is_local else [data_dir]
     for folder in folders:
         versions = epath.Path(folder) / path
         found = {}
@@ -138,7 +139,8 @@ def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
         if version:
             found = {each: child for each, child in found.items() if str(each) == version}
         if found:
-            return TfdsFolder(tfds.builder_from_directory(found[max(found)]), data_dir)
+            builder = tfds.builder_from_directory(found[max(found)])
+            return TfdsFolder(builder, locations.local_or_none(data_dir))
     raise ValueError(
         f"{name} is not prepared below {', '.join(map(str, folders))}; set DATA_DIR to TFDS' "
         "data folder, or prepare it where TensorFlow is installed: "

@@ -19,6 +19,7 @@ from switchx.data.corpora.corpus import (
 )  # fmt: skip
 from switchx.data.corpora.raw_files import SUFFIXES, RawFile, Row, read_rows
 from switchx.data.corpora.tfds_folder import TfdsFolder, find_folder, plain
+from switchx.data.data_dir import local_or_none
 from switchx.data.downstream.texts import TextExample
 from switchx.fields import require
 
@@ -161,7 +162,8 @@ def open_rows(
         }
 
     key = fingerprint_of("downstream", TEXT_VERSION, name, *rows.key)
-    return open_prepared(Recipe(name, key, FIELDS, make_splits, True), split, data_dir)
+    recipe = Recipe(name, key, FIELDS, make_splits, keeps_order=True)
+    return open_prepared(recipe, split, local_or_none(data_dir))
 
 
 def _records(

@@ -6,16 +6,21 @@ first example of `published_files.py`, where the same row stands in its publishe
 """
 
 import re
+import types
 
 import numpy as np
 import pytest
+from etils import epath
 from tensorflow_datasets import features as tfds
 
+from switchx.data.corpora import tfds_folder
+from switchx.data.corpora.tfds_folder import plain
 from switchx.data.downstream.catalogue import DATASETS
-from switchx.data.downstream.tasks import Downstream
+from switchx.data.downstream.tasks import Downstream, task
 from switchx.data.downstream.templates import Templates, template_task
 from switchx.data.evaluation import evaluation_examples
 from switchx.data.features import EncoderDecoderFeatures
+from switchx.data.tasks import open_task
 from switchx.data.text_metrics import Accuracy, Squad
 from switchx.data.tokenizers import ByteVocabulary
 from tests.data.downstream.published_files import PASSAGE, PUBLISHED
@@ -131,6 +136,25 @@ def test_test_sets_and_tf_records(tmp_path):
     as_tf_records(tmp_path / "glue/cola/1.0.0", shards=1)
     record = Downstream("glue_cola").open("test", str(tmp_path))[0]
     assert record["targets"] == "<unk>" and '"example_id": "7"' in record["facts"]
+
+
+def test_remote_data_are_prepared_in_the_cache(tmp_path, own_cache, monkeypatch):
+    """Only the address is of a bucket here; its files are below `tmp_path`."""
+    features, row = ROWS["glue_cola"]
+    write(tmp_path, "glue/cola", features, train=[row])
+    as_tf_records(tmp_path / "glue/cola/1.0.0", shards=1)
+
+    def path(name):
+        return epath.Path(str(name).replace("remote://bucket", str(tmp_path)))
+
+    monkeypatch.setattr(tfds_folder, "epath", types.SimpleNamespace(Path=path))
+    made = task("glue_cola", ByteVocabulary(), train_split="train", cache_tokens=True)
+    opened = open_task(made, "train", "remote://bucket", EncoderDecoderFeatures(64, 16))
+    assert opened.records[0]["targets"] == "acceptable" and len(opened.tokens) == 1
+    assert {each.name for each in own_cache.iterdir()} == {"glue_cola", "tokens"}
+    found = tfds_folder.find_folder("glue/cola", "remote://bucket")
+    assert plain(found.records("train")[0]) == row
+    assert (own_cache / "tfrecord_indexes").is_dir()
 
 
 NEWS = {"title": TEXT, "label": classes("World", "Sports"), "more": {"ids": TEXTS}}
