@@ -28,7 +28,7 @@ from switchx.data.downstream.catalogue import DATASETS, Dataset
 from switchx.data.downstream.sources import Rows, open_rows, rows_of_files, rows_of_tfds
 from switchx.data.downstream.texts import TextExample
 from switchx.data.mixtures import Mixture, ProportionalRates
-from switchx.data.objectives import InputsToTargets
+from switchx.data.objectives import InputsToTargets, RecordObjective
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
 from switchx.fields import at_resume, require
@@ -90,6 +90,7 @@ def task(
     manual_dir: str | None = None,
     train_split: str | None = None,
     evaluation_split: str | None = None,
+    objective: RecordObjective = InputsToTargets(),
     too_long: Literal["drop", "truncate", "error"] = "truncate",
     cache_tokens: bool = False,
 ) -> Task:
@@ -98,7 +99,7 @@ def task(
     Args:
         manual_dir: as `Downstream` has it.
         train_split, evaluation_split: None takes those of the table.
-        too_long, cache_tokens: as `Task` has them; T5 cuts.
+        objective, too_long, cache_tokens: as `Task` has them; T5 cuts.
 
     Raises:
         ValueError: no such data set.
@@ -108,7 +109,7 @@ def task(
         dataset,
         Downstream(dataset, manual_dir),
         vocabulary,
-        InputsToTargets(),
+        objective,
         too_long,
         train_split or found.train_split,
         evaluation_split or found.evaluation_split,
@@ -124,6 +125,7 @@ def mixture(
     rates: tuple[float, ...] | ProportionalRates = ProportionalRates(),
     evaluated: tuple[str, ...] | None = None,
     evaluation_splits: tuple[str, ...] | None = None,
+    objective: RecordObjective = InputsToTargets(),
     cache_tokens: bool = False,
 ) -> Mixture:
     """Data sets of the table learnt together.
@@ -132,10 +134,13 @@ def mixture(
         evaluated: those that are evaluated; None is all that are learnt.
         evaluation_splits: of each of `evaluated`, in their order; None takes those of the
             table. One data set may stand there several times, with another split each.
-        manual_dir, cache_tokens: as `task` has them.
+        manual_dir, objective, cache_tokens: as `task` has them.
+
+    Raises:
+        ValueError: no such data set, or other numbers of splits than of tasks.
     """
-    common = vocabulary, manual_dir
-    tasks = tuple(task(name, *common, cache_tokens=cache_tokens) for name in datasets)
+    common = dict(manual_dir=manual_dir, objective=objective, cache_tokens=cache_tokens)
+    tasks = tuple(task(name, vocabulary, **common) for name in datasets)
     if evaluated is None:
         require(evaluation_splits is None, "evaluation_splits need `evaluated`; name both")
         return Mixture(tasks, rates)
@@ -146,7 +151,7 @@ def mixture(
     )
     others = []
     for name, split in zip(evaluated, splits, strict=True):
-        other = task(name, *common, evaluation_split=split, cache_tokens=cache_tokens)
+        other = task(name, vocabulary, evaluation_split=split, **common)
         label = f"{name}_{split}" if evaluated.count(name) > 1 else name
         others.append(dataclasses.replace(other, name=label))
     return Mixture(tasks, rates, evaluation=tuple(others))

@@ -15,7 +15,7 @@ from switchx.data.corpora.corpus import CorpusSource
 from switchx.data.corpora.raw_files import Row
 from switchx.data.downstream.sources import Rows, open_rows, rows_of_folder, rows_of_tfds
 from switchx.data.downstream.texts import TextExample, class_name
-from switchx.data.objectives import InputsToTargets
+from switchx.data.objectives import InputsToTargets, RecordObjective
 from switchx.data.tasks import Task
 from switchx.data.text_metrics import TextMetric
 from switchx.data.tokenizers import Vocabulary
@@ -91,12 +91,21 @@ def template_task(
     metrics: tuple[TextMetric, ...] = (),
     train_split: str = "train",
     evaluation_split: str = "validation",
+    objective: RecordObjective = InputsToTargets(),
+    cache_tokens: bool = False,
 ) -> Task:
     """A task of templates, named after its source."""
     return Task(
-        corpus.name, corpus, vocabulary, InputsToTargets(), "truncate", train_split,
-        evaluation_split, metrics,
-    )  # fmt: skip
+        corpus.name,
+        corpus,
+        vocabulary,
+        objective,
+        "truncate",
+        train_split,
+        evaluation_split,
+        metrics,
+        cache_tokens,
+    )
 
 
 def fields_of_template(template: str, where: str) -> list[str]:
