@@ -137,34 +137,36 @@ def squad(row: Row) -> Iterator[Row]:
 
 def choices(row: Row) -> Iterator[Row]:
     """ARC and OpenBookQA in their several forms, as question, choices and the right one."""
-    question, listed = first_of(row, "question|question_stem|Question Stem"), row.get("choices")
-    label = first_of(row, "answerKey|Answer Key")
-    if isinstance(question, dict):
-        listed = question.get("choices") or [
-            question[f"choice_{letter}"] for letter in "ABCD" if f"choice_{letter}" in question
-        ]
-        question = question["stem"]
-    if "Choices" in row:
-        listed = _CHOICE.split(row["Choices"])[2::2]
-    if isinstance(listed, dict):
-        names, texts = listed["label"], listed["text"]
-    elif listed and isinstance(listed[0], dict):
-        names, texts = ([each[key] for each in listed] for key in ("label", "text"))
-    else:
-        names, texts = list("ABCDE"[: len(listed or ())]), listed
+    question, names, texts = _question_and_choices(row)
+    answer = first_of(row, "answerKey|Answer Key")
     require(texts, f"the question {question[:80]!r} has no choices; correct the row")
-    # TFDS gives the key and the names as numbers of the same classes.
-    names = list(range(len(texts))) if isinstance(label, int) and label not in names else names
     require(
-        label in names or label in ("", -1),
-        f"the answer {label!r} of {question[:80]!r} is none of {names}; correct the row",
+        answer in names or answer in ("", -1),
+        f"the answer {answer!r} of {question[:80]!r} is none of {names}; correct the row",
     )
     yield {
         "question": question,
         "choices": [text.strip() for text in texts],
-        "label": names.index(label) if label in names else -1,
+        "label": names.index(answer) if answer in names else -1,
         "idx": row.get("id", row.get("ID", "")),
     }
+
+
+def _question_and_choices(row: Row) -> tuple[str, list, list[str]]:
+    """The question, the names that an answer's key may have, and the texts."""
+    if "Choices" in row:  # OpenBookQA's table: `(A) the sun (B) ...`
+        parts = _CHOICE.split(row["Choices"])
+        return first_of(row, "Question Stem"), parts[1::2], parts[2::2]
+    question = first_of(row, "question")
+    if isinstance(question, str):  # TFDS' ARC
+        table = first_of(row, "choices")
+        return question, list(table["label"]), list(table["text"])
+    if "choices" in question:  # ARC's and OpenBookQA's lines of JSON
+        listed = question["choices"]
+        return question["stem"], *([each[k] for each in listed] for k in ("label", "text"))
+    fields = [f"choice_{letter}" for letter in "ABCDE"]  # TFDS' OpenBookQA, its key a number
+    texts = [question[field] for field in fields if field in question]
+    return question["stem"], list(range(len(texts))), texts
 
 
 def kind_of_question(classes: Sequence[str]) -> RowFunction:
