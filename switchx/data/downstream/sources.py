@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of downstream data sets from TFDS or from files, and their examples as ArrayRecord.
 
-Everything that is quickly known and determines the examples is in a key: names of files, sizes
-and times (or TFDS' name, version and lengths), the text, and `TEXT_VERSION`.
+A split is prepared when it is first opened. Everything that is quickly known and determines its
+examples is in a key: names of files, sizes and times (or TFDS' name, version and lengths), the
+text, and `TEXT_VERSION`.
 """
 
 import dataclasses
@@ -32,18 +33,29 @@ ExampleFunction = Callable[[int, Row], Iterator[TextExample]]
 
 
 @dataclasses.dataclass(frozen=True)
+class SplitRows:
+    """Rows of one split.
+
+    Attributes:
+        read: gives them, in their order.
+        key: all that determines them and is quickly known.
+    """
+
+    read: Callable[[], Iterable[Row]]
+    key: tuple
+
+
+@dataclasses.dataclass(frozen=True)
 class Rows:
     """Rows of all splits of a source.
 
     Attributes:
-        splits: those that are there; called for its rows.
-        key: all that determines them and is quickly known.
+        splits: those that are there.
         place: where they are, for messages.
         class_names: of fields that TFDS knows as classes.
     """
 
-    splits: dict[str, Callable[[], Iterable[Row]]]
-    key: tuple
+    splits: dict[str, SplitRows]
     place: str
     class_names: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
@@ -60,13 +72,13 @@ def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
         for field, feature in folder.builder.info.features.items()
         if getattr(feature, "names", None)
     }
-    splits = {split: _tfds_reader(folder, split) for split in folder.splits}
-    key = (folder.folder, *map(folder.fingerprint, splits))
-    return Rows(splits, key, folder.folder, names)
+    splits = {split: _tfds_rows(folder, split) for split in folder.splits}
+    return Rows(splits, folder.folder, names)
 
 
-def _tfds_reader(folder: TfdsFolder, split: str) -> Callable[[], Iterator[Row]]:
-    return lambda: map(plain, folder.examples(split))
+def _tfds_rows(folder: TfdsFolder, split: str) -> SplitRows:
+    key = (folder.folder, folder.fingerprint(split))
+    return SplitRows(lambda: map(plain, folder.examples(split)), key)
 
 
 def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: str) -> Rows:
@@ -126,43 +138,48 @@ def rows_of_folder(folder: Path) -> Rows:
 
 
 def _rows_of(found: dict[str, list[tuple[Path, RawFile]]], place: str) -> Rows:
-    def reader(files) -> Callable[[], Iterator[Row]]:
-        return lambda: (row for path, file in files for row in read_rows(path, file))
+    return Rows({split: _file_rows(files) for split, files in found.items()}, place)
 
-    paths = [path for files in found.values() for path, _ in files]
+
+def _file_rows(files: list[tuple[Path, RawFile]]) -> SplitRows:
+    def read() -> Iterator[Row]:
+        return (row for path, file in files for row in read_rows(path, file))
+
+    paths = [path for path, _ in files]
     states = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    return Rows({split: reader(files) for split, files in found.items()}, tuple(states), place)
+    return SplitRows(read, tuple(states))
 
 
 def open_rows(
-    name: str, rows: Rows, examples: ExampleFunction, split: str, data_dir: str | None
+    name: str,
+    rows: Rows,
+    examples: ExampleFunction,
+    split: str,
+    data_dir: str | None,
+    key: tuple = (),
 ) -> CorpusSource:
-    """Examples of one split; all splits are written first, where they are not yet.
+    """Examples of one split, written first where they are not yet.
 
     Args:
         name: of the corpus, a Python identifier.
         examples: of a row and its number.
+        key: all that determines the examples of a row, besides `name` and `TEXT_VERSION`.
 
     Raises:
-        ValueError: no such split, or a row of which no example can be made.
+        ValueError: no such split, a row of which no example can be made, or no example.
     """
     require_split(f"{name} in {rows.place}", split, rows.splits)
+    chosen, place = rows.splits[split], f"{name}, {split} of {rows.place}"
 
     def make_splits() -> dict[str, Iterator[dict[str, str]]]:
-        made = {
-            each: _records(f"{name}, {each} of {rows.place}", read(), examples)
-            for each, read in rows.splits.items()
-        }
-        # A split may have no example: nothing of WSC's test set is known to be right.
-        first = {each: next(records, None) for each, records in made.items()}
-        return {
-            each: itertools.chain([record], made[each])
-            for each, record in first.items()
-            if record is not None
-        }
+        records = _records(place, chosen.read(), examples)
+        first = next(records, None)
+        # Nothing of WSC's test set, say, is known to be right.
+        require(first is not None, f"{place} gives no example; use another split")
+        return {split: itertools.chain([first], records)}
 
-    key = fingerprint_of("downstream", TEXT_VERSION, name, *rows.key)
-    recipe = Recipe(name, key, FIELDS, make_splits, keeps_order=True)
+    hexadecimal = fingerprint_of("downstream", TEXT_VERSION, name, split, *chosen.key, *key)
+    recipe = Recipe(name, hexadecimal, FIELDS, make_splits, keeps_order=True)
     return open_prepared(recipe, split, local_or_none(data_dir))
 
 

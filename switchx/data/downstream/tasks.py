@@ -7,7 +7,7 @@
    files of a folder, `manual_dir`, as the data set's authors publish them.
 2. A *text function* writes the examples of a row: `inputs` and `targets`, T5's to the byte, and
    under `facts` what metrics need besides: all right answers, group, class, choices.
-3. All splits that are there are written once as ArrayRecord, in their order, under a key of the
+3. A split's examples are written once as ArrayRecord, in their order, under a key of the
    files' names, sizes and times and of `TEXT_VERSION` (`sources.py`).
 4. From there on a task is like any other: `InputsToTargets` tokenizes and packs it for
    encoder-decoders and decoders, `train_split` and `evaluation_split` may be slices

@@ -59,13 +59,12 @@ class Templates:
             ValueError: no such split or data, or a row without a field of a template.
         """
         rows = self._rows(data_dir)
-        parts = (self.inputs, self.targets, self.answers)
-        rows = dataclasses.replace(rows, key=(*rows.key, *parts))
 
         def examples(number: int, row: Row) -> Iterator[TextExample]:
             yield self._example(number, row, rows)
 
-        return open_rows(self.name, rows, examples, split, data_dir)
+        key = (self.inputs, self.targets, self.answers)
+        return open_rows(self.name, rows, examples, split, data_dir, key)
 
     def _rows(self, data_dir: str | None) -> Rows:
         if self.source.startswith(_TFDS):

@@ -46,6 +46,7 @@ def test_all_data_sets_are_here():
     assert PUBLISHED.keys() | FROM_TFDS == DATASETS.keys()
 
 
+@pytest.mark.filterwarnings("ignore:An input array is constant")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_text_and_score_of_a_constant(name, tmp_path):
     published, made = PUBLISHED[name], built(tmp_path, name)
@@ -104,6 +105,14 @@ def test_rows_that_are_broken_are_named(tmp_path):
     (tmp_path / "super_glue/RTE/train.jsonl").write_text(text)
     with refused("row 0: the label 'yes' is no number and none of entailment, not_entailment"):
         Downstream("super_glue_rte", str(tmp_path)).open("train", str(tmp_path))
+
+
+def test_a_split_without_an_example_is_named(tmp_path):
+    folder = written(tmp_path, "super_glue_wsc_train") / "super_glue/WSC"
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "test.jsonl").write_text(lines[0] + "\n")
+    with refused("super_glue_wsc_train, test of <any> gives no example; use another split"):
+        Downstream("super_glue_wsc_train", str(tmp_path)).open("test", str(tmp_path))
 
 
 def test_bad_input_is_named(tmp_path):

@@ -175,6 +175,15 @@ def test_templates_of_tfds(tmp_path):
     assert examples.metrics(["y", "World"]) == {
         "accuracy": 0.0, "exact_match": 50.0, "f1": 50.0,
     }  # fmt: skip
+    # A split that cannot be written so does not keep others from it.
+    empty = rows[0] | {"more": {"ids": []}}
+    write(tmp_path, "uneven", NEWS, train=rows, test=[empty])
+    uneven = Templates("tfds:uneven", "{more/ids/0}", "{label}")
+    assert uneven.open("train", str(tmp_path))[0]["inputs"] == "x"
+    with refused(
+        "row 0: Templates.inputs: there is no field 'more/ids/0'; more/ids has nothing"
+    ):
+        uneven.open("test", str(tmp_path))
     for template, said in (
         ("{titel}", "there is no field 'titel'; the row has label, more, title"),
         ("{more/id}", "there is no field 'more/id'; more has ids"),
