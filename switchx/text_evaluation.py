@@ -12,9 +12,10 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from switchx.api import Model
-from switchx.data.features import Example, Features
-from switchx.data.tasks import Task, open_task
-from switchx.data.text_metrics import MetricResult, TextMetric
+from switchx.data.evaluation import EvaluationExamples, evaluation_examples
+from switchx.data.features import Features
+from switchx.data.tasks import Task
+from switchx.data.text_metrics import MetricResult
 from switchx.inference.generate import Generator
 
 
@@ -23,16 +24,16 @@ class Questions:
     """What a model is to answer.
 
     Attributes:
-        inputs, targets: the corpus' texts.
+        examples: of the corpus.
         prompts: token ids that a generator reads.
-        num_cut: inputs that were cut to a row of training, as their task says (`truncate`).
     """
 
-    task: Task
-    inputs: list[str]
-    targets: list[str]
+    examples: EvaluationExamples
     prompts: list[list[int]]
-    num_cut: int
+
+    @property
+    def task(self) -> Task:
+        return self.examples.task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +65,6 @@ def read_questions(
         ValueError: the task has no texts for targets, there is no such split or it is empty,
             or the vocabulary is not the model's.
     """
-    if not task.objective.has_texts:
-        raise ValueError(
-            f"task {task.name!r}: {type(task.objective).__name__} has no texts for targets; "
-            "metrics of generated texts need a task of InputsToTargets"
-        )
     ours, theirs = task.vocabulary, model.vocabulary
     if theirs is None or ours.fingerprint() != theirs.fingerprint():
         found = "none" if theirs is None else f"another one, of {theirs.size} ids"
@@ -76,19 +72,8 @@ def read_questions(
             f"task {task.name!r} has a vocabulary of {ours.size} ids, the model has {found}; "
             "use the one that the model was trained with, whose copy is in its folder"
         )
-    records = open_task(task, split, data_dir, features).records
-    count = len(records) if max_examples is None else min(max_examples, len(records))
-    inputs, targets, prompts, num_cut = [], [], [], 0
-    for record in (records[number] for number in range(count)):
-        tokens = task.objective.example(record, ours).inputs
-        if task.too_long == "truncate":
-            cut = features.truncate(Example(tokens, tokens[:0]), ours.eos_id).inputs
-            num_cut += len(cut) < len(tokens)
-            tokens = cut
-        inputs.append(record["inputs"])
-        targets.append(record["targets"])
-        prompts.append(model.prompt(tokens.tolist()))
-    return Questions(task, inputs, targets, prompts, num_cut)
+    examples = evaluation_examples(task, split, features, data_dir, max_examples)
+    return Questions(examples, [model.prompt(tokens.tolist()) for tokens in examples.tokens])
 
 
 def answer(
@@ -116,15 +101,33 @@ def answer(
     return Answers(texts, num_unfinished)
 
 
-def measure(
-    metrics: Sequence[TextMetric],
-    predictions: Sequence[str],
-    targets: Sequence[str],
-    num_bootstrap: int = 0,
+def rank_choices(
+    model: Model,
+    questions: Questions,
+    batch_size: int = 32,
+    progressed: Callable[[int], None] = lambda num_done: None,
 ) -> list[MetricResult]:
-    """What all metrics say of the same texts, in their order."""
-    each = (metric.results(predictions, targets, num_bootstrap) for metric in metrics)
-    return list(itertools.chain.from_iterable(each))
+    """Metrics of the choices that the model finds most likely (T5's rank classification).
+
+    Args:
+        progressed: is told how many choices are scored, as they are.
+
+    Raises:
+        ValueError: an example has no choices, or the model cannot read one.
+    """
+    examples = questions.examples
+    numbered = examples.choice_tokens()
+    pairs = [(examples.tokens[number].tolist(), tokens.tolist()) for number, tokens in numbered]
+    scorer = model.scorer(batch_size=batch_size)
+    for (number, _), pair in zip(numbered, pairs, strict=True):
+        if fault := scorer.fault(pair):
+            raise ValueError(f"task {questions.task.name!r}: example {number} {fault}")
+    scores = [0.0] * len(pairs)
+    for num_done, (place, score) in enumerate(scorer(pairs), 1):
+        scores[place] = score.log_likelihood
+        progressed(num_done)
+    results = examples.rank(scores)
+    return [dataclasses.replace(each, name=f"rank_{each.name}") for each in results]
 
 
 def mean_results(results: Sequence[Sequence[MetricResult]]) -> list[MetricResult]:

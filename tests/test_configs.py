@@ -45,8 +45,14 @@ def clean_gin():
 def build_job(tmp_path):
     """`build_job("runs/x.gin", SEED=1)`: the job, with what the files require supplied."""
     save_vocabulary(ByteVocabulary(), tmp_path)
+    (tmp_path / "de.txt").write_text("ein Tor\n\nein Experte\n")
     supplies = {
         "FILES": tmp_path,
+        "FOLDER": tmp_path,
+        "FROM": "tfds:glue/cola",
+        "INPUTS": "cola: {sentence}",
+        "LANGUAGES": ("de",),
+        "TARGETS": "{label}",
         "INIT_FROM": tmp_path,
         "VOCABULARY_FILE": tmp_path / "t5.model",
     }

@@ -21,6 +21,7 @@ from switchx.axes import DIMENSIONS
 from switchx.cli.main import main
 from switchx.training.program import TrainingProgram
 from tests.compilation import GPT, T5, T5_OF_2, TINY_RUN, on_devices
+from tests.data.downstream.published_files import PUBLISHED
 from tests.processes import ROOT
 
 PAGES = {
@@ -50,6 +51,7 @@ CHAIN = {
     ),
     f"switchx {TUNE} --model_dir=runs/finetuned": T5,
     "switchx report --model_dir=runs/pretrain_tiny": (),
+    "switchx tasks glue_cola --manual_dir=data": (),
     "switchx checkpoint verify runs/pretrain_tiny": (),
     "switchx show schedule --stages=4 --microbatches=8": (),
     "switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5p "
@@ -90,6 +92,9 @@ VARIANTS = {
     "--gin.SwitchConfig.group_size=64 --gin.SwitchConfig.num_replicas=8 "
     "--model_dir=runs/replicas": T5,
     f"switchx {TINY} --gin_file=configs/tasks/stdlib_by_task.gin --model_dir=runs/tasks": T5,
+    "switchx train --gin_file=configs/runs/finetune_task.gin "
+    "--gin_file=configs/tasks/glue_cola.gin --gin.INIT_FROM=runs/pretrain_tiny "
+    "--gin.MANUAL_DIR=data --model_dir=runs/cola": T5,
     f"{EIGHT} {TINY} --gin.SwitchConfig.group_size=64 --mesh=auto --hardware=v5e "
     "--model_dir=runs/elastic": T5,
 }  # fmt: skip
@@ -232,12 +237,16 @@ def test_no_check_is_left_over():
 
 @pytest.fixture
 def folder(in_a_folder, tiny_run):
-    """Where commands run: what `make train` left; text, questions and pairs of one's own."""
+    """Where commands run: what `make train` left; text, questions, pairs, files of a task."""
     shutil.copytree(tiny_run, in_a_folder / "runs/pretrain_tiny")
     (in_a_folder / "my_text").mkdir()
     for page in ROOT.glob("*.md"):
         text = page.read_text(encoding="utf-8")
         (in_a_folder / "my_text" / f"{page.stem}.txt").write_text(text)
+    for name, content in PUBLISHED["glue_cola"].files.items():
+        path = in_a_folder / "data/glue/CoLA" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
     (in_a_folder / "questions.txt").write_text("def <extra_id_0>(self):\n")
     (in_a_folder / "pairs.tsv").write_text("def <extra_id_0>(self):\t<extra_id_0> close\n")
     return in_a_folder

@@ -2,10 +2,12 @@
 """Answers are what the API generates, in order, against the corpus' own texts."""
 
 import dataclasses
+import json
 
 import pytest
 
 import switchx
+from switchx.data.evaluation import EvaluationExamples
 from switchx.data.features import EncoderDecoderFeatures
 from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
@@ -20,10 +22,10 @@ from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.text_evaluation import (
     answer,
     mean_results,
-    measure,
+    rank_choices,
     read_questions,
 )
-from tests.data.fakes import VOCABULARY, pair_corpus
+from tests.data.fakes import VOCABULARY, ListCorpus, pair_corpus
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, TASK
 from tests.training.saved_runs import save_run
@@ -51,26 +53,28 @@ def decoder(tmp_path_factory):
 def test_answers_are_those_of_the_api_in_order(model, decoder):
     for each in (model, decoder):
         asked = read_questions(each, LETTERS, "test", FEATURES)
-        assert (asked.inputs, asked.targets) == tuple(map(list, zip(*PAIRS, strict=True)))
+        texts = asked.examples.inputs, asked.examples.targets
+        assert texts == tuple(map(list, zip(*PAIRS, strict=True)))
         done = []
         got = answer(each, each.generator(max_new_tokens=4), asked, done.append)
-        want = each.generate([PREFIX + text for text in asked.inputs], max_length=4)
+        want = each.generate([PREFIX + text for text in asked.examples.inputs], max_length=4)
         assert got.texts == want
         assert (got.num_unfinished, done) == (3, [1, 2, 3])  # random weights never end
 
 
 def test_the_first_examples_of_a_split(model):
     asked = read_questions(model, LETTERS, "test", FEATURES, max_examples=2)
-    assert asked.inputs == ["a gate", "an expert "]
-    assert len(read_questions(model, LETTERS, "test", FEATURES, max_examples=9).inputs) == 3
+    assert asked.examples.inputs == ["a gate", "an expert "]
+    asked = read_questions(model, LETTERS, "test", FEATURES, max_examples=9)
+    assert len(asked.examples.inputs) == 3
 
 
 def test_only_a_task_that_says_so_cuts_inputs(model):
     asked = read_questions(model, LETTERS, "test", FEATURES)
-    assert ([len(each) for each in asked.prompts], asked.num_cut) == ([18, 22, 14], 0)
+    assert ([len(each) for each in asked.prompts], asked.examples.num_cut) == ([18, 22, 14], 0)
     cutting = dataclasses.replace(LETTERS, too_long="truncate")
     asked = read_questions(model, cutting, "test", FEATURES)
-    assert ([len(each) for each in asked.prompts], asked.num_cut) == ([16, 16, 14], 2)
+    assert ([len(each) for each in asked.prompts], asked.examples.num_cut) == ([16, 16, 14], 2)
     assert asked.prompts[0][-1] == cutting.vocabulary.eos_id
 
 
@@ -90,7 +94,35 @@ def test_bad_input(model):
         answer(model, model.generator(max_new_tokens=4), asked)
 
 
-def test_all_metrics_are_measured_and_means_are_of_the_same_metric():
+def test_choices_are_ranked_by_the_scores_of_the_api(model, decoder):
+    """The oracle scores all choices as texts; labels are chosen so that one of two is right."""
+    inputs, choices = ["a gate", "of"], ("ein Tor", "von", "ja")
+    for each in (model, decoder):
+        scores = [
+            [s.log_likelihood for s in each.score([PREFIX + text] * 3, choices)]
+            for text in inputs
+        ]
+        best = [values.index(max(values)) for values in scores]
+        labels = [best[0], (best[1] + 1) % 3]
+        facts = [json.dumps({"choices": choices, "label": label}) for label in labels]
+        records = zip(inputs, (choices[label] for label in labels), facts, strict=True)
+        corpus = ListCorpus(tuple(records), ("inputs", "targets", "facts"))
+        asked = read_questions(
+            each, dataclasses.replace(LETTERS, corpus=corpus), "test", FEATURES
+        )
+        done = []
+        accuracy, f1 = rank_choices(each, asked, progressed=done.append)
+        assert (accuracy.name, accuracy.score) == ("rank_accuracy", 50.0)
+        assert f1.name == "rank_mean_3class_f1" and len(done) == 6
+    with refused("task 'letters': example 0 of 'test' has no choices of which one is known"):
+        rank_choices(model, read_questions(model, LETTERS, "test", FEATURES))
+
+
+def test_means_are_of_the_same_metric():
+    def measure(metrics, texts, targets):
+        examples = EvaluationExamples(LETTERS, "test", texts, targets, [], 0)
+        return examples.results(texts, metrics)
+
     texts, targets = ["a b c d", "x"], ["a b c d", "y"]
     results = measure((Accuracy(), ChrF()), texts, targets)
     assert [each.name for each in results] == ["accuracy", "chrf"]

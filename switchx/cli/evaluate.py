@@ -77,6 +77,11 @@ def add_command(commands) -> None:
         help="most inputs at once in generation (default: %(default)s)",
     )
     parser.add_argument(
+        "--rank_choices",
+        action="store_true",
+        help="also score the choices of each example and measure the most likely ones",
+    )
+    parser.add_argument(
         "--bootstrap",
         type=shared.positive,
         default=0,
@@ -194,8 +199,9 @@ def _with_split(source, split: str | None):
     if split is None:
         return source
     if isinstance(source, Mixture):
-        tasks = tuple(_with_split(task, split) for task in source.tasks)
-        return dataclasses.replace(source, tasks=tasks)
+        name = "tasks" if source.evaluation is None else "evaluation"
+        tasks = tuple(_with_split(task, split) for task in getattr(source, name))
+        return dataclasses.replace(source, **{name: tasks})
     return dataclasses.replace(source, evaluation_split=split)
 
 
@@ -212,10 +218,10 @@ def metrics_of(
         ValueError: metrics are named, and no task has texts for targets; a chosen task is not
             there or has no metrics.
     """
-    from switchx.data.mixtures import as_mixture
+    from switchx.data.mixtures import evaluated_tasks
     from switchx.data.text_metrics import METRICS
 
-    tasks = as_mixture(source).tasks
+    tasks = evaluated_tasks(source)
     if names is None:
         metrics = {task.name: task.metrics for task in tasks if task.metrics}
     else:
@@ -244,8 +250,8 @@ def _evaluate_texts(
     Returns:
         Settings, results of each task, and their means where there are several; JSON.
     """
-    from switchx.data.mixtures import as_mixture
-    from switchx.text_evaluation import mean_results, measure, read_questions
+    from switchx.data.mixtures import evaluated_tasks
+    from switchx.text_evaluation import mean_results, rank_choices, read_questions
 
     decoding = shared.options_of(arguments, DecodingConfig)
     generator = model.generator(batch_size=arguments.batch_size, **decoding)
@@ -254,20 +260,25 @@ def _evaluate_texts(
             model, task, task.evaluation_split, job.features, job.data_dir,
             arguments.max_examples,
         )
-        for task in as_mixture(job.source).tasks
+        for task in evaluated_tasks(job.source)
         if task.name in metrics
     ]  # fmt: skip
+    if arguments.rank_choices:
+        _ = [each.examples.choices for each in questions]  # refuses what has none
     answers = _answer(model, generator, questions, arguments.predictions, reporter)
     tasks, results = {}, []
     for asked, answered in zip(questions, answers, strict=True):
         name = asked.task.name
-        results.append(
-            measure(metrics[name], answered.texts, asked.targets, arguments.bootstrap)
-        )
+        examples = asked.examples
+        found = examples.results(answered.texts, metrics[name], arguments.bootstrap)
+        if arguments.rank_choices:
+            reporter.note(f"scoring the choices of {name}")
+            found += rank_choices(model, asked, arguments.batch_size)
+        results.append(found)
         tasks[name] = {
             "split": asked.task.evaluation_split,
-            "examples": len(asked.inputs),
-            "inputs_cut": asked.num_cut,
+            "examples": len(examples.inputs),
+            "inputs_cut": examples.num_cut,
             "outputs_unfinished": answered.num_unfinished,
             "metrics": [dataclasses.asdict(each) for each in results[-1]],
         }
@@ -290,9 +301,12 @@ def _answer(model, generator, questions, file: str | None, reporter) -> list:
 
         answers.append(answer(model, generator, asked, progressed))
         done += len(asked.prompts)
-        for texts in zip(asked.inputs, asked.targets, answers[-1].texts, strict=True):
+        examples = asked.examples
+        for texts in zip(examples.inputs, examples.targets, answers[-1].texts, strict=True):
             values = dict(zip(("inputs", "target", "prediction"), texts, strict=True))
             line = {"task": asked.task.name} | values
+            if example_id := getattr(texts[1], "example_id", ""):  # as the data set has it
+                line["id"] = example_id
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         if file:
             path = pathlib.Path(file).expanduser().absolute()

@@ -20,6 +20,7 @@ from switchx.cli import (
     serve,
     show,
     simulate,
+    tasks,
     train,
     vocab,
 )
@@ -31,8 +32,8 @@ from switchx.cli.arguments import (
 )
 
 COMMANDS = (
-    train, evaluate, generate, serve, quantize, export, deploy, convert, vocab, checkpoint,
-    show, plan, simulate, compile, bench,
+    train, evaluate, generate, serve, quantize, export, deploy, convert, vocab, tasks,
+    checkpoint, show, plan, simulate, compile, bench,
 )  # fmt: skip
 
 DESCRIPTION = """\

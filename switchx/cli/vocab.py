@@ -5,7 +5,7 @@ import argparse
 
 from switchx.cli import arguments as shared
 
-# As `switchx.data.vocabularies` has it, which is slow to import; a test compares them.
+# As `switchx.data.vocabulary_training` has it, which is slow to import; a test compares them.
 SAMPLE_CHARACTERS = 1_500_000
 
 DESCRIPTION = """\
@@ -13,6 +13,11 @@ Trains a SentencePiece unigram vocabulary that loses nothing of a text (spaces, 
 any byte) and writes vocabulary.model and vocabulary.vocab.
 
   switchx vocab --input=notes.txt,books/ --size=8000 --output=vocabularies/mine
+
+For several languages, each --input is one, and --temperature or --rates say how much of each is
+read; mT5 takes the temperature 1/0.3:
+
+  switchx vocab --input=en.txt --input=tr.txt --temperature=3.33 --size=8000 --output=DIR
 
 Use it in a gin file:
 
@@ -48,16 +53,47 @@ def add_command(commands) -> None:
         help="characters to train on, drawn evenly from all input (default: %(default)s)",
     )
 
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="each --input is a language, drawn at the rate (its characters)^(1/T): 1 is "
+        "proportional, a larger one nearer to equal",
+    )
+    parser.add_argument(
+        "--rates", metavar="R,..", help="of each --input, in their order, such as 0.7,0.3"
+    )
+
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.data.vocabularies import train_sentencepiece
+    from switchx.data.vocabulary_training import train_sentencepiece
 
-    inputs = [name for names in arguments.input for name in names.split(",") if name]
+    inputs = [[name for name in names.split(",") if name] for names in arguments.input]
+    if (rates := _rates(arguments)) is None:
+        inputs = [name for names in inputs for name in names]
     path, num_pieces, num_characters, ratio = train_sentencepiece(
-        inputs, arguments.size, arguments.output, arguments.sample_characters
+        inputs, arguments.size, arguments.output, arguments.sample_characters, rates
     )
     print(
         f"{path}: {num_pieces} pieces, trained on {num_characters:,} characters, {ratio:.2f} "
         "characters per token"
     )
     return 0
+
+
+def _rates(arguments: argparse.Namespace):
+    """Rates of the inputs as languages; None where they are one text."""
+    from switchx.data.mixtures import ProportionalRates
+
+    if arguments.rates is not None and arguments.temperature is not None:
+        raise ValueError("--rates and --temperature both say how much is read; give one")
+    if arguments.temperature is not None:
+        return ProportionalRates(arguments.temperature)
+    if arguments.rates is None:
+        return None
+    try:
+        return tuple(map(float, arguments.rates.split(",")))
+    except ValueError as error:
+        raise ValueError(
+            f"--rates={arguments.rates!r}; use numbers separated by commas, such as 0.7,0.3"
+        ) from error

@@ -36,6 +36,14 @@ def data_dirs(data_dir: str | None) -> list[Path]:
     return list(dict.fromkeys([*folders, cache_dir()]))
 
 
+def local_or_none(data_dir: str | None) -> str | None:
+    """The folder itself; None for a remote address, from which data are read and not prepared.
+
+    What is prepared of remote data goes where `SWITCHX_DATA_DIR` says, or into the cache.
+    """
+    return None if data_dir is not None and "://" in data_dir else data_dir
+
+
 def writable_dir(data_dir: str | None) -> Path:
     """The first of `data_dirs` that can be written; made when it is not there.
 

@@ -17,7 +17,7 @@ from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
 from switchx.data.text_metrics import Bleu, ChrF
 from switchx.data.tokenizers import Vocabulary
-from switchx.fields import require, require_at_least
+from switchx.fields import at_resume, require, require_at_least
 
 LANGUAGE_NAMES = {"cs": "Czech", "de": "German", "en": "English", "fr": "French"}
 
@@ -54,25 +54,33 @@ class Mixture:
         rows: rows of every batch that each task has, in the order of the tasks, instead of
             rates; batches then say which task a row is of. None draws every example by the
             rates, whatever its row.
+        evaluation: tasks that are evaluated, none of which need be learnt; None is `tasks`.
     """
 
     tasks: tuple[Task, ...]
     rates: tuple[float, ...] | ProportionalRates = ProportionalRates()
     rows: tuple[int, ...] | None = None
+    evaluation: tuple[Task, ...] | None = at_resume(None)
 
     def __post_init__(self):
+        _check_names("a mixture of", self.tasks)
+        if self.evaluation is not None:
+            object.__setattr__(self, "evaluation", tuple(self.evaluation))
+            _check_names("an evaluation of", self.evaluation)
+            require(
+                self.rows is None,
+                "Mixture.rows gives experts to the tasks that are learnt, and other tasks in "
+                "Mixture.evaluation have none; leave one of them out",
+            )
         names = [task.name for task in self.tasks]
-        require(
-            names and len(set(names)) == len(names),
-            f"a mixture of {names}; use one task or more, each named once",
-        )
         # A fingerprint reads or trains the vocabulary: none is needed of the same description.
         first = self.tasks[0].vocabulary
-        others = [task.vocabulary for task in self.tasks if task.vocabulary != first]
+        every = (*self.tasks, *(self.evaluation or ()))
+        others = [task.vocabulary for task in every if task.vocabulary != first]
         require(
             all(each.fingerprint() == first.fingerprint() for each in others),
-            f"the tasks {names} have different vocabularies; one model reads one, use the same "
-            "for all",
+            f"the tasks {[t.name for t in every]} have different vocabularies; one model "
+            "reads one, use the same for all",
         )
         require(
             isinstance(self.rates, ProportionalRates)
@@ -111,6 +119,20 @@ class Mixture:
         is_fixed = not isinstance(self.rates, ProportionalRates)
         rates = np.array(self.rates if is_fixed else self.rates.of_sizes(sizes), float)
         return rates / rates.sum()
+
+
+def _check_names(what: str, tasks: Sequence[Task]) -> None:
+    names = [task.name for task in tasks]
+    require(
+        names and len(set(names)) == len(names),
+        f"{what} {names}; use one task or more, each named once",
+    )
+
+
+def evaluated_tasks(source: Task | Mixture) -> tuple[Task, ...]:
+    """The tasks that are evaluated: those that are learnt, or those that a mixture names."""
+    mixture = as_mixture(source)
+    return mixture.tasks if mixture.evaluation is None else mixture.evaluation
 
 
 def as_mixture(source: Task | Mixture) -> Mixture:

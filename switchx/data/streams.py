@@ -95,13 +95,13 @@ class StreamPlan:
         return np.random.default_rng((self.seed, *position))
 
     @functools.cached_property
-    def records(self) -> tuple[Sequence, ...]:
-        """Each task's records in the order they are read: without end in training."""
+    def order(self) -> tuple[Sequence[int], ...]:
+        """Numbers of each task's records as they are read: without end in training."""
+        numbers = [range(len(task.records)) for task in self.tasks]
         if self.is_finite:
-            return tuple(task.records for task in self.tasks)
+            return tuple(numbers)
         return tuple(
-            Shuffled(task.records, (self.seed, SHUFFLE, index))
-            for index, task in enumerate(self.tasks)
+            Shuffled(each, (self.seed, SHUFFLE, index)) for index, each in enumerate(numbers)
         )
 
     def counts(self, cursors: np.ndarray) -> dict[str, int]:
@@ -285,7 +285,7 @@ class _Reader(abc.ABC):
     def __init__(self, plan: StreamPlan, index: int, row: int):
         self._plan, self._index = plan, index
         self._row, self._num_rows = plan.place_in_task(index, row)
-        self._open, self._records = plan.tasks[index], plan.records[index]
+        self._open, self._order = plan.tasks[index], plan.order[index]
         self._task = self._open.task
         self._most_skipped = min(_MOST_SKIPPED, 100 * len(self._open.records))
 
@@ -339,16 +339,16 @@ class _TextReader(_Reader):
     def _tokenize(self, lane: int, number: int) -> np.ndarray:
         plan, task = self._plan, self._task
         stream = self._row * plan.num_lanes + lane
-        text = self._records[stream + number * self._num_rows * plan.num_lanes]["text"]
-        tokens = task.vocabulary.encode(text)
-        if tokens and task.objective.joins_with_eos:
-            tokens.append(task.vocabulary.eos_id)
+        record = self._order[stream + number * self._num_rows * plan.num_lanes]
+        tokens_L = self._open.tokens[record]
+        if len(tokens_L) and task.objective.joins_with_eos:
+            tokens_L = np.append(tokens_L, np.int32(task.vocabulary.eos_id))
         # Streams begin somewhere in their first document. With fewer documents than
         # streams, many would otherwise read the same at the same time.
-        if tokens and number == 0 and not plan.is_finite:
+        if len(tokens_L) and number == 0 and not plan.is_finite:
             rng = plan.generator(START, self._index, stream)
-            tokens = tokens[rng.integers(len(tokens)) :]
-        return np.array(tokens, np.int32)
+            tokens_L = tokens_L[rng.integers(len(tokens_L)) :]
+        return tokens_L
 
 
 class _RecordReader(_Reader):
@@ -360,9 +360,9 @@ class _RecordReader(_Reader):
             number = int(cursor["document"][0])
             if self._is_at_end(number):
                 return None
-            record = self._records[self._row + number * self._num_rows]
+            record = self._order[self._row + number * self._num_rows]
             cursor["document"][0] += 1
-            example = task.objective.example(record, task.vocabulary)
+            example = self._open.tokens[record]
             size = features.size(example)
             if _fits(size, features.capacity):
                 return example
@@ -370,9 +370,10 @@ class _RecordReader(_Reader):
                 cursor["truncated"] += 1
                 return features.truncate(example, task.vocabulary.eos_id)
             if task.too_long == "error":
+                text = str(self._open.records[record])[:200]
                 raise ValueError(
                     f"task {task.name!r}: an example of {size} tokens, a row holds "
-                    f"{features.capacity}: {str(record)[:200]}; use longer features, or "
+                    f"{features.capacity}: {text}; use longer features, or "
                     "too_long='truncate' or 'drop' for the task"
                 )
             cursor["dropped"] += 1

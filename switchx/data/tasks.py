@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 from switchx.data.corpora.corpus import Corpus, CorpusSource
+from switchx.data.corpora.splits import open_split, parse_split
 from switchx.data.features import Features
 from switchx.data.objectives import OBJECTIVES, Objective, TextObjective
 from switchx.data.text_metrics import TextMetric
+from switchx.data.token_cache import Encoded, Tokenizer, open_tokens
 from switchx.data.tokenizers import Vocabulary
 from switchx.fields import at_resume, check_choices, from_description, require
 
@@ -28,9 +30,11 @@ class Task:
         too_long: what becomes of an example of a `RecordObjective` that no row holds:
             `drop` and `truncate` are counted (`TrainLoader.counts`), `error` stops. (T5X
             truncates and does not say so.) Text is cut into chunks that fit.
-        train_split, evaluation_split: the corpus' names for what is trained and evaluated
-            on.
+        train_split, evaluation_split: what is trained and evaluated on: the corpus' names,
+            slices of them or several, such as `train[:90%]` (`corpora/splits.py`).
         metrics: of the texts that a model writes to the inputs, against the targets.
+        cache_tokens: tokens are made once and kept on disk (`token_cache.py`), for corpora
+            whose tokenization is slow; the same examples either way.
     """
 
     name: str
@@ -41,9 +45,12 @@ class Task:
     train_split: str = "train"
     evaluation_split: str = "validation"
     metrics: tuple[TextMetric, ...] = at_resume(())
+    cache_tokens: bool = at_resume(False)
 
     def __post_init__(self):
         check_choices(self)
+        parse_split(self.train_split)
+        parse_split(self.evaluation_split)
         require(
             not self.metrics or self.objective.has_texts,
             f"task {self.name!r}: metrics compare texts with targets, and the objective "
@@ -58,11 +65,13 @@ class OpenTask:
 
     Attributes:
         chunk_length: tokens of raw text an example is made of; None for a `RecordObjective`.
+        tokens: of each record.
     """
 
     task: Task
     records: CorpusSource
     chunk_length: int | None
+    tokens: Encoded
 
     @property
     def description(self) -> dict[str, str]:
@@ -84,7 +93,7 @@ def open_task(task: Task, split: str, data_dir: str | None, features: Features) 
     """
     is_text = isinstance(task.objective, TextObjective)
     chunk_length = task.objective.chunk_length(features) if is_text else None
-    records = task.corpus.open(split, data_dir)
+    records = open_split(task.corpus, split, data_dir)
     require(
         len(records) > 0,
         f"task {task.name!r}: split {split!r} of {task.corpus} is empty; name another split or "
@@ -98,7 +107,9 @@ def open_task(task: Task, split: str, data_dir: str | None, features: Features) 
         f"records of {task.corpus} have {sorted(records.fields)}; use the objective {better}, "
         "or another corpus",
     )
-    return OpenTask(task, records, chunk_length)
+    tokens = Tokenizer(records, task.objective, task.vocabulary)
+    kept = open_tokens(tokens, data_dir) if task.cache_tokens else tokens
+    return OpenTask(task, records, chunk_length, kept)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of generated texts against a corpus' targets, as their own libraries compute them.
 
-All are of raw, untokenized texts, one target for each prediction, and between 0 and 100. A
-result comes with its signature: what one has to know to compare it with another's.
+All are of raw, untokenized texts, and between 0 and 100. A target is a text, or a `Reference`
+that knows several right answers and more of its example. A result comes with its signature:
+what one has to know to compare it with another's. Metrics of classes are in `label_metrics.py`.
 """
 
 import collections
@@ -14,6 +15,34 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from switchx.fields import check_choices, require, require_at_least
+
+_TRIVIA_PUNCTUATION = frozenset(string.punctuation + "\u2018\u2019\u00b4`_")
+
+
+class Reference(str):
+    """A target text, and what metrics need of its example besides.
+
+    Attributes:
+        answers: all texts that are right, at least one.
+        group: examples of one group belong together; empty where there are no groups.
+        label: number of the right class; None where targets are no class.
+        choices: texts to be ranked by score; empty where there is no choice.
+        example_id: the data set's own name of the example; empty where it has none.
+    """
+
+    __slots__ = ("answers", "choices", "example_id", "group", "label")
+
+    def __new__(cls, text, answers=(), group="", label=None, choices=(), example_id=""):
+        self = super().__new__(cls, text)
+        self.answers = tuple(answers) or (text,)
+        self.group, self.label, self.choices = group, label, tuple(choices)
+        self.example_id = example_id
+        return self
+
+
+def answers_of(target: str) -> tuple[str, ...]:
+    """All texts that are right: the target, or the answers of a `Reference`."""
+    return target.answers if isinstance(target, Reference) else (target,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +69,14 @@ class TextMetric(Protocol):
         """Compares equally many texts, at least one.
 
         Args:
+            targets: texts or `Reference`s.
             num_bootstrap: samples for an interval; 0 gives none.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Bleu:
-    """Corpus BLEU of sacreBLEU (Post 2018, arXiv:1804.08771).
+    """Corpus BLEU of sacreBLEU (Post 2018, arXiv:1804.08771); T5's `bleu` has tokenize="intl".
 
     Attributes:
         tokenize: 13a is WMT's; intl splits at all punctuation of Unicode; zh and char are
@@ -94,7 +124,8 @@ class Rouge:
     """Mean F-measures of rouge-score (Lin 2004), in percent.
 
     For ROUGE-Lsum a sentence ends at a newline, and at ` . ` as in T5's metric (texts that
-    were tokenized, such as CNN/Daily Mail). T5 reports a bootstrap's median of the mean.
+    were tokenized, such as CNN/Daily Mail). T5 reports a bootstrap's median of the mean. Of
+    several answers the best counts, for each type (SciTLDR's way).
 
     Attributes:
         types: of rouge-score; those of T5 by default.
@@ -117,8 +148,8 @@ class Rouge:
         scorer = RougeScorer(list(self.types), use_stemmer=self.use_stemmer)
         # A line a sentence: rouge-score splits at newlines alone.
         scores = [
-            scorer.score(*(" .\n".join(text.split(" . ")) for text in pair))
-            for pair in zip(targets, predictions, strict=True)
+            scorer.score_multi(list(map(_lines, answers_of(target))), _lines(prediction))
+            for target, prediction in zip(targets, predictions, strict=True)
         ]
         stemmer, version = self.use_stemmer, importlib.metadata.version("rouge-score")
         signature = f"rouge-score|stemmer:{'yes' if stemmer else 'no'}|v:{version}"
@@ -130,22 +161,39 @@ class Rouge:
 
 @dataclasses.dataclass(frozen=True)
 class Squad:
-    """Exact match and token F1 of answers, normalized as SQuAD's own script does.
+    """Exact match and token F1 of answers, each the best over the right answers.
 
-    Rajpurkar et al. 2016 (arXiv:1606.05250), section 6.1: lower case, without punctuation,
-    articles and further white space. T5's `qa_utils.normalize_squad` and `qa_metrics` are the
-    same, of one answer an example.
+    As T5's `squad` and `trivia_qa` metrics (`qa_utils`).
+
+    Attributes:
+        normalization: `squad`, as SQuAD's own script: lower case, without punctuation,
+            articles and further white space (Rajpurkar et al. 2016, arXiv:1606.05250, section
+            6.1); `trivia_qa`: punctuation, some more of it, becomes a space.
+        once_per_group: the first example of each group counts (ReCoRD, which has an example
+            for each right answer).
     """
 
+    normalization: Literal["squad", "trivia_qa"] = "squad"
+    once_per_group: bool = False
+
+    def __post_init__(self):
+        check_choices(self)
+
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
-        pairs = [
-            (normalized_answer(prediction), normalized_answer(target))
-            for prediction, target in zip(predictions, targets, strict=True)
-        ]
-        signature = "squad|v:1.1|answers:1"
+        pairs = list(zip(predictions, targets, strict=True))
+        if self.once_per_group:
+            # A later entry of a dictionary wins, so the first pair of each group stays.
+            pairs = list({_group_of(pair[1]): pair for pair in reversed(pairs)}.values())
+        normalize = {"squad": normalized_answer, "trivia_qa": normalized_trivia_answer}
+        text = normalize[self.normalization]
+        pairs = [(text(guess), list(map(text, answers_of(right)))) for guess, right in pairs]
+        most = max(len(answers) for _, answers in pairs)
+        signature = f"{self.normalization}|v:1.1|answers:{most}"
+        exact = [guess in answers for guess, answers in pairs]
+        f1 = [max(_token_f1(guess, each) for each in answers) for guess, answers in pairs]
         return [
-            MetricResult("exact_match", _percent([a == b for a, b in pairs]), signature),
-            MetricResult("f1", _percent([_token_f1(*pair) for pair in pairs]), signature),
+            MetricResult("exact_match", _percent(exact), signature),
+            MetricResult("f1", _percent(f1), signature),
         ]
 
 
@@ -165,6 +213,26 @@ def normalized_answer(text: str) -> str:
     """An answer as SQuAD compares it."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def normalized_trivia_answer(text: str) -> str:
+    """An answer as TriviaQA's script compares it."""
+    text = "".join(" " if c in _TRIVIA_PUNCTUATION else c for c in text.lower())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _lines(text: str) -> str:
+    """A line a sentence, as T5 has it."""
+    return " .\n".join(text.split(" . "))
+
+
+def _group_of(target: str) -> str:
+    require(
+        isinstance(target, Reference) and target.group,
+        "Squad.once_per_group=True needs targets with groups, such as those of ReCoRD; leave "
+        "it out",
+    )
+    return target.group
 
 
 def _token_f1(prediction: str, target: str) -> float:

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabularies that are trained, that come from a corpus, and that a run folder holds.
-
-Training: the unigram model (Kudo 2018, arXiv:1804.10959) with bytes for what has no piece.
-Spaces are kept as they are, runs of them may be pieces (source code is full of these), and a
-line break is a piece. The one thing lost: U+2581, SentencePiece's own sign for a space, comes
-back as a space.
+"""Vocabularies that come from a corpus, and that a run folder holds.
 
 A run folder: `vocabulary.json`, and `vocabulary.model` for SentencePiece. The folder alone
 says what its token ids mean; nothing in it names a path.
@@ -13,35 +8,33 @@ says what its token ids mean; nothing in it names a path.
 import abc
 import dataclasses
 import functools
-import io
 import itertools
 import json
 import logging
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import sentencepiece
 
 from switchx.data.corpora.corpus import Corpus, CorpusSource, fingerprint_of
-from switchx.data.corpora.text_files import fields_of, find_files, read_examples
 from switchx.data.data_dir import find_or_place, write_atomically
 from switchx.data.tokenizers import (
-    EOS_ID,
-    PAD_ID,
-    UNK_ID,
     ByteVocabulary,
     Piece,
     SentencePieceVocabulary,
     TokenIdVocabulary,
     Vocabulary,
 )
+from switchx.data.vocabulary_training import (
+    MODEL_FILE,
+    SAMPLE_CHARACTERS,
+    Rates,
+    sample_at_rates,
+    sample_evenly,
+    train_model,
+)
 from switchx.fields import describe, from_description, require
 
-SAMPLE_CHARACTERS = 1_500_000
-MODEL_FILE = "vocabulary.model"
-VOCAB_FILE = "vocabulary.vocab"
 DESCRIPTION_FILE = "vocabulary.json"
 
 # Kind in a description -> its class, and the numbers that describe it. A user's own class is
@@ -52,140 +45,10 @@ _KINDS = {
     "token_ids": (TokenIdVocabulary, ("size",)),
 }
 
-# SentencePiece's model depends on the number of threads that it sums in.
-_NUM_THREADS = 4
-_DOCUMENT_CHARACTERS = 8000
 # Examples of a corpus that are looked at, of one that has more.
 _MAX_EXAMPLES = 100_000
-_LINE_ENDS = re.compile(r"[\n\t]")
-_TOO_LARGE = re.compile(r"Vocabulary size too high .* value <= (\d+)")
-_TOO_SMALL = re.compile(r"smaller than required_chars. \d+ vs (\d+)")
 
 _log = logging.getLogger(__name__)
-
-
-class VocabularySummary(NamedTuple):
-    """The `.model` file that training wrote, its pieces (sentinels come on top), how many
-    characters it was trained on, and how many of these a token stands for."""
-
-    path: Path
-    num_pieces: int
-    num_characters: int
-    characters_per_token: float
-
-
-def train_sentencepiece(
-    inputs: str | Sequence[str],
-    size: int,
-    output_dir: str,
-    sample_characters: int = SAMPLE_CHARACTERS,
-) -> VocabularySummary:
-    """Trains on text files and writes `vocabulary.model` and `vocabulary.vocab`, a piece and
-    its log probability a line.
-
-    Args:
-        inputs: files and folders as the corpus TextFiles takes them.
-        size: pieces of the model, T5's 32,000 say.
-        output_dir: made when it is not there.
-        sample_characters: trained on, up to twice as many, drawn evenly from all inputs.
-
-    Raises:
-        ValueError: inputs that are missing, unreadable or empty, a size that does not fit
-            the text, a folder that cannot be written.
-    """
-    require(
-        sample_characters >= 1,
-        f"sample_characters={sample_characters}; use at least 1, usually {SAMPLE_CHARACTERS:,}",
-    )
-    output = Path(output_dir).expanduser()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        _log.info("reading the text")
-        texts = sample_evenly(_texts_of(inputs), sample_characters)
-        _log.info("training %d pieces on %d characters", size, sum(map(len, texts)))
-        model = train_model(texts, size)
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        pieces = [
-            f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}".replace("\n", r"\n")
-            for i in range(processor.get_piece_size())
-        ]
-        write_atomically(output / VOCAB_FILE, ("\n".join(pieces) + "\n").encode())
-        write_atomically(output / MODEL_FILE, model)
-    except OSError as error:
-        raise ValueError(
-            f"the vocabulary cannot be written to {output}: {error}; name a folder that can"
-        ) from error
-    num_characters = sum(map(len, texts))
-    num_tokens = sum(len(processor.encode(text)) for text in texts)
-    ratio = num_characters / num_tokens
-    return VocabularySummary(output / MODEL_FILE, len(pieces), num_characters, ratio)
-
-
-def train_model(texts: Iterable[str], size: int) -> bytes:
-    """Content of the `.model` file of `size` pieces; the same for the same texts.
-
-    Raises:
-        ValueError: no text, or a size that does not fit it.
-    """
-    lines = [line for text in texts for line in _LINE_ENDS.split(text) if line]
-    require(lines, "a vocabulary cannot be trained on no text; expected some, got none")
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type="unigram",
-            vocab_size=size,
-            pad_id=PAD_ID,
-            eos_id=EOS_ID,
-            unk_id=UNK_ID,
-            bos_id=-1,
-            user_defined_symbols=["\n"],
-            byte_fallback=True,
-            character_coverage=0.9999,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            max_sentence_length=1 << 20,
-            num_threads=_NUM_THREADS,
-            minloglevel=3,
-        )
-    except RuntimeError as error:
-        raise ValueError(_explain(size, sum(map(len, lines)), str(error))) from error
-    return model.getvalue()
-
-
-def sample_evenly(texts: Iterable[str], num_characters: int) -> list[str]:
-    """Every n-th text, n the power of two for which 1 to 2 times `num_characters` remain.
-
-    All texts where they are fewer. Reads the texts once and keeps no more in memory.
-    """
-    kept, size, step = [], 0, 1
-    for index, text in enumerate(texts):
-        if index % step:
-            continue
-        kept.append(text)
-        size += len(text)
-        while size > 2 * num_characters and len(kept) > 1:
-            kept, step = kept[::2], 2 * step
-            size = sum(map(len, kept))
-    return kept
-
-
-def _texts_of(inputs: str | Sequence[str]) -> Iterator[str]:
-    for file in find_files(inputs):
-        for example in read_examples([file], fields_of([file]), _DOCUMENT_CHARACTERS):
-            yield from example.values()
-
-
-def _explain(size: int, num_characters: int, message: str) -> str:
-    what = f"a vocabulary of {size} pieces cannot be trained on {num_characters} characters"
-    if match := _TOO_LARGE.search(message):
-        return f"{what}: use at most {match[1]} (sentinels come on top), or more text"
-    if match := _TOO_SMALL.search(message):
-        return f"{what}: use more than {match[1]}, the bytes and single characters alone"
-    return f"{what}: {message.strip()}; use some thousands, and text to match"
 
 
 class LateVocabulary(Vocabulary):
@@ -229,6 +92,8 @@ class CorpusVocabulary(LateVocabulary):
         num_sentinels: of them.
         sample_characters: trained on, up to twice as many, drawn evenly from the split.
         data_dir: of the corpora and of the vocabulary, as `Corpus.open` takes it.
+        rates: of several corpora, such as one for each language, in their order, or of their
+            numbers of examples; None draws from all as if they were one.
     """
 
     corpus: Corpus | tuple[Corpus, ...]
@@ -236,6 +101,7 @@ class CorpusVocabulary(LateVocabulary):
     num_sentinels: int = 100
     sample_characters: int = SAMPLE_CHARACTERS
     data_dir: str | None = None
+    rates: Rates | None = None
 
     def __post_init__(self):
         require(
@@ -260,16 +126,24 @@ class CorpusVocabulary(LateVocabulary):
             self.size,
             self.num_sentinels,
             self.sample_characters,
+            *(() if self.rates is None else (self.rates,)),
         )
         joined = "+".join(corpus.name.replace("/", "_") for corpus in corpora)
         name = f"vocabularies/{joined}_{self.size}_{key}.model"
         path = find_or_place(name, self.data_dir)
         if not path.exists():
             _log.info("training a vocabulary of %d ids on %s", self.size, joined)
-            texts = itertools.chain.from_iterable(map(_texts, sources))
-            sample = sample_evenly(texts, self.sample_characters)
+            sample = self._sample(sources)
             write_atomically(path, train_model(sample, self.size - self.num_sentinels))
         return SentencePieceVocabulary(str(path), self.num_sentinels)
+
+    def _sample(self, sources: list[CorpusSource]) -> list[str]:
+        if self.rates is None:
+            texts = itertools.chain.from_iterable(map(_texts, sources))
+            return sample_evenly(texts, self.sample_characters)
+        readers = [functools.partial(_texts, source) for source in sources]
+        sizes = [len(source) for source in sources]
+        return sample_at_rates(readers, self.rates, self.sample_characters, sizes)
 
 
 def _texts(source: CorpusSource) -> Iterator[str]:

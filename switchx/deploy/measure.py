@@ -20,7 +20,7 @@ import numpy as np
 from switchx.api import Model
 from switchx.data.features import Batch
 from switchx.data.loader import evaluation_batches
-from switchx.data.mixtures import as_mixture
+from switchx.data.mixtures import evaluated_tasks
 from switchx.inference.chosen_experts import ChosenExperts, on_host
 from switchx.inference.config import DecodingConfig
 from switchx.inference.expert_slots import slotted
@@ -61,7 +61,7 @@ class ValidationText:
                 evaluation_batches(
                     task, job.batches, data_dir=job.data_dir, num_batches=job.eval_batches
                 )
-                for task in as_mixture(job.source).tasks
+                for task in evaluated_tasks(job.source)
             )
         )
         stack = "encoder" if job.model.is_encoder_decoder else "decoder"

@@ -17,7 +17,7 @@ from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
 from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
-from switchx.data.mixtures import as_mixture
+from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.data.vocabularies import load_vocabulary
 from switchx.planner.model_cost import train_flops
@@ -122,7 +122,7 @@ def train(
                 prefetch=job.prefetch,
             )
             with contextlib.closing(loader):
-                for task in as_mixture(job.source).tasks:
+                for task in evaluated_tasks(job.source):
                     # Refuses now what is read much later.
                     _evaluation_batches(job, task, program.shard)
                 if step is None:
@@ -299,7 +299,7 @@ class _Loop:
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
         self._account()  # the step still running belongs to the time of training
         self.watch.stop()
-        sample = RoutingSample(len(as_mixture(self.job.source).tasks))
+        sample = RoutingSample(len(evaluated_tasks(self.job.source)))
         metrics = evaluate_job(self.job, self.program, state.params, sample)
         self.job.retention.score(metrics)  # raises at step 0 if there is no such metric
         self.validation.write(step, metrics)
@@ -345,7 +345,7 @@ def evaluate_job(
     Args:
         sample: takes in where tokens of each task were routed; None keeps nothing of it.
     """
-    tasks, per_task, total = as_mixture(job.source).tasks, {}, None
+    tasks, per_task, total = evaluated_tasks(job.source), {}, None
     for task_id, task in enumerate(tasks):
         batches = _evaluation_batches(job, task, program.shard, task_id)
         batches = map(program.place, batches)

@@ -105,7 +105,8 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
         ValueError: what a task names can be read and is another vocabulary.
     """
     there, mixture = load_vocabulary(run.root), as_mixture(job.source)
-    for here in dict.fromkeys(task.vocabulary for task in mixture.tasks):
+    evaluated = mixture.evaluation or ()
+    for here in dict.fromkeys(task.vocabulary for task in (*mixture.tasks, *evaluated)):
         try:
             fingerprint = here.fingerprint()
         except (OSError, ValueError) as error:
@@ -118,7 +119,11 @@ def with_vocabulary_of(run: RunFolder, job: TrainingJob) -> TrainingJob:
                 "would mean other things. Its copy is in that folder: use it, or give another "
                 "model_dir"
             )
-    tasks = tuple(dataclasses.replace(task, vocabulary=there) for task in mixture.tasks)
+    tasks, evaluated = (
+        tuple(dataclasses.replace(task, vocabulary=there) for task in each)
+        for each in (mixture.tasks, evaluated)
+    )
     is_task = mixture is not job.source
-    source = tasks[0] if is_task else dataclasses.replace(mixture, tasks=tasks)
+    source = dataclasses.replace(mixture, tasks=tasks, evaluation=evaluated or None)
+    source = tasks[0] if is_task else source
     return dataclasses.replace(job, source=source)

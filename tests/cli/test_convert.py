@@ -10,7 +10,7 @@ import pytest
 import switchx
 from switchx.cli.main import main
 from switchx.data.tokenizers import TokenIdVocabulary
-from switchx.data.vocabularies import train_sentencepiece
+from switchx.data.vocabulary_training import train_sentencepiece
 from tests.data.words import sentences
 from tests.interop.folders import SWITCH, T5, assert_same_params, huggingface_folder
 from tests.interop.t5x_files import by_layers, write_t5x

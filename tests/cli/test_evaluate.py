@@ -264,6 +264,7 @@ def test_names_of_metrics_are_all_of_them():
         ),
         ("--max_examples=0", "'0' is no whole number of at least 1"),
         ("--bootstrap=1", "--bootstrap=1 is no sample to tell an interval by; use 1000"),
+        ("--rank_choices", "example 0 of 'validation' has no choices of which one is known"),
         ("--predictions=", "--predictions: it is empty; is a shell variable not set?"),
         ("--predictions=no/such/file", "cannot be written: its folder is not there"),
     ],

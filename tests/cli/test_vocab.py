@@ -8,7 +8,7 @@ import pytest
 from switchx.cli import vocab
 from switchx.cli.main import main
 from switchx.data.tokenizers import SentencePieceVocabulary
-from switchx.data.vocabularies import SAMPLE_CHARACTERS
+from switchx.data.vocabulary_training import SAMPLE_CHARACTERS
 from tests.integration.runs import write_corpus
 
 

@@ -86,13 +86,13 @@ def test_counts_sum_over_rows():
 def test_tasks_on_one_corpus_are_shuffled_apart():
     corpus = text_corpus(*map(str, range(3, 50)))
     twins = (make_task("a", corpus, CausalLM()), make_task("b", corpus, CausalLM()))
-    first, second = make_plan(*twins, probabilities=[0.5, 0.5]).records
-    assert [first[i]["text"] for i in range(47)] != [second[i]["text"] for i in range(47)]
+    first, second = make_plan(*twins, probabilities=[0.5, 0.5]).order
+    assert [first[i] for i in range(47)] != [second[i] for i in range(47)]
 
 
 def test_evaluation_reads_in_order():
     plan = plan_of_both(is_finite=True)
-    assert [plan.records[0][i]["text"] for i in range(2)] == ["5 6", "7 8"]
+    assert [plan.order[0][i] for i in range(2)] == [0, 1]
     assert plan.num_lanes == 1
 
 

@@ -12,6 +12,7 @@ from switchx.data.text_metrics import (
     Rouge,
     Squad,
     normalized_answer,
+    normalized_trivia_answer,
 )
 from tests.data.refusals import refused
 
@@ -89,6 +90,10 @@ def test_answers_are_compared_as_in_the_tests_of_t5():
         == "needs alot of normalization‘"
     )
     assert normalized_answer("needs no normalization") == "needs no normalization"
+    assert (
+        normalized_trivia_answer("`Needs\tA_LOT of the 'normalization'.\"‘")
+        == "needs lot of normalization"
+    )
     texts = ["a big moose‘", "wrong", "correct2.2", "c"]
     targets = ["big moose", "correct1", "correct2.2", "a"]
     assert scores(Squad(), texts, targets) == {"exact_match": 25.0, "f1": 37.5}

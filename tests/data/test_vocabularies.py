@@ -12,13 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.data.corpora.text_files import TextFiles
+from switchx.data.mixtures import ProportionalRates
 from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary
 from switchx.data.vocabularies import (
     CorpusVocabulary,
     SavedVocabulary,
     load_vocabulary,
-    sample_evenly,
     save_vocabulary,
+)
+from switchx.data.vocabulary_training import (
+    sample_at_rates,
+    sample_evenly,
     train_model,
     train_sentencepiece,
 )
@@ -32,6 +36,35 @@ TEXTS = [sentence + SOURCE for sentence in sentences(200)]
 @pytest.fixture(scope="module")
 def processor():
     return sentencepiece.SentencePieceProcessor(model_proto=train_model(TEXTS, 400))
+
+
+def test_languages_are_sampled_at_their_rates(tmp_path):
+    """Oracle: the shares by hand. Sizes 8000 and 500 characters; 8000^(1/3) : 500^(1/3) is
+    20 : 7.94."""
+    large, small = ["x" * 10] * 800, ["y" * 10] * 50
+
+    def characters(rates, total, sizes=None):
+        texts = sample_at_rates([lambda: large, lambda: small], rates, total, sizes)
+        joined = "".join(texts)
+        return joined.count("x"), joined.count("y")
+
+    assert characters((3.0, 1.0), 400) == (300, 100)
+    assert characters(ProportionalRates(), 850) == (800, 50)
+    assert characters(ProportionalRates(3.0), 1000) == (710, 280)
+    assert characters(ProportionalRates(maximum=1), 400) == (200, 200)
+    assert characters(ProportionalRates(), 400, sizes=(1, 3)) == (100, 300)
+    # All that there is, once.
+    assert characters((1.0, 3.0), 4000) == (1000, 500)
+    with refused("rates=(1.0,) for 2 languages; use a number above 0 for each"):
+        characters((1.0,), 400)
+    with refused("languages of the sizes [8000, 0]; give each some text"):
+        sample_at_rates([lambda: large, lambda: []], ProportionalRates(), 400)
+    half = "".join(TEXTS[:100])[:3000]
+    for name, text in (("x", half), ("y", half[:200])):
+        (tmp_path / f"{name}.txt").write_text(text)
+    files = [[str(tmp_path / "x.txt")], [str(tmp_path / "y.txt")]]
+    summary = train_sentencepiece(files, 400, str(tmp_path), 400, ProportionalRates(maximum=1))
+    assert summary.num_characters == 3200  # no document is cut: one of each was drawn
 
 
 def test_layout(processor):

@@ -16,7 +16,7 @@ import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
-from switchx.data.vocabularies import train_sentencepiece
+from switchx.data.vocabulary_training import train_sentencepiece
 from switchx.training.program import TrainingProgram
 from tests.integration.runs import arguments, write_corpus
 

@@ -10,7 +10,7 @@ import shutil
 import jax
 
 from switchx.cli.main import main
-from switchx.data.vocabularies import train_sentencepiece
+from switchx.data.vocabulary_training import train_sentencepiece
 from switchx.models.config import SwitchConfig
 from tests.data.words import sentences
 from tests.interop.folders import SWITCH, huggingface_folder

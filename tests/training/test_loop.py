@@ -407,6 +407,9 @@ def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
         alone = evaluate_job(
             dataclasses.replace(job, source=other), program, program.init_state().params
         )
+        # Other tasks may be evaluated than are learnt.
+        apart = dataclasses.replace(job, source=Mixture((TASK,), evaluation=(other,)))
+        assert evaluate_job(apart, program, program.init_state().params) == alone
     letters, digits = metrics["tasks"]["letters"], metrics["tasks"]["digits"]
     assert digits == alone and digits["target_tokens"] < letters["target_tokens"] == 64
     tokens = letters["target_tokens"] + digits["target_tokens"]

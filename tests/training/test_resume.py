@@ -11,9 +11,11 @@ import pytest
 from switchx.checkpoint.checkpointer import Retention
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.loader import Prefetch
+from switchx.data.mixtures import Mixture
 from switchx.data.objectives import InputsToTargets
 from switchx.data.text_metrics import Accuracy
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.data.vocabularies import SavedVocabulary, save_vocabulary
 from switchx.fields import describe
 from switchx.models.config import (
     ModelConfig,
@@ -27,7 +29,12 @@ from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
-from switchx.training.resume import check_same_model, check_same_run, write_run_config
+from switchx.training.resume import (
+    check_same_model,
+    check_same_run,
+    with_vocabulary_of,
+    write_run_config,
+)
 from switchx.training.step import StepConfig
 from tests.data.refusals import refused
 from tests.training.jobs import LENGTH, LOSS, SPARSE, TASK, make_job
@@ -201,6 +208,23 @@ def test_a_run_goes_on_with_other_metrics_of_its_tasks(tmp_path):
     run = RunFolder(tmp_path).create()
     write_run_config(run, make_job(source=task))
     check_same_run(run, make_job(source=dataclasses.replace(task, metrics=(Accuracy(),))))
+
+
+def test_a_run_goes_on_with_other_tasks_to_evaluate_that_have_its_vocabulary(tmp_path):
+    run = RunFolder(tmp_path).create()
+    write_run_config(run, make_job(source=Mixture((TASK,))))
+    other = dataclasses.replace(TASK, name="other", vocabulary=SavedVocabulary(str(tmp_path)))
+    job = make_job(source=Mixture((TASK,), evaluation=(other,)))
+    check_same_run(run, job)
+    source = with_vocabulary_of(run, job).source
+    assert source.evaluation[0].vocabulary == source.tasks[0].vocabulary == TASK.vocabulary
+    (tmp_path / "elsewhere").mkdir()
+    save_vocabulary(ByteVocabulary(num_sentinels=3), tmp_path / "elsewhere")
+    odd = dataclasses.replace(other, vocabulary=SavedVocabulary(str(tmp_path / "elsewhere")))
+    with refused("the tasks ['letters', 'other'] have different vocabularies; one model reads"):
+        Mixture((TASK,), evaluation=(odd,))
+    with refused("Mixture.rows gives experts to the tasks that are learnt"):
+        Mixture((TASK,), rows=(1,), evaluation=(TASK,))
 
 
 MODELS = {

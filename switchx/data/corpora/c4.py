@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """C4 and mC4, as prepared by TFDS' own builders; read here without TensorFlow.
 
+ArrayRecord and TFRecord are read where they lie; TFRecord that was packed by gzip is prepared
+first.
+
 Raffel et al. 2020 (arXiv:1910.10683), section 2.2; Xue et al. 2021 (arXiv:2010.11934).
 """
 
 import dataclasses
-import os
+from collections.abc import Iterator
 from typing import Literal
 
-import tensorflow_datasets as tfds
-from etils import epath
-
-from switchx.data import data_dir as locations
-from switchx.data.corpora.corpus import CorpusSource, fingerprint_of, require_split
+from switchx.data.corpora.corpus import (
+    CorpusSource,
+    Recipe,
+    fingerprint_of,
+    open_prepared,
+    require_split,
+)  # fmt: skip
+from switchx.data.corpora.tfds_folder import find_folder, plain
 from switchx.fields import check_choices, require
 
 
 @dataclasses.dataclass(frozen=True)
 class C4:
-    """The newest version below DATA_DIR/c4, in the ArrayRecord format.
+    """The newest version below DATA_DIR/c4, in the ArrayRecord or the TFRecord format.
 
     Preparing it takes TFDS with TensorFlow and Beam and a cluster; what is published as
     JSON lines (allenai/c4) is read by TextFiles.
@@ -51,41 +57,24 @@ class C4:
             data_dir: as elsewhere, or an address that TFDS can read (`gs://...`).
 
         Raises:
-            ValueError: not prepared, in another format, or no such split.
+            ValueError: not prepared, in another format, damaged, or no such split.
         """
         require_split(self.name, split, ("train", "validation"))
-        folder = self._find(data_dir)
-        builder = tfds.builder_from_directory(folder)
-        require(
-            builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD,
-            f"{folder} is in the format {builder.info.file_format.value}, expected "
-            "array_record; convert it where TensorFlow is installed: `tfds convert_format "
-            f"--dataset_version_dir={folder} --out_file_format=array_record --out_dir=DIR`",
-        )
+        folder = find_folder(f"c4/{self.variant}", data_dir)
         stored_split = split
         if self.language:
             stored_split = self.language + ("-validation" if split == "validation" else "")
-        require_split(self.name, stored_split, builder.info.splits)
-        records = builder.as_data_source(split=stored_split)
-        fingerprint = fingerprint_of(
-            "c4", builder.info.full_name, builder.info.splits[stored_split].shard_lengths
-        )
-        return CorpusSource(f"{self.name}/{split}", fingerprint, ("text",), records)
+        require_split(self.name, stored_split, folder.splits)
+        if not folder.is_packed(stored_split):
+            records = folder.records(stored_split)
+            info = folder.builder.info
+            lengths = info.splits[stored_split].shard_lengths
+            fingerprint = fingerprint_of("c4", info.full_name, lengths)
+            return CorpusSource(f"{self.name}/{split}", fingerprint, ("text",), records)
 
-    def _find(self, data_dir: str | None) -> os.PathLike:
-        is_remote = data_dir is not None and "://" in data_dir
-        folders = [data_dir] if is_remote else locations.data_dirs(data_dir)
-        for folder in folders:
-            versions = epath.Path(folder) / "c4" / self.variant
-            found = {}
-            for version in versions.iterdir() if versions.exists() else ():
-                if tfds.core.Version.is_valid(version.name):
-                    found[tfds.core.Version(version.name)] = version
-            if found:
-                return found[max(found)]
-        raise ValueError(
-            f"c4/{self.variant} is not prepared below {', '.join(map(str, folders))}; set "
-            f"DATA_DIR to TFDS' data folder, or prepare it where TensorFlow and Beam are "
-            f"installed: `tfds build c4/{self.variant} --file_format=array_record "
-            "--data_dir=DIR`; the JSON lines of allenai/c4 are read by the corpus TextFiles"
-        )
+        def make_splits() -> dict[str, Iterator[dict[str, str]]]:
+            return {split: ({"text": plain(e["text"])} for e in folder.examples(stored_split))}
+
+        name = f"{self.name.replace('/', '_')}_{split}".replace(".", "_").replace("-", "_")
+        key = fingerprint_of("c4 1", folder.folder, folder.fingerprint(stored_split))
+        return open_prepared(Recipe(name, key, ("text",), make_splits), split, folder.data_dir)

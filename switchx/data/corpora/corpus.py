@@ -87,16 +87,18 @@ class Recipe:
             is large, names, sizes and times of its files.
         fields: keys of an example.
         make_splits: called to prepare: split -> its examples.
+        keeps_order: examples stay in their order; otherwise it is drawn once.
     """
 
     name: str
     key: str
     fields: tuple[str, ...]
     make_splits: Callable[[], dict[str, Iterable[dict[str, str]]]]
+    keeps_order: bool = False
 
 
 class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """The TFDS builder that writes a recipe's examples, in an order drawn once."""
+    """The TFDS builder that writes a recipe's examples."""
 
     VERSION = tfds.core.Version(VERSION)
     # Nothing is downloaded through TFDS; looking for checksums, TFDS 4.9 would import
@@ -115,6 +117,7 @@ class CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             features=tfds.features.FeaturesDict(features),
             description=self.name,
             metadata=tfds.core.MetadataDict(),
+            disable_shuffling=self._recipe.keeps_order,
         )
 
     def _split_generators(self, download_manager):

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets that TFDS prepared, found by name and read without TensorFlow.
+
+ArrayRecord is read by TFDS itself. TFRecord, in which most data sets lie on disks today, is
+read in place by `tfrecord.py`; of files that were packed by gzip afterwards the examples are
+written as ArrayRecord first, since they cannot be read by number.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+from etils import epath
+
+from switchx.data import data_dir as locations
+from switchx.data.corpora.corpus import fingerprint_of
+from switchx.data.corpora.tfrecord import TfRecordFiles, read_records
+from switchx.fields import require
+
+_FORMATS = tfds.core.FileFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class TfdsFolder:
+    """One prepared version of a data set.
+
+    Attributes:
+        builder: TFDS' reader of its description.
+        data_dir: where indexes are kept, as `Corpus.open` takes it; local.
+    """
+
+    builder: Any
+    data_dir: str | None
+
+    @property
+    def folder(self) -> str:
+        return os.fspath(self.builder.data_dir)
+
+    @property
+    def splits(self) -> list[str]:
+        return list(self.builder.info.splits)
+
+    def fingerprint(self, split: str) -> str:
+        """Hex; of the data set's full name and the lengths of the split's files."""
+        info = self.builder.info
+        return fingerprint_of("tfds", info.full_name, info.splits[split].shard_lengths)
+
+    def records(self, split: str) -> Sequence[dict[str, Any]]:
+        """Random access to the examples of a split, as TFDS decodes them.
+
+        Raises:
+            ValueError: files in another format, packed, or not there.
+        """
+        if self.builder.info.file_format is _FORMATS.ARRAY_RECORD:
+            return self.builder.as_data_source(split=split)
+        paths = self._tf_records(split)
+        packed = [path for path in paths if path.endswith(".gz")]
+        require(
+            not packed,
+            f"{', '.join(packed[:1])} is packed and cannot be read by number; unpack it with "
+            "`gunzip`, or read it through a task, which prepares its examples",
+        )
+        lengths = tuple(self.builder.info.splits[split].shard_lengths)
+        return _Parsed(TfRecordFiles(paths, lengths, self.data_dir), self.builder.info.features)
+
+    def examples(self, split: str) -> Iterator[dict[str, Any]]:
+        """The examples of a split one after another, from any of the formats.
+
+        Raises:
+            ValueError: as `records`, but files may be packed; or one that is damaged.
+        """
+        if self.builder.info.file_format is _FORMATS.ARRAY_RECORD:
+            records = self.records(split)
+            yield from (records[i] for i in range(len(records)))
+            return
+        features = self.builder.info.features
+        for path in self._tf_records(split):
+            yield from map(features.deserialize_example_np, read_records(path))
+
+    def is_packed(self, split: str) -> bool:
+        """Whether a file of the split was packed by gzip."""
+        is_tf_record = self.builder.info.file_format is _FORMATS.TFRECORD
+        return is_tf_record and any(path.endswith(".gz") for path in self._tf_records(split))
+
+    def _tf_records(self, split: str) -> tuple[str, ...]:
+        info = self.builder.info
+        require(
+            info.file_format is _FORMATS.TFRECORD,
+            f"{self.folder} is in the format {info.file_format.value}, expected array_record "
+            "or tfrecord; convert it where TensorFlow is installed: `tfds convert_format "
+            f"--dataset_version_dir={self.folder} --out_file_format=array_record "
+            "--out_dir=DIR`",
+        )
+        found = []
+        for path in map(os.fspath, info.splits[split].filepaths):
+            there = [name for name in (path, f"{path}.gz") if epath.Path(name).exists()]
+            require(
+                there, f"{path} is not there; the split {split!r} is not whole: copy it anew"
+            )
+            found.append(there[0])
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parsed:
+    """TFRecords as the examples that they encode."""
+
+    records: TfRecordFiles
+    features: Any
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.features.deserialize_example_np(self.records[index])
+
+
+def find_folder(name: str, data_dir: str | None) -> TfdsFolder:
+    """The data set `glue/cola`, or the version `glue/cola:2.0.0`; by default the newest.
+
+    Args:
+        data_dir: as `Corpus.open` takes it, or an address that TFDS can read (`gs://...`).
+
+    Raises:
+        ValueError: it is not prepared below any of the folders, or not in this version.
+    """
+    path, _, version = name.partition(":")
+    is_local = locations.local_or_none(data_dir) == data_dir
+    folders = locations.data_dirs(data_dir) if is_local else [data_dir]
+    for folder in folders:
+        versions = epath.Path(folder) / path
+        found = {}
+        for child in versions.iterdir() if versions.exists() else ():
+            if tfds.core.Version.is_valid(child.name):
+                found[tfds.core.Version(child.name)] = child
+        if version:
+            found = {each: child for each, child in found.items() if str(each) == version}
+        if found:
+            builder = tfds.builder_from_directory(found[max(found)])
+            return TfdsFolder(builder, locations.local_or_none(data_dir))
+    raise ValueError(
+        f"{name} is not prepared below {', '.join(map(str, folders))}; set DATA_DIR to TFDS' "
+        "data folder, or prepare it where TensorFlow is installed: "
+        f"`tfds build {path} --file_format=array_record --data_dir=DIR`"
+    )
+
+
+def plain(value) -> Any:
+    """A decoded value in Python's types: texts, numbers, lists and dictionaries of these."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray | list | tuple):
+        return [plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of downstream data sets from TFDS or from files, and their examples as ArrayRecord.
+
+A split is prepared when it is first opened. Everything that is quickly known and determines its
+examples is in a key: names of files, sizes and times (or TFDS' name, version and lengths), the
+text, and `TEXT_VERSION`.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from switchx.data.corpora.corpus import (
+    CorpusSource,
+    Recipe,
+    fingerprint_of,
+    open_prepared,
+    require_split,
+)  # fmt: skip
+from switchx.data.corpora.raw_files import SUFFIXES, RawFile, Row, read_rows
+from switchx.data.corpora.tfds_folder import TfdsFolder, find_folder, plain
+from switchx.data.data_dir import local_or_none
+from switchx.data.downstream.texts import TextExample
+from switchx.fields import require
+
+# Of the text functions; another number whenever one of them writes otherwise.
+TEXT_VERSION = 1
+FIELDS = ("inputs", "targets", "facts")
+# Of alternatives, the files that follow one another.
+Files = Mapping[str, tuple[tuple[RawFile, ...], ...]]
+ExampleFunction = Callable[[int, Row], Iterator[TextExample]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitRows:
+    """Rows of one split.
+
+    Attributes:
+        read: gives them, in their order.
+        key: all that determines them and is quickly known.
+    """
+
+    read: Callable[[], Iterable[Row]]
+    key: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of all splits of a source.
+
+    Attributes:
+        splits: those that are there.
+        place: where they are, for messages.
+        class_names: of fields that TFDS knows as classes.
+    """
+
+    splits: dict[str, SplitRows]
+    place: str
+    class_names: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+
+def rows_of_tfds(name: str, data_dir: str | None) -> Rows:
+    """Rows of a prepared data set such as `glue/cola`.
+
+    Raises:
+        ValueError: it is not there (`find_folder`).
+    """
+    folder = find_folder(name, data_dir)
+    names = {
+        field: tuple(feature.names)
+        for field, feature in folder.builder.info.features.items()
+        if getattr(feature, "names", None)
+    }
+    splits = {split: _tfds_rows(folder, split) for split in folder.splits}
+    return Rows(splits, folder.folder, names)
+
+
+def _tfds_rows(folder: TfdsFolder, split: str) -> SplitRows:
+    key = (folder.folder, folder.fingerprint(split))
+    return SplitRows(lambda: map(plain, folder.examples(split)), key)
+
+
+def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: str) -> Rows:
+    """Rows of a data set's own files, in a folder or further below.
+
+    Args:
+        files: of each split, alternatives; the first of them that is whole is taken.
+        path: of the files in what the data set's authors publish, such as `glue/CoLA`: they
+            are looked for in `manual_dir`, `manual_dir/CoLA` and `manual_dir/glue/CoLA`.
+        split: that has to be there.
+
+    Raises:
+        ValueError: no file of any split.
+    """
+    parts = Path(path).parts
+    folders = [manual_dir.joinpath(*parts[i:]) for i in range(len(parts), -1, -1)]
+    found = [{each: _whole(folder, files[each]) for each in files} for folder in folders]
+    found = [{each: paths for each, paths in splits.items() if paths} for splits in found]
+    names = ", ".join(file.name for alternatives in files.values() for file in alternatives[0])
+    require(
+        any(found),
+        f"{name}: none of {names} (or these with .gz) is in {', '.join(map(str, folders))}; "
+        "set MANUAL_DIR to the folder that has them",
+    )
+    # That of the split, or the first with any: the message about the split says which it has.
+    splits = next((each for each in found if split in each), next(filter(None, found)))
+    return _rows_of(splits, str(manual_dir))
+
+
+def _whole(folder: Path, alternatives) -> list[tuple[Path, RawFile]]:
+    for files in alternatives:
+        paths = [file.find(folder) for file in files]
+        if all(paths):
+            return list(zip(paths, files, strict=True))
+    return []
+
+
+def rows_of_folder(folder: Path) -> Rows:
+    """Rows of a folder with a file for each split, `train.jsonl`, `test.csv.gz`, ...
+
+    Raises:
+        ValueError: no folder, no such file, or several for one split.
+    """
+    require(folder.is_dir(), f"{folder} is no folder; name one, or tfds:NAME")
+    found = {}
+    for path in sorted(folder.iterdir()):
+        name = path.name.removesuffix(".gz")
+        if name.endswith(SUFFIXES):
+            found.setdefault(Path(name).stem, []).append((path, RawFile(name)))
+    require(found, f"{folder} has no file that ends in {', '.join(SUFFIXES)}; put some there")
+    several = [path.name for files in found.values() if len(files) > 1 for path, _ in files]
+    require(
+        not several,
+        f"{folder} has {', '.join(several)}, expected one file a split; take the others away",
+    )
+    return _rows_of(found, str(folder))
+
+
+def _rows_of(found: dict[str, list[tuple[Path, RawFile]]], place: str) -> Rows:
+    return Rows({split: _file_rows(files) for split, files in found.items()}, place)
+
+
+def _file_rows(files: list[tuple[Path, RawFile]]) -> SplitRows:
+    def read() -> Iterator[Row]:
+        return (row for path, file in files for row in read_rows(path, file))
+
+    paths = [path for path, _ in files]
+    states = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+    return SplitRows(read, tuple(states))
+
+
+def open_rows(
+    name: str,
+    rows: Rows,
+    examples: ExampleFunction,
+    split: str,
+    data_dir: str | None,
+    key: tuple = (),
+) -> CorpusSource:
+    """Examples of one split, written first where they are not yet.
+
+    Args:
+        name: of the corpus, a Python identifier.
+        examples: of a row and its number.
+        key: all that determines the examples of a row, besides `name` and `TEXT_VERSION`.
+
+    Raises:
+        ValueError: no such split, a row of which no example can be made, or no example.
+    """
+    require_split(f"{name} in {rows.place}", split, rows.splits)
+    chosen, place = rows.splits[split], f"{name}, {split} of {rows.place}"
+
+    def make_splits() -> dict[str, Iterator[dict[str, str]]]:
+        records = _records(place, chosen.read(), examples)
+        first = next(records, None)
+        # Nothing of WSC's test set, say, is known to be right.
+        require(first is not None, f"{place} gives no example; use another split")
+        return {split: itertools.chain([first], records)}
+
+    hexadecimal = fingerprint_of("downstream", TEXT_VERSION, name, split, *chosen.key, *key)
+    recipe = Recipe(name, hexadecimal, FIELDS, make_splits, keeps_order=True)
+    return open_prepared(recipe, split, local_or_none(data_dir))
+
+
+def _records(
+    place: str, rows: Iterable[Row], examples: ExampleFunction
+) -> Iterator[dict[str, str]]:
+    for number, row in enumerate(rows):
+        try:
+            for example in examples(number, row):
+                yield example.record()
+        except (ValueError, KeyError, TypeError) as error:
+            fault = f"there is no field {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{place}: row {number}: {fault}") from error

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is asked for evaluation, and what its answers are worth.
+
+A task and a split give `EvaluationExamples`: texts and tokens of the inputs as training reads
+them, targets with all that metrics need, and `metrics(predictions)`. Who generates the
+predictions, on which devices and when, is the caller's affair.
+
+Dims: L length of a text in tokens
+"""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from switchx.data.features import Example, Features
+from switchx.data.label_metrics import rank_results
+from switchx.data.tasks import Task, open_task
+from switchx.data.text_metrics import MetricResult, Reference, TextMetric
+from switchx.fields import require
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationExamples:
+    """Examples of one split, in its order.
+
+    Attributes:
+        inputs: texts, without the objective's prefix.
+        targets: texts, `Reference`s where the corpus knows more than a target.
+        tokens: of the inputs, as the objective makes them; a list of arrays [L].
+        num_cut: inputs that were cut to a row of training, as the task says (`truncate`).
+    """
+
+    task: Task
+    split: str
+    inputs: list[str]
+    targets: list[str]
+    tokens: list[np.ndarray]
+    num_cut: int
+
+    def results(
+        self,
+        predictions: Sequence[str],
+        metrics: Sequence[TextMetric] | None = None,
+        num_bootstrap: int = 0,
+    ) -> list[MetricResult]:
+        """What metrics say of a text for each example, in their order.
+
+        Args:
+            metrics: None takes the task's own.
+
+        Raises:
+            ValueError: other numbers of predictions than of examples.
+        """
+        require(
+            len(predictions) == len(self.targets),
+            f"task {self.task.name!r}: {len(predictions)} predictions for {len(self.targets)} "
+            f"examples of {self.split!r}; give one for each, in their order",
+        )
+        each = (
+            metric.results(predictions, self.targets, num_bootstrap)
+            for metric in (self.task.metrics if metrics is None else metrics)
+        )
+        return list(itertools.chain.from_iterable(each))
+
+    def metrics(self, predictions: Sequence[str]) -> dict[str, float]:
+        """The scores of the task's metrics by their names.
+
+        Raises:
+            ValueError: as `results`.
+        """
+        return {each.name: each.score for each in self.results(predictions)}
+
+    @property
+    def choices(self) -> list[tuple[str, ...]]:
+        """Texts that each example chooses from.
+
+        Raises:
+            ValueError: an example has none, or the right one is not known.
+        """
+        for number, target in enumerate(self.targets):
+            is_known = (
+                isinstance(target, Reference)
+                and target.choices
+                and target.label in range(len(target.choices))
+            )
+            require(
+                is_known,
+                f"task {self.task.name!r}: example {number} of {self.split!r} has no choices "
+                "of which one is known to be right; rank tasks of classes, or with choices",
+            )
+        return [target.choices for target in self.targets]
+
+    def choice_tokens(self) -> list[tuple[int, np.ndarray]]:
+        """For each choice of each example, one after another: the example and the tokens."""
+        objective, vocabulary = self.task.objective, self.task.vocabulary
+        return [
+            (number, objective.example({"inputs": "", "targets": text}, vocabulary).targets)
+            for number, texts in enumerate(self.choices)
+            for text in texts
+        ]
+
+    def rank(self, scores: Sequence[float]) -> list[MetricResult]:
+        """Metrics of the choices with the highest scores.
+
+        Args:
+            scores: log-likelihoods in the order of `choice_tokens`.
+        """
+        left = iter(scores)
+        by_example = [list(itertools.islice(left, len(texts))) for texts in self.choices]
+        is_right = [
+            [number == target.label for number in range(len(target.choices))]
+            for target in self.targets
+        ]
+        return rank_results(by_example, is_right)
+
+
+def evaluation_examples(
+    task: Task,
+    split: str,
+    features: Features,
+    data_dir: str | None = None,
+    max_examples: int | None = None,
+) -> EvaluationExamples:
+    """The first examples of a split, or all, as training would read them.
+
+    Args:
+        features: of training, which say how long an input may be that is cut.
+
+    Raises:
+        ValueError: the task has no texts for targets, or there is no such split or it is
+            empty.
+    """
+    require(
+        task.objective.has_texts,
+        f"task {task.name!r}: {type(task.objective).__name__} has no texts for targets; "
+        "metrics of generated texts need a task of InputsToTargets",
+    )
+    records = open_task(task, split, data_dir, features).records
+    count = len(records) if max_examples is None else min(max_examples, len(records))
+    made = EvaluationExamples(task, split, [], [], [], 0)
+    num_cut = 0
+    for record in (records[number] for number in range(count)):
+        tokens_L = task.objective.example(record, task.vocabulary).inputs
+        if task.too_long == "truncate":
+            cut = features.truncate(Example(tokens_L, tokens_L[:0]), task.vocabulary.eos_id)
+            num_cut += len(cut.inputs) < len(tokens_L)
+            tokens_L = cut.inputs
+        made.inputs.append(record["inputs"])
+        made.targets.append(target_of(record))
+        made.tokens.append(tokens_L)
+    return dataclasses.replace(made, num_cut=num_cut)
+
+
+def target_of(record: Mapping[str, str]) -> str:
+    """The target of a record, with the facts that stand beside it, if any."""
+    if "facts" not in record:
+        return record["targets"]
+    return Reference(record["targets"], **json.loads(record["facts"]))

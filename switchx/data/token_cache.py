@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of a corpus' records, made when they are asked for, or kept on disk.
+
+What is kept lies in `tokens/<corpus>_<key>/` of the data folder: all ids in one file, where
+each sequence ends in another, and a description. The key is of everything that determines the
+ids: the records' content, the vocabulary, the objective and `VERSION`. Another text, vocabulary
+or prefix is made anew under another key, never mixed with what was there. The folder is written
+under another name and renamed when it is whole: a process that is killed leaves nothing that is
+read, and of two that write at once the second drops its copy.
+
+Dims: L length of a sequence in tokens
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from switchx.data import data_dir as locations
+from switchx.data.corpora.corpus import CorpusSource, fingerprint_of
+from switchx.data.features import Example
+from switchx.data.objectives import Objective, RecordObjective
+from switchx.data.tokenizers import Vocabulary
+from switchx.fields import describe
+
+# Of what is kept; another number whenever it is made or laid out otherwise.
+VERSION = 1
+_IDS, _ENDS, _DESCRIPTION = "ids.int32", "ends.npy", "description.json"
+
+_log = logging.getLogger(__name__)
+
+
+class Encoded(Protocol):
+    """The tokens of each record: an `Example`, or of raw text an array [L] without EOS."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Example | np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Tokenizes a record whenever it is asked for."""
+
+    records: CorpusSource
+    objective: Objective
+    vocabulary: Vocabulary
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Example | np.ndarray:
+        """Tokens of record `index`."""
+        record = self.records[index]
+        if isinstance(self.objective, RecordObjective):
+            return self.objective.example(record, self.vocabulary)
+        return np.array(self.vocabulary.encode(record["text"]), np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptTokens:
+    """Tokens that lie on disk; can be pickled for Grain's workers."""
+
+    folder: Path
+    sequences_per_record: int
+
+    def __len__(self) -> int:
+        return (len(self._ends) - 1) // self.sequences_per_record
+
+    def __getitem__(self, index: int) -> Example | np.ndarray:
+        """Tokens of record `index`."""
+        first = index * self.sequences_per_record
+        ends = self._ends[first : first + self.sequences_per_record + 1].tolist()
+        parts = [
+            np.array(self._ids[start:end])
+            for start, end in zip(ends[:-1], ends[1:], strict=True)
+        ]
+        return Example(*parts) if self.sequences_per_record == 2 else parts[0]
+
+    def __getstate__(self) -> dict:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return np.load(self.folder / _ENDS, mmap_mode="r")
+
+    @functools.cached_property
+    def _ids(self) -> np.ndarray:
+        path = self.folder / _IDS
+        is_empty = not path.stat().st_size  # which cannot be mapped
+        return np.zeros(0, np.int32) if is_empty else np.memmap(path, np.int32, "r")
+
+
+def open_tokens(tokenizer: Tokenizer, data_dir: str | None) -> KeptTokens:
+    """Tokens on disk of all records, made first where they are not yet.
+
+    Args:
+        data_dir: as `Corpus.open` takes it; one that can be written.
+
+    Raises:
+        ValueError: no room, or files that were damaged since.
+    """
+    records, objective = tokenizer.records, tokenizer.objective
+    description = {
+        "version": VERSION,
+        "records": records.fingerprint,
+        "vocabulary": tokenizer.vocabulary.fingerprint(),
+    }
+    if isinstance(objective, RecordObjective):
+        description["objective"] = describe(objective, "the objective")
+    key = fingerprint_of(json.dumps(description, sort_keys=True))
+    name = re.sub(r"\W+", "_", records.name).strip("_")
+    where = locations.local_or_none(data_dir)
+    folder = locations.find_or_place(f"tokens/{name}_{key}", where)
+    if not folder.exists():
+        _keep(tokenizer, folder, description)
+    kept = KeptTokens(folder, _sequences(tokenizer))
+    _check(kept, description, len(records))
+    return kept
+
+
+def _sequences(tokenizer: Tokenizer) -> int:
+    return 2 if isinstance(tokenizer.objective, RecordObjective) else 1
+
+
+def _keep(tokenizer: Tokenizer, folder: Path, description: dict) -> None:
+    _log.info("tokenizing %d records of %s", len(tokenizer), tokenizer.records.name)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".preparing_", dir=folder.parent) as staging:
+            made = Path(staging) / "tokens"
+            made.mkdir()
+            _write(tokenizer, made, description)
+            os.rename(made, folder)
+    except OSError as error:
+        # Another process that was faster left the same here.
+        if not folder.exists():
+            raise ValueError(
+                f"tokens cannot be kept in {folder}: {error}; make room there, set DATA_DIR to "
+                "another folder, or leave CACHE_TOKENS out"
+            ) from error
+
+
+def _write(tokenizer: Tokenizer, folder: Path, description: dict) -> None:
+    ends = np.zeros(_sequences(tokenizer) * len(tokenizer) + 1, np.int64)
+    number = 0
+    with open(folder / _IDS, "wb") as file:
+        for index in range(len(tokenizer)):
+            tokens = tokenizer[index]
+            parts: Sequence[np.ndarray] = (
+                (tokens.inputs, tokens.targets) if isinstance(tokens, Example) else (tokens,)
+            )
+            for part_L in parts:
+                file.write(np.ascontiguousarray(part_L, np.int32))
+                number += 1
+                ends[number] = ends[number - 1] + len(part_L)
+    np.save(folder / _ENDS, ends)
+    (folder / _DESCRIPTION).write_text(json.dumps(description, indent=2))
+
+
+def _check(kept: KeptTokens, description: dict, num_records: int) -> None:
+    """Refuses files that are not whole, or are of something else."""
+    try:
+        written = json.loads((kept.folder / _DESCRIPTION).read_text())
+        num_ids = (kept.folder / _IDS).stat().st_size // np.dtype(np.int32).itemsize
+        found = len(kept), int(kept._ends[-1])
+    except (OSError, EOFError, ValueError) as error:
+        written, found, num_ids = {}, error, None
+    if written != description or found != (num_records, num_ids):
+        raise ValueError(
+            f"the tokens in {kept.folder} are damaged: expected {num_records} records of "
+            f"{num_ids} ids and the description {description}, got {found} and {written}; "
+            "remove the folder, and they are made anew"
+        )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SentencePiece vocabularies, trained on text: of one kind, or of several at given rates.
+
+The unigram model (Kudo 2018, arXiv:1804.10959) with bytes for what has no piece. Spaces are
+kept as they are, runs of them may be pieces (source code is full of these), and a line break is
+a piece. The one thing lost: U+2581, SentencePiece's own sign for a space, comes back as a
+space.
+
+For several languages, text is sampled by the rates that training draws them at, with a
+temperature (mT5, Xue et al. 2021, arXiv:2010.11934, section 3.1).
+"""
+
+import io
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import sentencepiece
+
+from switchx.data.corpora.text_files import fields_of, find_files, read_examples
+from switchx.data.data_dir import write_atomically
+from switchx.data.mixtures import ProportionalRates
+from switchx.data.tokenizers import EOS_ID, PAD_ID, UNK_ID
+from switchx.fields import require
+
+SAMPLE_CHARACTERS = 1_500_000
+MODEL_FILE = "vocabulary.model"
+VOCAB_FILE = "vocabulary.vocab"
+
+# SentencePiece's model depends on the number of threads that it sums in.
+_NUM_THREADS = 4
+_DOCUMENT_CHARACTERS = 8000
+_LINE_ENDS = re.compile(r"[\n\t]")
+_TOO_LARGE = re.compile(r"Vocabulary size too high .* value <= (\d+)")
+_TOO_SMALL = re.compile(r"smaller than required_chars. \d+ vs (\d+)")
+
+_log = logging.getLogger(__name__)
+
+Rates = tuple[float, ...] | ProportionalRates
+
+
+class VocabularySummary(NamedTuple):
+    """The `.model` file that training wrote, its pieces (sentinels come on top), how many
+    characters it was trained on, and how many of these a token stands for."""
+
+    path: Path
+    num_pieces: int
+    num_characters: int
+    characters_per_token: float
+
+
+def train_sentencepiece(
+    inputs: str | Sequence[str] | Sequence[Sequence[str]],
+    size: int,
+    output_dir: str,
+    sample_characters: int = SAMPLE_CHARACTERS,
+    rates: Rates | None = None,
+) -> VocabularySummary:
+    """Trains on text files and writes `vocabulary.model` and `vocabulary.vocab`, a piece and
+    its log probability a line.
+
+    Args:
+        inputs: files and folders as the corpus TextFiles takes them; with `rates` one item,
+            or list of items, for each language.
+        size: pieces of the model, T5's 32,000 say.
+        output_dir: made when it is not there.
+        sample_characters: trained on, up to twice as many, drawn evenly from all inputs.
+        rates: of the languages, in their order, or of their sizes in characters; then no more
+            than `sample_characters` are drawn. None draws from all as if they were one.
+
+    Raises:
+        ValueError: inputs that are missing, unreadable or empty, a size that does not fit
+            the text, other numbers of rates than of inputs, a folder that cannot be written.
+    """
+    require(
+        sample_characters >= 1,
+        f"sample_characters={sample_characters}; use at least 1, usually {SAMPLE_CHARACTERS:,}",
+    )
+    output = Path(output_dir).expanduser()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        _log.info("reading the text")
+        if rates is None:
+            texts = sample_evenly(_texts_of(inputs), sample_characters)
+        else:
+            readers = [lambda files=files: _texts_of(files) for files in inputs]
+            texts = sample_at_rates(readers, rates, sample_characters)
+        _log.info("training %d pieces on %d characters", size, sum(map(len, texts)))
+        model = train_model(texts, size)
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        pieces = [
+            f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}".replace("\n", r"\n")
+            for i in range(processor.get_piece_size())
+        ]
+        write_atomically(output / VOCAB_FILE, ("\n".join(pieces) + "\n").encode())
+        write_atomically(output / MODEL_FILE, model)
+    except OSError as error:
+        raise ValueError(
+            f"the vocabulary cannot be written to {output}: {error}; name a folder that can"
+        ) from error
+    num_characters = sum(map(len, texts))
+    num_tokens = sum(len(processor.encode(text)) for text in texts)
+    ratio = num_characters / num_tokens
+    return VocabularySummary(output / MODEL_FILE, len(pieces), num_characters, ratio)
+
+
+def train_model(texts: Iterable[str], size: int) -> bytes:
+    """Content of the `.model` file of `size` pieces; the same for the same texts.
+
+    Raises:
+        ValueError: no text, or a size that does not fit it.
+    """
+    lines = [line for text in texts for line in _LINE_ENDS.split(text) if line]
+    require(lines, "a vocabulary cannot be trained on no text; expected some, got none")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=size,
+            pad_id=PAD_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            user_defined_symbols=["\n"],
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=1 << 20,
+            num_threads=_NUM_THREADS,
+            minloglevel=3,
+        )
+    except RuntimeError as error:
+        raise ValueError(_explain(size, sum(map(len, lines)), str(error))) from error
+    return model.getvalue()
+
+
+def sample_evenly(texts: Iterable[str], num_characters: int) -> list[str]:
+    """Every n-th text, n the power of two for which 1 to 2 times `num_characters` remain.
+
+    All texts where they are fewer. Reads the texts once and keeps no more in memory.
+    """
+    kept, size, step = [], 0, 1
+    for index, text in enumerate(texts):
+        if index % step:
+            continue
+        kept.append(text)
+        size += len(text)
+        while size > 2 * num_characters and len(kept) > 1:
+            kept, step = kept[::2], 2 * step
+            size = sum(map(len, kept))
+    return kept
+
+
+def sample_at_rates(
+    readers: Sequence[Callable[[], Iterable[str]]],
+    rates: Rates,
+    num_characters: int,
+    sizes: Sequence[int] | None = None,
+) -> list[str]:
+    """Texts of several languages, of each its share of the characters.
+
+    A language that has less than its share gives all that it has, once.
+
+    Args:
+        readers: give the texts of each language, whenever they are called.
+        sizes: of the languages, that proportional rates are of; None counts characters.
+
+    Raises:
+        ValueError: other numbers of rates than of languages, or a language without text.
+    """
+    if isinstance(rates, ProportionalRates):
+        sizes = sizes or [sum(map(len, read())) for read in readers]
+        require(all(sizes), f"languages of the sizes {list(sizes)}; give each some text")
+        rates = rates.of_sizes(sizes)
+    require(
+        len(rates) == len(readers) and min(rates, default=0) > 0,
+        f"rates={tuple(rates)} for {len(readers)} languages; use a number above 0 for each",
+    )
+    texts = []
+    for read, rate in zip(readers, rates, strict=True):
+        share = max(int(num_characters * rate / sum(rates)), 1)
+        kept = sample_evenly(read(), share)
+        size = sum(map(len, kept))
+        require(kept, "a language has no text; give each some")
+        number = max(len(kept) * share // max(size, share), 1)
+        texts += [kept[i * len(kept) // number] for i in range(number)]
+    return texts
+
+
+def _texts_of(inputs: str | Sequence[str]) -> Iterator[str]:
+    for file in find_files(inputs):
+        for example in read_examples([file], fields_of([file]), _DOCUMENT_CHARACTERS):
+            yield from example.values()
+
+
+def _explain(size: int, num_characters: int, message: str) -> str:
+    what = f"a vocabulary of {size} pieces cannot be trained on {num_characters} characters"
+    if match := _TOO_LARGE.search(message):
+        return f"{what}: use at most {match[1]} (sentinels come on top), or more text"
+    if match := _TOO_SMALL.search(message):
+        return f"{what}: use more than {match[1]}, the bytes and single characters alone"
+    return f"{what}: {message.strip()}; use some thousands, and text to match"

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx tasks`: the list, an example of a task, and what is refused."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from switchx.cli.main import main
+from switchx.data.downstream.catalogue import DATASETS
+from tests.data.downstream.published_files import PUBLISHED
+from tests.processes import ROOT
+
+
+@pytest.fixture
+def folder(tmp_path) -> pathlib.Path:
+    for name in ("super_glue_copa", "scitldr"):
+        for file, content in PUBLISHED[name].files.items():
+            path = tmp_path / DATASETS[name].folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+    return tmp_path
+
+
+def shown(capsys, *options) -> str:
+    assert main(["tasks", *map(str, options)]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_all_tasks_are_listed_and_have_a_gin_file(capsys):
+    rows = json.loads(shown(capsys, "--json"))
+    assert [row["task"] for row in rows] == list(DATASETS)
+    listed = shown(capsys)
+    assert all(re.search(rf"^{name} ", listed, re.MULTILINE) for name in DATASETS)
+    files = {path.stem: path.read_text() for path in (ROOT / "configs/tasks").glob("*.gin")}
+    named = set(re.findall(r'"(\w+)"', "".join(files.values())))
+    assert set(DATASETS) <= named
+
+
+def test_an_example_is_shown(capsys, folder):
+    folders = (f"--manual_dir={folder}", f"--data_dir={folder}")
+    about = json.loads(shown(capsys, "super_glue_copa", *folders, "--json"))
+    want = PUBLISHED["super_glue_copa"]
+    assert about == {
+        "task": "super_glue_copa", "split": "train", "examples": 1, "inputs": want.inputs,
+        "targets": want.targets, "answers": [want.targets],
+        "choices": ["choice1", "choice2"], "metrics": ["Accuracy"],
+    }  # fmt: skip
+    text = shown(capsys, "scitldr", *folders, "--split=validation[:100%]")
+    assert "inputs   summarize: One.\n" in text and "answers  q r; a b\n" in text
+
+
+def test_templates_are_shown(capsys, folder):
+    data = folder / "super_glue/COPA"
+    options = ("--inputs=why: {premise}", "--targets={choice2}", f"--data_dir={folder}")
+    text = shown(capsys, data, *options)
+    assert "inputs   why: A.\ntargets  C.\n" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("super_glue_cop",), "there is no data set 'super_glue_cop'; use one of glue_cola"),
+        (("super_glue_copa", "--split=tset"), "has no split 'tset'; use one of train, valid"),
+        (("super_glue_copa", "--split=train[:2]"), "train[:2] goes beyond train, which has 1"),
+        (
+            ("super_glue_copa", "--example=1"),
+            "super_glue_copa has 1 examples in train; use 0 to 0",
+        ),
+        (("x", "--inputs={a}"), "templates need both --inputs and --targets"),
+    ],
+)
+def test_wrong_options(capsys, folder, options, said):
+    folders = [f"--manual_dir={folder}", f"--data_dir={folder}"]
+    assert main(["tasks", *options, *folders]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

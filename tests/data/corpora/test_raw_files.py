@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of files as they were written, and what is said of files that are not of their kind."""
+
+import gzip
+import json
+import logging
+
+import pytest
+
+from switchx.data.corpora.raw_files import RawFile, read_rows
+from tests.data.refusals import refused
+
+
+def rows(tmp_path, name, content, **options):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return list(read_rows(path, RawFile(name.removesuffix(".gz"), **options)))
+
+
+def test_tables(tmp_path):
+    # Quotes are text in .tsv, and quotes in .csv; a byte order mark and \r\n go.
+    tsv = '\ufeffa\tb\r\n1\t"x" y\r\nü\t\r\n'
+    assert rows(tmp_path, "t.tsv", tsv) == [{"a": "1", "b": '"x" y'}, {"a": "ü", "b": ""}]
+    assert rows(tmp_path, "t.tsv", "1\tx\n", has_header=False) == [{"0": "1", "1": "x"}]
+    csv = 'text,kind\n"one, two\nthree",k\n'
+    assert rows(tmp_path, "t.csv", csv) == [{"text": "one, two\nthree", "kind": "k"}]
+    packed = gzip.compress(csv.encode())
+    assert rows(tmp_path, "t.csv.gz", packed) == [{"text": "one, two\nthree", "kind": "k"}]
+
+
+def test_json_and_lines(tmp_path):
+    row = {"q": "é", "answers": [{"text": "a"}]}
+    line = json.dumps(row)
+    assert rows(tmp_path, "t.jsonl", f"{line}\n\n{line}\n") == [row, row]
+    assert rows(tmp_path, "t.json", f"[{line}]") == [row]
+    assert rows(tmp_path, "t.json", f'{{"data": [{line}]}}', rows_in="data") == [row]
+    assert rows(tmp_path, "t.txt", "NUM:dist How far ?\n\n") == [{"text": "NUM:dist How far ?"}]
+
+
+def test_short_rows_are_an_error_or_counted(tmp_path, caplog):
+    with refused("t.tsv:3: expected 2 columns, a, b, got 1; correct the line"):
+        rows(tmp_path, "t.tsv", "a\tb\n1\t2\n3\n")
+    with caplog.at_level(logging.WARNING):
+        found = rows(tmp_path, "t.tsv", "a\tb\n1\t2\n3\n4\t5\n", skips_short_rows=True)
+    assert found == [{"a": "1", "b": "2"}, {"a": "4", "b": "5"}]
+    assert "left out 1 rows with too few columns" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t.jsonl", '{"a": 1}\n{"a"\n', "t.jsonl:2: not JSON"),
+        ("t.jsonl", "[1]\n", "t.jsonl:1: expected an object a row, got list"),
+        ("t.json", "{}", "t.json: expected a list of rows, got dict"),
+        ("t.json", '{"rows": []}', "t.json: expected rows under 'data', got the keys rows"),
+        ("t.json", "[3]", "t.json: expected an object a row, got int"),
+        ("t.json", b"[\xff]", "t.json cannot be read"),
+        ("t.json.gz", b"no gzip", "t.json.gz cannot be read"),
+        ("t.parquet", "x", "t.parquet: rows are read of .tsv, .csv, .jsonl, .json, .txt"),
+    ],
+)
+def test_files_of_another_kind(tmp_path, name, content, said):
+    with refused(said):
+        rows(tmp_path, name, content, rows_in="data" if "under" in said else None)

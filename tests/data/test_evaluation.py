@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples for evaluation: texts, tokens, references, choices and their scores."""
+
+import json
+
+import pytest
+
+from switchx.data.evaluation import evaluation_examples
+from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures
+from switchx.data.objectives import CausalLM, InputsToTargets
+from switchx.data.text_metrics import Accuracy, Squad
+from tests.data.fakes import ListCorpus, make_task, pair_corpus, text_corpus
+from tests.data.refusals import refused
+
+FEATURES = EncoderDecoderFeatures(3, 4)
+FACTS = (
+    {"answers": ["7", "8"], "choices": ["7", "8 9"], "label": 0, "example_id": "a"},
+    {"choices": ["5", "6", "7"], "label": 2, "group": "g"},
+)
+CORPUS = ListCorpus(
+    (("5 6 4", "7", json.dumps(FACTS[0])), ("8", "7", json.dumps(FACTS[1]))),
+    ("inputs", "targets", "facts"),
+)
+
+
+def examples(corpus=CORPUS, **options):
+    metrics = (Accuracy(), Squad())
+    task = make_task("t", corpus, InputsToTargets("3 "), metrics=metrics, **options)
+    return evaluation_examples(task, "test", FEATURES)
+
+
+def test_texts_tokens_and_facts():
+    found = examples()
+    assert (found.inputs, found.targets) == (["5 6 4", "8"], ["7", "7"])
+    assert [each.tolist() for each in found.tokens] == [[3, 5, 6, 4, 1], [3, 8, 1]]
+    first, second = found.targets
+    assert (first.answers, first.example_id, second.answers) == (("7", "8"), "a", ("7",))
+    assert (second.group, second.label, second.choices) == ("g", 2, ("5", "6", "7"))
+    cut = examples(too_long="truncate")
+    assert cut.tokens[0].tolist() == [3, 5, 1] and (found.num_cut, cut.num_cut) == (0, 1)
+    plain = examples(pair_corpus(("5", "6")))
+    assert plain.targets == ["6"] and type(plain.targets[0]) is str
+
+
+def test_metrics_of_predictions():
+    found = examples()
+    assert found.metrics(["8", "7"]) == {"accuracy": 50.0, "exact_match": 100.0, "f1": 100.0}
+    (only,) = found.results(["7", "7"], (Accuracy(),))
+    assert only.score == 100.0
+    with refused("task 't': 3 predictions for 2 examples of 'test'; give one for each"):
+        found.metrics(["7"] * 3)
+
+
+def test_choices_are_scored_one_after_another():
+    found = examples()
+    tokens = [(number, each.tolist()) for number, each in found.choice_tokens()]
+    assert tokens == [(0, [7, 1]), (0, [8, 9, 1]), (1, [5, 1]), (1, [6, 1]), (1, [7, 1])]
+    (accuracy,) = found.rank([-1.0, -2.0, -3.0, -2.0, -9.0])
+    assert (accuracy.name, accuracy.score) == ("accuracy", 50.0)
+    with refused("task 't': example 0 of 'test' has no choices of which one is known"):
+        examples(pair_corpus(("5", "6"))).rank([0.0])
+
+
+def test_the_first_examples_and_tasks_without_texts():
+    task = make_task("t", CORPUS, InputsToTargets())
+    assert len(evaluation_examples(task, "test", FEATURES, max_examples=1).inputs) == 1
+    assert evaluation_examples(task, "test[1:]", FEATURES).inputs == ["8"]
+    text = make_task("t", text_corpus("5"), CausalLM())
+    with refused("task 't': CausalLM has no texts for targets; metrics of generated texts"):
+        evaluation_examples(text, "test", DecoderOnlyFeatures(4))
+    with pytest.raises(ValueError, match="goes beyond test, which has 2 examples"):
+        evaluation_examples(task, "test[:3]", FEATURES)
