@@ -64,6 +64,8 @@ def run(rounds: int, *, is_quick: bool = False, note: Note = lambda text: None) 
         is_quick: fewer models, capacities, steps and kills.
     """
     with programs_compiled_once():
+        note("times")  # first: other parts bound host memory, which changes how malloc works
+        times, time_checks = storage_time.run(rounds)
         note("gradients")
         models = list(gradient_models().items())[: 1 if is_quick else None]
         of_gradients = gradient_rows(dict(models))
@@ -75,8 +77,6 @@ def run(rounds: int, *, is_quick: bool = False, note: Note = lambda text: None) 
         losses = loss_rows(10 if is_quick else LOSS_STEPS)
         note("bytes and order")
         traffic, order = storage_order.traffic_rows(), storage_order.order_rows()
-        note("times")
-        times, time_checks = storage_time.run(rounds)
         note("memory")
         memory = storage_memory.rows()
         kills = storage_resumed.rows(is_quick=is_quick, note=note)

@@ -47,37 +47,34 @@ def run(rounds: int, job: TrainingJob | None = None, file_bytes: int = FILE_BYTE
     switch, layers = job.model.switch, job.model.num_sparse_layers
     records = max(round(CACHED * layers * switch.num_experts), switch.num_experts)
     part = StorageSpec("disk", host_bytes=records * record_bytes(job))
-    with (
-        opened(job) as (whole, folder),
-        opened(dataclasses.replace(job, storage=part)) as (small, _),
-        opened_resident(job) as resident,
-    ):
-        contenders = [
-            contender("resident", resident),
-            contender("on a disk, all cached", whole),
-            contender(f"on a disk, {records} experts cached", small),
-        ]
-        for each in contenders:
-            each.step()
-        small.experts.metrics()
-        take_turns(contenders, rounds)
-        moved = small.experts.metrics()
+    with opened(job) as (whole, folder), opened_resident(job) as resident:
+        fast = contender("resident", resident)
+        cached = contender("on a disk, all cached", whole)
+        take_turns([fast, cached], rounds)
+        # A bound of host memory changes how malloc works, from here on.
+        with opened(dataclasses.replace(job, storage=part)) as (small, _):
+            beside = contender("resident, beside that on a disk", resident)
+            on_disk = contender(f"on a disk, {records} experts cached", small)
+            on_disk.step()
+            small.experts.metrics()
+            take_turns([beside, on_disk], rounds)
+            moved = small.experts.metrics()
         disk = bandwidths(folder, file_bytes)
-    fast, cached, on_disk = contenders
     steps = rounds + 1  # with the first one of `take_turns`
-    rows = [_row(each, fast, job) for each in contenders]
+    pairs = (fast, fast), (cached, fast), (beside, beside), (on_disk, beside)
+    rows = [_row(each, against, job) for each, against in pairs]
     disk_s = sum(moved[f"{way}_bytes"] / steps / disk[way] for way in ("read", "written"))
     rows.append(
         {
             "bound": on_disk.name,
-            "compute_ms": 1e3 * fast.median_s,
+            "compute_ms": 1e3 * beside.median_s,
             "disk_ms": 1e3 * disk_s,
             "step_vs_all_cached": on_disk.median_s / max(cached.median_s, disk_s),
             **{f"{way}_mib_per_step": moved[f"{way}_bytes"] / steps / MEBIBYTE for way in disk},
             **{f"{way}_mib_per_s": each / MEBIBYTE for way, each in disk.items()},
         }
     )
-    ratio = on_disk.median_s / max(fast.median_s, disk_s)
+    ratio = on_disk.median_s / max(beside.median_s, disk_s)
     return rows, [
         Check("layered_vs_resident_tokens_per_s", speedup(cached, fast), ">=0.85"),
         Check("step_vs_bound", ratio, "<=1.3"),

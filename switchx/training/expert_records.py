@@ -290,8 +290,9 @@ class ExpertRecords:
                 # What was read ahead of other layers has taken its place in the meantime.
                 self._request(keys, sweep, n)
             # New memory, never written again: on a CPU the device's array may be this one.
+            make = np.empty if len(own) == len(expert_X) else np.zeros
             rows = {
-                name: np.zeros((len(expert_X), *form.shape[1:]), form.dtype)
+                name: make((len(expert_X), *form.shape[1:]), form.dtype)
                 for name, form in named_leaves(self._forms[n].params).items()
             }
             for x, key in zip(own.tolist(), keys.tolist(), strict=True):

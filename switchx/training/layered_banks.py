@@ -111,21 +111,23 @@ class DeviceBanks:
             )
             for name, row in rows.items()
         }
-        if np.array_equal(expert_X, np.arange(self._E)):
+        if self._is_whole(expert_X):
             return placed
         return self._fill(placed, self._places(expert_X))
 
     def take(self, name: str, bank: Bank, expert_X: np.ndarray) -> np.ndarray:
-        """The rows of this process' experts, of one parameter of a bank, in `own_rows`.
-
-        They are copied: on a CPU a view would keep the device's whole array.
-        """
-        spec = self._shardings[name].spec
-        rows = self._take(spec, bank[name], self._places(expert_X))
+        """The rows of this process' experts, of one parameter of a bank, in `own_rows`."""
+        rows = bank[name]
+        is_gathered = rows.sharding.is_equivalent_to(self.sharding, rows.ndim)
+        if not (is_gathered and self._is_whole(expert_X)):
+            rows = self._take(self._shardings[name].spec, rows, self._places(expert_X))
         return self.local(rows, self.own_rows(expert_X))
 
     def local(self, array: jax.Array, rows: np.ndarray) -> np.ndarray:
-        """A copy of rows of an array with `sharding`, of parts that are on own devices.
+        """Rows of an array with `sharding`, of parts that are on own devices.
+
+        They are copied, unless they are all of one part: on a CPU a view keeps the device's
+        whole array.
 
         Args:
             rows: their numbers, ascending.
@@ -135,6 +137,8 @@ class DeviceBanks:
             (shard.index[0].start or 0) // size: shard.data
             for shard in array.addressable_shards
         }
+        if len(shards) == 1 and len(rows) == size:
+            return np.asarray(*shards.values())
         found = np.empty((len(rows), *array.shape[1:]), array.dtype)
         for part, shard in shards.items():
             begin, end = np.searchsorted(rows, (part * size, (part + 1) * size))
@@ -142,6 +146,10 @@ class DeviceBanks:
             # With mode="raise" NumPy would copy twice.
             np.take(np.asarray(shard), own, axis=0, out=found[begin:end], mode="clip")
         return found
+
+    def _is_whole(self, expert_X: np.ndarray) -> bool:
+        """Whether the rows are all experts in their order: the bank itself."""
+        return np.array_equal(expert_X, np.arange(self._E))
 
     def _places(self, expert_X: np.ndarray) -> jax.Array:
         """Of each row, its place in the bank of its part; that of padding is none."""

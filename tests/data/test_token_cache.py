@@ -112,10 +112,10 @@ def _keep(folder, barrier, results):
 
 
 def test_processes_at_once(tmp_path):
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(3), context.Queue()
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
     processes = [
-        context.Process(target=_keep, args=(tmp_path, barrier, results)) for _ in range(3)
+        context.Process(target=_keep, args=(tmp_path, barrier, results)) for _ in range(2)
     ]
     for process in processes:
         process.start()
@@ -123,7 +123,7 @@ def test_processes_at_once(tmp_path):
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert len(folders(tmp_path)) == 1
 
 
