@@ -113,6 +113,7 @@ def _train(arguments: argparse.Namespace, reporter, job):
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.cli.config import building
     from switchx.models.params import abstract_params
+    from switchx.text_evaluation import JobTexts
     from switchx.training.loop import train
     from switchx.tree import num_elements
 
@@ -124,10 +125,11 @@ def _train(arguments: argparse.Namespace, reporter, job):
     reporter.note(f"a model of {num_elements(abstract_params(job.model)):,} parameters")
     if (num_processes := jax.process_count()) > 1:
         reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
-    if arguments.mesh is None:
-        return train(job, folder, reporter, records)
-    elastic = _planned(arguments, reporter, job)
-    return train(elastic.job, folder, reporter, records, elastic.devices)
+    devices = None
+    if arguments.mesh is not None:
+        elastic = _planned(arguments, reporter, job)
+        job, devices = elastic.job, elastic.devices
+    return train(job, folder, reporter, records, devices, JobTexts)
 
 
 def _planned(arguments: argparse.Namespace, reporter, job):

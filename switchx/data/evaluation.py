@@ -40,6 +40,11 @@ class EvaluationExamples:
     tokens: list[np.ndarray]
     num_cut: int
 
+    def first(self, number: int) -> "EvaluationExamples":
+        """The first so many; `num_cut` stays that of all."""
+        parts = {name: getattr(self, name)[:number] for name in ("inputs", "targets", "tokens")}
+        return dataclasses.replace(self, **parts)
+
     def results(
         self,
         predictions: Sequence[str],
