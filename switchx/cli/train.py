@@ -27,6 +27,8 @@ Macros that every file in configs/runs honours:
   LOG_EVERY         steps between lines of metrics.jsonl
   EVAL_EVERY        steps between evaluations
   CHECKPOINT_EVERY  steps between checkpoints
+  BEST_METRIC       of the checkpoint that is kept as the best, as glue_cola/accuracy
+  EVAL_TIME_SHARE   most time of generating texts at evaluations, a share of training's
   DATA_DIR          where corpora are (default: SWITCHX_DATA_DIR, or ~/.cache/switchx)
   INIT_FROM         run folder to start from (configs/runs/finetune.gin)
 """

@@ -159,6 +159,19 @@ def evaluation_examples(
     return dataclasses.replace(made, num_cut=num_cut)
 
 
+def prediction_rows(
+    task: str, inputs: Sequence[str], targets: Sequence[str], predictions: Sequence[str]
+) -> list[dict[str, str]]:
+    """An example each, for a file of predictions; with `id` where the data set has them."""
+    rows = []
+    for each in zip(inputs, targets, predictions, strict=True):
+        row = {"task": task} | dict(zip(("inputs", "target", "prediction"), each, strict=True))
+        if example_id := getattr(each[1], "example_id", ""):
+            row["id"] = example_id
+        rows.append(row)
+    return rows
+
+
 def target_of(record: Mapping[str, str]) -> str:
     """The target of a record, with the facts that stand beside it, if any."""
     if "facts" not in record:

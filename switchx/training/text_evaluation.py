@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.data_dir import write_atomically
+from switchx.data.evaluation import prediction_rows
 from switchx.fields import require_above_zero, require_at_least
 from switchx.training.metrics import MetricsLog, cut_files_after
 
@@ -140,7 +141,9 @@ class TextLog:
         if self._spec.num_samples and self._is_writer:
             lines = []
             for task, texts in found.items():
-                kept = list(_samples(task, texts, self._spec.num_samples))
+                columns = texts.inputs, texts.targets, texts.predictions
+                first = (column[: self._spec.num_samples] for column in columns)
+                kept = prediction_rows(task, *first)
                 lines += [json.dumps(each, ensure_ascii=False) + "\n" for each in kept]
                 self._board.write_text(
                     step, f"predictions/{task}", "\n\n".join(map(_shown, kept))
@@ -187,13 +190,6 @@ def peaks(validation: pathlib.Path) -> dict[str, dict[str, dict[str, float]]]:
                     about = {"step": line["step"], "examples": values["examples"]}
                     of_task[name] = {"score": score} | about
     return {task: dict(sorted(of_task.items())) for task, of_task in best.items()}
-
-
-def _samples(task: str, texts: TaskTexts, number: int):
-    """The first so many, as `switchx eval --predictions` writes them."""
-    rows = zip(texts.inputs, texts.targets, texts.predictions, strict=True)
-    for _, (inputs, target, prediction) in zip(range(number), rows, strict=False):
-        yield {"task": task, "inputs": inputs, "target": target, "prediction": prediction}
 
 
 def _shown(sample: dict[str, str]) -> str:
