@@ -38,7 +38,7 @@ class TextEvaluation:
         beam_size, max_new_tokens: as in `switchx eval`; texts are searched for, not sampled.
         time_share: most seconds of generation for a second of training since the evaluation
             before. Where that is too little for all examples, only the first ones are answered,
-            a batch of each task at least; None answers all.
+            two batches of each task at least (one before the first step); None answers all.
         num_samples: texts of each task that are kept, in `predictions/` and TensorBoard.
     """
 
@@ -88,7 +88,8 @@ class TextEvaluator(Protocol):
 class TimeLimit:
     """Whether there is time for another batch; the first process' clock decides for all.
 
-    The clock starts when it is first asked: the batches before that may compile.
+    The clock starts when it is first asked: the batches before that may compile. So at first
+    any time is enough, and then the batch before says how long another one takes.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.perf_counter):
