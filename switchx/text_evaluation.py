@@ -11,12 +11,20 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 
+import jax
+
 from switchx.api import Model
 from switchx.data.evaluation import EvaluationExamples, evaluation_examples
 from switchx.data.features import Features
-from switchx.data.tasks import Task
+from switchx.data.mixtures import evaluated_tasks
+from switchx.data.tasks import Task, TextFormat
 from switchx.data.text_metrics import MetricResult
+from switchx.fields import describe, require
 from switchx.inference.generate import Generator
+from switchx.inference.model_mesh import ModelMesh
+from switchx.partitioning.pipeline import PIPE
+from switchx.training.job import TrainingJob
+from switchx.training.text_evaluation import TaskTexts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +98,110 @@ def answer(
     Raises:
         ValueError: the model cannot read a prompt; nothing was generated.
     """
-    for number, prompt in enumerate(questions.prompts):
-        if fault := generator.fault(prompt):
-            raise ValueError(f"task {questions.task.name!r}: example {number} {fault}")
+    require_readable(generator, questions)
     texts, num_unfinished = [""] * len(questions.prompts), 0
     for num_done, (number, (best, *_)) in enumerate(generator(questions.prompts), 1):
         texts[number] = model.vocabulary.decode(best.tokens)
         num_unfinished += not best.is_finished
         progressed(num_done)
     return Answers(texts, num_unfinished)
+
+
+def require_readable(generator: Generator, questions: Questions) -> None:
+    """Raises ValueError where the model cannot read a prompt."""
+    for number, prompt in enumerate(questions.prompts):
+        if fault := generator.fault(prompt):
+            raise ValueError(f"task {questions.task.name!r}: example {number} {fault}")
+
+
+class JobTexts:
+    """What a job's model writes, with parameters as training has them on its mesh.
+
+    `training.text_evaluation.TextEvaluator` of `TrainingJob.text_evaluation`. Texts and metrics
+    are those of `switchx eval` on the same parameters: no token is dropped.
+    """
+
+    def __init__(self, job: TrainingJob, mesh: jax.sharding.Mesh):
+        """Reads the examples of all tasks that have metrics.
+
+        Raises:
+            ValueError: no task has metrics, an input cannot be read, or the model cannot be
+                decoded where its parameters are.
+        """
+        self._spec = job.text_evaluation
+        tasks = [task for task in evaluated_tasks(job.source) if task.metrics]
+        require(
+            bool(tasks),
+            "TrainingJob.text_evaluation measures texts, and no task of "
+            f"{', '.join(task.name for task in evaluated_tasks(job.source))} has metrics; name "
+            "some (Task.metrics), or use --gin.TEXT_EVALUATION=None",
+        )
+        for name, is_elsewhere in (
+            (f"mesh axis {PIPE!r} of size {mesh.shape[PIPE]}", mesh.shape[PIPE] > 1),
+            (
+                f"StorageSpec.experts={job.storage.experts!r}",
+                job.storage.experts != "device",
+            ),
+        ):
+            require(
+                not is_elsewhere,
+                f"TrainingJob.text_evaluation with {name}: texts are generated where all "
+                "parameters are on the devices, without stages; use "
+                "--gin.TEXT_EVALUATION=None, and `switchx eval` on the checkpoints",
+            )
+        text_format = TextFormat.of_training(
+            describe(job.source, "job.source"), is_encoder_decoder=job.model.is_encoder_decoder
+        )
+        devices = ModelMesh(mesh, job.mesh.rules)
+        self._model = Model(job.model, {}, job.vocabulary, 0, text_format, "", devices)
+        generator = self._generator(self._model)
+        self._questions = [
+            read_questions(
+                self._model, task, task.evaluation_split, job.features, job.data_dir,
+                self._spec.max_examples,
+            )
+            for task in tasks
+        ]  # fmt: skip
+        for each in self._questions:
+            require_readable(generator, each)
+
+    def __call__(self, params: dict, goes_on: Callable[[], bool]) -> dict[str, TaskTexts]:
+        model = dataclasses.replace(self._model, params=params)
+        generator, size = self._generator(model), self._spec.batch_size
+        answers = [[] for _ in self._questions]
+        most = max(len(asked.prompts) for asked in self._questions)
+        for first in range(0, most, size):
+            if first and not goes_on():
+                break
+            for asked, answered in zip(self._questions, answers, strict=True):
+                prompts = asked.prompts[first : first + size]
+                part = dataclasses.replace(asked, prompts=prompts)
+                answered.append(answer(model, generator, part))
+        return {
+            asked.task.name: _task_texts(asked.examples, answered)
+            for asked, answered in zip(self._questions, answers, strict=True)
+        }
+
+    def _generator(self, model: Model) -> Generator:
+        spec = self._spec
+        return model.generator(
+            batch_size=spec.batch_size,
+            beam_size=spec.beam_size,
+            max_new_tokens=spec.max_new_tokens,
+        )
+
+
+def _task_texts(examples: EvaluationExamples, answers: Sequence[Answers]) -> TaskTexts:
+    texts = [text for each in answers for text in each.texts]
+    answered = examples.first(len(texts))
+    return TaskTexts(
+        answered.metrics(texts),
+        answered.inputs,
+        answered.targets,
+        texts,
+        num_left_out=len(examples.inputs) - len(texts),
+        num_unfinished=sum(each.num_unfinished for each in answers),
+    )
 
 
 def rank_choices(

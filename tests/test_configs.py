@@ -8,6 +8,7 @@ import re
 import jax
 import pytest
 
+from switchx.checkpoint.checkpointer import Retention
 from switchx.cli.config import building
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import save_vocabulary
@@ -17,6 +18,7 @@ from switchx.partitioning.mesh import AXES, batch_parts
 from switchx.partitioning.rules import param_shardings
 from switchx.planner.model_cost import count_parameters
 from switchx.training.job import TrainingJob
+from switchx.training.text_evaluation import TextEvaluation
 from switchx.tree import num_elements
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -132,6 +134,18 @@ def test_run_honours_the_common_macros(name, build_job):
     assert (job.train_steps, job.batch_size, job.seed) == (7000, 48, 11)
     assert (job.log_every, job.eval_every, job.checkpoint_every) == (2, 3, 5)
     assert job.data_dir == "some/where"
+
+
+def test_texts_are_evaluated_where_a_run_says_so(build_job):
+    assert build_job("runs/pretrain_tiny.gin").text_evaluation is None
+    job = build_job(
+        "runs/finetune_task.gin",
+        INIT_FROM="some/run",
+        EVAL_TIME_SHARE=0.5,
+        BEST_METRIC="trec/accuracy",
+    )
+    assert job.text_evaluation == TextEvaluation(time_share=0.5)
+    assert job.retention == Retention(best_metric="trec/accuracy")
 
 
 @pytest.mark.parametrize("name", RUNS)

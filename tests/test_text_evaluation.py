@@ -3,7 +3,9 @@
 
 import dataclasses
 import json
+import types
 
+import jax
 import pytest
 
 import switchx
@@ -19,23 +21,29 @@ from switchx.data.text_metrics import (
 )
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.partitioning.mesh import MeshSpec
+from switchx.storage.cache import StorageSpec
 from switchx.text_evaluation import (
+    JobTexts,
     answer,
     mean_results,
     rank_choices,
     read_questions,
 )
+from switchx.training.program import TrainingProgram
+from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import VOCABULARY, ListCorpus, pair_corpus
 from tests.data.refusals import refused
-from tests.training.jobs import DENSE, TASK
+from tests.training.jobs import DENSE, TASK, make_job, make_params
 from tests.training.saved_runs import save_run
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
-MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1))
+MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 2, 8, 1, 1, switch=SwitchConfig(2, every=1))
 PAIRS = (("a gate", "ein Tor"), ("an expert ", "  ein\u00a0Experte"), ("of", "von"))
 PREFIX = "to German: "
 LETTERS = Task("letters", pair_corpus(*PAIRS), ByteVocabulary(), InputsToTargets(PREFIX))
+MEASURED = dataclasses.replace(LETTERS, metrics=(Accuracy(), ChrF()))
 FEATURES = EncoderDecoderFeatures(16, 8)
 
 
@@ -92,6 +100,53 @@ def test_bad_input(model):
     asked.prompts[1] = []
     with refused("task 'letters': example 1 is empty; give at least one token"):
         answer(model, model.generator(max_new_tokens=4), asked)
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshSpec(data=1), MeshSpec(data=2, expert=2, model=2)], ids=str
+)
+def test_a_job_writes_what_its_checkpoint_writes(model, mesh):
+    """In training, on its mesh, batch by batch until there is no time for more."""
+    job = make_job(
+        MODEL, source=MEASURED, inputs_length=16, targets_length=8, mesh=mesh,
+        text_evaluation=TextEvaluation(batch_size=2, max_new_tokens=4),
+    )  # fmt: skip
+    devices = jax.devices()[: mesh.num_devices(1)]
+    program = TrainingProgram(job, devices)
+    texts = JobTexts(job, program.mesh)
+    params = jax.device_put(make_params(MODEL, seed=9), program.shardings.params)
+    asked = read_questions(model, MEASURED, "validation", FEATURES)
+    want = answer(model, model.generator(max_new_tokens=4), asked).texts
+    with program.scope():  # as the loop calls it
+        all_of_them = texts(params, lambda: True)["letters"]
+        first = texts(params, lambda: False)["letters"]
+    assert all_of_them.predictions == want
+    assert all_of_them.metrics == asked.examples.metrics(want)
+    assert (all_of_them.num_left_out, all_of_them.num_unfinished) == (0, 3)
+    assert (first.predictions, first.inputs) == (want[:2], asked.examples.inputs[:2])
+    assert first.metrics == asked.examples.first(2).metrics(want[:2])
+    assert (first.num_left_out, first.num_unfinished) == (1, 2)
+
+
+def test_what_a_job_cannot_write_is_refused_before_it_trains():
+    def made(model=MODEL, **changes):
+        fields = dict(source=MEASURED, inputs_length=16, text_evaluation=TextEvaluation())
+        job = make_job(model, **(fields | changes))
+        sizes = {"pipe": job.mesh.pipe}
+        return JobTexts(job, types.SimpleNamespace(shape=sizes))
+
+    with refused("no task of letters has metrics; name some (Task.metrics)"):
+        made(source=LETTERS)
+    with refused("TrainingJob.text_evaluation with mesh axis 'pipe' of size 2: texts are"):
+        made(mesh=MeshSpec(pipe=2))
+    with refused("TrainingJob.text_evaluation with StorageSpec.experts='disk': texts are"):
+        made(storage=StorageSpec("disk", path="experts"))
+    switch = dataclasses.replace(MODEL.switch, sublayers="attention")
+    with refused("SwitchConfig.sublayers='attention': experts in self-attention have no cache"):
+        made(dataclasses.replace(MODEL, switch=switch))
+    table = dataclasses.replace(MODEL, positions="learned", max_length=24)
+    with refused("task 'letters': example 0 needs 129 positions, the model has 24"):
+        made(table)
 
 
 def test_choices_are_ranked_by_the_scores_of_the_api(model, decoder):

@@ -11,7 +11,6 @@ import dataclasses
 import heapq
 import logging
 import math
-import numbers
 import os
 import pathlib
 import shutil
@@ -32,6 +31,7 @@ from switchx.checkpoint.items import (
     from_items,
     has_records,
     item_name,
+    numbers_of,
     read_data_states,
     read_items,
     read_manifest,
@@ -64,7 +64,8 @@ class Retention:
     Attributes:
         keep_last: so many of the newest, at least 1.
         keep_best: so many of the best among those saved with an evaluation.
-        best_metric, best_mode: the metric that is compared, and which end of it is best.
+        best_metric, best_mode: the metric that is compared, and which end of it is best. A
+            task's metric of generated texts is `TASK/METRIC`, as `glue_cola/matthews_corrcoef`.
     """
 
     keep_last: int = 3
@@ -88,12 +89,13 @@ class Retention:
         """
         if metrics is None:
             return None
-        if self.best_metric not in metrics:
+        named = numbers_of(metrics)
+        if self.best_metric not in named:
             raise ValueError(
                 f"Retention.best_metric={self.best_metric!r} is not among the metrics "
-                f"{', '.join(metrics)}; use one of them"
+                f"{', '.join(named)}; use one of them"
             )
-        value = float(metrics[self.best_metric])
+        value = named[self.best_metric]
         if not math.isfinite(value):
             return None
         return value if self.best_mode == "max" else -value
@@ -218,12 +220,9 @@ class Checkpointer:
         self.wait()
         self._clear_the_way(step)
         score = self._retention.score(metrics)
-        numbers_of = {
-            name: float(value)
-            for name, value in (metrics or {}).items()
-            if isinstance(value, numbers.Real) and math.isfinite(value)
-        }
-        self._saving = Manifest(step, score, numbers_of)
+        named = numbers_of(metrics or {}).items()
+        finite = {name: value for name, value in named if math.isfinite(value)}
+        self._saving = Manifest(step, score, finite)
         # NumPy leaves are copied: their owner may write to them while Orbax reads.
         items = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),

@@ -17,6 +17,7 @@ import json
 import logging
 import pathlib
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import jax
@@ -252,6 +253,22 @@ class Manifest:
     score: float | None
     metrics: dict[str, float]
     files: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+
+
+def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """An evaluation's numbers by name, as a checkpoint has them and keep-best names them.
+
+    Those of `tasks` are `tasks/NAME/accuracy`; those of generated texts are named by task and
+    metric alone, `glue_cola/matthews_corrcoef`. Lists (by layer) have no number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            prefix = "" if name == "texts" else f"{name}/"
+            numbers |= {f"{prefix}{inner}": x for inner, x in numbers_of(value).items()}
+        elif isinstance(value, Real) and not isinstance(value, bool):
+            numbers[name] = float(value)
+    return numbers
 
 
 def write_manifest(folder: pathlib.Path, about: Manifest) -> None:

@@ -57,8 +57,12 @@ class RunFolder:
     git_commit = _inside("git_commit.txt")  # the code that ran
     # The vocabulary's copy is in vocabulary.*, see data/vocabularies.py.
     metrics = _inside("metrics.jsonl")  # one line a logged step
-    validation = _inside("validation.jsonl")  # one line an evaluation
+    validation = _inside(
+        "validation.jsonl"
+    )  # one line an evaluation, metrics of texts among them
     routing = _inside("routing")  # where an evaluation's tokens went, training/evaluate.py
+    predictions = _inside("predictions")  # samples of what the model wrote, by evaluation
+    peaks = _inside("peaks.json")  # the best of each task's metrics, and when
     tensorboard = _inside("tensorboard")  # the same numbers as TensorBoard events
     checkpoints = _inside("checkpoints")  # see checkpointer.py and docs/checkpoints.md
     storage = _inside("storage")  # experts on a disk: records, requests; docs/storage.md

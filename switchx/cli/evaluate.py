@@ -289,6 +289,7 @@ def _evaluate_texts(
 def _answer(model, generator, questions, file: str | None, reporter) -> list:
     """Answers of all questions; the file has them from when each task is done."""
     from switchx.data.data_dir import write_atomically
+    from switchx.data.evaluation import prediction_rows
     from switchx.text_evaluation import answer
 
     answers, lines, done = [], [], 0
@@ -302,12 +303,9 @@ def _answer(model, generator, questions, file: str | None, reporter) -> list:
         answers.append(answer(model, generator, asked, progressed))
         done += len(asked.prompts)
         examples = asked.examples
-        for texts in zip(examples.inputs, examples.targets, answers[-1].texts, strict=True):
-            values = dict(zip(("inputs", "target", "prediction"), texts, strict=True))
-            line = {"task": asked.task.name} | values
-            if example_id := getattr(texts[1], "example_id", ""):  # as the data set has it
-                line["id"] = example_id
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        texts = examples.inputs, examples.targets, answers[-1].texts
+        rows = prediction_rows(asked.task.name, *texts)
+        lines += [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         if file:
             path = pathlib.Path(file).expanduser().absolute()
             write_atomically(path, "".join(lines).encode())

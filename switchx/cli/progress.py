@@ -104,6 +104,18 @@ class TerminalReporter:
             f"{metrics['neg_log_perplexity']:.3f}  accuracy {metrics['accuracy']:.3f}"
         )
 
+        if "texts" in metrics:
+            self._note_texts(step, metrics["texts"])
+
+    def _note_texts(self, step: int, texts: dict[str, dict[str, Any]]) -> None:
+        from switchx.training.text_evaluation import COUNTS  # not for help
+
+        for task, values in texts.items():
+            scores = (f"{name} {values[name]:.2f}" for name in values.keys() - set(COUNTS))
+            number, left_out = values["examples"], values["examples_left_out"]
+            of = f"{number:,} of {number + left_out:,}" if left_out else f"{number:,}"
+            self.note(f"step {step:>5}  {task}: {'  '.join(sorted(scores))}  ({of} examples)")
+
     def note(self, text: str) -> None:
         seconds = self._clock() - self._start_s
         self.console.print(f"[dim]{seconds:6.1f}s[/dim]  {escape(text)}", soft_wrap=True)

@@ -40,6 +40,8 @@ def print_summary(
     parts = [Text(f"\nTraining {end}; {saved} at step {outcome.step}", style="bold")]
     if numbers := _numbers(validation, metrics):
         parts.append(_aligned(numbers))
+    if job.text_evaluation is not None and run.peaks.exists():
+        parts += _peaks(json.loads(run.peaks.read_text(encoding="utf-8")))
     if metrics and metrics[-1].get("routing"):
         parts.append(load_table(job.model, metrics[-1]["routing"]["load"]))
     places = {
@@ -135,6 +137,17 @@ def _numbers(validation, metrics) -> dict[str, str]:
         if skipped := sum(line["skipped_steps"] for line in metrics):
             rows["skipped steps"] = str(skipped)
     return rows
+
+
+def _peaks(peaks: dict[str, dict[str, dict[str, Any]]]) -> list[Text]:
+    """The best score of each metric of each task, and the step that had it."""
+    shown = "{score:.2f} (step {step}, {examples:,} examples)"
+    rows = {
+        f"{task}: {name}": shown.format(**peak)
+        for task, metrics in peaks.items()
+        for name, peak in metrics.items()
+    }
+    return [Text("Peaks over evaluations", style="bold"), _aligned(rows)] if rows else []
 
 
 def _value(line: dict[str, Any]) -> str:

@@ -27,6 +27,8 @@ Macros that every file in configs/runs honours:
   LOG_EVERY         steps between lines of metrics.jsonl
   EVAL_EVERY        steps between evaluations
   CHECKPOINT_EVERY  steps between checkpoints
+  BEST_METRIC       of the checkpoint that is kept as the best, as glue_cola/accuracy
+  EVAL_TIME_SHARE   most time of generating texts at evaluations, a share of training's
   DATA_DIR          where corpora are (default: SWITCHX_DATA_DIR, or ~/.cache/switchx)
   INIT_FROM         run folder to start from (configs/runs/finetune.gin)
 """
@@ -113,6 +115,7 @@ def _train(arguments: argparse.Namespace, reporter, job):
     from switchx.checkpoint.run_folder import RunFolder
     from switchx.cli.config import building
     from switchx.models.params import abstract_params
+    from switchx.text_evaluation import JobTexts
     from switchx.training.loop import train
     from switchx.tree import num_elements
 
@@ -124,10 +127,11 @@ def _train(arguments: argparse.Namespace, reporter, job):
     reporter.note(f"a model of {num_elements(abstract_params(job.model)):,} parameters")
     if (num_processes := jax.process_count()) > 1:
         reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
-    if arguments.mesh is None:
-        return train(job, folder, reporter, records)
-    elastic = _planned(arguments, reporter, job)
-    return train(elastic.job, folder, reporter, records, elastic.devices)
+    devices = None
+    if arguments.mesh is not None:
+        elastic = _planned(arguments, reporter, job)
+        job, devices = elastic.job, elastic.devices
+    return train(job, folder, reporter, records, devices, JobTexts)
 
 
 def _planned(arguments: argparse.Namespace, reporter, job):

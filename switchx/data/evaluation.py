@@ -40,6 +40,11 @@ class EvaluationExamples:
     tokens: list[np.ndarray]
     num_cut: int
 
+    def first(self, number: int) -> "EvaluationExamples":
+        """The first so many; `num_cut` stays that of all."""
+        parts = {name: getattr(self, name)[:number] for name in ("inputs", "targets", "tokens")}
+        return dataclasses.replace(self, **parts)
+
     def results(
         self,
         predictions: Sequence[str],
@@ -152,6 +157,19 @@ def evaluation_examples(
         made.targets.append(target_of(record))
         made.tokens.append(tokens_L)
     return dataclasses.replace(made, num_cut=num_cut)
+
+
+def prediction_rows(
+    task: str, inputs: Sequence[str], targets: Sequence[str], predictions: Sequence[str]
+) -> list[dict[str, str]]:
+    """An example each, for a file of predictions; with `id` where the data set has them."""
+    rows = []
+    for each in zip(inputs, targets, predictions, strict=True):
+        row = {"task": task} | dict(zip(("inputs", "target", "prediction"), each, strict=True))
+        if example_id := getattr(each[1], "example_id", ""):
+            row["id"] = example_id
+        rows.append(row)
+    return rows
 
 
 def target_of(record: Mapping[str, str]) -> str:

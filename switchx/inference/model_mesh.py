@@ -12,6 +12,7 @@ import dataclasses
 import math
 
 import jax
+from jax.experimental import multihost_utils
 
 from switchx.inference.quantize import is_quantized
 from switchx.models.config import ModelConfig
@@ -71,6 +72,12 @@ class ModelMesh:
         if self.mesh is None:
             return params
         return jax.device_put(params, param_shardings(self.rules, self.mesh, params))
+
+    def fetch(self, arrays):
+        """A pytree of arrays on the host, whole, also where processes have parts of them."""
+        if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(arrays)):
+            return jax.device_get(arrays)
+        return multihost_utils.process_allgather(arrays, tiled=True)
 
     def batches(self, config: ModelConfig, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Sizes of batches whose rows divide over the devices, from others.

@@ -106,7 +106,7 @@ class RunningBatch:
             self._state = run(
                 self._config, self._decoding, self._params, self._state, smaller, last_step
             )
-        is_live_B = np.asarray(self._state.rows.is_live_B)
+        is_live_B = self._devices.fetch(self._state.rows.is_live_B)
         ended = self._results(~is_live_B)
         self.waiting -= ended.keys()
         if self.waiting and is_compacting:
@@ -126,7 +126,7 @@ class RunningBatch:
 
     def tokens_so_far(self) -> dict[int, list[int]]:
         """New tokens, without the end, of those who wait; for greedy decoding and samples."""
-        token_BT, length_B = jax.device_get(
+        token_BT, length_B = self._devices.fetch(
             (self._state.hypotheses.token_BT, self._state.hypotheses.length_B)
         )
         return {
@@ -174,7 +174,7 @@ class RunningBatch:
         # Some finished row fills the batch up: it stays finished, and has no sentence.
         fill = np.flatnonzero(~is_live_B)[:1].repeat(B - len(live))
         with self._devices.use():
-            self._state = take_rows(self._state, jnp.asarray(np.concatenate([live, fill])))
+            self._state = take_rows(self._state, np.concatenate([live, fill]))
         self._sentence_B = np.concatenate([self._sentence_B[live], np.full_like(fill, -1)])
 
     def _results(self, is_ended_B) -> dict[int, list[Hypothesis]]:
@@ -186,7 +186,7 @@ class RunningBatch:
         if not ended:
             return {}
         rows = self._state.rows
-        token_BLT, score_BL, max_new_tokens_B = jax.device_get(
+        token_BLT, score_BL, max_new_tokens_B = self._devices.fetch(
             (*self._state.hypotheses.results(self._decoding, rows), rows.max_new_tokens_B)
         )
         return {

@@ -28,7 +28,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 from switchx.moe.stats import RoutingStats
 from switchx.training.losses import LossConfig, TokenSums, cross_entropy
-from switchx.training.metrics import routing_metrics, token_metrics
+from switchx.training.metrics import cut_files_after, routing_metrics, token_metrics
 
 # Evaluation reports the plain likelihood whatever the training loss adds to it.
 PLAIN_LOSS = LossConfig(layer_reduction="mean", z_loss=0.0)
@@ -194,12 +194,8 @@ class RoutingLog:
         """
         self._folder = folder
         self._is_writer = jax.process_index() == 0
-        if not self._is_writer or not folder.is_dir():
-            return
-        for path in folder.glob("step_*.npz"):
-            step = path.stem.removeprefix("step_")
-            if step.isdecimal() and int(step) > last_step:
-                path.unlink()
+        if self._is_writer:
+            cut_files_after(folder, last_step)
 
     def write(self, step: int, arrays: dict[str, np.ndarray]) -> None:
         """Writes the sample of a step, whole or not at all; nothing for a dense model."""

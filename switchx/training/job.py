@@ -24,6 +24,7 @@ from switchx.planner.storage_tiers import Storage, storage_refusal
 from switchx.storage.cache import StorageSpec
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
+from switchx.training.text_evaluation import TextEvaluation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,8 @@ class TrainingJob:
         data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
         compiler: XLA's options of the steps.
         storage: where the experts are.
+        text_evaluation: how evaluations also generate texts, for the tasks' metrics; None
+            generates none.
     """
 
     model: ModelConfig
@@ -78,6 +81,7 @@ class TrainingJob:
     prefetch: Prefetch = at_resume(Prefetch())
     compiler: CompilerOptions = at_resume(CompilerOptions())
     storage: StorageSpec = at_resume(StorageSpec())
+    text_evaluation: TextEvaluation | None = at_resume(None)
 
     def __post_init__(self):
         require_at_least(self, 1, "inputs_length", "targets_length", "batch_size", "log_every")

@@ -4,7 +4,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_st
 from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.data.vocabularies import load_vocabulary
+from switchx.fields import require
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.host_program import compiled_program
@@ -38,6 +39,7 @@ from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, write_run_config
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
+from switchx.training.text_evaluation import TextEvaluator, TextLog
 from switchx.tree import Tree, num_bytes
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ def train(
     reporter: Reporter,
     records: dict[Path, str] | None = None,
     devices: Sequence[jax.Device] | None = None,
+    text_evaluator: Callable[[TrainingJob, jax.sharding.Mesh], TextEvaluator] | None = None,
 ) -> Outcome:
     """Trains `job` in a run folder, from where its last complete checkpoint left off.
 
@@ -85,6 +88,7 @@ def train(
         records: texts to keep in the run folder (the operative configuration, the commit),
             written once it is certain that the folder is this job's.
         devices: of the mesh, some of each process; None is all there are.
+        text_evaluator: makes what generates the texts of `TrainingJob.text_evaluation`.
 
     Raises:
         ValueError: the job, its data or the run folder do not fit; nothing was changed.
@@ -103,6 +107,7 @@ def train(
         program = (
             LayeredProgram(job, run, devices) if is_on_disk else compiled_program(job, devices)
         )
+        evaluator = _text_evaluator(job, program, text_evaluator)
         program.require_memory()
         for note in program.notes:
             reporter.note(note)
@@ -140,8 +145,21 @@ def train(
                 for path, text in (records or {}).items() if is_first else ():
                     write_atomically(path, text.encode())
                 is_stopping = StopAgreement(stop, program.mesh)
-                loop = _Loop(job, run, program, checkpointer, loader, reporter, is_stopping)
+                loop = _Loop(
+                    job, run, program, checkpointer, loader, reporter, is_stopping, evaluator
+                )
                 return loop.train(state)
+
+
+def _text_evaluator(job: TrainingJob, program: TrainingProgram, make) -> TextEvaluator | None:
+    if job.text_evaluation is None:
+        return None
+    require(
+        make is not None,
+        "TrainingJob.text_evaluation generates texts, and train was given nothing that does; "
+        "give text_evaluator=switchx.text_evaluation.JobTexts",
+    )
+    return make(job, program.mesh)
 
 
 def _is_begun(run: RunFolder) -> bool:
@@ -201,6 +219,7 @@ class _Loop:
     loader: TrainLoader
     reporter: Reporter
     is_stopping: StopAgreement
+    text_evaluator: TextEvaluator | None
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     interval: Interval = dataclasses.field(default_factory=lambda: Interval(0.0))
     pending: tuple | None = None
@@ -216,6 +235,10 @@ class _Loop:
         self.log = MetricsLog(run.metrics, run.tensorboard, after)
         self.validation = MetricsLog(run.validation, run.tensorboard / "validation", after)
         self.routing = RoutingLog(run.routing, after)
+        self.texts = None
+        if self.text_evaluator is not None:
+            spec, board = self.job.text_evaluation, self.validation
+            self.texts = TextLog(spec, self.text_evaluator, run, board, after)
         if evaluation := last_metrics(run.validation, after, self.job.eval_every):
             self._place_replicas(evaluation)
         with contextlib.closing(self.log), contextlib.closing(self.validation):
@@ -301,8 +324,12 @@ class _Loop:
         self.watch.stop()
         sample = RoutingSample(len(evaluated_tasks(self.job.source)))
         metrics = evaluate_job(self.job, self.program, state.params, sample)
+        if self.texts is not None:
+            metrics["texts"] = self.texts.evaluate(state.params, step, self.watch.read())
         self.job.retention.score(metrics)  # raises at step 0 if there is no such metric
         self.validation.write(step, metrics)
+        if self.texts is not None:
+            self.texts.write_peaks()
         self.routing.write(step, sample.arrays(self.job.model))
         self.reporter.evaluated(step, metrics)
         if step % self.job.eval_every == 0:  # not where a run happens to end

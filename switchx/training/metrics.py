@@ -152,6 +152,11 @@ class MetricsLog:
         for name, value in flat_scalars(metrics).items():
             self._events.add_scalar(name, value, step)
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Shows a text, in Markdown, in TensorBoard."""
+        if self._is_writer:
+            self._events.add_text(name, text, step)
+
     def close(self) -> None:
         if self._is_writer:
             self._file.close()
@@ -182,6 +187,14 @@ def _cut_after(path: pathlib.Path, last_step: int) -> None:
         return
     kept = b"".join(line + b"\n" for line in _lines_until(path, last_step))
     write_atomically(path, kept)  # this run may be killed too
+
+
+def cut_files_after(folder: pathlib.Path, last_step: int) -> None:
+    """Takes away what was written at later steps: files `step_000123.*`, if there are any."""
+    for path in folder.glob("step_*"):
+        step = path.stem.removeprefix("step_")
+        if step.isdecimal() and int(step) > last_step:
+            path.unlink()
 
 
 def _lines_until(path: pathlib.Path, last_step: int) -> Iterator[bytes]:

@@ -350,6 +350,21 @@ def test_without_metrics_or_a_finite_one_there_is_no_score():
     assert Retention().score({"neg_log_perplexity": math.nan}) is None
 
 
+def test_a_metric_of_a_task_is_named_with_its_task():
+    texts = {"cola": {"accuracy": 60.0, "examples": 4}, "stsb": {"pearson": math.nan}}
+    metrics = {"accuracy": 0.5, "tasks": {"cola": {"accuracy": 0.25}}, "texts": texts}
+    for name, score in (
+        ("accuracy", 0.5), ("cola/accuracy", 60.0), ("tasks/cola/accuracy", 0.25),
+        ("stsb/pearson", None),  # of a constant predictor: never the best
+    ):  # fmt: skip
+        assert Retention(best_metric=name).score(metrics) == score
+    with refused(
+        "Retention.best_metric='bleu' is not among the metrics accuracy, "
+        "tasks/cola/accuracy, cola/accuracy, cola/examples, stsb/pearson; use one of them"
+    ):
+        Retention(best_metric="bleu").score(metrics)
+
+
 def test_an_unknown_metric_is_named_with_those_there_are():
     with pytest.raises(ValueError, match="best_metric=.bleu. is not among the metrics loss"):
         Retention(best_metric="bleu").score({"loss": 1.0, "acc": 0.5})

@@ -19,7 +19,8 @@ from switchx.data.text_metrics import METRICS
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import write_run_config
-from tests.compilation import on_devices
+from tests.compilation import T5, on_devices
+from tests.data.downstream.published_files import PUBLISHED
 from tests.data.refusals import refused
 from tests.integration.runs import lines
 from tests.processes import ROOT
@@ -47,6 +48,43 @@ def test_a_checkpoint_is_chosen_and_nothing_is_written(
     assert earlier["neg_log_perplexity"] < newest["neg_log_perplexity"]
     assert sorted(path for path in folder.rglob("*")) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_scores_in_training_are_those_of_its_checkpoint(tiny_run, in_a_folder, capsys):
+    shutil.copytree(tiny_run, in_a_folder / "runs/pretrain_tiny")
+    cola = in_a_folder / "data/CoLA"
+    cola.mkdir(parents=True)
+    for name, content in PUBLISHED["glue_cola"].files.items():
+        (cola / name).write_text(content)
+    options = [
+        "INIT_FROM=runs/pretrain_tiny", "MANUAL_DIR=data", "DATA_DIR=prepared",
+        "TextEvaluation.max_new_tokens=4", "EVAL_TIME_SHARE=None",
+        "BEST_METRIC=glue_cola/matthews_corrcoef",
+    ]  # fmt: skip
+    files = [
+        f"--gin_file=configs/{each}.gin" for each in ("runs/finetune_task", "tasks/glue_cola")
+    ]
+    given = [*files, *(f"--gin.{each}" for each in options), *T5]
+    assert main(["train", *given, "--model_dir=cola"]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr()
+    folder = in_a_folder / "cola"
+    in_training = lines(folder / "validation.jsonl")[-1]["texts"]["glue_cola"]
+    file = in_a_folder / "predictions.jsonl"
+    options = ["--step=best", "--max_new_tokens=4", f"--predictions={file}"]
+    got = evaluated(capsys, "--model_dir=cola", *options)
+    (metric,) = got["texts"]["tasks"]["glue_cola"].pop("metrics")
+    score = in_training.pop("matthews_corrcoef")
+    assert (metric["name"], metric["score"]) == ("matthews_corrcoef", score)
+    about = got["texts"]["tasks"]["glue_cola"]
+    assert in_training == {
+        "examples": about["examples"],
+        "examples_left_out": 0,
+        "outputs_unfinished": about["outputs_unfinished"],
+    }
+    assert file.read_text() == (folder / "predictions/step_000002.jsonl").read_text()
+    shown = f"matthews_corrcoef {score:.2f}  ({about['examples']} examples)"
+    assert f"step     2  glue_cola: {shown}" in printed.err
+    assert f"glue_cola: matthews_corrcoef  {score:.2f} (step 2, " in printed.out
 
 
 def test_other_data_batch_and_capacity_may_be_evaluated(finished_run, capsys):

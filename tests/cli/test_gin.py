@@ -117,7 +117,7 @@ def test_search_paths_come_before_our_configs(tmp_path):
             "'BATCH-SIZE' is no name of a macro or a parameter (did you mean",
         ),
         ("TRAIN_STEP=3", "no gin file defines a macro TRAIN_STEP (did you mean TRAIN_STEPS?)"),
-        ("TRAIN_STEP=3", "there are BATCH_SIZE, CHECKPOINT_EVERY, "),
+        ("TRAIN_STEP=3", "there are BATCH_SIZE, BEST_METRIC, "),
     ],
 )
 def test_wrong_binding_is_told_with_its_name_and_value(binding, said):

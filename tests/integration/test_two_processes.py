@@ -16,12 +16,33 @@ from switchx import tree
 from switchx.analysis.routing import read_snapshots
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.objectives import InputsToTargets
+from switchx.data.tasks import Task
+from switchx.data.text_metrics import ChrF
+from switchx.data.tokenizers import ByteVocabulary
 from switchx.partitioning.mesh import MeshSpec
+from switchx.text_evaluation import JobTexts
 from switchx.training.loop import train
+from switchx.training.text_evaluation import TextEvaluation
+from tests.data.fakes import pair_corpus
 from tests.processes import child_environment
 from tests.training.jobs import make_job
 
 JOB = make_job(mesh=MeshSpec(data=2, expert=4), train_steps=2)
+PAIRS = Task(
+    "pairs",
+    pair_corpus(("a b", "b a"), ("an expert", "experts"), ("c", "c")),
+    ByteVocabulary(),
+    InputsToTargets(),
+    metrics=(ChrF(),),
+)
+TEXTS = dataclasses.replace(
+    JOB,
+    source=PAIRS,
+    inputs_length=16,
+    targets_length=16,
+    text_evaluation=TextEvaluation(batch_size=2, max_new_tokens=6),
+)
 
 
 class Silent:
@@ -34,12 +55,11 @@ class Silent:
     def note(self, text): ...
 
 
-def main(port: str, index: str, folder: str, steps: str) -> None:
+def main(port: str, index: str, folder: str, steps: str, job: str) -> None:
     """One of the two processes."""
     jax.distributed.initialize(f"localhost:{port}", 2, int(index))
-    outcome = train(
-        dataclasses.replace(JOB, train_steps=int(steps)), RunFolder(folder), Silent()
-    )
+    job = dataclasses.replace({"JOB": JOB, "TEXTS": TEXTS}[job], train_steps=int(steps))
+    outcome = train(job, RunFolder(folder), Silent(), text_evaluator=JobTexts)
     assert outcome.step == int(steps)
 
 
@@ -49,12 +69,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def train_in_two(folder: pathlib.Path, steps: int, environment: dict[str, str]) -> None:
+def train_in_two(
+    folder: pathlib.Path, steps: int, environment: dict[str, str], job: str = "JOB"
+) -> None:
     port = free_port()
     code = f"from {__name__} import main; import sys; main(*sys.argv[1:])"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(port), str(index), str(folder), str(steps)],
+            [sys.executable, "-c", code, str(port), str(index), str(folder), str(steps), job],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -77,6 +99,20 @@ def lines_of(run: RunFolder, log: str) -> dict[int, dict]:
     by_step = {line["step"]: line for line in lines}
     assert len(by_step) == len(lines)
     return by_step
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_texts_of_one(tmp_path, session_cache):
+    """Each has a part of the rows that are decoded; the clock of the first decides for both."""
+    together, alone = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "alone")
+    train_in_two(together.root, 2, child_environment(session_cache, devices=4), "TEXTS")
+    train(TEXTS, alone, Silent(), text_evaluator=JobTexts)
+    texts = [lines_of(run, "validation") for run in (together, alone)]
+    for step, examples in ((0, 2), (2, 3)):
+        got, want = (each[step]["texts"]["pairs"] for each in texts)
+        assert got == want and got["examples"] == examples
+    written = [(run.predictions / "step_000002.jsonl").read_text() for run in (together, alone)]
+    assert written[0] == written[1] and len(written[0].splitlines()) == 3
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from switchx.training.resume import (
     write_run_config,
 )
 from switchx.training.step import StepConfig
+from switchx.training.text_evaluation import TextEvaluation
 from tests.data.refusals import refused
 from tests.training.jobs import LENGTH, LOSS, SPARSE, TASK, make_job
 
@@ -61,6 +62,7 @@ FREE = {
     "prefetch": Prefetch(num_workers=2),
     "compiler": CompilerOptions(tpu=("xla_a=1",)),
     "storage": StorageSpec("disk", host_bytes=10**9),
+    "text_evaluation": TextEvaluation(),
     "step": StepConfig(num_microbatches=2, bucket_bytes=1 << 20),
     "model": sparse(
         {"dispatcher": "all_to_all", "buffer_factor": 2.0}, remat="full", scan_layers=True
