@@ -11,6 +11,7 @@ import pytest
 import switchx
 from switchx.data.evaluation import EvaluationExamples
 from switchx.data.features import EncoderDecoderFeatures
+from switchx.data.mixtures import Mixture
 from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
 from switchx.data.text_metrics import (
@@ -44,6 +45,7 @@ PAIRS = (("a gate", "ein Tor"), ("an expert ", "  ein\u00a0Experte"), ("of", "vo
 PREFIX = "to German: "
 LETTERS = Task("letters", pair_corpus(*PAIRS), ByteVocabulary(), InputsToTargets(PREFIX))
 MEASURED = dataclasses.replace(LETTERS, metrics=(Accuracy(), ChrF()))
+LETTERS_APART = dataclasses.replace(LETTERS, name="apart")
 FEATURES = EncoderDecoderFeatures(16, 8)
 
 
@@ -126,6 +128,22 @@ def test_a_job_writes_what_its_checkpoint_writes(model, mesh):
     assert (first.predictions, first.inputs) == (want[:2], asked.examples.inputs[:2])
     assert first.metrics == asked.examples.first(2).metrics(want[:2])
     assert (first.num_left_out, first.num_unfinished) == (1, 2)
+
+
+def test_tasks_take_turns_and_those_without_metrics_are_not_asked(model):
+    corpus = pair_corpus(("a gate", "ein Tor"), name="other")
+    shorter = dataclasses.replace(MEASURED, name="shorter", corpus=corpus)
+    source = Mixture((MEASURED, LETTERS_APART, shorter), rates=(1.0, 1.0, 1.0))
+    spec = TextEvaluation(batch_size=2, max_new_tokens=4)
+    job = make_job(
+        MODEL, source=source, inputs_length=16, targets_length=8, text_evaluation=spec
+    )
+    mesh = MeshSpec(data=1).build(jax.devices()[:1])
+    answers = iter((True, False))
+    got = JobTexts(job, mesh)(make_params(MODEL, seed=9), lambda: next(answers))
+    assert got.keys() == {"letters", "shorter"}
+    assert [len(each.predictions) for each in got.values()] == [3, 1]
+    assert got["shorter"].predictions == got["letters"].predictions[:1]
 
 
 def test_what_a_job_cannot_write_is_refused_before_it_trains():
