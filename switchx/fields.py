@@ -11,6 +11,7 @@ import functools
 import importlib
 import math
 import os
+import re
 import sys
 import types
 import typing
@@ -64,6 +65,30 @@ def _require_each(config, names, holds: Callable[[Any], bool], allowed: str) -> 
         if (value := getattr(config, name)) is not None and not holds(value):
             way_out = f"use {allowed.format(name=name)}"
             raise ValueError(f"{type(config).__name__}.{name}={value}; {way_out}")
+
+
+def require_patterns(name: str, patterns) -> None:
+    """Raises ValueError unless all are regular expressions."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"{name}: {pattern!r} is no regular expression ({error}); correct it"
+            ) from error
+
+
+def require_pairs(name: str, pairs, types: tuple[type, ...]) -> None:
+    """Raises ValueError unless all are pairs of a regular expression and one of `types`."""
+    for pair in pairs:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        require(
+            is_pair and isinstance(pair[1], types) and not isinstance(pair[1], bool),
+            f"{name}: {pair!r} is no pair of a regular expression and "
+            f"{' or '.join('None' if t is type(None) else t.__name__ for t in types)}; use a "
+            "list of such pairs",
+        )
+        require_patterns(name, pair[:1])
 
 
 def at_resume(default=dataclasses.MISSING):

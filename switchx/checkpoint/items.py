@@ -2,7 +2,8 @@
 """What a checkpoint holds: the Orbax items `params`, `train_state` (the rest) and `data`.
 
 The first two are nested dictionaries by name, so that any Orbax reader can open them and the
-parameters can be read alone; `data` is the data iterator's state, one JSON file a process.
+parameters can be read alone, and so is `average`, of a run that averages them; `data` is the
+data iterator's state, one JSON file a process.
 `manifest.json` says of which step they are, how they scored, and which files there are. Of a
 run with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one
 an expert and layer, whose arrays have the names of those of the state that they are parts of.
@@ -46,7 +47,8 @@ def to_items(state: Tree) -> dict[str, Tree]:
 
 def item_name(name: str) -> str:
     """The name in the items of a leaf of the state: of `step`, `train_state/step`."""
-    return name if name.startswith("params/") else f"train_state/{name}"
+    is_own = name.startswith(("params/", "average/"))
+    return name if is_own else f"train_state/{name}"
 
 
 def from_items(items: dict[str, Tree], like: Tree) -> Tree:
@@ -59,7 +61,7 @@ def from_items(items: dict[str, Tree], like: Tree) -> Tree:
 
 def items_of(path: pathlib.Path) -> list[str]:
     """Which of the items of arrays a checkpoint has: a converted model's has parameters."""
-    return [item for item in ("params", "train_state") if (path / item).is_dir()]
+    return [item for item in ("params", "train_state", "average") if (path / item).is_dir()]
 
 
 def stored_items(path: pathlib.Path) -> dict[str, Tree]:
@@ -159,6 +161,29 @@ def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str,
     of_experts = _read_records(path, set(records))
     placed = {name: _placed(array, wanted[name]) for name, array in of_experts.items()}
     return nested(named_leaves(read) | placed)
+
+
+def read_leaves(path: pathlib.Path, targets: dict[str, Any]) -> dict[str, jax.Array]:
+    """Some arrays of a checkpoint, by their names in its items, and nothing else of it.
+
+    Args:
+        targets: ShapeDtypeStructs with shardings, of the shapes and dtypes that are stored.
+    """
+    records = {name for name in _record_leaves(path) if name in targets}
+    read = {}
+    for item in items_of(path):
+        own = {n: leaf for n, leaf in targets.items() if n.split("/")[0] == item}
+        wanted = nested({n: leaf for n, leaf in own.items() if n not in records}).get(item)
+        if wanted is not None:
+            arguments = ocp.args.PyTreeRestore(
+                item=wanted,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+                partial_restore=True,
+            )
+            with ocp.PyTreeCheckpointer() as reader:
+                read |= named_leaves({item: reader.restore(path / item, args=arguments)})
+    of_experts = _read_records(path, records) if records else {}
+    return read | {name: _placed(array, targets[name]) for name, array in of_experts.items()}
 
 
 def _placed(array: np.ndarray, target) -> jax.Array | np.ndarray:

@@ -55,6 +55,7 @@ class RunFolder:
     config = _inside("config.json")  # what a resumed run is compared with
     operative_config = _inside("operative_config.gin")  # every gin binding that was used
     git_commit = _inside("git_commit.txt")  # the code that ran
+    initialization = _inside("initialization.json")  # what INIT_FROM took from where
     # The vocabulary's copy is in vocabulary.*, see data/vocabularies.py.
     metrics = _inside("metrics.jsonl")  # one line a logged step
     validation = _inside(

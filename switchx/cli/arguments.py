@@ -325,12 +325,12 @@ def command_line(name: str, *words: str) -> str:
     return " ".join([*_program(), *(shlex.quote(word) for word in (name, *words))])
 
 
-def configuration_words(arguments: argparse.Namespace, without: str = "") -> list[str]:
-    """The gin files, search paths and bindings that were given, but for a macro's, in order."""
+def configuration_words(arguments: argparse.Namespace, *without: str) -> list[str]:
+    """The gin files, search paths and bindings that were given, but for macros', in order."""
     words = [f"--gin_file={file}" for file in arguments.gin_file or ()]
     if arguments.gin_search_paths:
         words.append(f"--gin_search_paths={arguments.gin_search_paths}")
-    kept = (b for b in arguments.gin_bindings if b.partition("=")[0].strip() != without)
+    kept = (b for b in arguments.gin_bindings if b.partition("=")[0].strip() not in without)
     return [*words, *(f"--gin.{binding}" for binding in kept)]
 
 

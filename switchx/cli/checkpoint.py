@@ -125,8 +125,8 @@ def _print_inspection(run, step, checkpoints, arrays, config) -> None:
             f"  {each['name']:<{width}}  {shape:>16}  {each['dtype']:<9} {each['bytes']:>13,}  "
             f"{' '.join(split) or 'whole'}"
         )
-    for item in ("params", "train_state"):
-        mine = [each for each in arrays if each["name"].startswith(item)]
+    for item in dict.fromkeys(each["name"].partition("/")[0] for each in arrays):
+        mine = [each for each in arrays if each["name"].startswith(f"{item}/")]
         elements = sum(math.prod(each["shape"]) for each in mine)
         total = sum(each["bytes"] for each in mine)
         print(f"{item}: {len(mine)} arrays, {elements:,} numbers, {_size(total)}")

@@ -22,6 +22,8 @@ from switchx.training.job import TrainingJob
 from switchx.training.loop import Outcome
 
 FINETUNE = "configs/runs/finetune.gin"
+# What a run that starts from this one has of its own.
+INIT_MACROS = ("INIT_FROM", "INIT_STEP", "INIT_RULES", "INIT_DROP", "INIT_OPTIMIZER")
 # More experts than fit a line are shown by their extremes.
 MAX_COLUMNS = 16
 
@@ -68,7 +70,7 @@ def next_commands(
     folder = f"--model_dir={run.path}"
     given = ((name, getattr(arguments, name)) for name in ("mesh", "hardware"))
     mesh = [f"--{name}={value}" for name, value in given if value is not None]
-    same = configuration_words(arguments, without="TRAIN_STEPS")
+    same = configuration_words(arguments, "TRAIN_STEPS")
     steps = [f"--gin.TRAIN_STEPS={max(2 * job.train_steps, 2 * outcome.step, 1)}"]
     if not outcome.is_finished:
         same, steps = configuration_words(arguments), []
@@ -76,7 +78,7 @@ def next_commands(
     files = [f"--gin_file={FINETUNE}"]
     if not _finetuning_fits(job, run):
         # The same task with a fresh optimizer; other gin files say what to learn instead.
-        files = configuration_words(arguments, without="INIT_FROM")
+        files = configuration_words(arguments, *INIT_MACROS)
     finetune = [*files, f"--gin.INIT_FROM={run.path}", f"--model_dir={other}"]
     commands = [
         command_line("eval", folder),

@@ -31,6 +31,8 @@ Macros that every file in configs/runs honours:
   EVAL_TIME_SHARE   most time of generating texts at evaluations, a share of training's
   DATA_DIR          where corpora are (default: SWITCHX_DATA_DIR, or ~/.cache/switchx)
   INIT_FROM         run folder to start from (configs/runs/finetune.gin)
+  INIT_STEP         which of its checkpoints, a number or best (default: the newest)
+  INIT_RULES, INIT_DROP, INIT_OPTIMIZER  what of it (docs/training.md)
 """
 
 # EX_TEMPFAIL of sysexits.h: nothing is wrong, the same command goes on.

@@ -6,6 +6,9 @@ Gin builds it at the edge; Python can build it directly.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
+
+import optax
 
 from switchx.checkpoint.checkpointer import Retention
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
@@ -13,9 +16,16 @@ from switchx.data.loader import BatchConfig, Prefetch
 from switchx.data.mixtures import Mixture, as_mixture
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
-from switchx.fields import at_resume, require, require_at_least
+from switchx.fields import (
+    at_resume,
+    require,
+    require_at_least,
+    require_pairs,
+    require_patterns,
+)
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.moe.capacity import rows_of_groups
+from switchx.optim.multipliers import with_multipliers
 from switchx.optim.protocol import Optimizer
 from switchx.optim.schedules import Schedule
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
@@ -25,6 +35,38 @@ from switchx.storage.cache import StorageSpec
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+    """What a new run takes of the run `TrainingJob.init_from` (`training/initialize.py`).
+
+    Attributes:
+        step: of the checkpoint; None is the newest complete one, "best" that with the best
+            score.
+        rules: pairs of a regular expression and a replacement, as T5X's `assignment_map`: the
+            first that matches a parameter's whole path says from which path of the source it
+            is taken; None draws it afresh.
+        drop: regular expressions of the paths of the source that may be left over.
+        optimizer: the optimizer's state is taken too, counts included, so that schedules go
+            on; otherwise it is fresh.
+    """
+
+    step: int | Literal["best"] | None = None
+    rules: tuple[tuple[str, str | None], ...] = ()
+    drop: tuple[str, ...] = ()
+    optimizer: bool = False
+
+    def __post_init__(self):
+        require(
+            self.step in (None, "best") or (type(self.step) is int and self.step >= 0),
+            f"InitConfig.step={self.step!r}; use the number of a step, 'best', or None for the "
+            "newest",
+        )
+        require_patterns("InitConfig.drop", self.drop)
+        require_pairs("InitConfig.rules", self.rules, (str, type(None)))
+        object.__setattr__(self, "rules", tuple(map(tuple, self.rules)))
+        object.__setattr__(self, "drop", tuple(self.drop))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +89,7 @@ class TrainingJob:
         max_skipped_in_a_row: non-finite steps in a row after which training stops.
         init_from: run folder whose parameters training starts from (fine-tuning); read at
             step 0 alone.
+        init: which of its checkpoints, and what of it.
         pipeline: in what order the microbatches of `step` go through the stages, where the
             mesh has an axis `pipe`.
         data_dir: where corpora are; None takes SWITCHX_DATA_DIR, without it the cache.
@@ -74,6 +117,7 @@ class TrainingJob:
     retention: Retention = at_resume(Retention())
     max_skipped_in_a_row: int = at_resume(10)
     init_from: str | None = at_resume(None)
+    init: InitConfig = at_resume(InitConfig())
     data_dir: str | None = at_resume(None)
     mesh: MeshSpec = at_resume(MeshSpec())
     step: StepConfig = StepConfig()
@@ -87,6 +131,11 @@ class TrainingJob:
         require_at_least(self, 1, "inputs_length", "targets_length", "batch_size", "log_every")
         require_at_least(self, 1, "eval_every", "checkpoint_every", "eval_batches")
         require_at_least(self, 1, "max_skipped_in_a_row")
+        require(
+            self.init_from is not None or self.init == InitConfig(),
+            f"TrainingJob.init={self.init} without init_from: nothing would be taken; give "
+            "INIT_FROM, or leave it out",
+        )
         require_at_least(self, 0, "train_steps", "seed")
         require(self.seed < 2**32, f"TrainingJob.seed={self.seed}; use one below 2**32")
         if self.batch_size % self.step.num_microbatches:
@@ -122,6 +171,12 @@ class TrainingJob:
             "tasks with Mixture.rows, whose sum is the batch size",
         )
 
+    @property
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer with its schedule, and learning rates by pattern."""
+        built = self.optimizer.build(self.schedule)
+        return with_multipliers(built, self.step.rate_multipliers)
+
     def require_storage(self, sizes: Mapping[str, int]) -> None:
         """Checks that experts can be where `storage` has them, as the planner says.
 
@@ -132,6 +187,14 @@ class TrainingJob:
             ValueError: they cannot; says why, and the way out.
         """
         require_our_blocks(self.model, "training with experts in storage")
+        for name, default in (("rate_multipliers", ()), ("ema_decay", None)):
+            value = getattr(self.step, name)
+            require(
+                value == default,
+                f"StepConfig.{name}={value!r} with StorageSpec.experts="
+                f"{self.storage.experts!r}: experts in storage are updated apart from all "
+                "else, without it; use experts='device', or leave it out",
+            )
         reason = storage_refusal(
             self.model,
             self.storage.experts,

@@ -12,18 +12,17 @@ import jax
 import numpy as np
 
 from switchx.checkpoint.checkpointer import Checkpointer
-from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
 from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
-from switchx.data.vocabularies import load_vocabulary
 from switchx.fields import require
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.host_program import compiled_program
+from switchx.training.initialize import Source
 from switchx.training.job import TrainingJob
 from switchx.training.layered import LayeredProgram
 from switchx.training.metrics import (
@@ -40,7 +39,6 @@ from switchx.training.resume import check_same_run, write_run_config
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.training.text_evaluation import TextEvaluator, TextLog
-from switchx.tree import Tree, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +114,8 @@ def train(
             Checkpointer(run, job.retention, program.experts) as checkpointer,
         ):
             step = checkpointer.latest_complete_step()
-            params = _initial_params(job, program, reporter) if step is None else None
+            is_tuning = step is None and job.init_from is not None
+            source = Source(job, program) if is_tuning else None
             logger.info("opening the data")
             loader = TrainLoader(
                 job.source,
@@ -133,8 +132,12 @@ def train(
                 if step is None:
                     if is_first:
                         write_run_config(run, job)
-                    logger.info("drawing the parameters and beginning the optimizer")
-                    state = program.init_state(params)
+                    logger.info("reading or drawing the parameters, beginning the optimizer")
+                    state = program.init_state() if source is None else source.state()
+                    for note in () if source is None else source.notes:
+                        reporter.note(note)
+                    if source is not None and is_first:
+                        write_atomically(run.initialization, source.listing.encode())
                 else:
                     logger.info("reading %s", run.checkpoints / str(step))
                     state, data_states = checkpointer.restore(
@@ -176,31 +179,6 @@ def _is_begun(run: RunFolder) -> bool:
             "give another model_dir"
         )
     return True
-
-
-def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tree | None:
-    """The parameters of the run that a new one starts from, None to draw them."""
-    if job.init_from is None:
-        return None
-    source = RunFolder(job.init_from)
-    if not source.config.is_file():
-        raise ValueError(
-            f"init_from={str(source.path)!r} has no {source.config.name}: it is no run folder; "
-            "give the model_dir of a run or of `switchx convert` (of a quantized or exported "
-            "model, the run that it was made from)"
-        )
-    if load_vocabulary(source.root).fingerprint() != job.vocabulary.fingerprint():
-        raise ValueError(
-            f"init_from={str(source.path)!r} was trained with another vocabulary than this "
-            "job's; its token ids mean other things. Use the copy in that folder"
-        )
-    target = program.abstract_params
-    params = restore_params(source.root, target=target, model=job.model)
-    reporter.note(
-        f"restored {len(jax.tree.leaves(params))} parameter arrays, {num_bytes(params)} bytes, "
-        f"from {source.root}; optimizer and step are fresh"
-    )
-    return params
 
 
 @dataclasses.dataclass
@@ -323,9 +301,10 @@ class _Loop:
         self._account()  # the step still running belongs to the time of training
         self.watch.stop()
         sample = RoutingSample(len(evaluated_tasks(self.job.source)))
-        metrics = evaluate_job(self.job, self.program, state.params, sample)
+        params = state.evaluated_params
+        metrics = evaluate_job(self.job, self.program, params, sample)
         if self.texts is not None:
-            metrics["texts"] = self.texts.evaluate(state.params, step, self.watch.read())
+            metrics["texts"] = self.texts.evaluate(params, step, self.watch.read())
         self.job.retention.score(metrics)  # raises at step 0 if there is no such metric
         self.validation.write(step, metrics)
         if self.texts is not None:

@@ -87,7 +87,7 @@ class TrainingProgram:
                 rows=rows,
                 lengths=tuple(length for length in job.sequence_lengths if length),
             )
-        self.optimizer = job.optimizer.build(job.schedule)
+        self.optimizer = job.transformation
         self.abstract_state = self._abstract_state()
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
@@ -257,7 +257,8 @@ class TrainingProgram:
         return init(params)
 
     def _init(self, params=None) -> TrainState:
-        return init_state(self.job.model, self.optimizer, self.job.seed, params)
+        job = self.job
+        return init_state(job.model, self.optimizer, job.seed, params, job.step.has_average)
 
     def _abstract_state(self) -> TrainState:
         """Shape structs with shardings.
@@ -376,12 +377,12 @@ def fitting_group_size(job: TrainingJob, parts: int) -> int | None:
 
 def state_arrays(job: TrainingJob) -> tuple[StateArray, ...]:
     """Every array of the parameters and the optimizer's state; scalars are not worth it."""
-    optimizer = job.optimizer.build(job.schedule)
-    state = jax.eval_shape(lambda: init_state(job.model, optimizer, job.seed))
+    of_state = job.model, job.transformation, job.seed, None, job.step.has_average
+    state = jax.eval_shape(lambda: init_state(*of_state))
     letters, found = _letters(state), []
     for name, leaf in tree.named_leaves(state).items():
         kind, _, path = name.partition("/")
-        if kind in ("params", "opt_state") and leaf.shape:
+        if kind in ("params", "opt_state", "average") and leaf.shape:
             kind = "params" if kind == "params" else "optimizer"
             dims = letters.get(name, "")
             found.append(StateArray(path, dims, leaf.shape, leaf.dtype.itemsize, kind))
@@ -394,6 +395,6 @@ def _letters(state: TrainState) -> dict[str, str]:
     letters = {}
     for name, leaf in tree.named_leaves(state).items():
         kind, _, path = name.partition("/")
-        if kind in ("params", "opt_state") and has_letters(path, leaf.shape, shapes):
+        if kind in ("params", "opt_state", "average") and has_letters(path, leaf.shape, shapes):
             letters[name] = dims_of(path.rpartition("/")[2], len(leaf.shape))
     return letters

@@ -6,19 +6,25 @@ Dims: B batch, L length, V vocabulary, N Switch layers, E experts
 
 import dataclasses
 import functools
-import re
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from switchx import tree
-from switchx.fields import at_resume, require_above_zero, require_at_least
+from switchx.fields import (
+    at_resume,
+    require,
+    require_above_zero,
+    require_at_least,
+    require_below_one,
+    require_pairs,
+)
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
-from switchx.moe.experts import ReplicatedWeight
 from switchx.moe.stats import RoutingStats
+from switchx.optim.multipliers import keep_frozen, moved_average, without_frozen
 from switchx.optim.protocol import apply_updates, clip_scale, global_norm, sliced_global_norm
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.host_stack import add_gradients, with_totals, zero_gradients
@@ -32,6 +38,7 @@ from switchx.training.losses import (
     loss_denominators,
 )
 from switchx.training.pipelined import pipelined_gradients
+from switchx.training.switch_layers import with_balanced_biases, with_replicas
 
 # Dynamic loss scaling (Micikevicius et al. 2018): doubled after this many good steps.
 LOSS_SCALE_PATIENCE = 2000
@@ -47,17 +54,36 @@ class StepConfig:
         bucket_bytes: gather parameters that are sliced over `fsdp` in buckets of at most so
             many bytes, and scatter their gradients so (`training/fused_loss.py`); None
             leaves both to the compiler.
+        rate_multipliers: of learning rates by pattern of a parameter's path, 0 to freeze it
+            (`optim/multipliers.py`).
+        ema_decay: of the average of parameters over steps, which evaluations in training
+            take; None keeps none.
     """
 
     num_microbatches: int = at_resume(1)
     clip_norm: float | None = None
     bucket_bytes: int | None = at_resume(None)
+    rate_multipliers: tuple[tuple[str, float], ...] = ()
+    ema_decay: float | None = None
 
     def __post_init__(self):
+        require_pairs("StepConfig.rate_multipliers", self.rate_multipliers, (float, int))
+        for pattern, factor in self.rate_multipliers:
+            require(
+                0 <= factor < math.inf,
+                f"StepConfig.rate_multipliers: {factor} of {pattern!r}; use 0 or more",
+            )
+        rules = tuple((pattern, float(factor)) for pattern, factor in self.rate_multipliers)
+        object.__setattr__(self, "rate_multipliers", rules)
+        require_below_one(self, "ema_decay")
         if self.bucket_bytes is not None:
             require_bucket_bytes(self.bucket_bytes)
         require_at_least(self, 1, "num_microbatches")
         require_above_zero(self, "clip_norm")
+
+    @property
+    def has_average(self) -> bool:
+        return self.ema_decay is not None
 
 
 @jax.tree_util.register_dataclass
@@ -76,6 +102,7 @@ class TrainState:
         loss_scale: what the loss is multiplied by before the backward pass, so that
             float16 gradients do not underflow; 1 in other dtypes.
         good_steps: good steps since the loss scale last changed.
+        average: of the parameters over good steps, float32, with `StepConfig.ema_decay`.
     """
 
     step: jax.Array
@@ -86,6 +113,12 @@ class TrainState:
     skipped_in_a_row: jax.Array
     loss_scale: jax.Array
     good_steps: jax.Array
+    average: Any = None
+
+    @property
+    def evaluated_params(self):
+        """The average where there is one, otherwise the parameters."""
+        return self.params if self.average is None else self.average
 
     @property
     def key(self):
@@ -99,12 +132,23 @@ def init_key(seed: int):
 
 
 def init_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, seed: int, params=None
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    params=None,
+    has_average: bool = False,
 ) -> TrainState:
-    """A state at step 0; `params` of an earlier run, or drawn from `seed`."""
+    """A state at step 0; `params` of an earlier run, or drawn from `seed`.
+
+    Args:
+        has_average: the state has an average, which begins as the parameters.
+    """
     run_key = jax.random.split(jax.random.key(seed))[1]
     params = init_params(config, init_key(seed)) if params is None else params
     is_half = config.precision.compute == "float16"
+    average = None
+    if has_average:
+        average = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), params)
     # A new zero each time: donated buffers must not be shared.
     counters = ("step", "skipped", "skipped_in_a_row", "good_steps")
     return TrainState(
@@ -112,6 +156,7 @@ def init_state(
         opt_state=optimizer.init(params),
         key_data=jax.random.key_data(run_key),
         loss_scale=jnp.full((), 2.0**15 if is_half else 1.0, jnp.float32),
+        average=average,
         **{name: jnp.zeros((), jnp.int32) for name in counters},
     )
 
@@ -214,8 +259,10 @@ def train_step(
         state.params, batch, key=state.key, loss_scale=state.loss_scale if is_half else 1.0
     )
     norm_of = global_norm if step.bucket_bytes is None else sliced_global_norm
+    # A frozen parameter's gradient has no other use, and is not computed where XLA sees it.
+    raw_norm = norm_of(without_frozen(step.rate_multipliers, grads))
     state, metrics, _ = take_step(
-        config, step, optimizer, state, grads, norm_of(grads), value, sums, stats
+        config, step, optimizer, state, grads, raw_norm, value, sums, stats
     )
     return state, metrics
 
@@ -238,7 +285,8 @@ def take_step(
 
     Args:
         grads: of the parameters that are in the state.
-        raw_norm: of all gradients, those of experts in storage among them.
+        raw_norm: of all gradients, those of experts in storage among them, those of frozen
+            parameters not.
         value, sums, stats: of `gradients`.
 
     Returns:
@@ -250,19 +298,21 @@ def take_step(
     is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
     clip = 1.0 if step.clip_norm is None else clip_scale(grad_norm, step.clip_norm)
 
-    def update(params, opt_state):
+    def update(params, opt_state, average):
         updates, opt_state = optimizer.update(
             grads, opt_state, params, gradient_scale=unscale * clip
         )
         updated = apply_updates(params, updates)
         if stats is not None and config.switch.router.has_bias:
             updated = with_balanced_biases(config, params, updated, stats.load_E)
-        return updated, opt_state
+        updated = keep_frozen(step.rate_multipliers, params, updated)
+        if average is not None:
+            average = moved_average(average, updated, step.ema_decay)
+        return updated, opt_state, average
 
     # A conditional keeps the update in place; `jnp.where` afterwards would copy everything.
-    params, opt_state = jax.lax.cond(
-        is_finite, update, lambda *kept: kept, state.params, state.opt_state
-    )
+    kept = state.params, state.opt_state, state.average
+    params, opt_state, average = jax.lax.cond(is_finite, update, lambda *kept: kept, *kept)
     is_skipped = 1 - is_finite.astype(jnp.int32)
     # An overflow that a smaller loss scale may mend is no sign that training has diverged.
     is_counted = is_skipped * (state.loss_scale <= 1) if is_half else is_skipped
@@ -275,6 +325,7 @@ def take_step(
         step=state.step + 1,
         params=params,
         opt_state=opt_state,
+        average=average,
         skipped=state.skipped + is_skipped,
         skipped_in_a_row=skipped_in_a_row,
         loss_scale=loss_scale,
@@ -291,77 +342,3 @@ def _next_loss_scale(state: TrainState, is_finite):
     grown = jnp.where(is_patient, state.loss_scale * 2, state.loss_scale)
     loss_scale = jnp.where(is_finite, grown, jnp.maximum(state.loss_scale / 2, 1.0))
     return loss_scale, jnp.where(is_patient, 0, good_steps)
-
-
-# Loss-free balancing (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3,
-# arXiv:2412.19437, section 2.1.2). The bias enters the choice of experts and no gate, so it
-# adds nothing to the gradient. It is a parameter, so that it is kept, sharded and restored as
-# all parameters are, but the optimizer's update of it is thrown away.
-
-
-def balanced_bias(bias_E, load_E, rate: float):
-    """`bias + rate * sign(mean(load) - load)`, the load being that of one batch, per layer."""
-    gap_E = jnp.mean(load_E, axis=-1, keepdims=True) - load_E
-    return bias_E + rate * jnp.sign(gap_E).astype(bias_E.dtype)
-
-
-def with_balanced_biases(config: ModelConfig, params, updated, load_NE):
-    """`updated`, with every router's bias moved from where it was in `params`.
-
-    Args:
-        params, updated: parameters before and after the optimizer's update.
-        load_NE: choices of each expert in the whole batch, for all Switch layers in the order
-            of the routing statistics: the encoder's first.
-    """
-    rate = config.switch.router.bias_update_rate
-    rows = layers_of(params, "router_bias_E")
-
-    def balance(name, old, new):
-        if name not in rows:
-            return new
-        load_E = load_NE[jnp.asarray(rows[name])].reshape(old.shape)
-        return balanced_bias(old, load_E, rate)
-
-    return tree.map_named(balance, params, updated)
-
-
-def with_replicas(params, expert_of_slot_NR):
-    """`params`, with each layer's row of the table beside its experts (`moe/replicas.py`)."""
-    rows = layers_of(params, "w_in_EDF")
-
-    def put(name, leaf):
-        if name not in rows:
-            return leaf
-        table_NR = jnp.asarray(expert_of_slot_NR)[jnp.asarray(rows[name])]
-        return ReplicatedWeight(leaf, table_NR if leaf.ndim > 3 else table_NR[0])
-
-    return tree.map_named(put, params)
-
-
-def layers_of(params, parameter: str) -> dict[str, list[int]]:
-    """Which Switch layers, in the order of the routing statistics, a parameter belongs to.
-
-    A stack is unrolled or a scan over repeats of a run of blocks: then the parameter is
-    stacked, and the run's other layers stand between its rows.
-
-    Args:
-        parameter: the end of its path; one that every Switch layer has once.
-
-    Returns:
-        The numbers of the layers by the parameter's path.
-    """
-
-    def place(name: str) -> tuple[int, bool]:  # of the block; its FFN follows the attention
-        return int(re.search(r"/layer_(\d+)/", name)[1]), "/ffn/" in name
-
-    leaves = tree.named_leaves(params)
-    found = {name: leaf for name, leaf in leaves.items() if name.endswith(f"/{parameter}")}
-    letters = len(parameter.rpartition("_")[2])
-    rows, start = {}, 0
-    for stack in ("encoder", "decoder"):
-        names = sorted((name for name in found if name.startswith(f"{stack}/")), key=place)
-        repeats = {found[name].shape[0] if found[name].ndim > letters else 1 for name in names}
-        for i, name in enumerate(names):
-            rows[name] = [start + n * len(names) + i for n in range(*repeats)]
-        start += len(names) * max(repeats, default=0)
-    return rows

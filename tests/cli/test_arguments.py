@@ -250,7 +250,7 @@ def test_configuration_is_repeated_so_that_a_shell_gives_it_back():
         gin_search_paths="x,y",
         gin_bindings=["TRAIN_STEPS=3", "FILES=['it is', \"$HOME\"]", "A.TRAIN_STEPS=4"],
     )
-    options = configuration_words(given, without="TRAIN_STEPS")
+    options = configuration_words(given, "TRAIN_STEPS")
     assert options == [
         "--gin_file=a b.gin",
         "--gin_file=c.gin",

@@ -17,7 +17,8 @@ from switchx.planner.replica_placement import place_replicas
 from switchx.storage.cache import StorageSpec
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram
-from switchx.training.step import StepConfig, gradients, layers_of
+from switchx.training.step import StepConfig, gradients
+from switchx.training.switch_layers import layers_of
 from tests.data.refusals import refused
 from tests.training.jobs import (
     ENCODER_DECODER,

@@ -17,10 +17,12 @@ from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.training.step import (
     StepConfig,
-    balanced_bias,
     init_state,
-    layers_of,
     train_step,
+)
+from switchx.training.switch_layers import (
+    balanced_bias,
+    layers_of,
     with_balanced_biases,
 )
 from tests.training.jobs import ENCODER_DECODER, LOSS, SPARSE, make_batch, make_params

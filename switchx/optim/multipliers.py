@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning rates by parameter: multipliers by pattern, of which 0 freezes.
+
+ST-MoE (Zoph et al. 2022, arXiv:2202.08906, section 4) fine-tunes some parameters alone, as all
+but the experts: `((r".*/experts/.*", 0.0),)`. Rules are ordered pairs of a regular expression,
+which has to match a parameter's whole path, and a number; the first that matches decides, and a
+parameter that none matches has 1. A frozen parameter keeps its bits: no decay, no rounding. The
+optimizer keeps nothing for it, and its gradient is in no norm.
+"""
+
+import re
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from switchx import tree
+from switchx.fields import require
+
+Rules = tuple[tuple[str, float], ...]
+
+
+def multipliers(rules: Rules, names: Iterable[str]) -> dict[str, float]:
+    """The multiplier of every parameter.
+
+    Args:
+        names: paths of the parameters.
+
+    Raises:
+        ValueError: a pattern decides for no parameter, or nothing is left to train.
+    """
+    found, unused = {}, [pattern for pattern, _ in rules]
+    for name in names:
+        matched = next((rule for rule in rules if re.fullmatch(rule[0], name)), (None, 1.0))
+        found[name] = matched[1]
+        if matched[0] in unused:
+            unused.remove(matched[0])
+    require(
+        not unused,
+        f"StepConfig.rate_multipliers: {', '.join(map(repr, unused))} decides for no "
+        "parameter: each has to match a whole path, and no earlier one may match all that it "
+        f"does; the paths are {', '.join(found)}",
+    )
+    require(
+        any(found.values()),
+        "StepConfig.rate_multipliers freezes all parameters; leave some to train",
+    )
+    return found
+
+
+def without_frozen(rules: Rules, params: dict) -> dict:
+    """The part of a tree of parameters, or of their gradients, that is trained."""
+    if not rules:
+        return params
+    leaves = tree.named_leaves(params)
+    factors = multipliers(rules, leaves)
+    return tree.nested({name: leaf for name, leaf in leaves.items() if factors[name]})
+
+
+def keep_frozen(rules: Rules, params: dict, updated: dict) -> dict:
+    """`updated`, with the frozen parameters as they were in `params`, bit for bit."""
+    if not rules:
+        return updated
+    factors = multipliers(rules, tree.named_leaves(params))
+    return tree.map_named(lambda name, old, new: new if factors[name] else old, params, updated)
+
+
+def with_multipliers(
+    transformation: optax.GradientTransformationExtraArgs, rules: Rules
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation with every update times its parameter's multiplier.
+
+    The update includes weight decay, whether or not the learning rate is a factor of it. The
+    state has nothing for frozen parameters; their updates are zeros, to be left out by
+    `keep_frozen`.
+
+    Raises:
+        ValueError: at `init`, see `multipliers`.
+    """
+    if not rules:
+        return transformation
+
+    def init(params):
+        return transformation.init(without_frozen(rules, params))
+
+    def update(gradients, state, params=None, **arguments):
+        require(params is not None, "update got params=None; pass the parameters")
+        factors = multipliers(rules, tree.named_leaves(params))
+        trained = (without_frozen(rules, each) for each in (gradients, params))
+        trained_gradients, trained_params = trained
+        updates, state = transformation.update(
+            trained_gradients, state, trained_params, **arguments
+        )
+        leaves = tree.named_leaves(updates)
+
+        def scaled(name, param):
+            if name not in leaves:
+                return jnp.zeros(param.shape, jnp.float32)
+            return leaves[name] if factors[name] == 1 else factors[name] * leaves[name]
+
+        return tree.map_named(scaled, params), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def moved_average(average, params, decay: float):
+    """`average + (1 - decay) (params - average)`, leaf by leaf, in float32.
+
+    The exponential moving average of parameters (Polyak and Juditsky 1992; as in TensorFlow's
+    `ExponentialMovingAverage` without bias correction): it begins as the first parameters. In
+    this form the average of a constant is that constant.
+    """
+    return jax.tree.map(
+        lambda a, w: a + (1.0 - decay) * (w.astype(jnp.float32) - a), average, params
+    )

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning rates by pattern, frozen parameters, and the average of parameters."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from switchx import tree
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.features import Example
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.adamw import AdamW
+from switchx.optim.multipliers import moved_average, multipliers, with_multipliers
+from switchx.optim.protocol import Optax, apply_updates
+from switchx.optim.schedules import Constant
+from switchx.partitioning.mesh import MeshSpec
+from switchx.storage.cache import StorageSpec
+from switchx.training.host_program import HostProgram
+from switchx.training.layered import LayeredProgram
+from switchx.training.program import TrainingProgram, state_arrays
+from switchx.training.step import StepConfig
+from tests.data.refusals import refused
+from tests.training.jobs import SPARSE, make_job
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+PARAMS = {
+    "a": {"w_DF": np.full((2, 3), 0.5, np.float32)},
+    "b": {"w_DF": np.ones((2, 3), np.float32)},
+}
+NON_EXPERTS = ((r".*/experts/.*", 0.0), (r"embedding/.*", 0.5))
+
+
+def test_the_first_pattern_that_matches_a_whole_path_decides():
+    rules = (("a/.*", 0.5), (".*/w_DF", 2.0))
+    assert multipliers(rules, ["a/w_DF", "b/w_DF", "b/b_F"]) == {
+        "a/w_DF": 0.5, "b/w_DF": 2.0, "b/b_F": 1.0,
+    }  # fmt: skip
+    with refused("StepConfig.rate_multipliers: 'a' decides for no parameter<any>a/w_DF"):
+        multipliers((("a", 0.0),), ["a/w_DF"])
+    with refused("'a/w_DF' decides for no parameter"):
+        multipliers((*rules, ("a/w_DF", 0.0)), ["a/w_DF", "b/w_DF"])
+    with refused("StepConfig.rate_multipliers freezes all parameters"):
+        multipliers(((".*", 0.0),), ["a/w_DF"])
+
+
+def drawn_gradients(step):
+    rng = np.random.default_rng(step)
+    return jax.tree.map(lambda w: rng.normal(size=w.shape).astype(w.dtype), PARAMS)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(weight_decay=0.1), Optax(optax.lion)])
+def test_updates_are_those_of_other_learning_rates(optimizer):
+    """Of a parameter alone, with its own constant rate, its decay included."""
+    ours = with_multipliers(optimizer.build(Constant(0.1)), (("a/.*", 0.25),))
+    state, params = ours.init(PARAMS), PARAMS
+    for step in range(3):
+        rng = np.random.default_rng(step)
+        gradients = jax.tree.map(
+            lambda w, r=rng: r.normal(size=w.shape).astype(w.dtype), PARAMS
+        )
+        updates, state = ours.update(gradients, state, params, gradient_scale=0.5)
+        params = apply_updates(params, updates)
+    for name, rate in (("a", 0.025), ("b", 0.1)):
+        alone = optimizer.build(Constant(rate))
+        expected = {name: PARAMS[name]}
+        state = alone.init(expected)
+        for step in range(3):
+            rng = np.random.default_rng(step)
+            gradients = jax.tree.map(
+                lambda w, r=rng: r.normal(size=w.shape).astype(w.dtype), PARAMS
+            )
+            own = {name: gradients[name]}
+            updates, state = alone.update(own, state, expected, gradient_scale=0.5)
+            expected = apply_updates(expected, updates)
+        np.testing.assert_allclose(params[name]["w_DF"], expected[name]["w_DF"], rtol=1e-6)
+
+
+def test_frozen_parameters_have_no_statistics():
+    state = with_multipliers(Adafactor().build(Constant(0.1)), (("a/.*", 0.0),)).init(PARAMS)
+    assert list(tree.named_leaves(state.statistics)) == ["b/w_DF/v_DF"]
+
+
+STEP = StepConfig(clip_norm=1e-3, rate_multipliers=NON_EXPERTS, ema_decay=0.75)
+
+
+def batch(job, seed):
+    features, rng = job.features, np.random.default_rng(seed)
+    nothing = np.zeros(0, int)
+    rows = [[Example(nothing, rng.integers(3, 384, 8))] for _ in range(job.batch_size)]
+    return features.batch(rows)
+
+
+def stepped(optimizer, mesh, step=STEP, steps=2, model=SPARSE):
+    """The first state, those after each step, on the host, and the gradient norms."""
+    job = make_job(model, optimizer=optimizer, mesh=mesh, step=step)
+    program = TrainingProgram(job)
+    states, norms = [], []
+    with program.scope():
+        state = program.init_state()
+        states.append(jax.device_get(state))
+        for i in range(steps):
+            state, metrics = program.train_step(state, program.place(batch(job, i)))
+            states.append(jax.device_get(state))
+            norms.append(float(metrics.grad_norm))
+    return states, norms
+
+
+def test_a_step_keeps_frozen_bits_and_averages_what_is_trained():
+    optimizer = AdamW(weight_decay=0.5)
+    states, norms = stepped(optimizer, MeshSpec())
+    leaves = [tree.named_leaves(state.params) for state in states]
+    frozen = [name for name in leaves[0] if "/experts/" in name]
+    assert frozen
+    for name, leaf in leaves[0].items():
+        is_same = leaf.tobytes() == leaves[-1][name].tobytes()
+        assert is_same == (name in frozen), name
+    statistics = [n for n in tree.named_leaves(states[-1].opt_state) if "experts" in n]
+    assert not statistics
+    job = make_job(optimizer=optimizer, step=STEP)
+    planned = [a.name for a in state_arrays(job) if a.kind == "optimizer"]
+    assert not [name for name in planned if "mu" in name and "experts" in name]
+    # a_t = d a_{t-1} + (1 - d) w_t, from a_0 = w_0.
+    for name in leaves[0]:
+        expected = leaves[0][name].astype(np.float64)
+        for each in leaves[1:]:
+            expected = 0.75 * expected + 0.25 * each[name]
+        got = tree.named_leaves(states[-1].average)[name]
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7, err_msg=name)
+    # The norm is that of what is trained, and clipping takes it.
+    all_trained = dataclasses.replace(STEP, rate_multipliers=())
+    _, of_all = stepped(optimizer, MeshSpec(), all_trained, steps=1)
+    assert 0 < norms[0] < of_all[0]
+    on_mesh, others = stepped(optimizer, MeshSpec(data=2, expert=4))
+    assert others == pytest.approx(norms, rel=1e-4)
+    got = tree.named_leaves(on_mesh[-1].average)
+    for name, leaf in tree.named_leaves(states[-1].average).items():
+        np.testing.assert_allclose(got[name], leaf, atol=2e-2, err_msg=name)
+
+
+def test_the_average_of_a_constant_is_that_constant():
+    w = {"w": jnp.asarray(np.random.default_rng(0).normal(size=100), jnp.bfloat16)}
+    average = jax.tree.map(lambda x: x.astype(jnp.float32), w)
+    assert np.array_equal(moved_average(average, w, 0.999)["w"], average["w"])
+
+
+def test_bad_settings(tmp_path):
+    with refused("StepConfig.rate_multipliers: -1.0 of 'a'"):
+        StepConfig(rate_multipliers=[("a", -1.0)])
+    with refused("StepConfig.rate_multipliers: ('a', None) is no pair"):
+        StepConfig(rate_multipliers=[("a", None)])
+    with refused("StepConfig.ema_decay=1.0"):
+        StepConfig(ema_decay=1.0)
+    with refused("StepConfig.rate_multipliers: 'nothing' decides for no parameter"):
+        TrainingProgram(make_job(step=StepConfig(rate_multipliers=[("nothing", 0.0)])))
+    model = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True)
+    for fields in ({"rate_multipliers": NON_EXPERTS}, {"ema_decay": 0.9}):
+        for kind in ("host", "disk"):
+            storage = StorageSpec(kind, slots=2)
+            job = make_job(model, step=StepConfig(**fields), storage=storage)
+            with refused(
+                f"StepConfig.{next(iter(fields))}=<any> with StorageSpec.experts='{kind}'"
+            ):
+                HostProgram(job) if kind == "host" else LayeredProgram(job, RunFolder(tmp_path))
