@@ -70,6 +70,7 @@ ONLY_IN = {
     "uvicorn": ("switchx/serving/",),
     "prometheus_client": ("switchx/serving/",),
     "flaxformer": ("switchx/bench/moe.py",),
+    "wandb": ("switchx/training/metric_writers.py",),
     "tests": (),
     "experiments": (),
 }

@@ -95,6 +95,11 @@ VARIANTS = {
     "switchx train --gin_file=configs/runs/finetune_task.gin "
     "--gin_file=configs/tasks/glue_cola.gin --gin.INIT_FROM=runs/pretrain_tiny "
     "--gin.MANUAL_DIR=data --model_dir=runs/cola": T5,
+    f"switchx {TUNE} --gin.INIT_STEP=best "
+    "--gin.INIT_RULES=\"[('.*/w_router_DE', None)]\" "
+    "--gin.INIT_DROP=\"['.*/w_router_DE']\" --model_dir=runs/fresh_routers": T5,
+    f"switchx {TUNE} --gin.StepConfig.rate_multipliers=\"[('.*/experts/.*', 0.0)]\" "
+    "--gin.StepConfig.ema_decay=0.99 --model_dir=runs/non_experts": T5,
     f"{EIGHT} {TINY} --gin.SwitchConfig.group_size=64 --mesh=auto --hardware=v5e "
     "--model_dir=runs/elastic": T5,
 }  # fmt: skip
@@ -102,6 +107,9 @@ VARIANTS = {
 # Command -> the test that runs it.
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
+    "switchx checkpoint average runs/non_experts runs/averaged --moving": (
+        "tests/training/test_multipliers.py::test_a_run_saves_evaluates_and_exports_its_average"
+    ),
     "switchx deploy --model_dir=runs/pretrain_tiny --output=deployed --experts=4 --bits=4 "
     "--platform=tpu": "tests/deploy/test_deploy.py::test_commands_of_the_page_run",
     "switchx simulate cache --model_dir=runs/pretrain_tiny --output=cache.gin": (

@@ -65,6 +65,7 @@ class RunFolder:
     predictions = _inside("predictions")  # samples of what the model wrote, by evaluation
     peaks = _inside("peaks.json")  # the best of each task's metrics, and when
     tensorboard = _inside("tensorboard")  # the same numbers as TensorBoard events
+    wandb_run = _inside("wandb_run.txt")  # the run of Weights & Biases that goes on
     checkpoints = _inside("checkpoints")  # see checkpointer.py and docs/checkpoints.md
     storage = _inside("storage")  # experts on a disk: records, requests; docs/storage.md
     skipped_batches = _inside("skipped_batches")  # batches whose step was not taken

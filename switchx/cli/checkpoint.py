@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx checkpoint`: what a run's checkpoints hold, and whether they are sound."""
+"""`switchx checkpoint`: what a run's checkpoints hold, whether they are sound, their mean."""
 
 import argparse
 import json
@@ -14,6 +14,8 @@ Looks at the checkpoints of a run folder.
   switchx checkpoint inspect DIR     steps, scores and sizes; names, shapes, dtypes, bytes and
                                      sharding of the newest one's parameters
   switchx checkpoint verify DIR      reads every byte of every checkpoint and names all faults
+  switchx checkpoint average DIR OUT --steps=900,1000
+                                     writes the mean of checkpoints as a new run folder
 
 To train or to load on another mesh, or with layers scanned that were unrolled, needs no
 conversion. Nothing here changes DIR.
@@ -27,16 +29,23 @@ Reads every byte of the checkpoints of a run and names every fault: files that a
 cut or changed; parameters that are not those of the run's model; values that are not finite;
 states of the data that do not belong to the step. Exit status 1 where there is one.
 """
+AVERAGE = """\
+Writes averaged parameters of a run into OUT, a new folder that is read as a run folder is: by
+`switchx eval`, `generate`, `export`, `quantize`, `switchx.load` and INIT_FROM.
+"""
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "checkpoint", None, "inspect or verify checkpoints", DESCRIPTION
+        commands, "checkpoint", None, "inspect, verify or average checkpoints", DESCRIPTION
     )
-    actions = parser.add_subparsers(title="actions", metavar="inspect|verify", required=True)
+    actions = parser.add_subparsers(
+        title="actions", metavar="inspect|verify|average", required=True
+    )
     for name, run, help_text, description in (
         ("inspect", inspect, "show steps, scores, sizes and parameters", INSPECT),
         ("verify", verify, "read every byte and name all faults", VERIFY),
+        ("average", average, "write the mean of checkpoints", AVERAGE),
     ):
         action = actions.add_parser(
             name, prog=f"switchx checkpoint {name}", help=help_text, description=description
@@ -47,8 +56,34 @@ def add_command(commands) -> None:
         shared.add_json(action)
         if name == "verify":
             action.add_argument("--step", type=int, metavar="N", help="this one; default: all")
-        else:
+        elif name == "inspect":
             shared.add_step(action, "checkpoint")
+        else:
+            _add_average(action)
+
+
+def _add_average(action) -> None:
+    action.add_argument("out", metavar="OUT", help="new folder")
+    which = action.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="N,N,..",
+        help="the mean of the checkpoints after so many steps each",
+    )
+    which.add_argument(
+        "--moving",
+        action="store_true",
+        help="the moving average that training kept (StepConfig.ema_decay)",
+    )
+    shared.add_step(action, "with --moving, as of the checkpoint")
+
+
+def _steps(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of steps; write 900,1000")
+    return [int(part) for part in parts]
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -157,6 +192,36 @@ def verify(arguments: argparse.Namespace) -> int:
             for fault in found:
                 print(f"  {fault.strip()}")
     return 1 if any(faults.values()) else 0
+
+
+def average(arguments: argparse.Namespace) -> int:
+    from switchx.checkpoint.averaging import (
+        mean_of_checkpoints,
+        moving_average,
+        write_average,
+    )
+    from switchx.checkpoint.restore import choose_step
+    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.manifest import new_folder
+
+    run, steps = RunFolder(arguments.dir), arguments.steps
+    if arguments.step is not None and not arguments.moving:
+        arguments.parser.error("--step is for --moving; add that, or leave it out")
+    _paths(run)
+    with new_folder(arguments.out) as folder:
+        if steps is None:
+            step = choose_step(run, arguments.step)
+            params, what = moving_average(run, step), f"the moving average of step {step}"
+        else:
+            params = mean_of_checkpoints(run, steps)
+            what = f"the mean of steps {', '.join(map(str, steps))}"
+        write_average(run, params, RunFolder(folder), f"{what} of {run.root}")
+    if arguments.json:
+        written = {"steps": steps or [step], "is_moving": arguments.moving}
+        print(json.dumps({"command": "checkpoint average", "out": arguments.out} | written))
+    else:
+        print(f"{arguments.out}: {what} of {run.root}")
+    return 0
 
 
 def _paths(run) -> list:

@@ -33,6 +33,7 @@ from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.storage_tiers import Storage, storage_refusal
 from switchx.storage.cache import StorageSpec
 from switchx.training.losses import LossConfig
+from switchx.training.metric_writers import Writer, checked_writers
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
 
@@ -97,6 +98,7 @@ class TrainingJob:
         storage: where the experts are.
         text_evaluation: how evaluations also generate texts, for the tasks' metrics; None
             generates none.
+        metric_writers: what gets the metrics beside the run folder.
     """
 
     model: ModelConfig
@@ -126,8 +128,10 @@ class TrainingJob:
     compiler: CompilerOptions = at_resume(CompilerOptions())
     storage: StorageSpec = at_resume(StorageSpec())
     text_evaluation: TextEvaluation | None = at_resume(None)
+    metric_writers: tuple[Writer, ...] = at_resume(())
 
     def __post_init__(self):
+        object.__setattr__(self, "metric_writers", checked_writers(self.metric_writers))
         require_at_least(self, 1, "inputs_length", "targets_length", "batch_size", "log_every")
         require_at_least(self, 1, "eval_every", "checkpoint_every", "eval_batches")
         require_at_least(self, 1, "max_skipped_in_a_row")

@@ -25,6 +25,7 @@ from switchx.training.host_program import compiled_program
 from switchx.training.initialize import Source
 from switchx.training.job import TrainingJob
 from switchx.training.layered import LayeredProgram
+from switchx.training.metric_writers import opened_writers, require_writers
 from switchx.training.metrics import (
     Interval,
     MetricsLog,
@@ -35,7 +36,7 @@ from switchx.training.metrics import (
     token_metrics,
 )
 from switchx.training.program import TrainingProgram
-from switchx.training.resume import check_same_run, write_run_config
+from switchx.training.resume import check_same_run, flat_description, write_run_config
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.training.text_evaluation import TextEvaluator, TextLog
@@ -93,6 +94,7 @@ def train(
         SaveError: a checkpoint could not be written; earlier ones are intact.
         TrainingStopped: too many steps in a row were not finite; the state is saved.
     """
+    require_writers(job.metric_writers)
     if not _is_begun(run):
         job.check_vocabulary()
     run.create()
@@ -133,7 +135,7 @@ def train(
                     if is_first:
                         write_run_config(run, job)
                     logger.info("reading or drawing the parameters, beginning the optimizer")
-                    state = program.init_state() if source is None else source.state()
+                    state = program.init_state(None) if source is None else source.state()
                     for note in () if source is None else source.notes:
                         reporter.note(note)
                     if source is not None and is_first:
@@ -219,7 +221,12 @@ class _Loop:
             self.texts = TextLog(spec, self.text_evaluator, run, board, after)
         if evaluation := last_metrics(run.validation, after, self.job.eval_every):
             self._place_replicas(evaluation)
-        with contextlib.closing(self.log), contextlib.closing(self.validation):
+        writers = opened_writers(self.job.metric_writers, run, flat_description(self.job))
+        with (
+            contextlib.closing(self.log),
+            contextlib.closing(self.validation),
+            writers as self.write,
+        ):
             return self._steps(state)
 
     def _steps(self, state: TrainState) -> Outcome:
@@ -293,6 +300,7 @@ class _Loop:
         if any(self.loader.counts().values()):
             metrics["data"] = self.loader.counts()
         self.log.write(step, metrics)
+        self.write("train", step, metrics)
         self.reporter.logged(step, metrics)
         self.last_metrics = metrics
         self.interval = Interval(seconds)
@@ -307,6 +315,7 @@ class _Loop:
             metrics["texts"] = self.texts.evaluate(params, step, self.watch.read())
         self.job.retention.score(metrics)  # raises at step 0 if there is no such metric
         self.validation.write(step, metrics)
+        self.write("validation", step, metrics)
         if self.texts is not None:
             self.texts.write_peaks()
         self.routing.write(step, sample.arrays(self.job.model))

@@ -3,8 +3,10 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from switchx.checkpoint.restore import restore_params
 from switchx.cli.main import main
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params
@@ -75,3 +77,28 @@ def test_what_is_not_understood(tmp_path, capsys):
     for action in ("inspect", "verify"):
         assert main(["checkpoint", action, str(tmp_path / "none")]) == 2
         assert "has no checkpoints: nothing is there" in capsys.readouterr().err
+
+
+def test_average_writes_the_mean_as_a_run_that_loads(folder, tmp_path, capsys):
+    out = tmp_path / "mean"
+    assert main(["checkpoint", "average", str(folder), str(out), "--steps=5,9"]) == 0
+    assert "the mean of steps 5, 9" in capsys.readouterr().out
+    got, first, second = (
+        named_leaves(restore_params(run, step))
+        for run, step in ((out, 0), (folder, 5), (folder, 9))
+    )
+    for name, leaf in got.items():
+        expected = (first[name].astype(np.float64) + second[name]) / 2
+        np.testing.assert_allclose(leaf, expected, rtol=1e-6, err_msg=name)
+    assert main(["checkpoint", "verify", str(out)]) == 0
+    capsys.readouterr()
+    for words, said in (
+        (["--steps=5,6"], "no complete checkpoint of step 6 in"),
+        (["--steps=5"], "steps 5; use two or more"),
+        (["--steps=5,a"], "'5,a' is no list of steps"),
+        (["--steps=5,9", "--step=5"], "--step is for --moving"),
+        (["--moving"], "9 has no average of parameters; train with StepConfig.ema_decay"),
+    ):
+        other = tmp_path / "other"
+        assert main(["checkpoint", "average", str(folder), str(other), *words]) == 2
+        assert said in capsys.readouterr().err and not other.exists()

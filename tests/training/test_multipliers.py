@@ -2,6 +2,7 @@
 """Learning rates by pattern, frozen parameters, and the average of parameters."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import optax
 import pytest
 
 from switchx import tree
+from switchx.checkpoint.averaging import moving_average, write_average
+from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.features import Example
 from switchx.optim.adafactor import Adafactor
@@ -21,10 +24,13 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
 from switchx.training.host_program import HostProgram
 from switchx.training.layered import LayeredProgram
+from switchx.training.loop import train
 from switchx.training.program import TrainingProgram, state_arrays
 from switchx.training.step import StepConfig
+from switchx.tree import named_leaves
 from tests.data.refusals import refused
-from tests.training.jobs import SPARSE, make_job
+from tests.training.jobs import DENSE, SPARSE, make_job
+from tests.training.test_loop import Events
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
@@ -166,3 +172,29 @@ def test_bad_settings(tmp_path):
                 f"StepConfig.{next(iter(fields))}=<any> with StorageSpec.experts='{kind}'"
             ):
                 HostProgram(job) if kind == "host" else LayeredProgram(job, RunFolder(tmp_path))
+
+
+def test_a_run_saves_evaluates_and_exports_its_average(tmp_path):
+    def job(**changes):
+        return make_job(DENSE, step=StepConfig(ema_decay=0.5), checkpoint_every=1, **changes)
+
+    run = RunFolder(tmp_path / "run")
+    train(job(train_steps=1), run, Events())
+    train(job(train_steps=2), run, Events())  # resumed
+    averages, params = (
+        [named_leaves(read_items(run.checkpoints / step, {item: None})[item]) for step in "12"]
+        for item in ("average", "params")
+    )
+    for name, leaf in averages[1].items():
+        expected = 0.5 * averages[0][name].astype(np.float64) + 0.5 * params[1][name]
+        np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7, err_msg=name)
+    # Another run's evaluation of the exported average is that of this run.
+    (tmp_path / "average").mkdir()
+    write_average(run, moving_average(run, 2), RunFolder(tmp_path / "average"), "an average")
+    other = RunFolder(tmp_path / "other")
+    start = make_job(DENSE, init_from=str(tmp_path / "average"), train_steps=1)
+    train(start, other, Events())
+    lines = [json.loads(line) for line in run.validation.read_text().splitlines()]
+    first = json.loads(other.validation.read_text().splitlines()[0])
+    assert lines[-1]["step"] == 2
+    assert first["neg_log_perplexity"] == pytest.approx(lines[-1]["neg_log_perplexity"])

@@ -29,6 +29,7 @@ from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.storage.cache import StorageSpec
 from switchx.training.job import InitConfig, TrainingJob
+from switchx.training.metric_writers import WeightsAndBiases
 from switchx.training.resume import (
     check_same_model,
     check_same_run,
@@ -57,6 +58,7 @@ FREE = {
     "max_skipped_in_a_row": 99,
     "data_dir": "elsewhere",
     "init_from": "moved",
+    "metric_writers": (WeightsAndBiases("mine"),),
     "init": InitConfig(step="best"),
     "mesh": MeshSpec(data=2, expert=4),
     "pipeline": ScheduleSpec(kind="gpipe"),

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model out of several checkpoints of a run, or out of the average that training kept.
+
+The mean of a run's last checkpoints (Vaswani et al. 2017, arXiv:1706.03762, section 6.1) and
+the exponential moving average of `StepConfig.ema_decay` become run folders of their own, with
+one checkpoint of parameters: what reads a run's parameters reads them.
+"""
+
+import shutil
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from switchx.checkpoint.items import abstract, items_of
+from switchx.checkpoint.restore import choose_step, restore_items, restore_params
+from switchx.checkpoint.run_folder import (
+    RunFolder,
+    read_config,
+    read_model_config,
+    write_converted,
+)
+from switchx.data.vocabularies import load_vocabulary
+from switchx.fields import require
+from switchx.models.params import abstract_params
+from switchx.tree import Tree
+
+
+def mean_of_checkpoints(run: RunFolder, steps: Sequence[int]) -> Tree:
+    """The mean of the parameters of several checkpoints, on the host, summed in float32.
+
+    At most one checkpoint is in memory beside the sum. Layers may be scanned in some and
+    unrolled in others.
+
+    Raises:
+        ValueError: fewer than two steps, one of them twice, or not a complete checkpoint.
+    """
+    require(
+        len(set(steps)) == len(steps) > 1,
+        f"steps {', '.join(map(str, steps))}; use two or more different ones",
+    )
+    for step in steps:
+        choose_step(run, step)  # all, before the first is read
+    model, total = read_model_config(run), None
+    target = _on_cpu(run)
+    for step in steps:
+        params = restore_params(run.root, step, target=target, model=model)
+        shares = jax.tree.map(lambda w: np.asarray(w, np.float32) / len(steps), params)
+        total = shares if total is None else jax.tree.map(np.add, total, shares)
+    return jax.tree.map(lambda mean, like: mean.astype(like.dtype), total, target)
+
+
+def moving_average(run: RunFolder, step: int) -> Tree:
+    """The average that training kept, as of one checkpoint, in the parameters' dtypes.
+
+    Raises:
+        ValueError: training kept none.
+    """
+    path, target = run.checkpoints / str(choose_step(run, step)), _on_cpu(run)
+    require(
+        "average" in items_of(path),
+        f"{path} has no average of parameters; train with StepConfig.ema_decay, or give steps "
+        "whose mean is to be taken",
+    )
+    in_float32 = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding),
+        target,
+    )
+    average = restore_items(path, {"average": in_float32}, read_model_config(run))["average"]
+    return jax.tree.map(lambda a, like: np.asarray(a).astype(like.dtype), average, target)
+
+
+def write_average(run: RunFolder, params: Tree, folder: RunFolder, origin: str) -> None:
+    """Writes averaged parameters of `run` into an existing, empty folder.
+
+    With the run's vocabulary, tasks and gin configuration, so that it can be evaluated as the
+    run is.
+
+    Args:
+        origin: what they are, in words.
+    """
+    source = read_config(run).get("source")
+    vocabulary = load_vocabulary(run.root)
+    write_converted(folder, read_model_config(run), params, vocabulary, origin, source)
+    for file in ("operative_config", "git_commit"):
+        if (there := getattr(run, file)).is_file():
+            shutil.copyfile(there, getattr(folder, file))
+
+
+def _on_cpu(run: RunFolder) -> Tree:
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.tree.map(abstract, abstract_params(read_model_config(run)))

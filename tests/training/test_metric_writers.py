@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writers of metrics beside the run folder: a function, Weights & Biases, and its absence."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.training.loop import train
+from switchx.training.metric_writers import WeightsAndBiases
+from switchx.training.metrics import flat_scalars
+from tests.data.refusals import refused
+from tests.training.jobs import DENSE, make_job
+from tests.training.test_loop import Events
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+WRITTEN: list[tuple[int, dict]] = []
+
+
+def keep(step, metrics):
+    """A writer of a user's module."""
+    WRITTEN.append((step, metrics))
+
+
+class FakeWandb(types.ModuleType):
+    """What `WeightsAndBiases` uses of wandb."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.inits, self.logged, self.finished, self.id = [], [], 0, "abc123"
+
+    def init(self, **arguments):
+        self.inits.append(arguments)
+        return self
+
+    def log(self, metrics, *, step):
+        self.logged.append((step, metrics))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_writers_get_what_the_run_folder_has(tmp_path, monkeypatch):
+    WRITTEN.clear()
+    monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandb())
+    run = RunFolder(tmp_path / "run")
+    writers = (keep, WeightsAndBiases("mine", name="first", mode="offline"))
+    for steps in (1, 2):
+        job = make_job(DENSE, train_steps=steps, eval_every=1, metric_writers=writers)
+        train(job, run, Events())
+    expected = {}
+    for kind, path in (("train", run.metrics), ("validation", run.validation)):
+        for line in map(json.loads, path.read_text().splitlines()):
+            step = line.pop("step")
+            expected[kind, step] = flat_scalars(line, f"{kind}/")
+    got = {(next(iter(each)).split("/")[0], step): each for step, each in WRITTEN}
+    assert got.keys() == expected.keys() == {
+        ("train", 1), ("train", 2), ("validation", 0), ("validation", 1), ("validation", 2)
+    }  # fmt: skip
+    for key, metrics in expected.items():
+        assert got[key] == pytest.approx(metrics), key
+    assert wandb.logged == WRITTEN and wandb.finished == 2
+    first, second = wandb.inits
+    assert (first["project"], first["name"], first["mode"]) == ("mine", "first", "offline")
+    assert first["id"] is None and second["id"] == "abc123"  # it goes on
+    assert first["config"]["batch_size"] == 8
+
+
+def test_what_cannot_write_is_refused_before_the_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    job = make_job(DENSE, metric_writers=(WeightsAndBiases("mine"),))
+    with refused("wandb cannot be imported <any>") as caught:
+        train(job, RunFolder(tmp_path / "run"), Events())
+    assert "pip install 'switchx[wandb]'" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+    with refused("TrainingJob.metric_writers: 'wandb' cannot be called; use functions"):
+        make_job(DENSE, metric_writers=("wandb",))
+    with refused("WeightsAndBiases.mode='on' is unknown"):
+        WeightsAndBiases("mine", mode="on")
+    job = make_job(DENSE, metric_writers=(lambda step, metrics: None,))
+    with refused("job.metric_writers.0=<any> cannot be written into a run folder<any>"):
+        train(job, RunFolder(tmp_path / "other"), Events())
