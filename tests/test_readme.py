@@ -97,7 +97,7 @@ VARIANTS = {
     "--gin.MANUAL_DIR=data --model_dir=runs/cola": T5,
     f"switchx {TUNE} --gin.INIT_STEP=best "
     "--gin.INIT_RULES=\"[('.*/w_router_DE', None)]\" "
-    "--gin.INIT_DROP=\"['.*/w_router_DE']\" --model_dir=runs/fresh_routers": T5,
+    "--model_dir=runs/fresh_routers": T5,
     f"switchx {TUNE} --gin.StepConfig.rate_multipliers=\"[('.*/experts/.*', 0.0)]\" "
     "--gin.StepConfig.ema_decay=0.99 --model_dir=runs/non_experts": T5,
     f"{EIGHT} {TINY} --gin.SwitchConfig.group_size=64 --mesh=auto --hardware=v5e "

@@ -5,7 +5,8 @@ The rules are those of T5X's `assignment_map` (Roberts et al. 2022, arXiv:2203.1
 pairs of a regular expression, which has to match a parameter's whole path, and a replacement,
 which names the path in the source, groups of the expression (`\\1`) filled in. The first that
 matches decides; None draws the parameter afresh; without a match it comes from its own path.
-All is compared before anything is read or computed.
+A parameter of the source that nothing takes is refused, unless a rule decides for its path or
+`drop` names it. All is compared before anything is read or computed.
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ def assign(init: InitConfig, names: Collection[str], sources: Collection[str]) -
             path of the source, with those that are like it.
     """
     found: dict[str, str | None] = {}
-    unused = [pattern for pattern, _ in init.rules]
+    replaced, unused = [], [pattern for pattern, _ in init.rules]
     for name in names:
         found[name] = name
         for pattern, replacement in init.rules:
@@ -81,6 +82,7 @@ def assign(init: InitConfig, names: Collection[str], sources: Collection[str]) -
                 f"InitConfig.rules: ({pattern!r}, {replacement!r}) takes {name} from {source}, "
                 f"which the source does not have; like it are {_like(source, sources)}",
             )
+            replaced.append(name)
             break
     require(
         not unused,
@@ -88,15 +90,17 @@ def assign(init: InitConfig, names: Collection[str], sources: Collection[str]) -
         "to match a whole path, and no earlier rule may match all that it does; paths like it "
         f"are {'; '.join(_like(each, names) for each in unused)}",
     )
-    taken, dropped = set(found.values()), []
+    taken = set(found.values())
+    dropped = [name for name in sources if name in replaced and name not in taken]
     for pattern in init.drop:
-        matched = [name for name in sources if re.fullmatch(pattern, name)]
+        left = [name for name in sources if name not in (*taken, *dropped)]
+        matched = [name for name in left if re.fullmatch(pattern, name)]
         require(
-            bool(set(matched) - taken),
+            bool(matched),
             f"InitConfig.drop: {pattern!r} matches no path of the source that is left over; "
-            f"left over are {', '.join(sorted(set(sources) - taken)) or 'none'}",
+            f"left over are {', '.join(left) or 'none'}",
         )
-        dropped += [name for name in matched if name not in (*taken, *dropped)]
+        dropped += matched
     return Assignment(found, tuple(dropped))
 
 

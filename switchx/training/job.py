@@ -48,7 +48,8 @@ class InitConfig:
         rules: pairs of a regular expression and a replacement, as T5X's `assignment_map`: the
             first that matches a parameter's whole path says from which path of the source it
             is taken; None draws it afresh.
-        drop: regular expressions of the paths of the source that may be left over.
+        drop: regular expressions of paths of the source that may be left over; where a rule
+            decides for a path, the source's parameter of that path may be.
         optimizer: the optimizer's state is taken too, counts included, so that schedules go
             on; otherwise it is fresh.
     """

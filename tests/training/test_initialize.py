@@ -61,6 +61,7 @@ def test_rules_are_those_of_t5x():
         "(<any>) takes a/w from d/w, which the source does not have; like it are <any>a/w"
     ):
         sources(("a/w", "d/w"))
+    assert assign(init(("a/.*", None)), NAMES, NAMES).dropped == ("a/w", "a/b")
     assert assign(init(drop=("d/.*",)), NAMES, (*NAMES, "d/w")).dropped == ("d/w",)
     with refused(
         "InitConfig.drop: 'a/.*' matches no path of the source that is left over<any>"
@@ -92,13 +93,19 @@ def source(tmp_path_factory):
     return run
 
 
-def start(source, model=TINY, **fields):
-    """The state that a run from `source` begins with, and what is said of it."""
-    mesh = fields.pop("mesh", MeshSpec())
-    job = make_job(model, init_from=str(source.path), init=InitConfig(**fields), mesh=mesh)
+def start_of(source, model=TINY, mesh=None, **fields):
+    """What a run from `source` would begin with; nothing is read."""
+    init, mesh = InitConfig(**fields), mesh or MeshSpec()
+    job = make_job(model, init_from=str(source.path), init=init, mesh=mesh)
     program = TrainingProgram(job)
     with program.scope():
-        found = Source(job, program)
+        return Source(job, program), program
+
+
+def start(source, model=TINY, mesh=None, **fields):
+    """The state that a run from `source` begins with, and what is said of it."""
+    found, program = start_of(source, model, mesh, **fields)
+    with program.scope():
         return found.state(), found
 
 
@@ -126,8 +133,7 @@ def test_another_model_by_rules_on_a_mesh(source):
         (r"decoder/blocks/layer_0/ffn/.*", None),
     )
     mesh = MeshSpec(data=2, fsdp=4)
-    drop = (r"decoder/blocks/layer_0/ffn/.*",)
-    state, found = start(source, wider, rules=rules, drop=drop, mesh=mesh, optimizer=True)
+    state, found = start(source, wider, rules=rules, mesh=mesh, optimizer=True)
     got, there = named_leaves(state.params), named_leaves(restore_params(source.root))
     fresh = named_leaves(TrainingProgram(make_job(wider)).init_state().params)
     for name, leaf in got.items():
@@ -149,8 +155,7 @@ def test_layers_are_stacked_on_the_way(source):
     scanned = dataclasses.replace(TINY, scan_layers=True)
     layer = restore_params(source.root)["decoder"]["blocks"]["layer_1"]
     norms = (r".*/scale_D", None), (r"decoder/.*/w_out_FD", None)
-    drop = (r".*/scale_D", r"decoder/.*/w_out_FD")
-    state, _ = start(source, scanned, rules=norms, drop=drop)
+    state, _ = start(source, scanned, rules=norms)
     stacked = named_leaves(state.params["decoder"]["blocks"]["layer_0"])
     for name, leaf in named_leaves(layer).items():
         if not name.endswith(("scale_D", "w_out_FD")):
@@ -161,7 +166,7 @@ def test_layers_are_stacked_on_the_way(source):
 
 def test_what_was_taken_is_kept_in_the_run_folder(source, tmp_path):
     run, events = RunFolder(tmp_path / "run"), Events()
-    rules = InitConfig(rules=((".*/w_out_FD", None),), drop=(".*/w_out_FD",))
+    rules = InitConfig(rules=((".*/w_out_FD", None),))
     train(make_job(TINY, init_from=str(source.path), init=rules, train_steps=0), run, events)
     kept = json.loads(run.initialization.read_text())
     assert kept["checkpoint"] == str(source.checkpoints / "4") and not kept["optimizer"]
@@ -182,9 +187,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(source, monkeypatc
         f"  params/{query} (from embedding/embedding_VD): expected float32[8, 1, 8], got "
         "float32[384, 8]"
     ):
-        start(source, rules=[(query, "embedding/embedding_VD")], drop=[query])
-    with refused(f"params/{query}: expected nothing, got float32"):  # it has to be dropped
-        start(source, rules=[(query, None)])
+        start(source, rules=[(query, "embedding/embedding_VD")])
+    shallow = dataclasses.replace(TINY, num_decoder_layers=1)
+    with refused("params/decoder/blocks/layer_1/ffn/w_in_DF: expected nothing, got float32"):
+        start(source, shallow)
+    start_of(source, shallow, drop=("decoder/blocks/layer_1/.*",))
+    with refused("InitConfig.drop: '.*/layer_2/.*' matches no path<any>left over are none"):
+        start(source, drop=[".*/layer_2/.*"])
     with refused("TrainingJob.init=<any>without init_from"):
         make_job(TINY, init=InitConfig(step=2))
 
@@ -196,10 +205,10 @@ def test_onto_experts_in_host_memory_and_on_a_disk(tmp_path):
     source = RunFolder(tmp_path / "source")
     train(make_job(model, train_steps=1), source, Events())
     there = named_leaves(restore_params(source.root))
-    rules, drop = ((r".*/w_in_EDF", None),), (r".*/w_in_EDF",)
+    rules = ((r".*/w_in_EDF", None),)
     fresh = named_leaves(TrainingProgram(make_job(model)).init_state().params)
     for kind, has_optimizer in (("host", True), ("disk", False)):
-        init = InitConfig(rules=rules, drop=drop, optimizer=has_optimizer)
+        init = InitConfig(rules=rules, optimizer=has_optimizer)
         storage = StorageSpec(kind, slots=2)
         job = make_job(
             model, init_from=str(source.path), init=init, storage=storage, train_steps=0
