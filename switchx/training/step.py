@@ -117,8 +117,10 @@ class TrainState:
 
     @property
     def evaluated_params(self):
-        """The average where there is one, otherwise the parameters."""
-        return self.params if self.average is None else self.average
+        """The average where there is one, in the parameters' dtypes; otherwise these."""
+        if self.average is None:
+            return self.params
+        return jax.tree.map(lambda a, w: a.astype(w.dtype), self.average, self.params)
 
     @property
     def key(self):
