@@ -134,12 +134,7 @@ def train(
                 if step is None:
                     if is_first:
                         write_run_config(run, job)
-                    logger.info("reading or drawing the parameters, beginning the optimizer")
-                    state = program.init_state(None) if source is None else source.state()
-                    for note in () if source is None else source.notes:
-                        reporter.note(note)
-                    if source is not None and is_first:
-                        write_atomically(run.initialization, source.listing.encode())
+                    state = _first_state(program, source, run, reporter)
                 else:
                     logger.info("reading %s", run.checkpoints / str(step))
                     state, data_states = checkpointer.restore(
@@ -165,6 +160,21 @@ def _text_evaluator(job: TrainingJob, program: TrainingProgram, make) -> TextEva
         "give text_evaluator=switchx.text_evaluation.JobTexts",
     )
     return make(job, program.mesh)
+
+
+def _first_state(
+    program: TrainingProgram, source: Source | None, run: RunFolder, reporter: Reporter
+) -> TrainState:
+    """The state at step 0, drawn or of another run; says and keeps what came from where."""
+    logger.info("reading or drawing the parameters, beginning the optimizer")
+    if source is None:
+        return program.init_state(None)
+    state = source.state()
+    for note in source.notes:
+        reporter.note(note)
+    if jax.process_index() == 0:
+        write_atomically(run.initialization, source.listing.encode())
+    return state
 
 
 def _is_begun(run: RunFolder) -> bool:
