@@ -22,6 +22,7 @@ from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.storage_tiers import Storage, storage_refusal
 from switchx.storage.cache import StorageSpec
+from switchx.training.distillation import Distillation
 from switchx.training.losses import LossConfig
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
@@ -54,6 +55,7 @@ class TrainingJob:
         storage: where the experts are.
         text_evaluation: how evaluations also generate texts, for the tasks' metrics; None
             generates none.
+        distillation: the teacher that the model learns from beside the text; None has none.
     """
 
     model: ModelConfig
@@ -82,6 +84,7 @@ class TrainingJob:
     compiler: CompilerOptions = at_resume(CompilerOptions())
     storage: StorageSpec = at_resume(StorageSpec())
     text_evaluation: TextEvaluation | None = at_resume(None)
+    distillation: Distillation | None = None
 
     def __post_init__(self):
         require_at_least(self, 1, "inputs_length", "targets_length", "batch_size", "log_every")
@@ -103,6 +106,14 @@ class TrainingJob:
                 "balance_scope='group', which is exact under any split"
             )
         self._check_tasks()
+        require(
+            self.init_from is None
+            or self.distillation is None
+            or not self.distillation.starts_from_teacher,
+            f"init_from={str(self.init_from)!r} with Distillation.starts_from_teacher=True: "
+            "both say what the student begins with; use starts_from_teacher=False, or leave "
+            "init_from out",
+        )
         longest = max(self.sequence_lengths)
         if self.model.max_length is not None and longest > self.model.max_length:
             raise ValueError(
@@ -140,6 +151,14 @@ class TrainingJob:
             bucket_bytes=self.step.bucket_bytes,
         )
         require(reason is None, reason)
+
+    def require_no_teacher(self, what: str) -> None:
+        """Raises ValueError where there is a teacher, which `what` would not count."""
+        require(
+            self.distillation is None,
+            f"TrainingJob.distillation: {what} knows the student alone, and a teacher takes "
+            "memory and time beside it; leave it out there (DISTILLATION=None)",
+        )
 
     @property
     def planned_storage(self) -> Storage:

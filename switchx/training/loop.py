@@ -19,9 +19,9 @@ from switchx.data.features import Batch
 from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
-from switchx.data.vocabularies import load_vocabulary
 from switchx.fields import require
 from switchx.planner.model_cost import train_flops
+from switchx.training.distilled_program import DistilledProgram
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
@@ -36,11 +36,15 @@ from switchx.training.metrics import (
     token_metrics,
 )
 from switchx.training.program import TrainingProgram
-from switchx.training.resume import check_same_run, write_run_config
+from switchx.training.resume import (
+    check_same_run,
+    require_vocabulary_of,
+    write_run_config,
+)
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.training.text_evaluation import TextEvaluator, TextLog
-from switchx.tree import Tree, num_bytes
+from switchx.tree import Tree, named_leaves, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +107,7 @@ def train(
     with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
         if _is_begun(run):  # before anything in it is touched
             job = check_same_run(run, job)
-        is_on_disk = job.storage.experts == "disk"
-        program = (
-            LayeredProgram(job, run, devices) if is_on_disk else compiled_program(job, devices)
-        )
+        program = _program(job, run, devices)
         evaluator = _text_evaluator(job, program, text_evaluator)
         program.require_memory()
         for note in program.notes:
@@ -162,6 +163,19 @@ def _text_evaluator(job: TrainingJob, program: TrainingProgram, make) -> TextEva
     return make(job, program.mesh)
 
 
+def _program(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
+    """The program that a job is trained by.
+
+    Raises:
+        ValueError: something in the job does not go together.
+    """
+    if job.distillation is not None:
+        return DistilledProgram(job, devices)
+    if job.storage.experts == "disk":
+        return LayeredProgram(job, run, devices)
+    return compiled_program(job, devices)
+
+
 def _is_begun(run: RunFolder) -> bool:
     """Whether the folder has a checkpoint; an attempt that ended before may be set right.
 
@@ -180,20 +194,17 @@ def _is_begun(run: RunFolder) -> bool:
 
 def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tree | None:
     """The parameters of the run that a new one starts from, None to draw them."""
+    if job.distillation is not None and job.distillation.starts_from_teacher:
+        params, names = program.started_params()
+        reporter.note(
+            f"{len(names)} of {len(named_leaves(params))} parameter arrays are the "
+            "teacher's, the others are drawn"
+        )
+        return params
     if job.init_from is None:
         return None
     source = RunFolder(job.init_from)
-    if not source.config.is_file():
-        raise ValueError(
-            f"init_from={str(source.path)!r} has no {source.config.name}: it is no run folder; "
-            "give the model_dir of a run or of `switchx convert` (of a quantized or exported "
-            "model, the run that it was made from)"
-        )
-    if load_vocabulary(source.root).fingerprint() != job.vocabulary.fingerprint():
-        raise ValueError(
-            f"init_from={str(source.path)!r} was trained with another vocabulary than this "
-            "job's; its token ids mean other things. Use the copy in that folder"
-        )
+    require_vocabulary_of(source, job, "init_from")
     target = program.abstract_params
     params = restore_params(source.root, target=target, model=job.model)
     reporter.note(

@@ -104,16 +104,16 @@ class TrainingProgram:
         )
         return self._jitted(train, functools.partial(eval_step, job.model))
 
-    def _jitted(self, train, evaluate):
-        """Steps (state, batch) -> (state, metrics) and (params, batch) -> sums, compiled."""
+    def _jitted(self, train, evaluate, *more):
+        """Steps (state, batch) -> (state, metrics) and (params, batch) -> sums, compiled.
+
+        `more` are shardings of what the first takes between the batch and slot tables.
+        """
         whole = NamedSharding(self.mesh, PartitionSpec())
+        tables = (whole for _ in self.slot_tables)
         jitted_train = jax.jit(
             train,
-            in_shardings=(
-                self.shardings,
-                self.batch_sharding,
-                *(whole for _ in self.slot_tables),
-            ),
+            in_shardings=(self.shardings, self.batch_sharding, *more, *tables),
             out_shardings=(self.shardings, whole),
             donate_argnums=0,
             compiler_options=self.compiler_options,
@@ -327,6 +327,7 @@ def _replicas_refusal(switch: SwitchConfig, name: str) -> str:
 def workload_of(job: TrainingJob) -> Workload:
     """What one step of `job` has to do, its mesh and dispatcher apart."""
     require_our_blocks(job.model, "the planner")
+    job.require_no_teacher("the planner")
     encoder_length, decoder_length = job.sequence_lengths
 
     def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:
