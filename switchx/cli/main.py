@@ -17,6 +17,7 @@ from switchx.cli import (
     messages,
     plan,
     quantize,
+    reshape,
     serve,
     show,
     simulate,
@@ -32,7 +33,7 @@ from switchx.cli.arguments import (
 )
 
 COMMANDS = (
-    train, evaluate, generate, serve, quantize, export, deploy, convert, vocab, tasks,
+    train, evaluate, generate, serve, quantize, export, reshape, deploy, convert, vocab, tasks,
     checkpoint, show, plan, simulate, compile, bench,
 )  # fmt: skip
 
