@@ -87,7 +87,7 @@ FIXED = {
     "batch_size": (16, "batch_size: 8 there, 16 here"),
     "seed": (1, "seed: 0 there, 1 here"),
     "packed": (False, "packed: True there, False here"),
-    "distillation": (Distillation("teacher"), "distillation: None there, {'type': 'Disti"),
+    "distillation": (Distillation("teacher"), "distillation: None there, {<any>} here"),
     "step": (StepConfig(clip_norm=1.0), "step.clip_norm: None there, 1.0 here"),
 }
 
