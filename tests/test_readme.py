@@ -106,6 +106,10 @@ TESTED_ELSEWHERE = {
     "--platform=tpu": "tests/deploy/test_deploy.py::test_commands_of_the_page_run",
     "switchx train --gin_file=configs/runs/distill.gin --gin.TEACHER=runs/pretrain_tiny "
     "--model_dir=runs/student": "tests/cli/test_reshape.py::test_all_commands_of_the_page_run",
+    "switchx teach --gin_file=configs/runs/distill.gin --gin.TEACHER=runs/pretrain_tiny "
+    "--output=answers --top=16": (
+        "tests/cli/test_reshape.py::test_all_commands_of_the_page_run"
+    ),
     "switchx reshape --model_dir=runs/pretrain_tiny --output=runs/fewer --experts=4": (
         "tests/cli/test_reshape.py::test_reshaping_of_the_page_keeps_what_it_says"
     ),

@@ -22,6 +22,7 @@ from switchx.cli import (
     show,
     simulate,
     tasks,
+    teach,
     train,
     vocab,
 )
@@ -33,8 +34,8 @@ from switchx.cli.arguments import (
 )
 
 COMMANDS = (
-    train, evaluate, generate, serve, quantize, export, reshape, deploy, convert, vocab, tasks,
-    checkpoint, show, plan, simulate, compile, bench,
+    train, evaluate, generate, serve, quantize, export, reshape, teach, deploy, convert, vocab,
+    tasks, checkpoint, show, plan, simulate, compile, bench,
 )  # fmt: skip
 
 DESCRIPTION = """\

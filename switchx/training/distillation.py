@@ -40,7 +40,8 @@ class Distillation:
     """Whom a student learns from, and how much.
 
     Attributes:
-        teacher: run folder of a trained or converted model, sparse or dense.
+        teacher: run folder of a trained or converted model, sparse or dense, or what
+            `switchx teach` wrote of one.
         step: of the teacher's checkpoint; None is the newest complete one.
         soft_weight: of the teacher's probabilities; the text has the rest. Switch
             Transformers, section 4.2: 0.25 for the teacher, 0.75 for the text.
@@ -83,6 +84,27 @@ class Teacher:
         logits_BLW, _ = forward(self.config, self.params, batch, is_training=False)
         return jax.lax.stop_gradient(logits_BLW)
 
+    def soft_loss(self, logits_BLV, batch: dict):
+        """`soft_loss` of a student's logits."""
+        weights_BL, T = batch["decoder_loss_weights"], self.settings.temperature
+        return soft_loss(logits_BLV, self.logits(batch), weights_BL, T)
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenTeacher:
+    """A teacher whose most probable tokens are a part of the batch (`distilled_logits.py`)."""
+
+    settings: Distillation
+
+    def soft_loss(self, logits_BLV, batch: dict):
+        """As of a teacher whose other tokens have no probability."""
+        T, token_BLK = self.settings.temperature, batch["teacher_token_ids"]
+        log_p_BLK = jax.nn.log_softmax(batch["teacher_logits"] / T)
+        log_q_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32) / T)
+        log_q_BLK = jnp.take_along_axis(log_q_BLV, token_BLK, axis=-1)
+        kl_BL = jnp.sum(jnp.exp(log_p_BLK) * (log_p_BLK - log_q_BLK), axis=-1)
+        return T**2 * jnp.sum(kl_BL * batch["decoder_loss_weights"])
+
 
 def soft_loss(logits_BLV, teacher_BLW, weights_BL, temperature: float):
     """The sum of `T^2 KL(teacher || student)` over target tokens, in nats and float32.
@@ -100,13 +122,12 @@ def soft_loss(logits_BLV, teacher_BLW, weights_BL, temperature: float):
 
 
 def distilled_sums(
-    logits_BLV, teacher_BLW, batch: dict, loss: LossConfig, settings: Distillation
+    logits_BLV, batch: dict, loss: LossConfig, teacher: Teacher | WrittenTeacher
 ) -> TokenSums:
     """Token sums whose `loss` is the mixture, and whose `soft_loss` is the teacher's part."""
     weights_BL = batch["decoder_loss_weights"]
     sums = cross_entropy(logits_BLV, batch["decoder_target_tokens"], weights_BL, loss)
-    soft = soft_loss(logits_BLV, teacher_BLW, weights_BL, settings.temperature)
-    s = settings.soft_weight
+    soft, s = teacher.soft_loss(logits_BLV, batch), teacher.settings.soft_weight
     mixed = (1 - s) * sums.loss + s * soft
     return dataclasses.replace(sums, loss=mixed, soft_loss=jax.lax.stop_gradient(soft))
 
@@ -119,14 +140,14 @@ def distilled_batch_loss(
     *,
     denominators: LossDenominators,
     key,
-    teacher: Teacher,
+    teacher: Teacher | WrittenTeacher,
 ):
     """`losses.batch_loss` of a student; the teacher reads the same microbatch.
 
     So the logits of one microbatch are there at a time.
     """
     logits_BLV, stats = forward(config, params, batch, is_training=True, key=key)
-    sums = distilled_sums(logits_BLV, teacher.logits(batch), batch, loss, teacher.settings)
+    sums = distilled_sums(logits_BLV, batch, loss, teacher)
     value = loss_terms(loss, config, denominators, sums, stats)
     return value, (sums, None if stats is None else stats.summed)
 

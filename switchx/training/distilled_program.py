@@ -34,7 +34,7 @@ class DistilledProgram(TrainingProgram):
     Attributes:
         teacher: configuration of the teacher as it is evaluated here: by `gather`, which every
             mesh can, without replicas.
-        teacher_step: of its checkpoint.
+        teacher_folder, teacher_step: its run and checkpoint.
     """
 
     def __init__(self, job: TrainingJob, devices=None):
@@ -44,22 +44,13 @@ class DistilledProgram(TrainingProgram):
             ValueError: there is no such teacher, it cannot teach this student, or the job has
                 stages, buckets or experts in storage; and as `TrainingProgram`.
         """
-        for name, is_used in (
-            (f"MeshSpec.{PIPE}={job.mesh.pipe}", job.mesh.pipe > 1),
-            (f"StepConfig.bucket_bytes={job.step.bucket_bytes}", job.step.bucket_bytes),
-            (f"StorageSpec.experts={job.storage.experts!r}", job.storage.experts != "device"),
-        ):
-            require(
-                not is_used,
-                f"TrainingJob.distillation with {name}: a teacher reads the batch beside the "
-                "whole step of a student on the devices; leave out one of the two",
-            )
+        require_beside_step(job)
         settings = job.distillation
-        self._folder = RunFolder(settings.teacher)
-        self.teacher = as_teacher(read_model_config(self._folder))
-        check_teacher(job.model, self.teacher, str(self._folder.root))
-        require_vocabulary_of(self._folder, job, "Distillation.teacher")
-        self.teacher_step = choose_step(self._folder, settings.step)
+        self.teacher_folder = RunFolder(settings.teacher)
+        self.teacher = as_teacher(read_model_config(self.teacher_folder))
+        check_teacher(job.model, self.teacher, str(self.teacher_folder.root))
+        require_vocabulary_of(self.teacher_folder, job, "Distillation.teacher")
+        self.teacher_step = choose_step(self.teacher_folder, settings.step)
         super().__init__(job, devices)
 
     def _steps(self):
@@ -90,7 +81,7 @@ class DistilledProgram(TrainingProgram):
     def teacher_params(self) -> tree.Tree:
         """Read when they are needed first, each device its part."""
         return restore_params(
-            self._folder.root,
+            self.teacher_folder.root,
             self.teacher_step,
             target=self._abstract_teacher,
             model=self.teacher,
@@ -128,7 +119,7 @@ class DistilledProgram(TrainingProgram):
     def notes(self) -> tuple[str, ...]:
         said = (
             f"teacher: {tree.num_elements(self._abstract_teacher):,} parameters of "
-            f"{self._folder.root}, checkpoint {self.teacher_step}"
+            f"{self.teacher_folder.root}, checkpoint {self.teacher_step}"
         )
         return (*super().notes, said, *self._group_notes())
 
@@ -149,6 +140,20 @@ class DistilledProgram(TrainingProgram):
         return (
             f"the teacher's routing groups of {self.teacher.switch.group_size} tokens are not "
             f"those of the whole batch in {parts} microbatches: it may drop other tokens",
+        )
+
+
+def require_beside_step(job: TrainingJob) -> None:
+    """Raises ValueError where a job has stages, buckets or experts in storage."""
+    for name, is_used in (
+        (f"MeshSpec.{PIPE}={job.mesh.pipe}", job.mesh.pipe > 1),
+        (f"StepConfig.bucket_bytes={job.step.bucket_bytes}", job.step.bucket_bytes),
+        (f"StorageSpec.experts={job.storage.experts!r}", job.storage.experts != "device"),
+    ):
+        require(
+            not is_used,
+            f"TrainingJob.distillation with {name}: a teacher reads the batch beside the "
+            "whole step of a student on the devices; leave out one of the two",
         )
 
 

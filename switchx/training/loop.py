@@ -21,6 +21,7 @@ from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.fields import require
 from switchx.planner.model_cost import train_flops
+from switchx.training.distilled_logits import WrittenTeacherProgram, has_logits
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.host_program import compiled_program
@@ -170,7 +171,8 @@ def _program(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
         ValueError: something in the job does not go together.
     """
     if job.distillation is not None:
-        return DistilledProgram(job, devices)
+        is_written = has_logits(job.distillation.teacher)
+        return (WrittenTeacherProgram if is_written else DistilledProgram)(job, devices)
     if job.storage.experts == "disk":
         return LayeredProgram(job, run, devices)
     return compiled_program(job, devices)
@@ -269,7 +271,7 @@ class _Loop:
         while step < job.train_steps and not self.is_stopping():
             batch = next(self.loader)
             state, metrics = self.program.train_step(
-                state, self.program.place(batch), *self.program.slot_tables
+                state, self.program.place_for_training(batch), *self.program.slot_tables
             )
             self._account()  # of the step before, while this one runs
             step += 1

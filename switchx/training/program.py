@@ -67,8 +67,7 @@ class TrainingProgram:
                 parameter.
         """
         self.job = job
-        is_mesh = isinstance(devices, AbstractMesh)
-        self.mesh = devices if is_mesh else job.mesh.build(devices)
+        self.mesh = devices if isinstance(devices, AbstractMesh) else job.mesh.build(devices)
         rows = job.batch_size // job.step.num_microbatches
         parts = batch_parts(self.mesh, job.mesh.rules)
         if rows % parts:
@@ -105,10 +104,7 @@ class TrainingProgram:
         return self._jitted(train, functools.partial(eval_step, job.model))
 
     def _jitted(self, train, evaluate, *more):
-        """Steps (state, batch) -> (state, metrics) and (params, batch) -> sums, compiled.
-
-        `more` are shardings of what the first takes between the batch and slot tables.
-        """
+        """Steps (state, batch, more) -> (state, metrics), (params, batch) -> sums, compiled."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         tables = (whole for _ in self.slot_tables)
         jitted_train = jax.jit(
@@ -285,6 +281,10 @@ class TrainingProgram:
             return jax.make_array_from_process_local_data(self.batch_sharding, rows, shape)
 
         return {name: as_global(rows) for name, rows in batch.items()}
+
+    def place_for_training(self, batch: Batch) -> dict:
+        """The same of a batch that is trained on."""
+        return self.place(batch)
 
 
 def task_tables(

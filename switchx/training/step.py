@@ -23,7 +23,7 @@ from switchx.optim.protocol import apply_updates, clip_scale, global_norm, slice
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.host_stack import add_gradients, with_totals, zero_gradients
 from switchx.partitioning.schedule import Schedule
-from switchx.training.distillation import Teacher, distilled_batch_loss
+from switchx.training.distillation import Teacher, WrittenTeacher, distilled_batch_loss
 from switchx.training.fused_loss import fused_batch_loss
 from switchx.training.losses import (
     LossConfig,
@@ -140,7 +140,7 @@ def gradients(
     key,
     loss_scale=1.0,
     expert_of_slot_NR=None,
-    teacher: Teacher | None = None,
+    teacher: Teacher | WrittenTeacher | None = None,
 ):
     """Raw gradients of `loss_scale` times the loss over the whole batch.
 
@@ -200,7 +200,7 @@ def train_step(
     expert_of_slot_NR=None,
     *,
     pipeline: Schedule | None = None,
-    teacher: Teacher | None = None,
+    teacher: Teacher | WrittenTeacher | None = None,
 ) -> tuple[TrainState, StepMetrics]:
     """The state after one batch, and what was measured on the way; see `take_step`.
 

@@ -115,3 +115,17 @@ def test_what_cannot_be_made_is_refused_in_a_line(runs, in_a_folder, capsys, kin
 def test_links_of_the_page_lead_somewhere():
     for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
         assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
+
+
+def test_teaching_without_a_teacher_is_refused(in_a_folder, capsys):
+    words = ["teach", "--gin_file=configs/runs/pretrain_tiny.gin", "--output=out"]
+    assert main(words) == 2
+    assert (
+        "there is no teacher: use --gin_file=configs/runs/distill.gin"
+        in capsys.readouterr().err
+    )
+    (in_a_folder / "answers").mkdir()
+    (in_a_folder / "answers/teacher.json").touch()
+    words = ["teach", "--gin_file=configs/runs/distill.gin", "--output=out"]
+    assert main([*words, "--gin.TEACHER=answers"]) == 2
+    assert "answers is what `switchx teach` wrote" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from switchx.storage.cache import StorageSpec
 from switchx.training.distillation import (
     Distillation,
     Teacher,
+    WrittenTeacher,
     distilled_sums,
     soft_loss,
     with_weights_of,
@@ -85,14 +86,21 @@ def test_loss_and_raw_gradient_are_those_of_float64(rows, s, T):
     student, teacher, targets, weights = rows
     batch = {"decoder_target_tokens": targets, "decoder_loss_weights": weights}
     settings = Distillation("teacher", soft_weight=s, temperature=T)
+    # All tokens of a teacher, as they would be on a disk.
+    order = np.argsort(-teacher[..., :7], axis=-1)
+    batch["teacher_token_ids"] = order.astype(np.int32)
+    largest = np.take_along_axis(teacher, order, -1)
+    batch["teacher_logits"] = largest.astype(np.float32)
 
     def loss(logits_BLV):
-        sums = distilled_sums(logits_BLV, teacher.astype(np.float32), batch, PLAIN, settings)
+        sums = distilled_sums(logits_BLV, batch, PLAIN, WrittenTeacher(settings))
         return sums.loss, sums
 
     (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(student.astype(np.float32))
     expected, soft = oracle(student, teacher, targets, weights, s, T)
     np.testing.assert_allclose([value, sums.soft_loss], [expected, soft], rtol=2e-6)
+    arrays = student.astype(np.float32), teacher.astype(np.float32), weights, T
+    np.testing.assert_allclose(soft_loss(*arrays), soft, rtol=2e-6)
     found = np.zeros_like(student)
     for place in np.ndindex(student.shape):  # central differences
         values = []
