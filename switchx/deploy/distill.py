@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from switchx import api
+from switchx.checkpoint.checkpointer import Retention
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
 from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.data.vocabularies import load_vocabulary
@@ -70,7 +71,7 @@ def distilled(
     """The parameters of a student after some steps.
 
     Args:
-        job: of the run that is deployed; its mesh, stages, buckets and storage are left out.
+        job: of the run; its mesh, stages, buckets, storage and generated texts are left out.
         config: of the student.
         start: run folder of the student, whose parameters it begins with.
         scratch: folder that the training writes into.
@@ -91,6 +92,8 @@ def distilled(
         step=dataclasses.replace(job.step, bucket_bytes=None),
         pipeline=ScheduleSpec(),
         storage=StorageSpec(),
+        retention=Retention(),
+        text_evaluation=None,
     )
     train(job, RunFolder(scratch), _Notes(note), devices=jax.devices()[:1])
     return api.load(scratch).params

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from switchx.checkpoint.checkpointer import Checkpointer
-from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder, require_shared
 from switchx.data.data_dir import write_atomically
 from switchx.data.features import Batch
@@ -21,12 +20,8 @@ from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.fields import require
 from switchx.planner.model_cost import train_flops
-from switchx.training.distilled_logits import WrittenTeacherProgram, has_logits
-from switchx.training.distilled_program import DistilledProgram
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
-from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
-from switchx.training.layered import LayeredProgram
 from switchx.training.metrics import (
     Interval,
     MetricsLog,
@@ -37,15 +32,11 @@ from switchx.training.metrics import (
     token_metrics,
 )
 from switchx.training.program import TrainingProgram
-from switchx.training.resume import (
-    check_same_run,
-    require_vocabulary_of,
-    write_run_config,
-)
+from switchx.training.resume import check_same_run, write_run_config
+from switchx.training.start import initial_params, program_of
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.training.text_evaluation import TextEvaluator, TextLog
-from switchx.tree import Tree, named_leaves, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +99,7 @@ def train(
     with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
         if _is_begun(run):  # before anything in it is touched
             job = check_same_run(run, job)
-        program = _program(job, run, devices)
+        program = program_of(job, run, devices)
         evaluator = _text_evaluator(job, program, text_evaluator)
         program.require_memory()
         for note in program.notes:
@@ -118,7 +109,7 @@ def train(
             Checkpointer(run, job.retention, program.experts) as checkpointer,
         ):
             step = checkpointer.latest_complete_step()
-            params = _initial_params(job, program, reporter) if step is None else None
+            params = initial_params(job, program, reporter.note) if step is None else None
             logger.info("opening the data")
             loader = TrainLoader(
                 job.source,
@@ -164,20 +155,6 @@ def _text_evaluator(job: TrainingJob, program: TrainingProgram, make) -> TextEva
     return make(job, program.mesh)
 
 
-def _program(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
-    """The program that a job is trained by.
-
-    Raises:
-        ValueError: something in the job does not go together.
-    """
-    if job.distillation is not None:
-        is_written = has_logits(job.distillation.teacher)
-        return (WrittenTeacherProgram if is_written else DistilledProgram)(job, devices)
-    if job.storage.experts == "disk":
-        return LayeredProgram(job, run, devices)
-    return compiled_program(job, devices)
-
-
 def _is_begun(run: RunFolder) -> bool:
     """Whether the folder has a checkpoint; an attempt that ended before may be set right.
 
@@ -192,28 +169,6 @@ def _is_begun(run: RunFolder) -> bool:
             "give another model_dir"
         )
     return True
-
-
-def _initial_params(job: TrainingJob, program: TrainingProgram, reporter) -> Tree | None:
-    """The parameters of the run that a new one starts from, None to draw them."""
-    if job.distillation is not None and job.distillation.starts_from_teacher:
-        params, names = program.started_params()
-        reporter.note(
-            f"{len(names)} of {len(named_leaves(params))} parameter arrays are the "
-            "teacher's, the others are drawn"
-        )
-        return params
-    if job.init_from is None:
-        return None
-    source = RunFolder(job.init_from)
-    require_vocabulary_of(source, job, "init_from")
-    target = program.abstract_params
-    params = restore_params(source.root, target=target, model=job.model)
-    reporter.note(
-        f"restored {len(jax.tree.leaves(params))} parameter arrays, {num_bytes(params)} bytes, "
-        f"from {source.root}; optimizer and step are fresh"
-    )
-    return params
 
 
 @dataclasses.dataclass
