@@ -55,6 +55,7 @@ def build_job(tmp_path):
         "INPUTS": "cola: {sentence}",
         "LANGUAGES": ("de",),
         "TARGETS": "{label}",
+        "TEACHER": tmp_path,
         "INIT_FROM": tmp_path,
         "VOCABULARY_FILE": tmp_path / "t5.model",
     }

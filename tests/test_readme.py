@@ -112,6 +112,15 @@ TESTED_ELSEWHERE = {
     ),
     "switchx deploy --model_dir=runs/pretrain_tiny --output=deployed --experts=4 --bits=4 "
     "--platform=tpu": "tests/deploy/test_deploy.py::test_commands_of_the_page_run",
+    "switchx train --gin_file=configs/runs/distill.gin --gin.TEACHER=runs/pretrain_tiny "
+    "--model_dir=runs/student": "tests/cli/test_reshape.py::test_all_commands_of_the_page_run",
+    "switchx teach --gin_file=configs/runs/distill.gin --gin.TEACHER=runs/pretrain_tiny "
+    "--output=answers --top=16": (
+        "tests/cli/test_reshape.py::test_all_commands_of_the_page_run"
+    ),
+    "switchx reshape --model_dir=runs/pretrain_tiny --output=runs/fewer --experts=4": (
+        "tests/cli/test_reshape.py::test_reshaping_of_the_page_keeps_what_it_says"
+    ),
     "switchx simulate cache --model_dir=runs/pretrain_tiny --output=cache.gin": (
         "tests/storage/test_docs.py::test_commands_run"
     ),

@@ -17,7 +17,8 @@ Makes of a run what is served, a folder a step (SE-MoE, section 3.1):
   echo "[69, 70, 258, 1]" | python deployed/6_deploy/run.py
 
   1_fuse      one unsharded model, without the optimizer
-  2_reduce    --experts: fewer of them, like ones merged or the least used dropped
+  2_reduce    --experts: fewer of them, like ones merged or the least used dropped; with
+              --teacher and --distill_steps trained on its probabilities and the run's text
   3_convert   layers unrolled, --dtype
   4_segment   split over --devices of --memory GiB, as the planner chooses
   5_optimize  --bits of an expert's weight; programs for --platform; where --memory has no
@@ -51,8 +52,11 @@ def add_command(commands) -> None:
         "(default: merge)",
     )
     parser.add_argument(
-        "--teacher", metavar="DIR", help="refused: there is no distillation in this version"
+        "--teacher",
+        metavar="DIR",
+        help="with --experts: run folder whose model teaches the smaller one",
     )
+    number("--distill_steps", type=shared.positive, help="with --teacher: steps of training")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -85,11 +89,6 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.teacher is not None:
-        raise ValueError(
-            f"--teacher={arguments.teacher}: there is no distillation in this version; leave "
-            "it out, and use --experts with --reduce=merge or drop"
-        )
     if arguments.mesh is not None:
         needed = math.prod(arguments.mesh.values())
         if arguments.devices not in (1, needed):
@@ -142,7 +141,7 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
         return ValidationText.of(job, settings.batch_size, settings.input_length)
 
     described = describe((job.source, job.batches, job.eval_batches))
-    deployment = Deployment(plan, text, described, _command(arguments))
+    deployment = Deployment(plan, text, described, _command(arguments), job)
     made = deployment.run(arguments.output, reporter.note)
     (optimized,) = (each.measured for each in made if "compiled" in each.measured)
     rows = [*map(_measured, made), *map(_made, made), _optimized(optimized)]
@@ -157,6 +156,7 @@ def _deploy(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, Any
 def _measured(each) -> dict[str, Any]:
     """A step's row of what was measured."""
     measured = each.measured
+    taught = measured.keys() & {"untaught_loss"}
     return {
         "step": each.path.name,
         "experts": measured["experts"],
@@ -165,7 +165,7 @@ def _measured(each) -> dict[str, Any]:
         "loss_nats": measured["validation_loss"],
         "tokens_per_s": measured["tokens_per_s"],
         "differing": measured["tokens_differing"],
-    }
+    } | {f"{name}_nats": measured[name] for name in taught}
 
 
 def _made(each) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _settings(arguments: argparse.Namespace):
     decoding = DecodingConfig(**shared.options_of(arguments, DecodingConfig))
     names = (
         "platform", "experts", "reduce", "dtype", "devices", "bits", "device_kind",
-        "batch_size", "input_length",
+        "batch_size", "input_length", "teacher", "distill_steps",
     )  # fmt: skip
     given = {name: getattr(arguments, name) for name in names}
     given["mesh"] = arguments.mesh
@@ -223,7 +223,7 @@ def _command(arguments: argparse.Namespace) -> str:
     """The command that makes this again, for messages of what is deployed."""
     names = (
         "model_dir", "output", "step", "experts", "reduce", "dtype", "devices", "memory",
-        "bits", "device_kind", "batch_size", "input_length",
+        "bits", "device_kind", "batch_size", "input_length", "teacher", "distill_steps",
     )  # fmt: skip
     given = {name: getattr(arguments, name) for name in names}
     given |= shared.options_of(arguments, DecodingConfig)

@@ -17,10 +17,12 @@ from switchx.cli import (
     messages,
     plan,
     quantize,
+    reshape,
     serve,
     show,
     simulate,
     tasks,
+    teach,
     train,
     vocab,
 )
@@ -32,8 +34,8 @@ from switchx.cli.arguments import (
 )
 
 COMMANDS = (
-    train, evaluate, generate, serve, quantize, export, deploy, convert, vocab, tasks,
-    checkpoint, show, plan, simulate, compile, bench,
+    train, evaluate, generate, serve, quantize, export, reshape, teach, deploy, convert, vocab,
+    tasks, checkpoint, show, plan, simulate, compile, bench,
 )  # fmt: skip
 
 DESCRIPTION = """\

@@ -17,6 +17,7 @@ from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.tasks import TextFormat
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary
+from switchx.deploy.distill import CheckedTeacher
 from switchx.fields import check_choices, require, require_above_zero, require_at_least
 from switchx.inference.artifact import is_artifact
 from switchx.inference.config import DecodingConfig
@@ -49,6 +50,9 @@ class DeploySettings:
         platform: one of `DEVICE_KINDS`; programs for the machine at hand are made beside.
         experts: of each Switch layer; None keeps all.
         reduce: like experts are merged, or the least used ones dropped.
+        teacher: run folder whose model teaches the one with fewer experts; None, nothing is
+            trained.
+        distill_steps: steps of that.
         dtype: of parameters and of computing, routers apart; None keeps both.
         devices, memory_gib: how many, and what each has for the model; None is no limit.
         mesh: sizes of its axes, in the planner's place; their product is `devices`.
@@ -60,6 +64,8 @@ class DeploySettings:
     platform: str
     experts: int | None = None
     reduce: Literal["merge", "drop"] = "merge"
+    teacher: str | None = None
+    distill_steps: int | None = None
     dtype: Literal["bfloat16", "float32"] | None = None
     devices: int = 1
     memory_gib: float | None = None
@@ -72,7 +78,7 @@ class DeploySettings:
 
     def __post_init__(self):
         check_choices(self)
-        require_at_least(self, 1, "devices", "batch_size", "input_length")
+        require_at_least(self, 1, "devices", "batch_size", "input_length", "distill_steps")
         require_above_zero(self, "memory_gib")
         for name, value, choices in (
             ("platform", self.platform, tuple(DEVICE_KINDS)),
@@ -83,6 +89,16 @@ class DeploySettings:
                 value in choices,
                 f"{name}={value!r}; use {', '.join(map(str, choices))}",
             )
+        require(
+            (self.teacher is None) == (self.distill_steps is None),
+            f"--teacher={self.teacher} with --distill_steps={self.distill_steps}; give both, "
+            "or neither",
+        )
+        require(
+            self.teacher is None or self.experts is not None,
+            f"--teacher={self.teacher} without --experts: a model of fewer experts is taught; "
+            "give --experts, or leave the teacher out",
+        )
         Target(self.platform, self.device_kind)  # refuses a kind that the platform has not
 
 
@@ -93,6 +109,7 @@ class DeployPlan:
         run_folder, step: the run and its checkpoint.
         source: the model, for the deployment's log.
         reduced: the model as it is deployed, before its experts are quantized.
+        teacher: of the settings, checked; None has none.
         split: over the devices, of the planner.
         ring: of the deployed programs; None has all experts resident.
         because: why.
@@ -123,6 +140,11 @@ class DeployPlan:
         self.config = read_model_config(self.run_folder)
         self.reduced = self._reduced()
         self._check_lengths()
+        self.teacher = (
+            None
+            if settings.teacher is None
+            else CheckedTeacher.of(settings.teacher, self.reduced, self.run_folder)
+        )
         self.split, self.ring, self.because = self._placed()
         self._require_devices()
         self.step = choose_step(self.run_folder, step)

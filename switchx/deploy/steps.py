@@ -4,7 +4,8 @@
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1, Figure 3:
 
     1_fuse      graph fusion: one unsharded model out of a run's checkpoint, no optimizer
-    2_reduce    compression: fewer experts, dropped or merged, and their routers
+    2_reduce    compression: fewer experts, dropped or merged, and their routers; taught by a
+                teacher, where there is one
     3_convert   graph conversion: layers unrolled, the dtype of inference, an artifact
     4_segment   graph segmentation: programs split over devices, with their collectives
     5_optimize  optimization: quantized experts, programs with the kernels of the platform
@@ -19,6 +20,7 @@ import functools
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,7 @@ from switchx.checkpoint.run_folder import (
 )
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.deploy.compiled import compile_programs, slice_for
+from switchx.deploy.distill import distilled
 from switchx.deploy.folders import MANIFEST, FinishedStep, Step, run_steps
 from switchx.deploy.measure import (
     ValidationText,
@@ -44,6 +47,7 @@ from switchx.deploy.measure import (
     written_by_export,
 )
 from switchx.deploy.plan import DeployPlan
+from switchx.fields import describe, require
 from switchx.inference.artifact import describe_artifact, write_artifact
 from switchx.inference.export import Shapes, Target, export_model
 from switchx.inference.quantize import model_bytes, native, quantize_experts
@@ -53,6 +57,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.reshape import drop_experts, merge_experts
 from switchx.models.unroll import unrolled
 from switchx.partitioning.hlo_collectives import executed_collectives
+from switchx.training.job import TrainingJob
 
 GIB = 2**30
 REDUCTIONS = {"merge": merge_experts, "drop": drop_experts}
@@ -62,7 +67,12 @@ class Deployment:
     """Makes the folder of a plan."""
 
     def __init__(
-        self, plan: DeployPlan, text: Callable[[], ValidationText], described: Any, rebuild: str
+        self,
+        plan: DeployPlan,
+        text: Callable[[], ValidationText],
+        described: Any,
+        rebuild: str,
+        job: TrainingJob | None = None,
     ):
         """Makes nothing yet.
 
@@ -70,14 +80,25 @@ class Deployment:
             text: reads the validation text; called once, when a step needs it.
             described: where that text is from, JSON: another one makes all steps again.
             rebuild: the command, for messages of what is deployed.
+            job: that the run was trained by; a teacher needs it.
+
+        Raises:
+            ValueError: there is a teacher and no job.
         """
-        self.plan, self.described, self.rebuild = plan, described, rebuild
+        require(
+            plan.teacher is None or job is not None,
+            f"teacher={plan.settings.teacher!r} without a job: its student is trained on the "
+            "run's own task; give the TrainingJob",
+        )
+        self.plan, self.described, self.rebuild, self.job = plan, described, rebuild, job
         self._text = functools.cache(text)
+        self._note: Callable[[str], None] = lambda said: None
 
     def run(
         self, output: str | os.PathLike, note: Callable[[str], None] = lambda said: None
     ) -> list[FinishedStep]:
         """Makes what is missing of the folder; see `folders.run_steps`."""
+        self._note = note
         return run_steps(output, self.plan.source, self._steps(), note)
 
     def _steps(self) -> list[Step]:
@@ -90,13 +111,24 @@ class Deployment:
         target |= {"ring_slots": self._ring_slots}
         return [
             Step("fuse", {"checkpoint": self.plan.step, "text": self.described}, self._fuse),
-            Step("reduce", {"experts": settings.experts, "how": how}, self._reduce),
+            Step("reduce", {"experts": settings.experts, "how": how} | self._taught(),
+                 self._reduce),
             Step("convert", {"dtype": settings.dtype, "decoding": decoding} | shapes,
                  self._convert),
             Step("segment", {"mesh": mesh}, self._segment),
             Step("optimize", {"bits": settings.bits} | target, self._optimize),
             Step("deploy", {}, self._deploy),
         ]  # fmt: skip
+
+    def _taught(self) -> dict[str, Any]:
+        """What decides how the reduced model is trained; nothing without a teacher."""
+        if self.plan.teacher is None:
+            return {}
+        return {
+            "teacher": self.plan.teacher.fingerprint,
+            "distill_steps": self.plan.settings.distill_steps,
+            "job": describe(self.job),
+        }
 
     @property
     def _ring_slots(self) -> int | None:
@@ -116,8 +148,29 @@ class Deployment:
             samples = sample_layers(model, self._text())
             reduction = REDUCTIONS[settings.reduce]
             config, params = reduction(config, params, samples, settings.experts)
+        taught = {}
+        if self.plan.teacher is not None:
+            untaught = dataclasses.replace(model, config=config, params=params)
+            taught["untaught_loss"] = validation_loss(untaught, self._text())
+            params = self._distilled(folder, model, config, params)
         self._write_run(folder, model, config, params)
-        return self._measured(folder, api.load(folder))
+        return self._measured(folder, api.load(folder)) | taught
+
+    def _distilled(self, folder: pathlib.Path, model: Model, config, params):
+        """Trained in a folder that goes with the end of it, or with the step's."""
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            start = pathlib.Path(scratch, "start")
+            start.mkdir()
+            self._write_run(start, model, config, params)
+            return distilled(
+                self.plan.teacher,
+                self.job,
+                config,
+                start,
+                pathlib.Path(scratch, "run"),
+                self.plan.settings.distill_steps,
+                self._note,
+            )
 
     def _convert(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
         model = api.load(made["reduce"].path)

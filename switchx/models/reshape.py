@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with fewer experts: the most used ones, or groups of like experts merged into one.
 
+Or with none: of each Switch layer one FFN, the most used expert or the mean of all.
+
 Dropping keeps the experts that most tokens chose. Merging follows Chen et al. 2024 (HC-SMoE,
 arXiv:2410.08589): experts are clustered by what they compute on a sample, average linkage; and
 Li et al. 2023 (MC-SMoE, arXiv:2310.01334): hidden units are aligned before matrices are
@@ -22,6 +24,7 @@ import numpy as np
 import scipy.cluster.hierarchy
 import scipy.optimize
 import scipy.spatial.distance
+import scipy.special
 
 from switchx import tree
 from switchx.fields import require
@@ -130,6 +133,76 @@ def merge_experts(
         return _merged(layer, sample, hidden_ERF, clusters)
 
     return reduced, _reshaped(config, params, samples, merge)
+
+
+def dense_config(config: ModelConfig) -> ModelConfig:
+    """The configuration of a sparse model without experts, layers unrolled.
+
+    Raises:
+        ValueError: its Switch layers have something that a dense FFN has not.
+    """
+    check_num_experts(config, config.switch.num_experts)
+    switch = config.switch
+    for name, is_like in (
+        (f"SwitchConfig.d_ff={switch.d_ff}", switch.d_ff in (None, config.d_ff)),
+        (f"SwitchConfig.shared_d_ff={switch.shared_d_ff}", switch.shared_d_ff is None),
+        (f"SwitchConfig.expert_bias={switch.expert_bias}",
+         switch.expert_bias == config.use_bias),
+    ):  # fmt: skip
+        require(
+            is_like,
+            f"experts=0 of a model with {name}: the FFNs of a dense model are all of d_ff="
+            f"{config.d_ff}, with use_bias={config.use_bias}; use at least 1 expert",
+        )
+    return dataclasses.replace(config, switch=None, scan_layers=False)
+
+
+def to_dense(
+    config: ModelConfig, params: dict, samples: Sequence[LayerSample], *, is_merged: bool
+) -> tuple[ModelConfig, dict]:
+    """The model with one FFN in the place of each Switch layer.
+
+    Its output is that of an expert times what a token's gates sum up to on average: of experts
+    that are equal, with normalized gates, it is exact.
+
+    Args:
+        is_merged: the mean of all experts, hidden units aligned, weighted by use; otherwise
+            the most used one.
+
+    Returns, Raises: as `drop_experts`; see `dense_config`.
+    """
+    dense = dense_config(config)
+
+    def replace(layer: Layer, sample: LayerSample) -> Layer:
+        use_E = np.asarray(sample.load_E, np.float64)
+        if is_merged:
+            share_E = (use_E + 1e-9) / np.sum(use_E + 1e-9)
+            hidden_ERF = _hidden(config, layer, sample.x_RD)
+            expert = _merged_expert(layer, hidden_ERF, list(range(len(use_E))), share_E)
+        else:
+            taken = _taken(layer, np.array([np.argmax(use_E)]))
+            expert = {name: x[0] for name, x in taken.items() if name.startswith("experts/")}
+        scale, ffn = _mean_gate(config, layer, sample.x_RD), {}
+        for name, value in expert.items():
+            kind, _, dims = name.removeprefix("experts/").rpartition("_")
+            value = value * scale if kind in ("w_out", "b_out") else value
+            ffn[f"{kind}_{dims.removeprefix('E')}"] = value.astype(layer[name].dtype)
+        return ffn
+
+    return dense, _reshaped(config, params, samples, replace)
+
+
+def _mean_gate(config: ModelConfig, layer: Layer, x_RD) -> float:
+    """What the gates of a token sum up to, the mean over the sample."""
+    router = config.switch.router
+    if router.gate == "normalized":
+        return 1.0
+    logits_RE = x_RD.astype(np.float64) @ layer["w_router_DE"].astype(np.float64)
+    log_count_E = np.asarray(layer.get("router_log_count_E", 0.0), np.float64)
+    prob_RE = scipy.special.softmax(logits_RE + log_count_E, axis=-1) * np.exp(-log_count_E)
+    order_RE = np.argsort(-(prob_RE + layer.get("router_bias_E", 0.0)), axis=-1)
+    chosen_RS = np.take_along_axis(prob_RE, order_RE[:, : router.num_selected], axis=-1)
+    return float(chosen_RS.sum(axis=-1).mean())
 
 
 def cluster_experts(y_ERD, num_clusters: int) -> list[list[int]]:

@@ -152,6 +152,7 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
     Raises:
         ValueError: the job does not suit its mesh, or the mesh not the devices.
     """
+    job.require_no_teacher("switchx compile")
     mesh = job.mesh.build(devices)
     is_described = job.storage.experts == "host" and devices[0].platform == "gpu"
     # Described devices of CUDA have no memories to place arrays in (`compile_lowered`).

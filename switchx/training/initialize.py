@@ -26,13 +26,13 @@ from switchx.checkpoint.restore import (
     stored_model,
 )
 from switchx.checkpoint.run_folder import RunFolder, read_model_config
-from switchx.data.vocabularies import load_vocabulary
 from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
 from switchx.partitioning.rules import param_sharding
 from switchx.training.job import InitConfig, TrainingJob
 from switchx.training.program import TrainingProgram
+from switchx.training.resume import require_vocabulary_of
 from switchx.training.step import TrainState, init_key
 from switchx.tree import Tree, named_leaves, nested
 
@@ -293,17 +293,7 @@ def _like(name: str | None, names: Collection[str]) -> str:
 
 def _checked_folder(job: TrainingJob) -> RunFolder:
     source = RunFolder(job.init_from)
-    if not source.config.is_file():
-        raise ValueError(
-            f"init_from={str(source.path)!r} has no {source.config.name}: it is no run folder; "
-            "give the model_dir of a run or of `switchx convert` (of a quantized or exported "
-            "model, the run that it was made from)"
-        )
-    if load_vocabulary(source.root).fingerprint() != job.vocabulary.fingerprint():
-        raise ValueError(
-            f"init_from={str(source.path)!r} was trained with another vocabulary than this "
-            "job's; its token ids mean other things. Use the copy in that folder"
-        )
+    require_vocabulary_of(source, job, "init_from")
     return source
 
 

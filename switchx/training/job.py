@@ -32,6 +32,7 @@ from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.storage_tiers import Storage, storage_refusal
 from switchx.storage.cache import StorageSpec
+from switchx.training.distillation import Distillation
 from switchx.training.losses import LossConfig
 from switchx.training.metric_writers import Writer, checked_writers
 from switchx.training.step import StepConfig
@@ -100,6 +101,7 @@ class TrainingJob:
         text_evaluation: how evaluations also generate texts, for the tasks' metrics; None
             generates none.
         metric_writers: what gets the metrics beside the run folder.
+        distillation: the teacher that the model learns from beside the text; None has none.
     """
 
     model: ModelConfig
@@ -130,6 +132,7 @@ class TrainingJob:
     storage: StorageSpec = at_resume(StorageSpec())
     text_evaluation: TextEvaluation | None = at_resume(None)
     metric_writers: tuple[Writer, ...] = at_resume(())
+    distillation: Distillation | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "metric_writers", checked_writers(self.metric_writers))
@@ -157,6 +160,14 @@ class TrainingJob:
                 "balance_scope='group', which is exact under any split"
             )
         self._check_tasks()
+        require(
+            self.init_from is None
+            or self.distillation is None
+            or not self.distillation.starts_from_teacher,
+            f"init_from={str(self.init_from)!r} with Distillation.starts_from_teacher=True: "
+            "both say what the student begins with; use starts_from_teacher=False, or leave "
+            "init_from out",
+        )
         longest = max(self.sequence_lengths)
         if self.model.max_length is not None and longest > self.model.max_length:
             raise ValueError(
@@ -208,6 +219,14 @@ class TrainingJob:
             bucket_bytes=self.step.bucket_bytes,
         )
         require(reason is None, reason)
+
+    def require_no_teacher(self, what: str) -> None:
+        """Raises ValueError where there is a teacher, which `what` would not count."""
+        require(
+            self.distillation is None,
+            f"TrainingJob.distillation: {what} knows the student alone, and a teacher takes "
+            "memory and time beside it; leave it out there (DISTILLATION=None)",
+        )
 
     @property
     def planned_storage(self) -> Storage:

@@ -21,10 +21,7 @@ from switchx.data.tasks import Task
 from switchx.fields import require
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
-from switchx.training.host_program import compiled_program
-from switchx.training.initialize import Source
 from switchx.training.job import TrainingJob
-from switchx.training.layered import LayeredProgram
 from switchx.training.metric_writers import opened_writers, require_writers
 from switchx.training.metrics import (
     Interval,
@@ -37,6 +34,7 @@ from switchx.training.metrics import (
 )
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, flat_description, write_run_config
+from switchx.training.start import FirstParams, first_params, program_of
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.training.text_evaluation import TextEvaluator, TextLog
@@ -103,10 +101,7 @@ def train(
     with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
         if _is_begun(run):  # before anything in it is touched
             job = check_same_run(run, job)
-        is_on_disk = job.storage.experts == "disk"
-        program = (
-            LayeredProgram(job, run, devices) if is_on_disk else compiled_program(job, devices)
-        )
+        program = program_of(job, run, devices)
         evaluator = _text_evaluator(job, program, text_evaluator)
         program.require_memory()
         for note in program.notes:
@@ -116,8 +111,7 @@ def train(
             Checkpointer(run, job.retention, program.experts) as checkpointer,
         ):
             step = checkpointer.latest_complete_step()
-            is_tuning = step is None and job.init_from is not None
-            source = Source(job, program) if is_tuning else None
+            first = first_params(job, program) if step is None else None
             logger.info("opening the data")
             loader = TrainLoader(
                 job.source,
@@ -134,7 +128,7 @@ def train(
                 if step is None:
                     if is_first:
                         write_run_config(run, job)
-                    state = _first_state(program, source, run, reporter)
+                    state = _first_state(program, first, run, reporter)
                 else:
                     logger.info("reading %s", run.checkpoints / str(step))
                     state, data_states = checkpointer.restore(
@@ -163,17 +157,17 @@ def _text_evaluator(job: TrainingJob, program: TrainingProgram, make) -> TextEva
 
 
 def _first_state(
-    program: TrainingProgram, source: Source | None, run: RunFolder, reporter: Reporter
+    program: TrainingProgram, first: FirstParams | None, run: RunFolder, reporter: Reporter
 ) -> TrainState:
     """The state at step 0, drawn or of another run; says and keeps what came from where."""
     logger.info("reading or drawing the parameters, beginning the optimizer")
-    if source is None:
+    if first is None:
         return program.init_state(None)
-    state = source.state()
-    for note in source.notes:
+    state = first.state()
+    for note in first.notes:
         reporter.note(note)
     if jax.process_index() == 0:
-        write_atomically(run.initialization, source.listing.encode())
+        write_atomically(run.initialization, first.listing.encode())
     return state
 
 
@@ -253,7 +247,7 @@ class _Loop:
         while step < job.train_steps and not self.is_stopping():
             batch = next(self.loader)
             state, metrics = self.program.train_step(
-                state, self.program.place(batch), *self.program.slot_tables
+                state, self.program.place_for_training(batch), *self.program.slot_tables
             )
             self._account()  # of the step before, while this one runs
             step += 1

@@ -50,16 +50,19 @@ class TokenSums:
     """Sums over real target tokens; divide by `tokens` for means.
 
     Attributes:
-        loss: cross-entropy with label smoothing and z-loss, in nats.
+        loss: cross-entropy with label smoothing and z-loss, in nats; of a student mixed with
+            the soft loss (`distillation.py`).
         nll: negative log-likelihood, in nats, without either.
         correct: tokens whose most probable prediction is the target.
         tokens: real target tokens (the sum of the loss weights).
+        soft_loss: of a student, how far it is from its teacher, in nats; otherwise None.
     """
 
     loss: jax.Array
     nll: jax.Array
     correct: jax.Array
     tokens: jax.Array
+    soft_loss: jax.Array | None = None
 
 
 def cross_entropy(logits_BLV, targets_BL, weights_BL, config: LossConfig) -> TokenSums:

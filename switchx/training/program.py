@@ -63,12 +63,10 @@ class TrainingProgram:
                 can be traced and lowered alone.
 
         Raises:
-            ValueError: the mesh does not fit the devices, or does not divide the batch or a
-                parameter.
+            ValueError: the mesh does not fit the devices, the batch or a parameter.
         """
         self.job = job
-        is_mesh = isinstance(devices, AbstractMesh)
-        self.mesh = devices if is_mesh else job.mesh.build(devices)
+        self.mesh = devices if isinstance(devices, AbstractMesh) else job.mesh.build(devices)
         rows = job.batch_size // job.step.num_microbatches
         parts = batch_parts(self.mesh, job.mesh.rules)
         if rows % parts:
@@ -104,16 +102,13 @@ class TrainingProgram:
         )
         return self._jitted(train, functools.partial(eval_step, job.model))
 
-    def _jitted(self, train, evaluate):
-        """Steps (state, batch) -> (state, metrics) and (params, batch) -> sums, compiled."""
+    def _jitted(self, train, evaluate, *more):
+        """Steps (state, batch, more) -> (state, metrics), (params, batch) -> sums, compiled."""
         whole = NamedSharding(self.mesh, PartitionSpec())
+        tables = (whole for _ in self.slot_tables)
         jitted_train = jax.jit(
             train,
-            in_shardings=(
-                self.shardings,
-                self.batch_sharding,
-                *(whole for _ in self.slot_tables),
-            ),
+            in_shardings=(self.shardings, self.batch_sharding, *more, *tables),
             out_shardings=(self.shardings, whole),
             donate_argnums=0,
             compiler_options=self.compiler_options,
@@ -287,6 +282,10 @@ class TrainingProgram:
 
         return {name: as_global(rows) for name, rows in batch.items()}
 
+    def place_for_training(self, batch: Batch) -> dict:
+        """The same of a batch that is trained on."""
+        return self.place(batch)
+
 
 def task_tables(
     job: TrainingJob, mesh, rules: Rules, num_microbatches: int
@@ -328,6 +327,7 @@ def _replicas_refusal(switch: SwitchConfig, name: str) -> str:
 def workload_of(job: TrainingJob) -> Workload:
     """What one step of `job` has to do, its mesh and dispatcher apart."""
     require_our_blocks(job.model, "the planner")
+    job.require_no_teacher("the planner")
     encoder_length, decoder_length = job.sequence_lengths
 
     def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:

@@ -12,7 +12,7 @@ from switchx.checkpoint.run_folder import RunFolder, read_config
 from switchx.data.data_dir import write_atomically
 from switchx.data.mixtures import as_mixture
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
-from switchx.fields import describe, differences
+from switchx.fields import describe, differences, require
 from switchx.training.job import TrainingJob
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,28 @@ def write_run_config(run: RunFolder, job: TrainingJob) -> None:
     description = json.dumps(describe(job, "job"), indent=2) + "\n"
     save_vocabulary(job.vocabulary, run.root)
     write_atomically(run.config, description.encode())
+
+
+def require_vocabulary_of(run: RunFolder, job: TrainingJob, name: str) -> None:
+    """Checks that a model in a run folder reads the token ids of a job.
+
+    Args:
+        name: of the setting that gave the folder, for messages.
+
+    Raises:
+        ValueError: it is no run folder, or it has another vocabulary.
+    """
+    require(
+        run.config.is_file(),
+        f"{name}={str(run.path)!r} has no {run.config.name}: it is no run folder; give the "
+        "model_dir of a run or of `switchx convert` (of a quantized or exported model, the run "
+        "that it was made from)",
+    )
+    require(
+        load_vocabulary(run.root).fingerprint() == job.vocabulary.fingerprint(),
+        f"{name}={str(run.path)!r} was trained with another vocabulary than this job's; its "
+        "token ids mean other things. Use the copy in that folder",
+    )
 
 
 def check_same_run(run: RunFolder, job: TrainingJob) -> TrainingJob:

@@ -29,6 +29,7 @@ from switchx.optim.protocol import apply_updates, clip_scale, global_norm, slice
 from switchx.partitioning.buckets import require_bucket_bytes
 from switchx.partitioning.host_stack import add_gradients, with_totals, zero_gradients
 from switchx.partitioning.schedule import Schedule
+from switchx.training.distillation import Teacher, WrittenTeacher, distilled_batch_loss
 from switchx.training.fused_loss import fused_batch_loss
 from switchx.training.losses import (
     LossConfig,
@@ -186,12 +187,14 @@ def gradients(
     key,
     loss_scale=1.0,
     expert_of_slot_NR=None,
+    teacher: Teacher | WrittenTeacher | None = None,
 ):
     """Raw gradients of `loss_scale` times the loss over the whole batch.
 
     Args:
         expert_of_slot_NR: of every Switch layer, the expert in each of R slots
             (`moe/replicas.py`); None, there are no replicas. It changes no number.
+        teacher: of a student that is distilled (`distillation.py`), without buckets.
 
     Returns:
         gradients, the unscaled loss, token sums, routing statistics (None for a dense model).
@@ -201,6 +204,8 @@ def gradients(
     loss_of = batch_loss
     if step.bucket_bytes is not None:
         loss_of = functools.partial(fused_batch_loss, bucket_bytes=step.bucket_bytes)
+    elif teacher is not None:
+        loss_of = functools.partial(distilled_batch_loss, teacher=teacher)
 
     def scaled_loss(params, totals, batch, key):
         params = with_totals(params, totals)
@@ -242,6 +247,7 @@ def train_step(
     expert_of_slot_NR=None,
     *,
     pipeline: Schedule | None = None,
+    teacher: Teacher | WrittenTeacher | None = None,
 ) -> tuple[TrainState, StepMetrics]:
     """The state after one batch, and what was measured on the way; see `take_step`.
 
@@ -249,11 +255,17 @@ def train_step(
         expert_of_slot_NR: see `gradients`; a pipeline has none.
         pipeline: by which the microbatches go through the stages of a pipeline; None where
             the mesh has none.
+        teacher: see `gradients`; a pipeline has none.
     """
     is_half = config.precision.compute == "float16"
     if pipeline is None:
         compute = functools.partial(
-            gradients, config, loss, step, expert_of_slot_NR=expert_of_slot_NR
+            gradients,
+            config,
+            loss,
+            step,
+            expert_of_slot_NR=expert_of_slot_NR,
+            teacher=teacher,
         )
     else:
         compute = functools.partial(pipelined_gradients, config, loss, pipeline)

@@ -99,6 +99,21 @@ def test_commands_of_the_page_run(run_folder, session_cache, capsys):
     assert {row["made"] for row in report["results"] if "made" in row} == {"before"}
 
 
+@pytest.mark.slow
+def test_a_taught_deployment_of_the_page(run_folder, capsys):
+    """It says the loss before and after, and is not taught twice."""
+    (command,) = BLOCKS[1].splitlines()
+    words = [*shlex.split(command)[1:], "--distill_steps=2", *QUICK, "--json"]
+    for made_now in (["now"] * 6, ["before"] * 6):
+        assert main(words) == 0, capsys.readouterr().err
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        rows = {row["step"]: row for row in report["results"] if "step" in row}
+        assert rows["2_reduce"]["untaught_loss_nats"] > 0
+        made = [row["made"] for row in report["results"] if "made" in row]
+        assert made == made_now
+    assert all(check["holds"] for check in report["checks"])
+
+
 def test_links_lead_somewhere():
     for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
         assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
@@ -117,7 +132,13 @@ def saved(tmp_path_factory):
         ("--platform=cpu --bits=3", "invalid choice: 3 (choose from 4, 8)"),
         ("--platform=cpu --experts=5", "experts=5 of a model with 4: <any>; use 1 to 4"),
         ("--platform=cpu --experts=0", "experts=0 of a model with 4: <any>"),
-        ("--platform=cpu --teacher=runs/t", "--teacher=runs/t: there is no distillation <any>"),
+        ("--platform=cpu --teacher=t", "--teacher=t with --distill_steps=None; give both"),
+        (
+            "--platform=cpu --distill_steps=9",
+            "--teacher=None with --distill_steps=9; give both",
+        ),
+        ("--platform=cpu --teacher=t --distill_steps=9", "--teacher=t without --experts"),
+        ("--platform=cpu --experts=2 --teacher=t --distill_steps=9", "t is not a run folder"),
         (
             "--platform=cpu --memory=0.00001",
             "a device of 1e-05 GiB is too small<any>the model needs 0.000<any> GiB a device",

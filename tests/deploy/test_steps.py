@@ -10,6 +10,9 @@ import pytest
 
 import switchx
 from switchx import tree
+from switchx.data.tokenizers import TokenIdVocabulary
+from switchx.data.vocabularies import save_vocabulary
+from switchx.deploy.folders import run_steps
 from switchx.deploy.measure import (
     ValidationText,
     sample_layers,
@@ -74,6 +77,51 @@ def test_differing_tokens_are_counted_by_place():
     assert tokens_differing([[1, 2], [3]], [[1, 2], [3]]) == 0
     assert tokens_differing([[1, 2], [3]], [[1, 4, 5], []]) == 3
     assert tokens_differing([[1]], [[1], [2, 2]]) == 2
+
+
+def taught_plan(folder, teacher) -> DeployPlan:
+    settings = DeploySettings(
+        "cpu", experts=4, batch_size=4, input_length=5, teacher=str(teacher), distill_steps=6
+    )
+    return DeployPlan(folder, 9, settings)
+
+
+def test_a_reduced_model_is_taught_on_the_runs_task(run, tmp_path):
+    """The first two steps: nearer to the text than untaught; made once, of one job."""
+    folder, text = run
+    plan = taught_plan(folder, folder)
+    assert plan.teacher.step == 9
+    with refused(f"teacher={str(folder)!r} without a job"):
+        Deployment(plan, lambda: text, None, "switchx deploy")
+    said, kept = [], []
+    for _ in range(2):
+        job = make_job(MODEL, eval_batches=1)
+        deployment = Deployment(plan, lambda: text, None, "switchx deploy", job)
+        deployment._note = said.append
+        made = run_steps(tmp_path / "out", plan.source, deployment._steps()[:2])
+        kept.append([each.is_new for each in made])
+    assert kept == [[True, True], [False, False]]
+    other = Deployment(plan, lambda: text, None, "switchx deploy", make_job(MODEL, seed=1))
+    assert other._steps()[1].settings != deployment._steps()[1].settings
+    measured = made[1].measured
+    assert measured["experts"] == 4
+    assert measured["validation_loss"] < measured["untaught_loss"] - 0.1
+    assert any("soft loss" in line for line in said)
+    model = switchx.load(made[1].path)
+    assert model.config == plan.reduced and model.step == 0
+    names = {each.name for each in made[1].path.iterdir()}
+    assert names == {"checkpoints", "config.json", "step.json", "vocabulary.json"}
+
+
+def test_teachers_that_cannot_teach_are_refused(run, tmp_path):
+    folder, _ = run
+    narrow = save_run(tmp_path / "narrow", dataclasses.replace(MODEL, vocab_size=380))
+    with refused("vocab_size=384 of the student, and 380 of the teacher"):
+        taught_plan(folder, narrow)
+    save_vocabulary(TokenIdVocabulary(384), tmp_path / "narrow")
+    (narrow / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with refused("narrow was trained with another vocabulary than"):
+        taught_plan(folder, narrow)
 
 
 DEEP = dataclasses.replace(

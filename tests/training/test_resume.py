@@ -28,6 +28,7 @@ from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import CompilerOptions, MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.storage.cache import StorageSpec
+from switchx.training.distillation import Distillation
 from switchx.training.job import InitConfig, TrainingJob
 from switchx.training.metric_writers import WeightsAndBiases
 from switchx.training.resume import (
@@ -89,6 +90,7 @@ FIXED = {
     "batch_size": (16, "batch_size: 8 there, 16 here"),
     "seed": (1, "seed: 0 there, 1 here"),
     "packed": (False, "packed: True there, False here"),
+    "distillation": (Distillation("teacher"), "distillation: None there, {<any>} here"),
     "step": (StepConfig(clip_norm=1.0), "step.clip_norm: None there, 1.0 here"),
 }
 

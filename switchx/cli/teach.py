@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx teach`: a teacher's most probable tokens of a student's batches, on a disk."""
+
+import argparse
+import json
+
+from switchx.cli import arguments as shared
+
+DESCRIPTION = """\
+Reads the batches that a student will be trained on, and writes what its teacher gives to them:
+
+  switchx teach --gin_file=configs/runs/distill.gin --gin.TEACHER=runs/tiny --output=answers \\
+    --top=16
+  switchx train --gin_file=configs/runs/distill.gin --gin.TEACHER=answers \\
+    --gin.Distillation.starts_from_teacher=False --model_dir=runs/student
+
+The first command has the gin files and bindings of the second, so that task, seed, batches and
+TRAIN_STEPS are the same; another batch is refused when it is trained on. Several students can
+learn from one folder. Of each place --top tokens and their logits are kept, 8 bytes each.
+"""
+
+
+def add_command(commands) -> None:
+    parser = shared.add_command(
+        commands, "teach", run, "write a teacher's logits for students", DESCRIPTION
+    )
+    shared.add_gin_arguments(parser)
+    shared.add_output(parser, "folder to write; nothing may be there", "DIR", required=True)
+    parser.add_argument(
+        "--top", type=shared.positive, metavar="K", default=16, help="tokens kept (default: 16)"
+    )
+    shared.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from switchx.cli.progress import TerminalReporter
+    from switchx.manifest import require_free
+
+    output = require_free(arguments.output)
+    with TerminalReporter() as reporter:
+        reporter.note("loading JAX and the data libraries")
+        job = shared.parse_job(arguments)
+        from switchx.fields import require
+        from switchx.training.distilled_logits import has_logits, write_logits
+
+        require(
+            job.distillation is not None,
+            "there is no teacher: use --gin_file=configs/runs/distill.gin, or "
+            "--gin.DISTILLATION=@Distillation()",
+        )
+        require(
+            not has_logits(job.distillation.teacher),
+            f"{job.distillation.teacher} is what `switchx teach` wrote; give the run folder of "
+            "a teacher",
+        )
+        num_bytes = write_logits(job, output, arguments.top, note=reporter.note)
+    report = {"command": "teach", "output": str(output), "batches": job.train_steps}
+    report |= {"top": arguments.top, "bytes_of_files": num_bytes}
+    said = f"{output}: {job.train_steps} batches, {num_bytes:,} bytes"
+    print(json.dumps(report) if arguments.json else said)
+    return 0

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation as a part of a deployment: the reduced model learns from a teacher.
+
+Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 3.1: the compression of the second step, a
+student of fewer experts. It is trained as any run is (`training/loop.py`), on the run's own
+task with its own optimizer, schedule and batches, from step 0; on one device.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from switchx import api
+from switchx.checkpoint.checkpointer import Retention
+from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
+from switchx.checkpoint.run_folder import RunFolder, read_model_config
+from switchx.data.vocabularies import load_vocabulary
+from switchx.fields import require
+from switchx.models.config import ModelConfig
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.schedule import ScheduleSpec
+from switchx.storage.cache import StorageSpec
+from switchx.training.distillation import Distillation, check_teacher
+from switchx.training.job import TrainingJob
+from switchx.training.loop import train
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedTeacher:
+    """A teacher that can teach the deployed model.
+
+    Attributes:
+        folder, step: its run and checkpoint.
+        fingerprint: of its model: another one makes the reduced model again.
+    """
+
+    folder: str
+    step: int
+    fingerprint: str
+
+    @classmethod
+    def of(cls, model_dir: str, student: ModelConfig, student_run: RunFolder):
+        """Reads its configuration, its vocabulary and its checkpoint's bytes.
+
+        Raises:
+            ValueError: there is none, or it cannot teach this student.
+        """
+        run = RunFolder(model_dir)
+        check_teacher(student, read_model_config(run), str(run.root))
+        step, vocabulary = choose_step(run), load_vocabulary(run.root)
+        require(
+            vocabulary.fingerprint() == load_vocabulary(student_run.root).fingerprint(),
+            f"--teacher={model_dir} was trained with another vocabulary than "
+            f"{student_run.root}; its token ids mean other things: give a teacher of the same",
+        )
+        return cls(str(run.root), step, checkpoint_fingerprint(run, step, vocabulary))
+
+
+def distilled(
+    teacher: CheckedTeacher,
+    job: TrainingJob,
+    config: ModelConfig,
+    start: pathlib.Path,
+    scratch: pathlib.Path,
+    num_steps: int,
+    note: Callable[[str], None],
+) -> dict:
+    """The parameters of a student after some steps.
+
+    Args:
+        job: of the run; its mesh, stages, buckets, storage and generated texts are left out.
+        config: of the student.
+        start: run folder of the student, whose parameters it begins with.
+        scratch: folder that the training writes into.
+    """
+    switch = config.switch
+    if switch is not None:  # on one device nothing is sent
+        switch = dataclasses.replace(switch, dispatcher="gather", num_replicas=0)
+    job = dataclasses.replace(
+        job,
+        model=dataclasses.replace(config, switch=switch),
+        distillation=Distillation(teacher.folder, teacher.step, starts_from_teacher=False),
+        init_from=str(start),
+        train_steps=num_steps,
+        log_every=min(job.log_every, num_steps),
+        eval_every=num_steps,
+        checkpoint_every=num_steps,
+        mesh=MeshSpec(data=1),
+        step=dataclasses.replace(job.step, bucket_bytes=None),
+        pipeline=ScheduleSpec(),
+        storage=StorageSpec(),
+        retention=Retention(),
+        text_evaluation=None,
+    )
+    train(job, RunFolder(scratch), _Notes(note), devices=jax.devices()[:1])
+    return api.load(scratch).params
+
+
+class _Notes:
+    """A reporter of training that says its lines to `note` (`training.loop.Reporter`)."""
+
+    def __init__(self, note: Callable[[str], None]):
+        self.note = note
+
+    def begin(self, first_step: int, last_step: int) -> None:
+        self.note(f"distilling, steps {first_step} to {last_step}")
+
+    def stepped(self, step: int) -> None:
+        pass
+
+    def logged(self, step: int, metrics: dict[str, Any]) -> None:
+        self.note(
+            f"step {step}: loss {metrics['loss']:.3f}, soft loss {metrics['soft_loss']:.3f}"
+        )
+
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
+        self.note(f"step {step}: validation cross-entropy {metrics['cross_entropy']:.3f}")

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job with a teacher as programs: `TrainingProgram`'s methods, two models in a step.
+
+Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961), section 4.2. The teacher's parameters
+are split over the mesh by the rules of the student's. They are an argument of the step, and not
+of the training state: no checkpoint has them.
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from switchx import tree
+from switchx.checkpoint.restore import choose_step, restore_params
+from switchx.checkpoint.run_folder import RunFolder, read_model_config
+from switchx.fields import require
+from switchx.models.config import ModelConfig
+from switchx.models.params import abstract_params, init_params
+from switchx.moe.capacity import rows_of_groups
+from switchx.partitioning.pipeline import PIPE
+from switchx.partitioning.rules import param_sharding
+from switchx.training.distillation import Teacher, check_teacher, with_weights_of
+from switchx.training.evaluate import eval_step
+from switchx.training.job import TrainingJob
+from switchx.training.program import TrainingProgram
+from switchx.training.resume import require_vocabulary_of
+from switchx.training.step import init_key, train_step
+
+
+class DistilledProgram(TrainingProgram):
+    """The programs of a job with a `distillation`.
+
+    Attributes:
+        teacher: configuration of the teacher as it is evaluated here: by `gather`, which every
+            mesh can, without replicas.
+        teacher_folder, teacher_step: its run and checkpoint.
+    """
+
+    def __init__(self, job: TrainingJob, devices=None):
+        """Reads the teacher's configuration and the bytes of its checkpoint, traces nothing.
+
+        Raises:
+            ValueError: there is no such teacher, it cannot teach this student, or the job has
+                stages, buckets or experts in storage; and as `TrainingProgram`.
+        """
+        require_beside_step(job)
+        settings = job.distillation
+        self.teacher_folder = RunFolder(settings.teacher)
+        self.teacher = as_teacher(read_model_config(self.teacher_folder))
+        check_teacher(job.model, self.teacher, str(self.teacher_folder.root))
+        require_vocabulary_of(self.teacher_folder, job, "Distillation.teacher")
+        self.teacher_step = choose_step(self.teacher_folder, settings.step)
+        super().__init__(job, devices)
+
+    def _steps(self):
+        job = self.job
+        self._abstract_teacher = tree.map_named(self._placed, abstract_params(self.teacher))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract_teacher)
+
+        def train(state, batch, teacher_params, *tables):
+            teacher = Teacher(teacher_params, self.teacher, job.distillation)
+            return train_step(
+                job.model, job.loss, job.step, self.optimizer, state, batch, *tables,
+                teacher=teacher,
+            )  # fmt: skip
+
+        evaluate = functools.partial(eval_step, job.model)
+        self._student_step, evaluate = self._jitted(train, evaluate, shardings)
+        return self._train_step, evaluate
+
+    def _placed(self, name: str, leaf) -> jax.ShapeDtypeStruct:
+        sharding = param_sharding(self.job.mesh.rules, self.mesh, name, leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def _train_step(self, state, batch, *tables):
+        """See `step.train_step`; the state is donated, the teacher stays."""
+        return self._student_step(state, batch, self.teacher_params, *tables)
+
+    @functools.cached_property
+    def teacher_params(self) -> tree.Tree:
+        """Read when they are needed first, each device its part."""
+        return restore_params(
+            self.teacher_folder.root,
+            self.teacher_step,
+            target=self._abstract_teacher,
+            model=self.teacher,
+        )
+
+    def started_params(self) -> tuple[tree.Tree, list[str]]:
+        """Freshly drawn parameters with the teacher's in them, and the names of those.
+
+        Raises:
+            ValueError: see `distillation.with_weights_of`.
+        """
+        model, names = self.job.model, []
+
+        def start(teacher_params):
+            params = init_params(model, init_key(self.job.seed))
+            params, taken = with_weights_of(model, params, self.teacher, teacher_params)
+            names.extend(taken)
+            return params
+
+        start = jax.jit(start, out_shardings=self.shardings.params)
+        return start(self.teacher_params), names
+
+    def state_bytes(self, *, is_on_host: bool) -> int:
+        """Of the state, and on the devices of the teacher beside it."""
+        own = super().state_bytes(is_on_host=is_on_host)
+        if is_on_host:
+            return own
+        parts = (
+            jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+            for leaf in jax.tree.leaves(self._abstract_teacher)
+        )
+        return own + tree.num_bytes(list(parts))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        said = (
+            f"teacher: {tree.num_elements(self._abstract_teacher):,} parameters of "
+            f"{self.teacher_folder.root}, checkpoint {self.teacher_step}"
+        )
+        return (*super().notes, said, *self._group_notes())
+
+    def _group_notes(self) -> tuple[str, ...]:
+        """Whether microbatches change what a sparse teacher drops."""
+        job, parts = self.job, self.job.step.num_microbatches
+        if self.teacher.switch is None or parts == 1:
+            return ()
+
+        def rows_of(model: ModelConfig) -> int | None:
+            lengths = dataclasses.replace(job, model=model, distillation=None).sparse_lengths
+            return rows_of_groups(model.switch, job.batch_size, lengths, parts)
+
+        own = 1 if job.model.switch is None else rows_of(job.model) or 1
+        theirs = rows_of(self.teacher)
+        if theirs is not None and own % theirs == 0:
+            return ()
+        return (
+            f"the teacher's routing groups of {self.teacher.switch.group_size} tokens are not "
+            f"those of the whole batch in {parts} microbatches: it may drop other tokens",
+        )
+
+
+def require_beside_step(job: TrainingJob) -> None:
+    """Raises ValueError where a job has stages, buckets or experts in storage."""
+    for name, is_used in (
+        (f"MeshSpec.{PIPE}={job.mesh.pipe}", job.mesh.pipe > 1),
+        (f"StepConfig.bucket_bytes={job.step.bucket_bytes}", job.step.bucket_bytes),
+        (f"StorageSpec.experts={job.storage.experts!r}", job.storage.experts != "device"),
+    ):
+        require(
+            not is_used,
+            f"TrainingJob.distillation with {name}: a teacher reads the batch beside the "
+            "whole step of a student on the devices; leave out one of the two",
+        )
+
+
+def as_teacher(config: ModelConfig) -> ModelConfig:
+    """The model as it is evaluated beside a student."""
+    if config.switch is None or config.build is not None:
+        return config
+    switch = dataclasses.replace(config.switch, dispatcher="gather", num_replicas=0)
+    return dataclasses.replace(config, switch=switch)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx reshape`: docs/shrinking.md's commands, what they leave and print, refusals."""
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+
+import switchx
+from switchx.cli.main import main
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.tree import num_elements
+from tests.compilation import T5
+from tests.data.refusals import refused
+from tests.processes import ROOT
+from tests.training.jobs import DENSE
+from tests.training.saved_runs import save_run
+
+PAGE = (ROOT / "docs/shrinking.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    shlex.split(line)
+    for block in BLOCKS
+    for line in block.replace("\\\n", "").splitlines()
+    if not line.startswith("#")
+]
+# Those of `tiny_run` that a dense model has too.
+SIZES = [each for each in T5 if "SwitchConfig" not in each]
+MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 2, 4, 1, 1, switch=SwitchConfig(6, every=1))
+
+
+def run_commands(commands, capsys) -> dict[str, list[dict]]:
+    """In their order: later ones read what earlier ones wrote. Rows of reshapes by output."""
+    reports = {}
+    for program, command, *words in commands:
+        assert program == "switchx"
+        files = " ".join(word for word in words if word.startswith("--gin_file"))
+        if "pretrain_tiny" in files or "distill" in files:
+            words += SIZES
+            words += ["--gin.SwitchConfig.every=1"] * ("switch_tiny" in files)
+        elif command == "train":  # of the size that is in model.gin
+            words += SIZES[:2]
+        if command == "reshape":
+            words += ["--json"] + ["--every=1"] * (
+                "--experts=4" in words and "dense" in words[0]
+            )
+        assert main([command, *words]) == 0, capsys.readouterr().err
+        said = capsys.readouterr().out
+        if command == "reshape":
+            output = next(word for word in words if word.startswith("--output="))
+            reports[output.partition("=")[2]] = json.loads(said.splitlines()[-1])["results"]
+    return reports
+
+
+@pytest.mark.slow
+def test_all_commands_of_the_page_run(in_a_folder, tiny_run, one_device, capsys):
+    shutil.copytree(tiny_run, in_a_folder / "runs/tiny")
+    assert len(run_commands(COMMANDS, capsys)) == 3
+
+
+def test_reshaping_of_the_page_keeps_what_it_says(in_a_folder, tiny_run, one_device, capsys):
+    shutil.copytree(tiny_run, in_a_folder / "runs/tiny")
+    first = BLOCKS[0].count("\n")
+    reports = run_commands(COMMANDS[:first], capsys)
+    experts = {name: [row["experts"] for row in rows] for name, rows in reports.items()}
+    assert experts == {"runs/fewer": [8, 4], "runs/dense": [8, 0], "runs/sparse": [0, 4]}
+    for name, (before, after) in reports.items():
+        model = switchx.load(name)
+        assert after["parameters"] == num_elements(model.params)
+        assert (after["bytes"] < before["bytes"]) == (name != "runs/sparse")
+        assert before["loss_nats"] > 0 and after["loss_nats"] > 0
+    before, after = reports["runs/sparse"]
+    assert abs(after["loss_nats"] - before["loss_nats"]) < 1e-5  # the same model
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A sparse and a dense run whose task is in no gin file."""
+    base = tmp_path_factory.mktemp("runs")
+    return {
+        "sparse": save_run(base / "sparse", MODEL),
+        "dense": save_run(base / "dense", DENSE),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        ("sparse", "--experts=4", "--experts=4 of a model with 6: <any>; use 1, 2, 3, 0 for a"),
+        ("sparse", "--experts=12", "--experts=12 of a model with 6<any>none are added"),
+        ("sparse", "--experts=6", "--experts=6 of a model with 6"),
+        ("sparse", "--experts=-1", "--experts=-1 of a model with 6"),
+        ("sparse", "--experts=2 --every=2", "--every=2 of a sparse model"),
+        ("sparse", "--experts=2 --num_selected=1", "--num_selected=1 of a sparse model"),
+        ("dense", "--experts=4 --reduce=merge", "--reduce=merge of a dense model"),
+        ("dense", "--experts=0", "experts=0 of a dense model"),
+        ("dense", "--experts=1", "experts=1 of a dense model"),
+        ("dense", "--experts=4 --every=3", "num_decoder_layers=2 is not divisible"),
+        ("dense", "--experts=2 --num_selected=3", "num_selected=3 with num_experts=2"),
+        ("sparse", "--experts=2", "it has no operative_config.gin<any>or --gin_file"),
+        ("sparse", "--experts=two", "invalid int value: 'two'"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_a_line(runs, in_a_folder, capsys, kind, words, said):
+    given = [f"--model_dir={runs[kind]}", "--output=out", *shlex.split(words)]
+    assert main(["reshape", *given]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    with refused(said):
+        raise ValueError(error)
+    assert list(in_a_folder.iterdir()) == []
+
+
+def test_links_of_the_page_lead_somewhere():
+    for link in re.findall(r"\]\((?!https:)(\S+?)\)", PAGE):
+        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link
+
+
+def test_teaching_without_a_teacher_is_refused(in_a_folder, capsys):
+    words = ["teach", "--gin_file=configs/runs/pretrain_tiny.gin", "--output=out"]
+    assert main(words) == 2
+    assert (
+        "there is no teacher: use --gin_file=configs/runs/distill.gin"
+        in capsys.readouterr().err
+    )
+    (in_a_folder / "answers").mkdir()
+    (in_a_folder / "answers/teacher.json").touch()
+    words = ["teach", "--gin_file=configs/runs/distill.gin", "--output=out"]
+    assert main([*words, "--gin.TEACHER=answers"]) == 2
+    assert "answers is what `switchx teach` wrote" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense models with experts, and back: which outputs are equal, and what they are otherwise."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.params import abstract_params, forward
+from switchx.models.reshape import LayerSample, dense_config, to_dense
+from switchx.models.upcycle import upcycle, upcycled_config
+from tests.data.refusals import refused
+from tests.models.test_reshape import layer_of
+from tests.training.jobs import ENCODER_DECODER, make_batch, make_params
+
+DENSE = dataclasses.replace(ENCODER_DECODER, switch=None, activation="geglu")
+# One block, whose input of the FFN `layer_of` gives.
+BIASED = ModelConfig(
+    "decoder_only", 12, 8, 12, 2, 4, 2, activation="gelu", norm="layer", use_bias=True
+)
+
+
+def dropless(config: ModelConfig) -> ModelConfig:
+    router = dataclasses.replace(config.switch.router, overflow="dropless")
+    return dataclasses.replace(config, switch=dataclasses.replace(config.switch, router=router))
+
+
+def shapes(params) -> dict:
+    return {name: leaf.shape for name, leaf in tree.named_leaves(params).items()}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_with_normalized_gates_the_sparse_model_is_the_dense_one(scan):
+    config = dataclasses.replace(DENSE, scan_layers=scan)
+    dense = make_params(config)
+    sparse = upcycled_config(config, 4, num_selected=2)
+    params = upcycle(sparse, config, dense)
+    assert shapes(params) == shapes(abstract_params(sparse))
+    assert sparse.sparse_layer_names == ["encoder 1", "decoder 1"]
+    batch = make_batch(config, 4)
+    expected, _ = forward(config, dense, batch, is_training=False)
+    found, stats = forward(dropless(sparse), params, batch, is_training=False)
+    is_token_BL = batch["decoder_segment_ids"] > 0  # padding is not routed
+    np.testing.assert_allclose(found[is_token_BL], expected[is_token_BL], rtol=1e-4, atol=1e-5)
+    assert np.all(np.asarray(stats.load_E).sum(axis=-1) > 0)
+    # Routers are drawn, and tell tokens apart.
+    assert np.std(tree.named_leaves(params)["encoder/blocks/layer_1/ffn/w_router_DE"]) > 0
+
+
+def test_one_expert_a_token_gives_the_dense_output_times_its_gate():
+    """Layer by layer: with k=1 the gate is the router's probability, and has a gradient."""
+    params = make_params(BIASED)
+    sparse = dropless(upcycled_config(BIASED, 4, num_selected=1, every=1))
+    one = upcycle(sparse, BIASED, params)
+    twice = dropless(upcycled_config(BIASED, 4, num_selected=2, every=1))
+    # Two normalized gates sum up to 1, so this is the dense layer's output.
+    expected, found = layer_of(twice, upcycle(twice, BIASED, params)), layer_of(sparse, one)
+    ratio_BL = np.median(found / expected, axis=-1)
+    np.testing.assert_allclose(found, expected * ratio_BL[..., None], rtol=1e-3, atol=1e-5)
+    assert np.all(ratio_BL > 1 / 4 - 1e-6) and np.all(ratio_BL < 1)
+    assert np.abs(np.asarray(expected)).max() > 0.1
+
+
+def samples(config: ModelConfig) -> list[LayerSample]:
+    x_RD = np.random.default_rng(1).normal(size=(50, config.d_model)).astype(np.float32)
+    load_E = np.arange(1, config.switch.num_experts + 1)
+    return [LayerSample(load_E, x_RD) for _ in config.sparse_layer_names]
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_upcycled_and_back_it_is_the_dense_model(is_merged):
+    params = make_params(BIASED)
+    sparse = upcycled_config(BIASED, 3, every=1)
+    config, found = to_dense(
+        sparse, upcycle(sparse, BIASED, params), samples(sparse), is_merged=is_merged
+    )
+    assert config == BIASED
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, params)
+
+
+def test_one_of_the_experts_times_the_mean_gate():
+    switch = SwitchConfig(3, every=1, expert_bias=True, router=RouterConfig(num_selected=1))
+    config = dataclasses.replace(BIASED, switch=switch)
+    params, sample = make_params(config), samples(config)
+    path = "decoder/blocks/layer_1/ffn/"
+    before = {n: np.asarray(x, np.float64) for n, x in tree.named_leaves(params).items()}
+    logits_RE = sample[1].x_RD @ before[f"{path}w_router_DE"]
+    prob_RE = np.exp(logits_RE) / np.exp(logits_RE).sum(axis=1, keepdims=True)
+    gate = prob_RE.max(axis=1).mean()
+    assert 1 / 3 < gate < 1
+    for is_merged, share_E in ((False, np.array([0, 0, 1])), (True, np.array([1, 2, 3]) / 6)):
+        _, dense = to_dense(config, params, sample, is_merged=is_merged)
+        found = tree.named_leaves(dense)
+        expected_D = gate * (share_E @ before[f"{path}experts/b_out_ED"])
+        np.testing.assert_allclose(found[f"{path}b_out_D"], expected_D, rtol=1e-5)
+    _, dense = to_dense(config, params, sample, is_merged=False)
+    found = tree.named_leaves(dense)
+    for name in ("w_in_EDF", "b_in_EF"):  # before the activation nothing is scaled
+        expected = before[f"{path}experts/{name}"][2]
+        np.testing.assert_array_equal(found[path + name.replace("_E", "_")], expected)
+
+
+def test_what_cannot_be_made_is_refused():
+    sparse = upcycled_config(DENSE, 4)
+    with refused("only a dense model is upcycled, and this one has experts"):
+        upcycled_config(sparse, 8)
+    with refused("experts=1 of a dense model: it is made sparse; use at least 2"):
+        upcycled_config(DENSE, 1)
+    with refused("RouterConfig.num_selected=5 with num_experts=4"):
+        upcycled_config(DENSE, 4, num_selected=5)
+    with refused("num_encoder_layers=2 is not divisible by switch.every=3"):
+        upcycled_config(DENSE, 4, every=3)
+    for change in ({"d_ff": 7}, {"shared_d_ff": 8}, {"expert_bias": True}):
+        ((name, value),) = change.items()
+        switch = dataclasses.replace(sparse.switch, **change)
+        with refused(f"experts=0 of a model with SwitchConfig.{name}={value}"):
+            dense_config(dataclasses.replace(sparse, switch=switch))

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation: the soft loss and its gradients against NumPy, meshes, the loop, refusals.
+
+Dims: B batch, L length, V vocabulary
+"""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.tokenizers import TokenIdVocabulary
+from switchx.data.vocabularies import save_vocabulary
+from switchx.models.config import SwitchConfig
+from switchx.models.unroll import unrolled
+from switchx.partitioning.mesh import MeshSpec
+from switchx.storage.cache import StorageSpec
+from switchx.training.distillation import (
+    Distillation,
+    Teacher,
+    WrittenTeacher,
+    distilled_sums,
+    soft_loss,
+    with_weights_of,
+)
+from switchx.training.distilled_program import DistilledProgram
+from switchx.training.loop import train
+from switchx.training.losses import LossConfig
+from switchx.training.program import workload_of
+from switchx.training.step import StepConfig, gradients
+from tests.data.refusals import refused
+from tests.training.jobs import (
+    DENSE,
+    LOSS,
+    SPARSE,
+    SWITCH,
+    make_batch,
+    make_job,
+    make_params,
+)
+from tests.training.saved_runs import save_run
+from tests.training.test_loop import Events
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+PLAIN = LossConfig(layer_reduction="mean", z_loss=0.0)
+FEWER = dataclasses.replace(SPARSE, switch=dataclasses.replace(SWITCH, num_experts=2))
+
+
+def log_softmax(z):
+    z = z - z.max(axis=-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def oracle(logits, teacher, targets, weights, s: float, T: float) -> tuple[float, float]:
+    """The mixture and its soft part, in float64."""
+    teacher = teacher[..., : logits.shape[-1]]
+    log_p, log_q = log_softmax(teacher / T), log_softmax(logits / T)
+    soft = T**2 * np.sum(np.sum(np.exp(log_p) * (log_p - log_q), -1) * weights)
+    own = np.take_along_axis(log_softmax(logits), targets[..., None], -1)[..., 0]
+    return (1 - s) * -np.sum(own * weights) + s * soft, soft
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Logits of a student of 7 ids and of a teacher of 9, targets, weights with padding."""
+    rng = np.random.default_rng(0)
+    student, teacher = rng.normal(size=(2, 3, 7)) * 2, rng.normal(size=(2, 3, 9)) * 3
+    return (
+        student,
+        teacher,
+        rng.integers(0, 7, (2, 3), np.int32),
+        np.array([[1.0, 1, 0], [1, 0.5, 1]]),
+    )
+
+
+@pytest.mark.parametrize(("s", "T"), [(0.25, 1.0), (0.6, 3.0), (1.0, 0.5)])
+def test_loss_and_raw_gradient_are_those_of_float64(rows, s, T):
+    student, teacher, targets, weights = rows
+    batch = {"decoder_target_tokens": targets, "decoder_loss_weights": weights}
+    settings = Distillation("teacher", soft_weight=s, temperature=T)
+    # All tokens of a teacher, as they would be on a disk.
+    order = np.argsort(-teacher[..., :7], axis=-1)
+    batch["teacher_token_ids"] = order.astype(np.int32)
+    largest = np.take_along_axis(teacher, order, -1)
+    batch["teacher_logits"] = largest.astype(np.float32)
+
+    def loss(logits_BLV):
+        sums = distilled_sums(logits_BLV, batch, PLAIN, WrittenTeacher(settings))
+        return sums.loss, sums
+
+    (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(student.astype(np.float32))
+    expected, soft = oracle(student, teacher, targets, weights, s, T)
+    np.testing.assert_allclose([value, sums.soft_loss], [expected, soft], rtol=2e-6)
+    arrays = student.astype(np.float32), teacher.astype(np.float32), weights, T
+    np.testing.assert_allclose(soft_loss(*arrays), soft, rtol=2e-6)
+    found = np.zeros_like(student)
+    for place in np.ndindex(student.shape):  # central differences
+        values = []
+        for sign in (1, -1):
+            moved = student.copy()
+            moved[place] += sign * 1e-5
+            values.append(oracle(moved, teacher, targets, weights, s, T)[0])
+        found[place] = (values[0] - values[1]) / 2e-5
+    np.testing.assert_allclose(gradient, found, atol=2e-6)
+    # By hand: (1 - s) (q - target) + s T (q_T - p_T).
+    q, q_T = np.exp(log_softmax(student)), np.exp(log_softmax(student / T))
+    p_T = np.exp(log_softmax(teacher[..., :7] / T))
+    by_hand = (1 - s) * (q - np.eye(7)[targets]) + s * T * (q_T - p_T)
+    np.testing.assert_allclose(gradient, by_hand * weights[..., None], atol=2e-6)
+
+
+def test_a_student_that_is_its_teacher_costs_nothing_and_certain_teachers_are_finite():
+    logits = np.array([[[0.0, 200.0, -200.0]]], np.float32)
+    assert float(soft_loss(logits, logits, np.ones((1, 1)), 1.0)) == 0
+    value, gradient = jax.value_and_grad(soft_loss)(-logits, logits, np.ones((1, 1)), 1.0)
+    assert np.isfinite(value) and np.isfinite(gradient).all() and value == 400
+
+
+@pytest.fixture(scope="module")
+def taught():
+    """A sparse teacher of a dense student, and the raw gradients of a step."""
+    batch, params = make_batch(DENSE, 8), make_params(DENSE, seed=1)
+    settings = Distillation("teacher", soft_weight=0.5, temperature=2.0)
+    teacher = Teacher(make_params(SPARSE), SPARSE, settings)
+
+    @jax.jit
+    def whole(teacher):
+        key = jax.random.key(0)
+        return gradients(DENSE, LOSS, StepConfig(), params, batch, key=key, teacher=teacher)
+
+    return batch, params, teacher, whole
+
+
+def test_the_teacher_changes_what_is_learnt_and_is_not_differentiated(taught):
+    batch, params, teacher, whole = taught
+    grads, value, sums, _ = whole(teacher)
+    logits = teacher.logits(batch)
+    assert logits.shape == (*batch["decoder_target_tokens"].shape, DENSE.vocab_size)
+
+    def by_teacher(teacher_params):
+        return jnp.sum(dataclasses.replace(teacher, params=teacher_params).logits(batch))
+
+    of_teacher = jax.grad(by_teacher)(teacher.params)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(of_teacher))
+    assert float(sums.soft_loss) > 1
+    alone, hard, plain, _ = gradients(
+        DENSE, LOSS, StepConfig(), params, batch, key=jax.random.key(0)
+    )
+    assert plain.soft_loss is None
+    tokens = float(sums.tokens)
+    mixed = 0.5 * float(hard) + 0.5 * float(sums.soft_loss) / tokens
+    np.testing.assert_allclose(value, mixed, rtol=1e-6)
+    assert not np.allclose(
+        grads["decoder"]["norm"]["scale_D"], alone["decoder"]["norm"]["scale_D"]
+    )
+
+
+def test_microbatches_are_the_whole_batch(taught):
+    batch, params, teacher, whole = taught
+    expected = whole(teacher)
+    found = gradients(
+        DENSE, LOSS, StepConfig(num_microbatches=4), params, batch,
+        key=jax.random.key(0), teacher=teacher,
+    )  # fmt: skip
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, expected
+    )
+
+
+def test_students_start_with_weights_of_layers_without_experts():
+    scanned = dataclasses.replace(DENSE, scan_layers=True)
+    teacher = dataclasses.replace(SPARSE, scan_layers=True, vocab_size=400)
+    own, theirs = make_params(scanned, seed=1), make_params(teacher, seed=2)
+    params, taken = with_weights_of(scanned, own, teacher, theirs)
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, own)
+    found, drawn, given = (
+        tree.named_leaves(unrolled(config, each)[1])
+        for config, each in ((scanned, params), (scanned, own), (teacher, theirs))
+    )
+    fresh = {f"decoder/blocks/layer_1/ffn/{name}" for name in ("w_in_DF", "w_out_FD")}
+    assert set(taken) == found.keys() - fresh
+    for name in fresh:
+        np.testing.assert_array_equal(found[name], drawn[name])
+    for name in taken:
+        rows = slice(DENSE.vocab_size) if name == "embedding/embedding_VD" else ...
+        np.testing.assert_array_equal(found[name], given[name][rows])
+    # Fewer experts: all but experts and routers.
+    params, taken = with_weights_of(FEWER, make_params(FEWER), teacher, theirs)
+    assert set(taken) == {name for name in given if "E" not in name.rpartition("_")[2]}
+    wide = dataclasses.replace(DENSE, d_ff=48)
+    with refused("start from the teacher's weights: <any>ffn/w_in_DF [16, 48], [16, 24] there"):
+        with_weights_of(wide, make_params(wide), teacher, theirs)
+
+
+@pytest.fixture(scope="module")
+def teacher_run(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("teacher") / "run", SPARSE)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "student", "microbatches"),
+    [
+        (MeshSpec(data=2, expert=2, model=2), FEWER, 1),
+        (MeshSpec(data=2, fsdp=2), DENSE, 2),
+    ],
+)
+def test_a_mesh_takes_the_step_of_one_device(teacher_run, mesh, student, microbatches):
+    """One step of each, from the same parameters: loss, soft loss and gradient norm."""
+    found = []
+    for each, parts in ((MeshSpec(), 1), (mesh, microbatches)):
+        job = make_job(
+            student, mesh=each, distillation=Distillation(teacher_run),
+            step=StepConfig(num_microbatches=parts),
+        )  # fmt: skip
+        program = DistilledProgram(job, jax.devices()[: each.num_devices(1)])
+        with program.scope():
+            params, taken = program.started_params()
+            assert len(taken) > 10
+            state = program.init_state(params)
+            batch = program.place(make_batch(student, 8))
+            state, metrics = program.train_step(state, batch, *program.slot_tables)
+            found.append((metrics.loss, metrics.sums.soft_loss, metrics.grad_norm))
+            bytes_alone = tree.num_bytes(state.params)
+            assert program.state_bytes(is_on_host=False) > bytes_alone / program.mesh.size
+    np.testing.assert_allclose(found[0], found[1], rtol=2e-5)
+
+
+def trained(folder, teacher, train_steps: int, **settings):
+    """Lines of the metrics, and notes, of a student of some steps."""
+    job = make_job(
+        DENSE, train_steps=train_steps, eval_every=200, checkpoint_every=200,
+        distillation=Distillation(teacher, step=9, **settings),
+    )  # fmt: skip
+    events = Events()
+    outcome = train(job, RunFolder(folder), events, devices=jax.devices()[:1])
+    assert outcome.is_finished
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    notes = [each[1] for each in events if each[0] == "note"]
+    assert any("checkpoint 9" in note for note in notes)
+    return [json.loads(line) for line in lines], notes
+
+
+ALONE = {"soft_weight": 1.0, "starts_from_teacher": False}
+
+
+def test_twenty_steps_come_nearer_to_the_teacher_and_are_gone_on_with(teacher_run, tmp_path):
+    trained(tmp_path / "student", teacher_run, 10, **ALONE)
+    lines, notes = trained(tmp_path / "student", teacher_run, 20, **ALONE)
+    assert any("resumed from step 10" in note for note in notes)
+    soft = [line["soft_loss"] for line in lines]
+    assert len(soft) == 20 and np.mean(soft[-3:]) < 0.9 * np.mean(soft[:3])
+    # No teacher is in the checkpoint, and evaluation knows none.
+    params = restore_params(tmp_path / "student")
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, make_params(DENSE))
+    validation = json.loads(
+        (tmp_path / "student/validation.jsonl").read_text().splitlines()[-1]
+    )
+    assert "soft_loss" not in validation
+    job = make_job(DENSE, train_steps=20, eval_every=200, checkpoint_every=200)
+    with refused("distillation: {<any>} there, None here"):
+        train(job, RunFolder(tmp_path / "student"), Events(), devices=jax.devices()[:1])
+
+
+def test_a_run_starts_with_the_teachers_weights(teacher_run, tmp_path):
+    _, notes = trained(tmp_path / "student", teacher_run, 1)
+    assert any(re.match(r"\d+ of \d+ parameter arrays are the teacher's", n) for n in notes)
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_come_near_the_teacher(teacher_run, tmp_path):
+    lines, _ = trained(tmp_path / "student", teacher_run, 200, **ALONE)
+    soft = [line["soft_loss"] for line in lines]
+    assert len(soft) == 200 and np.mean(soft[-10:]) < 0.5 * soft[0]
+
+
+def test_what_cannot_be_taught_is_refused_before_anything_is_computed(teacher_run, tmp_path):
+    def refuse(said, student=DENSE, teacher=teacher_run, **changes):
+        settings = changes.pop("settings", {})
+        with refused(said):
+            job = make_job(student, distillation=Distillation(teacher, **settings), **changes)
+            DistilledProgram(job, jax.devices()[:1])
+
+    refuse(
+        "vocab_size=385 of the student, and 384 of the teacher",
+        dataclasses.replace(DENSE, vocab_size=385),
+    )
+    refuse(
+        "is decoder_only, the student encoder_decoder",
+        dataclasses.replace(DENSE, architecture="encoder_decoder", num_encoder_layers=1),
+    )
+    refuse("nowhere is not a run folder", teacher=tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    config = (teacher_run / "config.json").read_bytes()
+    (tmp_path / "empty/config.json").write_bytes(config)
+    save_vocabulary(make_job(DENSE).vocabulary, tmp_path / "empty")
+    refuse("no complete checkpoint in", teacher=tmp_path / "empty")
+    save_vocabulary(TokenIdVocabulary(384), tmp_path / "empty")
+    refuse("was trained with another vocabulary", teacher=tmp_path / "empty")
+    refuse("no complete checkpoint of step 3", settings={"step": 3})
+    refuse("distillation with StepConfig.bucket_bytes=1024", step=StepConfig(bucket_bytes=1024))
+    refuse("distillation with MeshSpec.pipe=2", mesh=MeshSpec(pipe=2))
+    refuse("distillation with StorageSpec.experts='host'", SPARSE, storage=StorageSpec("host"))
+    refuse("init_from='runs/a' with Distillation.starts_from_teacher", init_from="runs/a")
+    with refused("TrainingJob.distillation: the planner knows the student alone"):
+        workload_of(make_job(DENSE, distillation=Distillation(teacher_run)))
+    for settings in ({"soft_weight": 0}, {"soft_weight": 1.5}, {"temperature": 0.0}):
+        (name,) = settings
+        with refused(f"Distillation.{name}={settings[name]}"):
+            Distillation("teacher", **settings)
+
+
+def test_other_groups_of_a_sparse_teacher_are_said(tmp_path):
+    switch = SwitchConfig(4, group_size=64)
+    teacher = save_run(tmp_path / "t", dataclasses.replace(SPARSE, switch=switch))
+    step = StepConfig(num_microbatches=4)
+    job = make_job(DENSE, distillation=Distillation(teacher), step=step)
+    program = DistilledProgram(job, jax.devices()[:1])
+    assert "may drop other tokens" in program.notes[-1]
+    job = make_job(DENSE, distillation=Distillation(teacher))
+    assert "may drop" not in program.notes[0]
+    assert "may drop" not in DistilledProgram(job, jax.devices()[:1]).notes[-1]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits on a disk: what is written, that students learn the same of it, what is refused."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.features import batch_digest
+from switchx.data.loader import TrainLoader
+from switchx.data.tokenizers import TokenIdVocabulary
+from switchx.data.vocabularies import save_vocabulary
+from switchx.models.params import forward
+from switchx.partitioning.mesh import MeshSpec
+from switchx.storage.cache import StorageSpec
+from switchx.training.distillation import Distillation
+from switchx.training.distilled_logits import WrittenTeacherProgram, has_logits, write_logits
+from switchx.training.loop import train
+from switchx.training.step import StepConfig
+from tests.data.refusals import refused
+from tests.training.jobs import DENSE, SPARSE, make_job, make_params
+from tests.training.saved_runs import save_run
+from tests.training.test_loop import Events
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+STEPS, ONE = 3, jax.devices()[:1]
+
+
+def job_of(teacher, **changes):
+    settings = Distillation(str(teacher), soft_weight=0.5, starts_from_teacher=False)
+    fields = {"model": DENSE, "train_steps": STEPS, "distillation": settings}
+    return make_job(**(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A sparse teacher's run, all of its logits and the four largest of each place."""
+    base = tmp_path_factory.mktemp("teacher")
+    run = save_run(base / "run", SPARSE)
+    num_bytes = {
+        top: write_logits(job_of(run), base / f"top_{top}", top, ONE) for top in (384, 4)
+    }
+    for top, number in num_bytes.items():
+        assert number >= STEPS * 8 * 8 * top * 8  # rows, length, K, an id and a logit
+        assert has_logits(base / f"top_{top}") and not has_logits(run)
+    return base
+
+
+def test_files_are_the_largest_logits_of_the_batches(folders):
+    job = job_of(folders / "run")
+    batch = next(TrainLoader(job.source, job.batches, seed=job.seed))
+    written = np.load(folders / f"top_4/{batch_digest(batch)}.npz")
+    logits_BLV, _ = forward(SPARSE, make_params(SPARSE, seed=9), batch, is_training=False)
+    expected = np.sort(np.asarray(logits_BLV), axis=-1)[..., ::-1][..., :4]
+    np.testing.assert_allclose(written["logit_BLK"], expected, rtol=1e-4, atol=1e-5)
+    chosen = np.take_along_axis(np.asarray(logits_BLV), written["token_BLK"], axis=-1)
+    np.testing.assert_allclose(chosen, expected, rtol=1e-4, atol=1e-5)
+    about = json.loads((folders / "top_4/teacher.json").read_text())
+    assert (about["step"], about["top"], about["vocab_size"]) == (9, 4, 384)
+    assert re.fullmatch("[0-9a-f]{64}", about["fingerprint"])
+
+
+def losses(job, folder) -> list[tuple[float, float]]:
+    train(job, RunFolder(folder), events := Events(), devices=ONE)
+    assert any(each[0] == "note" and "checkpoint 9" in each[1] for each in events)
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["loss"], line["soft_loss"]) for line in lines]
+
+
+def test_all_logits_teach_what_the_teacher_teaches(folders, tmp_path):
+    by_teacher = losses(job_of(folders / "run"), tmp_path / "a")
+    by_file = losses(job_of(folders / "top_384"), tmp_path / "b")
+    assert len(by_file) == STEPS
+    np.testing.assert_allclose(by_file, by_teacher, rtol=1e-4)
+    by_four = losses(job_of(folders / "top_4"), tmp_path / "c")
+    assert not np.allclose(by_four, by_teacher, rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # given ones
+def test_a_mesh_and_microbatches_take_the_step_of_one_device(folders):
+    found = []
+    for mesh, parts in ((MeshSpec(), 1), (MeshSpec(data=2, model=2), 2)):
+        job = job_of(folders / "top_4", mesh=mesh, step=StepConfig(num_microbatches=parts))
+        program = WrittenTeacherProgram(job, jax.devices()[: mesh.num_devices(1)])
+        batch = next(TrainLoader(job.source, job.batches, seed=job.seed))
+        with program.scope():
+            state = program.init_state(make_params(DENSE))
+            _, metrics = program.train_step(state, program.place_for_training(batch))
+            found.append((metrics.loss, metrics.sums.soft_loss, metrics.grad_norm))
+    np.testing.assert_allclose(found[0], found[1], rtol=2e-5)
+
+
+def test_what_does_not_fit_is_refused(folders, tmp_path):
+    top = folders / "top_4"
+    wide = dataclasses.replace(DENSE, vocab_size=383)
+    settings = Distillation(str(top))
+    for said, job in (
+        ("starts_from_teacher=False and step=None", job_of(top, distillation=settings)),
+        ("vocab_size=383 of the student, and 384", job_of(top, model=wide)),
+        (
+            "distillation with StorageSpec.experts='disk'",
+            job_of(top, storage=StorageSpec("disk")),
+        ),
+    ):
+        with refused(said):
+            WrittenTeacherProgram(job, ONE)
+    for seed_or_steps in ({"seed": 1}, {"train_steps": STEPS + 1}):
+        with refused("has no logits of this batch"):
+            name = next(iter(seed_or_steps))
+            train(
+                job_of(top, **seed_or_steps), RunFolder(tmp_path / name), Events(), devices=ONE
+            )
+    with refused("--top=385 of 384 ids; use 1 to 384"):
+        write_logits(job_of(folders / "run"), tmp_path / "x", 385, ONE)
+    with refused(f"{top} exists"):
+        write_logits(job_of(folders / "run"), top, 4, ONE)
+
+
+def test_damaged_folders_are_refused(folders, tmp_path):
+    copy = tmp_path / "copy"
+    write_logits(job_of(folders / "run", train_steps=1), copy, 4, ONE)
+    job = job_of(copy)
+    program = WrittenTeacherProgram(job, ONE)
+    batch = next(TrainLoader(job.source, job.batches, seed=job.seed))
+    (file,) = copy.glob("*.npz")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+    with refused(f"{file} is damaged"):
+        program.place_for_training(batch)
+    save_vocabulary(TokenIdVocabulary(384), copy)
+    with refused("was written by another vocabulary"):
+        WrittenTeacherProgram(job, ONE)
+    (copy / "teacher.json").write_text("{}")
+    with refused("its teacher.json is damaged; write it again"):
+        WrittenTeacherProgram(job, ONE)
