@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from switchx.checkpoint.items import (
     MANIFEST,
@@ -217,7 +217,11 @@ def _stacked_struct(leaf) -> jax.ShapeDtypeStruct:
 def _stack(leaf, target: jax.ShapeDtypeStruct) -> jax.Array:
     if not isinstance(leaf, _Repeats):
         return leaf
-    stacked = jax.jit(jnp.stack, out_shardings=target.sharding)(leaf.layers)
+    if isinstance(target.sharding, SingleDeviceSharding):
+        # The host's, which programs of a mesh of several devices do not compute with.
+        stacked = jax.device_put(np.stack(leaf.layers), target.sharding)
+    else:
+        stacked = jax.jit(jnp.stack, out_shardings=target.sharding)(leaf.layers)
     for layer in leaf.layers:
         layer.delete()
     return stacked

@@ -144,6 +144,11 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
     job = shared.parse_job_of(arguments, folder)
     job = dataclasses.replace(job, source=_with_split(job.source, arguments.split))
     wanted = metrics_of(job.source, arguments.metrics, arguments.tasks)
+    if arguments.rank_choices and not wanted:
+        raise ValueError(
+            "--rank_choices measures texts that a task's examples choose from, and no task has "
+            "metrics of texts; give the gin file of one that does, or leave it out"
+        )
     step, metrics = arguments.step, {}
     if not is_quantized:
         job = check_same_model(folder, job)

@@ -75,7 +75,8 @@ class ModelMesh:
 
     def fetch(self, arrays):
         """A pytree of arrays on the host, whole, also where processes have parts of them."""
-        if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(arrays)):
+        leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
+        if all(leaf.is_fully_addressable for leaf in leaves):
             return jax.device_get(arrays)
         return multihost_utils.process_allgather(arrays, tiled=True)
 

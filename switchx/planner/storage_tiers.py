@@ -373,7 +373,7 @@ def _cache_bytes(storage: Storage, model: ModelConfig, records: float, sharing: 
     if storage.host_bytes < least:
         raise ValueError(
             f"StorageSpec.host_bytes={storage.host_bytes:,}, but the experts of one layer may "
-            f"be needed at once; use at least {math.ceil(least):,}"
+            f"be needed at once; use StorageSpec.host_bytes={math.ceil(least)} or more"
         )
     return min(storage.host_bytes / sharing, records)
 

@@ -286,3 +286,11 @@ def test_layouts_of_layers(tmp_path, optimizer, saved, is_scanned, restored):
     ):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), name
     jax.tree.map(np.testing.assert_array_equal, params, expected.params)
+    if job.model.scan_layers:  # on the host, as experts are read for a disk
+        on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host), target
+        )
+        with program.scope():
+            params = restore_params(run.root, target=target, model=job.model)
+        jax.tree.map(np.testing.assert_array_equal, params, expected.params)

@@ -312,6 +312,11 @@ def test_wrong_options(run, capsys, option, said):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_choices_need_a_task_of_texts(finished_run, capsys):
+    assert main(["eval", f"--model_dir={finished_run.folder}", "--rank_choices"]) == 2
+    assert "no task has metrics of texts" in " ".join(capsys.readouterr().err.split())
+
+
 def test_metrics_need_texts_for_targets():
     assert evaluate.metrics_of(TASK, None) == {}
     assert evaluate.metrics_of(TASK, []) == {}

@@ -198,7 +198,9 @@ def test_ways_out_of_storage_work(folder, capsys):
     options = ["--gin_file=storage/disk.gin", "--hardware=v5e", "--devices=1"]
     message = refusal(capsys, *options, "--gin.HOST_BYTES=1000")
     assert "StorageSpec.host_bytes=1,000, but the experts of one layer" in message
-    host_bytes = re.search(r"; use at least ([\d,]+) or --storage", message)[1]
+    host_bytes = re.search(r"; use StorageSpec.host_bytes=(\d+) or more or --storage", message)[
+        1
+    ]
     assert plan(*options, f"--gin.HOST_BYTES={host_bytes.replace(',', '')}", "--json") == 0
     capsys.readouterr()
     # A host of less memory than all records need.
