@@ -15,7 +15,6 @@ import jax
 
 from switchx.api import Model
 from switchx.data.evaluation import EvaluationExamples, evaluation_examples
-from switchx.data.features import Features
 from switchx.data.mixtures import evaluated_tasks
 from switchx.data.tasks import Task, TextFormat
 from switchx.data.text_metrics import MetricResult
@@ -56,23 +55,13 @@ class Answers:
     num_unfinished: int
 
 
-def read_questions(
-    model: Model,
-    task: Task,
-    split: str,
-    features: Features,
-    data_dir: str | None = None,
-    max_examples: int | None = None,
-) -> Questions:
-    """The first examples of a split, or all, as the model's training would read them.
-
-    Args:
-        features: of training, which say how long an input may be that is cut.
+def ask(model: Model, examples: EvaluationExamples) -> Questions:
+    """Examples as prompts of a model.
 
     Raises:
-        ValueError: the task has no texts for targets, there is no such split or it is empty,
-            or the vocabulary is not the model's.
+        ValueError: the task's vocabulary is not the model's.
     """
+    task = examples.task
     ours, theirs = task.vocabulary, model.vocabulary
     if theirs is None or ours.fingerprint() != theirs.fingerprint():
         found = "none" if theirs is None else f"another one, of {theirs.size} ids"
@@ -80,7 +69,6 @@ def read_questions(
             f"task {task.name!r} has a vocabulary of {ours.size} ids, the model has {found}; "
             "use the one that the model was trained with, whose copy is in its folder"
         )
-    examples = evaluation_examples(task, split, features, data_dir, max_examples)
     return Questions(examples, [model.prompt(tokens.tolist()) for tokens in examples.tokens])
 
 
@@ -156,11 +144,14 @@ class JobTexts:
         self._model = Model(job.model, {}, job.vocabulary, 0, text_format, "", devices)
         generator = self._generator(self._model)
         self._questions = [
-            read_questions(
-                self._model, task, task.evaluation_split, job.features, job.data_dir,
-                self._spec.max_examples,
+            ask(self._model, examples)
+            for examples in (
+                evaluation_examples(
+                    task, task.evaluation_split, job.features, job.data_dir,
+                    self._spec.max_examples,
+                )
+                for task in tasks
             )
-            for task in tasks
         ]  # fmt: skip
         for each in self._questions:
             require_readable(generator, each)

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import switchx
-from switchx.data.evaluation import EvaluationExamples
+from switchx.data.evaluation import EvaluationExamples, evaluation_examples
 from switchx.data.features import EncoderDecoderFeatures
 from switchx.data.mixtures import Mixture
 from switchx.data.objectives import InputsToTargets
@@ -27,9 +27,9 @@ from switchx.storage.cache import StorageSpec
 from switchx.text_evaluation import (
     JobTexts,
     answer,
+    ask,
     mean_results,
     rank_choices,
-    read_questions,
 )
 from switchx.training.program import TrainingProgram
 from switchx.training.text_evaluation import TextEvaluation
@@ -62,7 +62,7 @@ def decoder(tmp_path_factory):
 
 def test_answers_are_those_of_the_api_in_order(model, decoder):
     for each in (model, decoder):
-        asked = read_questions(each, LETTERS, "test", FEATURES)
+        asked = ask(each, evaluation_examples(LETTERS, "test", FEATURES))
         texts = asked.examples.inputs, asked.examples.targets
         assert texts == tuple(map(list, zip(*PAIRS, strict=True)))
         done = []
@@ -73,32 +73,35 @@ def test_answers_are_those_of_the_api_in_order(model, decoder):
 
 
 def test_the_first_examples_of_a_split(model):
-    asked = read_questions(model, LETTERS, "test", FEATURES, max_examples=2)
+    asked = ask(model, evaluation_examples(LETTERS, "test", FEATURES, max_examples=2))
     assert asked.examples.inputs == ["a gate", "an expert "]
-    asked = read_questions(model, LETTERS, "test", FEATURES, max_examples=9)
+    asked = ask(model, evaluation_examples(LETTERS, "test", FEATURES, max_examples=9))
     assert len(asked.examples.inputs) == 3
 
 
 def test_only_a_task_that_says_so_cuts_inputs(model):
-    asked = read_questions(model, LETTERS, "test", FEATURES)
+    asked = ask(model, evaluation_examples(LETTERS, "test", FEATURES))
     assert ([len(each) for each in asked.prompts], asked.examples.num_cut) == ([18, 22, 14], 0)
     cutting = dataclasses.replace(LETTERS, too_long="truncate")
-    asked = read_questions(model, cutting, "test", FEATURES)
+    asked = ask(model, evaluation_examples(cutting, "test", FEATURES))
     assert ([len(each) for each in asked.prompts], asked.examples.num_cut) == ([16, 16, 14], 2)
     assert asked.prompts[0][-1] == cutting.vocabulary.eos_id
 
 
 def test_bad_input(model):
     with refused("task 'letters': CausalLM has no texts for targets; metrics of <any>"):
-        read_questions(model, TASK, "test", FEATURES)
+        ask(model, evaluation_examples(TASK, "test", FEATURES))
     with refused(
         "task 'letters' has a vocabulary of 1000 ids, the model has another one, of 384 ids; "
         "use the one that the model was trained with, whose copy is in its folder"
     ):
-        read_questions(
-            model, dataclasses.replace(LETTERS, vocabulary=VOCABULARY), "test", FEATURES
+        ask(
+            model,
+            evaluation_examples(
+                dataclasses.replace(LETTERS, vocabulary=VOCABULARY), "test", FEATURES
+            ),
         )
-    asked = read_questions(model, LETTERS, "test", FEATURES)
+    asked = ask(model, evaluation_examples(LETTERS, "test", FEATURES))
     asked.prompts[1] = []
     with refused("task 'letters': example 1 is empty; give at least one token"):
         answer(model, model.generator(max_new_tokens=4), asked)
@@ -117,7 +120,7 @@ def test_a_job_writes_what_its_checkpoint_writes(model, mesh):
     program = TrainingProgram(job, devices)
     texts = JobTexts(job, program.mesh)
     params = jax.device_put(make_params(MODEL, seed=9), program.shardings.params)
-    asked = read_questions(model, MEASURED, "validation", FEATURES)
+    asked = ask(model, evaluation_examples(MEASURED, "validation", FEATURES))
     want = answer(model, model.generator(max_new_tokens=4), asked).texts
     with program.scope():  # as the loop calls it
         all_of_them = texts(params, lambda: True)["letters"]
@@ -180,15 +183,16 @@ def test_choices_are_ranked_by_the_scores_of_the_api(model, decoder):
         facts = [json.dumps({"choices": choices, "label": label}) for label in labels]
         records = zip(inputs, (choices[label] for label in labels), facts, strict=True)
         corpus = ListCorpus(tuple(records), ("inputs", "targets", "facts"))
-        asked = read_questions(
-            each, dataclasses.replace(LETTERS, corpus=corpus), "test", FEATURES
+        asked = ask(
+            each,
+            evaluation_examples(dataclasses.replace(LETTERS, corpus=corpus), "test", FEATURES),
         )
         done = []
         accuracy, f1 = rank_choices(each, asked, progressed=done.append)
         assert (accuracy.name, accuracy.score) == ("rank_accuracy", 50.0)
         assert f1.name == "rank_mean_3class_f1" and len(done) == 6
     with refused("task 'letters': example 0 of 'test' has no choices of which one is known"):
-        rank_choices(model, read_questions(model, LETTERS, "test", FEATURES))
+        rank_choices(model, ask(model, evaluation_examples(LETTERS, "test", FEATURES)))
 
 
 def test_means_are_of_the_same_metric():

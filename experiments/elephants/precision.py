@@ -10,10 +10,11 @@ from cells import RESULTS
 
 import switchx
 from switchx.api import Model
+from switchx.data.evaluation import evaluation_examples
 from switchx.data.features import EncoderDecoderFeatures
 from switchx.data.mixtures import multi30k_directions
 from switchx.inference.quantize import native, quantize_experts
-from switchx.text_evaluation import Questions, read_questions
+from switchx.text_evaluation import Questions, ask
 
 BITS = {"float32": None, "int8": 8, "int4": 4}
 TEST = "test_2016_flickr"
@@ -60,4 +61,4 @@ def read_sentences(
         raise ValueError(f"there is no direction {direction!r}; use some of {known}")
     # No task here cuts its inputs, so that lengths of training do not matter.
     unused = EncoderDecoderFeatures(1, 1)
-    return read_questions(model, tasks[name], TEST, unused, data_dir, sentences)
+    return ask(model, evaluation_examples(tasks[name], TEST, unused, data_dir, sentences))

@@ -255,19 +255,22 @@ def _evaluate_texts(
     Returns:
         Settings, results of each task, and their means where there are several; JSON.
     """
+    from switchx.data.evaluation import evaluation_examples
     from switchx.data.mixtures import evaluated_tasks
-    from switchx.text_evaluation import mean_results, rank_choices, read_questions
+    from switchx.text_evaluation import ask, mean_results, rank_choices
 
     decoding = shared.options_of(arguments, DecodingConfig)
     generator = model.generator(batch_size=arguments.batch_size, **decoding)
     questions = [
-        read_questions(
-            model, task, task.evaluation_split, job.features, job.data_dir,
-            arguments.max_examples,
+        ask(
+            model,
+            evaluation_examples(
+                task, task.evaluation_split, job.features, job.data_dir, arguments.max_examples
+            ),
         )
         for task in evaluated_tasks(job.source)
         if task.name in metrics
-    ]  # fmt: skip
+    ]
     if arguments.rank_choices:
         _ = [each.examples.choices for each in questions]  # refuses what has none
     answers = _answer(model, generator, questions, arguments.predictions, reporter)

@@ -28,10 +28,10 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
 
     def _split_generators(self, download_manager):
-        return {name: enumerate(rows) for name, rows in self._splits.items()}
+        return {name: self._generate_examples(rows) for name, rows in self._splits.items()}
 
-    def _generate_examples(self):
-        raise NotImplementedError
+    def _generate_examples(self, rows):
+        yield from enumerate(rows)
 
 
 def write(data_dir: pathlib.Path, name: str, features: dict, **splits: Iterable[dict]) -> None:
