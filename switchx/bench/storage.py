@@ -64,8 +64,8 @@ def run(rounds: int, *, is_quick: bool = False, note: Note = lambda text: None) 
         is_quick: fewer models, capacities, steps and kills.
     """
     with programs_compiled_once():
-        note("times")  # first: other parts bound host memory, which changes how malloc works
-        times, time_checks = storage_time.run(rounds)
+        note("times")
+        times, time_checks = storage_time.measured(rounds)
         note("gradients")
         models = list(gradient_models().items())[: 1 if is_quick else None]
         of_gradients = gradient_rows(dict(models))

@@ -17,12 +17,11 @@ Dims: F ffn
 import json
 import pathlib
 import re
-import subprocess
 import sys
 from typing import Any
 
 from switchx.bench.report import Check
-from switchx.bench.storage_runs import child_environment, make_batch, make_job, opened
+from switchx.bench.storage_runs import make_batch, make_job, of_child, opened
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.storage.cache import StorageSpec
 from switchx.training.job import TrainingJob
@@ -66,15 +65,7 @@ def over_budget(thin: dict[str, Any], wide: dict[str, Any]) -> float:
 
 def measured(width: int) -> dict[str, Any]:
     """A row, from a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "switchx.bench.storage_memory", str(width)],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"a process of bench storage failed: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return of_child("switchx.bench.storage_memory", width)
 
 
 def peak_rss_bytes() -> int:

@@ -8,10 +8,14 @@ Dims: B rows, L tokens of a row
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -157,6 +161,19 @@ def record_bytes(job: TrainingJob) -> int:
     with tempfile.TemporaryDirectory() as folder:
         program = LayeredProgram(job, RunFolder(folder), jax.devices()[:1])
         return program.experts.layout.record_bytes
+
+
+def of_child(module: str, argument: int, **environment: str) -> Any:
+    """The JSON that a process `python -m MODULE ARGUMENT` prints as its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(argument)],
+        env=child_environment() | environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"a process of bench storage failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def child_environment() -> dict[str, str]:

@@ -5,12 +5,16 @@ A step can be no faster than the longer of two: its computation, which is that o
 program with the same remat, and its bytes over the disk's bandwidth. That is measured with one
 large file, written and flushed, and read again, of which the system may have pages in memory,
 as it has of records that were written a moment ago.
+
+`python -m switchx.bench.storage_time ROUNDS` is the process of `measured`.
 """
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
+import sys
 import time
 from typing import Any
 
@@ -20,7 +24,13 @@ import numpy as np
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench.planned_bytes import small_job
 from switchx.bench.report import Check
-from switchx.bench.storage_runs import make_batch, opened, opened_resident, record_bytes
+from switchx.bench.storage_runs import (
+    make_batch,
+    of_child,
+    opened,
+    opened_resident,
+    record_bytes,
+)
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
@@ -35,15 +45,32 @@ MODEL = ModelConfig(
 CACHED = 0.25  # of the records, where the disk is used
 FILE_BYTES = 2**28
 MEBIBYTE = 2**20
+# As `make train` has it (docs/command_line.md). Otherwise the step with all experts cached is
+# a tenth slower: it maps twice the memory that the resident one does, and returns it.
+MALLOC = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000"
+    ":glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1"
+)
 
 
-def make_job(storage: StorageSpec = StorageSpec("disk"), model: ModelConfig = MODEL):
-    return small_job(model, MeshSpec(data=1), ROWS, LENGTH, storage=storage)
+def measured(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """What `run` gives, in a process of its own whose malloc is tuned as in `make train`."""
+    found = of_child("switchx.bench.storage_time", rounds, GLIBC_TUNABLES=MALLOC)
+    return found["rows"], [Check(**check) for check in found["checks"]]
 
 
-def run(rounds: int, job: TrainingJob | None = None, file_bytes: int = FILE_BYTES):
+def main(rounds: int) -> None:
+    rows, checks = run(rounds)
+    print(json.dumps({"rows": rows, "checks": [dataclasses.asdict(each) for each in checks]}))
+
+
+def make_job() -> TrainingJob:
+    return small_job(MODEL, MeshSpec(data=1), ROWS, LENGTH, storage=StorageSpec("disk"))
+
+
+def run(rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
     """Rows, and the checks `layered_vs_resident_tokens_per_s` and `step_vs_bound`."""
-    job = make_job() if job is None else job
+    job = make_job()
     switch, layers = job.model.switch, job.model.num_sparse_layers
     records = max(round(CACHED * layers * switch.num_experts), switch.num_experts)
     part = StorageSpec("disk", host_bytes=records * record_bytes(job))
@@ -59,7 +86,7 @@ def run(rounds: int, job: TrainingJob | None = None, file_bytes: int = FILE_BYTE
             small.experts.metrics()
             take_turns([beside, on_disk], rounds)
             moved = small.experts.metrics()
-        disk = bandwidths(folder, file_bytes)
+        disk = bandwidths(folder)
     steps = rounds + 1  # with the first one of `take_turns`
     pairs = (fast, fast), (cached, fast), (beside, beside), (on_disk, beside)
     rows = [_row(each, against, job) for each, against in pairs]
@@ -93,9 +120,9 @@ def contender(name: str, program) -> Contender:
     return Contender(name, step)
 
 
-def bandwidths(folder: pathlib.Path, num_bytes: int) -> dict[str, float]:
+def bandwidths(folder: pathlib.Path) -> dict[str, float]:
     """Bytes a second of a large file: `written` and flushed, and `read`."""
-    path, data = folder / "bandwidth", np.random.default_rng(0).bytes(num_bytes)
+    path, data = folder / "bandwidth", np.random.default_rng(0).bytes(FILE_BYTES)
     found: dict[str, list[float]] = {"read": [], "written": []}
     for _ in range(3):
         with contextlib.closing(path.open("wb", buffering=0)) as file:
@@ -107,7 +134,7 @@ def bandwidths(folder: pathlib.Path, num_bytes: int) -> dict[str, float]:
         path.read_bytes()
         found["read"].append(time.perf_counter() - begin)
         path.unlink()
-    return {way: num_bytes / float(np.median(times)) for way, times in found.items()}
+    return {way: FILE_BYTES / float(np.median(times)) for way, times in found.items()}
 
 
 def _row(each: Contender, resident: Contender, job: TrainingJob) -> dict[str, Any]:
@@ -119,3 +146,7 @@ def _row(each: Contender, resident: Contender, job: TrainingJob) -> dict[str, An
         "tokens_per_s": job.batch_size * LENGTH / each.median_s,
         "vs_resident": speedup(each, resident),
     }
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -67,7 +67,9 @@ def measured(monkeypatch):
     ):
         monkeypatch.setattr(module, name, lambda *_, part=part, **__: found[part])
     times = [Check(name, 1.0, BOUNDS[name]) for name in list(BOUNDS)[4:6]]
-    monkeypatch.setattr(storage_time, "run", lambda rounds: ([{"step": "resident"}], times))
+    monkeypatch.setattr(
+        storage_time, "measured", lambda rounds: ([{"step": "resident"}], times)
+    )
     return found
 
 
@@ -236,13 +238,9 @@ def test_gradients_of_another_step_are_far(monkeypatch):
     assert storage.gradient_error(model) > 1e-3
 
 
-@pytest.mark.slow  # times of a small model, and processes of their own
+@pytest.mark.slow  # processes of their own
 def test_times_memory_and_kills_are_measured():
-    small = dataclasses.replace(
-        storage_time.MODEL, vocab_size=384, d_model=16, d_ff=32, num_heads=2, d_head=8,
-        num_decoder_layers=4,
-    )  # fmt: skip
-    rows, checks = storage_time.run(1, storage_time.make_job(model=small), file_bytes=2**16)
+    rows, checks = storage_time.measured(1)
     assert [row["vs_resident"] == 1 for row in rows[:-1]] == [True, False, True, False]
     assert all(check.value > 0 for check in checks)
     assert rows[-1]["read_mib_per_step"] > 0 and rows[-1]["written_mib_per_s"] > 0

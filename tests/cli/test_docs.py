@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from switchx.bench import storage_time
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser, main
 from tests.compilation import T5
@@ -79,6 +80,7 @@ def test_commands_of_all_pages_are_understood():
 
 def test_malloc_is_tuned_as_make_train_does():
     (said,) = re.findall(r"GLIBC_TUNABLES=\S+", PAGE)
+    assert said == f"GLIBC_TUNABLES={storage_time.MALLOC}"
     assert f"{said} .venv/bin/switchx train " in dry_run("train").stdout
 
 
