@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """switchx: sparse Mixture-of-Experts Transformers in JAX."""
 
-__all__ = ["load"]
+import importlib
+
+# Where they are; imported when first used: `switchx --help` does not wait for JAX.
+_HOMES = {
+    "Model": "switchx.api",
+    "load": "switchx.api",
+    "job_from_gin": "switchx.gin_config.building",
+    "train": "switchx.jobs",
+    "evaluate": "switchx.jobs",
+}
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str):
-    # Imported when it is first used: `switchx --help` does not wait for JAX.
-    if name == "load":
-        from switchx.api import load
-
-        return load
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'switchx' has no attribute {name!r}")
+
+
+def __dir__():
+    return [*globals(), *__all__]

@@ -27,8 +27,8 @@ os.environ.setdefault("NPROC", "32")
 import jax
 import pytest
 
-from switchx.cli.config import building
 from switchx.cli.main import main
+from switchx.gin_config import building
 from tests.compilation import T5, TINY_RUN, compiled_once, on_devices
 from tests.integration.runs import arguments, write_corpus
 

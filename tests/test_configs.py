@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from switchx.checkpoint.checkpointer import Retention
-from switchx.cli.config import building
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import save_vocabulary
+from switchx.gin_config import building
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import AXES, batch_parts

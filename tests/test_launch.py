@@ -10,9 +10,9 @@ import yaml
 
 from switchx.cli import hosts
 from switchx.cli.arguments import parse_job
-from switchx.cli.config import building
 from switchx.cli.main import _parse, _parser
 from switchx.cli.train import STOPPED_STATUS
+from switchx.gin_config import building
 from switchx.hosts.processes import Processes
 from tests.processes import ROOT
 

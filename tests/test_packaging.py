@@ -151,7 +151,7 @@ def test_wheel_finds_its_configurations_away_from_the_checkout(wheel, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     subprocess.run([*install, target, wheel], check=True)
     program = (
-        "from switchx.cli.config import building, files\n"
+        "from switchx.gin_config import building, files\n"
         "from switchx.training.job import TrainingJob\n"
         "print(files.configs_dir())\n"
         "for name in ('configs/runs/pretrain_tiny.gin', 'runs/pretrain_tiny.gin'):\n"

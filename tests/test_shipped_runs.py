@@ -5,7 +5,7 @@ import jax
 import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.cli.config import building
+from switchx.gin_config import building
 from switchx.moe.capacity import layer_groups
 from switchx.moe.dispatchers import refusal
 from switchx.partitioning.mesh import MeshSpec

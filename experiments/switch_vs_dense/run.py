@@ -18,9 +18,9 @@ import jax
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
 from switchx.bench.report import environment
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.cli.config import building
 from switchx.data.loader import evaluation_batches
 from switchx.data.mixtures import as_mixture
+from switchx.gin_config import building
 from switchx.training.job import TrainingJob
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram

@@ -8,13 +8,15 @@ import re
 import shlex
 import shutil
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from switchx.cli.config.files import close_match, did_you_mean
 from switchx.fields import options
+from switchx.gin_config.files import close_match, configuration_of, did_you_mean
 
 GIN_PREFIX = "--gin."
+_OURS = ("switchx", "pallas_kernels")  # whose errors are for a person
 # Those of a MeshSpec, whose module imports JAX; not `pipe`, which is for training.
 MESH_AXES = ("data", "fsdp", "node", "expert", "model")
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -256,10 +258,14 @@ def accept_gin_bindings(arguments: argparse.Namespace, rest: list[str]) -> None:
 
 def parse_gin(arguments: argparse.Namespace, files: list[str] | None = None) -> None:
     """Parses the gin files of the command line, or `files`, and its bindings."""
-    from switchx.cli.config import building
+    from switchx.gin_config import building
 
-    search_paths = [path for path in arguments.gin_search_paths.split(",") if path]
-    building.parse_files(files or arguments.gin_file, arguments.gin_bindings, search_paths)
+    files = files or arguments.gin_file
+    building.parse_files(files, arguments.gin_bindings, _search_paths(arguments))
+
+
+def _search_paths(arguments: argparse.Namespace) -> list[str]:
+    return [path for path in arguments.gin_search_paths.split(",") if path]
 
 
 def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
@@ -271,13 +277,10 @@ def parse_job(arguments: argparse.Namespace, default_file: str | None = None):
     Raises:
         ConfigurationError: it describes none; the message says what to change.
     """
-    from switchx.cli.config import building
-    from switchx.training.job import TrainingJob
+    from switchx.gin_config import building
 
-    parse_gin(arguments, arguments.gin_file or [default_file])
-    job = building.build("JOB", TrainingJob)
-    building.require_effect("JOB", arguments.gin_bindings)
-    return job
+    files = arguments.gin_file or [default_file]
+    return building.parse_job(files, arguments.gin_bindings, _search_paths(arguments))
 
 
 def parse_job_of(arguments: argparse.Namespace, folder):
@@ -290,12 +293,9 @@ def parse_job_of(arguments: argparse.Namespace, folder):
         ConfigurationError: see `parse_job`.
         ValueError: the folder is none of a run; says what is there.
     """
-    if arguments.gin_file is None and not folder.operative_config.is_file():
-        raise ValueError(
-            f"{folder.root} is not a run folder, it has no {folder.operative_config.name}: "
-            f"{folder.found()}; give the model_dir of a run, or --gin_file"
-        )
-    return parse_job(arguments, default_file=str(folder.operative_config))
+    if arguments.gin_file is not None:
+        return parse_job(arguments)
+    return parse_job(arguments, default_file=configuration_of(folder))
 
 
 def simulate_devices(number: int) -> None:
@@ -315,6 +315,33 @@ def give_threads_to_simulated_devices() -> None:
     """
     if found := re.search(rf"{DEVICES_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", "")):
         os.environ.setdefault("NPROC", str(4 * int(found[1])))
+
+
+# How a command ends in an error.
+
+
+def explain(error: BaseException, arguments: argparse.Namespace) -> int:
+    """Prints the error in one paragraph; returns the exit status.
+
+    130 interrupted, 2 wrong input, 1 failed on the way. What is not meant for a person, any
+    error that switchx itself did not raise, is raised again: a traceback.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        print("switchx: interrupted", file=sys.stderr)
+        return 130
+    if arguments.traceback or not _is_for_a_person(error):
+        raise error
+    print(f"switchx {arguments.command}: error: {error}", file=sys.stderr)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+def _is_for_a_person(error: BaseException) -> bool:
+    """Whether its message suffices: our own code raised it, or the system refused something."""
+    if isinstance(error, OSError) or not isinstance(error, ValueError | RuntimeError):
+        return isinstance(error, OSError)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_ours = frame.f_globals.get("__name__", "").split(".")[0] in _OURS
+    return is_ours and not type(error).__module__.startswith("jax")
 
 
 # Command lines for a shell.

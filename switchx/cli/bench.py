@@ -103,7 +103,7 @@ def run_bench(arguments) -> int:
     from pallas_kernels.bench import kernels
     from switchx.bench import decode, moe, offload, scale, storage, train
     from switchx.bench.report import Check, Report
-    from switchx.cli.progress import TerminalReporter
+    from switchx.progress import TerminalReporter
 
     rounds = arguments.rounds or BENCH_ROUNDS
     if arguments.what in ("kernels", "offload", "scale", "storage"):
@@ -126,7 +126,7 @@ def run_tune(arguments) -> int:
     from pallas_kernels.bench import tune
     from pallas_kernels.tiling.tuned import user_file
     from switchx.bench.report import Report
-    from switchx.cli.progress import TerminalReporter
+    from switchx.progress import TerminalReporter
 
     with TerminalReporter() as reporter:
         rows = tune.run(arguments.rounds or TUNE_ROUNDS, note=reporter.note)
@@ -140,7 +140,7 @@ def run_check(arguments) -> int:
     if arguments.sample and arguments.what != "equivalence":
         raise ValueError(f"--sample with {arguments.what}: it is for equivalence; leave it out")
     from switchx.bench import elastic, equivalence, planned_bytes
-    from switchx.cli.progress import TerminalReporter
+    from switchx.progress import TerminalReporter
 
     with TerminalReporter() as reporter:
         if arguments.what == "equivalence":

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.partitioning.topology import Topology
 
     topology = Topology.parse(arguments.topology)
-    from switchx.cli.progress import TerminalReporter
+    from switchx.progress import TerminalReporter
     from switchx.training import aot
 
     job = shared.parse_job(arguments)

@@ -61,7 +61,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.cli.progress import TerminalReporter
+    from switchx.progress import TerminalReporter
 
     _check(arguments)
     with TerminalReporter() as reporter:
@@ -102,7 +102,7 @@ def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
 
 
 def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
-    from switchx.cli.config import building
+    from switchx.gin_config import building
     from switchx.interop.t5x import read_checkpoint
     from switchx.models.config import ModelConfig
 
@@ -122,8 +122,8 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
 
 def _write(arguments, reporter, config, params, vocabulary_file) -> None:
     from switchx.checkpoint.run_folder import RunFolder, write_converted
-    from switchx.cli.config.files import MODEL_FILE, model_gin
     from switchx.data.tokenizers import TokenIdVocabulary
+    from switchx.gin_config.writing import MODEL_FILE, model_gin
     from switchx.manifest import new_folder
     from switchx.tree import num_elements
 

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.devices > 1:
         shared.simulate_devices(arguments.devices)
     from switchx.bench.report import Report
-    from switchx.cli.progress import TerminalReporter
+    from switchx.progress import TerminalReporter
 
     with TerminalReporter() as reporter:
         reporter.note("loading JAX and the data libraries")

@@ -115,7 +115,7 @@ def traffic_lines(arguments: argparse.Namespace, experts) -> list[str]:
 
 def _simulated_cache(file: str) -> dict[str, Any]:
     """Policy and capacity in a file of `switchx simulate cache`."""
-    from switchx.cli.config import building
+    from switchx.gin_config import building
     from switchx.storage.cache import StorageSpec
 
     building.parse_files([file], [])

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from switchx.cli.messages import shown_by
-
 FLAGS = ("coordinator", "num_processes", "process_id")
 
 
@@ -123,28 +121,3 @@ def run_together(
         sys.stderr.flush()
         os._exit(status)
     return prepared, outcome
-
-
-class SilentReporter:
-    """Of all processes but the first: a training loop's reporter that shows warnings alone."""
-
-    def __init__(self, index: int):
-        self._index = index
-        self._lines = shown_by(self._show)
-
-    def __enter__(self):
-        self._lines.__enter__()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._lines.__exit__(*exception)
-
-    def begin(self, first_step: int, last_step: int) -> None: ...
-    def stepped(self, step: int) -> None: ...
-    def logged(self, step: int, metrics: dict[str, Any]) -> None: ...
-    def evaluated(self, step: int, metrics: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-
-    def _show(self, line: str) -> None:
-        if line.startswith(("warning: ", "error: ")):
-            print(f"process {self._index}: {line}", file=sys.stderr, flush=True)

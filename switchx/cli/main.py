@@ -14,7 +14,6 @@ from switchx.cli import (
     evaluate,
     export,
     generate,
-    messages,
     plan,
     quantize,
     reshape,
@@ -30,6 +29,7 @@ from switchx.cli.arguments import (
     CommandParser,
     UsageError,
     accept_gin_bindings,
+    explain,
     give_threads_to_simulated_devices,
 )
 
@@ -80,10 +80,12 @@ def main(argv: list[str] | None = None) -> int:
     give_threads_to_simulated_devices()
     logging.captureWarnings(True)
     try:
-        with messages.shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
+        from switchx.progress import shown_by  # not for help
+
+        with shown_by(lambda line: print(f"switchx: {line}", file=sys.stderr)):
             return arguments.run(arguments) or 0
     except (KeyboardInterrupt, ValueError, OSError, RuntimeError) as error:
-        return messages.explain(error, arguments)
+        return explain(error, arguments)
     finally:
         logging.captureWarnings(False)
 

@@ -70,8 +70,8 @@ def add_command(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from switchx.bench.report import Check, Report
-    from switchx.cli.config.files import mesh_gin
     from switchx.data.data_dir import write_atomically
+    from switchx.gin_config.writing import mesh_gin
     from switchx.planner.hardware import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE
     from switchx.planner.way_out import no_plan_message

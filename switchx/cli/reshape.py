@@ -66,8 +66,8 @@ def add_command(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from switchx.bench.report import Report
-    from switchx.cli.progress import TerminalReporter
     from switchx.manifest import require_free
+    from switchx.progress import TerminalReporter
 
     require_free(arguments.output)
     with TerminalReporter() as reporter:
@@ -187,8 +187,8 @@ def _row(name: str, model, text) -> dict[str, Any]:
 
 def _write(arguments: argparse.Namespace, model, config, params) -> None:
     from switchx.checkpoint.run_folder import RunFolder, read_config, write_converted
-    from switchx.cli.config.files import MODEL_FILE, model_gin
     from switchx.data.tokenizers import TokenIdVocabulary
+    from switchx.gin_config.writing import MODEL_FILE, model_gin
     from switchx.manifest import new_folder
 
     source = read_config(RunFolder(arguments.model_dir)).get("source")

@@ -55,7 +55,7 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.cli.progress import TerminalReporter
+    from switchx.progress import TerminalReporter
 
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:

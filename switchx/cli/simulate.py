@@ -138,7 +138,7 @@ def _trace(arguments: argparse.Namespace):
 
 def _record_bytes(folder, layers: list[str], is_training: bool) -> int:
     """Bytes of an expert's parameters, in training with the optimizer's statistics."""
-    from switchx.cli.config import building
+    from switchx.gin_config import building
     from switchx.training.job import TrainingJob
     from switchx.training.program import state_arrays
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.arguments import command_line, configuration_words
-from switchx.cli.config import building
+from switchx.gin_config import building
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.training.job import TrainingJob

@@ -33,8 +33,8 @@ def add_command(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.cli.progress import TerminalReporter
     from switchx.manifest import require_free
+    from switchx.progress import TerminalReporter
 
     output = require_free(arguments.output)
     with TerminalReporter() as reporter:

@@ -5,7 +5,7 @@ import argparse
 import functools
 
 from switchx.cli import arguments as shared
-from switchx.cli import hosts, messages
+from switchx.cli import hosts
 from switchx.manifest import git_commit
 
 DESCRIPTION = """\
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                 prepare=prepare,
                 state=lambda job: hosts.statement(job, arguments, git_commit()),
                 work=work,
-                explain=lambda error: messages.explain(error, arguments),
+                explain=lambda error: shared.explain(error, arguments),
             )
     if is_first:
         from switchx.checkpoint.run_folder import RunFolder
@@ -103,37 +103,32 @@ def exit_status(is_finished: bool, processes) -> int:
 
 def _reporter(processes):
     """Shows all that happens; of processes but the first, what went wrong."""
-    if processes is not None and not processes.is_first:
-        return hosts.SilentReporter(processes.index)
-    from switchx.cli.progress import TerminalReporter
+    from switchx.progress import SilentReporter, TerminalReporter
 
+    if processes is not None and not processes.is_first:
+        return SilentReporter(processes.index)
     return TerminalReporter()
 
 
 def _train(arguments: argparse.Namespace, reporter, job):
-    """Trains the job in its run folder; the Outcome."""
-    import jax
+    """Trains the job in its run folder; the Outcome, also of a run that a signal ended."""
+    from switchx.gin_config import building
+    from switchx.jobs import TrainingInterrupted, train
 
-    from switchx.checkpoint.run_folder import RunFolder
-    from switchx.cli.config import building
-    from switchx.models.params import abstract_params
-    from switchx.text_evaluation import JobTexts
-    from switchx.training.loop import train
-    from switchx.tree import num_elements
-
-    folder = RunFolder(arguments.model_dir)
-    records = {
-        folder.operative_config: building.operative_config("JOB"),
-        folder.git_commit: git_commit() + "\n",
-    }
-    reporter.note(f"a model of {num_elements(abstract_params(job.model)):,} parameters")
-    if (num_processes := jax.process_count()) > 1:
-        reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
-    devices = None
+    configuration, devices = building.operative_config("JOB"), None
     if arguments.mesh is not None:
         elastic = _planned(arguments, reporter, job)
         job, devices = elastic.job, elastic.devices
-    return train(job, folder, reporter, records, devices, JobTexts)
+    try:
+        return train(
+            job,
+            arguments.model_dir,
+            configuration=configuration,
+            devices=devices,
+            reporter=reporter,
+        )
+    except TrainingInterrupted as interrupted:
+        return interrupted.outcome
 
 
 def _planned(arguments: argparse.Namespace, reporter, job):

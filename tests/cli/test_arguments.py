@@ -27,8 +27,8 @@ from switchx.cli.arguments import (
     parse_job,
     simulate_devices,
 )
-from switchx.cli.config.files import close_match, did_you_mean
 from switchx.fields import FieldError, check_choices, check_options, option
+from switchx.gin_config.files import close_match, did_you_mean
 from switchx.partitioning.mesh import AXES, MeshSpec
 from switchx.training.job import TrainingJob
 from tests.integration.runs import SMALL

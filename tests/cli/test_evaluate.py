@@ -13,9 +13,10 @@ import switchx
 from switchx.checkpoint.checkpointer import Checkpointer
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli import evaluate
-from switchx.cli.config import building
 from switchx.cli.main import main
 from switchx.data.text_metrics import METRICS
+from switchx.gin_config import building
+from switchx.jobs import metrics_of
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import write_run_config
@@ -298,10 +299,10 @@ def test_names_of_metrics_are_all_of_them():
         ("--split=tset", "has no split 'tset'; use one of train, validation, test_2016_flickr"),
         (
             "--tasks=multi30k_de_en,multi30k_de_fr",
-            "--tasks names 'multi30k_de_fr'; there are metrics for multi30k_en_de, multi30k_de",
+            "tasks names 'multi30k_de_fr'; there are metrics for multi30k_en_de, multi30k_de",
         ),
         ("--max_examples=0", "'0' is no whole number of at least 1"),
-        ("--bootstrap=1", "--bootstrap=1 is no sample to tell an interval by; use 1000"),
+        ("--bootstrap=1", "bootstrap=1 is no sample to tell an interval by; use 1000"),
         ("--rank_choices", "example 0 of 'validation' has no choices of which one is known"),
         ("--predictions=", "--predictions: it is empty; is a shell variable not set?"),
         ("--predictions=no/such/file", "cannot be written: its folder is not there"),
@@ -318,13 +319,13 @@ def test_choices_need_a_task_of_texts(finished_run, capsys):
 
 
 def test_metrics_need_texts_for_targets():
-    assert evaluate.metrics_of(TASK, None) == {}
-    assert evaluate.metrics_of(TASK, []) == {}
+    assert metrics_of(TASK, None) == {}
+    assert metrics_of(TASK, []) == {}
     with refused(
-        "--metrics=bleu compares generated texts with targets, and no task (letters) is of "
+        "metrics=bleu compares generated texts with targets, and no task (letters) is of "
         "InputsToTargets; leave it out, or give the gin file of such a task"
     ):
-        evaluate.metrics_of(TASK, ["bleu"])
+        metrics_of(TASK, ["bleu"])
 
 
 def test_commands_of_the_page_run(run, capsys, tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from switchx.cli.config import building, files
-from switchx.cli.config.files import model_gin, without_scopes
 from switchx.cli.main import main
+from switchx.gin_config import building, files
+from switchx.gin_config.writing import model_gin, without_scopes
 from switchx.models.config import ModelConfig, Precision
 from switchx.training.job import TrainingJob
 from tests.integration.runs import SMALL

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from switchx.cli.config import building, files
+from switchx.gin_config import building, files
 from tests.integration.runs import SMALL
 from tests.processes import ROOT
 
@@ -107,7 +107,7 @@ def installed(tmp_path, monkeypatch, *folders):
     """Pretends that switchx is installed in `tmp_path`, beside and with these folders."""
     for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.setattr(files, "__file__", str(tmp_path / "switchx/cli/config/files.py"))
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "switchx/gin_config/files.py"))
 
 
 def test_an_installed_copy_wins_over_a_folder_beside_the_package(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from switchx.cli import hosts, train
 from switchx.cli.arguments import UsageError
 from switchx.cli.main import _parse, _parser, main
 from switchx.hosts.processes import Processes
+from switchx.progress import SilentReporter
 from switchx.storage.cache import StorageSpec
 from tests.training.jobs import make_job
 
@@ -69,7 +70,7 @@ def test_the_statement_is_of_what_has_to_be_equal():
 
 
 def test_other_processes_show_what_went_wrong_alone(capsys):
-    with hosts.SilentReporter(3) as reporter:
+    with SilentReporter(3) as reporter:
         reporter.note("resumed")
         logging.getLogger("switchx.x").info("opening")
         logging.getLogger("switchx.x").warning("the disk is slow")

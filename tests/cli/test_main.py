@@ -12,9 +12,10 @@ import warnings
 import pytest
 
 from switchx.cli import train
+from switchx.cli.arguments import explain
 from switchx.cli.main import _parser, main
-from switchx.cli.messages import explain, shown_by
 from switchx.partitioning.mesh import MeshSpec
+from switchx.progress import shown_by
 from tests.processes import ROOT
 
 LIBRARIES = ("jax", "numpy", "flax", "gin", "rich", "tensorflow_datasets")

@@ -8,9 +8,9 @@ import re
 import gin
 import pytest
 
-from switchx.cli.config import building
 from switchx.cli.main import main
 from switchx.cli.plan import print_search, row
+from switchx.gin_config import building
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec

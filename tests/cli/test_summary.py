@@ -12,9 +12,9 @@ from rich.console import Console
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli import summary
 from switchx.cli.arguments import parse_job
-from switchx.cli.config import building
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import save_vocabulary
+from switchx.gin_config import building
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.training.loop import Outcome
 from tests.integration.runs import SMALL

@@ -10,10 +10,10 @@ import types
 import pytest
 from rich.console import Console
 
-from switchx.cli.progress import TerminalReporter
 from switchx.cli.text import lines
 from switchx.cli.text.lines import BATCHES_PER_SHARD, read_lines, run_in_shards
 from switchx.cli.text.resumable_output import ResumableOutput, StandardOutput
+from switchx.progress import TerminalReporter
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE
 from tests.training.saved_runs import save_run

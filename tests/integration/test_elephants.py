@@ -11,9 +11,9 @@ import pytest
 import sacrebleu
 
 from switchx.bench import torch_peer
-from switchx.cli.config import building
 from switchx.cli.main import main
 from switchx.data.corpora.multi30k import LANGUAGES
+from switchx.gin_config import building
 from tests.compilation import compiled_once
 from tests.data.words import sentences
 from tests.processes import ROOT

@@ -14,8 +14,8 @@ import pytest
 
 import switchx
 from switchx import tree
-from switchx.cli.config import building
 from switchx.cli.main import main
+from switchx.gin_config import building
 from switchx.training.job import TrainingJob
 from tests.integration.runs import arguments, lines
 

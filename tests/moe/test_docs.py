@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from switchx.cli.arguments import parse_job
-from switchx.cli.config import building
 from switchx.cli.main import _parse, _parser, main
+from switchx.gin_config import building
 from switchx.models.params import abstract_params
 from switchx.moe.config import RouterConfig
 from switchx.training.step import gradients

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from switchx import tree
-from switchx.cli.config import building
 from switchx.cli.main import main
+from switchx.gin_config import building
 from switchx.models.params import abstract_params
 from switchx.partitioning.buckets import SliceIndex, Slicing, sliced, whole
 from switchx.partitioning.hlo_collectives import collectives

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.cli.config import building
+from switchx.gin_config import building
 from switchx.partitioning.mesh import (
     AXES,
     CompilerOptions,

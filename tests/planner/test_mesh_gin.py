@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from switchx.cli.config.files import mesh_gin
+from switchx.gin_config.writing import mesh_gin
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import load_hardware

@@ -9,8 +9,8 @@ import shutil
 import numpy as np
 import pytest
 
-from switchx.cli.config import building
 from switchx.cli.main import main
+from switchx.gin_config import building
 from switchx.storage.cache import StorageSpec
 from switchx.storage.simulation import POLICIES
 from switchx.storage.trace import trace_of_choices

@@ -60,7 +60,7 @@ def add_arguments(parser: shared.CommandParser, input_help: str) -> None:
 def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
     """Reads the lines, loads the model and calls `answer(arguments, lines, model, reporter)`;
     returns the exit status."""
-    from switchx.cli.progress import TerminalReporter
+    from switchx.progress import TerminalReporter
 
     with TerminalReporter(unit="line") as reporter:
         if arguments.input == STANDARD_INPUT:

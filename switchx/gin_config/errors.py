@@ -10,7 +10,7 @@ import traceback
 
 import gin
 
-from switchx.cli.config.files import MOVED, close_file, config_roots, did_you_mean
+from switchx.gin_config.files import MOVED, close_file, config_roots, did_you_mean
 
 _PLACE = re.compile(r'In file "([^"]+)", line (\d+)')
 _TOKEN_ERROR = re.compile(r"\('([^']+)', \((\d+), \d+\)\)")

@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from switchx.cli.progress import TerminalReporter
+from switchx.progress import TerminalReporter
 
 METRICS = {
     "loss": 2.34567,

@@ -20,15 +20,16 @@ from collections.abc import Iterator, Sequence
 
 import gin
 
-from switchx.cli.config.errors import explain, module_that_failed, place_of
-from switchx.cli.config.files import (
+from switchx.fields import without_gin
+from switchx.gin_config.errors import explain, module_that_failed, place_of
+from switchx.gin_config.files import (
     as_of_today,
     config_roots,
     did_you_mean,
     missing_file,
-    without_scopes,
 )
-from switchx.fields import without_gin
+from switchx.gin_config.writing import without_scopes
+from switchx.training.job import TrainingJob
 
 _NAME = re.compile(r"(?:\w+/)*[A-Za-z_]\w*(?:\.\w+)*")
 # A macro that nothing reads is taken for a misspelt one above this likeness: TRAIN_STEP.
@@ -37,6 +38,85 @@ _MISSPELT = 0.85
 
 class ConfigurationError(ValueError):
     """A configuration that cannot be parsed or built; the message says what to change."""
+
+
+def job_from_gin(
+    gin_files: str | os.PathLike | Sequence[str | os.PathLike],
+    gin_bindings: Sequence[str] = (),
+    gin_search_paths: Sequence[str] = (),
+) -> TrainingJob:
+    """The job that gin files describe, as `switchx train` reads them.
+
+    Gin itself is afterwards as it was before: what a caller has configured or registered
+    stays, and what these files import is imported anew by the next call.
+
+    Args:
+        gin_files: paths, or names below configs/ such as `runs/pretrain_tiny.gin`; several are
+            read in order, the later one wins.
+        gin_bindings: texts such as "TRAIN_STEPS=100" or "SwitchConfig.capacity_factor=1.0";
+            they win over all files. On a command line each is an option, --gin.TRAIN_STEPS=100.
+        gin_search_paths: further folders to look for gin files in.
+
+    Raises:
+        ConfigurationError: they describe none; the message (a `ValueError`'s) says what to
+            change, and names bindings as a command line has them.
+    """
+    files = [gin_files] if isinstance(gin_files, str | os.PathLike) else list(gin_files)
+    for name, texts in (("gin_bindings", gin_bindings), ("gin_search_paths", gin_search_paths)):
+        if isinstance(texts, str):
+            raise ConfigurationError(f"{name} is one text, {texts!r}; give a list, [{texts!r}]")
+    if not files:
+        raise ConfigurationError("gin_files is empty; give one from configs/runs")
+    with _gin_restored():
+        job = parse_job(list(map(os.fspath, files)), gin_bindings, gin_search_paths)
+        return _plain_functions(job)
+
+
+def parse_job(
+    files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str] = ()
+) -> TrainingJob:
+    """The same, and gin keeps what it parsed: `operative_config` writes it down."""
+    parse_files(files, bindings, search_paths)
+    job = build("JOB", TrainingJob)
+    require_effect("JOB", bindings)
+    return job
+
+
+@contextlib.contextmanager
+def _gin_restored() -> Iterator[None]:
+    """Gin's configuration, registry and readers of files are at the end what they were."""
+    of = gin.config
+    names = ("_CONFIG", "_CONFIG_PROVENANCE", "_SINGLETONS", "_IMPORTS", "_OPERATIVE_CONFIG")
+    names += ("_INVERSE_REGISTRY", "_LOCATION_PREFIXES", "_FILE_READERS")
+    held = {name: getattr(of, name) for name in names if hasattr(of, name)}
+    before = {name: copy.copy(table) for name, table in held.items()}
+    selectors = set(dict(of._REGISTRY.items()))
+    is_locked = gin.config_is_locked()
+    try:
+        yield
+    finally:
+        # In place: gin's functions hold these very containers.
+        for name, table in held.items():
+            table.clear()
+            (table.extend if isinstance(table, list) else table.update)(before[name])
+        for selector in set(dict(of._REGISTRY.items())) - selectors:
+            of._REGISTRY.pop(selector)
+        of._set_config_is_locked(is_locked)
+
+
+def _plain_functions(value):
+    """The value just built, its functions out of gin's wrappers, which look them up in gin."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain_functions, value))
+    if isinstance(value, dict):
+        return {name: _plain_functions(item) for name, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            # Frozen, but nobody has it yet; its checks have run.
+            item = _plain_functions(getattr(value, field.name))
+            object.__setattr__(value, field.name, item)
+        return value
+    return without_gin(value)
 
 
 def parse_files(

@@ -1,41 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gin files: where they are, what those of earlier versions call things, what switchx writes.
+"""Gin files that switchx writes: of a job, of a model, of a planned mesh.
 
-Files of earlier versions, such as the `operative_config.gin` of their run folders, name modules
-that are elsewhere now: they are read as if they named today's.
+What they bind is bound with every field, defaults too: a later version's defaults change
+nothing.
 """
 
 import dataclasses
-import difflib
 import itertools
-import pathlib
+import os
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
 
-# Module of an earlier version -> where its configurations are now.
-MOVED = {
-    "switchx.data.corpus_vocabulary": "switchx.data.vocabularies",
-    "switchx.data.saved_vocabulary": "switchx.data.vocabularies",
-    "switchx.data.span_corruption": "switchx.data.objectives",
-    "switchx.data.token_ids": "switchx.data.tokenizers",
-    "switchx.data.translation_mixture": "switchx.data.mixtures",
-    "switchx.models.router_config": "switchx.moe.config",
-    "switchx.models.switch_config": "switchx.moe.config",
-    "switchx.partitioning.compiler_options": "switchx.partitioning.mesh",
-    "switchx.training.adafactor": "switchx.optim.adafactor",
-    "switchx.training.adamw": "switchx.optim.adamw",
-    "switchx.training.retention": "switchx.checkpoint.checkpointer",
-    "switchx.training.schedules": "switchx.optim.schedules",
-}
-# Bindings of earlier versions: a value that has another name, parameters without successors,
-# which changed no mathematics.
-_RENAMED = (
-    (r"(SwitchConfig\.dispatcher = )(['\"])sort\2", r"\1\2gather\2"),
-    (r"\b(saved_vocabulary|vocabularies)\.load_vocabulary\b", r"\1.SavedVocabulary"),
-)
-_GONE = ("StepConfig.factor_expert_gradients",)
-_IMPORT = re.compile(r"^from +([\w.]+) +import +(\w+)(?: +as +(\w+))?", re.MULTILINE)
+from switchx.fields import describe, without_gin
+from switchx.gin_config.files import configs_dir
 
 _MESH_IMPORTS = """\
 from __gin__ import dynamic_registration
@@ -62,106 +39,98 @@ MODEL = @config.ModelConfig()
 # A run's own, which decide nothing about what the parameters mean.
 _OF_THE_RUN = ("dropout_rate", "expert_dropout_rate")
 _STATEMENT = re.compile(r"^(?:(?P<scope>[\w/]+)/)?(?P<name>[\w.]+) = (?P<value>.*)$", re.DOTALL)
+# `job.TrainingJob.train_steps = %TRAIN_STEPS` of configs/runs/defaults.gin.
+_MACRO = re.compile(r"^\w+\.(\w+)\.(\w+) = %([A-Z_]+)$", re.MULTILINE)
 
 
-def close_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `known` that is spelt most like `name`, if any is much like it.
+def job_gin(job) -> str:
+    """A `TrainingJob` as a gin file that builds it again.
 
-    Args:
-        cutoff: likeness from which on, 0 to 1.
-    """
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
-
-
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """` (did you mean X?)` to follow `name` in a sentence, or nothing."""
-    found = close_match(name, known, cutoff)
-    return f" (did you mean {found}?)" if found else ""
-
-
-def configs_dir() -> pathlib.Path:
-    """The folder `configs`, of a checkout or installed, which holds `models/`, `runs/`, ...
+    Macros that every run honours (configs/runs/defaults.gin) are there, so that
+    `--gin.TRAIN_STEPS=100` and a further file such as configs/meshes/one_device.gin change it.
 
     Raises:
-        FileNotFoundError: there is none.
+        ValueError: a value in it cannot be written; names it.
     """
-    package = pathlib.Path(__file__).parents[2]
-    # A wheel has it inside the package; next to site-packages' switchx anything may be
-    # called configs, so that is looked at last.
-    places = (package / "configs", package.parent / "configs")
-    for place in places:
-        if (place / "models").is_dir():
-            return place
-    raise FileNotFoundError(
-        f"switchx was installed without its configurations: there is no {places[0]} and no "
-        f"{places[1]}; install it from a wheel, or with `pip install --editable` in a checkout"
-    )
+    describe(job, "job")  # refuses what has no name to be imported by
+    objects = _Objects()
+    job_reference = objects.add(job)
+    defaults = (configs_dir() / "runs/defaults.gin").read_text(encoding="utf-8")
+    macros = {(cls, field): name for cls, field, name in _MACRO.findall(defaults)}
+    values, sections = {}, []
+    for cls, instances in objects.instances.items():
+        for number, fields in enumerate(instances):
+            name = objects.name(cls, number)
+            lines = []
+            for field, value in fields.items():
+                macro = macros.get((cls.__name__, field)) if len(instances) == 1 else None
+                if macro is not None:
+                    values[macro] = value
+                lines.append(f"{name}.{field} = {f'%{macro}' if macro else value}")
+            sections.append("\n".join(lines))
+    macro_lines = [f"{name} = {value}" for name, value in sorted(values.items())]
+    head = "from __gin__ import dynamic_registration"
+    parts = ["\n".join([head, *objects.imports()]), "\n".join(macro_lines), *sections]
+    return "\n\n".join([*filter(None, parts), f"JOB = {job_reference}"]) + "\n"
 
 
-def config_roots(search_paths: Iterable[str] = ()) -> list[pathlib.Path]:
-    """Folders in which a gin file's name is looked up, in this order.
+class _Objects:
+    """The dataclasses of a job, each once, and the names that a gin file has for them.
 
-    The last two are ours: both `runs/x.gin` and `configs/runs/x.gin` are names.
-
-    Raises:
-        ValueError: a folder of `search_paths` does not exist.
-    """
-    folders = list(map(pathlib.Path, search_paths))
-    for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(
-                f"--gin_search_paths: there is no folder {str(folder)!r}; name folders that "
-                "exist, separated by commas"
-            )
-    return [pathlib.Path("."), *folders, configs_dir(), configs_dir().parent]
-
-
-def missing_file(name: str, roots: Sequence[pathlib.Path]) -> str:
-    """What to say of a gin file that is in none of `roots`: which one may be meant."""
-    hint = close_file(name, roots)
-    if "," in name:
-        hint = "repeat --gin_file for each file"
-    elif any((root / name).is_dir() for root in roots):
-        hint = "that is a folder; name a file in it"
-    places = ", ".join(map(str, roots))
-    return f"no gin file {name!r} in {places}; {hint} (--gin_search_paths adds folders)"
-
-
-def close_file(name: str, roots: Iterable[pathlib.Path]) -> str:
-    """`did you mean ...?`: files beside where `name` would be, and the shipped ones."""
-    known, ours = {}, configs_dir().parent
-    for root in roots:
-        if root.is_relative_to(ours) and root.is_absolute():
-            continue
-        for path in sorted((root / name).parent.glob("*.gin")):
-            known.setdefault(path.stem, str(path))
-    for path in sorted(configs_dir().rglob("*.gin")):
-        known.setdefault(path.stem, path.relative_to(ours).as_posix())
-    close = close_match(pathlib.Path(name).stem, known)
-    return f"did you mean {known[close]}?" if close else "runs to start from: configs/runs"
-
-
-def as_of_today(text: str) -> str:
-    """A gin file's text in the names of today; lines keep their numbers.
-
-    A module that moved is imported under the name that the rest of the file has for it.
+    Attributes:
+        instances: of each class, fields and what gin reads for their values.
     """
 
-    def moved(match: re.Match) -> str:
-        package, module, alias = match.groups()
-        if (now := MOVED.get(f"{package}.{module}")) is None:
-            return match[0]
-        package, _, name = now.rpartition(".")
-        bound = alias or module
-        return f"from {package} import {name}" + (f" as {bound}" if bound != name else "")
+    def __init__(self):
+        self.instances: dict[type, list[dict[str, str]]] = {}
+        self._modules: dict[str, str] = {}  # the name that it is bound to -> the module
 
-    text = _IMPORT.sub(moved, text)
-    for pattern, replacement in _RENAMED:
-        text = re.sub(pattern, replacement, text)
-    for name in _GONE:
-        text = re.sub(rf"^[\w/.]*\b{re.escape(name)} = .*$", "", text, flags=re.MULTILINE)
-    return text
+    def add(self, value) -> str:
+        """What gin reads for a value; dataclasses in it are added."""
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {
+                field.name: self.add(getattr(value, field.name))
+                for field in dataclasses.fields(value)
+            }
+            instances = self.instances.setdefault(type(value), [])
+            if fields not in instances:
+                instances.append(fields)
+            return f"@{self.name(type(value), instances.index(fields))}()"
+        if isinstance(value, list | tuple):
+            comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
+            inner = ", ".join(map(self.add, value)) + comma
+            return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        if isinstance(value, dict):
+            pairs = (f"{key!r}: {self.add(item)}" for key, item in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, os.PathLike):
+            return repr(os.fspath(value))
+        if value is None or isinstance(value, bool | int | float | str):
+            return repr(value)
+        value = without_gin(value)
+        return f"@{self._bound(value.__module__)}.{value.__qualname__}"
+
+    def name(self, cls: type, number: int) -> str:
+        """Of a class' instances, all but the first have a scope of their own."""
+        scope = f"{cls.__name__.lower()}_{number + 1}/" if number else ""
+        return f"{scope}{self._bound(cls.__module__)}.{cls.__name__}"
+
+    def _bound(self, module: str) -> str:
+        """The last part of a module's name, with those before it where it is another's."""
+        parts = module.split(".")
+        for start in reversed(range(len(parts))):
+            name = "_".join(parts[start:])
+            if self._modules.setdefault(name, module) == module:
+                return name
+        raise ValueError(f"the modules {module} and {self._modules[name]} have one name in gin")
+
+    def imports(self) -> list[str]:
+        lines = []
+        for name, module in sorted(self._modules.items(), key=lambda item: item[1]):
+            package, _, last = module.rpartition(".")
+            statement = f"from {package} import {last}" if package else f"import {last}"
+            lines.append(statement + (f" as {name}" if name != last else ""))
+        return lines
 
 
 def without_scopes(text: str) -> str:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gin files: where they are, and what those of earlier versions call things.
+
+Files of earlier versions, such as the `operative_config.gin` of their run folders, name modules
+that are elsewhere now: they are read as if they named today's.
+"""
+
+import difflib
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
+
+# Module of an earlier version -> where its configurations are now.
+MOVED = {
+    "switchx.data.corpus_vocabulary": "switchx.data.vocabularies",
+    "switchx.data.saved_vocabulary": "switchx.data.vocabularies",
+    "switchx.data.span_corruption": "switchx.data.objectives",
+    "switchx.data.token_ids": "switchx.data.tokenizers",
+    "switchx.data.translation_mixture": "switchx.data.mixtures",
+    "switchx.models.router_config": "switchx.moe.config",
+    "switchx.models.switch_config": "switchx.moe.config",
+    "switchx.partitioning.compiler_options": "switchx.partitioning.mesh",
+    "switchx.training.adafactor": "switchx.optim.adafactor",
+    "switchx.training.adamw": "switchx.optim.adamw",
+    "switchx.training.retention": "switchx.checkpoint.checkpointer",
+    "switchx.training.schedules": "switchx.optim.schedules",
+}
+# Bindings of earlier versions: a value that has another name, parameters without successors,
+# which changed no mathematics.
+_RENAMED = (
+    (r"(SwitchConfig\.dispatcher = )(['\"])sort\2", r"\1\2gather\2"),
+    (r"\b(saved_vocabulary|vocabularies)\.load_vocabulary\b", r"\1.SavedVocabulary"),
+)
+_GONE = ("StepConfig.factor_expert_gradients",)
+_IMPORT = re.compile(r"^from +([\w.]+) +import +(\w+)(?: +as +(\w+))?", re.MULTILINE)
+
+
+def close_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of `known` that is spelt most like `name`, if any is much like it.
+
+    Args:
+        cutoff: likeness from which on, 0 to 1.
+    """
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """` (did you mean X?)` to follow `name` in a sentence, or nothing."""
+    found = close_match(name, known, cutoff)
+    return f" (did you mean {found}?)" if found else ""
+
+
+def configs_dir() -> pathlib.Path:
+    """The folder `configs`, of a checkout or installed, which holds `models/`, `runs/`, ...
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    package = pathlib.Path(__file__).parents[1]
+    # A wheel has it inside the package; next to site-packages' switchx anything may be
+    # called configs, so that is looked at last.
+    places = (package / "configs", package.parent / "configs")
+    for place in places:
+        if (place / "models").is_dir():
+            return place
+    raise FileNotFoundError(
+        f"switchx was installed without its configurations: there is no {places[0]} and no "
+        f"{places[1]}; install it from a wheel, or with `pip install --editable` in a checkout"
+    )
+
+
+def config_roots(search_paths: Iterable[str] = ()) -> list[pathlib.Path]:
+    """Folders in which a gin file's name is looked up, in this order.
+
+    The last two are ours: both `runs/x.gin` and `configs/runs/x.gin` are names.
+
+    Raises:
+        ValueError: a folder of `search_paths` does not exist.
+    """
+    folders = list(map(pathlib.Path, search_paths))
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(
+                f"--gin_search_paths: there is no folder {str(folder)!r}; name folders that "
+                "exist, separated by commas"
+            )
+    return [pathlib.Path("."), *folders, configs_dir(), configs_dir().parent]
+
+
+def missing_file(name: str, roots: Sequence[pathlib.Path]) -> str:
+    """What to say of a gin file that is in none of `roots`: which one may be meant."""
+    hint = close_file(name, roots)
+    if "," in name:
+        hint = "repeat --gin_file for each file"
+    elif any((root / name).is_dir() for root in roots):
+        hint = "that is a folder; name a file in it"
+    places = ", ".join(map(str, roots))
+    return f"no gin file {name!r} in {places}; {hint} (--gin_search_paths adds folders)"
+
+
+def close_file(name: str, roots: Iterable[pathlib.Path]) -> str:
+    """`did you mean ...?`: files beside where `name` would be, and the shipped ones."""
+    known, ours = {}, configs_dir().parent
+    for root in roots:
+        if root.is_relative_to(ours) and root.is_absolute():
+            continue
+        for path in sorted((root / name).parent.glob("*.gin")):
+            known.setdefault(path.stem, str(path))
+    for path in sorted(configs_dir().rglob("*.gin")):
+        known.setdefault(path.stem, path.relative_to(ours).as_posix())
+    close = close_match(pathlib.Path(name).stem, known)
+    return f"did you mean {known[close]}?" if close else "runs to start from: configs/runs"
+
+
+def configuration_of(folder) -> str:
+    """The gin file of a run folder, which says what it was trained with.
+
+    Args:
+        folder: a `RunFolder`.
+
+    Raises:
+        ValueError: the folder is none of a run; says what is there.
+    """
+    if not folder.operative_config.is_file():
+        raise ValueError(
+            f"{folder.root} is not a run folder, it has no {folder.operative_config.name}: "
+            f"{folder.found()}; give the model_dir of a run, or --gin_file (in Python a job)"
+        )
+    return str(folder.operative_config)
+
+
+def as_of_today(text: str) -> str:
+    """A gin file's text in the names of today; lines keep their numbers.
+
+    A module that moved is imported under the name that the rest of the file has for it.
+    """
+
+    def moved(match: re.Match) -> str:
+        package, module, alias = match.groups()
+        if (now := MOVED.get(f"{package}.{module}")) is None:
+            return match[0]
+        package, _, name = now.rpartition(".")
+        bound = alias or module
+        return f"from {package} import {name}" + (f" as {bound}" if bound != name else "")
+
+    text = _IMPORT.sub(moved, text)
+    for pattern, replacement in _RENAMED:
+        text = re.sub(pattern, replacement, text)
+    for name in _GONE:
+        text = re.sub(rf"^[\w/.]*\b{re.escape(name)} = .*$", "", text, flags=re.MULTILINE)
+    return text

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`switchx.train` and `switchx.evaluate`: what the commands of these names call, too.
+
+A run folder that was trained from Python is one that every command reads, and the other way
+round. Progress is a display in a notebook, elsewhere what the commands show
+(`switchx/progress.py`).
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+
+from switchx import api
+from switchx.checkpoint.restore import choose_step, restore_params
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.data_dir import write_atomically
+from switchx.data.evaluation import evaluation_examples, prediction_rows
+from switchx.data.mixtures import Mixture, evaluated_tasks
+from switchx.data.tasks import Task
+from switchx.data.text_metrics import METRICS
+from switchx.fields import require
+from switchx.gin_config.building import job_from_gin
+from switchx.gin_config.files import configuration_of
+from switchx.gin_config.writing import job_gin
+from switchx.inference.artifact import is_artifact
+from switchx.inference.generate import Generator
+from switchx.manifest import git_commit
+from switchx.models.params import abstract_params
+from switchx.progress import reporter_here
+from switchx.text_evaluation import (
+    Answers,
+    JobTexts,
+    Questions,
+    answer,
+    ask,
+    mean_results,
+    rank_choices,
+)
+from switchx.training import loop
+from switchx.training.host_program import compiled_program
+from switchx.training.job import TrainingJob
+from switchx.training.resume import check_same_model, with_vocabulary_of
+from switchx.tree import num_elements
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C, a notebook's interrupt or SIGTERM ended training; the state is saved.
+
+    Attributes:
+        outcome: the `Outcome` until then.
+    """
+
+    def __init__(self, outcome: loop.Outcome, job: TrainingJob, folder: RunFolder):
+        super().__init__(
+            f"training was interrupted; the state is saved at step {outcome.step} of "
+            f"{job.train_steps} in {folder.root}, and the same call goes on from there"
+        )
+        self.outcome = outcome
+
+
+def train(
+    job: TrainingJob,
+    model_dir: str | os.PathLike,
+    *,
+    configuration: str | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    reporter=None,
+) -> loop.Outcome:
+    """Trains a job in a run folder, from where its last complete checkpoint left off.
+
+    As `switchx train` does: the folder gets checkpoints, metrics.jsonl, TensorBoard events, the
+    configuration as a gin file and the commit. Called again with the same job it goes on, to
+    the bit; `dataclasses.replace(job, train_steps=...)` trains longer.
+
+    Args:
+        job: of `switchx.job_from_gin`, or built from its dataclasses. A class or a function of
+            your own that it names has to be in a module, not in a notebook's cell.
+        model_dir: run folder: made if it is not there, resumed if it is.
+        configuration: gin text that builds the job; None writes one of the job's fields.
+        devices: of the mesh; None is all there are.
+        reporter: shows progress, a `switchx.training.loop.Reporter`; None is what suits the
+            place: one display in a notebook, else lines on standard error, and a bar where
+            that is a terminal.
+
+    Returns:
+        The last step, and the metrics of the last logged one.
+
+    Raises:
+        ValueError: the job, its data or the folder do not fit; nothing was trained.
+        TrainingInterrupted: a `KeyboardInterrupt`: the state was saved before. A second
+            Ctrl-C does not wait and is a plain `KeyboardInterrupt`.
+        SaveError, TrainingStopped: see `switchx.training.loop.train`.
+    """
+    _require_job(job, "train")
+    folder = RunFolder(model_dir)
+    records = {
+        folder.operative_config: configuration or job_gin(job),
+        folder.git_commit: git_commit() + "\n",
+    }
+    with contextlib.ExitStack() as stack:
+        reporter = reporter or stack.enter_context(reporter_here())
+        reporter.note(f"a model of {num_elements(abstract_params(job.model)):,} parameters")
+        if (num_processes := jax.process_count()) > 1:
+            reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
+        outcome = loop.train(job, folder, reporter, records, devices, JobTexts)
+    if not outcome.is_finished:
+        raise TrainingInterrupted(outcome, job, folder)
+    return outcome
+
+
+def _require_job(job, name: str) -> None:
+    require(
+        isinstance(job, TrainingJob),
+        f"switchx.{name} takes a TrainingJob, and got {job!r:.60}; "
+        'switchx.job_from_gin("configs/runs/...") makes one of gin files',
+    )
+
+
+def evaluate(
+    model_dir: str | os.PathLike,
+    job: TrainingJob | None = None,
+    *,
+    step: int | Literal["best"] | None = None,
+    metrics: Sequence[str] | None = None,
+    tasks: Sequence[str] | None = None,
+    split: str | None = None,
+    max_examples: int | None = None,
+    batch_size: int = 32,
+    rank_choices: bool = False,
+    bootstrap: int = 0,
+    predictions: str | os.PathLike | None = None,
+    reporter=None,
+    beam_size: int = 1,
+    max_new_tokens: int = 128,
+    length_penalty: float = 1.0,
+) -> dict[str, Any]:
+    """Validation metrics of a checkpoint, and of what the model writes; `switchx eval --json`.
+
+    Args:
+        model_dir: run folder, or what `switchx quantize` wrote; nothing is written there.
+        job: None is the run's own. Its data, batch, capacity and mesh may be others than in
+            training, what the parameters mean may not. A quantized model needs one.
+        step: of the checkpoint; None is the newest complete one, "best" the best validated.
+        metrics: names, some of `switchx.data.text_metrics.METRICS`, instead of the tasks' own;
+            an empty list generates nothing.
+        tasks: names of those of a mixture to answer; None is all with metrics.
+        split: of the corpora; None is the tasks'.
+        max_examples: to answer of each task; None is all.
+        batch_size: most inputs at once in generation.
+        rank_choices: also scores the choices of each example and measures the likeliest.
+        bootstrap: samples for intervals of 95% of BLEU and chrF; 0 has none.
+        predictions: file to write, JSON lines of task, inputs, target, prediction.
+        reporter: as in `train`.
+        beam_size, max_new_tokens, length_penalty: fields of `DecodingConfig`.
+
+    Returns:
+        `step`, `neg_log_perplexity`, `accuracy` and others over all evaluated batches, under
+        `routing` those of each Switch layer, under `tasks` the same of each of several tasks,
+        under `texts` what was measured of generated texts.
+
+    Raises:
+        ValueError: a folder, step, task, split or metric is not there, or does not fit; the
+            message says what is.
+    """
+    if job is not None:
+        _require_job(job, "evaluate")
+    _require_writable(predictions, bootstrap)
+    decoding = {"beam_size": beam_size, "max_new_tokens": max_new_tokens}
+    texts = _Texts(
+        decoding | {"length_penalty": length_penalty},
+        batch_size,
+        max_examples,
+        rank_choices,
+        bootstrap,
+        predictions,
+    )
+    with contextlib.ExitStack() as stack:
+        reporter = reporter or stack.enter_context(reporter_here("example"))
+        job = _job_to_evaluate(model_dir, job, split)
+        wanted = metrics_of(job.source, metrics, tasks)
+        require(
+            bool(wanted) or not rank_choices,
+            "rank_choices measures texts that a task's examples choose from, and no task has "
+            "metrics of texts; give the gin file of one that does, or leave it out",
+        )
+        return _evaluated(model_dir, job, step, wanted, texts, reporter)
+
+
+def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> TrainingJob:
+    folder = RunFolder(model_dir)
+    if job is None:
+        require(
+            not is_artifact(model_dir),
+            f"{folder.root} is quantized, and does not know its tasks; give the gin files "
+            "that do (in Python the job), such as operative_config.gin of the run it was made "
+            "from",
+        )
+        job = job_from_gin(configuration_of(folder))
+    return dataclasses.replace(job, source=_with_split(job.source, split))
+
+
+def _evaluated(
+    model_dir, job: TrainingJob, step, wanted: dict[str, tuple], texts: "_Texts", reporter
+) -> dict[str, Any]:
+    folder, metrics = RunFolder(model_dir), {}
+    if not is_artifact(model_dir):
+        job = check_same_model(folder, job)
+        step = choose_step(folder, step)
+        metrics = {"step": step} | _likelihood(folder, job, step, reporter)
+    else:
+        require(
+            bool(wanted),
+            f"{folder.root} is quantized: it is evaluated by the texts that it writes; give "
+            "metrics, or gin files of tasks that have metrics",
+        )
+        job = with_vocabulary_of(folder, job)
+    if wanted:
+        model = api.load(model_dir, step, task=_only_task(job, wanted))
+        measured = texts.measure(job, wanted, model, reporter)
+        metrics = {"step": model.step} | metrics | {"texts": measured}
+    return metrics
+
+
+def _require_writable(predictions, bootstrap: int) -> None:
+    """Refuses, before anything is read, what cannot be written or means nothing."""
+    require(
+        bootstrap != 1,
+        "bootstrap=1 is no sample to tell an interval by; use 1000, or leave it out",
+    )
+    if predictions is None:
+        return
+    path = pathlib.Path(predictions).expanduser().absolute()
+    require(
+        not path.is_dir() and os.access(path.parent, os.W_OK | os.X_OK),
+        f"predictions={str(path)!r} cannot be written: "
+        f"{'it is a folder' if path.is_dir() else 'its folder is not there or is locked'}",
+    )
+
+
+def _likelihood(folder: RunFolder, job: TrainingJob, step: int, reporter) -> dict[str, Any]:
+    program = compiled_program(job)
+    reporter.note(f"evaluating {folder.checkpoints / str(step)}")
+    with program.scope():
+        target = program.abstract_state.params
+        params = restore_params(folder.root, step, target=target, model=job.model)
+        return loop.evaluate_job(job, program, params)
+
+
+# What the model writes.
+
+
+def _with_split(source: Task | Mixture, split: str | None) -> Task | Mixture:
+    """The task or mixture, to be evaluated on another split."""
+    if split is None:
+        return source
+    if isinstance(source, Mixture):
+        name = "tasks" if source.evaluation is None else "evaluation"
+        tasks = tuple(_with_split(task, split) for task in getattr(source, name))
+        return dataclasses.replace(source, **{name: tasks})
+    return dataclasses.replace(source, evaluation_split=split)
+
+
+def metrics_of(
+    source: Task | Mixture, names: Sequence[str] | None, chosen: Sequence[str] | None = None
+) -> dict[str, tuple]:
+    """Metrics of each task that is to be answered.
+
+    Args:
+        names: of metrics; None is the tasks' own.
+        chosen: names of tasks; None is all that have metrics.
+
+    Raises:
+        ValueError: a metric is not there; metrics are named, and no task has texts for
+            targets; a chosen task is not there or has no metrics.
+    """
+    tasks = evaluated_tasks(source)
+    if names is None:
+        metrics = {task.name: task.metrics for task in tasks if task.metrics}
+    else:
+        unknown = [name for name in names if name not in METRICS]
+        require(not unknown, f"there is no metric {unknown}; use some of {', '.join(METRICS)}")
+        named = tuple(METRICS[name]() for name in names)
+        metrics = {task.name: named for task in tasks if task.objective.has_texts and named}
+        require(
+            bool(metrics) or not named,
+            f"metrics={','.join(names)} compares generated texts with targets, and no "
+            f"task ({', '.join(task.name for task in tasks)}) is of InputsToTargets; leave "
+            "it out, or give the gin file of such a task",
+        )
+    wrong = [name for name in chosen or () if name not in metrics]
+    require(
+        not wrong,
+        f"tasks names {', '.join(map(repr, wrong))}; there are metrics for "
+        f"{', '.join(metrics) or 'no task: name some by metrics'}",
+    )
+    return {name: metrics[name] for name in metrics if chosen is None or name in chosen}
+
+
+def _only_task(job: TrainingJob, wanted: dict[str, tuple]) -> str | None:
+    """The task whose experts answer, where tasks have their own; None where all have all."""
+    switch = job.model.switch
+    if switch is None or switch.router.kind != "task":
+        return None
+    require(
+        len(wanted) == 1,
+        f"the experts of this model are divided among tasks, and {', '.join(wanted)} have "
+        "metrics; answer one at a time: tasks=NAME",
+    )
+    return next(iter(wanted))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Texts:
+    """How tasks are answered and measured; fields are arguments of `evaluate`."""
+
+    decoding: dict[str, Any]
+    batch_size: int
+    max_examples: int | None
+    ranks_choices: bool
+    bootstrap: int
+    predictions: str | os.PathLike | None
+
+    def measure(
+        self, job: TrainingJob, metrics: dict[str, tuple], model: api.Model, reporter
+    ) -> dict[str, Any]:
+        """Settings, results of each task in `metrics`, and their means if several; JSON."""
+        generator = model.generator(batch_size=self.batch_size, **self.decoding)
+        questions = [
+            ask(
+                model,
+                evaluation_examples(
+                    task, task.evaluation_split, job.features, job.data_dir, self.max_examples
+                ),
+            )
+            for task in evaluated_tasks(job.source)
+            if task.name in metrics
+        ]
+        if self.ranks_choices:
+            _ = [each.examples.choices for each in questions]  # refuses what has none
+        answers = self._answers(model, generator, questions, reporter)
+        tasks, results = {}, []
+        for asked, answered in zip(questions, answers, strict=True):
+            name, examples = asked.task.name, asked.examples
+            found = examples.results(answered.texts, metrics[name], self.bootstrap)
+            if self.ranks_choices:
+                reporter.note(f"scoring the choices of {name}")
+                found += rank_choices(model, asked, self.batch_size)
+            results.append(found)
+            tasks[name] = {
+                "split": asked.task.evaluation_split,
+                "examples": len(examples.inputs),
+                "inputs_cut": examples.num_cut,
+                "outputs_unfinished": answered.num_unfinished,
+                "metrics": [dataclasses.asdict(each) for each in found],
+            }
+        means = map(dataclasses.asdict, mean_results(results) if len(results) > 1 else [])
+        return {"decoding": self.decoding, "tasks": tasks, "mean": list(means)}
+
+    def _answers(
+        self, model: api.Model, generator: Generator, questions: list[Questions], reporter
+    ) -> list[Answers]:
+        """Answers of all questions; the file has them from when each task is done."""
+        answers, lines, done = [], [], 0
+        reporter.begin(0, sum(len(each.prompts) for each in questions))
+        for asked in questions:
+            reporter.note(f"answering {len(asked.prompts):,} examples of {asked.task.name}")
+
+            def progressed(number: int, before: int = done):
+                reporter.counted(before + number)
+
+            answers.append(answer(model, generator, asked, progressed))
+            done += len(asked.prompts)
+            texts = asked.examples.inputs, asked.examples.targets, answers[-1].texts
+            rows = prediction_rows(asked.task.name, *texts)
+            lines += [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+            if self.predictions:
+                path = pathlib.Path(self.predictions).expanduser().absolute()
+                write_atomically(path, "".join(lines).encode())
+        return answers

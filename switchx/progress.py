@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Live progress: on a terminal a bar and lines, in a notebook one display, elsewhere lines.
+
+Every reporter shows log records too while it is entered. Those of switchx are shown from INFO
+on: what takes time says that it begins. Those of libraries from WARNING on, Python's warnings
+(`logging.captureWarnings`) among them.
+"""
+
+import collections
+import contextlib
+import html
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+ONE_LINE = Column(no_wrap=True)
+NOTE_EVERY_S = 10
+# Of a notebook's display: seconds between updates of the bar, and most lines below it.
+REDRAW_EVERY_S = 0.25
+SHOWN_LINES = 40
+
+
+def reporter_here(unit: str = "step"):
+    """What shows work to the caller of a Python function; a context manager.
+
+    A display in a notebook, a bar and lines elsewhere, and of several processes but the first
+    (`jax.distributed`) what went wrong.
+    """
+    import jax  # not for help
+
+    if jax.process_index() > 0:
+        return SilentReporter(jax.process_index())
+    return NotebookReporter(unit=unit) if in_notebook() else TerminalReporter(unit=unit)
+
+
+def in_notebook() -> bool:
+    """Whether a notebook's kernel runs this process: of Jupyter, Colab, or like them."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+class Reporter:
+    """Lines and a bar of work: of training (`switchx.training.loop.Reporter`), or of examples.
+
+    Lines of metrics fit 80 columns. A subclass shows them by `_show_line` and `_show_bar`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, unit: str = "step"):
+        """Shows nothing before it is entered.
+
+        Args:
+            unit: of the work, for the bar.
+        """
+        self._unit = unit
+        self._clock = clock
+        self._start_s = self._noted_s = clock()
+        self._first: tuple[int, float] | None = None  # step of this process, and when
+        self._last_step = 0
+        self._contexts = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._contexts.enter_context(shown_by(self.note))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._contexts.close()
+
+    def begin(self, first_step: int, last_step: int) -> None:
+        self._last_step = last_step
+        self._show_bar(total=last_step, completed=first_step, description="compiling")
+
+    def stepped(self, step: int) -> None:
+        if self._first is None:
+            self._first = step, self._clock()
+        self._show_bar(
+            completed=step,
+            description=f"{self._unit} {step}/{self._last_step}",
+            time_left=self._time_left(step),
+        )
+
+    def counted(self, number: int) -> None:
+        """So much is done, of work without metrics: a line of it now and then."""
+        self.stepped(number)
+        if self._clock() - self._noted_s >= NOTE_EVERY_S:
+            self._noted_s = self._clock()
+            left = self._time_left(number)
+            self.note(f"{number:,} of {self._last_step:,} {self._unit}s  {left}")
+
+    def logged(self, step: int, metrics: dict[str, Any]) -> None:
+        loss, rate = metrics["loss"], metrics["tokens_per_s"]
+        self._show_bar(status=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+        line = f"step {step:>5}  loss {loss:.3f}"
+        if "accuracy" in metrics:
+            line += f"  accuracy {metrics['accuracy']:.3f}"
+        if "dropped_fraction" in metrics:
+            line += f"  dropped {metrics['dropped_fraction']:.1%}"
+        if metrics.get("skipped_steps"):
+            line += f"  skipped {metrics['skipped_steps']}"
+        self.note(f"{line}  {rate:,.0f} tokens/s")
+
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None:
+        self.note(
+            f"step {step:>5}  validation: negative log perplexity "
+            f"{metrics['neg_log_perplexity']:.3f}  accuracy {metrics['accuracy']:.3f}"
+        )
+
+        if "texts" in metrics:
+            self._note_texts(step, metrics["texts"])
+
+    def _note_texts(self, step: int, texts: dict[str, dict[str, Any]]) -> None:
+        from switchx.training.text_evaluation import COUNTS  # not for help
+
+        for task, values in texts.items():
+            scores = (f"{name} {values[name]:.2f}" for name in values.keys() - set(COUNTS))
+            number, left_out = values["examples"], values["examples_left_out"]
+            of = f"{number:,} of {number + left_out:,}" if left_out else f"{number:,}"
+            self.note(f"step {step:>5}  {task}: {'  '.join(sorted(scores))}  ({of} examples)")
+
+    def note(self, text: str) -> None:
+        self._show_line(self._clock() - self._start_s, text)
+
+    def _show_line(self, seconds: float, text: str) -> None:
+        raise NotImplementedError
+
+    def _show_bar(self, **changed) -> None:
+        """Draws the bar: `total`, `completed`, `description`, `status`, `time_left`."""
+        raise NotImplementedError
+
+    def _time_left(self, step: int) -> str:
+        """From the steps after the first one of this process, which compiles.
+
+        Evaluations and checkpoints count, as they will come again.
+        """
+        first_step, first_s = self._first
+        if step == first_step:
+            return ""
+        seconds_per_step = (self._clock() - first_s) / (step - first_step)
+        seconds = seconds_per_step * (self._last_step - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02} left"
+
+
+class TerminalReporter(Reporter):
+    """On standard error: a bar where that is a terminal, and lines everywhere."""
+
+    def __init__(
+        self, console: Console | None = None, clock=time.perf_counter, unit: str = "step"
+    ):
+        """Shows nothing before it is entered.
+
+        Args:
+            console: None is standard error.
+            unit: of the work, for the bar.
+        """
+        super().__init__(clock, unit)
+        self.console = console or Console(stderr=True, highlight=False)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TimeElapsedColumn(table_column=ONE_LINE),
+            TextColumn("{task.description}", table_column=ONE_LINE),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}", table_column=ONE_LINE),
+            TextColumn("{task.fields[time_left]}", table_column=ONE_LINE),
+            console=self.console,
+            refresh_per_second=4,
+            expand=True,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting", total=None, status="", time_left="")
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._contexts.enter_context(self._progress)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        # What remains on the terminal: the bar as it stood, or nothing if nothing was trained.
+        self._progress.update(self._task, time_left="", visible=self._first is not None)
+        super().__exit__(*exception)
+
+    def _show_line(self, seconds: float, text: str) -> None:
+        self.console.print(f"[dim]{seconds:6.1f}s[/dim]  {escape(text)}", soft_wrap=True)
+
+    def _show_bar(self, **changed) -> None:
+        self._progress.update(self._task, **changed)
+
+
+class NotebookReporter(Reporter):
+    """One display below a cell: a bar, and the newest lines. It needs no widgets.
+
+    What remains is saved with the notebook.
+    """
+
+    def __init__(self, clock=time.perf_counter, unit: str = "step"):
+        """Shows nothing before it is entered."""
+        super().__init__(clock, unit)
+        self._bar = dict(total=None, completed=0, description="", status="", time_left="")
+        self._lines: collections.deque[str] = collections.deque(maxlen=SHOWN_LINES)
+        self._num_lines = 0
+        self._display = None
+        self._drawn_s = clock()
+
+    def __enter__(self) -> Self:
+        from IPython.display import display
+
+        self._display = display(self, display_id=True)
+        return super().__enter__()
+
+    def __exit__(self, *exception) -> None:
+        self._bar["time_left"] = ""
+        if self._first is None:
+            self._bar["total"] = None  # nothing was trained: no bar
+        self._draw()
+        super().__exit__(*exception)
+
+    def _show_line(self, seconds: float, text: str) -> None:
+        self._lines.append(f"{seconds:6.1f}s  {text}")
+        self._num_lines += 1
+        self._draw()
+
+    def _show_bar(self, **changed) -> None:
+        self._bar |= changed
+        if self._clock() - self._drawn_s >= REDRAW_EVERY_S:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._drawn_s = self._clock()
+        if self._display is not None:
+            self._display.update(self)
+
+    def _text(self) -> str:
+        left_out = self._num_lines - len(self._lines)
+        first = [f"{left_out:,} earlier lines are not shown"] if left_out else []
+        return "\n".join([*first, *self._lines])
+
+    def __repr__(self) -> str:
+        return f"{self._status()}\n{self._text()}".strip("\n")
+
+    def _status(self) -> str:
+        if self._bar["total"] is None:
+            return ""
+        parts = (self._bar[name] for name in ("description", "status", "time_left"))
+        return "  ".join(part for part in parts if part)
+
+    def _repr_html_(self) -> str:
+        bar = ""
+        if self._bar["total"] is not None:
+            values = f'value="{self._bar["completed"]}" max="{max(self._bar["total"], 1)}"'
+            bar = f'<progress {values} style="width: 20em"></progress> '
+        return (
+            f"<div>{bar}<code>{html.escape(self._status())}</code></div>"
+            f'<pre style="line-height: 1.2">{html.escape(self._text())}</pre>'
+        )
+
+
+class SilentReporter:
+    """Of all processes but the first: a training loop's reporter that shows warnings alone."""
+
+    def __init__(self, index: int):
+        self._index = index
+        self._lines = shown_by(self._show)
+
+    def __enter__(self):
+        self._lines.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._lines.__exit__(*exception)
+
+    def begin(self, first_step: int, last_step: int) -> None: ...
+    def stepped(self, step: int) -> None: ...
+    def logged(self, step: int, metrics: dict[str, Any]) -> None: ...
+    def evaluated(self, step: int, metrics: dict[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+
+    def _show(self, line: str) -> None:
+        if line.startswith(("warning: ", "error: ")):
+            print(f"process {self._index}: {line}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def shown_by(show: Callable[[str], None]) -> Iterator[None]:
+    """Gives every log record to `show` as a line, until the end of the context.
+
+    A warning's begins with `warning: `, an error's with `error: `.
+    """
+    root, ours = logging.getLogger(), logging.getLogger("switchx")
+    handlers, level = root.handlers[:], ours.level
+    root.handlers[:] = [_LineHandler(show)]
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        ours.setLevel(level)
+
+
+class _LineHandler(logging.Handler):
+    def __init__(self, show: Callable[[str], None]):
+        super().__init__(logging.INFO)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING and record.name.partition(".")[0] != "switchx":
+            return
+        text = record.getMessage().strip()
+        if record.name == "py.warnings":
+            text = text.partition("\n")[0]  # the line of code that follows says nothing
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        self._show(f"{level}{text}")
