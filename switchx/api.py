@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx.load`: a trained or quantized model in a notebook, its logits, texts and scores.
+"""`switchx.load` and `switchx.Model`: a model in Python, its logits, texts and scores.
 
 Token id 0 is padding, and the start token where it stands first in a decoder's input.
 Dims: B batch, L length, M memory, V vocabulary
@@ -8,7 +8,6 @@ Dims: B batch, L length, M memory, V vocabulary
 import dataclasses
 import functools
 import hashlib
-import operator
 import os
 import pathlib
 from collections.abc import Sequence
@@ -16,14 +15,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import PAD_ID, Vocabulary
 from switchx.data.vocabularies import DESCRIPTION_FILE, load_vocabulary, save_vocabulary
-from switchx.fields import require
+from switchx.fields import describe, require
+from switchx.gin_config.building import job_from_gin
 from switchx.inference.artifact import is_artifact, open_artifact, read_artifact
 from switchx.inference.chosen_experts import experts_of_run, slices_of
 from switchx.inference.config import DecodingConfig, ExpertSlots
@@ -33,13 +32,13 @@ from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import native, separate_experts
 from switchx.inference.ring_or_chosen import OutsideExperts, outside_of_device
 from switchx.inference.score import Score, Scorer, logits_of
+from switchx.inference.texts import Texts, token_array, token_lists
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, of_task
 from switchx.models.stages import without_experts
 from switchx.partitioning.mesh import MeshSpec
+from switchx.training.start import params_of_job
 from switchx.tree import num_elements
-
-Texts = Sequence[str] | Sequence[Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +84,45 @@ class Model:
     devices: ModelMesh = dataclasses.field(default=ONE_DEVICE, repr=False)
     experts: OutsideExperts | None = dataclasses.field(default=None, repr=False)
 
+    @classmethod
+    def from_gin(
+        cls,
+        gin_files: str | os.PathLike | Sequence[str | os.PathLike],
+        gin_bindings: Sequence[str] = (),
+        *,
+        model_dir: str | os.PathLike | None = None,
+        step: int | Literal["best"] | None = None,
+        mesh: MeshSpec | None = None,
+    ) -> "Model":
+        """The model of a job that gin files describe; `load` needs no gin file.
+
+        Its parameters are those of a checkpoint in `model_dir`. Without it they are those that
+        the job's training begins with: of the run INIT_FROM, by INIT_STEP and INIT_RULES, or
+        else drawn from SEED. Texts are read as the job's tasks make them into inputs.
+
+        Args:
+            gin_files, gin_bindings: as in `switchx.job_from_gin`: a run of configs/runs, or
+                the `operative_config.gin` of a run folder.
+            model_dir: run folder. The gin files' model may have another capacity, precision
+                or dispatcher than the one that was trained there, and no other shape.
+            step: of its checkpoint; None is the newest complete one, "best" the best validated.
+            mesh: as in `load`; the gin files' mesh is that of training.
+
+        Raises:
+            ConfigurationError: the gin files describe no job (a `ValueError`).
+            ValueError: the model or the vocabulary is not the folder's (all fields that differ
+                are named); a step without model_dir; the job starts from a teacher; or as in
+                `load`.
+        """
+        devices = ModelMesh.of(mesh)
+        job = job_from_gin(gin_files, gin_bindings)
+        job, params, step, fingerprint = params_of_job(job, model_dir, step, mesh)
+        text_format = TextFormat.of_training(
+            describe(job.source, "job.source"), is_encoder_decoder=job.model.is_encoder_decoder
+        )
+        model, vocabulary = job.model, job.vocabulary
+        return cls(model, params, vocabulary, step, text_format, fingerprint, devices)
+
     @property
     def num_params(self) -> int:
         return num_elements(self.params)
@@ -116,7 +154,9 @@ class Model:
             raise ValueError(f"architecture={self.config.architecture!r} reads {needs}")
         arrays = {"encoder_tokens": encoder_tokens} if has_encoder else {}
         arrays["decoder_tokens"] = decoder_tokens
-        arrays = {name: self._checked(name, tokens) for name, tokens in arrays.items()}
+        arrays = {
+            name: token_array(tokens, name, self.config) for name, tokens in arrays.items()
+        }
         if len({len(token_BL) for token_BL in arrays.values()}) > 1:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise ValueError(f"got {shapes}; expected equally many rows")
@@ -246,42 +286,7 @@ class Model:
         return separate_experts(self.params) if self.devices is ONE_DEVICE else self.params
 
     def _read(self, texts: Texts, role: Literal["inputs", "targets"]):
-        """Token lists, and whether they were texts."""
-        if isinstance(texts, str):
-            raise ValueError(f"{role} is one text, {texts!r:.40}; give a list, [text]")
-        texts = list(texts)
-        if not texts or not all(isinstance(text, str) for text in texts):
-            may_start = role == "inputs" and not self.config.is_encoder_decoder
-            lists = [_token_list(each, f"{role}[{i}]") for i, each in enumerate(texts)]
-            for i, tokens in enumerate(lists):
-                if may_start and tokens[:1] == [PAD_ID]:
-                    del tokens[0]  # the start token, which `prompt` puts there
-                if PAD_ID in tokens:
-                    raise ValueError(f"{role}[{i}] has padding, id {PAD_ID}, before its end")
-            return lists, False
-        if self.vocabulary is None:
-            raise ValueError(
-                "this model came without a vocabulary, so it cannot read texts; give lists of "
-                "token ids"
-            )
-        encode = getattr(self.text_format, role)
-        return [encode(self.vocabulary, text) for text in texts], True
-
-    def _checked(self, name: str, tokens) -> jax.Array:
-        array = np.asarray(tokens)
-        if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(
-                f"{name} is {array.dtype}{list(array.shape)}; expected whole numbers [B, L]"
-            )
-        V, low, high = self.config.vocab_size, array.min(), array.max()
-        if low < 0 or high >= V:
-            raise ValueError(
-                f"{name} has ids from {low} to {high}, the vocabulary has 0 to {V - 1}"
-            )
-        most = self.config.max_length
-        if self.config.has_position_table and array.shape[1] > most:
-            raise ValueError(f"{name} has {array.shape[1]} positions, the model has {most}")
-        return jnp.array(array, jnp.int32)
+        return token_lists(texts, role, self.config, self.vocabulary, self.text_format)
 
 
 def load(
@@ -385,16 +390,3 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh | None) -> Mod
         artifact.fingerprint,
         devices or ONE_DEVICE,
     )
-
-
-def _token_list(tokens, name: str) -> list[int]:
-    """Whole numbers without trailing padding."""
-    try:
-        ids = list(map(operator.index, tokens))
-    except TypeError:
-        raise ValueError(
-            f"{name} is {tokens!r:.40}; expected a list of token ids, or texts alone"
-        ) from None
-    while ids and ids[-1] == PAD_ID:
-        ids.pop()
-    return ids

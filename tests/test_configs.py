@@ -12,6 +12,8 @@ from switchx.checkpoint.checkpointer import Retention
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import save_vocabulary
 from switchx.gin_config import building
+from switchx.gin_config.building import job_from_gin
+from switchx.gin_config.writing import job_gin
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import AXES, batch_parts
@@ -178,3 +180,18 @@ def test_mesh_spans_the_simulated_devices(name, build_job):
 
 def test_command_line_form_and_name_below_configs_are_the_same_file(build_job):
     assert build_job("configs/runs/pretrain_tiny.gin") == build_job("runs/pretrain_tiny.gin")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_written_as_a_file_that_builds_it(name, build_job, tmp_path):
+    """Also by macros and files that a run takes after its own."""
+    tasks = ("tasks/glue_cola.gin",) if name == "runs/finetune_task.gin" else ()
+    job = build_job(name, *tasks, SEED=3)
+    file = tmp_path / "written.gin"
+    file.write_text(job_gin(job))
+    assert job_from_gin(file) == job
+    mesh = "meshes/one_device.gin"
+    changed = job_from_gin([file, mesh], ["TRAIN_STEPS=7", "NUM_MICROBATCHES=2"])
+    assert changed.mesh != job.mesh or changed.mesh == build_job(name, *tasks, mesh).mesh
+    assert (changed.train_steps, changed.step.num_microbatches) == (7, 2)
+    assert changed.seed == 3 and changed.model == job.model

@@ -8,7 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from switchx.progress import TerminalReporter
+from switchx import progress
+from switchx.progress import NotebookReporter, TerminalReporter, reporter_here
 
 METRICS = {
     "loss": 2.34567,
@@ -132,3 +133,70 @@ def test_bar_stays_after_training(clock):
         reporter.stepped(2)
         before = len(out.getvalue())
     assert "step 2/2" in out.getvalue()[before:]
+
+
+class Display:
+    """Stands in for a notebook's front end: what is displayed, and its states."""
+
+    def __init__(self):
+        self.displayed, self.updates = [], []
+
+    def __call__(self, shown, display_id):
+        self.displayed.append(shown)
+        self.updates.append(shown._repr_html_())
+        return self
+
+    def update(self, shown):
+        self.updates.append(shown._repr_html_())
+
+
+@pytest.fixture
+def display(monkeypatch):
+    display = Display()
+    monkeypatch.setattr("IPython.display.display", display)
+    return display
+
+
+def test_a_notebook_has_one_display_with_a_bar_and_lines(clock, display, capfd):
+    with NotebookReporter(clock) as reporter:
+        reporter.note("expected <float32> & [model]")
+        assert "<progress" not in display.updates[-1]
+        reporter.begin(0, 40)
+        reporter.logged(20, METRICS)
+        for step in range(20, 23):
+            clock.now += 1
+            reporter.stepped(step)
+        logging.getLogger("absl").warning("a library warns")
+        before = len(display.updates)
+        reporter.stepped(22)  # at once: not drawn again
+        assert len(display.updates) == before
+    assert len(display.displayed) == 1 and capfd.readouterr() == ("", "")
+    last = display.updates[-1]
+    assert '<progress value="22" max="40"' in last
+    assert "step 22/40  loss 2.346  12,346 tokens/s</code>" in last  # no time is left
+    assert "0:00:18 left" in display.updates[-2]
+    assert "expected &lt;float32&gt; &amp; [model]\n" in last
+    assert "   3.0s  warning: a library warns" in last
+    assert repr(reporter).splitlines()[0] == "step 22/40  loss 2.346  12,346 tokens/s"
+
+
+def test_a_notebook_says_how_many_lines_it_leaves_out(clock, display):
+    with NotebookReporter(clock) as reporter:
+        for number in range(progress.SHOWN_LINES + 1234):
+            reporter.note(f"line {number}")
+        reporter.begin(0, 5)
+    assert "<progress" not in display.updates[-1]  # nothing was trained
+    shown = repr(reporter).splitlines()
+    assert shown[0] == "1,234 earlier lines are not shown" and shown[1].endswith("line 1234")
+    assert len(shown) == 1 + progress.SHOWN_LINES
+
+
+def test_where_one_is_decides_what_is_shown(monkeypatch):
+    assert isinstance(reporter_here(), TerminalReporter)
+    monkeypatch.setattr("IPython.get_ipython", lambda: None)
+    assert not progress.in_notebook()
+    kernel = type("Shell", (), {"kernel": object()})
+    monkeypatch.setattr("IPython.get_ipython", kernel)
+    assert isinstance(reporter_here(), NotebookReporter)
+    monkeypatch.setattr("jax.process_index", lambda: 2)
+    assert isinstance(reporter_here(), progress.SilentReporter)

@@ -108,6 +108,7 @@ class Source:
     """The checkpoint that a new run starts from; all that is wrong with it is said at once.
 
     Attributes:
+        step: of the checkpoint.
         assignment: of the new run's parameters.
         notes: what a person should be told.
     """
@@ -122,8 +123,9 @@ class Source:
                 are listed).
         """
         folder = _checked_folder(job)
-        step = _step(folder, job.init.step)
-        self._job, self._program, self._path = job, program, folder.checkpoints / str(step)
+        self.step = _step(folder, job.init.step)
+        self._job, self._program = job, program
+        self._path = folder.checkpoints / str(self.step)
         self._model = _in_layout_of(job.model, read_model_config(folder))
         stored = stored_items(self._path)
         self._is_same_layout = stored_model(self._path, self._model) == self._model
@@ -208,7 +210,7 @@ class Source:
 
     def state(self) -> TrainState:
         """The state at step 0, every device reading its part."""
-        state = self._program.init_state(self._params())
+        state = self._program.init_state(self.params())
         if not self._job.init.optimizer:
             return state
         targets = named_leaves({"opt_state": self._program.abstract_state.opt_state})
@@ -222,7 +224,8 @@ class Source:
             state, opt_state=jax.tree.unflatten(structure, list(leaves.values()))
         )
 
-    def _params(self) -> Tree:
+    def params(self) -> Tree:
+        """The parameters at step 0, every device reading its part."""
         wanted = {
             name: (f"params/{source}", self._targets[name])
             for name, source in self.assignment.sources.items()

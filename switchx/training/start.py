@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a run starts: which program trains it, and which parameters it begins with."""
 
+import dataclasses
+import hashlib
 import json
-from typing import Protocol
+import os
+from typing import Literal, Protocol
 
+import jax
+
+from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.fields import describe, require
+from switchx.models.params import init_params
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.schedule import ScheduleSpec
+from switchx.storage.cache import StorageSpec
 from switchx.training.distilled_logits import WrittenTeacherProgram, has_logits
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.host_program import compiled_program
@@ -12,8 +23,9 @@ from switchx.training.initialize import Source
 from switchx.training.job import TrainingJob
 from switchx.training.layered import LayeredProgram
 from switchx.training.program import TrainingProgram
-from switchx.training.step import TrainState
-from switchx.tree import named_leaves
+from switchx.training.resume import check_same_model
+from switchx.training.step import StepConfig, TrainState, init_key
+from switchx.tree import Tree, named_leaves
 
 
 def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
@@ -80,3 +92,63 @@ class _TeachersParams:
         taken = {name: name if name in self._taken else None for name in self._names}
         teacher = self._program.job.distillation.teacher
         return json.dumps({"teacher": str(teacher), "parameters": taken}, indent=2) + "\n"
+
+
+def params_of_job(
+    job: TrainingJob,
+    model_dir: str | os.PathLike | None,
+    step: int | Literal["best"] | None,
+    mesh: MeshSpec | None,
+) -> tuple[TrainingJob, Tree, int, str]:
+    """Parameters to use a job's model with, apart from its training.
+
+    Args:
+        model_dir: run folder that has them; None takes those that training begins with.
+        step: of a checkpoint in it; None is the newest complete one.
+        mesh: of the devices that they are split over; None is the default device.
+
+    Returns:
+        The job, with the vocabulary of the folder; the parameters, their step, and a
+        fingerprint of both and of the model's configuration.
+
+    Raises:
+        ValueError: the folder, the step or the source does not fit the job; a step without a
+            folder; the parameters would be a teacher's.
+    """
+    # What is only of training is left out: it may not fit these devices.
+    alone = {"step": StepConfig(), "pipeline": ScheduleSpec(), "storage": StorageSpec()}
+    init = dataclasses.replace(job.init, optimizer=False)
+    used = dataclasses.replace(job, mesh=mesh or MeshSpec(), init=init, **alone)
+    program = TrainingProgram(used, None if mesh else jax.local_devices()[:1])
+    about = json.dumps(describe(job.model), sort_keys=True)
+    if model_dir is not None:
+        run = RunFolder(model_dir)
+        job = check_same_model(run, job)
+        step = choose_step(run, step)
+        target = program.abstract_params
+        params = restore_params(run.root, step, target=target, model=job.model)
+        of = checkpoint_fingerprint(run, step, job.vocabulary)
+        return job, params, step, _fingerprint(about, of)
+    require(
+        step is None,
+        f"step={step!r} without model_dir; of INIT_FROM, give INIT_STEP={step!r}",
+    )
+    require(
+        job.distillation is None or not job.distillation.starts_from_teacher,
+        "TrainingJob.distillation: a student that starts from its teacher gets its parameters "
+        "in training; give the model_dir of its run, or DISTILLATION=None",
+    )
+    job.check_vocabulary()
+    if job.init_from is None:
+        at = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_params)
+        draw = jax.jit(init_params, static_argnums=0, out_shardings=at)
+        params, of = draw(job.model, init_key(job.seed)), f"seed {job.seed}"
+    else:
+        source = Source(used, program)
+        there = checkpoint_fingerprint(RunFolder(job.init_from), source.step, None)
+        params, of = source.params(), f"{source.listing} {there} seed {job.seed}"
+    return job, params, 0, _fingerprint(about, of, job.vocabulary.fingerprint())
+
+
+def _fingerprint(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users give a model, texts or token ids, as checked token ids.
+
+Token id 0 is padding, and the start token where it stands first in a decoder's input.
+Dims: B batch, L length
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.data.tasks import TextFormat
+from switchx.data.tokenizers import PAD_ID, Vocabulary
+from switchx.models.config import ModelConfig
+
+Texts = Sequence[str] | Sequence[Sequence[int]]
+
+
+def token_lists(
+    texts: Texts,
+    role: Literal["inputs", "targets"],
+    config: ModelConfig,
+    vocabulary: Vocabulary | None,
+    text_format: TextFormat,
+) -> tuple[list[list[int]], bool]:
+    """Token lists, and whether they were texts, which become what training made of them.
+
+    Token ids are read as they are, without trailing padding, and without the start token that
+    may stand before the inputs of a decoder-only model.
+
+    Raises:
+        ValueError: one text alone, texts of a model that has no vocabulary, what is no list of
+            token ids, or padding before an end.
+    """
+    if isinstance(texts, str):
+        raise ValueError(f"{role} is one text, {texts!r:.40}; give a list, [text]")
+    texts = list(texts)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        may_start = role == "inputs" and not config.is_encoder_decoder
+        lists = [_token_list(each, f"{role}[{i}]") for i, each in enumerate(texts)]
+        for i, tokens in enumerate(lists):
+            if may_start and tokens[:1] == [PAD_ID]:
+                del tokens[0]
+            if PAD_ID in tokens:
+                raise ValueError(f"{role}[{i}] has padding, id {PAD_ID}, before its end")
+        return lists, False
+    if vocabulary is None:
+        raise ValueError(
+            "this model came without a vocabulary, so it cannot read texts; give lists of "
+            "token ids"
+        )
+    encode = getattr(text_format, role)
+    return [encode(vocabulary, text) for text in texts], True
+
+
+def _token_list(tokens, name: str) -> list[int]:
+    """Whole numbers without trailing padding."""
+    try:
+        ids = list(map(operator.index, tokens))
+    except TypeError:
+        raise ValueError(
+            f"{name} is {tokens!r:.40}; expected a list of token ids, or texts alone"
+        ) from None
+    while ids and ids[-1] == PAD_ID:
+        ids.pop()
+    return ids
+
+
+def token_array(tokens, name: str, config: ModelConfig) -> jax.Array:
+    """Whole numbers `[B, L]` as an int32 array that a model can read.
+
+    Raises:
+        ValueError: they are of another type or shape, no ids of the vocabulary, or too long for
+            the positions.
+    """
+    array = np.asarray(tokens)
+    if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{name} is {array.dtype}{list(array.shape)}; expected whole numbers [B, L]"
+        )
+    V, low, high = config.vocab_size, array.min(), array.max()
+    if low < 0 or high >= V:
+        raise ValueError(
+            f"{name} has ids from {low} to {high}, the vocabulary has 0 to {V - 1}"
+        )
+    if config.has_position_table and array.shape[1] > config.max_length:
+        raise ValueError(
+            f"{name} has {array.shape[1]} positions, the model has {config.max_length}"
+        )
+    return jnp.array(array, jnp.int32)
