@@ -57,10 +57,11 @@ class TrainingInterrupted(KeyboardInterrupt):
     """
 
     def __init__(self, outcome: loop.Outcome, job: TrainingJob, folder: RunFolder):
-        super().__init__(
-            f"training was interrupted; the state is saved at step {outcome.step} of "
-            f"{job.train_steps} in {folder.root}, and the same call goes on from there"
+        saved = (
+            f"the state is saved at step {outcome.step} of {job.train_steps} in {folder.root}"
         )
+        saved = saved if outcome.step else "before its first step; nothing is saved"
+        super().__init__(f"training was interrupted; {saved}; the same call goes on from there")
         self.outcome = outcome
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import threading
@@ -20,9 +21,10 @@ from switchx.cli.main import main
 from switchx.fields import describe
 from switchx.jobs import TrainingInterrupted
 from switchx.training.program import TrainingProgram
-from tests.compilation import on_devices
+from tests.compilation import T5, on_devices
 from tests.data.refusals import refused
 from tests.integration.runs import SMALL, lines
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once", "one_device")
 
@@ -237,3 +239,24 @@ def test_a_model_of_gin_files_is_refused(finished_run, tmp_path):
     with refused(f"init_from='{tmp_path}' has no config.json: it is no run folder"):
         switchx.Model.from_gin(SMALL, [*files[1], f"INIT_FROM={tmp_path}"])
     assert describe(switchx.job_from_gin(*files).model)["d_model"] == 32
+
+
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_page_runs(in_a_folder, capsys):
+    """With the sizes of tests in the place of its own."""
+    (code,) = PYTHON.findall((ROOT / "docs/python.md").read_text(encoding="utf-8"))
+    small = [flag.removeprefix("--gin.") for flag in T5]
+    for there, here in (
+        ('["TRAIN_STEPS=100"]', repr(small)),
+        ("train_steps=200", "train_steps=3"),
+    ):
+        assert there in code
+        code = code.replace(there, here)
+    names = {}
+    exec(code, names)
+    assert names["outcome"].step == 3
+    shown = capsys.readouterr()
+    assert "resumed from step 2" in shown.err and "\n3 " in shown.out
