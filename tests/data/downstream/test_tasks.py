@@ -55,6 +55,7 @@ def test_text_and_score_of_a_constant(name, tmp_path):
     examples = evaluation_examples(made, made.evaluation_split, FEATURES, str(tmp_path))
     found = examples.metrics([published.constant] * len(examples.targets))
     assert found.keys() == published.scores.keys()
+    assert list(found) == [name for metric in made.metrics for name in metric.names]
     for metric, score in published.scores.items():
         if score is None:  # scipy says what has no value so
             assert math.isnan(found[metric])
