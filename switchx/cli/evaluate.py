@@ -93,7 +93,8 @@ def add_command(commands) -> None:
         "--predictions",
         type=shared.not_empty,
         metavar="FILE",
-        help="file to write: JSON lines of task, inputs, target, prediction",
+        help="file to write: JSON lines of task, inputs, target, prediction, of tasks without "
+        "metrics too",
     )
     shared.add_json(parser, "print one JSON object, with the routing of each layer")
 
@@ -143,7 +144,13 @@ def _evaluate(arguments: argparse.Namespace, reporter) -> tuple[Any, dict[str, A
         )
     job = shared.parse_job_of(arguments, folder)
     job = dataclasses.replace(job, source=_with_split(job.source, arguments.split))
-    wanted = metrics_of(job.source, arguments.metrics, arguments.tasks)
+    file = arguments.predictions
+    wanted = metrics_of(job.source, arguments.metrics, arguments.tasks, file is not None)
+    if file is not None and not wanted:
+        raise ValueError(
+            f"--predictions={file}: no text is written with --metrics=none, or without a task "
+            "of InputsToTargets; leave it out, or give the gin file of such a task"
+        )
     if arguments.rank_choices and not wanted:
         raise ValueError(
             "--rank_choices measures texts that a task's examples choose from, and no task has "
@@ -211,13 +218,18 @@ def _with_split(source, split: str | None):
 
 
 def metrics_of(
-    source, names: list[str] | None, chosen_tasks: str | None = None
+    source,
+    names: list[str] | None,
+    chosen_tasks: str | None = None,
+    has_file: bool = False,
 ) -> dict[str, tuple]:
     """Metrics of each task that is to be answered.
 
     Args:
         names: of metrics; None is the tasks' own.
         chosen_tasks: names, separated by commas; None is all that have metrics.
+        has_file: answers are wanted of tasks without metrics, too, where they are chosen or no
+            task has any: `switchx eval --predictions`.
 
     Raises:
         ValueError: metrics are named, and no task has texts for targets; a chosen task is not
@@ -229,6 +241,8 @@ def metrics_of(
     tasks = evaluated_tasks(source)
     if names is None:
         metrics = {task.name: task.metrics for task in tasks if task.metrics}
+        if has_file and (chosen_tasks or not metrics):
+            metrics = {task.name: task.metrics for task in tasks if task.objective.has_texts}
     else:
         named = tuple(METRICS[name]() for name in names)
         metrics = {task.name: named for task in tasks if task.objective.has_texts and named}
