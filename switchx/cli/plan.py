@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.planner.hardware import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE
     from switchx.planner.way_out import no_plan_message
-    from switchx.training.program import fitting_group_size, workload_of
+    from switchx.training.workload import fitting_group_size, workload_of
 
     hardware = load_hardware(arguments.hardware)
     devices = _devices(hardware, arguments.devices)

@@ -87,6 +87,16 @@ class DistilledProgram(TrainingProgram):
             model=self.teacher,
         )
 
+    @property
+    def abstract_beside(self) -> tuple:
+        """The teacher's parameters."""
+        return (self._abstract_teacher,)
+
+    def trace_step(self, batch: dict) -> jax.stages.Traced:
+        """See `TrainingProgram.trace_step`; the teacher's checkpoint is not read."""
+        state, teacher = self.abstract_state, self._abstract_teacher
+        return self._student_step.trace(state, batch, teacher, *self.slot_tables)
+
     def started_params(self) -> tuple[tree.Tree, list[str]]:
         """Freshly drawn parameters with the teacher's in them, and the names of those.
 

@@ -33,8 +33,8 @@ from switchx.training.distillation import (
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.loop import train
 from switchx.training.losses import LossConfig
-from switchx.training.program import workload_of
 from switchx.training.step import StepConfig, gradients
+from switchx.training.workload import workload_of
 from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,

@@ -25,8 +25,9 @@ from switchx.storage.cache import StorageSpec
 from switchx.training.host_program import HostProgram
 from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram, state_arrays
+from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig
+from switchx.training.workload import state_arrays
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, make_job
