@@ -221,14 +221,6 @@ class TrainingJob:
         )
         require(reason is None, reason)
 
-    def require_no_teacher(self, what: str) -> None:
-        """Raises ValueError where there is a teacher, which `what` would not count."""
-        require(
-            self.distillation is None,
-            f"TrainingJob.distillation: {what} knows the student alone, and a teacher takes "
-            "memory and time beside it; leave it out there (DISTILLATION=None)",
-        )
-
     @property
     def planned_storage(self) -> Storage:
         """`storage` as the planner plans it."""

@@ -10,22 +10,29 @@ import functools
 import jax
 
 from switchx import tree
+from switchx.axes import dims_of
 from switchx.models.config import require_our_blocks
+from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.config import slots_refusal
 from switchx.moe.dispatchers import refusal
 from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.placement import Placement
 from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.training.distilled_logits import has_logits
+from switchx.training.distilled_program import teacher_config
 from switchx.training.job import TrainingJob
 from switchx.training.program import replicas_refusal, state_letters, task_tables
 from switchx.training.step import init_state
 
 
 def workload_of(job: TrainingJob) -> Workload:
-    """What one step of `job` has to do, its mesh and dispatcher apart."""
+    """What one step of `job` has to do, its mesh and dispatcher apart.
+
+    Raises:
+        ValueError: the model or its teacher is not of our blocks, or there is no such teacher.
+    """
     require_our_blocks(job.model, "the planner")
-    job.require_no_teacher("the planner")
     encoder_length, decoder_length = job.sequence_lengths
 
     def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:
@@ -52,7 +59,36 @@ def workload_of(job: TrainingJob) -> Workload:
         routing=functools.partial(layer_shape, job.model.switch),
         refusal=refused,
         task_slots=task_slots,
+        teacher=_teacher_of(job),
     )
+
+
+def _teacher_of(job: TrainingJob) -> Workload | None:
+    """A teacher as it reads the job's batches; None, too, where its logits are on a disk."""
+    if job.distillation is None or has_logits(job.distillation.teacher):
+        return None
+    model = teacher_config(job)
+    require_our_blocks(model, "the planner")
+    if model.switch is not None:
+        # Evaluated: the slots are those of its own capacity.
+        factor = model.switch.eval_capacity_factor
+        switch = dataclasses.replace(model.switch, capacity_factor=factor)
+        model = dataclasses.replace(model, switch=switch)
+    model = dataclasses.replace(model, remat="full")  # a forward pass keeps nothing
+    encoder_length, decoder_length = job.sequence_lengths
+    return Workload(
+        model=model,
+        encoder_length=encoder_length,
+        decoder_length=decoder_length,
+        batch_size=job.batch_size,
+        state=tuple(
+            StateArray(name, dims_of(name.rpartition("/")[2], len(leaf.shape)), leaf.shape,
+                       leaf.dtype.itemsize, "params")
+            for name, leaf in tree.named_leaves(abstract_params(model)).items()
+        ),
+        routing=functools.partial(layer_shape, model.switch),
+        refusal=lambda *_: None,
+    )  # fmt: skip
 
 
 def fitting_group_size(job: TrainingJob, parts: int) -> int | None:
