@@ -156,7 +156,8 @@ def evaluate(
         batch_size: most inputs at once in generation.
         rank_choices: also scores the choices of each example and measures the likeliest.
         bootstrap: samples for intervals of 95% of BLEU and chrF; 0 has none.
-        predictions: file to write, JSON lines of task, inputs, target, prediction.
+        predictions: file to write, JSON lines of task, inputs, target, prediction; of tasks
+            without metrics too, where they are named or no task has any.
         reporter: as in `train`.
         beam_size, max_new_tokens, length_penalty: fields of `DecodingConfig`.
 
@@ -184,7 +185,12 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         reporter = reporter or stack.enter_context(reporter_here("example"))
         job = _job_to_evaluate(model_dir, job, split)
-        wanted = metrics_of(job.source, metrics, tasks)
+        wanted = metrics_of(job.source, metrics, tasks, predictions is not None)
+        require(
+            bool(wanted) or predictions is None,
+            f"predictions={str(predictions)!r}: no text is written with metrics=none, or "
+            "without a task of InputsToTargets; leave it out, or give the gin file of one",
+        )
         require(
             bool(wanted) or not rank_choices,
             "rank_choices measures texts that a task's examples choose from, and no task has "
@@ -268,13 +274,18 @@ def _with_split(source: Task | Mixture, split: str | None) -> Task | Mixture:
 
 
 def metrics_of(
-    source: Task | Mixture, names: Sequence[str] | None, chosen: Sequence[str] | None = None
+    source: Task | Mixture,
+    names: Sequence[str] | None,
+    chosen: Sequence[str] | None = None,
+    has_file: bool = False,
 ) -> dict[str, tuple]:
     """Metrics of each task that is to be answered.
 
     Args:
         names: of metrics; None is the tasks' own.
         chosen: names of tasks; None is all that have metrics.
+        has_file: answers are wanted of tasks without metrics, too, where they are chosen or no
+            task has any.
 
     Raises:
         ValueError: a metric is not there; metrics are named, and no task has texts for
@@ -283,6 +294,8 @@ def metrics_of(
     tasks = evaluated_tasks(source)
     if names is None:
         metrics = {task.name: task.metrics for task in tasks if task.metrics}
+        if has_file and (chosen or not metrics):
+            metrics = {task.name: task.metrics for task in tasks if task.objective.has_texts}
     else:
         unknown = [name for name in names if name not in METRICS]
         require(not unknown, f"there is no metric {unknown}; use some of {', '.join(METRICS)}")

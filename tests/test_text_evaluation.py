@@ -89,16 +89,16 @@ def test_only_a_task_that_says_so_cuts_inputs(model):
 
 
 def test_bad_input(model):
+    of_letters = evaluation_examples(LETTERS, "test", FEATURES)
+    other = dataclasses.replace(LETTERS, vocabulary=VOCABULARY)
     with refused("task 'letters': CausalLM has no texts for targets; metrics of <any>"):
         ask(model, evaluation_examples(TASK, "test", FEATURES))
-    examples = evaluation_examples(LETTERS, "test", FEATURES)
-    other = dataclasses.replace(LETTERS, vocabulary=VOCABULARY)
     with refused(
         "task 'letters' has a vocabulary of 1000 ids, the model has another one, of 384 ids; "
         "use the one that the model was trained with, whose copy is in its folder"
     ):
-        ask(model, dataclasses.replace(examples, task=other))
-    asked = ask(model, evaluation_examples(LETTERS, "test", FEATURES))
+        ask(model, dataclasses.replace(of_letters, task=other))
+    asked = ask(model, of_letters)
     asked.prompts[1] = []
     with refused("task 'letters': example 1 is empty; give at least one token"):
         answer(model, model.generator(max_new_tokens=4), asked)

@@ -22,7 +22,8 @@ from switchx.bench.report import Check, Report
 from switchx.partitioning.hlo_collectives import KINDS
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters
-from switchx.training.aot import CompiledStep, HostMemory, run_with_compiler
+from switchx.training.aot import CompiledStep, HostMemory
+from switchx.training.aot_devices import run_with_compiler
 from switchx.training.job import TrainingJob
 
 # The runs that docs/scale.md reports, and the slices that they are for.
@@ -54,6 +55,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         "topology": str(topology),
         "devices": step.devices,
         "parameters": step.parameters,
+        **({"teacher_parameters": step.teacher_parameters} if step.teacher_parameters else {}),
         "tokens_per_batch": step.tokens_per_batch,
         "target_tokens_per_batch": step.target_tokens_per_batch,
         "slots_per_token": step.slots_per_token,

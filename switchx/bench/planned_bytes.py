@@ -29,7 +29,8 @@ from switchx.planner.step_comm import compiled_on_cpu, step_collectives
 from switchx.training.aot import batch_shapes
 from switchx.training.job import TrainingJob
 from switchx.training.losses import LossConfig
-from switchx.training.program import TrainingProgram, workload_of
+from switchx.training.program import TrainingProgram
+from switchx.training.workload import workload_of
 
 NUM_DEVICES = 8
 ROWS, LENGTH = 16, 8

@@ -44,21 +44,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     topology = Topology.parse(arguments.topology)
     from switchx.progress import TerminalReporter
-    from switchx.training import aot
+    from switchx.training import aot, aot_devices
 
     job = shared.parse_job(arguments)
-    aot.require_mesh_fits(job.mesh, topology)
-    if not aot.has_compiler():
+    aot_devices.require_mesh_fits(job.mesh, topology)
+    if not aot_devices.has_compiler():
         sys.stdout.flush()
         again = ["compile", f"--topology={arguments.topology}"]
         again += shared.configuration_words(arguments)
         again += [f"--{name}" for name in ("json", "traceback") if getattr(arguments, name)]
-        return _status(aot.run_with_compiler(again, topology).returncode)
+        return _status(aot_devices.run_with_compiler(again, topology).returncode)
     from switchx.bench import compiled
 
     with TerminalReporter() as reporter:
         reporter.note(f"compiling for {topology.num_devices} devices of {topology}")
-        devices, limit = aot.describe_devices(topology), topology.generation.hbm_bytes
+        devices, limit = aot_devices.describe_devices(topology), topology.generation.hbm_bytes
         step = aot.compile_step(job, devices, limit)
         report = compiled.report_of(step, job, topology, ", ".join(arguments.gin_file))
     if arguments.json:

@@ -89,7 +89,8 @@ def add_command(commands) -> None:
         "--predictions",
         type=shared.not_empty,
         metavar="FILE",
-        help="file to write: JSON lines of task, inputs, target, prediction",
+        help="file to write: JSON lines of task, inputs, target, prediction, of tasks without "
+        "metrics too",
     )
     shared.add_json(parser, "print one JSON object, with the routing of each layer")
 

@@ -9,7 +9,16 @@ from typing import Any
 from switchx.cli import arguments as shared
 
 COLUMNS = ("", "mesh", "step", "tokens/s", "products", "collectives", "bubble", "memory")
-MEMORY_PARTS = ("state", "gradients", "activations", "working", "logits", "gathered", "slots")
+MEMORY_PARTS = (
+    "state",
+    "gradients",
+    "activations",
+    "working",
+    "logits",
+    "gathered",
+    "slots",
+    "teacher",
+)
 
 DESCRIPTION = """\
 Predicts a training step on every mesh and dispatcher that divides the model and the batch:
@@ -75,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from switchx.planner.hardware import load_hardware
     from switchx.planner.search import GROUPS_DO_NOT_DIVIDE
     from switchx.planner.way_out import no_plan_message
-    from switchx.training.program import fitting_group_size, workload_of
+    from switchx.training.workload import fitting_group_size, workload_of
 
     hardware = load_hardware(arguments.hardware)
     devices = _devices(hardware, arguments.devices)
@@ -110,6 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
         Report("plan", rows, [fits]).print(as_json=True)
     else:
         print_search(found, hardware, devices, arguments.top)
+        if workload.teacher is not None:
+            _print_teacher(workload.teacher, found.plans[0])
         if arguments.storage:
             print_tiers(tier_rows(found.plans[0].layout, workload, hardware, storage), storage)
         for hint in others:
@@ -121,10 +132,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _search(arguments, job, workload, hardware, devices: int):
     """The `Storage` that is planned, and what was found; of `auto` the first with a plan."""
-    from switchx.planner.search import search
+    from switchx.planner.search import TEACHER_IN_STORAGE, search
     from switchx.planner.storage_tiers import TIERS, storage_refusal
 
     tier = arguments.storage or job.storage.experts
+    if job.distillation is not None and tier in ("host", "disk"):
+        raise ValueError(f"experts in {tier} storage: {TEACHER_IN_STORAGE}")
     if arguments.touched is not None and arguments.storage is None and tier != "disk":
         raise ValueError(
             f"--touched={arguments.touched} with StorageSpec.experts={tier!r}, where a step "
@@ -290,6 +303,18 @@ def print_search(found, hardware, devices: int, top: int) -> None:
         console.print("\nRefused:")
         for reason, count in sorted(found.refused.items(), key=lambda item: -item[1]):
             console.print(f"  {count:6,}  {reason}")
+
+
+def _print_teacher(teacher, plan) -> None:
+    """What the teacher takes of the first plan's devices."""
+    from switchx.planner.model_cost import count_parameters
+    from switchx.planner.search import num_bytes
+
+    number = count_parameters(teacher.model).total
+    print(
+        f"\nA teacher of {number:,} parameters reads every batch beside the model: "
+        f"{num_bytes(plan.memory.teacher)} of the first plan's memory, its logits among them."
+    )
 
 
 def print_tiers(rows: list[dict[str, Any]], storage) -> None:

@@ -36,7 +36,9 @@ def add_command(commands) -> None:
     )
     parser.add_argument("--manual_dir", metavar="DIR", help="folder of the published files")
     parser.add_argument(
-        "--split", metavar="NAME", help="or a slice; default: the training split"
+        "--split",
+        metavar="NAME",
+        help="or a slice; default: the training split, or what is evaluated alone",
     )
     parser.add_argument(
         "--example", type=int, default=0, metavar="N", help="of the split, from 0 (default: 0)"
@@ -51,9 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _list(arguments)
     task = _task(arguments)
     from switchx.data.corpora.splits import open_split
+    from switchx.data.downstream.catalogue import DATASETS
     from switchx.data.evaluation import target_of
 
-    split = arguments.split or task.train_split
+    is_learnt = task.name not in DATASETS or DATASETS[task.name].train_split
+    split = arguments.split or (task.train_split if is_learnt else task.evaluation_split)
     records = open_split(task.corpus, split, arguments.data_dir)
     if not 0 <= arguments.example < len(records):
         raise ValueError(

@@ -28,6 +28,7 @@ class MatthewsCorrelation:
     """
 
     classes: tuple[str, ...]
+    names = ("matthews_corrcoef",)
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         guess_N, right_N = (
@@ -40,7 +41,7 @@ class MatthewsCorrelation:
         covariance = correct * count - int(guesses @ rights)
         spread = (count**2 - int(guesses @ guesses)) * (count**2 - int(rights @ rights))
         score = covariance / spread**0.5 if spread else 0.0
-        return [_result("matthews_corrcoef", score, self.classes)]
+        return [_result(*self.names, score, self.classes)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class BinaryF1:
     """F1 of the second of two classes; a text that names neither is wrong (MRPC, QQP)."""
 
     classes: tuple[str, str]
+    names = ("f1",)
 
     def __post_init__(self):
         require(len(self.classes) == 2, f"BinaryF1.classes={self.classes}; use two, or MacroF1")
@@ -58,7 +60,7 @@ class BinaryF1:
             class_ids(targets, self.classes),
         )
         guess_N = np.where(guess_N < 0, 1 - right_N, guess_N)
-        return [_result("f1", _f1(guess_N, right_N, 1), self.classes)]
+        return [_result(*self.names, _f1(guess_N, right_N, 1), self.classes)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,41 +69,50 @@ class MacroF1:
 
     classes: tuple[str, ...]
 
+    @property
+    def names(self) -> tuple[str]:
+        return (f"mean_{len(self.classes)}class_f1",)
+
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         guess_N, right_N = (
             class_ids(predictions, self.classes),
             class_ids(targets, self.classes),
         )
         f1 = [_f1(guess_N, right_N, number) for number in range(len(self.classes))]
-        name = f"mean_{len(self.classes)}class_f1"
-        return [_result(name, statistics.fmean(f1), self.classes)]
+        return [_result(*self.names, statistics.fmean(f1), self.classes)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pearson:
     """Pearson's correlation of numbers (STS-B)."""
 
+    names = ("pearson_corrcoef",)
+
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         import scipy.stats
 
         score = scipy.stats.pearsonr(numbers(targets), numbers(predictions))[0]
-        return [MetricResult("pearson_corrcoef", 100 * float(score), "scipy|no number:-1")]
+        return [MetricResult(*self.names, 100 * float(score), "scipy|no number:-1")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Spearman:
     """Spearman's correlation of ranks of numbers (STS-B)."""
 
+    names = ("spearman_corrcoef",)
+
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         import scipy.stats
 
         score = scipy.stats.spearmanr(numbers(targets), numbers(predictions))[0]
-        return [MetricResult("spearman_corrcoef", 100 * float(score), "scipy|no number:-1")]
+        return [MetricResult(*self.names, 100 * float(score), "scipy|no number:-1")]
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupExactMatch:
     """Percentage of groups whose texts are all right: the questions of MultiRC."""
+
+    names = ("exact_match",)
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         is_right = collections.defaultdict(list)
@@ -112,12 +123,14 @@ class GroupExactMatch:
             )
             is_right[group].append(prediction == target)
         score = statistics.fmean(map(all, is_right.values()))
-        return [MetricResult("exact_match", 100 * score, f"groups:{len(is_right)}")]
+        return [MetricResult(*self.names, 100 * score, f"groups:{len(is_right)}")]
 
 
 @dataclasses.dataclass(frozen=True)
 class ReferentAccuracy:
     """Percentage of Winograd schemas where naming the noun, or not, is right (WSC)."""
+
+    names = ("accuracy",)
 
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         is_right = []
@@ -125,7 +138,7 @@ class ReferentAccuracy:
             label = target.label if isinstance(target, Reference) else None
             require(label is not None, "ReferentAccuracy needs targets with labels, as WSC's")
             is_right.append(same_referent(prediction, target) == label)
-        return [MetricResult("accuracy", 100 * statistics.fmean(is_right), "referent named")]
+        return [MetricResult(*self.names, 100 * statistics.fmean(is_right), "referent named")]
 
 
 def class_ids(texts: Sequence[str], classes: Sequence[str]) -> np.ndarray:

@@ -57,6 +57,12 @@ class Task:
             f"{type(self.objective).__name__} has no texts for targets; use InputsToTargets, "
             "or no metrics",
         )
+        for metric in self.metrics:
+            require(
+                hasattr(metric, "names") and hasattr(metric, "results"),
+                f"task {self.name!r}: {type(metric).__name__} is no TextMetric; give it "
+                "`results`, and their `names`",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,10 @@ class MetricResult:
 
 
 class TextMetric(Protocol):
-    """What a task is measured by."""
+    """What a task is measured by: `names` are those of its results, in their order."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
 
     def results(
         self, predictions: Sequence[str], targets: Sequence[str], num_bootstrap: int = 0
@@ -86,6 +89,7 @@ class Bleu:
 
     tokenize: Literal["13a", "intl", "char", "zh", "none"] = "13a"
     lowercase: bool = False
+    names = ("bleu",)
 
     def __post_init__(self):
         check_choices(self)
@@ -95,7 +99,7 @@ class Bleu:
         from sacrebleu.metrics import BLEU
 
         metric = BLEU(tokenize=self.tokenize, lowercase=self.lowercase)
-        return [_sacrebleu("bleu", metric, predictions, targets, num_bootstrap)]
+        return [_sacrebleu(*self.names, metric, predictions, targets, num_bootstrap)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +115,15 @@ class ChrF:
     def __post_init__(self):
         require_at_least(self, 0, "word_order")
 
+    @property
+    def names(self) -> tuple[str]:
+        return ("chrf" + "+" * self.word_order,)
+
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         from sacrebleu.metrics import CHRF
 
-        name = "chrf" + "+" * self.word_order
         metric = CHRF(word_order=self.word_order)
-        return [_sacrebleu(name, metric, predictions, targets, num_bootstrap)]
+        return [_sacrebleu(*self.names, metric, predictions, targets, num_bootstrap)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +149,10 @@ class Rouge:
             f"Rouge.types={self.types!r}; use some of rouge1 to rouge9, rougeL, rougeLsum",
         )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.types
+
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         from rouge_score.rouge_scorer import RougeScorer
 
@@ -155,7 +166,7 @@ class Rouge:
         signature = f"rouge-score|stemmer:{'yes' if stemmer else 'no'}|v:{version}"
         return [
             MetricResult(name, _percent([score[name].fmeasure for score in scores]), signature)
-            for name in self.types
+            for name in self.names
         ]
 
 
@@ -175,6 +186,7 @@ class Squad:
 
     normalization: Literal["squad", "trivia_qa"] = "squad"
     once_per_group: bool = False
+    names = ("exact_match", "f1")
 
     def __post_init__(self):
         check_choices(self)
@@ -191,19 +203,19 @@ class Squad:
         signature = f"{self.normalization}|v:1.1|answers:{most}"
         exact = [guess in answers for guess, answers in pairs]
         f1 = [max(_token_f1(guess, each) for each in answers) for guess, answers in pairs]
-        return [
-            MetricResult("exact_match", _percent(exact), signature),
-            MetricResult("f1", _percent(f1), signature),
-        ]
+        scores = zip(self.names, (exact, f1), strict=True)
+        return [MetricResult(name, _percent(each), signature) for name, each in scores]
 
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
     """Percentage of texts that are the target, to the character (seqio's and T5's)."""
 
+    names = ("accuracy",)
+
     def results(self, predictions, targets, num_bootstrap=0) -> list[MetricResult]:
         pairs = zip(predictions, targets, strict=True)
-        return [MetricResult("accuracy", _percent([a == b for a, b in pairs]), "equal texts")]
+        return [MetricResult(*self.names, _percent([a == b for a, b in pairs]), "equal texts")]
 
 
 METRICS = {"bleu": Bleu, "chrf": ChrF, "rouge": Rouge, "squad": Squad, "accuracy": Accuracy}

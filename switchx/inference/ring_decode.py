@@ -130,16 +130,20 @@ def check_ring(config: ModelConfig, slots: int) -> None:
     """Raises ValueError where a model's experts cannot stream through so many slots."""
     if config.switch is None or not config.switch.has_ffn or config.switch.has_attention:
         check_slots(config, slots)
-    for stack in ("encoder", "decoder"):
-        number = config.num_sparse_layers_of(stack)
-        require(
-            not number or 2 <= slots <= number,
-            f"a ring of {slots} slots, but the {stack} has {number} Switch layers; use 2 to "
-            f"{number} slots"
-            if number > 1
-            else f"a ring of {slots} slots, but the {stack} has one Switch layer; use "
-            "expert_slots, which moves chosen experts",
-        )
+    numbers = {stack: config.num_sparse_layers_of(stack) for stack in ("encoder", "decoder")}
+    # The stack with the fewest layers says how many slots there can be.
+    fewest = min(filter(numbers.get, numbers), key=numbers.get)
+    number = numbers[fewest]
+    has = "one Switch layer" if number == 1 else f"{number} Switch layers"
+    way_out = {
+        1: "expert_slots, which moves chosen experts",
+        2: "2 slots, or expert_slots, which moves chosen experts",
+    }.get(number, f"2 to {number} slots")
+    require(
+        2 <= slots <= number,
+        f"a ring of {slots} slot{'s' * (slots != 1)}, but the {fewest} has {has}; use "
+        f"{way_out}",
+    )
 
 
 def ring_advice(config: ModelConfig, slots: int) -> str:

@@ -72,6 +72,8 @@ class Workload:
         refusal: (layout, G, T) -> why the layout's dispatcher cannot run there, or None.
         task_slots: layout -> slots of all devices for the experts of their rows' tasks; None
             where tokens travel, or the experts are not divided among tasks.
+        teacher: what reads the same rows beside the model, in a forward pass alone: its
+            parameters, no optimizer, the capacity of evaluation; None where there is none.
     """
 
     model: ModelConfig
@@ -82,6 +84,14 @@ class Workload:
     routing: Callable[[int, int], tuple[int, int, int]]
     refusal: Callable[..., str | None]
     task_slots: Callable[["Layout"], int | None] = lambda layout: None
+    teacher: "Workload | None" = None
+
+    @property
+    def taught_by(self) -> "Workload | None":
+        """`teacher`, of this batch's rows."""
+        if self.teacher is None:
+            return None
+        return dataclasses.replace(self.teacher, batch_size=self.batch_size)
 
     @property
     def tokens(self) -> int:
@@ -153,6 +163,12 @@ class Layout:
         """Rules with whole experts on `model` where the dispatcher slices, else Switch's."""
         is_sliced = self.dispatcher is not None and DISPATCHERS[self.dispatcher].is_sliced
         return SLICED_RULES if is_sliced else Rules()
+
+    def of_teacher(self, teacher: Workload) -> "Layout":
+        """The same mesh and rules, as a teacher runs there: its Switch layers by `gather`."""
+        if teacher.model.switch is None or DISPATCHERS[self.dispatcher or "gather"].is_sliced:
+            return self
+        return dataclasses.replace(self, dispatcher="gather")
 
     @property
     def has_equal_blocks(self) -> bool:

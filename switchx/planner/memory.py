@@ -25,6 +25,8 @@ from switchx.planner.step_comm import (
 LOGIT_BYTES = 4
 # Arrays `[B, L, V]` that are alive at once: the logits, and their gradient.
 LOGIT_COPIES = 2
+# Of a teacher: its logits, its probabilities, and the student's at their temperature.
+TEACHER_LOGIT_COPIES = 3
 # Arrays `[tokens, F]` that the derivative of an activation function keeps beside the values
 # before and after it: counted in programs compiled without remat. Relu has a mask.
 ACTIVATION_RESIDUALS = {"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2}
@@ -41,6 +43,8 @@ class MemoryUse:
         logits: the logits and their gradient.
         gathered: whole parameters, where devices keep slices.
         slots: experts that are elsewhere (storage_tiers.py), while they are here.
+        teacher: of a teacher beside the model: its parameters, its logits, and what a block
+            of its forward pass takes beyond `working`.
     """
 
     params: float
@@ -51,10 +55,11 @@ class MemoryUse:
     logits: float
     gathered: float
     slots: float = 0.0
+    teacher: float = 0.0
 
     @property
     def state(self) -> float:
-        """What stays from step to step: a program's arguments without the batch."""
+        """The training state: what stays from step to step, a teacher apart."""
         return self.params + self.optimizer
 
     @property
@@ -91,6 +96,28 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
         working=2 * working,
         logits=LOGIT_COPIES * LOGIT_BYTES * logits,
         gathered=_gathered(workload, layout),
+        teacher=_teacher(workload, layout, 2 * working),
+    )
+
+
+def _teacher(workload: Workload, layout: Layout, working: float) -> float:
+    """Bytes of what reads a microbatch beside the model; 0 where nothing does.
+
+    Args:
+        working: of the model's blocks, which are computed at another time than the teacher's:
+            of these only what is larger counts.
+    """
+    if (teacher := workload.taught_by) is None:
+        return 0.0
+    layout = layout.of_teacher(teacher)
+    targets = rows_on_device(teacher, layout) * teacher.decoder_length
+    logits = targets * teacher.model.vocab_size / vocabulary_parts(teacher, layout)
+    block = max(_block(teacher, layout, stack, "none") for stack in teacher.stacks)
+    return (
+        state_bytes(teacher, layout, "params")
+        + max(0.0, block - working)
+        + TEACHER_LOGIT_COPIES * LOGIT_BYTES * logits
+        + _gathered(teacher, layout)
     )
 
 

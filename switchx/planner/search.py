@@ -28,6 +28,10 @@ from switchx.planner.storage_tiers import (
 MOST_DEVICES = 2**17
 GROUPS_DO_NOT_DIVIDE = "routing groups do not divide over the devices that split the batch"
 DOES_NOT_FIT = "needs more memory than a device has"
+TEACHER_IN_STORAGE = (
+    "a teacher reads the batch beside a student on the devices; use --storage=device, or leave "
+    "the teacher out (DISTILLATION=None)"
+)
 ON_DEVICE = Storage()
 
 
@@ -108,6 +112,8 @@ def predict(
         ValueError: the layout does not divide a parameter, a formula is missing, or experts
             cannot be where `storage` has them.
     """
+    if workload.teacher is not None and storage.tier != "device":
+        raise ValueError(TEACHER_IN_STORAGE)
     use = storage_use(workload, layout, storage, hardware)
     time = step_time(workload, layout, hardware)
     time, memory = with_storage(workload, layout, use, time, memory_use(workload, layout))
@@ -194,6 +200,8 @@ def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | 
         return "node x expert does not follow the nodes there are"
     if any(workload.num_layers(each) // model.period % mesh.pipe for each in workload.stacks):
         return "pipe does not divide a stack's blocks"
+    if mesh.pipe > 1 and workload.teacher is not None:
+        return "a teacher reads the batch beside a step without stages"
     if mesh.pipe > 1 and not model.scan_layers:
         return "a pipeline needs ModelConfig.scan_layers=True"
     if workload.batch_size % (math.prod(map(mesh.shape.get, BATCH)) * mesh.num_microbatches):
@@ -273,6 +281,7 @@ CONTENTS = {
     "logits": "logits",
     "gathered": "gathered weights",
     "slots": "slots for experts",
+    "teacher": "a teacher",
 }
 
 

@@ -114,6 +114,28 @@ def sparse_layer_collectives(
     ]
 
 
+def gather_forward_collectives(
+    layer: SparseLayer, mesh, rules: Rules
+) -> list[PlannedCollective]:
+    """Those of a forward pass by `gather`, as the compiler makes them of its shardings.
+
+    Slots go to the devices of their experts. Where F is split their outputs are summed; each
+    device then has the outputs of its experts' slots alone, whose tokens are summed.
+    """
+    place, tokens = Placement.on(mesh, rules), layer.num_groups * layer.tokens_per_group
+    slots, found = _slot_bytes(layer, place), []
+    if place.experts:
+        rows = tuple(axis for axis in place.batch if axis not in place.experts)
+        sent = tokens // place.size(rows) * layer.row_bytes
+        found += [("all-to-all", "tokens to experts", place.experts, slots),
+                  ("all-reduce", "results to tokens", place.experts, sent)]  # fmt: skip
+    if place.summed:
+        found.append(("all-reduce", "outputs", place.summed, slots))
+    weights = (each for each in _weights(layer, place, mesh, rules) if each.phase == "forward")
+    return [PlannedCollective(kind, what, "forward", axes, num_bytes)
+            for kind, what, axes, num_bytes in found] + list(weights)  # fmt: skip
+
+
 def _bank(layer: SparseLayer, place: Placement, mesh, rules: Rules) -> list[PlannedCollective]:
     """Weights of experts to the devices of their slots, and their gradients back.
 

@@ -16,7 +16,11 @@ import math
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.rules import MeshAxes
 from switchx.planner.layout import Layout, StateArray, Workload
-from switchx.planner.sparse_comm import SparseLayer, sparse_layer_collectives
+from switchx.planner.sparse_comm import (
+    SparseLayer,
+    gather_forward_collectives,
+    sparse_layer_collectives,
+)
 
 ID_BYTES = SUM_BYTES = 4
 # Sums over the vocabulary that cross-entropy takes of each token: a maximum, a denominator,
@@ -39,6 +43,7 @@ class StepCollective:
             gradients), `embedding` or `pipeline`.
         terms: terms of one sum that CPU reduces one by one; elsewhere XLA adds them first.
         by_compiler: XLA makes it of a sharding; on CPU it has no reduce-scatter.
+        forward: of `count`, those of a forward pass, without what remat runs again.
     """
 
     kind: str
@@ -49,6 +54,7 @@ class StepCollective:
     part: str
     terms: int = 1
     by_compiler: bool = False
+    forward: float = 0.0
 
     @property
     def total_bytes(self) -> float:
@@ -70,7 +76,23 @@ def step_collectives(workload: Workload, layout: Layout) -> list[StepCollective]
     found += _embedding(workload, layout)
     found += _weights(workload, layout)
     found += _pipeline(workload, layout)
+    if (teacher := workload.taught_by) is not None:
+        found += forward_collectives(teacher, layout.of_teacher(teacher))
     return [each for each in found if each.axes and each.count and each.num_bytes]
+
+
+def forward_collectives(workload: Workload, layout: Layout) -> list[StepCollective]:
+    """Those of a teacher's forward pass, whose Switch layers run by `gather`.
+
+    Raises:
+        ValueError: the layout does not divide a parameter, or a formula is missing.
+    """
+    found = _embedding(workload, layout) + _weights(workload, layout)
+    for stack in workload.stacks:
+        found += _attention(workload, layout, stack)
+        found += _dense_ffn(workload, layout, stack)
+        found += _gathered(workload, layout, stack)
+    return [dataclasses.replace(each, count=each.forward) for each in found]
 
 
 def compiled_on_cpu(planned: list[StepCollective], layout: Layout) -> list[StepCollective]:
@@ -160,17 +182,19 @@ def _attention(workload: Workload, layout: Layout, stack: str) -> list[StepColle
     again = count * (2 if workload.model.remat == "full" else 1)
     own = activation_bytes(workload, layout, stack)
 
-    def summed(what, num_bytes, count, terms=1):
-        return StepCollective("all-reduce", what, axes, num_bytes, count, "layers", terms)
+    def summed(what, num_bytes, times, terms=1, forward=0.0):
+        return StepCollective(
+            "all-reduce", what, axes, num_bytes, times, "layers", terms, forward=forward
+        )
 
     found = [
-        summed("attention outputs", own, again),
+        summed("attention outputs", own, again, forward=count),
         summed("gradients of attention inputs", own, count, terms=3),
     ]
     if stack == "decoder" and workload.model.is_encoder_decoder:
         memory = activation_bytes(workload, layout, "encoder")
         found += [
-            summed("cross-attention outputs", own, again),
+            summed("cross-attention outputs", own, again, forward=count),
             summed("gradients of queries", own, count),
             summed("gradients of the memory", memory, count, terms=2),
         ]
@@ -200,7 +224,7 @@ def _dense_ffn(workload: Workload, layout: Layout, stack: str) -> list[StepColle
     own = activation_bytes(workload, layout, stack)
     gradients, terms = "gradients of FFN inputs", 2 if model.is_gated else 1
     return [
-        StepCollective("all-reduce", "FFN outputs", axes, own, count, "layers"),
+        StepCollective("all-reduce", "FFN outputs", axes, own, count, "layers", forward=count),
         StepCollective("all-reduce", gradients, axes, own, count, "layers", terms),
     ]
 
@@ -239,6 +263,21 @@ def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollecti
     return found
 
 
+def _gathered(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
+    """Switch layers of a forward pass by `gather`."""
+    layers = workload.model.num_sparse_layers_of(stack)
+    if not layers:
+        return []
+    count, layer = _passes(layout, layers), sparse_layer(workload, layout, stack)
+    return [
+        StepCollective(
+            each.kind, each.what, each.axes, each.num_bytes, count,
+            "weights" if "w_" in each.what else "exchange", forward=count,
+        )
+        for each in gather_forward_collectives(layer, layout, layout.rules)
+    ]  # fmt: skip
+
+
 def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
     """Lookups and logits, where the table's rows or columns are on several devices."""
     model, steps = workload.model, layout.num_microbatches
@@ -253,17 +292,25 @@ def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
         tokens = rows_on_device(workload, layout) * workload.length(stack)
         values = tokens * model.d_model * table.itemsize
         ids = tokens * ID_BYTES * layout.parts(columns)
-        lookups = 3 if model.positions == "learned" else 2
+        forward = (2 if model.positions == "learned" else 1) * steps
+        columns_moved = functools.partial(compiled, "all-to-all", "looked up columns")
         found += [
-            collective("all-reduce", "looked up rows", rows, values, steps),
-            compiled("all-gather", "token ids", columns, ids, 3 * steps),
-            compiled("all-to-all", "looked up columns", columns, values, lookups * steps),
+            collective("all-reduce", "looked up rows", rows, values, steps, forward=steps),
+            compiled("all-gather", "token ids", columns, ids, 3 * steps, forward=forward),
+            columns_moved(columns, values, forward + steps, forward=forward),
         ]
     targets = rows_on_device(workload, layout) * workload.decoder_length * SUM_BYTES
     inputs = targets * model.d_model
     return found + [
         collective("all-reduce", "gradients of logits' inputs", rows, inputs, steps),
-        collective("all-reduce", "sums of softmax", rows, targets, SOFTMAX_SUMS * steps),
+        collective(
+            "all-reduce",
+            "sums of softmax",
+            rows,
+            targets,
+            SOFTMAX_SUMS * steps,
+            forward=SOFTMAX_SUMS * steps,
+        ),
     ]
 
 
@@ -292,7 +339,14 @@ def _weights(workload: Workload, layout: Layout) -> list[StepCollective]:
             times = per_step * layout.num_microbatches * (2 if is_again else 1)
             compiled = functools.partial(collective, by_compiler=True)
             found += [
-                compiled("all-gather", what, gathered, whole, times),
+                compiled(
+                    "all-gather",
+                    what,
+                    gathered,
+                    whole,
+                    times,
+                    forward=per_step * layout.num_microbatches,
+                ),
                 compiled("reduce-scatter", gradient, gathered, whole, reduced),
             ]
         replicas = tuple(axis for axis in batch if axis not in split)

@@ -119,11 +119,19 @@ def bubble_fraction(stages: int, microbatches: int) -> float:
 
 
 def device_flops(workload: Workload, layout: Layout) -> float:
-    """FLOPs of a step on one device of the busiest stage: forward, backward, recomputed."""
+    """FLOPs of a step on one device of the busiest stage: forward, backward, recomputed; and
+    a teacher's forward pass."""
+    flops = _flops(workload, layout, 4 if workload.model.remat == "full" else 3, 3)
+    if (teacher := workload.taught_by) is not None:
+        flops += _flops(teacher, layout.of_teacher(teacher), 1, 1)
+    return flops
+
+
+def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: int) -> float:
+    """FLOPs of so many passes through the blocks and the logits."""
     model = workload.model
     flops = flops_per_sequence(model, workload.encoder_length, workload.decoder_length)
     rows = workload.batch_size
-    passes = 4 if model.remat == "full" else 3
     # Of slots both full and empty ones.
     blocks = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
     blocks += flops.dense_ffn + (
@@ -134,7 +142,9 @@ def device_flops(workload: Workload, layout: Layout) -> float:
     blocks += flops.router * passes * rows / (layout.size / layout.model)
     replicas = layout.size / layout.pipe / layout.model
     # The last stage has its blocks and the logits.
-    return blocks + 3 * flops.logits * rows / replicas / vocabulary_parts(workload, layout)
+    return blocks + passes_of_logits * flops.logits * rows / replicas / vocabulary_parts(
+        workload, layout
+    )
 
 
 EXCHANGES = ("all-to-all", "ragged-all-to-all")

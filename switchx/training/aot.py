@@ -2,9 +2,8 @@
 """A job's whole training step, compiled for devices that are not there, and what it takes.
 
 Forward, backward and the optimizer are one program; no parameter is allocated. Memory is the
-compiler's own account, collectives are read off the compiled text. A JAX that finds an
-accelerator's plug-in takes the machine for one with accelerators, so the compilers are in
-folders of their own, on the path of a child process alone.
+compiler's own account, collectives are read off the compiled text. The devices are those of
+`aot_devices.py`.
 
 Dims: B batch, L length
 """
@@ -13,19 +12,13 @@ import collections
 import dataclasses
 import functools
 import math
-import os
-import pathlib
 import re
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 
-from pallas_kernels.aot import gpu_compiler, tpu_compiler
+from pallas_kernels.aot import gpu_compiler
 from switchx.data.loader import with_task_ids
 from switchx.data.mixtures import as_mixture
 from switchx.models.config import ModelConfig
@@ -34,14 +27,15 @@ from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.hlo_collectives import executed_collectives
 from switchx.partitioning.host_copies import host_copies, noted_strides, share_overlapped
 from switchx.partitioning.host_stack import HOST
-from switchx.partitioning.mesh import MeshSpec, platform_of
-from switchx.partitioning.topology import Topology
+from switchx.partitioning.mesh import platform_of
 from switchx.planner.model_cost import experts_per_token
 from switchx.planner.program_cost import executed_slots, matrix_flops
 from switchx.storage.cache import StorageSpec
+from switchx.training.distilled_logits import student_program
 from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
-from switchx.training.program import TrainingProgram, state_arrays
+from switchx.training.program import TrainingProgram
+from switchx.training.workload import state_arrays
 from switchx.tree import num_elements
 
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -57,7 +51,7 @@ class Memory:
     """Bytes of one device.
 
     Attributes:
-        arguments: parameters, optimizer state and batch.
+        arguments: parameters, optimizer state and batch; a teacher's parameters.
         temporaries: everything between, at its highest, and the program.
         needed: all together; results lie where the arguments did.
         limit: what a program may use.
@@ -113,6 +107,7 @@ class CompiledStep:
         collectives: kind -> (how often a step executes it, bytes on one device).
         seconds: that compiling took.
         host: where experts are in host memory, what they take of it.
+        teacher_parameters: elements of a teacher beside the student.
     """
 
     devices: int
@@ -125,6 +120,7 @@ class CompiledStep:
     collectives: dict[str, tuple[int, int]] | None
     seconds: float
     host: HostMemory | None = None
+    teacher_parameters: int = 0
 
 
 def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
@@ -152,12 +148,14 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
     Raises:
         ValueError: the job does not suit its mesh, or the mesh not the devices.
     """
-    job.require_no_teacher("switchx compile")
     mesh = job.mesh.build(devices)
     is_described = job.storage.experts == "host" and devices[0].platform == "gpu"
     # Described devices of CUDA have no memories to place arrays in (`compile_lowered`).
-    program = compiled_program(job, described(mesh) if is_described else devices)
-    started, batch = time.monotonic(), batch_shapes(program)
+    if job.distillation is None:
+        program = compiled_program(job, described(mesh) if is_described else devices)
+    else:
+        program = student_program(job, devices)
+    started, batch = time.monotonic(), program.abstract_batch(batch_shapes(program))
     encoder, decoder = (job.batch_size * length for length in job.sequence_lengths)
     own = list(mesh.devices.flat) if is_described else None
     memory, text, on_host = _measure(program, batch, hbm_bytes, own)
@@ -181,6 +179,7 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
         collectives=None if text is None else collectives_by_kind(text),
         seconds=time.monotonic() - started,
         host=host,
+        teacher_parameters=num_elements(program.abstract_beside),
     )
 
 
@@ -270,7 +269,8 @@ def _measure(
     program: TrainingProgram, batch, limit: int, devices: list | None = None
 ) -> tuple[Memory, str | None, int]:
     """`_compile`; no text where the arguments alone are too large."""
-    arguments = bytes_on_one_device((program.abstract_state, batch))
+    all_of_them = program.abstract_state, batch, program.abstract_beside
+    arguments = bytes_on_one_device(all_of_them)
     memory = Memory(arguments, 0, arguments, limit)
     return _compile(program, batch, memory, devices) if memory.fits else (memory, None, 0)
 
@@ -287,7 +287,7 @@ def _compile(
     platform = platform_of(program.mesh)
     platforms = ("cuda" if platform == "gpu" else platform,)
     with program.scope():
-        traced = program.train_step.trace(program.abstract_state, batch, *program.slot_tables)
+        traced = program.trace_step(batch)
         try:
             lowered = traced.lower(lowering_platforms=platforms)
             if devices is None:
@@ -318,79 +318,3 @@ def _compile(
     on_host = facts.host_argument_size_in_bytes + facts.host_temp_size_in_bytes
     memory = Memory(arguments, temporaries, needed, memory.limit)
     return memory, text, on_host
-
-
-# Set in the process that has a compiler.
-CHILD_VARIABLE = "SWITCHX_COMPILES"
-
-
-def has_compiler() -> bool:
-    """Whether this is the process that `run_with_compiler` started."""
-    return CHILD_VARIABLE in os.environ
-
-
-def run_with_compiler(
-    arguments: Sequence[str], topology: Topology, *, module: str = "switchx", **options
-):
-    """`python -m switchx ...` in a process that can compile for the slice.
-
-    Args:
-        module: that is run.
-        options: of `subprocess.run`.
-
-    Raises:
-        FileNotFoundError: no compiler is installed; the message says how to get it.
-    """
-    if topology.generation.platform == "tpu":
-        variables = tpu_compiler.compiler_variables()
-    else:
-        variables = gpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(
-        command, env=os.environ | variables | {CHILD_VARIABLE: "1"}, **options
-    )
-
-
-def describe_devices(topology: Topology) -> list:
-    """The slice's devices, as the compiler describes them.
-
-    Raises:
-        ValueError: the compiler knows no such slice, with what it says.
-    """
-    try:
-        if topology.generation.platform == "tpu":
-            name = str(topology)
-            return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-        target = gpu_compiler.TARGETS[topology.kind]
-        description = pathlib.Path(gpu_compiler.__file__).with_name(target)
-        return topologies.get_topology_desc(
-            topology.kind,
-            "cuda",
-            topology=f"1x1x{topology.num_devices}",
-            target_config=description.read_text(),
-        ).devices
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"topology {topology}: the compiler says: {error}") from error
-
-
-def require_mesh_fits(mesh: MeshSpec, topology: Topology) -> None:
-    """Checks that a mesh uses all of a slice's devices, before anything is compiled.
-
-    Raises:
-        ValueError: it does not; the message names slices and meshes that go together.
-    """
-    there = topology.num_devices
-    needed = mesh.num_devices(there)
-    if needed == there:
-        return
-    others = mesh.num_devices(1)
-    slices = topology.with_devices(needed) or topology.with_devices(others)
-    ways = [f"--topology={slices[0]}"] if slices else []
-    if there % others == 0:
-        ways.append("leave MeshSpec.data out, which then takes the devices that are left")
-    else:
-        ways.append(f"axes whose product divides {there}")
-    raise ValueError(
-        f"mesh {mesh} needs {needed} devices, but {topology} has {there}; use "
-        f"{', or '.join(ways)}"
-    )

@@ -173,6 +173,13 @@ class WrittenTeacherProgram(TrainingProgram):
             raise ValueError(f"{path} is damaged ({error}); write it again") from error
         return self.place(batch | added)
 
+    def abstract_batch(self, batch: dict) -> dict:
+        """With those of the teacher's tokens and logits."""
+        shape = (*batch["decoder_target_tokens"].shape, self._about["top"])
+        struct = functools.partial(jax.ShapeDtypeStruct, shape, sharding=self.batch_sharding)
+        added = {"teacher_token_ids": jnp.int32, "teacher_logits": jnp.float32}
+        return batch | {name: struct(dtype=dtype) for name, dtype in added.items()}
+
     @property
     def notes(self) -> tuple[str, ...]:
         about = self._about
@@ -181,6 +188,16 @@ class WrittenTeacherProgram(TrainingProgram):
             f"checkpoint {about['step']}, in {self._folder}"
         )
         return (*super().notes, said)
+
+
+def student_program(job: TrainingJob, devices=None) -> TrainingProgram:
+    """The program of a job with a teacher: beside the student, or its logits on a disk.
+
+    Raises:
+        ValueError: the teacher is not there, or does not fit the job.
+    """
+    is_written = has_logits(job.distillation.teacher)
+    return (WrittenTeacherProgram if is_written else DistilledProgram)(job, devices)
 
 
 def _require_one_process() -> None:

@@ -47,8 +47,7 @@ class DistilledProgram(TrainingProgram):
         require_beside_step(job)
         settings = job.distillation
         self.teacher_folder = RunFolder(settings.teacher)
-        self.teacher = as_teacher(read_model_config(self.teacher_folder))
-        check_teacher(job.model, self.teacher, str(self.teacher_folder.root))
+        self.teacher = teacher_config(job)
         require_vocabulary_of(self.teacher_folder, job, "Distillation.teacher")
         self.teacher_step = choose_step(self.teacher_folder, settings.step)
         super().__init__(job, devices)
@@ -86,6 +85,16 @@ class DistilledProgram(TrainingProgram):
             target=self._abstract_teacher,
             model=self.teacher,
         )
+
+    @property
+    def abstract_beside(self) -> tuple:
+        """The teacher's parameters."""
+        return (self._abstract_teacher,)
+
+    def trace_step(self, batch: dict) -> jax.stages.Traced:
+        """See `TrainingProgram.trace_step`; the teacher's checkpoint is not read."""
+        state, teacher = self.abstract_state, self._abstract_teacher
+        return self._student_step.trace(state, batch, teacher, *self.slot_tables)
 
     def started_params(self) -> tuple[tree.Tree, list[str]]:
         """Freshly drawn parameters with the teacher's in them, and the names of those.
@@ -155,6 +164,18 @@ def require_beside_step(job: TrainingJob) -> None:
             f"TrainingJob.distillation with {name}: a teacher reads the batch beside the "
             "whole step of a student on the devices; leave out one of the two",
         )
+
+
+def teacher_config(job: TrainingJob) -> ModelConfig:
+    """The teacher of a job as it is evaluated beside the student.
+
+    Raises:
+        ValueError: there is no run folder, or its model cannot teach this one.
+    """
+    folder = RunFolder(job.distillation.teacher)
+    teacher = as_teacher(read_model_config(folder))
+    check_teacher(job.model, teacher, str(folder.root))
+    return teacher
 
 
 def as_teacher(config: ModelConfig) -> ModelConfig:

@@ -21,7 +21,7 @@ from switchx.planner.layout import Layout
 from switchx.planner.search import Plan, search
 from switchx.planner.storage_tiers import storage_refusal
 from switchx.training.job import TrainingJob
-from switchx.training.program import workload_of
+from switchx.training.workload import workload_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import optax
 from switchx.checkpoint.checkpointer import Retention
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
 from switchx.data.loader import BatchConfig, Prefetch
-from switchx.data.mixtures import Mixture, as_mixture
+from switchx.data.mixtures import Mixture, as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import Vocabulary
 from switchx.fields import (
@@ -35,6 +35,7 @@ from switchx.storage.cache import StorageSpec
 from switchx.training.distillation import Distillation
 from switchx.training.losses import LossConfig
 from switchx.training.metric_writers import Writer, checked_writers
+from switchx.training.metrics import TOKEN_METRICS
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
 
@@ -220,14 +221,6 @@ class TrainingJob:
         )
         require(reason is None, reason)
 
-    def require_no_teacher(self, what: str) -> None:
-        """Raises ValueError where there is a teacher, which `what` would not count."""
-        require(
-            self.distillation is None,
-            f"TrainingJob.distillation: {what} knows the student alone, and a teacher takes "
-            "memory and time beside it; leave it out there (DISTILLATION=None)",
-        )
-
     @property
     def planned_storage(self) -> Storage:
         """`storage` as the planner plans it."""
@@ -297,3 +290,43 @@ class TrainingJob:
                 f"{self.model.vocab_size}; use a vocab_size of at least "
                 f"{self.vocabulary.size} (VOCAB_SIZE in the shipped configurations)"
             )
+
+    @property
+    def evaluated_metrics(self) -> tuple[str, ...]:
+        """What an evaluation measures, by the names that `Retention.best_metric` takes."""
+        of_tokens = (*TOKEN_METRICS, *(["dropped_fraction"] if self.sparse_lengths else []))
+        tasks, is_asked = evaluated_tasks(self.source), self.text_evaluation is not None
+        of_each = [f"tasks/{task.name}/{name}" for task in tasks for name in of_tokens]
+        return (
+            *of_tokens,
+            *(of_each if len(tasks) > 1 else ()),
+            *(self._metrics_of_texts if is_asked else ()),
+        )
+
+    @property
+    def _metrics_of_texts(self) -> list[str]:
+        return [
+            f"{task.name}/{name}"
+            for task in evaluated_tasks(self.source)
+            for metric in task.metrics
+            for name in metric.names
+        ]
+
+    def check_best_metric(self) -> None:
+        """Checks that evaluations have the metric of the best checkpoint.
+
+        Raises:
+            ValueError: they have not; names those that they have.
+        """
+        best, known = self.retention.best_metric, self.evaluated_metrics
+        way_out = (
+            "it is one of texts, which are generated with TEXT_EVALUATION="
+            "@text_evaluation.TextEvaluation()"
+            if best in self._metrics_of_texts
+            else "use one of them (BEST_METRIC in the shipped configurations)"
+        )
+        require(
+            best in known,
+            f"Retention.best_metric={best!r} is not among the metrics of this run's "
+            f"evaluations: {', '.join(known)}; {way_out}",
+        )

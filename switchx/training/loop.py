@@ -93,6 +93,7 @@ def train(
         TrainingStopped: too many steps in a row were not finite; the state is saved.
     """
     require_writers(job.metric_writers)
+    job.check_best_metric()
     if not _is_begun(run):
         job.check_vocabulary()
     run.create()
@@ -317,7 +318,7 @@ class _Loop:
         metrics = evaluate_job(self.job, self.program, params, sample)
         if self.texts is not None:
             metrics["texts"] = self.texts.evaluate(params, step, self.watch.read())
-        self.job.retention.score(metrics)  # raises at step 0 if there is no such metric
+        self.job.retention.score(metrics)  # at step 0, should a metric not give what it names
         self.validation.write(step, metrics)
         self.write("validation", step, metrics)
         if self.texts is not None:

@@ -29,6 +29,10 @@ from switchx.training.step import StepMetrics
 logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
 
 
+# Of `token_metrics`, what is no count.
+TOKEN_METRICS = ("neg_log_perplexity", "cross_entropy", "accuracy")
+
+
 def token_metrics(sums: TokenSums) -> dict[str, float]:
     """Means over real target tokens.
 

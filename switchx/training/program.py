@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job as programs: its steps jitted over its mesh, and where its arrays live.
 
-`workload_of` describes the same step to the planner, by shapes alone.
+`workload.py` describes the same step to the planner, by shapes alone.
 """
 
-import dataclasses
 import functools
 import math
 import os
@@ -19,10 +18,8 @@ from switchx.data.features import Batch
 from switchx.data.loader import Shard
 from switchx.data.mixtures import as_mixture
 from switchx.fields import require
-from switchx.models.config import require_our_blocks
-from switchx.moe.capacity import layer_groups, layer_shape
-from switchx.moe.config import SwitchConfig, slots_refusal
-from switchx.moe.dispatchers import refusal
+from switchx.moe.capacity import layer_groups
+from switchx.moe.config import SwitchConfig
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.host_stack import HOST
@@ -31,7 +28,6 @@ from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules, param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
-from switchx.planner.layout import Layout, StateArray, Workload
 from switchx.planner.replica_placement import place_replicas, place_tasks
 from switchx.training.evaluate import eval_step
 from switchx.training.expert_records import ExpertRecords
@@ -176,7 +172,7 @@ class TrainingProgram:
             ("StepConfig.bucket_bytes", job.step.bucket_bytes is not None),
             (f"StorageSpec.experts={job.storage.experts!r}", job.storage.experts != "device"),
         ):
-            require(not is_used, _replicas_refusal(switch, name))
+            require(not is_used, replicas_refusal(switch, name))
         return self._tables(np.ones((job.model.num_sparse_layers, switch.num_experts)))
 
     @property
@@ -239,6 +235,23 @@ class TrainingProgram:
         )
 
     @property
+    def abstract_beside(self) -> tuple:
+        """Shape structs of what a step takes after the batch, and that stays: nothing."""
+        return ()
+
+    def trace_step(self, batch: dict) -> jax.stages.Traced:
+        """The step of training, traced: no array is there.
+
+        Args:
+            batch: shape structs as `abstract_batch` gives them.
+        """
+        return self.train_step.trace(self.abstract_state, batch, *self.slot_tables)
+
+    def abstract_batch(self, batch: dict) -> dict:
+        """What `place_for_training` gives, of the shape structs of a batch."""
+        return batch
+
+    @property
     def abstract_params(self):
         """All parameters as shape structs that say where to read those of another run."""
         return self.abstract_state.params
@@ -262,7 +275,7 @@ class TrainingProgram:
         statistics whose names end in letters too. Everything else is whole everywhere.
         """
         state = jax.eval_shape(self._init)
-        letters = _letters(state)
+        letters = state_letters(state)
         whole = NamedSharding(self.mesh, PartitionSpec())
 
         def with_sharding(name, leaf):
@@ -317,79 +330,15 @@ def task_tables(
     return (np.tile(table_R, (job.model.num_sparse_layers, 1)),)
 
 
-def _replicas_refusal(switch: SwitchConfig, name: str) -> str:
+def replicas_refusal(switch: SwitchConfig, name: str) -> str:
+    """Why experts have no replicas where `name` is used."""
     return (
         f"SwitchConfig.num_replicas={switch.num_replicas} with {name}: experts have no "
         "replicas there; use num_replicas=0, or leave the other out"
     )
 
 
-def workload_of(job: TrainingJob) -> Workload:
-    """What one step of `job` has to do, its mesh and dispatcher apart."""
-    require_our_blocks(job.model, "the planner")
-    job.require_no_teacher("the planner")
-    encoder_length, decoder_length = job.sequence_lengths
-
-    def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:
-        sizes = dict(num_groups=num_groups, tokens_per_group=tokens_per_group)
-        switch, place = job.model.switch, Placement.on(layout, layout.rules)
-        if switch.num_replicas and layout.pipe > 1:
-            return _replicas_refusal(switch, f"mesh axis {PIPE!r} of size {layout.pipe}")
-        return refusal(layout.dispatcher, layout, layout.rules, **sizes) or slots_refusal(
-            switch.num_experts, switch.num_replicas, place.size(place.experts)
-        )
-
-    def task_slots(layout: Layout) -> int | None:
-        if job.model.switch is None or job.model.switch.router.kind != "task":
-            return None
-        tables = task_tables(job, layout, layout.rules, layout.num_microbatches)
-        return tables[0].shape[1] if tables else None
-
-    return Workload(
-        model=job.model,
-        encoder_length=encoder_length,
-        decoder_length=decoder_length,
-        batch_size=job.batch_size,
-        state=state_arrays(job),
-        routing=functools.partial(layer_shape, job.model.switch),
-        refusal=refused,
-        task_slots=task_slots,
-    )
-
-
-def fitting_group_size(job: TrainingJob, parts: int) -> int | None:
-    """The largest `SwitchConfig.group_size` whose groups divide over `parts` devices.
-
-    None where there is none, or where the model has no groups of a size.
-    """
-    switch = job.model.switch
-    if switch is None or switch.expert_capacity is not None:
-        return None
-    for size in range(switch.group_size, 0, -1):
-        smaller = dataclasses.replace(switch, group_size=size)
-        groups = (
-            layer_groups(smaller, job.batch_size, length)[0] for length in job.sparse_lengths
-        )
-        if all(number % parts == 0 for number in groups):
-            return size
-    return None
-
-
-def state_arrays(job: TrainingJob) -> tuple[StateArray, ...]:
-    """Every array of the parameters and the optimizer's state; scalars are not worth it."""
-    of_state = job.model, job.transformation, job.seed, None, job.step.has_average
-    state = jax.eval_shape(lambda: init_state(*of_state))
-    letters, found = _letters(state), []
-    for name, leaf in tree.named_leaves(state).items():
-        kind, _, path = name.partition("/")
-        if kind in ("params", "opt_state", "average") and leaf.shape:
-            kind = "params" if kind == "params" else "optimizer"
-            dims = letters.get(name, "")
-            found.append(StateArray(path, dims, leaf.shape, leaf.dtype.itemsize, kind))
-    return tuple(found)
-
-
-def _letters(state: TrainState) -> dict[str, str]:
+def state_letters(state: TrainState) -> dict[str, str]:
     """Dimension letters of the parameters and of the optimizer's statistics that have any."""
     shapes = {path: leaf.shape for path, leaf in tree.named_leaves(state.params).items()}
     letters = {}

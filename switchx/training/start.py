@@ -16,7 +16,7 @@ from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.storage.cache import StorageSpec
-from switchx.training.distilled_logits import WrittenTeacherProgram, has_logits
+from switchx.training.distilled_logits import student_program
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.host_program import compiled_program
 from switchx.training.initialize import Source
@@ -35,8 +35,7 @@ def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
         ValueError: something in the job does not go together.
     """
     if job.distillation is not None:
-        is_written = has_logits(job.distillation.teacher)
-        return (WrittenTeacherProgram if is_written else DistilledProgram)(job, devices)
+        return student_program(job, devices)
     if job.storage.experts == "disk":
         return LayeredProgram(job, run, devices)
     return compiled_program(job, devices)

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.data_dir import write_atomically
 from switchx.data.evaluation import prediction_rows
-from switchx.fields import require_above_zero, require_at_least
+from switchx.fields import require, require_at_least
 from switchx.training.metrics import MetricsLog, cut_files_after
 
 # Of an evaluation of one task, what is no metric.
@@ -52,7 +52,12 @@ class TextEvaluation:
     def __post_init__(self):
         require_at_least(self, 1, "max_examples", "batch_size", "beam_size", "max_new_tokens")
         require_at_least(self, 0, "num_samples")
-        require_above_zero(self, "time_share")
+        require(
+            self.time_share is None or 0 < self.time_share <= 1,
+            f"TextEvaluation.time_share={self.time_share}; use a share of the training time "
+            "above 0 and up to 1, or None to answer all examples (EVAL_TIME_SHARE in the "
+            "shipped configurations)",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

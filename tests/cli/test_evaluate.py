@@ -51,12 +51,14 @@ def test_a_checkpoint_is_chosen_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_scores_in_training_are_those_of_its_checkpoint(tiny_run, in_a_folder, capsys):
+@pytest.fixture
+def cola(tiny_run, in_a_folder, capsys):
+    """A run that was fine-tuned on CoLA, and what its training printed."""
     shutil.copytree(tiny_run, in_a_folder / "runs/pretrain_tiny")
-    cola = in_a_folder / "data/CoLA"
-    cola.mkdir(parents=True)
+    data = in_a_folder / "data/CoLA"
+    data.mkdir(parents=True)
     for name, content in PUBLISHED["glue_cola"].files.items():
-        (cola / name).write_text(content)
+        (data / name).write_text(content)
     options = [
         "INIT_FROM=runs/pretrain_tiny", "MANUAL_DIR=data", "DATA_DIR=prepared",
         "TextEvaluation.max_new_tokens=4", "EVAL_TIME_SHARE=None",
@@ -67,10 +69,13 @@ def test_scores_in_training_are_those_of_its_checkpoint(tiny_run, in_a_folder, c
     ]
     given = [*files, *(f"--gin.{each}" for each in options), *T5]
     assert main(["train", *given, "--model_dir=cola"]) == 0, capsys.readouterr().err
-    printed = capsys.readouterr()
-    folder = in_a_folder / "cola"
+    return in_a_folder / "cola", capsys.readouterr()
+
+
+def test_scores_in_training_are_those_of_its_checkpoint(cola, capsys):
+    folder, printed = cola
     in_training = lines(folder / "validation.jsonl")[-1]["texts"]["glue_cola"]
-    file = in_a_folder / "predictions.jsonl"
+    file = folder.parent / "predictions.jsonl"
     options = ["--step=best", "--max_new_tokens=4", f"--predictions={file}"]
     got = evaluated(capsys, "--model_dir=cola", *options)
     (metric,) = got["texts"]["tasks"]["glue_cola"].pop("metrics")
@@ -86,6 +91,22 @@ def test_scores_in_training_are_those_of_its_checkpoint(tiny_run, in_a_folder, c
     shown = f"matthews_corrcoef {score:.2f}  ({about['examples']} examples)"
     assert f"step     2  glue_cola: {shown}" in printed.err
     assert f"glue_cola: matthews_corrcoef  {score:.2f} (step 2, " in printed.out
+
+
+@pytest.mark.slow
+def test_a_task_without_metrics_is_answered_for_its_file(cola, capsys):
+    folder, _ = cola
+    content = PUBLISHED["glue_ax"].files["diagnostic.tsv"]
+    (folder.parent / "data/diagnostic.tsv").write_text(content)
+    file = folder.parent / "ax.jsonl"
+    files = [
+        f"--gin_file={each}" for each in (f"{folder}/operative_config.gin", "tasks/glue_ax.gin")
+    ]
+    options = ["--gin.MANUAL_DIR=data", "--max_new_tokens=4", f"--predictions={file}"]
+    got = evaluated(capsys, *files, "--model_dir=cola", *options)
+    assert got["texts"]["tasks"]["glue_ax"]["metrics"] == []
+    (line,) = lines(file)
+    assert line["inputs"] == PUBLISHED["glue_ax"].inputs and line["id"] == "0"
 
 
 def test_other_data_batch_and_capacity_may_be_evaluated(finished_run, capsys):
@@ -318,8 +339,16 @@ def test_choices_need_a_task_of_texts(finished_run, capsys):
     assert "no task has metrics of texts" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_file_needs_a_task_of_texts(finished_run, capsys, tmp_path):
+    file = tmp_path / "answers"
+    assert main(["eval", f"--model_dir={finished_run.folder}", f"--predictions={file}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"predictions={str(file)!r}: no text is written" in said and not file.exists()
+
+
 def test_metrics_need_texts_for_targets():
     assert metrics_of(TASK, None) == {}
+    assert metrics_of(TASK, None, has_file=True) == {}  # it has no texts
     assert metrics_of(TASK, []) == {}
     with refused(
         "metrics=bleu compares generated texts with targets, and no task (letters) is of "

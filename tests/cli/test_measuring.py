@@ -17,7 +17,7 @@ from switchx.bench import compiled, equivalence, moe, torch_peer, train
 from switchx.bench.report import Check, Report
 from switchx.cli.main import main
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training import aot
+from switchx.training import aot_devices
 
 
 def last_object(capsys) -> dict:
@@ -185,8 +185,8 @@ TINY = [
 @pytest.fixture
 def simulated(monkeypatch):
     """This process compiles, for the devices that it simulates."""
-    monkeypatch.setenv(aot.CHILD_VARIABLE, "1")
-    monkeypatch.setattr(aot, "describe_devices", lambda topology: jax.devices())
+    monkeypatch.setenv(aot_devices.CHILD_VARIABLE, "1")
+    monkeypatch.setattr(aot_devices, "describe_devices", lambda topology: jax.devices())
 
 
 def test_compiled_step_is_reported(simulated, in_a_folder, capsys):
@@ -237,7 +237,7 @@ def test_process_that_is_ended(name, way_out, monkeypatch, capfd):
     def die(words, topology):
         return subprocess.run(["sh", "-c", f"kill -{name} $$"], check=False)
 
-    monkeypatch.setattr(aot, "run_with_compiler", die)
+    monkeypatch.setattr(aot_devices, "run_with_compiler", die)
     assert main([*TINY, "--topology=v5e:2x4"]) == 1
     said = capfd.readouterr().err
     assert f"was ended by SIG{name}" in said

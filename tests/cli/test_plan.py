@@ -11,14 +11,17 @@ import pytest
 from switchx.cli.main import main
 from switchx.cli.plan import print_search, row
 from switchx.gin_config import building
+from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.hardware import SPECS, load_hardware
 from switchx.planner.layout import SLICED_RULES, Layout
+from switchx.planner.model_cost import count_parameters
 from switchx.planner.search import predict, search
 from switchx.training.job import TrainingJob
 from tests.planner.workloads import make_workload
+from tests.training.saved_runs import save_run
 
 RUN = "--gin_file=runs/pretrain_tiny.gin"
 SMALL = [
@@ -236,3 +239,23 @@ def test_the_table_has_as_many_rows_as_asked_for(capsys):
     out = capsys.readouterr().out
     assert f"{found.looked_at:,} layouts, {len(found.plans):,} fit" in out
     assert " 2  " in out and "\n 3  " not in out
+
+
+def test_a_teacher_is_counted(tmp_path, capsys):
+    """Against the same job without one; what it cannot be planned with is refused."""
+    model = ModelConfig("encoder_decoder", 500, 64, 128, 4, 16, 2, 2)
+    run = save_run(tmp_path / "teacher", model)
+    options = ["plan", "--gin_file=runs/distill.gin", f"--gin.TEACHER={run}"]
+    options += ["--gin.VOCAB_SIZE=500", "--hardware=v5e", "--devices=4"]
+    assert main([*options, "--top=1"]) == 0, capsys.readouterr().err
+    number = count_parameters(model).total
+    assert f"A teacher of {number:,} parameters reads every batch" in capsys.readouterr().out
+    rows = []
+    for more in ((), ("--gin.DISTILLATION=None",)):
+        assert main([*options, "--json", "--top=1", *more]) == 0
+        rows += json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert rows[0]["memory_teacher_bytes"] > 0 == rows[1]["memory_teacher_bytes"]
+    assert rows[0]["step_s"] > rows[1]["step_s"]
+    assert main([*options, "--storage=host"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "experts in host storage: a teacher reads the batch beside a student" in said

@@ -24,8 +24,8 @@ from switchx.interop import huggingface, t5x
 from switchx.models.config import ModelConfig, model_from_description
 from switchx.training.fused_loss import check_fused
 from switchx.training.pipelined import build_schedule
-from switchx.training.program import workload_of
 from switchx.training.resume import write_run_config
+from switchx.training.workload import workload_of
 from tests.data.refusals import refused
 from tests.processes import ROOT
 from tests.training.jobs import SPARSE, TASK, make_job

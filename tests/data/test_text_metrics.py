@@ -32,6 +32,7 @@ def test_bleu_and_chrf_are_those_of_sacrebleu():
     }
     got = [Bleu(), ChrF(), ChrF(word_order=2)]
     assert want == {k: v for each in got for k, v in scores(each, TEXTS, TARGETS).items()}
+    assert list(want) == [name for each in got for name in each.names]
     lower = sacrebleu.corpus_bleu(TEXTS, [TARGETS], lowercase=True, tokenize="intl").score
     assert lower != want["bleu"]
     assert scores(Bleu("intl", lowercase=True), TEXTS, TARGETS) == {"bleu": lower}

@@ -20,9 +20,12 @@ from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
 from switchx.data.text_metrics import ChrF
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.text_evaluation import JobTexts
 from switchx.training.loop import train
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import pair_corpus
 from tests.processes import child_environment
@@ -43,6 +46,15 @@ TEXTS = dataclasses.replace(
     targets_length=16,
     text_evaluation=TextEvaluation(batch_size=2, max_new_tokens=6),
 )
+# Experts are frozen, the embedding learns by half.
+RATES = dataclasses.replace(
+    JOB,
+    optimizer=AdamW(weight_decay=0.1),
+    step=StepConfig(
+        clip_norm=0.1, rate_multipliers=((r".*/experts/.*", 0.0), ("embedding/.*", 0.5))
+    ),
+)
+JOBS = {"JOB": JOB, "TEXTS": TEXTS, "RATES": RATES}
 
 
 class Silent:
@@ -58,7 +70,7 @@ class Silent:
 def main(port: str, index: str, folder: str, steps: str, job: str) -> None:
     """One of the two processes."""
     jax.distributed.initialize(f"localhost:{port}", 2, int(index))
-    job = dataclasses.replace({"JOB": JOB, "TEXTS": TEXTS}[job], train_steps=int(steps))
+    job = dataclasses.replace(JOBS[job], train_steps=int(steps))
     outcome = train(job, RunFolder(folder), Silent(), text_evaluator=JobTexts)
     assert outcome.step == int(steps)
 
@@ -113,6 +125,26 @@ def test_two_processes_write_the_texts_of_one(tmp_path, session_cache):
         assert got == want and got["examples"] == examples
     written = [(run.predictions / "step_000002.jsonl").read_text() for run in (together, alone)]
     assert written[0] == written[1] and len(written[0].splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_two_processes_learn_by_the_rates_of_one(tmp_path, session_cache):
+    together, alone = RunFolder(tmp_path / "together"), RunFolder(tmp_path / "alone")
+    train_in_two(together.root, 2, child_environment(session_cache, devices=4), "RATES")
+    train(RATES, alone, Silent())
+    logs = [lines_of(run, "metrics") for run in (together, alone)]
+    for step, line in logs[1].items():
+        assert logs[0][step]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4)
+    first = jax.device_get(TrainingProgram(RATES).init_state().params)
+    first, got, want = map(
+        tree.named_leaves, (first, restore_params(together.root), restore_params(alone.root))
+    )
+    for name, leaf in want.items():
+        if "/experts/" in name:
+            assert got[name].tobytes() == first[name].tobytes(), name
+        else:
+            np.testing.assert_allclose(got[name], leaf, rtol=0, atol=1e-4, err_msg=name)
+            assert not np.array_equal(got[name], first[name]), name
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 from switchx.partitioning.mesh import MeshSpec
 from switchx.planner.layout import Layout
 from switchx.planner.memory import in_flight, memory_use, state_bytes
-from switchx.training.program import TrainingProgram, workload_of
+from switchx.training.program import TrainingProgram
+from switchx.training.workload import workload_of
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 from tests.training.jobs import make_job
 

@@ -29,7 +29,8 @@ from switchx.planner.storage_tiers import (
 from switchx.planner.streaming import streaming, touched_experts
 from switchx.storage.cache import StorageSpec
 from switchx.training.layered import LayeredProgram
-from switchx.training.program import TrainingProgram, workload_of
+from switchx.training.program import TrainingProgram
+from switchx.training.workload import workload_of
 from tests.compilation import on_devices
 from tests.planner.workloads import DENSE, SPARSE, make_workload
 from tests.training.jobs import make_job

@@ -8,7 +8,7 @@ import gin
 
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.planner.layout import Workload
-from switchx.training.program import workload_of
+from switchx.training.workload import workload_of
 from tests.processes import ROOT
 from tests.training.jobs import make_job
 

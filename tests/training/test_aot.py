@@ -16,18 +16,25 @@ from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters, flops_per_sequence
-from switchx.training import aot
 from switchx.training.aot import (
     batch_shapes,
     bytes_on_one_device,
     compile_step,
     memory_in_refusal,
-    require_mesh_fits,
-    run_with_compiler,
     slots_per_token,
 )
+from switchx.training.aot_devices import (
+    CHILD_VARIABLE,
+    has_compiler,
+    require_mesh_fits,
+    run_with_compiler,
+)
+from switchx.training.distillation import Distillation
+from switchx.training.distilled_logits import write_logits
+from switchx.training.distilled_program import DistilledProgram
 from switchx.training.program import TrainingProgram
-from tests.training.jobs import SPARSE, SWITCH, make_job
+from tests.training.jobs import DENSE, SPARSE, SWITCH, make_job
+from tests.training.saved_runs import save_run
 
 SCANNED = dataclasses.replace(
     SPARSE,
@@ -55,6 +62,42 @@ def test_facts_of_a_step(step):
     assert step.memory.fits
     assert step.memory.excess == 0
     assert step.memory.needed >= step.memory.arguments + step.memory.temporaries
+
+
+@pytest.fixture(scope="module")
+def teacher_run(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("teacher") / "run", SPARSE)
+
+
+def test_a_step_with_a_teacher(teacher_run, monkeypatch):
+    """Its parameters are arguments beside the state's, and its checkpoint is not read."""
+    monkeypatch.setattr("switchx.training.distilled_program.restore_params", None)
+    job = make_job(DENSE, mesh=MeshSpec(data=2, model=2), batch_size=16)
+    devices = jax.devices()[:4]
+    alone = compile_step(job, devices, PLENTY)
+    taught = dataclasses.replace(job, distillation=Distillation(str(teacher_run)))
+    beside = compile_step(taught, devices, PLENTY)
+    theirs = DistilledProgram(taught, devices).abstract_beside
+    assert beside.memory.arguments - alone.memory.arguments == bytes_on_one_device(theirs)
+    assert beside.parameters == alone.parameters == count_parameters(DENSE).total
+    assert beside.teacher_parameters == count_parameters(SPARSE).total
+    # Its forward pass, and no backward pass of it.
+    teacher = flops_per_sequence(SPARSE, 0, 8).executed * 16 / 4
+    assert beside.flops - alone.flops == pytest.approx(teacher, rel=0.05)
+    assert beside.memory.temporaries > alone.memory.temporaries
+
+
+def test_a_step_with_logits_on_a_disk(teacher_run, tmp_path):
+    settings = Distillation(str(teacher_run), starts_from_teacher=False)
+    job = make_job(DENSE, distillation=settings, train_steps=1)
+    write_logits(job, tmp_path / "top", 4, jax.devices()[:1])
+    settings = dataclasses.replace(settings, teacher=str(tmp_path / "top"))
+    job = dataclasses.replace(job, distillation=settings)
+    found = compile_step(job, jax.devices()[:1], PLENTY)
+    alone = compile_step(dataclasses.replace(job, distillation=None), jax.devices()[:1], PLENTY)
+    # Of each of 8 rows of 8 places four ids and four logits.
+    assert found.memory.arguments - alone.memory.arguments == 8 * 8 * 4 * (4 + 4)
+    assert found.teacher_parameters == 0
 
 
 def test_arguments_are_what_the_compiler_counts(step):
@@ -157,6 +200,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import Topology
 from switchx.storage.cache import StorageSpec
 from switchx.training import aot
+from switchx.training.aot_devices import describe_devices
 from tests.training.jobs import SPARSE, SWITCH, make_job
 
 topology = Topology.parse(sys.argv[1])
@@ -169,7 +213,8 @@ job = make_job(
     model, storage=StorageSpec("host"), optimizer=AdamW(), mesh=MeshSpec(data=1, expert=4),
     inputs_length=64, targets_length=64,
 )
-step = aot.compile_step(job, aot.describe_devices(topology), topology.generation.hbm_bytes)
+devices = describe_devices(topology)
+step = aot.compile_step(job, devices, topology.generation.hbm_bytes)
 print(json.dumps(dataclasses.asdict(step)))
 """
 
@@ -208,12 +253,12 @@ def test_the_child_alone_sees_the_compiler(tmp_path, monkeypatch):
     def run(command, env, **options):
         seen.update(command=command, env=env)
 
-    monkeypatch.setattr(aot.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     run_with_compiler(["compile", "--json"], V5E)
     assert seen["command"] == [sys.executable, "-m", "switchx", "compile", "--json"]
     assert str(tmp_path) in seen["env"]["PYTHONPATH"]
-    assert seen["env"][aot.CHILD_VARIABLE]
-    assert not aot.has_compiler()
+    assert seen["env"][CHILD_VARIABLE]
+    assert not has_compiler()
 
 
 def test_no_compiler_for_gpus_says_how_to_get_it(tmp_path, monkeypatch):

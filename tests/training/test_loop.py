@@ -13,6 +13,7 @@ import pytest
 
 from switchx import tree
 from switchx.checkpoint.checkpointer import Retention
+from switchx.checkpoint.items import numbers_of
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.corpora.corpus import require_split
@@ -278,15 +279,15 @@ def test_too_many_in_a_row_stop_training_with_the_state_saved(spoil, tmp_path):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(restore_params(run.root)))
 
 
-def test_a_metric_that_does_not_exist_is_refused_before_the_first_step(tmp_path):
+def test_a_metric_that_does_not_exist_is_refused_before_anything_is_written(tmp_path):
     events = Events()
     job = tiny_job(retention=Retention(best_metric="perplexity"))
     with refused(
-        "Retention.best_metric='perplexity' is not among the metrics neg_log_perplexity, "
-        "cross_entropy, accuracy, target_tokens; use one of them"
+        "Retention.best_metric='perplexity' is not among the metrics of this run's "
+        "evaluations: neg_log_perplexity, cross_entropy, accuracy; use one of them"
     ):
-        train(job, RunFolder(tmp_path), events)
-    assert events == [("begin", 0, 4)]
+        train(job, RunFolder(tmp_path / "run"), events)
+    assert events == [] and not (tmp_path / "run").exists()
 
 
 class OneSplit(type(TASK.corpus)):
@@ -404,6 +405,8 @@ def test_an_evaluation_of_several_tasks_weighs_them_by_tokens():
     program = TrainingProgram(job)
     with program.scope():
         metrics = evaluate_job(job, program, program.init_state().params)
+        counts = {name for name in numbers_of(metrics) if name.endswith("target_tokens")}
+        assert {*job.evaluated_metrics} == numbers_of(metrics).keys() - counts
         alone = evaluate_job(
             dataclasses.replace(job, source=other), program, program.init_state().params
         )

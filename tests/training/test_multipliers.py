@@ -25,8 +25,9 @@ from switchx.storage.cache import StorageSpec
 from switchx.training.host_program import HostProgram
 from switchx.training.layered import LayeredProgram
 from switchx.training.loop import train
-from switchx.training.program import TrainingProgram, state_arrays
+from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig
+from switchx.training.workload import state_arrays
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, make_job
@@ -101,10 +102,10 @@ def batch(job, seed):
     return features.batch(rows)
 
 
-def stepped(optimizer, mesh, step=STEP, steps=2, model=SPARSE):
+def stepped(optimizer, mesh, step=STEP, steps=2, model=SPARSE, devices=None):
     """The first state, those after each step, on the host, and the gradient norms."""
     job = make_job(model, optimizer=optimizer, mesh=mesh, step=step)
-    program = TrainingProgram(job)
+    program = TrainingProgram(job, devices)
     states, norms = [], []
     with program.scope():
         state = program.init_state()
@@ -148,6 +149,53 @@ def test_a_step_keeps_frozen_bits_and_averages_what_is_trained():
         np.testing.assert_allclose(got[name], leaf, atol=2e-2, err_msg=name)
 
 
+# Plain descent, which shows the size of every gradient, and a norm that clips.
+MOMENTUM = Optax(optax.sgd, {"momentum": 0.9})
+CLIPPED = dataclasses.replace(STEP, clip_norm=0.5)
+STACKED = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True, remat="minimal")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Two steps of two microbatches on one device, raw norms among them."""
+    step = dataclasses.replace(CLIPPED, num_microbatches=2)
+    return stepped(MOMENTUM, MeshSpec(), step, model=STACKED, devices=jax.devices()[:1])
+
+
+@pytest.mark.slow  # compiles three steps
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        (MeshSpec(pipe=2, data=2, expert=2), {"num_microbatches": 2}),
+        (MeshSpec(fsdp=8), {"bucket_bytes": 4096}),
+    ],
+    ids=["pipeline", "buckets"],
+)
+def test_stages_and_buckets_take_the_steps_of_one_device(alone, mesh, changes):
+    states, norms = stepped(
+        MOMENTUM, mesh, dataclasses.replace(CLIPPED, **changes), model=STACKED
+    )
+    assert_steps_of_one_device(states, norms, *alone)
+
+
+def assert_steps_of_one_device(states, norms, expected, expected_norms):
+    np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
+    assert min(norms) > CLIPPED.clip_norm
+    first, got, want = (
+        tree.named_leaves({"params": state.params, "average": state.average})
+        for state in (expected[0], states[-1], expected[-1])
+    )
+    for name, leaf in want.items():
+        moved = np.max(np.abs(leaf - first[name]))
+        if "/experts/" in name and name.startswith("params"):
+            assert got[name].tobytes() == first[name].tobytes() == leaf.tobytes(), name
+        else:
+            np.testing.assert_allclose(
+                got[name], leaf, rtol=0, atol=1e-4 * moved + 1e-7, err_msg=name
+            )
+            assert moved > 0 or "/experts/" in name, name
+
+
 def test_the_average_of_a_constant_is_that_constant():
     w = {"w": jnp.asarray(np.random.default_rng(0).normal(size=100), jnp.bfloat16)}
     average = jax.tree.map(lambda x: x.astype(jnp.float32), w)
@@ -163,7 +211,7 @@ def test_bad_settings(tmp_path):
         StepConfig(ema_decay=1.0)
     with refused("StepConfig.rate_multipliers: 'nothing' decides for no parameter"):
         TrainingProgram(make_job(step=StepConfig(rate_multipliers=[("nothing", 0.0)])))
-    model = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True)
+    model = dataclasses.replace(SPARSE, num_decoder_layers=4, scan_layers=True, remat="minimal")
     for fields in ({"rate_multipliers": NON_EXPERTS}, {"ema_decay": 0.9}):
         for kind in ("host", "disk"):
             storage = StorageSpec(kind, slots=2)

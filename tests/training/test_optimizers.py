@@ -21,7 +21,8 @@ from switchx.optim.protocol import (
 )
 from switchx.optim.schedules import Constant, WarmupCosine
 from switchx.partitioning.mesh import MeshSpec
-from switchx.training.program import TrainingProgram, state_arrays
+from switchx.training.program import TrainingProgram
+from switchx.training.workload import state_arrays
 from tests.data.refusals import refused
 from tests.training.jobs import make_job
 

@@ -17,8 +17,9 @@ from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import Layout
 from switchx.storage.cache import StorageSpec
-from switchx.training.program import TrainingProgram, fitting_group_size, workload_of
+from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
+from switchx.training.workload import fitting_group_size, workload_of
 from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,

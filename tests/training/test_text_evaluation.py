@@ -127,9 +127,9 @@ def test_generation_stops_before_the_batch_that_would_take_too_long():
 
 
 def test_the_time_is_a_share_of_training(tmp_path):
-    """Before the first step nothing was trained; a share of 1e9 is time for all."""
+    """Before the first step nothing was trained; then two steps took longer than no batch."""
     asked = []
-    spec = dataclasses.replace(SPEC, time_share=1e9, num_samples=0)
+    spec = dataclasses.replace(SPEC, time_share=1.0, num_samples=0)
     job = job_of(text_evaluation=spec, train_steps=2)
     run = RunFolder(tmp_path)
     train(job, run, Events(), text_evaluator=evaluations((1.0, 2.0), asked))
@@ -140,9 +140,39 @@ def test_the_time_is_a_share_of_training(tmp_path):
 def test_bad_input(tmp_path):
     with refused("TrainingJob.text_evaluation generates texts, and train was given nothing"):
         train(job_of(), RunFolder(tmp_path), Events())
-    with refused("Retention.best_metric='pairs/bleu' is not among the metrics <any>"):
-        job = job_of(retention=Retention(best_metric="pairs/bleu"))
-        train(job, RunFolder(tmp_path), Events(), text_evaluator=evaluations(SCORES))
-    for name, value in (("time_share", 0.0), ("batch_size", 0), ("num_samples", -1)):
+    for name, value in (
+        ("time_share", 0.0),
+        ("time_share", 2),
+        ("time_share", math.nan),
+        ("batch_size", 0),
+        ("num_samples", -1),
+    ):
         with refused(f"TextEvaluation.{name}={value}; use "):
             TextEvaluation(**{name: value})
+
+
+def test_a_best_metric_that_no_evaluation_has_is_refused_before_anything_is_computed(tmp_path):
+    def begun(**changes):
+        train(job_of(**changes), RunFolder(tmp_path / "run"), Events())
+
+    of_tokens = "neg_log_perplexity, cross_entropy, accuracy"
+    for name in ("pairs/bleu", "cola/accuracy", "examples"):
+        with refused(
+            f"Retention.best_metric={name!r} is not among the metrics of this run's "
+            f"evaluations: {of_tokens}, pairs/accuracy; use one of them (BEST_METRIC"
+        ):
+            begun(retention=Retention(best_metric=name))
+    with refused(f"evaluations: {of_tokens}; it is one of texts, which are generated with"):
+        begun(text_evaluation=None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_metric_that_does_not_say_its_names_is_refused():
+    class OwnMetric:
+        def results(self, predictions, targets, num_bootstrap=0):
+            return []
+
+    with refused(
+        "task 'pairs': OwnMetric is no TextMetric; give it `results`, and their `names`"
+    ):
+        dataclasses.replace(PAIRS, metrics=(OwnMetric(),))

@@ -48,6 +48,14 @@ class RawFile:
                 return path
         return None
 
+    def rows(self, path: Path) -> Iterator[Row]:
+        """Those of the file that was found; see `read_rows`."""
+        return read_rows(path, self)
+
+    def state(self, path: Path) -> tuple:
+        """What changes with the rows and is quickly known."""
+        return str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns
+
 
 def read_rows(path: Path, file: RawFile) -> Iterator[Row]:
     """Rows of a file in order, read as they are asked for.

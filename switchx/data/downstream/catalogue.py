@@ -9,6 +9,7 @@ Winogrande they did not: those texts follow the same form, and are marked `is_ou
 import dataclasses
 
 from switchx.data.corpora.raw_files import RawFile
+from switchx.data.corpora.stories import StoryList
 from switchx.data.downstream import pronouns, published, texts
 from switchx.data.downstream.sources import Files
 from switchx.data.label_metrics import (
@@ -33,7 +34,8 @@ class Dataset:
         tfds: its name there; None where TFDS has none.
         folder: where its files are below `manual_dir`: in it, or in one of the last parts.
         files: by split.
-        train_split, evaluation_split: as T5 has them.
+        train_split, evaluation_split: as T5 has them; one that is evaluated alone is not
+            learnt.
         is_ours: the text is not one that T5's authors published.
     """
 
@@ -43,7 +45,7 @@ class Dataset:
     folder: str = ""
     files: Files = dataclasses.field(default_factory=dict)
     rows: published.RowFunction = published.as_it_is
-    train_split: str = "train"
+    train_split: str | None = "train"
     evaluation_split: str = "validation"
     is_ours: bool = False
 
@@ -73,6 +75,15 @@ _MNLI_FILES = _files(
     test_matched="test_matched.tsv",
     test_mismatched="test_mismatched.tsv",
 )
+_CNN_TABLES = _files(
+    train="train.jsonl|train.csv",
+    validation="validation.jsonl|validation.csv",
+    test="test.jsonl|test.csv",
+)
+_CNN_LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
+_CNN_FILES = {
+    split: ((StoryList(_CNN_LISTS[split]),), *tables) for split, tables in _CNN_TABLES.items()
+}
 _TRUTH = ("False", "True")
 _ENTAILMENT = ("entailment", "not_entailment")
 _NLI = ("entailment", "neutral", "contradiction")
@@ -124,6 +135,22 @@ def _super_glue_classes(
     names = fields.split()
     rows = published.columns({field: field for field in names}, "label", classes)
     return _super_glue(name, folder, texts.choice(name, names, classes), rows, metrics)
+
+
+def _diagnostic(
+    benchmark: str, name: str, file: str, cast_as: str, classes: tuple[str, ...]
+) -> Dataset:
+    """A diagnostic set, written as the task that it is cast as; T5 has no metric of it."""
+    return Dataset(
+        texts.choice(cast_as, sorted(_MNLI), classes),
+        (),
+        f"{benchmark}/{name}",
+        f"{benchmark}/{file.partition('.')[0]}",
+        _files(test=file),
+        published.columns(_MNLI, "label", classes),
+        train_split=None,
+        evaluation_split="test",
+    )
 
 
 def _anli(number: int) -> Dataset:
@@ -210,6 +237,7 @@ DATASETS = {
     ),
     "glue_rte": _glue("rte", "RTE", _PAIR, _ENTAILMENT),
     "glue_wnli": _glue("wnli", "WNLI", _PAIR, ("not_entailment", "entailment")),
+    "glue_ax": _diagnostic("glue", "ax", "diagnostic.tsv", "mnli", _NLI),
     "super_glue_boolq": _super_glue_classes("boolq", "BoolQ", "passage question", _TRUTH),
     "super_glue_cb": _super_glue_classes(
         "cb", "CB", "hypothesis premise", _CB_CLASSES, (MacroF1(_CB_CLASSES), Accuracy())
@@ -232,6 +260,8 @@ DATASETS = {
     "super_glue_wsc_eval": _super_glue(
         "wsc.fixed", "WSC", pronouns.wsc_eval, published.schema, (ReferentAccuracy(),)
     ),
+    "super_glue_axb": _diagnostic("super_glue", "axb", "AX-b.jsonl", "rte", _ENTAILMENT),
+    "super_glue_axg": _diagnostic("super_glue", "axg", "AX-g.jsonl", "rte", _ENTAILMENT),
     "dpr": Dataset(
         pronouns.definite_pronouns, (Accuracy(),), "definite_pronoun_resolution",
         evaluation_split="test",
@@ -241,10 +271,9 @@ DATASETS = {
         _files({"rows_in": "data"}, train="train-v1.1.json", validation="dev-v1.1.json"),
         published.squad,
     ),
-    "cnn_dailymail": _summaries(
-        "cnn_dailymail", "cnn_dailymail", texts.summary("article", "highlights"),
-        train="train.jsonl|train.csv", validation="validation.jsonl|validation.csv",
-        test="test.jsonl|test.csv",
+    "cnn_dailymail": Dataset(
+        texts.summary("article", "highlights"), (Rouge(),), "cnn_dailymail", "cnn_dailymail",
+        _CNN_FILES,
     ),
     "xsum": _summaries(
         "xsum", "xsum", texts.summary("document", "summary"), train="train.jsonl|train.csv",

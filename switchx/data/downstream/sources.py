@@ -18,7 +18,7 @@ from switchx.data.corpora.corpus import (
     open_prepared,
     require_split,
 )  # fmt: skip
-from switchx.data.corpora.raw_files import SUFFIXES, RawFile, Row, read_rows
+from switchx.data.corpora.raw_files import SUFFIXES, RawFile, Row
 from switchx.data.corpora.tfds_folder import TfdsFolder, find_folder, plain
 from switchx.data.data_dir import local_or_none
 from switchx.data.downstream.texts import TextExample
@@ -97,7 +97,8 @@ def rows_of_files(name: str, files: Files, path: str, manual_dir: Path, split: s
     folders = [manual_dir.joinpath(*parts[i:]) for i in range(len(parts), -1, -1)]
     found = [{each: _whole(folder, files[each]) for each in files} for folder in folders]
     found = [{each: paths for each, paths in splits.items() if paths} for splits in found]
-    names = ", ".join(file.name for alternatives in files.values() for file in alternatives[0])
+    each = itertools.chain.from_iterable(itertools.chain(*files.values()))
+    names = ", ".join(file.name for file in each)
     require(
         any(found),
         f"{name}: none of {names} (or these with .gz) is in {', '.join(map(str, folders))}; "
@@ -143,11 +144,9 @@ def _rows_of(found: dict[str, list[tuple[Path, RawFile]]], place: str) -> Rows:
 
 def _file_rows(files: list[tuple[Path, RawFile]]) -> SplitRows:
     def read() -> Iterator[Row]:
-        return (row for path, file in files for row in read_rows(path, file))
+        return (row for path, file in files for row in file.rows(path))
 
-    paths = [path for path, _ in files]
-    states = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    return SplitRows(read, tuple(states))
+    return SplitRows(read, tuple(file.state(path) for path, file in files))
 
 
 def open_rows(

@@ -60,6 +60,11 @@ class Downstream:
             ValueError: no such split, no data, or a row that is not of the published form.
         """
         found = DATASETS[self.dataset]
+        require(
+            found.train_split is not None or split != "train",
+            f"{self.dataset} is evaluated alone, on {found.evaluation_split!r}; learn another "
+            "data set, and name this one in EVALUATED, or in `switchx eval`",
+        )
         rows = self._rows(found, split, data_dir)
 
         def examples(number: int, row: Row) -> Iterator[TextExample]:
@@ -111,7 +116,7 @@ def task(
         vocabulary,
         objective,
         too_long,
-        train_split or found.train_split,
+        train_split or found.train_split or "train",
         evaluation_split or found.evaluation_split,
         found.metrics,
         cache_tokens,

@@ -209,6 +209,45 @@ PUBLISHED = (
             "entailment",
             {"accuracy": _TWO_OF_THREE},
         ),
+        # Sets that diagnose have no metrics, as in T5; GLUE's has no labels either.
+        "glue_ax": Published(
+            {
+                "diagnostic.tsv": tsv(
+                    "index|sentence1|sentence2", '0|The "cat" sat.|The cat did not sit.'
+                )
+            },
+            'mnli hypothesis: The cat did not sit. premise: The "cat" sat.',
+            "<unk>",
+            "neutral",
+            {},
+            ("test", "test"),
+        ),
+        "super_glue_axb": Published(
+            {
+                "AX-b.jsonl": jsonl(
+                    {
+                        "sentence1": "The cat sat.",
+                        "sentence2": "The cat did not sit.",
+                        "logic": "Negation",
+                        "label": "not_entailment",
+                        "idx": 0,
+                    }
+                )
+            },
+            "rte hypothesis: The cat did not sit. premise: The cat sat.",
+            "not_entailment",
+            "entailment",
+            {},
+            ("test", "test"),
+        ),
+        "super_glue_axg": Published(
+            {"AX-g.jsonl": jsonl(_NLI_ROW | {"label": "entailment", "idx": 0, "pair_id": 7})},
+            "rte hypothesis: It is wet. premise: It rains.",
+            "entailment",
+            "entailment",
+            {},
+            ("test", "test"),
+        ),
         "super_glue_boolq": Published(
             _super(
                 {"question": "is it wet", "passage": "It rains.", "label": True, "idx": 0},

@@ -6,8 +6,11 @@ that T5 knows, its texts as `t5.data.preprocessors_test` has them (`test_texts.p
 """
 
 import dataclasses
+import hashlib
+import json
 import math
 import pathlib
+import shutil
 
 import pytest
 
@@ -55,6 +58,7 @@ def test_text_and_score_of_a_constant(name, tmp_path):
     examples = evaluation_examples(made, made.evaluation_split, FEATURES, str(tmp_path))
     found = examples.metrics([published.constant] * len(examples.targets))
     assert found.keys() == published.scores.keys()
+    assert list(found) == [name for metric in made.metrics for name in metric.names]
     for metric, score in published.scores.items():
         if score is None:  # scipy says what has no value so
             assert math.isnan(found[metric])
@@ -134,6 +138,78 @@ def test_bad_input_is_named(tmp_path):
     examples = evaluation_examples(made, "test", FEATURES, str(tmp_path))
     with refused("task 'trec': 1 predictions for 2 examples of 'test'; give one for each"):
         examples.metrics(["number"])
+
+
+def test_sets_that_diagnose_are_evaluated_alone(tmp_path):
+    made = task("glue_ax", VOCABULARY, str(written(tmp_path, "glue_ax")))
+    with refused("glue_ax is evaluated alone, on 'test'; learn another data set, and name"):
+        open_split(made.corpus, made.train_split, str(tmp_path))
+    examples = evaluation_examples(made, made.evaluation_split, FEATURES, str(tmp_path))
+    assert examples.targets == ["<unk>"] and examples.metrics(["neutral"]) == {}
+    assert examples.targets[0].choices == ("entailment", "neutral", "contradiction")
+
+
+STORY = """A caption
+By . A. Author
+
+He said: "Yes"
+Then he left
+
+@highlight
+
+He said yes
+
+@highlight
+
+He left!
+"""
+
+
+def with_stories(folder: pathlib.Path, **stories: str) -> pathlib.Path:
+    """Lists and stories as they are published, of addresses `http://NAME`."""
+    for publisher in ("cnn", "dailymail"):
+        (folder / publisher / "stories").mkdir(parents=True, exist_ok=True)
+    for number, (name, text) in enumerate(stories.items()):
+        sha1 = hashlib.sha1(f"http://{name}".encode()).hexdigest()
+        folder.joinpath(("cnn", "dailymail")[number % 2], f"stories/{sha1}.story").write_text(
+            text, encoding="utf-8"
+        )
+    addresses = "".join(f"http://{name}\n" for name in stories)
+    (folder / "all_train.txt").write_text(addresses)
+    return folder
+
+
+def test_stories_of_cnn_and_daily_mail(tmp_path, caplog):
+    folder = with_stories(tmp_path / "cnn_dailymail", one=STORY, two=STORY + "Two")
+    corpus = Downstream("cnn_dailymail", str(tmp_path))
+    source = corpus.open("train", str(tmp_path))
+    first, second = source
+    # A full stop where none ends a line; all lines after the first mark are highlights.
+    article = 'A caption. By . A. Author. He said: "Yes" Then he left.'
+    assert first["inputs"] == f"summarize: {article}"
+    assert first["targets"] == "He said yes.\nHe left!"
+    assert second["targets"] == "He said yes.\nHe left!\nTwo."
+    assert json.loads(first["facts"])["example_id"] == hashlib.sha1(b"http://one").hexdigest()
+    # Another story makes the data anew; one without an article is left out, and counted.
+    with_stories(folder, one=STORY, two="@highlight\n\nNo article", three=STORY)
+    again = corpus.open("train", str(tmp_path))
+    assert len(again) == 2 and again.fingerprint != source.fingerprint
+    assert "left out 1 stories without a text" in caplog.text
+
+
+def test_stories_that_are_not_there_are_named(tmp_path):
+    folder, sha1 = with_stories(tmp_path, one=STORY), hashlib.sha1(b"http://one").hexdigest()
+    corpus = Downstream("cnn_dailymail", str(tmp_path))
+    (folder / f"cnn/stories/{sha1}.story").unlink()
+    with refused(f"{sha1}.story of 'http://one' is not in <any>; unpack all stories"):
+        corpus.open("train", str(tmp_path))
+    for publisher in ("cnn", "dailymail"):
+        shutil.rmtree(folder / publisher)
+    with refused("lists stories, and neither cnn/stories nor dailymail/stories is in"):
+        corpus.open("train", str(tmp_path))
+    (folder / "all_train.txt").unlink()
+    with refused("cnn_dailymail: none of all_train.txt, train.jsonl, train.csv, all_val.txt"):
+        corpus.open("train", str(tmp_path))
 
 
 def test_a_mixture_is_evaluated_on_other_tasks(tmp_path):

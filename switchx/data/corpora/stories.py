@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stories of CNN and Daily Mail as they are published: lists of addresses, a file a story.
+
+    all_train.txt, all_val.txt, all_test.txt     an address of a story a line, by split
+    cnn/stories/HASH.story                       HASH is the SHA-1 of the address, in hex
+    dailymail/stories/HASH.story
+
+Hermann et al. 2015 (arXiv:1506.03340) gave the stories, See et al. 2017 (arXiv:1704.04368) the
+lists; texts are those of TFDS' `cnn_dailymail` from 3.2.0 on, in the order of the list.
+"""
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from switchx.data.corpora.raw_files import RawFile, Row
+from switchx.data.corpora.text_files import read_lines
+from switchx.fields import require
+
+PUBLISHERS = {"cnn": "cnn/stories", "dm": "dailymail/stories"}
+_MARK = "@highlight"
+_ENDS = (".", "!", "?", "'", "`", '"', "\u2019", "\u201d", ")")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoryList(RawFile):
+    """A list of addresses, whose stories are in folders beside it."""
+
+    def rows(self, path: Path) -> Iterator[Row]:
+        """`article`, `highlights`, `publisher` and `id` of each story that has both texts.
+
+        Raises:
+            ValueError: a story is not there, or is not UTF-8.
+        """
+        folders = self._folders(path)
+        require(
+            folders,
+            f"{path} lists stories, and neither {' nor '.join(PUBLISHERS.values())} is in "
+            f"{path.parent}; unpack the stories there",
+        )
+        num_empty = 0
+        for address in filter(None, map(str.strip, read_lines(path))):
+            name = hashlib.sha1(address.encode()).hexdigest()
+            found = ((who, folder / f"{name}.story") for who, folder in folders.items())
+            publisher, file = next((each for each in found if each[1].is_file()), (None, None))
+            require(
+                file is not None,
+                f"{name}.story of {address!r} is not in "
+                f"{', '.join(map(str, folders.values()))}; unpack all stories, or take the "
+                f"line out of {path}",
+            )
+            article, highlights = story(read_lines(file))
+            if article and highlights:
+                yield {"article": article, "highlights": highlights, "publisher": publisher,
+                       "id": name}  # fmt: skip
+            else:
+                num_empty += 1
+        if num_empty:
+            _log.warning("%s: left out %d stories without a text", path, num_empty)
+
+    def state(self, path: Path) -> tuple:
+        """That of the list and of the folders, which changes with the files in them."""
+        times = ((str(f.resolve()), f.stat().st_mtime_ns) for f in self._folders(path).values())
+        return *super().state(path), *times
+
+    @staticmethod
+    def _folders(path: Path) -> dict[str, Path]:
+        folders = {who: path.parent / folder for who, folder in PUBLISHERS.items()}
+        return {who: folder for who, folder in folders.items() if folder.is_dir()}
+
+
+def story(lines: Iterator[str]) -> tuple[str, str]:
+    """The article, its lines joined by spaces, and the highlights, a line each.
+
+    Highlights are all lines after the first that begins with `@highlight`. A line that ends
+    without punctuation, as captions do, gets a full stop.
+    """
+    parts, is_highlight = {False: [], True: []}, False
+    for line in filter(None, map(str.strip, lines)):
+        if line.startswith(_MARK):
+            is_highlight = True
+        else:
+            is_whole = line.endswith(_ENDS) or _MARK in line
+            parts[is_highlight].append(line if is_whole else f"{line}.")
+    return " ".join(parts[False]), "\n".join(parts[True])

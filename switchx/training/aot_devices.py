@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices that are not there, as their compilers describe them, and a process that has one.
+
+A JAX that finds an accelerator's plug-in takes the machine for one with accelerators, so the
+compilers are in folders of their own, on the path of a child process alone.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import topologies
+
+from pallas_kernels.aot import gpu_compiler, tpu_compiler
+from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.topology import Topology
+
+# Set in the process that has a compiler.
+CHILD_VARIABLE = "SWITCHX_COMPILES"
+
+
+def has_compiler() -> bool:
+    """Whether this is the process that `run_with_compiler` started."""
+    return CHILD_VARIABLE in os.environ
+
+
+def run_with_compiler(
+    arguments: Sequence[str], topology: Topology, *, module: str = "switchx", **options
+):
+    """`python -m switchx ...` in a process that can compile for the slice.
+
+    Args:
+        module: that is run.
+        options: of `subprocess.run`.
+
+    Raises:
+        FileNotFoundError: no compiler is installed; the message says how to get it.
+    """
+    if topology.generation.platform == "tpu":
+        variables = tpu_compiler.compiler_variables()
+    else:
+        variables = gpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(
+        command, env=os.environ | variables | {CHILD_VARIABLE: "1"}, **options
+    )
+
+
+def describe_devices(topology: Topology) -> list:
+    """The slice's devices, as the compiler describes them.
+
+    Raises:
+        ValueError: the compiler knows no such slice, with what it says.
+    """
+    try:
+        if topology.generation.platform == "tpu":
+            name = str(topology)
+            return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        target = gpu_compiler.TARGETS[topology.kind]
+        description = pathlib.Path(gpu_compiler.__file__).with_name(target)
+        return topologies.get_topology_desc(
+            topology.kind,
+            "cuda",
+            topology=f"1x1x{topology.num_devices}",
+            target_config=description.read_text(),
+        ).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"topology {topology}: the compiler says: {error}") from error
+
+
+def require_mesh_fits(mesh: MeshSpec, topology: Topology) -> None:
+    """Checks that a mesh uses all of a slice's devices, before anything is compiled.
+
+    Raises:
+        ValueError: it does not; the message names slices and meshes that go together.
+    """
+    there = topology.num_devices
+    needed = mesh.num_devices(there)
+    if needed == there:
+        return
+    others = mesh.num_devices(1)
+    slices = topology.with_devices(needed) or topology.with_devices(others)
+    ways = [f"--topology={slices[0]}"] if slices else []
+    if there % others == 0:
+        ways.append("leave MeshSpec.data out, which then takes the devices that are left")
+    else:
+        ways.append(f"axes whose product divides {there}")
+    raise ValueError(
+        f"mesh {mesh} needs {needed} devices, but {topology} has {there}; use "
+        f"{', or '.join(ways)}"
+    )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job's step for the planner: shapes and bytes, the mesh and dispatcher apart.
+
+Nothing is computed with the model. `program.py` is what runs the same step.
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from switchx import tree
+from switchx.axes import dims_of
+from switchx.models.config import require_our_blocks
+from switchx.models.params import abstract_params
+from switchx.moe.capacity import layer_groups, layer_shape
+from switchx.moe.config import slots_refusal
+from switchx.moe.dispatchers import refusal
+from switchx.partitioning.pipeline import PIPE
+from switchx.partitioning.placement import Placement
+from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.training.distilled_logits import has_logits
+from switchx.training.distilled_program import teacher_config
+from switchx.training.job import TrainingJob
+from switchx.training.program import replicas_refusal, state_letters, task_tables
+from switchx.training.step import init_state
+
+
+def workload_of(job: TrainingJob) -> Workload:
+    """What one step of `job` has to do, its mesh and dispatcher apart.
+
+    Raises:
+        ValueError: the model or its teacher is not of our blocks, or there is no such teacher.
+    """
+    require_our_blocks(job.model, "the planner")
+    encoder_length, decoder_length = job.sequence_lengths
+
+    def refused(layout: Layout, num_groups: int, tokens_per_group: int) -> str | None:
+        sizes = dict(num_groups=num_groups, tokens_per_group=tokens_per_group)
+        switch, place = job.model.switch, Placement.on(layout, layout.rules)
+        if switch.num_replicas and layout.pipe > 1:
+            return replicas_refusal(switch, f"mesh axis {PIPE!r} of size {layout.pipe}")
+        return refusal(layout.dispatcher, layout, layout.rules, **sizes) or slots_refusal(
+            switch.num_experts, switch.num_replicas, place.size(place.experts)
+        )
+
+    def task_slots(layout: Layout) -> int | None:
+        if job.model.switch is None or job.model.switch.router.kind != "task":
+            return None
+        tables = task_tables(job, layout, layout.rules, layout.num_microbatches)
+        return tables[0].shape[1] if tables else None
+
+    return Workload(
+        model=job.model,
+        encoder_length=encoder_length,
+        decoder_length=decoder_length,
+        batch_size=job.batch_size,
+        state=state_arrays(job),
+        routing=functools.partial(layer_shape, job.model.switch),
+        refusal=refused,
+        task_slots=task_slots,
+        teacher=_teacher_of(job),
+    )
+
+
+def _teacher_of(job: TrainingJob) -> Workload | None:
+    """A teacher as it reads the job's batches; None, too, where its logits are on a disk."""
+    if job.distillation is None or has_logits(job.distillation.teacher):
+        return None
+    model = teacher_config(job)
+    require_our_blocks(model, "the planner")
+    if model.switch is not None:
+        # Evaluated: the slots are those of its own capacity.
+        factor = model.switch.eval_capacity_factor
+        switch = dataclasses.replace(model.switch, capacity_factor=factor)
+        model = dataclasses.replace(model, switch=switch)
+    model = dataclasses.replace(model, remat="full")  # a forward pass keeps nothing
+    encoder_length, decoder_length = job.sequence_lengths
+    return Workload(
+        model=model,
+        encoder_length=encoder_length,
+        decoder_length=decoder_length,
+        batch_size=job.batch_size,
+        state=tuple(
+            StateArray(name, dims_of(name.rpartition("/")[2], len(leaf.shape)), leaf.shape,
+                       leaf.dtype.itemsize, "params")
+            for name, leaf in tree.named_leaves(abstract_params(model)).items()
+        ),
+        routing=functools.partial(layer_shape, model.switch),
+        refusal=lambda *_: None,
+    )  # fmt: skip
+
+
+def fitting_group_size(job: TrainingJob, parts: int) -> int | None:
+    """The largest `SwitchConfig.group_size` whose groups divide over `parts` devices.
+
+    None where there is none, or where the model has no groups of a size.
+    """
+    switch = job.model.switch
+    if switch is None or switch.expert_capacity is not None:
+        return None
+    for size in range(switch.group_size, 0, -1):
+        smaller = dataclasses.replace(switch, group_size=size)
+        groups = (
+            layer_groups(smaller, job.batch_size, length)[0] for length in job.sparse_lengths
+        )
+        if all(number % parts == 0 for number in groups):
+            return size
+    return None
+
+
+def state_arrays(job: TrainingJob) -> tuple[StateArray, ...]:
+    """Every array of the parameters and the optimizer's state; scalars are not worth it."""
+    of_state = job.model, job.transformation, job.seed, None, job.step.has_average
+    state = jax.eval_shape(lambda: init_state(*of_state))
+    letters, found = state_letters(state), []
+    for name, leaf in tree.named_leaves(state).items():
+        kind, _, path = name.partition("/")
+        if kind in ("params", "opt_state", "average") and leaf.shape:
+            kind = "params" if kind == "params" else "optimizer"
+            dims = letters.get(name, "")
+            found.append(StateArray(path, dims, leaf.shape, leaf.dtype.itemsize, kind))
+    return tuple(found)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Raw gradients of a distilled loss on meshes are those of one device.
+
+Not through the optimizer, which hides a gradient that is k times too large. The reference is
+computed without a mesh, a program or shardings.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import tree
+from switchx.optim.protocol import global_norm
+from switchx.partitioning.mesh import MeshSpec
+from switchx.training.distillation import Distillation, Teacher
+from switchx.training.distilled_program import DistilledProgram, as_teacher
+from switchx.training.step import StepConfig, gradients
+from tests.training.jobs import (
+    DENSE,
+    LOSS,
+    SPARSE,
+    SWITCH,
+    make_batch,
+    make_job,
+    make_params,
+)
+from tests.training.saved_runs import save_run
+
+ROWS = 16
+# The auxiliary losses weigh enough to be seen in a wrong gradient.
+WEIGHTY = dataclasses.replace(LOSS, balance_weight=0.5)
+FEWER = dataclasses.replace(SPARSE, switch=dataclasses.replace(SWITCH, num_experts=4))
+# Half of what experts are asked for finds no slot.
+TIGHT = dataclasses.replace(SWITCH, eval_capacity_factor=0.5)
+TEACHERS = {"dense": DENSE, "sparse": dataclasses.replace(SPARSE, switch=TIGHT)}
+MESHES = {
+    "data": MeshSpec(data=4),
+    "fsdp": MeshSpec(data=2, fsdp=2),
+    "expert": MeshSpec(expert=4),
+    "model": MeshSpec(data=2, model=2),
+    "all": MeshSpec(fsdp=2, expert=2, model=2),
+}
+OTHERS = [(name, parts) for name in MESHES for parts in (1, 2) if (name, parts) != ("all", 1)]
+
+
+@pytest.fixture(scope="module", params=TEACHERS)
+def teacher(request, tmp_path_factory):
+    """A teacher's run, and what a student learns of it on one device."""
+    config = TEACHERS[request.param]
+    run = save_run(tmp_path_factory.mktemp(request.param) / "run", config)
+    settings = Distillation(str(run), soft_weight=0.6, temperature=2.0)
+    params = make_params(config, seed=9)  # those of `save_run`
+    return run, raw_gradients_alone(Teacher(params, as_teacher(config), settings)), settings
+
+
+def with_norm(grads, value, sums, stats) -> dict:
+    found = {"grads": grads, "norm": global_norm(grads), "value": value, "sums": sums}
+    return found | {"load": stats.load_E, "dropped": stats.dropped}
+
+
+def raw_gradients_alone(teacher) -> dict:
+    params, batch = make_params(FEWER), make_batch(FEWER, ROWS)
+
+    @jax.jit
+    def compute(params, batch, teacher):
+        return with_norm(
+            *gradients(
+                FEWER, WEIGHTY, StepConfig(), params, batch,
+                key=jax.random.key(0), teacher=teacher,
+            )
+        )  # fmt: skip
+
+    return tree.named_leaves(jax.device_get(compute(params, batch, teacher)))
+
+
+def raw_gradients(program: DistilledProgram) -> dict:
+    job = program.job
+
+    def compute(params, batch, teacher_params):
+        teacher = Teacher(teacher_params, program.teacher, job.distillation)
+        return with_norm(
+            *gradients(
+                job.model, job.loss, job.step, params, batch,
+                key=jax.random.key(0), teacher=teacher,
+            )
+        )  # fmt: skip
+
+    with program.scope():
+        params = jax.device_put(make_params(FEWER), program.shardings.params)
+        batch = program.place(make_batch(FEWER, ROWS))
+        found = jax.jit(compute)(params, batch, program.teacher_params)
+        return tree.named_leaves(jax.device_get(found))
+
+
+# All axes at once by default, each alone in `make test-all`.
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"),
+    [
+        ("all", 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS),
+    ],
+)
+def test_raw_gradients_are_those_of_one_device(teacher, mesh, microbatches):
+    run, want, settings = teacher
+    spec = MESHES[mesh]
+    job = make_job(
+        FEWER, mesh=spec, loss=WEIGHTY, batch_size=ROWS, distillation=settings,
+        step=StepConfig(num_microbatches=microbatches),
+    )  # fmt: skip
+    program = DistilledProgram(job, jax.devices()[: spec.num_devices(1)])
+    got = raw_gradients(program)
+    assert got.keys() == want.keys()
+    for name, leaf in want.items():
+        size, error = np.linalg.norm(leaf), np.linalg.norm(got[name] - leaf)
+        # The soft loss is a sum of 384 products of either sign for each token, in float32.
+        bound = 3e-6 if name in ("value", "sums/loss", "sums/soft_loss") else 1e-6
+        assert error <= bound * size, (name, error / size)
+        assert not name.startswith("grads") or size > 1e-3, name
