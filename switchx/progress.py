@@ -6,6 +6,7 @@ on: what takes time says that it begins. Those of libraries from WARNING on, Pyt
 (`logging.captureWarnings`) among them.
 """
 
+import abc
 import collections
 import contextlib
 import html
@@ -47,7 +48,7 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class Reporter:
+class Reporter(abc.ABC):
     """Lines and a bar of work: of training (`switchx.training.loop.Reporter`), or of examples.
 
     Lines of metrics fit 80 columns. A subclass shows them by `_show_line` and `_show_bar`.
@@ -127,12 +128,13 @@ class Reporter:
     def note(self, text: str) -> None:
         self._show_line(self._clock() - self._start_s, text)
 
+    @abc.abstractmethod
     def _show_line(self, seconds: float, text: str) -> None:
-        raise NotImplementedError
+        """Shows a line, and how long after the start it came."""
 
+    @abc.abstractmethod
     def _show_bar(self, **changed) -> None:
         """Draws the bar: `total`, `completed`, `description`, `status`, `time_left`."""
-        raise NotImplementedError
 
     def _time_left(self, step: int) -> str:
         """From the steps after the first one of this process, which compiles.
