@@ -105,7 +105,12 @@ def test_bad_input(model):
 
 
 @pytest.mark.parametrize(
-    "mesh", [MeshSpec(data=1), MeshSpec(data=2, expert=2, model=2)], ids=str
+    "mesh",
+    [
+        pytest.param(MeshSpec(data=1), marks=pytest.mark.slow),
+        MeshSpec(data=2, expert=2, model=2),
+    ],
+    ids=str,
 )
 def test_a_job_writes_what_its_checkpoint_writes(model, mesh):
     """In training, on its mesh, batch by batch until there is no time for more."""

@@ -72,6 +72,7 @@ def cola(tiny_run, in_a_folder, capsys):
     return in_a_folder / "cola", capsys.readouterr()
 
 
+@pytest.mark.slow  # a run; on a mesh: tests/test_text_evaluation.py
 def test_scores_in_training_are_those_of_its_checkpoint(cola, capsys):
     folder, printed = cola
     in_training = lines(folder / "validation.jsonl")[-1]["texts"]["glue_cola"]

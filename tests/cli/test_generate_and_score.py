@@ -104,6 +104,7 @@ def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys)
         assert words_of_it in capsys.readouterr().err
 
 
+@pytest.mark.slow  # tokens of a ring: test_ring_decode.py
 def test_with_a_ring_lines_are_the_same(lines, tmp_path, capsys):
     config = dataclasses.replace(MODEL, num_encoder_layers=2, num_decoder_layers=2)
     task = dataclasses.replace(TASK, objective=SpanCorruption())

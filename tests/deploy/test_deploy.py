@@ -59,6 +59,7 @@ def run_exported(folder, cache, line: str, devices: int) -> list[int]:
     return json.loads(done.stdout)["tokens"]
 
 
+@pytest.mark.slow  # half a minute; the README's commands are a default test
 def test_commands_of_the_page_run(run_folder, session_cache, capsys):
     """The second deployment keeps three steps of the first, and is for eight devices."""
     first, exported, second, generate = BLOCKS[0].splitlines()

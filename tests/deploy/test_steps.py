@@ -86,6 +86,7 @@ def taught_plan(folder, teacher) -> DeployPlan:
     return DeployPlan(folder, 9, settings)
 
 
+@pytest.mark.slow  # a run
 def test_a_reduced_model_is_taught_on_the_runs_task(run, tmp_path):
     """The first two steps: nearer to the text than untaught; made once, of one job."""
     folder, text = run

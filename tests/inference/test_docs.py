@@ -5,6 +5,8 @@ import dataclasses
 import re
 import shlex
 
+import pytest
+
 from switchx.cli.main import main
 from switchx.data.objectives import SpanCorruption
 from switchx.inference.config import DecodingConfig
@@ -19,6 +21,7 @@ EIGHT_DEVICES = "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
 MODEL = ModelConfig("encoder_decoder", 384, 8, 8, 2, 4, 1, 1, switch=SwitchConfig(2, every=1))
 
 
+@pytest.mark.slow  # half a minute; the README's commands are a default test
 def test_blocks_run(in_a_folder, capsys):
     task = dataclasses.replace(TASK, objective=SpanCorruption())
     save_run(in_a_folder / "runs/tiny", MODEL, source=task)

@@ -71,6 +71,7 @@ def test_the_hardware_decides(tokens, calls):
     assert (experts.traffic.calls_streamed, experts.traffic.calls_chosen) == calls
 
 
+@pytest.mark.slow  # a large model
 def test_host_memory_has_experts_once():
     """All arrays that are alive, those of the device among them: on a CPU it is one memory."""
     config, params = model(None)

@@ -233,6 +233,7 @@ def test_a_program_that_is_none(copy):
         ExportedModel(copy)
 
 
+@pytest.mark.slow  # half a minute; the README's commands are a default test
 def test_the_page_runs(in_a_folder, capsys):
     sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2}
     switch = dataclasses.replace(ENCODER_DECODER.switch, every=1)

@@ -8,6 +8,7 @@ import shlex
 import shutil
 
 import jax
+import pytest
 
 from switchx.cli.main import main
 from switchx.data.vocabulary_training import train_sentencepiece
@@ -31,6 +32,7 @@ BRIEF = {
 }  # fmt: skip
 
 
+@pytest.mark.slow  # half a minute; the README's commands are a default test
 def test_every_block_runs(in_a_folder, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_, first=jax.devices()[:1]: first)
     (in_a_folder / "text.txt").write_text("".join(sentences(400)))

@@ -207,7 +207,7 @@ def teacher_run(tmp_path_factory):
 @pytest.mark.parametrize(
     ("mesh", "student", "microbatches"),
     [
-        (MeshSpec(data=2, expert=2, model=2), FEWER, 1),
+        pytest.param(MeshSpec(data=2, expert=2, model=2), FEWER, 1, marks=pytest.mark.slow),
         (MeshSpec(data=2, fsdp=2), DENSE, 2),
     ],
 )

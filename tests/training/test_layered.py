@@ -246,6 +246,7 @@ def test_its_checkpoint_is_read_into_host_memory(finished):
     assert any("experts/w_in" in name for name in got)
 
 
+@pytest.mark.slow  # decoding of any checkpoint: test_chosen_experts.py
 def test_its_checkpoint_decodes_with_a_quarter_of_the_experts_in_host_memory(finished):
     """Records have the optimizer's statistics, too, which are not kept."""
     prompts, E_bytes = [[5, 6, 7], [9, 5]], 2 * 4 * MODEL.d_model * MODEL.d_ff
@@ -271,6 +272,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(finished, one_device,
         assert np.asarray(got[name]).tobytes() == np.asarray(leaf).tobytes(), name
 
 
+@pytest.mark.slow  # with host memory between: test_host_program.py
 def test_runs_go_on_between_device_and_disk(finished, one_device, tmp_path):
     run = RunFolder(tmp_path / "run")
     train(disk_job(train_steps=2), run, Events())

@@ -128,7 +128,7 @@ def in_precision(compute: str, **switch):
     [
         (stacked(ENCODER_DECODER), 2),
         # Tokens reach experts that they did not ask for first.
-        (
+        pytest.param(
             stacked(
                 SPARSE,
                 sublayers="both",
@@ -138,10 +138,11 @@ def in_precision(compute: str, **switch):
                 capacity_factor=0.5,
             ),
             1,
+            marks=pytest.mark.slow,
         ),
         # Float16's loss is not scaled here; what it rounds away, both round away.
         pytest.param(in_precision("float16"), 2, marks=pytest.mark.slow),
-        (in_precision("bfloat16", router=BIASED), 2),
+        pytest.param(in_precision("bfloat16", router=BIASED), 2, marks=pytest.mark.slow),
         pytest.param(stacked(SPARSE, router=HASHED), 2, marks=pytest.mark.slow),
         # Experts choose tokens, in the encoder alone: the decoder's runs have no experts.
         pytest.param(

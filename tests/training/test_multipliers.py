@@ -222,6 +222,7 @@ def test_bad_settings(tmp_path):
                 HostProgram(job) if kind == "host" else LayeredProgram(job, RunFolder(tmp_path))
 
 
+@pytest.mark.slow  # a run, and what is made of it
 def test_a_run_saves_evaluates_and_exports_its_average(tmp_path):
     def job(**changes):
         return make_job(DENSE, step=StepConfig(ema_decay=0.5), checkpoint_every=1, **changes)

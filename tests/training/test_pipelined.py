@@ -105,7 +105,7 @@ BOTH = dataclasses.replace(
             MeshSpec(pipe=2, data=2, model=2, rules=PIPELINE_MOE),
         ),
         # two Switch layers a sparse block
-        (stacked(BOTH, 4), MeshSpec(pipe=2, data=4)),
+        pytest.param(stacked(BOTH, 4), MeshSpec(pipe=2, data=4), marks=pytest.mark.slow),
     ],
     ids=["sliced", "both"],
 )

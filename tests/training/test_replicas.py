@@ -102,6 +102,7 @@ REPLICATED = dataclasses.replace(
 )
 
 
+@pytest.mark.slow  # two runs
 def test_a_run_with_replicas_loses_as_one_without_and_resumes_to_the_bit(tmp_path):
     """Tables are chosen at step 0 and at every evaluation; no step is compiled again."""
     plain, job = PLAIN, REPLICATED

@@ -24,6 +24,7 @@ class WouldCompile(Exception):
     """Options, gin files and data are what a run needs; a program comes next."""
 
 
+@pytest.mark.slow  # half a minute; the README's commands are a default test
 def test_every_block_runs(in_a_folder, tiny_run, monkeypatch, capsys):
     shutil.copytree(tiny_run, in_a_folder / "runs/pretrain_tiny")
     cola = in_a_folder / "data/glue/CoLA"
