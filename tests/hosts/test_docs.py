@@ -31,7 +31,7 @@ def run(page: str, folder, cache, steps: list[int]) -> str:
     blocks = re.sub(
         r"^(switchx train .*?)( &)?$",
         lambda found: f"{found[1]} {BRIEF.format(steps=next(left))}{found[2] or ''}",
-        blocks.replace(":8476", f":{free_port()}"),
+        blocks.replace(":8476", f":{free_port()}").replace("--steps=400,500", "--steps=1,2"),
         flags=re.MULTILINE,
     )
     script = f'set -e\nswitchx() {{ "{sys.executable}" -m switchx "$@"; }}\n{blocks}'
