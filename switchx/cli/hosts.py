@@ -58,11 +58,16 @@ def processes_of(arguments: argparse.Namespace, environment=os.environ):
     return Processes(arguments.coordinator, arguments.num_processes, arguments.process_id)
 
 
-def statement(job, arguments: argparse.Namespace, commit: str) -> dict[str, Any]:
-    """What has to be equal in all processes that train: the job, the folder, the code.
+def statement(
+    job, arguments: argparse.Namespace, commit: str, folder: str, *options: str
+) -> dict[str, Any]:
+    """What has to be equal in all processes: the job, the folder, some options, the code.
 
     How a process reads its data, where that lies on its machine, where its disk is, and how
     many experts of that it caches, is its own.
+
+    Args:
+        folder, options: names of the options; `folder` is what they write into.
     """
     import jax
     import jaxlib
@@ -77,9 +82,8 @@ def statement(job, arguments: argparse.Namespace, commit: str) -> dict[str, Any]
     }
     return said | {
         "vocabulary": job.vocabulary.fingerprint(),
-        "--mesh": arguments.mesh,
-        "--hardware": arguments.hardware,
-        "model_dir": os.path.abspath(os.path.expanduser(arguments.model_dir)),
+        **{f"--{name}": getattr(arguments, name) for name in options},
+        folder: os.path.abspath(os.path.expanduser(getattr(arguments, folder))),
         "commit": commit,
         "jax": f"{jax.__version__} with jaxlib {jaxlib.__version__}",
     }
@@ -121,3 +125,12 @@ def run_together(
         sys.stderr.flush()
         os._exit(status)
     return prepared, outcome
+
+
+def reporter_of(processes):
+    """Shows all that happens; of processes but the first, what went wrong."""
+    from switchx.progress import SilentReporter, TerminalReporter
+
+    if processes is not None and not processes.is_first:
+        return SilentReporter(processes.index)
+    return TerminalReporter()

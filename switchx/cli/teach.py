@@ -2,9 +2,12 @@
 """`switchx teach`: a teacher's most probable tokens of a student's batches, on a disk."""
 
 import argparse
+import functools
 import json
+import pathlib
 
 from switchx.cli import arguments as shared
+from switchx.cli import hosts
 
 DESCRIPTION = """\
 Reads the batches that a student will be trained on, and writes what its teacher gives to them:
@@ -17,6 +20,9 @@ Reads the batches that a student will be trained on, and writes what its teacher
 The first command has the gin files and bindings of the second, so that task, seed, batches and
 TRAIN_STEPS are the same; another batch is refused when it is trained on. Several students can
 learn from one folder. Of each place --top tokens and their logits are kept, 8 bytes each.
+
+Several processes, started as those of `switchx train`, write their rows of each batch; any
+number of them reads.
 """
 
 
@@ -30,32 +36,62 @@ def add_command(commands) -> None:
         "--top", type=shared.positive, metavar="K", default=16, help="tokens kept (default: 16)"
     )
     shared.add_json(parser)
+    hosts.add_hosts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from switchx.manifest import require_free
-    from switchx.progress import TerminalReporter
+    from switchx.manifest import git_commit, require_free
 
-    output = require_free(arguments.output)
-    with TerminalReporter() as reporter:
+    require_free(arguments.output)
+    processes = hosts.processes_of(arguments)
+    with hosts.reporter_of(processes) as reporter:
         reporter.note("loading JAX and the data libraries")
-        job = shared.parse_job(arguments)
-        from switchx.fields import require
-        from switchx.training.distilled_logits import has_logits, write_logits
-
-        require(
-            job.distillation is not None,
-            "there is no teacher: use --gin_file=configs/runs/distill.gin, or "
-            "--gin.DISTILLATION=@Distillation()",
-        )
-        require(
-            not has_logits(job.distillation.teacher),
-            f"{job.distillation.teacher} is what `switchx teach` wrote; give the run folder of "
-            "a teacher",
-        )
-        num_bytes = write_logits(job, output, arguments.top, note=reporter.note)
-    report = {"command": "teach", "output": str(output), "batches": job.train_steps}
+        prepare = functools.partial(_job_of, arguments)
+        work = functools.partial(_write, arguments, reporter)
+        if processes is None:
+            job = prepare()
+            num_bytes = work(job)
+        else:
+            job, num_bytes = hosts.run_together(
+                processes,
+                arguments,
+                prepare=prepare,
+                state=lambda job: hosts.statement(
+                    job, arguments, git_commit(), "output", "top"
+                ),
+                work=work,
+                explain=lambda error: shared.explain(error, arguments),
+            )
+    if processes is not None and not processes.is_first:
+        return 0
+    output = str(pathlib.Path(arguments.output).expanduser().absolute())
+    report = {"command": "teach", "output": output, "batches": job.train_steps}
     report |= {"top": arguments.top, "bytes_of_files": num_bytes}
     said = f"{output}: {job.train_steps} batches, {num_bytes:,} bytes"
     print(json.dumps(report) if arguments.json else said)
     return 0
+
+
+def _job_of(arguments: argparse.Namespace):
+    """The student's job, whose teacher is a run folder."""
+    job = shared.parse_job(arguments)
+    from switchx.fields import require
+    from switchx.training.distilled_logits import has_logits
+
+    require(
+        job.distillation is not None,
+        "there is no teacher: use --gin_file=configs/runs/distill.gin, or "
+        "--gin.DISTILLATION=@Distillation()",
+    )
+    require(
+        not has_logits(job.distillation.teacher),
+        f"{job.distillation.teacher} is what `switchx teach` wrote; give the run folder of "
+        "a teacher",
+    )
+    return job
+
+
+def _write(arguments: argparse.Namespace, reporter, job) -> int:
+    from switchx.training.distilled_logits import write_logits
+
+    return write_logits(job, arguments.output, arguments.top, note=reporter.note)

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--hardware is for --mesh=auto; add that, or leave it out")
     processes = hosts.processes_of(arguments)
     is_first = processes is None or processes.is_first
-    with _reporter(processes) as reporter:
+    with hosts.reporter_of(processes) as reporter:
         reporter.note("loading JAX and the data libraries")
         prepare = functools.partial(shared.parse_job, arguments)
         work = functools.partial(_train, arguments, reporter)
@@ -81,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
                 processes,
                 arguments,
                 prepare=prepare,
-                state=lambda job: hosts.statement(job, arguments, git_commit()),
+                state=lambda job: hosts.statement(
+                    job, arguments, git_commit(), "model_dir", "mesh", "hardware"
+                ),
                 work=work,
                 explain=lambda error: shared.explain(error, arguments),
             )
@@ -99,15 +101,6 @@ def exit_status(is_finished: bool, processes) -> int:
     A launcher of several takes 0 for the end of the run, and would not start it again.
     """
     return 0 if is_finished or processes is None else STOPPED_STATUS
-
-
-def _reporter(processes):
-    """Shows all that happens; of processes but the first, what went wrong."""
-    from switchx.progress import SilentReporter, TerminalReporter
-
-    if processes is not None and not processes.is_first:
-        return SilentReporter(processes.index)
-    return TerminalReporter()
 
 
 def _train(arguments: argparse.Namespace, reporter, job):

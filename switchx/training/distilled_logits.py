@@ -2,42 +2,41 @@
 """A teacher's most probable tokens on a disk, in the place of the teacher.
 
 The loader is deterministic, so a student that is trained by the same task, seed and batches
-reads the batches that the teacher has read: a folder has a file for each, named by its digest.
-
-    teacher.json       whose they are: fingerprint, step, K, vocabulary size; every file's size
-    <digest>.npz       token_BLK int32, logit_BLK float32, the largest first
-    vocabulary.*       the teacher's, as a run folder has it
+reads the batches that the teacher has read. `distilled_folder.py` has the files.
 
 The teacher's probabilities are those of its K tokens, divided by their sum.
 Dims: B batch, L length, V vocabulary of the student, K tokens kept
 """
 
+import dataclasses
 import functools
-import io
 import pathlib
-import zipfile
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from switchx.checkpoint.restore import checkpoint_fingerprint
-from switchx.data.data_dir import write_atomically
-from switchx.data.features import Batch, batch_digest
+from switchx.data.features import Batch
 from switchx.data.loader import TrainLoader
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import require
-from switchx.manifest import new_folder, read_manifest, write_manifest
+from switchx.manifest import write_manifest
 from switchx.training.distillation import Teacher, WrittenTeacher
+from switchx.training.distilled_folder import (
+    CHECKSUM,
+    MANIFEST,
+    LogitsReader,
+    LogitsWriter,
+    folder_of_all,
+)
 from switchx.training.distilled_program import DistilledProgram, require_beside_step
 from switchx.training.evaluate import eval_step
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.step import train_step
-
-MANIFEST = "teacher.json"
-CHECKSUM = "crc32"
 
 
 def write_logits(
@@ -49,6 +48,8 @@ def write_logits(
 ) -> int:
     """Writes the teacher's logits of a job's batches, of steps 1 to `train_steps`.
 
+    Of several processes all call it, and each writes its rows.
+
     Args:
         job: of the student, with a `distillation` from a run folder.
         folder: to make; nothing may be there.
@@ -56,19 +57,18 @@ def write_logits(
         note: told what is done.
 
     Returns:
-        Bytes of files.
+        Bytes of files; to the first process, which knows them.
 
     Raises:
-        ValueError: the teacher or the job do not fit (`DistilledProgram`), there are several
-            processes, or K is above the vocabulary.
+        ValueError: the teacher or the job do not fit (`DistilledProgram`), or K is above the
+            vocabulary.
     """
     V = job.model.vocab_size
     require(1 <= top <= V, f"--top={top} of {V} ids; use 1 to {V}")
     require(job.train_steps > 0, "TRAIN_STEPS=0: there are no batches to read; use at least 1")
-    _require_one_process()
     program = DistilledProgram(job, devices)
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=program.batch_sharding)
     def largest(params, batch):
         teacher = Teacher(params, program.teacher, job.distillation)
         return jax.lax.top_k(teacher.logits(batch)[..., :V].astype(jnp.float32), top)
@@ -79,16 +79,22 @@ def write_logits(
     )  # fmt: skip
     run, step = program.teacher_folder, program.teacher_step
     vocabulary = load_vocabulary(run.root)
-    with new_folder(folder) as partial, program.scope():
-        save_vocabulary(vocabulary, partial)
+    own = program.shard.rows(job.batch_size)
+    is_first, num_bytes = jax.process_index() == 0, 0
+    with folder_of_all(folder) as partial, program.scope():
+        written = _rows_to_write(program, job.batch_size)
+        places = np.flatnonzero(np.isin(own, written))
+        writer = LogitsWriter(partial, written)
         for number in range(1, job.train_steps + 1):
             batch = next(loader)
             logit_BLK, token_BLK = largest(program.teacher_params, program.place(batch))
-            file = io.BytesIO()
-            np.savez(file, token_BLK=np.asarray(token_BLK), logit_BLK=np.asarray(logit_BLK))
-            write_atomically(partial / f"{batch_digest(batch)}.npz", file.getvalue())
+            arrays = (_local_rows(each)[places] for each in (token_BLK, logit_BLK))
+            writer.write({name: rows[places] for name, rows in batch.items()}, *arrays)
             if number % job.log_every == 0:
                 note(f"{number} of {job.train_steps} batches")
+        writer.end()
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("switchx_logits")
         about = {
             "teacher": str(run.root),
             "step": step,
@@ -96,9 +102,30 @@ def write_logits(
             "top": top,
             "vocab_size": V,
             "architecture": job.model.architecture,
+            "batch_size": job.batch_size,
         }
-        files = write_manifest(partial, MANIFEST, about, CHECKSUM)["files"]
-    return sum(size for size, _ in files.values())
+        if is_first:
+            save_vocabulary(vocabulary, partial)
+            write_manifest(partial, MANIFEST, about, CHECKSUM)
+            num_bytes = sum(path.stat().st_size for path in partial.iterdir())
+    return num_bytes
+
+
+def _rows_to_write(program: TrainingProgram, batch_size: int) -> tuple[int, ...]:
+    """This process' rows that no process before it has."""
+    shard = program.shard
+    has_part = np.isin(np.arange(shard.count), shard.parts)
+    if jax.process_count() > 1:
+        of_all = multihost_utils.process_allgather(has_part)
+        has_part &= ~np.any(of_all[: jax.process_index()], axis=0)
+    parts = tuple(map(int, np.flatnonzero(has_part)))
+    return dataclasses.replace(shard, parts=parts).rows(batch_size) if parts else ()
+
+
+def _local_rows(array: jax.Array) -> np.ndarray:
+    """The rows of an array, split along its rows, that this process' devices hold."""
+    held = {each.index[0].start or 0: each.data for each in array.addressable_shards}
+    return np.concatenate([np.asarray(held[start]) for start in sorted(held)])
 
 
 def has_logits(folder) -> bool:
@@ -125,13 +152,14 @@ class WrittenTeacherProgram(TrainingProgram):
             "Distillation.starts_from_teacher=False and step=None, and INIT_FROM to start from "
             "a run",
         )
-        _require_one_process()
-        try:
-            self._about = read_manifest(self._folder, MANIFEST, CHECKSUM)
-        except ValueError as error:
-            raise ValueError(f"{self._folder}: {error}; write it again") from error
-        for name in ("vocab_size", "architecture"):
-            here, there = getattr(job.model, name), self._about[name]
+        self._reader = LogitsReader(self._folder)
+        self._about = self._reader.about
+        for name, owner in (
+            ("vocab_size", job.model),
+            ("architecture", job.model),
+            ("batch_size", job),
+        ):
+            here, there = getattr(owner, name), self._about.get(name)
             require(
                 here == there,
                 f"{name}={here!r} of the student, and {there!r} of the one that {self._folder} "
@@ -158,19 +186,8 @@ class WrittenTeacherProgram(TrainingProgram):
         Raises:
             ValueError: the teacher has not read this batch, or its file is damaged.
         """
-        path = self._folder / f"{batch_digest(batch)}.npz"
-        require(
-            path.name in self._about["files"],
-            f"{self._folder} has no logits of this batch: it was written for another task, "
-            "seed, BATCH_SIZE or lengths, or for fewer than TRAIN_STEPS; use those, or write "
-            "it again",
-        )
-        try:
-            with np.load(path) as arrays:
-                added = {"teacher_token_ids": arrays["token_BLK"]}
-                added["teacher_logits"] = arrays["logit_BLK"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{path} is damaged ({error}); write it again") from error
+        found = self._reader.read(batch, self.shard.rows(self.job.batch_size))
+        added = {"teacher_token_ids": found["token_BLK"], "teacher_logits": found["logit_BLK"]}
         return self.place(batch | added)
 
     def abstract_batch(self, batch: dict) -> dict:
@@ -198,11 +215,3 @@ def student_program(job: TrainingJob, devices=None) -> TrainingProgram:
     """
     is_written = has_logits(job.distillation.teacher)
     return (WrittenTeacherProgram if is_written else DistilledProgram)(job, devices)
-
-
-def _require_one_process() -> None:
-    require(
-        jax.process_count() == 1,
-        f"{jax.process_count()} processes: each reads a part of a batch, and logits are kept "
-        "of whole ones; use one process, or the teacher itself",
-    )

@@ -52,7 +52,7 @@ def test_wrong_ones_end_the_command_at_once(capsys):
 
 def test_the_statement_is_of_what_has_to_be_equal():
     def state(job, commit="abc"):
-        return hosts.statement(job, parsed(), commit)
+        return hosts.statement(job, parsed(), commit, "model_dir", "mesh", "hardware")
 
     same, job = state(make_job()), make_job()
     assert state(job) == same and "jax" in same and same["model_dir"].startswith("/")

@@ -16,6 +16,7 @@ from switchx import tree
 from switchx.analysis.routing import read_snapshots
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.loader import TrainLoader
 from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
 from switchx.data.text_metrics import ChrF
@@ -23,13 +24,18 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
 from switchx.text_evaluation import JobTexts
+from switchx.training.distillation import Distillation
+from switchx.training.distilled_folder import LogitsReader
+from switchx.training.distilled_logits import write_logits
+from switchx.training.job import TrainingJob
 from switchx.training.loop import train
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig
 from switchx.training.text_evaluation import TextEvaluation
 from tests.data.fakes import pair_corpus
 from tests.processes import child_environment
-from tests.training.jobs import make_job
+from tests.training.jobs import DENSE, make_job
+from tests.training.saved_runs import save_run
 
 JOB = make_job(mesh=MeshSpec(data=2, expert=4), train_steps=2)
 PAIRS = Task(
@@ -67,10 +73,14 @@ class Silent:
     def note(self, text): ...
 
 
-def main(port: str, index: str, folder: str, steps: str, job: str) -> None:
+def main(port: str, index: str, folder: str, steps: str, job: str, teacher: str = "") -> None:
     """One of the two processes."""
     jax.distributed.initialize(f"localhost:{port}", 2, int(index))
-    job = dataclasses.replace(JOBS[job], train_steps=int(steps))
+    if job == "TEACH":
+        assert (write_logits(student_of(teacher), folder, 4) > 0) == (index == "0")
+        return
+    job = student_of(teacher) if teacher else JOBS[job]
+    job = dataclasses.replace(job, train_steps=int(steps))
     outcome = train(job, RunFolder(folder), Silent(), text_evaluator=JobTexts)
     assert outcome.step == int(steps)
 
@@ -81,14 +91,20 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def student_of(teacher) -> TrainingJob:
+    """A job of two steps; rows of a batch are on both processes."""
+    settings = Distillation(str(teacher), starts_from_teacher=False)
+    return dataclasses.replace(JOB, model=DENSE, mesh=MeshSpec(data=8), distillation=settings)
+
+
 def train_in_two(
-    folder: pathlib.Path, steps: int, environment: dict[str, str], job: str = "JOB"
+    folder: pathlib.Path, steps: int, environment: dict[str, str], *job: str
 ) -> None:
-    port = free_port()
+    port, job = free_port(), job or ("JOB",)
     code = f"from {__name__} import main; import sys; main(*sys.argv[1:])"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(port), str(index), str(folder), str(steps), job],
+            [sys.executable, "-c", code, str(port), str(index), str(folder), str(steps), *job],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -125,6 +141,34 @@ def test_two_processes_write_the_texts_of_one(tmp_path, session_cache):
         assert got == want and got["examples"] == examples
     written = [(run.predictions / "step_000002.jsonl").read_text() for run in (together, alone)]
     assert written[0] == written[1] and len(written[0].splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_logits_of_two_processes_are_read_by_one_and_the_other_way_round(
+    tmp_path, session_cache
+):
+    environment = child_environment(session_cache, devices=4)
+    teacher = save_run(tmp_path / "teacher", JOB.model)
+    job, alone = student_of(teacher), tmp_path / "alone"
+    write_logits(job, alone, 4)
+    train_in_two(tmp_path / "together", 2, environment, "TEACH", str(teacher))
+    names = {path.name for path in (tmp_path / "together").iterdir()}
+    assert {"rows_0.npz", "rows_1.npz", "0000002_0.npz", "0000002_1.npz"} <= names
+    readers = [LogitsReader(tmp_path / name) for name in ("alone", "together")]
+    loader = TrainLoader(job.source, job.batches, seed=job.seed)
+    for _ in range(job.train_steps):
+        batch = next(loader)
+        found = [reader.read(batch, range(job.batch_size)) for reader in readers]
+        np.testing.assert_allclose(found[0]["logit_BLK"], found[1]["logit_BLK"], rtol=1e-5)
+        assert np.mean(found[0]["token_BLK"] == found[1]["token_BLK"]) > 0.99
+    runs = RunFolder(tmp_path / "student"), RunFolder(tmp_path / "student_in_two")
+    train(student_of(tmp_path / "together"), runs[0], Silent())
+    train_in_two(runs[1].root, 2, environment, "STUDENT", str(alone))
+    logs = [lines_of(run, "metrics") for run in runs]
+    for step in (1, 2):
+        for name in ("loss", "soft_loss", "grad_norm"):
+            got = logs[1][step][name]
+            assert got == pytest.approx(logs[0][step][name], rel=1e-4), name
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.data.features import batch_digest
 from switchx.data.loader import TrainLoader
 from switchx.data.tokenizers import TokenIdVocabulary
 from switchx.data.vocabularies import save_vocabulary
@@ -18,6 +17,7 @@ from switchx.models.params import forward
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
 from switchx.training.distillation import Distillation
+from switchx.training.distilled_folder import LogitsReader
 from switchx.training.distilled_logits import WrittenTeacherProgram, has_logits, write_logits
 from switchx.training.loop import train
 from switchx.training.step import StepConfig
@@ -54,7 +54,14 @@ def folders(tmp_path_factory):
 def test_files_are_the_largest_logits_of_the_batches(folders):
     job = job_of(folders / "run")
     batch = next(TrainLoader(job.source, job.batches, seed=job.seed))
-    written = np.load(folders / f"top_4/{batch_digest(batch)}.npz")
+    written = LogitsReader(folders / "top_4").read(batch, range(8))
+    np.testing.assert_array_equal(
+        written["token_BLK"], np.load(folders / "top_4/0000001_0.npz")["token_BLK"]
+    )
+    # Some rows, as another process would have them.
+    part = {name: rows[[2, 5]] for name, rows in batch.items()}
+    of_part = LogitsReader(folders / "top_4").read(part, (2, 5))
+    np.testing.assert_array_equal(of_part["logit_BLK"], written["logit_BLK"][[2, 5]])
     logits_BLV, _ = forward(SPARSE, make_params(SPARSE, seed=9), batch, is_training=False)
     expected = np.sort(np.asarray(logits_BLV), axis=-1)[..., ::-1][..., :4]
     np.testing.assert_allclose(written["logit_BLK"], expected, rtol=1e-4, atol=1e-5)
@@ -103,6 +110,10 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
         ("starts_from_teacher=False and step=None", job_of(top, distillation=settings)),
         ("vocab_size=383 of the student, and 384", job_of(top, model=wide)),
         (
+            "batch_size=16 of the student, and 8 of the one that",
+            job_of(top, batch_size=16),
+        ),
+        (
             "distillation with StorageSpec.experts='disk'",
             job_of(top, storage=StorageSpec("disk")),
         ),
@@ -127,7 +138,7 @@ def test_damaged_folders_are_refused(folders, tmp_path):
     job = job_of(copy)
     program = WrittenTeacherProgram(job, ONE)
     batch = next(TrainLoader(job.source, job.batches, seed=job.seed))
-    (file,) = copy.glob("*.npz")
+    file = copy / "0000001_0.npz"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 255
     file.write_bytes(content)
