@@ -15,15 +15,58 @@ import jax
 
 from switchx.api import Model
 from switchx.data.evaluation import EvaluationExamples, evaluation_examples
-from switchx.data.mixtures import evaluated_tasks
+from switchx.data.mixtures import Mixture, evaluated_tasks
 from switchx.data.tasks import Task, TextFormat
-from switchx.data.text_metrics import MetricResult
+from switchx.data.text_metrics import METRICS, MetricResult
 from switchx.fields import describe, require
 from switchx.inference.generate import Generator
 from switchx.inference.model_mesh import ModelMesh
 from switchx.partitioning.pipeline import PIPE
 from switchx.training.job import TrainingJob
 from switchx.training.text_evaluation import TaskTexts
+
+
+def metrics_of(
+    source: Task | Mixture,
+    names: Sequence[str] | None,
+    chosen: Sequence[str] | None = None,
+    has_file: bool = False,
+) -> dict[str, tuple]:
+    """Metrics of each task that is to be answered.
+
+    Args:
+        names: of metrics; None is the tasks' own.
+        chosen: names of tasks; None is all that have metrics.
+        has_file: answers are wanted of tasks without metrics, too, where they are chosen or no
+            task has any.
+
+    Raises:
+        ValueError: a metric is not there; metrics are named, and no task has texts for
+            targets; a chosen task is not there or has no metrics.
+    """
+    tasks = evaluated_tasks(source)
+    if names is None:
+        metrics = {task.name: task.metrics for task in tasks if task.metrics}
+        if has_file and (chosen or not metrics):
+            metrics = {task.name: task.metrics for task in tasks if task.objective.has_texts}
+    else:
+        unknown = [name for name in names if name not in METRICS]
+        require(not unknown, f"there is no metric {unknown}; use some of {', '.join(METRICS)}")
+        named = tuple(METRICS[name]() for name in names)
+        metrics = {task.name: named for task in tasks if task.objective.has_texts and named}
+        require(
+            bool(metrics) or not named,
+            f"metrics={','.join(names)} compares generated texts with targets, and no "
+            f"task ({', '.join(task.name for task in tasks)}) is of InputsToTargets; leave "
+            "it out, or give the gin file of such a task",
+        )
+    wrong = [name for name in chosen or () if name not in metrics]
+    require(
+        not wrong,
+        f"tasks names {', '.join(map(repr, wrong))}; there are metrics for "
+        f"{', '.join(metrics) or 'no task: name some by metrics'}",
+    )
+    return {name: metrics[name] for name in metrics if chosen is None or name in chosen}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from switchx.cli import evaluate
 from switchx.cli.main import main
 from switchx.data.text_metrics import METRICS
 from switchx.gin_config import building
-from switchx.jobs import metrics_of
+from switchx.text_evaluation import metrics_of
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import write_run_config
