@@ -43,8 +43,10 @@ from switchx.text_evaluation import (
     rank_choices,
 )
 from switchx.training import loop
+from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.host_program import compiled_program
 from switchx.training.job import TrainingJob
+from switchx.training.profiling import ProfiledSteps
 from switchx.training.resume import check_same_model, with_vocabulary_of
 from switchx.tree import num_elements
 
@@ -72,6 +74,8 @@ def train(
     configuration: str | None = None,
     devices: Sequence[jax.Device] | None = None,
     reporter=None,
+    profile: tuple[int, int] | None = None,
+    started_s: float | None = None,
 ) -> loop.Outcome:
     """Trains a job in a run folder, from where its last complete checkpoint left off.
 
@@ -88,6 +92,9 @@ def train(
         reporter: shows progress, a `switchx.training.loop.Reporter`; None is what suits the
             place: one display in a notebook, else lines on standard error, and a bar where
             that is a terminal.
+        profile: (start, end): a `jax.profiler` trace of the steps after step `start` until
+            `end` is written into the run folder.
+        started_s: when work began, by `time.perf_counter`, for goodput; None is now.
 
     Returns:
         The last step, and the metrics of the last logged one.
@@ -99,6 +106,7 @@ def train(
         SaveError, TrainingStopped: see `switchx.training.loop.train`.
     """
     _require_job(job, "train")
+    profiled = None if profile is None else ProfiledSteps(*profile)
     folder = RunFolder(model_dir)
     records = {
         folder.operative_config: configuration or job_gin(job),
@@ -109,7 +117,10 @@ def train(
         reporter.note(f"a model of {num_elements(abstract_params(job.model)):,} parameters")
         if (num_processes := jax.process_count()) > 1:
             reporter.note(f"{num_processes} processes, {jax.device_count()} devices")
-        outcome = loop.train(job, folder, reporter, records, devices, JobTexts)
+        stack.enter_context(compiled_programs_kept(folder.compiled, reporter.note))
+        outcome = loop.train(
+            job, folder, reporter, records, devices, JobTexts, profiled, started_s
+        )
     if not outcome.is_finished:
         raise TrainingInterrupted(outcome, job, folder)
     return outcome
@@ -184,6 +195,7 @@ def evaluate(
     )
     with contextlib.ExitStack() as stack:
         reporter = reporter or stack.enter_context(reporter_here("example"))
+        stack.enter_context(compiled_programs_kept(None, reporter.note))
         job = _job_to_evaluate(model_dir, job, split)
         wanted = metrics_of(job.source, metrics, tasks, predictions is not None)
         require(

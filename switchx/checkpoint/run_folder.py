@@ -69,6 +69,9 @@ class RunFolder:
     checkpoints = _inside("checkpoints")  # see checkpointer.py and docs/checkpoints.md
     storage = _inside("storage")  # experts on a disk: records, requests; docs/storage.md
     skipped_batches = _inside("skipped_batches")  # batches whose step was not taken
+    goodput = _inside("goodput.json")  # seconds by cause, training/goodput.py
+    profile = _inside("profile")  # traces of `--profile`, training/profiling.py
+    compiled = _inside("compiled")  # programs of several processes, compilation_cache.py
     lock_file = _inside("trainer.lock")  # held by the one trainer that may write here
 
     @property
@@ -119,6 +122,22 @@ class RunFolder:
             json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
             file.flush()
             yield
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is a checkpoint; an attempt that ended before may be set right.
+
+        Raises:
+            ValueError: there are checkpoints and no config.json.
+        """
+        if not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+            return False
+        if not self.config.exists():
+            raise ValueError(
+                f"model_dir={str(self.path)!r} has checkpoints but no config.json; restore it, "
+                "or give another model_dir"
+            )
+        return True
 
     def found(self) -> str:
         """What is at `path`, in words, for the errors of those who expected more."""

@@ -42,6 +42,8 @@ def print_summary(
     parts = [Text(f"\nTraining {end}; {saved} at step {outcome.step}", style="bold")]
     if numbers := _numbers(validation, metrics):
         parts.append(_aligned(numbers))
+    if run.goodput.exists():
+        parts.append(_aligned(_goodput(json.loads(run.goodput.read_text()), metrics)))
     if job.text_evaluation is not None and run.peaks.exists():
         parts += _peaks(json.loads(run.peaks.read_text(encoding="utf-8")))
     if metrics and metrics[-1].get("routing"):
@@ -138,6 +140,36 @@ def _numbers(validation, metrics) -> dict[str, str]:
             rows["dropped tokens"] = f"{metrics[-1]['dropped_fraction']:.2%}"
         if skipped := sum(line["skipped_steps"] for line in metrics):
             rows["skipped steps"] = str(skipped)
+    return rows
+
+
+def _goodput(goodput: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, str]:
+    """What the run's wall time went to, and the steps and processes that were slow."""
+    seconds = {cause: each for cause, each in goodput["seconds"].items() if cause != "step"}
+    total_s = max(sum(goodput["seconds"].values()), 1e-9)
+    others = [
+        f"{cause} {each / total_s:.1%}"
+        for cause, each in sorted(seconds.items(), key=lambda item: -item[1])
+        if each / total_s >= 0.001
+    ]
+    steps = f"{goodput['share']:.1%} of {total_s:,.0f} s in steps"
+    rows = {"goodput": ", ".join([steps, *others])}
+    if restarts := goodput["restarts"]:
+        rows["restarts"] = f"{restarts}, {goodput['lost_steps']} steps taken again"
+    times = [line["step_time"] for line in metrics if line.get("step_time")]
+    if times:
+        longest = max(times, key=lambda each: each["max_s"])
+        medians = sorted(each["median_s"] for each in times)
+        rows["seconds per step (median)"] = (
+            f"{medians[len(medians) // 2]:.3f}; longest {longest['max_s']:.3f} (process "
+            f"{longest['max_process']}); slow steps {sum(t['slow_steps'] for t in times)}"
+        )
+        late = max(times, key=lambda each: each["late_s"] - each["late_median_s"])
+        if late["late_s"] > 2 * late["late_median_s"]:  # never of one process alone
+            rows["latest process"] = (
+                f"{late['late_process']}, whose devices waited {late['late_s']:.1f} s for it "
+                f"(the median process' {late['late_median_s']:.1f} s) before a line of metrics"
+            )
     return rows
 
 

@@ -3,6 +3,7 @@
 
 import argparse
 import functools
+import time
 
 from switchx.cli import arguments as shared
 from switchx.cli import hosts
@@ -61,10 +62,28 @@ def add_command(commands) -> None:
         metavar="NAME|FILE",
         help="what they are, as in `switchx plan` (default: what JAX says they are)",
     )
+    parser.add_argument(
+        "--profile",
+        type=_profiled,
+        metavar="START:END",
+        help="write a jax.profiler trace of the steps after step START until END into the run "
+        "folder, as 10:20 for ten steps",
+    )
     hosts.add_hosts(parser)
 
 
+def _profiled(text: str) -> tuple[int, int]:
+    start, _, end = text.partition(":")
+    if not (start.isdecimal() and end.isdecimal() and int(start) < int(end)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no steps; use START:END, two step numbers, the second one larger, "
+            "as 10:20 for the ten steps after step 10"
+        )
+    return int(start), int(end)
+
+
 def run(arguments: argparse.Namespace) -> int:
+    started_s = time.perf_counter()
     if arguments.hardware is not None and arguments.mesh is None:
         arguments.parser.error("--hardware is for --mesh=auto; add that, or leave it out")
     processes = hosts.processes_of(arguments)
@@ -72,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     with hosts.reporter_of(processes) as reporter:
         reporter.note("loading JAX and the data libraries")
         prepare = functools.partial(shared.parse_job, arguments)
-        work = functools.partial(_train, arguments, reporter)
+        work = functools.partial(_train, arguments, reporter, started_s)
         if processes is None:
             job = prepare()
             outcome = work(job)
@@ -103,7 +122,7 @@ def exit_status(is_finished: bool, processes) -> int:
     return 0 if is_finished or processes is None else STOPPED_STATUS
 
 
-def _train(arguments: argparse.Namespace, reporter, job):
+def _train(arguments: argparse.Namespace, reporter, started_s: float, job):
     """Trains the job in its run folder; the Outcome, also of a run that a signal ended."""
     from switchx.gin_config import building
     from switchx.jobs import TrainingInterrupted, train
@@ -119,6 +138,8 @@ def _train(arguments: argparse.Namespace, reporter, job):
             configuration=configuration,
             devices=devices,
             reporter=reporter,
+            profile=arguments.profile,
+            started_s=started_s,
         )
     except TrainingInterrupted as interrupted:
         return interrupted.outcome

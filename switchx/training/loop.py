@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +19,9 @@ from switchx.data.features import Batch
 from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
-from switchx.fields import require
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
+from switchx.training.goodput import Cause, CompileTime, Goodput, StepTimes
 from switchx.training.job import TrainingJob
 from switchx.training.metric_writers import opened_writers, require_writers
 from switchx.training.metrics import (
@@ -32,9 +33,10 @@ from switchx.training.metrics import (
     routing_metrics,
     token_metrics,
 )
+from switchx.training.profiling import ProfiledSteps, StepProfiler
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, flat_description, write_run_config
-from switchx.training.start import FirstParams, first_params, program_of
+from switchx.training.start import evaluator_of, first_params, first_state, program_of
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.training.text_evaluation import TextEvaluator, TextLog
@@ -78,6 +80,8 @@ def train(
     records: dict[Path, str] | None = None,
     devices: Sequence[jax.Device] | None = None,
     text_evaluator: Callable[[TrainingJob, jax.sharding.Mesh], TextEvaluator] | None = None,
+    profile: ProfiledSteps | None = None,
+    started_s: float | None = None,
 ) -> Outcome:
     """Trains `job` in a run folder, from where its last complete checkpoint left off.
 
@@ -86,24 +90,33 @@ def train(
             written once it is certain that the folder is this job's.
         devices: of the mesh, some of each process; None is all there are.
         text_evaluator: makes what generates the texts of `TrainingJob.text_evaluation`.
+        profile: steps to trace into the run folder.
+        started_s: when this process began to work, by `time.perf_counter`; None is now.
 
     Raises:
         ValueError: the job, its data or the run folder do not fit; nothing was changed.
         SaveError: a checkpoint could not be written; earlier ones are intact.
         TrainingStopped: too many steps in a row were not finite; the state is saved.
     """
+    started_s = time.perf_counter() if started_s is None else started_s
     require_writers(job.metric_writers)
+    if profile is not None:
+        profile.require_within(job.train_steps)
     job.check_best_metric()
-    if not _is_begun(run):
+    if not run.is_begun:
         job.check_vocabulary()
     run.create()
     require_shared(run)
     is_first = jax.process_index() == 0  # of several processes, one holds the folder
-    with run.locked() if is_first else contextlib.nullcontext(), stop_signals() as stop:
-        if _is_begun(run):  # before anything in it is touched
+    with (
+        run.locked() if is_first else contextlib.nullcontext(),
+        stop_signals() as stop,
+        CompileTime() as compiled,
+    ):
+        if run.is_begun:  # before anything in it is touched
             job = check_same_run(run, job)
         program = program_of(job, run, devices)
-        evaluator = _text_evaluator(job, program, text_evaluator)
+        evaluator = evaluator_of(job, program.mesh, text_evaluator)
         program.require_memory()
         for note in program.notes:
             reporter.note(note)
@@ -112,6 +125,9 @@ def train(
             Checkpointer(run, job.retention, program.experts) as checkpointer,
         ):
             step = checkpointer.latest_complete_step()
+            profiler = StepProfiler(profile, step or 0, run.profile)
+            if profiler.note is not None:
+                reporter.note(profiler.note)
             first = first_params(job, program) if step is None else None
             logger.info("opening the data")
             loader = TrainLoader(
@@ -129,7 +145,7 @@ def train(
                 if step is None:
                     if is_first:
                         write_run_config(run, job)
-                    state = _first_state(program, first, run, reporter)
+                    state = first_state(program, first, run, reporter.note)
                 else:
                     logger.info("reading %s", run.checkpoints / str(step))
                     state, data_states = checkpointer.restore(
@@ -140,52 +156,12 @@ def train(
                 for path, text in (records or {}).items() if is_first else ():
                     write_atomically(path, text.encode())
                 is_stopping = StopAgreement(stop, program.mesh)
+                goodput = Goodput(run.goodput, compiled, started_s)
                 loop = _Loop(
-                    job, run, program, checkpointer, loader, reporter, is_stopping, evaluator
-                )
+                    job, run, program, checkpointer, loader, reporter, is_stopping, evaluator,
+                    goodput, profiler,
+                )  # fmt: skip
                 return loop.train(state)
-
-
-def _text_evaluator(job: TrainingJob, program: TrainingProgram, make) -> TextEvaluator | None:
-    if job.text_evaluation is None:
-        return None
-    require(
-        make is not None,
-        "TrainingJob.text_evaluation generates texts, and train was given nothing that does; "
-        "give text_evaluator=switchx.text_evaluation.JobTexts",
-    )
-    return make(job, program.mesh)
-
-
-def _first_state(
-    program: TrainingProgram, first: FirstParams | None, run: RunFolder, reporter: Reporter
-) -> TrainState:
-    """The state at step 0, drawn or of another run; says and keeps what came from where."""
-    logger.info("reading or drawing the parameters, beginning the optimizer")
-    if first is None:
-        return program.init_state(None)
-    state = first.state()
-    for note in first.notes:
-        reporter.note(note)
-    if jax.process_index() == 0:
-        write_atomically(run.initialization, first.listing.encode())
-    return state
-
-
-def _is_begun(run: RunFolder) -> bool:
-    """Whether the folder has a checkpoint; an attempt that ended before may be set right.
-
-    Raises:
-        ValueError: there are checkpoints and no config.json.
-    """
-    if not (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
-        return False
-    if not run.config.exists():
-        raise ValueError(
-            f"model_dir={str(run.path)!r} has checkpoints but no config.json; restore it, or "
-            "give another model_dir"
-        )
-    return True
 
 
 @dataclasses.dataclass
@@ -205,6 +181,8 @@ class _Loop:
     reporter: Reporter
     is_stopping: StopAgreement
     text_evaluator: TextEvaluator | None
+    goodput: Goodput
+    profiler: StepProfiler
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     interval: Interval = dataclasses.field(default_factory=lambda: Interval(0.0))
     pending: tuple | None = None
@@ -231,13 +209,19 @@ class _Loop:
             contextlib.closing(self.log),
             contextlib.closing(self.validation),
             writers as self.write,
+            contextlib.closing(StepTimes()) as self.step_times,
         ):
-            return self._steps(state)
+            try:
+                return self._steps(state)
+            finally:
+                self.profiler.stop()
 
     def _steps(self, state: TrainState) -> Outcome:
         step, job = int(state.step), self.job
         self.num_updates = step - int(state.skipped)
         self.reporter.begin(step, job.train_steps)
+        if step < job.train_steps:
+            self.goodput.begin(step)
         if step == 0 and job.train_steps > 0:
             logger.info("compiling and evaluating, before the first step")
             self._evaluate(step, state)
@@ -245,14 +229,24 @@ class _Loop:
             logger.info("compiling the training step")
         saved = step if step in self.checkpointer.steps else None
         self.watch.start()
+        self.goodput.goes_on_with("step")
         while step < job.train_steps and not self.is_stopping():
+            self.profiler.before(step + 1, settle=self._account)
+            self.step_times.asks()
             batch = next(self.loader)
-            state, metrics = self.program.train_step(
-                state, self.program.place_for_training(batch), *self.program.slot_tables
-            )
+            self.goodput.waited_for_data(self.step_times.idle())
+            compiled_s = self.goodput.compiled_s
+            with self.profiler.marked(step + 1):
+                state, metrics = self.program.train_step(
+                    state, self.program.place_for_training(batch), *self.program.slot_tables
+                )
+            self.step_times.dispatched(metrics.loss, self.goodput.compiled_s > compiled_s)
             self._account()  # of the step before, while this one runs
             step += 1
             self.pending = (step, batch, metrics)
+            if self.profiler.ends_after(step):
+                with self._apart("profile"):
+                    self.profiler.stop()
             if self.skipped_in_a_row + 1 >= job.max_skipped_in_a_row:
                 self._account()
             self.reporter.stepped(step)
@@ -270,8 +264,19 @@ class _Loop:
         self._account()
         if saved != step and step > 0:
             self._save(step, state, None)
-        self.checkpointer.wait()
+        with self._apart("checkpoint"):
+            self.checkpointer.wait()
+        self.goodput.write(step)
         return Outcome(step, step >= job.train_steps, self.last_metrics)
+
+    @contextlib.contextmanager
+    def _apart(self, cause: Cause) -> Iterator[None]:
+        """What happens within is of that cause, and not of the time of training."""
+        self._account()  # the step still running belongs to training
+        self.watch.stop()
+        with self.goodput.during(cause):
+            yield
+        self.watch.start()
 
     def _account(self) -> None:
         """Takes in the metrics of the last step that was started; waits for it."""
@@ -304,30 +309,32 @@ class _Loop:
             metrics["storage"] = self.program.experts.metrics()
         if any(self.loader.counts().values()):
             metrics["data"] = self.loader.counts()
+        metrics["step_time"] = self.step_times.metrics()
+        metrics["goodput"] = self.goodput.metrics()
         self.log.write(step, metrics)
         self.write("train", step, metrics)
+        self.goodput.write(step)
         self.reporter.logged(step, metrics)
         self.last_metrics = metrics
         self.interval = Interval(seconds)
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
-        self._account()  # the step still running belongs to the time of training
-        self.watch.stop()
-        sample = RoutingSample(len(evaluated_tasks(self.job.source)))
-        params = state.evaluated_params
-        metrics = evaluate_job(self.job, self.program, params, sample)
-        if self.texts is not None:
-            metrics["texts"] = self.texts.evaluate(params, step, self.watch.read())
-        self.job.retention.score(metrics)  # at step 0, should a metric not give what it names
-        self.validation.write(step, metrics)
-        self.write("validation", step, metrics)
-        if self.texts is not None:
-            self.texts.write_peaks()
-        self.routing.write(step, sample.arrays(self.job.model))
-        self.reporter.evaluated(step, metrics)
-        if step % self.job.eval_every == 0:  # not where a run happens to end
-            self._place_replicas(metrics)
-        self.watch.start()
+        with self._apart("evaluation"):
+            sample = RoutingSample(len(evaluated_tasks(self.job.source)))
+            params = state.evaluated_params
+            metrics = evaluate_job(self.job, self.program, params, sample)
+            if self.texts is not None:
+                metrics["texts"] = self.texts.evaluate(params, step, self.watch.read())
+            # At step 0, should a metric not give what it names.
+            self.job.retention.score(metrics)
+            self.validation.write(step, metrics)
+            self.write("validation", step, metrics)
+            if self.texts is not None:
+                self.texts.write_peaks()
+            self.routing.write(step, sample.arrays(self.job.model))
+            self.reporter.evaluated(step, metrics)
+            if step % self.job.eval_every == 0:  # not where a run happens to end
+                self._place_replicas(metrics)
         return metrics
 
     def _place_replicas(self, evaluation: dict[str, Any]) -> None:
@@ -338,11 +345,10 @@ class _Loop:
             self.program.place_replicas(np.sum(np.array(loads, np.float64), axis=0))
 
     def _save(self, step: int, state: TrainState, evaluation: dict[str, Any] | None) -> None:
-        self._account()
-        self.watch.stop()
-        logger.info("saving step %d", step)
-        self.checkpointer.save(step, state, self.loader.state(), evaluation)
-        self.watch.start()
+        with self._apart("checkpoint"):
+            logger.info("saving step %d", step)
+            self.checkpointer.save(step, state, self.loader.state(), evaluation)
+            self.goodput.saved(step, self.checkpointer.steps)
 
     def _stop_if_diverged(self, step: int, state: TrainState, saved: int | None) -> None:
         if self.skipped_in_a_row < self.job.max_skipped_in_a_row:

@@ -4,13 +4,16 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import os
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import jax
 
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.data.data_dir import write_atomically
 from switchx.fields import describe, require
 from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
@@ -25,7 +28,10 @@ from switchx.training.layered import LayeredProgram
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_model
 from switchx.training.step import StepConfig, TrainState, init_key
+from switchx.training.text_evaluation import TextEvaluator
 from switchx.tree import Tree, named_leaves
+
+logger = logging.getLogger(__name__)
 
 
 def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
@@ -68,6 +74,40 @@ def first_params(job: TrainingJob, program: TrainingProgram) -> FirstParams | No
     if job.distillation is not None and job.distillation.starts_from_teacher:
         return _TeachersParams(program)
     return None if job.init_from is None else Source(job, program)
+
+
+def first_state(
+    program: TrainingProgram,
+    first: FirstParams | None,
+    run: RunFolder,
+    note: Callable[[str], None],
+) -> TrainState:
+    """The state at step 0, drawn or of another run; says and keeps what came from where."""
+    logger.info("reading or drawing the parameters, beginning the optimizer")
+    if first is None:
+        return program.init_state(None)
+    state = first.state()
+    for text in first.notes:
+        note(text)
+    if jax.process_index() == 0:
+        write_atomically(run.initialization, first.listing.encode())
+    return state
+
+
+def evaluator_of(job: TrainingJob, mesh: jax.sharding.Mesh, make) -> TextEvaluator | None:
+    """What `make` makes to generate the texts of the job's evaluations; None without them.
+
+    Raises:
+        ValueError: the job has some, and `make` is None.
+    """
+    if job.text_evaluation is None:
+        return None
+    require(
+        make is not None,
+        "TrainingJob.text_evaluation generates texts, and train was given nothing that does; "
+        "give text_evaluator=switchx.text_evaluation.JobTexts",
+    )
+    return make(job, mesh)
 
 
 class _TeachersParams:

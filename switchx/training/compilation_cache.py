@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs are kept in a folder: JAX's persistent compilation cache, on by default.
+
+What is set by JAX's own variables and options stands; this only gives the cache a folder where
+none is set. A program is found again by its text, the options, the versions of JAX and XLA, and
+the devices; of a CPU by their number and its instruction sets, so that what another machine
+compiled is not loaded.
+"""
+
+import contextlib
+import os
+import pathlib
+import stat
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from switchx.data.data_dir import cache_dir
+
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+
+@contextlib.contextmanager
+def compiled_programs_kept(
+    shared: pathlib.Path | None, note: Callable[[str], None]
+) -> Iterator[None]:
+    """Within, JAX keeps compiled programs, and reads those that are kept; `note` says where.
+
+    Where JAX has no folder yet it is the user's own, `$XDG_CACHE_HOME/switchx/compiled`: who
+    can write there can have code run, so no other user may.
+
+    Args:
+        shared: a folder that all of several processes see: JAX has only process 0 write, and
+            the others read nothing elsewhere. None is the user's own in any case.
+    """
+    given = jax.config.jax_compilation_cache_dir
+    if given is not None or not jax.config.jax_enable_compilation_cache:
+        is_on = given and jax.config.jax_enable_compilation_cache
+        note(f"compiled programs: kept in {given}" if is_on else "compiled programs: not kept")
+        yield
+        return
+    folder = shared if shared is not None and jax.process_count() > 1 else _own_folder(note)
+    if folder is None:
+        yield
+        return
+    note(f"compiled programs: kept in {folder}")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+
+
+def _own_folder(note: Callable[[str], None]) -> pathlib.Path | None:
+    """The folder, made; None, with a note, where it is not this user's alone."""
+    folder = cache_dir() / "compiled"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+    except OSError as error:
+        note(f"compiled programs: not kept, {error}; {VARIABLE}=DIR names another folder")
+        return None
+    others_write = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if about.st_uid != os.geteuid() or others_write or not os.access(folder, os.W_OK | os.X_OK):
+        note(
+            f"compiled programs: not kept, as {folder} is not this user's alone to write; "
+            f"{VARIABLE}=DIR names another folder"
+        )
+        return None
+    return folder

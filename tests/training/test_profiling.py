@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--profile`: which steps are traced, what is refused, what a resumed run is told."""
+
+import dataclasses
+import gzip
+import json
+
+import pytest
+
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli.main import main
+from switchx.training.loop import train
+from switchx.training.profiling import ProfiledSteps, StepProfiler
+from tests.data.refusals import refused
+from tests.training.jobs import make_job
+from tests.training.test_loop import TINY, Events
+
+pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+
+
+def traced_steps(run) -> list[int]:
+    """The numbers of the steps in the one trace."""
+    (path,) = run.profile.glob("plugins/profile/*/*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    steps = {int(e["args"]["step_num"]) for e in events if "step_num" in e.get("args", {})}
+    return sorted(steps)
+
+
+def numbers(run) -> list[dict]:
+    """Lines of metrics, without what the clock says."""
+    lines = map(json.loads, run.metrics.read_text().splitlines())
+    clocked = ("step_time", "goodput", "train_seconds")
+    return [
+        {k: v for k, v in line.items() if k not in clocked and not k.endswith("_per_s")}
+        for line in lines
+    ]
+
+
+def test_the_steps_are_traced_and_nothing_else_changes(tmp_path):
+    job = make_job(TINY, eval_every=9, checkpoint_every=9)
+    run, plain = RunFolder(tmp_path / "profiled"), RunFolder(tmp_path / "plain")
+    train(job, run, Events(), profile=ProfiledSteps(1, 3))
+    train(job, plain, Events())
+    assert traced_steps(run) == [2, 3]
+    assert numbers(run) == numbers(plain) and not plain.profile.exists()
+    assert json.loads(run.goodput.read_text())["seconds"]["profile"] > 0
+
+
+def test_a_range_past_the_end_is_refused_before_anything_is_made(tmp_path):
+    with refused(
+        "profile=2:5 is past the end of a run of 4 steps; use an END of at most 4, or more "
+        "TRAIN_STEPS"
+    ):
+        train(
+            make_job(TINY), RunFolder(tmp_path / "run"), Events(), profile=ProfiledSteps(2, 5)
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("steps", [(3, 3), (4, 2), (-1, 2)])
+def test_a_range_without_steps_is_refused(steps):
+    with pytest.raises(ValueError, match="no step is after"):
+        ProfiledSteps(*steps)
+
+
+@pytest.mark.parametrize("text", ["10", "a:b", "3:3", "5:2", "-1:2", "1:2:3", ""])
+def test_a_command_names_what_is_no_range(text, capsys):
+    words = ("train", "--gin_file=x.gin", "--model_dir=x", f"--profile={text}")
+    assert main([*words]) == 2
+    assert f"{text!r} has no steps; use START:END" in capsys.readouterr().err
+
+
+def test_a_run_that_resumes_within_the_range_says_so_and_traces_the_rest(tmp_path):
+    job, run, steps = make_job(TINY), RunFolder(tmp_path), ProfiledSteps(1, 4)
+    train(dataclasses.replace(job, train_steps=2), run, Events())
+    events = Events()
+    train(job, run, events, profile=steps)
+    assert events.notes[0] == "profiling 2:4 of profile=1:4: step 2 is taken"
+    assert traced_steps(run) == [3, 4]
+    profiler = StepProfiler(steps, 4, run.profile)
+    assert profiler.note == "nothing is profiled: profile=1:4, and step 4 is taken"
+    assert StepProfiler(steps, 1, run.profile).note is None
+
+
+def test_a_trace_that_an_error_cuts_short_is_written(tmp_path):
+    run = RunFolder(tmp_path)
+
+    def end(step):
+        if step == 2:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train(make_job(TINY), run, Events(end), profile=ProfiledSteps(0, 4))
+    assert traced_steps(run) == [1, 2]
