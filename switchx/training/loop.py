@@ -36,7 +36,13 @@ from switchx.training.metrics import (
 from switchx.training.profiling import ProfiledSteps, StepProfiler
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, flat_description, write_run_config
-from switchx.training.start import evaluator_of, first_params, first_state, program_of
+from switchx.training.start import (
+    evaluator_of,
+    first_params,
+    first_state,
+    loader_of,
+    program_of,
+)
 from switchx.training.step import TrainState
 from switchx.training.stopping import StopAgreement, stop_signals
 from switchx.training.text_evaluation import TextEvaluator, TextLog
@@ -120,25 +126,13 @@ def train(
         program.require_memory()
         for note in program.notes:
             reporter.note(note)
-        with (
-            program.scope(),
-            Checkpointer(run, job.retention, program.experts) as checkpointer,
-        ):
+        with program.scope(), Checkpointer(run, job.retention, program.experts) as checkpointer:
             step = checkpointer.latest_complete_step()
             profiler = StepProfiler(profile, step or 0, run.profile)
             if profiler.note is not None:
                 reporter.note(profiler.note)
             first = first_params(job, program) if step is None else None
-            logger.info("opening the data")
-            loader = TrainLoader(
-                job.source,
-                job.batches,
-                seed=job.seed,
-                data_dir=job.data_dir,
-                shard=program.shard,
-                prefetch=job.prefetch,
-            )
-            with contextlib.closing(loader):
+            with contextlib.closing(loader_of(job, program.shard)) as loader:
                 for task in evaluated_tasks(job.source):
                     # Refuses now what is read much later.
                     _evaluation_batches(job, task, program.shard)

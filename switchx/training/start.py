@@ -14,6 +14,7 @@ import jax
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step, restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.data_dir import write_atomically
+from switchx.data.loader import Shard, TrainLoader
 from switchx.fields import describe, require
 from switchx.models.params import init_params
 from switchx.partitioning.mesh import MeshSpec
@@ -92,6 +93,19 @@ def first_state(
     if jax.process_index() == 0:
         write_atomically(run.initialization, first.listing.encode())
     return state
+
+
+def loader_of(job: TrainingJob, shard: Shard) -> TrainLoader:
+    """This process' part of the batches, from the first on."""
+    logger.info("opening the data")
+    return TrainLoader(
+        job.source,
+        job.batches,
+        seed=job.seed,
+        data_dir=job.data_dir,
+        shard=shard,
+        prefetch=job.prefetch,
+    )
 
 
 def evaluator_of(job: TrainingJob, mesh: jax.sharding.Mesh, make) -> TextEvaluator | None:

@@ -84,6 +84,26 @@ def test_numbers_are_those_of_the_run_folder(capsys, folder):
     assert f"metrics        {folder.root}/metrics.jsonl, validation.jsonl" in lines
 
 
+def test_goodput_says_what_took_the_time_and_who_was_slow(capsys, folder):
+    seconds = {"step": 80.0, "start": 0.0, "compile": 15.0, "data": 0.0, "checkpoint": 5.0}
+    goodput = {"share": 0.8, "seconds": seconds, "restarts": 2, "lost_steps": 7}
+    folder.goodput.write_text(json.dumps(goodput))
+    even = {"median_s": 0.5, "max_s": 0.75, "max_process": 0, "slow_steps": 0, "late_s": 0.1}
+    even |= {"late_process": 0, "late_median_s": 0.1}
+    odd = {"max_s": 2.0, "max_process": 3, "slow_steps": 4, "late_s": 6.0, "late_process": 5}
+    rows = [{"tokens_per_s": 1.0, "skipped_steps": 0, "step_time": each}
+            for each in ({}, even, even | odd, even)]  # fmt: skip
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = printed(capsys, folder, given(str(SMALL), bindings=[f"FILES={folder.root}"]))
+    assert lines[5:9] == [
+        "goodput                    80.0% of 100 s in steps, compile 15.0%, checkpoint 5.0%",
+        "restarts                   2, 7 steps taken again",
+        "seconds per step (median)  0.500; longest 2.000 (process 3); slow steps 4",
+        "latest process             5, whose devices waited 6.0 s for it (the median process' "
+        "0.1 s) before a line of metrics",
+    ]
+
+
 def test_run_that_logged_nothing_has_a_summary_too(capsys, folder):
     folder.metrics.unlink()
     folder.validation.unlink()

@@ -199,6 +199,8 @@ def test_two_processes_train_as_one_and_resume(tmp_path, session_cache):
     train_in_two(together.root, 2, environment)
     train(JOB, alone, Silent())
     names = {"loss", "grad_norm", "neg_log_perplexity", "target_tokens"}
+    goodput = json.loads(together.goodput.read_text())
+    assert (goodput["restarts"], goodput["lost_steps"]) == (1, 0)
     for log in ("metrics", "validation"):
         got, want = lines_of(together, log), lines_of(alone, log)
         assert want and want.keys() <= got.keys()  # at its end the first half was evaluated

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 
 import jax
 import numpy as np
@@ -202,6 +203,31 @@ def test_a_resumed_run_has_the_samples_of_an_uninterrupted_one(stop_at, sparse, 
         assert got[name].keys() == want[name].keys()
         for array in want[name]:
             np.testing.assert_array_equal(got[name][array], want[name][array])
+
+
+def test_goodput_counts_steps_that_are_taken_again(tmp_path):
+    run, job = RunFolder(tmp_path), tiny_job(eval_every=9)
+
+    def kill(step):
+        if step == 4:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train(job, run, Events(kill))
+    before = json.loads(run.goodput.read_text())
+    assert before["step"] == 3 and before["at_checkpoints"].keys() == {"0", "2"}
+    start_s = time.perf_counter()
+    train(job, run, Events())
+    wall_s = time.perf_counter() - start_s
+    after = json.loads(run.goodput.read_text())
+    assert (after["restarts"], after["lost_steps"]) == (1, 1)
+    assert before["seconds"]["restart"] == 0 < after["seconds"]["restart"]
+    assert after["seconds"]["start"] == before["seconds"]["start"] > 0
+    counted_s = sum(after["seconds"].values()) - sum(before["seconds"].values())
+    # What comes after the last write, and closing: not counted.
+    assert 0.5 * wall_s < counted_s <= wall_s + 0.01
+    last = json.loads(run.metrics.read_text().splitlines()[-1])
+    assert last["goodput"]["lost_steps"] == 1 and last["step_time"]["median_s"] > 0
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_its_logs_anew(finished, tmp_path):
