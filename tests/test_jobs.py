@@ -23,7 +23,7 @@ from switchx.jobs import TrainingInterrupted
 from switchx.training.program import TrainingProgram
 from tests.compilation import T5, on_devices
 from tests.data.refusals import refused
-from tests.integration.runs import SMALL, lines
+from tests.integration.runs import SMALL, lines, numbers
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("programs_compiled_once", "one_device")
@@ -64,18 +64,6 @@ def nothing_is_left():
     assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
 
-def numbers(folder: pathlib.Path, file: str) -> list[dict]:
-    """Lines of a log without what depends on the clock."""
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if not name.endswith(("_per_s", "seconds"))
-        }
-        for line in lines(folder / file)
-    ]
-
-
 def test_a_run_of_python_is_one_of_the_commands(
     job, finished_run, tmp_path, nothing_is_left, capsys
 ):
@@ -84,7 +72,7 @@ def test_a_run_of_python_is_one_of_the_commands(
     assert (outcome.step, outcome.is_finished) == (2, True)
     shown = capsys.readouterr()
     assert "step     2  loss" in shown.err and not shown.out
-    assert numbers(run, "metrics.jsonl") == numbers(finished_run.folder, "metrics.jsonl")[:1]
+    assert numbers(run / "metrics.jsonl") == numbers(finished_run.folder / "metrics.jsonl")[:1]
     # Macros change the configuration that was written.
     assert main(["eval", f"--model_dir={run}", "--json", "--gin.BATCH_SIZE=4"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -116,7 +104,7 @@ def test_interrupted_and_resumed_it_is_the_run_of_the_command(
     assert any("resumed from step 6" in note for note in failing.notes)
     assert switchx.train(job, run).step == 12
     for file in ("metrics.jsonl", "validation.jsonl"):
-        assert numbers(run, file) == numbers(finished_run.folder, file)
+        assert numbers(run / file) == numbers(finished_run.folder / file)
     described = [
         json.loads((each / "config.json").read_text()) for each in (run, finished_run.folder)
     ]

@@ -194,10 +194,10 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
 class StepTimes:
     """When the devices of this process began and ended each step.
 
-    A thread waits for each step's result, so that the loop does not. A step lasts from when its
-    batch was asked for, or from the end of the step before if that is later, to its own end:
-    evaluations and saves are not in it, waiting for data and for other processes is. Steps that
-    compile are left out.
+    A thread waits for each step's result, so that the loop does not. A step lasts from the end
+    of the step before to its own, or, after an evaluation, a save or a line of metrics, from
+    when that was done. Waiting for data and for other processes is in it. Steps that compile
+    are left out.
     """
 
     def __init__(self, clock: Clock = time.perf_counter):
@@ -206,7 +206,8 @@ class StepTimes:
         self._results: queue.SimpleQueue = queue.SimpleQueue()
         self._ends: queue.SimpleQueue = queue.SimpleQueue()
         self._running: collections.deque[tuple[float, bool]] = collections.deque()
-        self._asked_s = self._ended_s = -math.inf
+        self._ended_s = -math.inf
+        self._asked_s = self._goes_on_s = clock()
         self._last: collections.deque[float] = collections.deque(maxlen=LAST_STEPS)
         self._new: list[float] = []
         self._late_s = 0.0
@@ -226,26 +227,34 @@ class StepTimes:
             self._ends.put(self._clock())
             del result  # not held while it waits for the next
 
+    def goes_on(self) -> None:
+        """The host was busy with something else than steps, until now."""
+        self._goes_on_s = self._clock()
+
     def asks(self) -> None:
         """The host asks for the batch of the next step."""
         self._asked_s = self._clock()
 
-    def idle(self) -> float:
+    def waited_for_data(self) -> float:
         """Seconds since the host asked in which the devices had no step."""
+        return self._idle_since(self._asked_s)
+
+    def _idle_since(self, start_s: float) -> float:
         self._take_ends()
-        return 0.0 if self._running else self._clock() - max(self._asked_s, self._ended_s)
+        return 0.0 if self._running else self._clock() - max(start_s, self._ended_s)
 
     def dispatched(self, result: jax.Array, has_compiled: bool) -> None:
         """The step is on its way to the devices; `result` is there when it has ended."""
-        self._late_s += 0.0 if has_compiled else self.idle()
-        self._running.append((self._asked_s, has_compiled))
+        self._late_s += 0.0 if has_compiled else self._idle_since(self._goes_on_s)
+        self._running.append((self._goes_on_s, has_compiled))
         self._results.put(result)
+        self.goes_on()
 
     def _take_ends(self) -> None:
         while not self._ends.empty():
-            end, (asked, has_compiled) = self._ends.get(), self._running.popleft()
+            end, (start, has_compiled) = self._ends.get(), self._running.popleft()
             if not has_compiled:
-                self._new.append(end - max(asked, self._ended_s))
+                self._new.append(end - max(start, self._ended_s))
             self._ended_s = end
 
     def metrics(self) -> dict[str, float | int]:

@@ -228,7 +228,7 @@ class _Loop:
             self.profiler.before(step + 1, settle=self._account)
             self.step_times.asks()
             batch = next(self.loader)
-            self.goodput.waited_for_data(self.step_times.idle())
+            self.goodput.waited_for_data(self.step_times.waited_for_data())
             compiled_s = self.goodput.compiled_s
             with self.profiler.marked(step + 1):
                 state, metrics = self.program.train_step(
@@ -271,6 +271,7 @@ class _Loop:
         with self.goodput.during(cause):
             yield
         self.watch.start()
+        self.step_times.goes_on()
 
     def _account(self) -> None:
         """Takes in the metrics of the last step that was started; waits for it."""
@@ -311,6 +312,7 @@ class _Loop:
         self.reporter.logged(step, metrics)
         self.last_metrics = metrics
         self.interval = Interval(seconds)
+        self.step_times.goes_on()
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
         with self._apart("evaluation"):

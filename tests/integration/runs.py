@@ -32,3 +32,12 @@ def arguments(model_dir, files, *bindings: str) -> list[str]:
 
 def lines(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers(path: pathlib.Path) -> list[dict]:
+    """Lines of a log without what depends on the clock."""
+    clocked = ("_per_s", "seconds", "goodput", "step_time")
+    return [
+        {name: value for name, value in line.items() if not name.endswith(clocked)}
+        for line in lines(path)
+    ]

@@ -7,6 +7,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -60,7 +61,8 @@ RATES = dataclasses.replace(
         clip_norm=0.1, rate_multipliers=((r".*/experts/.*", 0.0), ("embedding/.*", 0.5))
     ),
 )
-JOBS = {"JOB": JOB, "TEXTS": TEXTS, "RATES": RATES}
+LATE = dataclasses.replace(JOB, log_every=4, eval_every=9)
+JOBS = {"JOB": JOB, "TEXTS": TEXTS, "RATES": RATES, "LATE": LATE}
 
 
 class Silent:
@@ -73,6 +75,13 @@ class Silent:
     def note(self, text): ...
 
 
+class Late(Silent):
+    """The second process comes late to each step: the steps take less than two seconds."""
+
+    def stepped(self, step):
+        time.sleep(2.0 * jax.process_index())
+
+
 def main(port: str, index: str, folder: str, steps: str, job: str, teacher: str = "") -> None:
     """One of the two processes."""
     jax.distributed.initialize(f"localhost:{port}", 2, int(index))
@@ -81,7 +90,8 @@ def main(port: str, index: str, folder: str, steps: str, job: str, teacher: str 
         return
     job = student_of(teacher) if teacher else JOBS[job]
     job = dataclasses.replace(job, train_steps=int(steps))
-    outcome = train(job, RunFolder(folder), Silent(), text_evaluator=JobTexts)
+    reporter = Late() if job.log_every == LATE.log_every else Silent()
+    outcome = train(job, RunFolder(folder), reporter, text_evaluator=JobTexts)
     assert outcome.step == int(steps)
 
 
@@ -169,6 +179,15 @@ def test_logits_of_two_processes_are_read_by_one_and_the_other_way_round(
         for name in ("loss", "soft_loss", "grad_norm"):
             got = logs[1][step][name]
             assert got == pytest.approx(logs[0][step][name], rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_the_process_that_is_late_is_named(tmp_path, session_cache):
+    run = RunFolder(tmp_path)
+    train_in_two(run.root, 4, child_environment(session_cache, devices=4), "LATE")
+    times = lines_of(run, "metrics")[4]["step_time"]
+    assert times["late_process"] == 1 and 1.0 < times["late_s"] < 3 * 2.1
+    assert times["late_median_s"] == pytest.approx(times["late_s"] / 2, abs=0.5)
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def take_step(times, clock, wait_s, host_s, step_s, has_compiled=False) -> float
     """A step that ends before the host goes on; returns how long its batch was waited for."""
     times.asks()
     clock.passes(wait_s)
-    idle_s = times.idle()
+    waited_s = times.waited_for_data()
     clock.passes(host_s)
     result = Result()
     times.dispatched(result, has_compiled)
@@ -164,7 +164,7 @@ def take_step(times, clock, wait_s, host_s, step_s, has_compiled=False) -> float
     result.is_there.set()
     while times._ends.empty():
         pass
-    return idle_s
+    return waited_s
 
 
 def test_slow_steps_and_a_late_host(times, clock):
@@ -175,6 +175,7 @@ def test_slow_steps_and_a_late_host(times, clock):
     assert waits == [0.25] * 4
     take_step(times, clock, 0.0, 0.0, 2.5)
     clock.passes(60)  # an evaluation
+    times.goes_on()
     take_step(times, clock, 0.0, 0.5, 0.5)
     got = times.metrics()
     assert got == {
@@ -191,7 +192,7 @@ def test_a_batch_that_comes_while_a_step_runs_is_not_waited_for(times, clock):
     clock.passes(1)
     times.asks()
     clock.passes(1)
-    assert times.idle() == 0.0
+    assert times.waited_for_data() == 0.0
     times.dispatched(second, False)
     first.is_there.set()
     second.is_there.set()

@@ -12,6 +12,7 @@ from switchx.cli.main import main
 from switchx.training.loop import train
 from switchx.training.profiling import ProfiledSteps, StepProfiler
 from tests.data.refusals import refused
+from tests.integration.runs import numbers
 from tests.training.jobs import make_job
 from tests.training.test_loop import TINY, Events
 
@@ -26,23 +27,13 @@ def traced_steps(run) -> list[int]:
     return sorted(steps)
 
 
-def numbers(run) -> list[dict]:
-    """Lines of metrics, without what the clock says."""
-    lines = map(json.loads, run.metrics.read_text().splitlines())
-    clocked = ("step_time", "goodput", "train_seconds")
-    return [
-        {k: v for k, v in line.items() if k not in clocked and not k.endswith("_per_s")}
-        for line in lines
-    ]
-
-
 def test_the_steps_are_traced_and_nothing_else_changes(tmp_path):
     job = make_job(TINY, eval_every=9, checkpoint_every=9)
     run, plain = RunFolder(tmp_path / "profiled"), RunFolder(tmp_path / "plain")
     train(job, run, Events(), profile=ProfiledSteps(1, 3))
     train(job, plain, Events())
     assert traced_steps(run) == [2, 3]
-    assert numbers(run) == numbers(plain) and not plain.profile.exists()
+    assert numbers(run.metrics) == numbers(plain.metrics) and not plain.profile.exists()
     assert json.loads(run.goodput.read_text())["seconds"]["profile"] > 0
 
 
