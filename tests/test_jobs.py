@@ -68,9 +68,11 @@ def test_a_run_of_python_is_one_of_the_commands(
     job, finished_run, tmp_path, nothing_is_left, capsys
 ):
     job, run = dataclasses.replace(job, train_steps=2), tmp_path / "run"
-    outcome = switchx.train(job, run)
+    outcome = switchx.train(job, run, profile=(1, 2))
     assert (outcome.step, outcome.is_finished) == (2, True)
+    assert list((run / "profile").rglob("*.xplane.pb"))
     shown = capsys.readouterr()
+    assert shown.err.count("compiled programs: kept in ") == 1
     assert "step     2  loss" in shown.err and not shown.out
     assert numbers(run / "metrics.jsonl") == numbers(finished_run.folder / "metrics.jsonl")[:1]
     # Macros change the configuration that was written.

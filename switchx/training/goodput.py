@@ -107,10 +107,12 @@ class Goodput:
         self.seconds: dict[Cause, float] = dict.fromkeys(get_args(Cause), 0.0)
         self.restarts = self.lost_steps = 0
         self._step = 0  # the last that is known to have been taken
+        self._has_begun = False
         self._at_checkpoints = {0: 0.0}  # seconds of steps when each was saved
 
     def begin(self, step: int) -> None:
         """Adds to what earlier processes counted; this one resumes after `step`."""
+        self._has_begun = True
         before = _read(self._path) if self._is_writer else None
         if before is None:
             return
@@ -173,8 +175,11 @@ class Goodput:
         self.write(step)
 
     def write(self, step: int) -> None:
-        """Writes the file: `metrics()`, the last step, and what a resumed process needs."""
-        if self._is_writer:
+        """Writes the file: `metrics()`, the last step, and what a resumed process needs.
+
+        A process that has not begun, as there was no step to take, leaves it as it was.
+        """
+        if self._is_writer and self._has_begun:
             self._step = max(self._step, step)
             text = self.metrics() | {"step": self._step, "at_checkpoints": self._at_checkpoints}
             write_atomically(self._path, (json.dumps(text, indent=2) + "\n").encode())

@@ -120,10 +120,11 @@ def test_the_last_step_is_logged_evaluated_and_saved_whatever_the_intervals(tmp_
 def test_a_finished_run_takes_no_step_and_a_longer_one_goes_on(finished, tmp_path):
     run, events = RunFolder(tmp_path), Events()
     train(tiny_job(train_steps=2), run, Events())
+    goodput = run.goodput.read_text()
     outcome = train(tiny_job(train_steps=2), run, events)
     resumed = f"resumed from step 2 in {run.checkpoints / '2'}"
     assert events == [("note", resumed), ("begin", 2, 2)]
-    assert outcome == Outcome(2, True, {})
+    assert outcome == Outcome(2, True, {}) and run.goodput.read_text() == goodput
     events = Events()
     train(tiny_job(train_steps=4), run, events)
     assert events[:3] == [("note", resumed), ("begin", 2, 4), ("stepped", 3)]

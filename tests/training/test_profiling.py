@@ -4,15 +4,16 @@
 import dataclasses
 import gzip
 import json
+import time
 
 import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
-from switchx.training.loop import train
+from switchx.training.loop import Outcome, train
 from switchx.training.profiling import ProfiledSteps, StepProfiler
 from tests.data.refusals import refused
-from tests.integration.runs import numbers
+from tests.integration.runs import SMALL, numbers
 from tests.training.jobs import make_job
 from tests.training.test_loop import TINY, Events
 
@@ -59,6 +60,21 @@ def test_a_command_names_what_is_no_range(text, capsys):
     words = ("train", "--gin_file=x.gin", "--model_dir=x", f"--profile={text}")
     assert main([*words]) == 2
     assert f"{text!r} has no steps; use START:END" in capsys.readouterr().err
+
+
+def test_a_command_hands_the_range_on(monkeypatch, tmp_path):
+    given = {}
+
+    def called(job, model_dir, **options):
+        given.update(options)
+        return Outcome(0, False, {})
+
+    monkeypatch.setattr("switchx.jobs.train", called)
+    start_s = time.perf_counter()
+    words = (f"--gin_file={SMALL}", f"--gin.FILES={tmp_path}", f"--model_dir={tmp_path}")
+    assert main(["train", *words, "--profile=10:13"]) == 0
+    assert given["profile"] == (10, 13)
+    assert start_s <= given["started_s"] <= time.perf_counter()
 
 
 def test_a_run_that_resumes_within_the_range_says_so_and_traces_the_rest(tmp_path):
