@@ -2,14 +2,16 @@
 """Compiled programs are kept in a folder: JAX's persistent compilation cache, on by default.
 
 What is set by JAX's own variables and options stands; this only gives the cache a folder where
-none is set. A program is found again by its text, the options, the versions of JAX and XLA, and
-the devices; of a CPU by their number and its instruction sets, so that what another machine
-compiled is not loaded.
+none is set. JAX finds a program again by its text, the options, the versions of JAX and XLA,
+and the devices. Machines whose home is shared may have other CPUs, and a program with
+instructions that a CPU lacks ends the process: each kind of CPU has a folder of its own.
 """
 
 import contextlib
+import hashlib
 import os
 import pathlib
+import platform
 import stat
 from collections.abc import Callable, Iterator
 
@@ -19,6 +21,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from switchx.data.data_dir import cache_dir
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+# Lines of /proc/cpuinfo that say what is compiled for: on x86, on Arm.
+_CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 
 
 @contextlib.contextmanager
@@ -44,6 +48,7 @@ def compiled_programs_kept(
     if folder is None:
         yield
         return
+    folder /= cpu_kind()
     note(f"compiled programs: kept in {folder}")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     try:
@@ -51,6 +56,15 @@ def compiled_programs_kept(
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+def cpu_kind() -> str:
+    """A name that CPUs of the same model and instruction sets have in common."""
+    about = {platform.machine(), platform.processor()}
+    with contextlib.suppress(OSError):  # there on Linux alone
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        about |= {line for line in lines if line.startswith(_CPU_LINES)}
+    return f"cpu_{hashlib.sha256(repr(sorted(about)).encode()).hexdigest()[:12]}"
 
 
 def _own_folder(note: Callable[[str], None]) -> pathlib.Path | None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The persistent compilation cache: where it is by default, and what leaves it off."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from switchx.training.compilation_cache import compiled_programs_kept
+from switchx.training.compilation_cache import compiled_programs_kept, cpu_kind
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +39,9 @@ def test_programs_are_kept_and_read_again_bit_for_bit(tmp_path):
     folder = tmp_path / "cache" / "switchx" / "compiled"
     without = np.asarray(jax.jit(lambda x: jnp.tanh(x @ x) * 3.0)(jnp.eye(8) / 3))
     notes, first = compiled_in()
-    assert notes == [f"compiled programs: kept in {folder}"]
+    assert notes == [f"compiled programs: kept in {folder / cpu_kind()}"]
     assert folder.stat().st_mode & 0o777 == 0o700
-    kept = {path.name for path in folder.glob("jit__lambda*-cache")}
+    kept = {path.name for path in folder.glob("cpu_*/jit__lambda*-cache")}
     assert len(kept) == 1
     assert jax.config.jax_compilation_cache_dir is None
     hits = []
@@ -98,13 +100,29 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 def test_several_processes_keep_them_where_all_see_them(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     notes, _ = compiled_in(tmp_path / "run" / "compiled", factor=8.0)
-    assert notes == [f"compiled programs: kept in {tmp_path / 'run' / 'compiled'}"]
-    assert list((tmp_path / "run" / "compiled").glob("jit__lambda*-cache"))
+    assert notes == [f"compiled programs: kept in {tmp_path / 'run' / 'compiled' / cpu_kind()}"]
+    assert list((tmp_path / "run" / "compiled").glob("cpu_*/jit__lambda*-cache"))
+
+
+def test_a_machine_of_another_cpu_compiles_its_own(tmp_path, monkeypatch):
+    compiled_in(factor=10.0)
+    here = cpu_kind()
+    read_text = pathlib.Path.read_text
+
+    def other(path, **options):
+        return read_text(path, **options).replace("flags\t\t:", "flags\t\t: avx1024")
+
+    monkeypatch.setattr(pathlib.Path, "read_text", other)
+    if cpu_kind() == here:
+        pytest.skip("this machine has no /proc/cpuinfo of an x86 CPU")
+    compiled_in(factor=10.0)
+    kept = (tmp_path / "cache" / "switchx" / "compiled").glob("*/jit__lambda*-cache")
+    assert {path.parent.name for path in kept} == {here, cpu_kind()}
 
 
 def test_an_entry_that_a_killed_process_left_half_is_compiled_again(tmp_path):
     _, want = compiled_in(factor=9.0)
-    (path,) = (tmp_path / "cache" / "switchx" / "compiled").glob("jit__lambda*-cache")
+    (path,) = (tmp_path / "cache" / "switchx" / "compiled").glob("cpu_*/jit__lambda*-cache")
     path.write_bytes(path.read_bytes()[:500])
     with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
         _, got = compiled_in(factor=9.0)
