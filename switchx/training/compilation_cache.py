@@ -32,7 +32,9 @@ def compiled_programs_kept(
     """Within, JAX keeps compiled programs, and reads those that are kept; `note` says where.
 
     Where JAX has no folder yet it is the user's own, `$XDG_CACHE_HOME/switchx/compiled`: who
-    can write there can have code run, so no other user may.
+    can write there can have code run, so no other user may. Several processes on CPUs get none:
+    there JAX's keys differ by process, so that the first one would find its programs and wait,
+    as long as a collective may take at most, for the others to compile theirs.
 
     Args:
         shared: a folder that all of several processes see: JAX has only process 0 write, and
@@ -44,7 +46,12 @@ def compiled_programs_kept(
         note(f"compiled programs: kept in {given}" if is_on else "compiled programs: not kept")
         yield
         return
-    folder = shared if shared is not None and jax.process_count() > 1 else _own_folder(note)
+    is_one_of_several = jax.process_count() > 1
+    if is_one_of_several and jax.default_backend() == "cpu":
+        note("compiled programs: not kept, of several processes on CPUs")
+        yield
+        return
+    folder = shared if shared is not None and is_one_of_several else _own_folder(note)
     if folder is None:
         yield
         return

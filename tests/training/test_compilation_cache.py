@@ -97,8 +97,12 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     assert note.startswith("compiled programs: not kept, ") and str(tmp_path) in note
 
 
-def test_several_processes_keep_them_where_all_see_them(tmp_path, monkeypatch):
+def test_several_processes_keep_them_where_all_see_them_but_not_of_cpus(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    notes, _ = compiled_in(tmp_path / "run" / "compiled", factor=8.0)
+    assert notes == ["compiled programs: not kept, of several processes on CPUs"]
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     notes, _ = compiled_in(tmp_path / "run" / "compiled", factor=8.0)
     assert notes == [f"compiled programs: kept in {tmp_path / 'run' / 'compiled' / cpu_kind()}"]
     assert list((tmp_path / "run" / "compiled").glob("cpu_*/jit__lambda*-cache"))
