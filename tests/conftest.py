@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import importlib.util
 import os
 import pathlib
@@ -64,6 +65,25 @@ def pytest_runtest_setup(item):
         for module in ("torch", "transformers"):
             if importlib.util.find_spec(module) is None:
                 pytest.skip(f"needs {module}: pip install 'switchx[hf]', or make test-all")
+
+
+# A process may have 65,530 memory maps (Linux' vm.max_map_count), and a program of XLA on a
+# CPU takes up to a thousand of them; where there are no more, compiling ends in SIGSEGV.
+MOST_MAPS, LOOK_EVERY_S = 30_000, 5.0
+_looked_s = START_S
+
+
+def pytest_runtest_teardown():
+    """Lets go of compiled programs before there are too many of them."""
+    global _looked_s
+    maps = pathlib.Path("/proc/self/maps")
+    if time.monotonic() - _looked_s < LOOK_EVERY_S or not maps.exists():
+        return
+    _looked_s = time.monotonic()
+    with maps.open("rb") as lines:
+        if sum(1 for _ in lines) > MOST_MAPS:
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.fixture
