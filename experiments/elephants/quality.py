@@ -72,7 +72,7 @@ def translate(arguments, model, finished: FinishedCells) -> dict[tuple[str, int,
                     value = _translate_cell(arguments, variant, beams, asked)
                     finished.add(cell, value)
                     print(f"{direction} beam {beams} {precision}: {value['seconds']:.0f} s")
-                found[direction, beams, precision] = value | {"targets": asked.targets}
+                found[direction, beams, precision] = value | {"targets": asked.examples.targets}
     return found
 
 

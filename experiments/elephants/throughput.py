@@ -66,8 +66,9 @@ class TorchSide:
 def sentences_of(model, asked) -> Sentences:
     """Tokens and words are of the sentences alone, without prefix and end."""
     prompts = sorted(asked.prompts, key=len, reverse=True)
-    num_tokens = sum(len(model.vocabulary.encode(text)) for text in asked.inputs)
-    return Sentences(prompts, num_tokens, sum(len(text.split()) for text in asked.inputs))
+    texts = asked.examples.inputs
+    num_tokens = sum(len(model.vocabulary.encode(text)) for text in texts)
+    return Sentences(prompts, num_tokens, sum(len(text.split()) for text in texts))
 
 
 @contextlib.contextmanager
