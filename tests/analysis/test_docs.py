@@ -5,6 +5,7 @@ import re
 import shlex
 
 import jax
+import pytest
 
 from switchx.cli.main import main
 from switchx.training.evaluate import SAMPLE_TOKENS
@@ -27,6 +28,7 @@ BRIEF = [
 ]
 
 
+@pytest.mark.slow  # the README's commands are a default test
 def test_blocks_run(in_a_folder, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_, first=jax.devices()[:1]: first)
     blocks = BLOCK.findall(PAGE)

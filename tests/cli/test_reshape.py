@@ -60,6 +60,7 @@ def test_all_commands_of_the_page_run(in_a_folder, tiny_run, one_device, capsys)
     assert len(run_commands(COMMANDS, capsys)) == 3
 
 
+@pytest.mark.slow  # commands one after another
 def test_reshaping_of_the_page_keeps_what_it_says(in_a_folder, tiny_run, one_device, capsys):
     shutil.copytree(tiny_run, in_a_folder / "runs/tiny")
     first = BLOCKS[0].count("\n")

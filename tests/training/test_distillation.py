@@ -138,6 +138,7 @@ def taught():
     return batch, params, teacher, whole
 
 
+@pytest.mark.slow  # two programs; the loss and its gradient: above
 def test_the_teacher_changes_what_is_learnt_and_is_not_differentiated(taught):
     batch, params, teacher, whole = taught
     grads, value, sums, _ = whole(teacher)

@@ -156,7 +156,8 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
+@pytest.mark.slow  # raw gradients: above; a run: test_runs_go_on_between_device_host_and_disk
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_steps_are_those_of_the_resident_program(name):
     changes = STEPS[name]
     resident = program_of(**changes, storage=StorageSpec())

@@ -175,6 +175,7 @@ def test_gradients_are_those_of_the_whole_step(config, num_microbatches):
     np.testing.assert_allclose(squares, sum(of_experts), rtol=1e-5)
 
 
+@pytest.mark.slow  # cache and policy: test_layered.py
 def test_what_is_guessed_and_how_many_slots_there_are_change_no_bit():
     config = stacked(SPARSE, layers=6)
     (first, banks), *others = [

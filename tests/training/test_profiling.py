@@ -77,6 +77,7 @@ def test_a_command_hands_the_range_on(monkeypatch, tmp_path):
     assert start_s <= given["started_s"] <= time.perf_counter()
 
 
+@pytest.mark.slow  # two runs
 def test_a_run_that_resumes_within_the_range_says_so_and_traces_the_rest(tmp_path):
     job, run, steps = make_job(TINY), RunFolder(tmp_path), ProfiledSteps(1, 4)
     train(dataclasses.replace(job, train_steps=2), run, Events())
