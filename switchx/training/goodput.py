@@ -257,13 +257,18 @@ class StepTimes:
 
     def _take_ends(self) -> None:
         while not self._ends.empty():
-            end, (start, has_compiled) = self._ends.get(), self._running.popleft()
-            if not has_compiled:
-                self._new.append(end - max(start, self._ended_s))
-            self._ended_s = end
+            self._take_end()
+
+    def _take_end(self) -> None:
+        end, (start, has_compiled) = self._ends.get(), self._running.popleft()
+        if not has_compiled:
+            self._new.append(end - max(start, self._ended_s))
+        self._ended_s = end
 
     def metrics(self) -> dict[str, float | int]:
         """Of the steps since the last call, over all processes, which call it together.
+
+        Waits for those that run.
 
         Returns:
             `median_s`, of the median process; `max_s`, the longest step, and `max_process`,
@@ -272,7 +277,8 @@ class StepTimes:
             devices of a process waited for their host, `late_process`, whose, and
             `late_median_s`, of the median process. Nothing where every step compiled.
         """
-        self._take_ends()
+        while self._running:
+            self._take_end()
         new, late_s, self._new, self._late_s = self._new, self._late_s, [], 0.0
         self._last.extend(new)
         row = [math.nan, math.nan, 0.0, late_s]
