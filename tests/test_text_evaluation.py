@@ -104,13 +104,9 @@ def test_bad_input(model):
         answer(model, model.generator(max_new_tokens=4), asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param(MeshSpec(data=1), marks=pytest.mark.slow),
-        MeshSpec(data=2, expert=2, model=2),
-    ],
-    ids=str,
+    "mesh", [MeshSpec(data=1), MeshSpec(data=2, expert=2, model=2)], ids=str
 )
 def test_a_job_writes_what_its_checkpoint_writes(model, mesh):
     """In training, on its mesh, batch by batch until there is no time for more."""

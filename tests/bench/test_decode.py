@@ -30,6 +30,7 @@ def small(monkeypatch):
     monkeypatch.setattr(serving, "is_available", lambda: False)  # it has its own test
 
 
+@pytest.mark.slow
 def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
     monkeypatch.setattr(torch_peer, "is_available", lambda: False)
     assert main(["bench", "decode", "--rounds=1", "--json"]) == 0

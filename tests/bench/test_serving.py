@@ -22,6 +22,7 @@ def small(monkeypatch):
     return served.CONFIG, params
 
 
+@pytest.mark.slow
 def test_each_request_is_timed_and_compared(small):
     assert bench.is_available()
     (row,), (check,) = bench.serving(*small, INPUTS, rounds=2)

@@ -20,6 +20,7 @@ def test_switch_and_dense_do_equal_work():
     assert added == 4 * 63 * 2 * 256 * 1024 + router
 
 
+@pytest.mark.slow
 def test_a_contender_trains(monkeypatch):
     switch = dataclasses.replace(bench.switch_model(4).switch, every=1)
     small = dataclasses.replace(

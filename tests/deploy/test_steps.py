@@ -49,6 +49,7 @@ def test_prompts_are_the_first_halves_of_texts(run):
     assert 0 < len(prompt) <= 5
 
 
+@pytest.mark.slow
 def test_the_sample_is_what_the_layers_read(run):
     """Loads are those of the model's own statistics; the loss is a plain sum over tokens."""
     folder, text = run

@@ -83,7 +83,7 @@ def generator(config, experts, beam_size: int):
 CASES = [
     (name, bits, beam_size) for name in MODELS for bits in (None, 8, 4) for beam_size in (1, 2)
 ]
-DEFAULT = [("encoder-decoder", None, 2), ("gpt", 4, 1)]
+DEFAULT = [("gpt", 4, 1)]
 
 
 @pytest.mark.parametrize(

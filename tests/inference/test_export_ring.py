@@ -45,7 +45,7 @@ CASES = [(None, 1, L), (8, 1, 2), (4, 2, 2), (None, 2, 2)]
 
 @pytest.mark.parametrize(
     "bits, beam_size, slots",
-    [pytest.param(*case, marks=[SLOW] * (case != CASES[1])) for case in CASES],
+    [pytest.param(*case, marks=SLOW) for case in CASES],
 )
 def test_tokens_are_those_of_the_resident_model(tmp_path, bits, beam_size, slots):
     manifest = export(tmp_path / "e", model(bits), slots, beam_size=beam_size)

@@ -133,14 +133,9 @@ def test_greedy_tokens_are_the_likeliest_of_the_whole_forward_pass(any_model):
         assert hypothesis.is_finished or len(tokens) == TOKEN_LIMITS[number]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"beam_size": 3},
-        pytest.param({"temperature": 1.0, "seed": 7}, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "settings", [{}, {"beam_size": 3}, {"temperature": 1.0, "seed": 7}], ids=str
 )
 def test_results_depend_on_neither_pruning_nor_the_batch(model, settings):
     want = generate(model, **WHOLE, **settings)

@@ -47,10 +47,7 @@ MESHES = {
     "data": MeshSpec(),
 }
 # Bits of the experts, beams, a mesh and positions.
-DEFAULT_CELLS = [
-    (None, 3, "expert x model x data", "tupe"),
-    (4, 1, "expert x model x data", "relative"),
-]
+DEFAULT_CELLS = [(4, 1, "expert x model x data", "relative")]
 CELLS = [
     *DEFAULT_CELLS,
     *(

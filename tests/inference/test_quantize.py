@@ -176,6 +176,7 @@ def test_quantized_experts_and_those_of_a_mesh_stay_as_they_are():
     assert taken_apart(separate_experts(jax.device_put(params, everywhere))) == set()
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_the_stacked_experts():
     config, params = tiny.model()
     inputs = np.random.default_rng(0).integers(3, config.vocab_size, (5, 6)).tolist()

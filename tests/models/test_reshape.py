@@ -86,7 +86,7 @@ def test_experts_of_equal_use_stay_in_their_order():
     assert np.array_equal(tree.named_leaves(found)[f"{PATH}experts/w_in_EDF"], before[:3])
 
 
-@pytest.mark.parametrize("activation", ["relu", "geglu"])
+@pytest.mark.parametrize("activation", ["relu", pytest.param("geglu", marks=pytest.mark.slow)])
 def test_merging_equal_experts_keeps_the_function_of_the_layer(activation):
     config = dataclasses.replace(CONFIG, activation=activation)
     params = with_twins(make_params(config), config)

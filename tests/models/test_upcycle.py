@@ -32,7 +32,8 @@ def shapes(params) -> dict:
     return {name: leaf.shape for name, leaf in tree.named_leaves(params).items()}
 
 
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_with_normalized_gates_the_sparse_model_is_the_dense_one(scan):
     config = dataclasses.replace(DENSE, scan_layers=scan)
     dense = make_params(config)

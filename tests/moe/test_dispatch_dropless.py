@@ -105,7 +105,9 @@ def test_on_accelerators_all_products_are_our_kernels(kind, platform, kernel):
     ("dispatcher", "spec"),
     [
         pytest.param("dropless", MeshSpec(data=2, model=2), marks=pytest.mark.slow),
-        ("ragged_all_to_all", MeshSpec(data=1, expert=2, model=2)),
+        pytest.param(
+            "ragged_all_to_all", MeshSpec(data=1, expert=2, model=2), marks=pytest.mark.slow
+        ),
         ("sliced", MeshSpec(data=2, model=2, rules=SLICED)),
     ],
 )

@@ -115,7 +115,7 @@ def test_slots_that_do_not_divide_are_refused():
         gather_bank(problem.bank, jnp.asarray(TABLE[:10]), E)
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("platform", ["tpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_accelerators_send_rows_of_weights_and_their_gradients(platform):
     """Five arrays there and five gradients back; no device gathers all experts."""
     spec, problem = MeshSpec(expert=4), make_problem()

@@ -79,6 +79,7 @@ def losses(job, folder) -> list[tuple[float, float]]:
     return [(line["loss"], line["soft_loss"]) for line in lines]
 
 
+@pytest.mark.slow
 def test_all_logits_teach_what_the_teacher_teaches(folders, tmp_path):
     by_teacher = losses(job_of(folders / "run"), tmp_path / "a")
     by_file = losses(job_of(folders / "top_384"), tmp_path / "b")

@@ -105,8 +105,9 @@ def test_raw_gradients_are_those_of_one_device(want, one_bucket):
 
 @pytest.mark.parametrize(
     ("model", "fsdp", "num_microbatches"),
-    [pytest.param(UNROLLED, 4, 1, marks=pytest.mark.slow), (UNROLLED, 2, 2)],
+    [(UNROLLED, 4, 1), (UNROLLED, 2, 2)],
 )
+@pytest.mark.slow
 def test_raw_gradients_with_replicas_and_microbatches(model, fsdp, num_microbatches):
     alone = make_program(
         model, MeshSpec(), None, jax.devices()[:1], num_microbatches=num_microbatches

@@ -271,13 +271,8 @@ def arrays_of(run, step: int):
     return tree.named_leaves(read_items(path, {"params": None, "train_state": None}))
 
 
-@pytest.mark.parametrize(
-    "begin",
-    [
-        pytest.param("disk", marks=pytest.mark.slow),  # compiles as much again
-        "device",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", ["disk", "device"])
 def test_runs_go_on_between_device_host_and_disk(one_device, tmp_path, begin):
     resident, moved = RunFolder(tmp_path / "resident"), RunFolder(tmp_path / "moved")
     # Evaluated at step 0 alone: the others' programs of evaluation are not compiled.

@@ -126,7 +126,8 @@ def in_precision(compute: str, **switch):
 @pytest.mark.parametrize(
     ("config", "num_microbatches"),
     [
-        (stacked(ENCODER_DECODER), 2),
+        # Of a decoder, whole steps: test_layered.py.
+        pytest.param(stacked(ENCODER_DECODER), 2, marks=pytest.mark.slow),
         # Tokens reach experts that they did not ask for first.
         pytest.param(
             stacked(

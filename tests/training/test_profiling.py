@@ -90,6 +90,7 @@ def test_a_run_that_resumes_within_the_range_says_so_and_traces_the_rest(tmp_pat
     assert StepProfiler(steps, 1, run.profile).note is None
 
 
+@pytest.mark.slow
 def test_a_trace_that_an_error_cuts_short_is_written(tmp_path):
     run = RunFolder(tmp_path)
 

@@ -90,6 +90,7 @@ def test_samples_are_kept_of_every_evaluation(finished):
     assert b"texts/pairs/accuracy" in events
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_its_evaluations_again(tmp_path):
     run = RunFolder(tmp_path)
     job = job_of(train_steps=4, checkpoint_every=2, retention=Retention(keep_last=3))
