@@ -10,35 +10,29 @@ Dims: B rows of a batch, L tokens of a row, D model
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.bench import compiled, loss_parity, planned_bytes
+from switchx.bench import compiled, loss_parity, pipelines, planned_bytes
 from switchx.bench.loss_parity import VOCABULARY_ROWS
 from switchx.bench.planned_bytes import compile_step, small_job
 from switchx.bench.report import Check, Report
 from switchx.layers.dense import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params, params_of, with_params
-from switchx.models.stages import split_blocks
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.buckets import Slicing
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.hlo_collectives import collectives
-from switchx.partitioning.mesh import MeshSpec, batch_axes, batch_parts, named_axes
+from switchx.partitioning.mesh import MeshSpec, batch_axes, named_axes
 from switchx.partitioning.rules import param_shardings
-from switchx.partitioning.schedule import ScheduleSpec
 from switchx.planner.layout import SLICED_RULES
 from switchx.training.fused_loss import count_buckets
-from switchx.training.losses import LossConfig
-from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.step import StepConfig
 
 Rows = list[dict[str, Any]]
@@ -52,7 +46,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
     """All rows, each part's with its own first column, and the checks."""
     parity = loss_parity.measured_rows(note=note)
     note("compiling pipelines")
-    memory = pipeline_rows()
+    memory, programs = pipelines.memory_rows(), pipelines.program_rows()
     layers = layer_rows(note)
     planned = planned_bytes.run(note)
     note("compiling token tables and buckets")
@@ -60,7 +54,8 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
     bucket_ratio, buckets = bucket_rows()
     checks = [
         loss_parity.check(parity),
-        Check("memory_1f1b_m128_vs_m8", growth(memory, "1f1b"), "<=1.05"),
+        Check("memory_1f1b_m128_vs_m8", pipelines.growth(memory, "1f1b"), "<=1.05"),
+        pipelines.holds_whole_model(programs),
         *planned.checks,
         extra_collectives(layers),
         Check("embedding_bytes_vs_replicated", table_ratio, f"<={TABLE_BOUND:g}"),
@@ -69,6 +64,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
     rows = (
         _named("training", parity)
         + memory
+        + programs
         + _named("layer", layers)
         + _named("communication", planned.results)
         + _named("table", tables)
@@ -93,75 +89,6 @@ def pod_reports(note: Callable[[str], None]) -> list[dict[str, Any]]:
 def _named(column: str, rows: Rows) -> Rows:
     """The rows with `column` for `case`: the name of the first column of their table."""
     return [{column: row["case"]} | {k: row[k] for k in row if k != "case"} for row in rows]
-
-
-# A pipeline's memory by schedule and number of microbatches. The model is narrow and its
-# microbatches are many, so that activations are what counts.
-
-PIPELINED = ModelConfig(
-    "decoder_only", 256, 64, 128, 2, 32, 8, activation="relu", scan_layers=True, remat="full"
-)
-PIPELINE_MESH = MeshSpec(pipe=4, data=2)
-MICROBATCH_ROWS, PIPELINE_LENGTH = 4, 64
-SCHEDULES = (ScheduleSpec("gpipe"), ScheduleSpec("1f1b"), ScheduleSpec("interleaved", 2))
-MICROBATCHES = (8, 32, 128)
-
-
-def pipeline_rows() -> Rows:
-    """A row a schedule and number of microbatches: bytes on one device."""
-    return [pipeline_row(spec, number) for spec in SCHEDULES for number in MICROBATCHES]
-
-
-def pipeline_row(
-    spec: ScheduleSpec, num_microbatches: int, *, model=PIPELINED, mesh=PIPELINE_MESH
-) -> dict[str, Any]:
-    """Bytes of the compiled gradients of a pipelined step.
-
-    `temporary_bytes` and `argument_bytes` (parameters and batch) are the compiler's.
-    `stage_bytes` is what the largest stage, an end one, needs: its share of the blocks, all
-    that is in no block, and its rows.
-    """
-    schedule = build_schedule(model, spec, mesh.pipe, num_microbatches)
-    params, built = abstract_params(model), mesh.build()
-    rows = NamedSharding(built, PartitionSpec(batch_axes(built, mesh.rules)))
-    shape = (MICROBATCH_ROWS * num_microbatches, PIPELINE_LENGTH)
-    names = ("input_tokens", "segment_ids", "positions", "target_tokens", "prefix_mask")
-    dtypes = dict.fromkeys(names, np.int32) | {"loss_weights": np.float32}
-    batch = {
-        f"decoder_{name}": jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-        for name, dtype in dtypes.items()
-    }
-    placed = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        params,
-        param_shardings(mesh.rules, built, params),
-    )
-    loss = LossConfig(layer_reduction="mean")
-    compute = jax.jit(functools.partial(pipelined_gradients, model, loss, schedule))
-    with use_mesh(built, mesh.rules):
-        lowered = compute.lower(placed, batch, key=jax.random.key(0))
-    memory = lowered.compile().memory_analysis()
-    blocks, shared = split_blocks(model, params)
-    batch_bytes = _bytes(batch) // batch_parts(built, mesh.rules)
-    return {
-        "schedule": spec.kind,
-        "microbatches": num_microbatches,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "argument_bytes": memory.argument_size_in_bytes,
-        "stage_bytes": _bytes(blocks) // mesh.pipe + _bytes(shared) + batch_bytes,
-        "kept_inputs": sum(schedule.num_slots),
-        "bubble": schedule.bubble(),
-    }
-
-
-def growth(rows: Rows, schedule: str) -> float:
-    """Temporary bytes with the most microbatches over those with the fewest."""
-    sizes = [row["temporary_bytes"] for row in rows if row["schedule"] == schedule]
-    return sizes[-1] / sizes[0]
-
-
-def _bytes(shapes) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 # One layer's collectives, forward and backward. Data-parallel experts exchange tokens and

@@ -24,8 +24,8 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, bind, params_of
 from switchx.models.stack import BlockRun
 from switchx.partitioning.constrain import constrain_named
-from switchx.partitioning.pipeline import Op
 from switchx.partitioning.rules import param_table
+from switchx.partitioning.ticks import Op
 
 BLOCKS = "blocks"
 

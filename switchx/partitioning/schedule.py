@@ -148,6 +148,18 @@ class Schedule:
     def num_ticks(self) -> int:
         return self.forward.slot_TPS.shape[0]
 
+    def require_stages(self, num_stages: int) -> None:
+        """Checks that a mesh has as many stages.
+
+        Raises:
+            ValueError: it has others.
+        """
+        planned = self.num_stages
+        require(
+            num_stages == planned,
+            f"a schedule of {planned} stages needs pipe={planned}, not {num_stages}",
+        )
+
     def is_at_end_TPS(self, ops: Ops, *, first: bool) -> np.ndarray:
         """Whether an op is of a stack's very first chunk, or of its very last one."""
         stage = 0 if first else self.num_stages - 1

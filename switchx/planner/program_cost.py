@@ -14,7 +14,7 @@ import numpy as np
 
 from switchx.models.config import ModelConfig
 from switchx.partitioning.hlo_collectives import called_by, computations_of, trip_count
-from switchx.partitioning.pipeline import PIPE
+from switchx.partitioning.ticks import PIPE
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (?:\w+\[([\d,]*)\]|\()")
 _CONVOLUTION = re.compile(

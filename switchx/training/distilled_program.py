@@ -18,8 +18,8 @@ from switchx.fields import require
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, init_params
 from switchx.moe.capacity import rows_of_groups
-from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.rules import param_sharding
+from switchx.partitioning.ticks import PIPE
 from switchx.training.distillation import Teacher, check_teacher, with_weights_of
 from switchx.training.evaluate import eval_step
 from switchx.training.job import TrainingJob

@@ -63,9 +63,7 @@ def sample_routing(
     """The part of a batch's routing that is kept, by stack; nothing of a dense one."""
     if stats is None:
         return {}
-    stacks = [name for name in ("encoder", "decoder") if config.num_sparse_layers_of(name)]
-    places = sum(batch[f"{stack}_input_tokens"].shape[1] for stack in stacks)
-    rows = max(1, SAMPLE_TOKENS // places)
+    stacks, rows = _sparse_stacks(config), sampled_rows(config, batch)
     return {
         stack: StackSample(
             token_BL=batch[f"{stack}_input_tokens"],
@@ -75,6 +73,16 @@ def sample_routing(
         ).first(rows)
         for stack, choices in zip(stacks, stats.choices, strict=True)
     }
+
+
+def sampled_rows(config: ModelConfig, batch: dict) -> int:
+    """How many of a batch's first rows `sample_routing` keeps, at most."""
+    places = sum(batch[f"{stack}_input_tokens"].shape[1] for stack in _sparse_stacks(config))
+    return max(1, SAMPLE_TOKENS // places)
+
+
+def _sparse_stacks(config: ModelConfig) -> list[str]:
+    return [name for name in ("encoder", "decoder") if config.num_sparse_layers_of(name)]
 
 
 def eval_step(
@@ -92,6 +100,11 @@ def measure(
     sums = cross_entropy(
         logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], PLAIN_LOSS
     )
+    return sampled(config, sums, stats, batch)
+
+
+def sampled(config: ModelConfig, sums: TokenSums, stats: RoutingStats | None, batch: dict):
+    """What `eval_step` returns, of token sums and routing, at least of the first rows."""
     summed = None if stats is None else stats.summed
     return sums, summed, sample_routing(config, stats, batch)
 

@@ -89,6 +89,7 @@ class TrainingJob:
         log_every, eval_every, checkpoint_every: steps between lines of the metrics,
             evaluations and checkpoints.
         eval_batches: batches an evaluation reads of each task; None reads the whole split.
+        eval_at_start: whether there is an evaluation before the first step.
         retention: checkpoints that stay: the newest ones, and the best by validation.
         max_skipped_in_a_row: non-finite steps in a row after which training stops.
         init_from: run folder whose parameters training starts from (fine-tuning); read at
@@ -119,6 +120,7 @@ class TrainingJob:
     eval_every: int = at_resume()
     checkpoint_every: int = at_resume()
     eval_batches: int | None = at_resume(20)
+    eval_at_start: bool = at_resume(True)
     packed: bool = True
     retention: Retention = at_resume(Retention())
     max_skipped_in_a_row: int = at_resume(10)

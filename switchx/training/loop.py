@@ -216,7 +216,7 @@ class _Loop:
         self.reporter.begin(step, job.train_steps)
         if step < job.train_steps:
             self.goodput.begin(step)
-        if step == 0 and job.train_steps > 0:
+        if step == 0 and job.train_steps > 0 and job.eval_at_start:
             logger.info("compiling and evaluating, before the first step")
             self._evaluate(step, state)
         if step < job.train_steps:

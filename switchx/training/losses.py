@@ -123,15 +123,11 @@ def into_microbatches(model: ModelConfig, batch: dict, num_microbatches: int) ->
     """`[B, ...]` -> `[B / M, M, ...]`: microbatch m of M is `[:, m]`.
 
     Every M-th row is one microbatch, so that each device of a sharded batch keeps its rows.
-    Where a routing group is of several rows, these stay together (`rows_of_groups`): the
+    Where a routing group is of several rows, these stay together (`rows_kept_together`): the
     microbatches then route, drop and balance as the whole batch does.
     """
+    M, rows = num_microbatches, rows_kept_together(model, batch, num_microbatches)
     batch_size = batch["decoder_segment_ids"].shape[0]
-    M, rows = num_microbatches, 1
-    if model.switch is not None:
-        names = [f"{stack}_segment_ids" for stack in _sparse_stacks(model)]
-        lengths = [batch[name].shape[1] for name in names]
-        rows = rows_of_groups(model.switch, batch_size, lengths, M) or 1
 
     def split(x):
         if rows > 1:  # else no row moves: a reshape alone needs no communication
@@ -140,6 +136,28 @@ def into_microbatches(model: ModelConfig, batch: dict, num_microbatches: int) ->
         return x.reshape(batch_size // M, M, *x.shape[1:])
 
     return jax.tree.map(split, batch)
+
+
+def from_microbatches(x, rows: int):
+    """`[B / M, M, ...]` -> `[B, ...]`, the way back.
+
+    Args:
+        rows: `rows_kept_together` of the whole batch; divides B / M, which may be of its first
+            rows alone.
+    """
+    B, M = x.shape[0] * x.shape[1], x.shape[1]
+    x = x.reshape(B // (M * rows), rows, M, *x.shape[2:])
+    return jnp.swapaxes(x, 1, 2).reshape(B, *x.shape[3:])
+
+
+def rows_kept_together(model: ModelConfig, batch: dict, num_microbatches: int) -> int:
+    """How many neighbouring rows of a batch are in one microbatch."""
+    if model.switch is None:
+        return 1
+    names = [f"{stack}_segment_ids" for stack in _sparse_stacks(model)]
+    lengths = [batch[name].shape[1] for name in names]
+    batch_size = batch["decoder_segment_ids"].shape[0]
+    return rows_of_groups(model.switch, batch_size, lengths, num_microbatches) or 1
 
 
 def _sparse_stacks(model: ModelConfig) -> list[str]:

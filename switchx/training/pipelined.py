@@ -22,8 +22,9 @@ from switchx.models.stages import (
     stack_names,
 )
 from switchx.moe.stats import join_stacks
-from switchx.partitioning.pipeline import Lane, Objective, Op, run_if, run_pipeline
+from switchx.partitioning.pipeline import run_pipeline
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
+from switchx.partitioning.ticks import Lane, Objective, Op, run_if
 from switchx.training.losses import (
     LossConfig,
     TokenSums,
@@ -76,19 +77,9 @@ def pipelined_gradients(
     denominators = loss_denominators(config, batch, M)
     inputs = {"rows": rows, "keys": keys, "denominators": denominators}
     blocks, shared = split_blocks(config, params)
-    example = jax.tree.map(lambda x: x[:, 0], rows)
-    names = stack_names(config)
-    num_chunks = schedule.num_stages * schedule.num_chunks
-    lanes = [
-        stack_lane(
-            config,
-            loss,
-            name,
-            jax.tree.leaves(stack)[0].shape[0] // num_chunks,
-            message_shapes(config, name, example),
-        )
-        for name, stack in zip(names, blocks, strict=True)
-    ]
+    lanes = stack_lanes(
+        config, schedule, blocks, rows, functools.partial(stack_lane, config, loss)
+    )
     result = run_pipeline(
         schedule,
         lanes,
@@ -101,6 +92,20 @@ def pipelined_gradients(
     stats = join_stacks(result.measured[0] if len(lanes) > 1 else None, result.measured[-1])
     value, sums = result.total
     return join_blocks(config, result.blocks, result.shared), value, sums, stats
+
+
+def stack_lanes(config: ModelConfig, schedule: Schedule, blocks, rows, lane) -> list[Lane]:
+    """A lane of each stack: `lane(stack, runs of blocks in a chunk, shapes of a message)`."""
+    example = jax.tree.map(lambda x: x[:, 0], rows)
+    num_chunks = schedule.num_stages * schedule.num_chunks
+    return [
+        lane(
+            name,
+            jax.tree.leaves(stack)[0].shape[0] // num_chunks,
+            message_shapes(config, name, example),
+        )
+        for name, stack in zip(stack_names(config), blocks, strict=True)
+    ]
 
 
 def stack_lane(config: ModelConfig, loss: LossConfig, name: str, num_runs: int, message):
@@ -123,26 +128,32 @@ def stack_lane(config: ModelConfig, loss: LossConfig, name: str, num_runs: int, 
         message, stats = run(blocks, shared, inputs, message, op)
         terms = functools.partial(loss_terms, loss, config, inputs["denominators"], stack=name)
         value = terms(None, stats)
-        sums = TokenSums(*[jnp.zeros((), jnp.float32)] * 4)
+        sums = no_sums()
         if name == "decoder":
-
-            def last(shared, x_BLD):
-                batch, key = microbatch_of(inputs, op)
-                logits_BLV = chunk.logits(shared, x_BLD, key=key)
-                sums = cross_entropy(
-                    logits_BLV,
-                    batch["decoder_target_tokens"],
-                    batch["decoder_loss_weights"],
-                    loss,
-                )
-                return jax.tree.map(lambda x: jnp.where(op.is_last, x, 0), sums)
-
-            sums = run_if(op.any_last, last, sums, shared, message["x_BLD"])
+            sums = sums_of_last(chunk, loss, shared, message, inputs, op)
             value = value + terms(sums, None)
         measured = None if stats is None else stats.summed
         return Objective(message, value, measured, (value, sums))
 
     return Lane(lambda *arguments: run(*arguments)[0], objective, message)
+
+
+def no_sums() -> TokenSums:
+    return TokenSums(*[jnp.zeros((), jnp.float32)] * 4)
+
+
+def sums_of_last(chunk: Chunk, loss: LossConfig, shared, message, inputs, op: Op) -> TokenSums:
+    """The op's sums over target tokens; zeros but of the decoder's last chunk."""
+
+    def last(shared, x_BLD):
+        batch, key = microbatch_of(inputs, op)
+        logits_BLV = chunk.logits(shared, x_BLD, key=key)
+        sums = cross_entropy(
+            logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
+        )
+        return jax.tree.map(lambda x: jnp.where(op.is_last, x, 0), sums)
+
+    return run_if(op.any_last, last, no_sums(), shared, message["x_BLD"])
 
 
 def microbatch_of(inputs: dict, op: Op):

@@ -24,16 +24,17 @@ from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import batch_axes, batch_parts, platform_of
-from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.rules import Rules, param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
+from switchx.partitioning.ticks import PIPE
 from switchx.planner.replica_placement import place_replicas, place_tasks
 from switchx.training.evaluate import eval_step
 from switchx.training.expert_records import ExpertRecords
 from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
 from switchx.training.pipelined import build_schedule
+from switchx.training.pipelined_eval import pipelined_eval_step
 from switchx.training.step import TrainState, init_state, train_step
 
 
@@ -96,7 +97,10 @@ class TrainingProgram:
         train = functools.partial(
             train_step, job.model, job.loss, job.step, self.optimizer, pipeline=self.pipeline
         )
-        return self._jitted(train, functools.partial(eval_step, job.model))
+        evaluate = functools.partial(eval_step, job.model)
+        if self.pipeline is not None:
+            evaluate = functools.partial(pipelined_eval_step, job.model, self.pipeline)
+        return self._jitted(train, evaluate)
 
     def _jitted(self, train, evaluate, *more):
         """Steps (state, batch, more) -> (state, metrics), (params, batch) -> sums, compiled."""
@@ -261,8 +265,15 @@ class TrainingProgram:
 
         Given ones are donated, so that no device has them twice.
         """
-        init = jax.jit(self._init, out_shardings=self.shardings, donate_argnums=0)
-        return init(params)
+        return self._jitted_init(params)
+
+    def trace_init(self) -> jax.stages.Traced:
+        """`init_state()`, traced: no array is there."""
+        return self._jitted_init.trace(None)
+
+    @property
+    def _jitted_init(self):
+        return jax.jit(self._init, out_shardings=self.shardings, donate_argnums=0)
 
     def _init(self, params=None) -> TrainState:
         job = self.job

@@ -16,8 +16,8 @@ from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.config import slots_refusal
 from switchx.moe.dispatchers import refusal
-from switchx.partitioning.pipeline import PIPE
 from switchx.partitioning.placement import Placement
+from switchx.partitioning.ticks import PIPE
 from switchx.planner.layout import Layout, StateArray, Workload
 from switchx.training.distilled_logits import has_logits
 from switchx.training.distilled_program import teacher_config

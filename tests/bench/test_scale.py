@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of many devices: every part in a table of its own, the fixed names of checks."""
 
-import dataclasses
-
 import pytest
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.bench import compiled, loss_parity, planned_bytes, scale
-from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.schedule import ScheduleSpec
+from switchx.bench import compiled, loss_parity, pipelines, planned_bytes, scale
 
 
 @pytest.fixture
@@ -20,7 +16,9 @@ def small(monkeypatch, tmp_path):
         for kind, sizes in {"gpipe": (100, 900), "1f1b": (100, 101)}.items()
         for M, size in zip((8, 128), sizes, strict=True)
     ]
-    monkeypatch.setattr(scale, "pipeline_rows", lambda: memory)
+    monkeypatch.setattr(pipelines, "memory_rows", lambda: memory)
+    program = {"program": "evaluation", "temporary_bytes": 8, "model_bytes": 8}
+    monkeypatch.setattr(pipelines, "program_rows", lambda: [program])
     layers = [{"case": name, "collectives": 2} for name in ("dense", "sliced")]
     monkeypatch.setattr(scale, "layer_rows", lambda note: layers)
     rows = {False: {"case": "a mesh", "relative_error": 0.01},
@@ -36,6 +34,7 @@ def test_names_of_the_checks_are_fixed(small):
     assert {check.name: check.holds for check in report.checks} == {
         "mesh_loss_parity": True,
         "memory_1f1b_m128_vs_m8": True,
+        "pipeline_program_holds_whole_model": False,
         "hlo_vs_planner_bytes": True,
         "hlo_vs_planner_bytes_left_over": False,
         "ppmoe_extra_collectives": True,
@@ -47,14 +46,11 @@ def test_names_of_the_checks_are_fixed(small):
 def test_each_part_has_a_table_of_its_own(small, capsys):
     report = scale.run()
     first = dict.fromkeys(next(iter(row)) for row in report.results)
-    assert [*first][:6] == ["training", "schedule", "layer", "communication", "table", "fused"]
+    tables = "training schedule program layer communication table fused"
+    assert [*first][:7] == tables.split()
     assert any("left over" in str(row) for row in report.results)
     report.print(as_json=False)
     assert "microbatches" in capsys.readouterr().out
-
-
-def test_memory_that_grows_is_seen(small):
-    assert scale.growth(scale.pipeline_rows(), "gpipe") == 9.0
 
 
 def test_what_is_left_out_is_said(small):
@@ -95,30 +91,6 @@ def test_collectives_of_a_layer_are_those_of_the_paper():
     }
     assert scale.extra_collectives(rows).holds
     assert not scale.extra_collectives([{"collectives": 2}, {"collectives": 3}]).holds
-
-
-SMALL = dataclasses.replace(scale.PIPELINED, num_decoder_layers=2)
-MESH = MeshSpec(pipe=2, data=4)
-
-
-def test_activations_of_1f1b_do_not_grow_with_the_microbatches():
-    few, many = (
-        scale.pipeline_row(ScheduleSpec(), number, model=SMALL, mesh=MESH)
-        for number in (8, 128)
-    )
-    assert many["temporary_bytes"] <= 1.01 * few["temporary_bytes"]
-    assert many["kept_inputs"] == few["kept_inputs"]
-    for row in (few, many):
-        assert 0.9 * row["stage_bytes"] < row["argument_bytes"] <= 1.05 * row["stage_bytes"]
-
-
-@pytest.mark.slow
-def test_activations_of_gpipe_do():
-    row, flat = (
-        scale.pipeline_row(spec, 128, model=SMALL, mesh=MESH)
-        for spec in (ScheduleSpec("gpipe"), ScheduleSpec())
-    )
-    assert row["temporary_bytes"] > 2 * flat["temporary_bytes"]
 
 
 @pytest.mark.slow

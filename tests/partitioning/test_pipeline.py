@@ -17,14 +17,10 @@ from switchx.partitioning.chunks import (
 )
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
-from switchx.partitioning.pipeline import (
-    Lane,
-    Objective,
-    run_if,
-    run_pipeline,
-)
+from switchx.partitioning.pipeline import run_pipeline
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
+from switchx.partitioning.ticks import Lane, Objective, run_if
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])

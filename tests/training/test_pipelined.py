@@ -14,6 +14,7 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
 from switchx.partitioning.schedule import ScheduleSpec
+from switchx.training.evaluate import eval_step
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
@@ -21,6 +22,7 @@ from tests.data.refusals import refused
 from tests.training.jobs import (
     DENSE,
     ENCODER_DECODER,
+    LENGTH,
     LOSS,
     SPARSE,
     make_batch,
@@ -148,6 +150,60 @@ VOCAB_ROWS = Rules(params=(("N", ("pipe",)), ("V", ("data",))), may_stay_whole=(
 )
 def test_every_schedule_equals_the_unpipelined_step(config, mesh, spec):
     assert_equal(pipelined(config, mesh, spec), unpipelined(config))
+
+
+def evaluated(config, mesh: MeshSpec, spec=None):
+    """Sums, statistics and the sample of a batch by the stages of `mesh`, and on one device."""
+    spec = ScheduleSpec() if spec is None else spec
+    step = StepConfig(num_microbatches=MICROBATCHES)
+    job = make_job(config, mesh=mesh, step=step, pipeline=spec, batch_size=ROWS)
+    program, batch = TrainingProgram(job), with_padded_rows(make_batch(config, ROWS), 1, 6)
+    params = make_params(config)
+    with program.scope():
+        placed = jax.device_put(params, program.shardings.params)
+        got = program.eval_step(placed, program.place(batch))
+    if config.switch is not None:
+        switch = dataclasses.replace(config.switch, dispatcher="gather")
+        config = dataclasses.replace(config, switch=switch)
+    return got, jax.jit(functools.partial(eval_step, config))(params, batch)
+
+
+SEVERAL_ROWS = dataclasses.replace(
+    SPARSE, switch=dataclasses.replace(SPARSE.switch, group_size=2 * LENGTH)
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "spec"),
+    [
+        (
+            stacked(SEVERAL_ROWS, 4, dispatcher="sliced"),
+            MeshSpec(pipe=2, data=2, model=2, rules=PIPELINE_MOE),
+            ScheduleSpec(),
+        ),
+        pytest.param(
+            stacked(DENSE, 4), MeshSpec(pipe=4, data=2), ScheduleSpec("gpipe"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            stacked(ENCODER_DECODER, 8, dropout_rate=0.1),
+            MeshSpec(pipe=2, data=2, model=2),
+            ScheduleSpec("interleaved", 2),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["groups_of_rows", "dense", "interleaved"],
+)  # fmt: skip
+def test_staged_evaluation_is_that_of_one_device(config, mesh, spec):
+    """The sample of choices too, in the batch's order."""
+    got, want = jax.device_get(evaluated(config, mesh, spec))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, mine), right in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        rtol = {"f": 1e-3 if right.dtype == np.float16 else 2e-5}.get(right.dtype.kind, 0)
+        np.testing.assert_allclose(mine, right, rtol=rtol, atol=rtol * 1e-2, err_msg=name)
 
 
 def test_jobs_that_do_not_divide_are_refused():

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device holds of a pipelined model, read off compiled programs.
+
+Activations by schedule and number of microbatches; and whether a program of a pipelined run,
+of training, evaluation or initialization, has more of the model than its own stage. Part of
+`switchx bench scale`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from switchx import tree
+from switchx.bench.planned_bytes import small_job
+from switchx.bench.report import Check
+from switchx.models.config import ModelConfig, SwitchConfig
+from switchx.models.params import abstract_params
+from switchx.models.stages import split_blocks
+from switchx.partitioning.constrain import use_mesh
+from switchx.partitioning.mesh import MeshSpec, batch_axes, batch_parts
+from switchx.partitioning.rules import param_shardings
+from switchx.partitioning.schedule import ScheduleSpec
+from switchx.training.aot import batch_shapes
+from switchx.training.losses import LossConfig
+from switchx.training.pipelined import build_schedule, pipelined_gradients
+from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig
+
+Rows = list[dict[str, Any]]
+
+# The model is narrow and its microbatches are many, so that activations are what counts.
+NARROW = ModelConfig(
+    "decoder_only", 256, 64, 128, 2, 32, 8, activation="relu", scan_layers=True, remat="full"
+)
+MESH = MeshSpec(pipe=4, data=2)
+MICROBATCH_ROWS, LENGTH = 4, 64
+SCHEDULES = (ScheduleSpec("gpipe"), ScheduleSpec("1f1b"), ScheduleSpec("interleaved", 2))
+MICROBATCHES = (8, 32, 128)
+
+
+def memory_rows() -> Rows:
+    """A row a schedule and number of microbatches: bytes on one device."""
+    return [memory_row(spec, number) for spec in SCHEDULES for number in MICROBATCHES]
+
+
+def memory_row(
+    spec: ScheduleSpec, num_microbatches: int, *, model=NARROW, mesh=MESH
+) -> dict[str, Any]:
+    """Bytes of the compiled gradients of a pipelined step.
+
+    `temporary_bytes` and `argument_bytes` (parameters and batch) are the compiler's.
+    `stage_bytes` is what the largest stage, an end one, needs: its share of the blocks, all
+    that is in no block, and its rows.
+    """
+    schedule = build_schedule(model, spec, mesh.pipe, num_microbatches)
+    params, built = abstract_params(model), mesh.build()
+    rows = NamedSharding(built, PartitionSpec(batch_axes(built, mesh.rules)))
+    shape = (MICROBATCH_ROWS * num_microbatches, LENGTH)
+    names = ("input_tokens", "segment_ids", "positions", "target_tokens", "prefix_mask")
+    dtypes = dict.fromkeys(names, np.int32) | {"loss_weights": np.float32}
+    batch = {
+        f"decoder_{name}": jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+        for name, dtype in dtypes.items()
+    }
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        params,
+        param_shardings(mesh.rules, built, params),
+    )
+    loss = LossConfig(layer_reduction="mean")
+    compute = jax.jit(functools.partial(pipelined_gradients, model, loss, schedule))
+    with use_mesh(built, mesh.rules):
+        lowered = compute.lower(placed, batch, key=jax.random.key(0))
+    memory = lowered.compile().memory_analysis()
+    blocks, shared = map(tree.num_bytes, split_blocks(model, params))
+    batch_bytes = tree.num_bytes(batch) // batch_parts(built, mesh.rules)
+    return {
+        "schedule": spec.kind,
+        "microbatches": num_microbatches,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "stage_bytes": blocks // mesh.pipe + shared + batch_bytes,
+        "kept_inputs": sum(schedule.num_slots),
+        "bubble": schedule.bubble(),
+    }
+
+
+def growth(rows: Rows, schedule: str) -> float:
+    """Temporary bytes with the most microbatches over those with the fewest."""
+    sizes = [row["temporary_bytes"] for row in rows if row["schedule"] == schedule]
+    return sizes[-1] / sizes[0]
+
+
+# Parameters are what counts: a stage has an eighth of them, and a batch is a few tokens.
+STAGES, FEW_ROWS, FEW_TOKENS = 8, 16, 16
+SIZES = dict(
+    vocab_size=256, d_model=64, d_ff=256, num_heads=4, d_head=16, num_decoder_layers=16,
+    activation="relu", scan_layers=True, remat="full",
+    switch=SwitchConfig(8, every=2, group_size=FEW_TOKENS),
+)  # fmt: skip
+DEEP = {
+    "decoder-only": ModelConfig("decoder_only", **SIZES),
+    "encoder-decoder": ModelConfig("encoder_decoder", num_encoder_layers=16, **SIZES),
+}
+
+
+def program_rows() -> Rows:
+    """A row a program of a pipelined run: its temporaries, beside all blocks of the model."""
+    rows = []
+    for name, model in DEEP.items():
+        step = StepConfig(num_microbatches=STAGES)
+        job = small_job(model, MeshSpec(pipe=STAGES), FEW_ROWS, FEW_TOKENS, step=step)
+        program = TrainingProgram(job, jax.devices()[:STAGES])
+        with program.scope():
+            batch = batch_shapes(program)
+            programs = {
+                "training": program.trace_step(batch),
+                "evaluation": program.eval_step.trace(program.abstract_state.params, batch),
+                "initialization": program.trace_init(),
+            }
+            blocks = tree.num_bytes(split_blocks(model, program.abstract_state.params)[0])
+            rows += [
+                {
+                    "program": f"{kind}, {name}",
+                    "temporary_bytes": temporary_bytes(traced),
+                    "stage_bytes": blocks // STAGES,
+                    "model_bytes": blocks,
+                }
+                for kind, traced in programs.items()
+            ]
+    return rows
+
+
+def temporary_bytes(traced: jax.stages.Traced) -> int:
+    """Of one device, whatever LLVM makes of the program, which takes long."""
+    options = {"xla_backend_optimization_level": "0"}
+    compiled = traced.lower().compile(compiler_options=options)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def holds_whole_model(rows: Rows) -> Check:
+    """How many programs have temporaries as large as all blocks of the model."""
+    number = sum(row["temporary_bytes"] >= row["model_bytes"] for row in rows)
+    return Check("pipeline_program_holds_whole_model", number, "==0")

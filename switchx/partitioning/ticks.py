@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tick of a pipeline's schedule on one stage: its ops, what arrives and what is sent on.
+
+`pipeline.py` computes gradients by them and `forward_pipeline.py` sums of forward passes.
+Dims: T ticks, P stages, S lanes, v chunks of a stage
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from switchx.partitioning.chunks import chunk_of, move_chunks
+from switchx.partitioning.constrain import constrain_named
+from switchx.partitioning.schedule import Ops, Schedule
+
+PIPE = "pipe"
+
+
+class Op(NamedTuple):
+    """One stage's part of a tick in one lane and direction.
+
+    Attributes:
+        microbatch, place: its number, and that of its chunk in the stack, in the order of the
+            blocks. Any valid numbers where `is_active` is false.
+        chunk, slot: the number of the stage's own chunk, and the slot that keeps its input.
+        is_active, any_active: whether this stage has an op, and whether any stage has one.
+        is_first, is_last: whether it is the stack's first chunk, or its last.
+        any_first, any_last: whether that holds on any stage, the same on all: what only end
+            stages compute is skipped where this is false, and not used where theirs is.
+    """
+
+    microbatch: jax.Array
+    chunk: jax.Array
+    slot: jax.Array
+    place: jax.Array
+    is_active: jax.Array
+    is_first: jax.Array
+    is_last: jax.Array
+    any_active: jax.Array
+    any_first: jax.Array
+    any_last: jax.Array
+
+
+class Objective(NamedTuple):
+    """What a chunk makes of a microbatch.
+
+    Attributes:
+        message: the input of the next chunk.
+        value: the chunk's own term of what is differentiated.
+        measured: sums over microbatches, for each chunk apart.
+        total: sums over microbatches and chunks.
+    """
+
+    message: Any
+    value: jax.Array
+    measured: Any
+    total: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """How a chunk of a stack's blocks computes.
+
+    Both functions take (blocks, shared, inputs, message, op). The very first chunk has no
+    message: where `op.is_first`, the first lane must not read it.
+
+    Attributes:
+        forward: computes the message for the next chunk.
+        objective: computes the same and the rest of an `Objective`.
+        message: shapes of one microbatch's message; names end in dimensions.
+    """
+
+    forward: Callable[..., Any]
+    objective: Callable[..., Objective]
+    message: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What a stage knows of its schedule; in its methods the axis `pipe` is manual.
+
+    Attributes:
+        link: makes the first message of a lane of the last one of the lane before; linear.
+            None where there is one lane.
+    """
+
+    schedule: Schedule
+    lanes: tuple[Lane, ...]
+    link: Callable[[Any], Any] | None
+
+    def ops(self, row: dict, stage) -> list[Op]:
+        """This stage's ops of a tick, lane by lane."""
+        mine = {name: x if name.startswith("any") else x[stage] for name, x in row.items()}
+        return [Op(**{name: x[s] for name, x in mine.items()}) for s in range(len(self.lanes))]
+
+    def no_messages(self) -> tuple:
+        """Zeros in place of messages, lane by lane."""
+        return tuple(
+            constrain_named(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), lane.message))
+            for lane in self.lanes
+        )
+
+    def no_sums(self, blocks, shared, inputs, messages) -> tuple[tuple, Any]:
+        """Zeros of each lane's `Objective.measured`, by chunk, and of all `Objective.total`."""
+        v, measured, totals = self.schedule.num_chunks, [], []
+        op = self.ops(op_rows(self.schedule, self.schedule.forward, 0), 0)[0]
+        for lane, lane_blocks, message in zip(self.lanes, blocks, messages, strict=True):
+            result = jax.eval_shape(
+                lane.objective, chunk_of(lane_blocks, 0), shared, inputs, message, op
+            )
+            measured.append(
+                jax.tree.map(lambda x: jnp.zeros((v, *x.shape), x.dtype), result.measured)
+            )
+            totals.append(result.total)
+        return tuple(measured), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), totals[0])
+
+    def received(self, activations, ops: list[Op]):
+        """The message for each lane: at its first chunk, from the lane before."""
+        received = list(activations)
+        for s in range(1, len(self.lanes)):
+            linked = self.link(activations[s - 1])
+            received[s] = where(ops[s].is_first, linked, activations[s])
+        return tuple(received)
+
+    def into_chunks(self, x):
+        """`[N / P, ...]` -> `[v, n, ...]`: stage p gets the chunks p, P + p, ... of a stack."""
+        P, v = self.schedule.num_stages, self.schedule.num_chunks
+        return move_chunks(x.reshape(v, -1, *x.shape[1:]), P, v, PIPE)
+
+    def out_of_chunks(self, x):
+        P, v = self.schedule.num_stages, self.schedule.num_chunks
+        return move_chunks(x, P, v, PIPE, is_back=True).reshape(-1, *x.shape[2:])
+
+
+def run_if(condition, function, otherwise, *args):
+    """Returns `function(*args)` where `condition`, equal on all devices, holds, or `otherwise`.
+
+    `otherwise` is passed in and not made in a branch: XLA has to split both results alike.
+    """
+    return jax.lax.cond(
+        condition,
+        lambda otherwise, *args: function(*args),
+        lambda otherwise, *args: otherwise,
+        otherwise,
+        *args,
+    )
+
+
+def where(condition, new, old):
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
+
+
+def shift(messages, schedule: Schedule, step: int):
+    """Sends every stage's messages to the next stage (step 1), or to the one before (-1)."""
+    P = schedule.num_stages
+    is_ring = schedule.num_chunks * schedule.num_lanes > 1
+    senders = [p for p in range(P) if is_ring or 0 <= p + step < P]
+    pairs = [(p, (p + step) % P) for p in senders]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPE, pairs), messages)
+
+
+def op_rows(schedule: Schedule, ops: Ops, ticks=slice(None)) -> dict[str, jax.Array]:
+    """The fields of `Op` as tables, for all ticks or for some."""
+    first, last = (schedule.is_at_end_TPS(ops, first=first) for first in (True, False))
+    chunk_TPS = np.maximum(ops.chunk_TPS, 0)
+    stage_P = np.arange(schedule.num_stages)
+    rows = dict(
+        microbatch=np.maximum(ops.microbatch_TPS, 0),
+        chunk=chunk_TPS,
+        slot=ops.slot_TPS,
+        place=chunk_TPS * schedule.num_stages + stage_P[None, :, None],
+        is_active=ops.is_active_TPS,
+        is_first=first,
+        is_last=last,
+        any_active=np.any(ops.is_active_TPS, axis=1),
+        any_first=np.any(first, axis=1),
+        any_last=np.any(last, axis=1),
+    )
+    return {name: jnp.asarray(x[ticks]) for name, x in rows.items()}
+
+
+def in_order_of_blocks(measured):
+    """`[v, P * n, ...]`, chunk by chunk and in each of them stage by stage, as `[N, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), measured)

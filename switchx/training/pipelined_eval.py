@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation of a model whose blocks are split over the stages of a pipeline.
+
+The same sums and the same sample of routing as in `training/evaluate.py`, in the microbatches
+of training. No stage holds more than its own blocks.
+Dims: B batch, b rows of a microbatch, M microbatches, N layers
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from switchx.models.config import ModelConfig
+from switchx.models.stages import Chunk, link_stacks, split_blocks
+from switchx.moe.stats import RoutingStats, join_stacks
+from switchx.partitioning.forward_pipeline import run_forward
+from switchx.partitioning.schedule import Schedule
+from switchx.partitioning.ticks import Lane, Objective, Op
+from switchx.training.evaluate import PLAIN_LOSS, sampled, sampled_rows
+from switchx.training.losses import from_microbatches, into_microbatches, rows_kept_together
+from switchx.training.pipelined import microbatch_of, no_sums, stack_lanes, sums_of_last
+
+
+def pipelined_eval_step(config: ModelConfig, schedule: Schedule, params, batch: dict):
+    """What `evaluate.eval_step` returns, by the forward ops of `schedule`.
+
+    Routing groups are those of the whole batch where `into_microbatches` keeps these.
+    """
+    M = schedule.num_microbatches
+    rows, together = into_microbatches(config, batch, M), rows_kept_together(config, batch, M)
+    # Choices are kept of so many rows of each microbatch: the batch's first ones.
+    kept = together * -(-sampled_rows(config, batch) // (M * together)) if config.switch else 0
+    blocks, shared = split_blocks(config, params)
+    lane = functools.partial(eval_lane, config, M, kept)
+    lanes = stack_lanes(config, schedule, blocks, rows, lane)
+    link = link_stacks(lanes[-1].message) if len(lanes) > 1 else None
+    result = run_forward(schedule, lanes, link, blocks, shared, {"rows": rows, "keys": None})
+    whole = [_with_rows(stats, together) for stats in result.measured]
+    stats = join_stacks(whole[0] if len(lanes) > 1 else None, whole[-1])
+    return sampled(config, result.total, stats, batch)
+
+
+def _with_rows(stats: RoutingStats | None, together: int) -> RoutingStats | None:
+    """With choices `[N, b M, ...]` in the order of the batch, in place of `[N, b, M, ...]`."""
+    if stats is None:
+        return None
+    whole = jax.vmap(functools.partial(from_microbatches, rows=together))
+    return dataclasses.replace(stats, choices=jax.tree.map(whole, stats.choices))
+
+
+def eval_lane(
+    config: ModelConfig, num_microbatches: int, kept: int, name: str, num_runs: int, message
+) -> Lane:
+    """A stack's chunks in evaluation; their `inputs` are as those of `stack_lane`.
+
+    What is measured has the choices of the first `kept` rows of each microbatch, as
+    `[N, kept, M, ...]`: those of others are zeros.
+    """
+    chunk = Chunk(config, name, num_runs, is_training=False)
+
+    def objective(blocks, shared, inputs, message, op: Op):
+        batch, _ = microbatch_of(inputs, op)
+        message, stats = chunk(blocks, shared, batch, message, op)
+        sums = no_sums()
+        if name == "decoder":
+            sums = sums_of_last(chunk, PLAIN_LOSS, shared, message, inputs, op)
+        if stats is not None:
+
+            def place(x):
+                x = x[:, :kept]
+                zeros = jnp.zeros((*x.shape[:2], num_microbatches, *x.shape[2:]), x.dtype)
+                return zeros.at[:, :, op.microbatch].set(x)
+
+            stats = dataclasses.replace(stats, choices=jax.tree.map(place, stats.choices))
+        return Objective(message, sums.loss, stats, sums)
+
+    return Lane(lambda *arguments: objective(*arguments).message, objective, message)
