@@ -72,6 +72,8 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         },
         "compile_s": round(step.seconds, 1),
     }
+    if step.overlapped_exchanges is not None:
+        row["overlapped_exchanges"] = step.overlapped_exchanges
     if step.host is not None:
         row |= {
             "host_bytes_per_device": step.host.needed,
@@ -93,6 +95,9 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         factor = job.model.switch.capacity_factor * job.model.switch.router.num_selected
         bound = f"<={MOST_PADDING * factor:g}"
         checks.append(Check("slots_per_token", step.slots_per_token, bound))
+    is_in_parts = job.model.switch is not None and job.model.switch.exchange_parts > 1
+    if is_in_parts and step.overlapped_exchanges is not None:
+        checks.append(Check("overlapped_exchanges", step.overlapped_exchanges, ">=1"))
     return Report("compile", [row], checks + _storage_checks(step.host))
 
 

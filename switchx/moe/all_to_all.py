@@ -38,31 +38,39 @@ from switchx.partitioning.collectives import (
 from switchx.partitioning.placement import Placement
 
 
-def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+def all_to_all_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank, exchange_parts: int = 1):
     """One all-to-all of all slots over the experts' axes there, and one back.
 
     Where there are fewer groups than devices, those that share one gather its slots first.
+
+    Args:
+        exchange_parts: see `SwitchConfig`; each part has all-to-alls of its own.
     """
     if shared := shared_axes("all_to_all", plan.expert_GTS.shape[0]):
-        local = functools.partial(run_shared, shared=shared)
+        local = functools.partial(run_shared, shared=shared, exchange_parts=exchange_parts)
     else:
-        local = functools.partial(_run_exchanged, collective=all_to_all)
+        local = functools.partial(
+            _run_exchanged, collective=all_to_all, exchange_parts=exchange_parts
+        )
     return run_on_devices(local, x_GTD, plan, experts, shared=shared)
 
 
-def hierarchical_dispatch(x_GTD, plan: RoutingPlan, experts: ExpertBank):
+def hierarchical_dispatch(
+    x_GTD, plan: RoutingPlan, experts: ExpertBank, exchange_parts: int = 1
+):
     """Slots travel inside of their node first, then between devices of equal rank."""
-    local = functools.partial(_run_exchanged, collective=hierarchical_all_to_all)
+    local = functools.partial(
+        _run_exchanged, collective=hierarchical_all_to_all, exchange_parts=exchange_parts
+    )
     return run_on_devices(local, x_GTD, plan, experts)
 
 
-def _run_exchanged(x_GTD, plan, experts, placement: Placement, *, collective):
+def _run_exchanged(x_GTD, plan, experts, placement: Placement, *, collective, exchange_parts):
     axes = placement.experts
-
-    def exchange(x_PERD):
-        return collective(x_PERD, axes) if axes else x_PERD
-
-    return run_slots(x_GTD, plan, experts, exchange, placement.size(axes))
+    if not axes:
+        return run_slots(x_GTD, plan, experts, lambda x_PERD: x_PERD, 1)
+    exchange = functools.partial(collective, axes=axes)
+    return run_slots(x_GTD, plan, experts, exchange, placement.size(axes), exchange_parts)
 
 
 def run_slots(
@@ -70,13 +78,14 @@ def run_slots(
     plan: RoutingPlan,
     experts: ExpertBank,
     exchange: Callable[[jax.Array], jax.Array],
-    num_parts: int,
+    num_devices: int,
+    exchange_parts: int = 1,
 ):
-    """One device's groups through experts that are on `num_parts` devices."""
+    """One device's groups through experts that are on `num_devices` devices."""
     token_GQ = token_of_slot(plan)
     x_ERD = gather_into_slots(x_GTD, plan, token_GQ)
-    x_PERD = x_ERD.reshape(num_parts, -1, *x_ERD.shape[1:])
-    y_PERD = run_exchanged(x_PERD, experts, exchange)
+    x_PERD = x_ERD.reshape(num_devices, -1, *x_ERD.shape[1:])
+    y_PERD = run_exchanged(x_PERD, experts, exchange, exchange_parts)
     return gather_from_slots(y_PERD.reshape(x_ERD.shape), plan, token_GQ)
 
 

@@ -27,20 +27,24 @@ class DispatcherTraits(NamedTuple):
         is_automatic: the compiler decides what is sent between devices.
         is_sliced: experts are split over devices that have the same tokens.
         shares_groups: devices may share a routing group.
+        exchanges_slots: slots travel to the experts' devices and back.
     """
 
     has_equal_blocks: bool
     is_automatic: bool = False
     is_sliced: bool = False
     shares_groups: bool = False
+    exchanges_slots: bool = False
 
 
 DISPATCHERS = {
     "gather": DispatcherTraits(has_equal_blocks=True, is_automatic=True),
     "einsum": DispatcherTraits(has_equal_blocks=True, is_automatic=True),
     "dropless": DispatcherTraits(has_equal_blocks=False),
-    "all_to_all": DispatcherTraits(has_equal_blocks=True, shares_groups=True),
-    "hierarchical": DispatcherTraits(has_equal_blocks=True),
+    "all_to_all": DispatcherTraits(
+        has_equal_blocks=True, shares_groups=True, exchanges_slots=True
+    ),
+    "hierarchical": DispatcherTraits(has_equal_blocks=True, exchanges_slots=True),
     "ragged_all_to_all": DispatcherTraits(has_equal_blocks=False),
     "sliced": DispatcherTraits(has_equal_blocks=False, is_sliced=True),
     "sliced_scatter": DispatcherTraits(has_equal_blocks=False, is_sliced=True),
@@ -228,6 +232,9 @@ class SwitchConfig:
         buffer_factor: in the sliced dispatchers, tokens that a device keeps room for over
             its even share; a device with more of them computes the layer again with room
             for all. None always has room for all.
+        exchange_parts: parts of the slots that `all_to_all` and `hierarchical` send apart, so
+            that one part travels while another is in the experts; with dropout in the
+            experts each part has masks of its own. 1 sends all at once.
         num_replicas: further slots for experts, which training fills with replicas of the
             busiest ones, chosen at every evaluation by the load measured there
             (`moe/replicas.py`); the experts and these divide over the devices that have
@@ -256,6 +263,7 @@ class SwitchConfig:
     expert_bias: bool = False
     dispatcher: Literal[*DISPATCHERS] = at_resume("gather")
     buffer_factor: float | None = at_resume(None)
+    exchange_parts: int = at_resume(1)
     num_replicas: int = at_resume(0)
     router_init_scale: float = at_evaluation(0.1)
     router: RouterConfig = RouterConfig()
@@ -263,7 +271,7 @@ class SwitchConfig:
     def __post_init__(self):
         check_choices(self)
         require_at_least(self, 1, "num_experts", "every", "min_capacity", "group_size")
-        require_at_least(self, 1, "expert_capacity", "d_ff", "shared_d_ff")
+        require_at_least(self, 1, "expert_capacity", "d_ff", "shared_d_ff", "exchange_parts")
         require_at_least(self, 0, "num_replicas")
         require_above_zero(self, "capacity_factor", "eval_capacity_factor")
         require_above_zero(self, "buffer_factor", "router_init_scale")
@@ -279,6 +287,12 @@ class SwitchConfig:
             f"SwitchConfig.dispatcher={self.dispatcher!r} with sublayers={self.sublayers!r}: "
             "experts in attention are dispatched by gather or einsum; use one of them, or "
             "sublayers='ffn'",
+        )
+        require(
+            self.exchange_parts == 1 or DISPATCHERS[self.dispatcher].exchanges_slots,
+            f"SwitchConfig.exchange_parts={self.exchange_parts} with dispatcher="
+            f"{self.dispatcher!r}, which exchanges no slots; use 1, or dispatcher='all_to_all' "
+            "or 'hierarchical'",
         )
         require(
             not (self.num_replicas and self.has_attention),

@@ -58,6 +58,8 @@ def choose_dispatcher(switch, plan: RoutingPlan, *, is_training: bool) -> Dispat
             raise ValueError(reason)
     if DISPATCHERS[name].is_sliced:
         return functools.partial(FUNCTIONS[name], buffer_factor=switch.buffer_factor)
+    if DISPATCHERS[name].exchanges_slots:
+        return functools.partial(FUNCTIONS[name], exchange_parts=switch.exchange_parts)
     return FUNCTIONS[name]
 
 

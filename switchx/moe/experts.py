@@ -29,6 +29,9 @@ Weight = jax.Array | QTensor | SeparateMatrices
 # In the order of `ExpertFFN`.
 WEIGHTS = ("w_in_EDF", "w_out_EFD", "w_gate_EDF", "b_in_EF", "b_out_ED")
 
+# The product of experts with blocks of rows; compiled programs name it so, and its gradients.
+BLOCKS = "ERD,EDF->ERF"
+
 absent_rows_p = Primitive("absent_expert_rows")
 absent_rows_p.def_abstract_eval(lambda x_RD, count_E, *, layer: x_RD)
 
@@ -178,7 +181,7 @@ def expert_matmul(x_ERD, w: Weight):
         E, R, D = x_ERD.shape
         y_RF = rows_matmul(x_ERD.reshape(E * R, D), w, jnp.full((E,), R, jnp.int32))
         return y_RF.reshape(E, R, -1)
-    return jnp.einsum("ERD,EDF->ERF", x_ERD, w.astype(x_ERD.dtype))
+    return jnp.einsum(BLOCKS, x_ERD, w.astype(x_ERD.dtype))
 
 
 def rows_matmul(x_RD, w: Weight, count_E):

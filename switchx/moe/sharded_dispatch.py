@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from switchx import tree
@@ -86,16 +87,34 @@ def run_on_devices(
     return sharded(x_GTD, plan, experts)
 
 
-def run_exchanged(x_PERD, experts: ExpertBank, exchange: Callable[[jax.Array], jax.Array]):
+def run_exchanged(
+    x_PERD,
+    experts: ExpertBank,
+    exchange: Callable[[jax.Array], jax.Array],
+    exchange_parts: int = 1,
+):
     """Each device's rows to the experts of P devices, through them and back.
 
     Args:
         exchange: `[P, E, R, D]` by destination -> the same by source.
+        exchange_parts: parts of the R rows, each with exchanges of its own: what a compiler
+            needs to send one while another is computed. No row depends on another, so only
+            the experts' gradients are summed in another order.
     """
     P, E, R, D = x_PERD.shape
-    # Rows of one expert lie together, those of device 0 first.
-    x_ERD = exchange(x_PERD).swapaxes(0, 1).reshape(E, P * R, D)
-    return exchange(experts(x_ERD).reshape(E, P, R, D).swapaxes(0, 1))
+    parts = min(exchange_parts, R)
+    cuts = [R * part // parts for part in range(parts + 1)]
+
+    def run(part: int):
+        x = exchange(x_PERD[:, :, cuts[part] : cuts[part + 1]])
+        rows = x.shape[2]
+        # Random numbers of a part's own, as on a device; what is added once, it adds.
+        bank = experts if parts == 1 else experts.on_device(part, is_first_part=True)
+        # Rows of one expert lie together, those of device 0 first.
+        y = bank(x.swapaxes(0, 1).reshape(E, P * rows, D))
+        return exchange(y.reshape(E, P, rows, D).swapaxes(0, 1))
+
+    return jnp.concatenate([run(part) for part in range(parts)], axis=2)
 
 
 def token_spec(batch: MeshAxes, shared: MeshAxes) -> PartitionSpec:

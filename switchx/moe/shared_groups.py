@@ -118,12 +118,18 @@ class SlotOwners:
 
 
 def run_shared(
-    x_GTD, plan: RoutingPlan, experts: ExpertBank, placement: Placement, shared: MeshAxes
+    x_GTD,
+    plan: RoutingPlan,
+    experts: ExpertBank,
+    placement: Placement,
+    shared: MeshAxes,
+    exchange_parts: int = 1,
 ):
     """One device's tokens, of one group, through experts that may be anywhere.
 
     Args:
         shared: the last of the experts' axes; see `Placement.shared_by`.
+        exchange_parts: of the slots that travel between groups.
     """
     S = plan.expert_GTS.shape[-1]
     between = tuple(axis for axis in placement.experts if axis not in shared)
@@ -144,7 +150,8 @@ def run_shared(
         return all_to_all(x_OECD, between) if between else x_OECD
 
     x_OECD = x_1QD.reshape(num_groups, owners.experts, owners.capacity, -1)
-    y_1QD = run_exchanged(x_OECD, experts, exchange).reshape(x_1QD.shape)
+    parts = exchange_parts if between else 1
+    y_1QD = run_exchanged(x_OECD, experts, exchange, parts).reshape(x_1QD.shape)
     y_1RD = gather_rows(y_1QD, slot_1R, row_1Q[..., None])
     y_RD = ragged_all_to_all(y_1RD[0], size_PP.T, shared, position_X.size)
     return gated_sum(y_RD[None], token_1R, row_1TS, plan.gate_GTS)

@@ -40,6 +40,9 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|branch_computations|called_computations)="
     r"\{?(%?[\w.-]+(?:, ?%[\w.-]+)*)"
 )
+_EXCHANGE_START = re.compile(r"%?([\w.-]+) = \(.*\) all-to-all-start\(")
+_EXCHANGE_END = re.compile(r" all-to-all-done\(.*?%?([\w.-]+)\)")
+_PRODUCT = re.compile(r" (?:dot|convolution)\(")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # The TPU compiler does not say; a condition then compares a counter with a constant.
 _CONDITION = re.compile(r" condition=%?([\w.-]+)")
@@ -110,6 +113,34 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
     return of(entry)
 
 
+def overlapped_exchanges(hlo: str, product: str) -> int:
+    """Counts the all-to-alls that are under way while a certain matrix product is computed.
+
+    In a scheduled program, as the TPU compiler's are: instructions stand in the order in which
+    they run, and an asynchronous all-to-all as a start and an end.
+
+    Args:
+        product: a part of the name of what it was traced from (`op_name`).
+    """
+    computations, _ = computations_of(hlo)
+    found = 0
+    for lines in computations.values():
+        running: dict[str, bool] = {}  # whether the product came since its start
+        for line in lines:
+            if start := _EXCHANGE_START.search(line):
+                running[start[1]] = False
+            elif end := _EXCHANGE_END.search(line):
+                found += running.pop(end[1], False)
+            elif product in line and _has_product(line, computations):
+                running = dict.fromkeys(running, True)
+    return found
+
+
+def _has_product(line: str, computations: dict[str, list[str]]) -> bool:
+    inside = (each for name in called_by(line) for each in computations.get(name, ()))
+    return any(_PRODUCT.search(each) for each in (line, *inside))
+
+
 def total_bytes(executed: collections.Counter[HloCollective]) -> int:
     """The bytes of all of them, as `HloCollective.num_bytes` counts."""
     return sum(one.num_bytes * count for one, count in executed.items())
@@ -169,9 +200,8 @@ def _collective(line: str, all_devices) -> HloCollective | None:
         arrays = arrays[:1]  # of (operand, output, offsets and sizes), output, ...
     elif match["start"] and match["kind"] != "all-reduce":
         # Its result is (operands, results): the results are the second half. A permute has two
-        # counters behind them.
-        is_permute = match["kind"] == "collective-permute"
-        if is_permute and len(arrays) > 2 and arrays[-2:] == (("u32", ()),) * 2:
+        # counters behind them, and so has the TPU compiler's all-to-all.
+        if len(arrays) > 2 and arrays[-2:] == (("u32", ()),) * 2:
             arrays = arrays[:-2]
         arrays = arrays[len(arrays) // 2 :]
     groups = _groups(line) or all_devices

@@ -24,7 +24,8 @@ from switchx.data.mixtures import as_mixture
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.moe.config import DISPATCHERS
-from switchx.partitioning.hlo_collectives import executed_collectives
+from switchx.moe.experts import BLOCKS
+from switchx.partitioning.hlo_collectives import executed_collectives, overlapped_exchanges
 from switchx.partitioning.host_copies import host_copies, noted_strides, share_overlapped
 from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import platform_of
@@ -108,6 +109,7 @@ class CompiledStep:
         seconds: that compiling took.
         host: where experts are in host memory, what they take of it.
         teacher_parameters: elements of a teacher beside the student.
+        overlapped_exchanges: all-to-alls that experts compute beside.
     """
 
     devices: int
@@ -121,6 +123,7 @@ class CompiledStep:
     seconds: float
     host: HostMemory | None = None
     teacher_parameters: int = 0
+    overlapped_exchanges: int | None = None
 
 
 def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
@@ -180,6 +183,7 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
         seconds=time.monotonic() - started,
         host=host,
         teacher_parameters=num_elements(program.abstract_beside),
+        overlapped_exchanges=None if text is None else overlapped_exchanges(text, BLOCKS),
     )
 
 

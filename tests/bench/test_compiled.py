@@ -51,6 +51,18 @@ def test_every_check_can_fail():
         assert [name for name, holds in found.items() if not holds] == [failing]
 
 
+def test_parts_of_an_exchange_have_to_overlap():
+    switch = dataclasses.replace(
+        ENCODER_DECODER.switch, dispatcher="all_to_all", exchange_parts=2
+    )
+    job = make_job(dataclasses.replace(ENCODER_DECODER, switch=switch))
+    for number in (0, 1):
+        step = dataclasses.replace(STEP, overlapped_exchanges=number)
+        assert "overlapped_exchanges" not in verdicts(step)  # of slots sent at once
+        checks = compiled.report_of(step, job, V4, "x.gin").checks
+        assert [c.holds for c in checks if c.name == "overlapped_exchanges"] == [number == 1]
+
+
 def test_every_check_of_host_memory_can_fail():
     host = HostMemory(
         4 * GIB, Memory(30 * GIB, 0, 30 * GIB, 15 * GIB), 4 * GIB, 0.9, (1 << 20,)

@@ -244,6 +244,11 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
             "SwitchConfig.dispatcher='sliced' with sublayers='attention': experts in attention "
             "are dispatched by gather or einsum; use one of them, or sublayers='ffn'",
         ),
+        (
+            {"exchange_parts": 2},
+            "SwitchConfig.exchange_parts=2 with dispatcher='gather', which exchanges no slots; "
+            "use 1, or dispatcher='all_to_all' or 'hierarchical'",
+        ),
         ({"num_experts": 0}, "SwitchConfig.num_experts=0; use a whole number of at least 1"),
         ({"every": 0}, "SwitchConfig.every=0; use a whole number of at least 1"),
         ({"min_capacity": 0}, "SwitchConfig.min_capacity=0; use a whole number of at least 1"),

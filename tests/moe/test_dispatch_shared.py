@@ -51,7 +51,9 @@ ROUTERS = {
 }
 
 
-def make_config(dispatcher: str, group_size: int, router: RouterConfig, factor: float):
+def make_config(
+    dispatcher: str, group_size: int, router: RouterConfig, factor: float, parts: int = 1
+):
     return ModelConfig(
         "decoder_only",
         vocab_size=32,
@@ -65,6 +67,7 @@ def make_config(dispatcher: str, group_size: int, router: RouterConfig, factor: 
             E,
             every=1,
             dispatcher=dispatcher,
+            exchange_parts=parts,
             group_size=group_size,
             capacity_factor=factor,
             min_capacity=1,
@@ -123,6 +126,13 @@ def test_numbers_are_those_of_one_device(layout, router):
     got = run_layer(config, spec)
     assert want[1][1].dropped > 0
     assert largest_error(got, want) < 4e-6
+
+
+@pytest.mark.slow
+def test_parts_between_groups_give_the_same_numbers():
+    spec, group_size, _ = LAYOUTS["two groups over two axes"]
+    config = make_config("all_to_all", group_size, ROUTERS["top-2"], FACTOR, parts=2)
+    assert largest_error(run_layer(config, spec), one_device(group_size, "top-2")) < 4e-6
 
 
 def test_an_expert_that_everybody_wants():

@@ -2,6 +2,7 @@
 """Every dispatcher on its meshes gives the outputs and raw gradients of one device."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from switchx.moe.dispatch import einsum_dispatch
 from switchx.moe.dispatchers import FUNCTIONS
-from switchx.moe.sharded_dispatch import expert_specs, run_on_devices
+from switchx.moe.sharded_dispatch import expert_specs, run_exchanged, run_on_devices
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.placement import ONE_DEVICE
@@ -74,6 +75,21 @@ def test_whatever_the_load_numbers_are_those_of_one_device(want, name, spec):
         assert_same(answer_on(spec, name, problem), answers[load])
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("all_to_all", 3),
+        pytest.param("all_to_all", 99, marks=pytest.mark.slow),  # a part for each slot
+        pytest.param("hierarchical", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_slots_that_travel_in_parts_give_the_same_numbers(want, name, parts):
+    problems, answers = want
+    run = answerer(functools.partial(FUNCTIONS[name], exchange_parts=parts))
+    for load, problem in problems.items():
+        assert_same(answer_on(MOST_AXES[name], name, problem, run), answers[load])
+
+
 ALIKE = (
     "hierarchical",
     "sliced",
@@ -118,6 +134,17 @@ def test_dropout_differs_between_devices_and_not_between_calls(key):
         np.testing.assert_array_equal(y_GTD, run(*same, bank))
     # The groups are alike, so all that tells them apart is what was dropped.
     assert len({row.tobytes() for row in np.asarray(y_GTD)}) > 1
+
+
+def test_parts_of_an_exchange_have_masks_of_their_own(key):
+    """Two tokens alike, one in each part: what is dropped tells them apart."""
+    x_PERD = jnp.ones((1, E, 2, 8))
+    bank = dataclasses.replace(make_problem().bank, key=key, dropout_rate=0.5)
+    y_PERD = run_exchanged(x_PERD, bank, lambda x_PERD: x_PERD, exchange_parts=2)
+    assert np.all(np.any(y_PERD[0, :, 0] != y_PERD[0, :, 1], axis=-1))
+    bank = dataclasses.replace(bank, key=None)
+    y_PERD = run_exchanged(x_PERD, bank, lambda x_PERD: x_PERD, exchange_parts=2)
+    np.testing.assert_array_equal(y_PERD[0, :, 0], y_PERD[0, :, 1])
 
 
 def test_weights_are_split_by_their_names_and_a_key_is_whole(key):

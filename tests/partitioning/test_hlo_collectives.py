@@ -12,6 +12,7 @@ from switchx.partitioning.hlo_collectives import (
     HloCollective,
     collectives,
     executed_collectives,
+    overlapped_exchanges,
     total_bytes,
 )
 from switchx.partitioning.mesh import MeshSpec
@@ -71,6 +72,14 @@ PAIRS = ((0, 1), (2, 3))
             (("f32", (80, 2048)),),
             ((0, 1, 2, 3),),
             80 * 2048 * 4,
+        ),
+        (
+            "%r = ((bf16[4,2]{1,0}), bf16[4,2]{1,0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) "
+            "all-to-all-start(%x), replica_groups={{0,1},{2,3}}",
+            "all-to-all",
+            (("bf16", (4, 2)),),
+            PAIRS,
+            16,
         ),
         (
             "%r = (u32[], u32[]) collective-permute-start(%x), "
@@ -220,3 +229,33 @@ def test_a_condition_says_the_trip_count():
         + "body=%body\n}\n"
     )
     assert list(executed_collectives(hlo).values()) == [7]
+
+
+EXCHANGES = """\
+%products (x: f32[2]) -> f32[2] {
+  %c = f32[2] convolution(%x, %x)
+}
+
+%other (x: f32[2]) -> f32[2] {
+  %c = f32[2] add(%x, %x)
+}
+
+ENTRY %main () -> f32[2] {
+  %start.1 = ((f32[2]), f32[2], u32[], u32[]) all-to-all-start(%a)
+  %start.2 = ((f32[2]), f32[2], u32[], u32[]) all-to-all-start(%b)
+  %done.1 = f32[2] all-to-all-done(%start.1)
+  %y = f32[2] fusion(%done.1), kind=kOutput, calls=%NAME, metadata={op_name="jit/OP/dot"}
+  %done.2 = f32[2] all-to-all-done(%start.2)
+  %start.3 = ((f32[2]), f32[2], u32[], u32[]) all-to-all-start(%y)
+  %done.3 = f32[2] all-to-all-done(%start.3)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "number"),
+    [("products", "RD,DF", 1), ("other", "RD,DF", 0), ("products", "BL,LM", 0)],
+)
+def test_an_exchange_under_way_while_experts_compute_is_overlapped(name, op, number):
+    hlo = EXCHANGES.replace("NAME", name).replace("OP", op)
+    assert overlapped_exchanges(hlo, "RD,DF") == number

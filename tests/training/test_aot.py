@@ -245,6 +245,50 @@ def test_experts_in_host_memory_leave_the_devices(topology):
     assert host["strides"] == []
 
 
+IN_PARTS = """
+import sys
+from switchx.models.config import Precision
+from switchx.moe.experts import BLOCKS
+from switchx.partitioning.mesh import CompilerOptions, MeshSpec
+from switchx.partitioning.topology import Topology
+from switchx.training import aot
+from switchx.training.aot_devices import describe_devices
+from tests.training.jobs import SPARSE, SWITCH, make_job
+import dataclasses
+
+topology = Topology.parse("v5e:2x2")
+for parts in (1, 2):
+    switch = dataclasses.replace(
+        SWITCH, group_size=512, dispatcher="all_to_all", exchange_parts=parts
+    )
+    model = dataclasses.replace(
+        SPARSE, d_model=512, d_ff=2048, d_head=64, num_heads=8, num_decoder_layers=4,
+        scan_layers=True, remat="full", precision=Precision(compute="bfloat16"), switch=switch,
+    )
+    job = make_job(
+        model, mesh=MeshSpec(data=1, expert=4), inputs_length=256, targets_length=256,
+        batch_size=32, compiler=CompilerOptions(tpu=("xla_tpu_enable_async_all_to_all=True",)),
+    )
+    step = aot.compile_step(job, describe_devices(topology), topology.generation.hbm_bytes)
+    print(parts, step.overlapped_exchanges, step.collectives["all-to-all"][1])
+"""
+
+
+@pytest.mark.aot
+def test_experts_compute_while_another_part_travels():
+    try:
+        variables = tpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, "-c", IN_PARTS], env=os.environ | variables, check=True,
+        capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2],
+    )  # fmt: skip
+    whole, halves = (line.split() for line in done.stdout.splitlines()[-2:])
+    assert int(halves[1]) >= 4 > int(whole[1])
+    assert halves[2] == whole[2]  # the same bytes
+
+
 def test_the_child_alone_sees_the_compiler(tmp_path, monkeypatch):
     (tmp_path / "libtpu").mkdir()
     monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))
