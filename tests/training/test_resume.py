@@ -55,6 +55,7 @@ FREE = {
     "eval_every": 50,
     "checkpoint_every": 50,
     "eval_batches": None,
+    "eval_at_start": False,
     "retention": Retention(keep_last=7),
     "max_skipped_in_a_row": 99,
     "data_dir": "elsewhere",
