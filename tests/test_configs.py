@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every gin file that ships parses and builds, and says what it is for."""
 
+import dataclasses
 import math
 import pathlib
 import re
@@ -18,6 +19,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.partitioning.mesh import AXES, batch_parts
 from switchx.partitioning.rules import param_shardings
+from switchx.planner.layout import SPREAD_RULES
 from switchx.planner.model_cost import count_parameters
 from switchx.training.job import TrainingJob
 from switchx.training.text_evaluation import TextEvaluation
@@ -195,3 +197,12 @@ def test_a_run_is_written_as_a_file_that_builds_it(name, build_job, tmp_path):
     assert changed.mesh != job.mesh or changed.mesh == build_job(name, *tasks, mesh).mesh
     assert (changed.train_steps, changed.step.num_microbatches) == (7, 2)
     assert changed.seed == 3 and changed.model == job.model
+
+
+def test_the_planner_has_the_rules_of_pods(build_job):
+    """But for stages, which no pod's file has."""
+    rules = build_job("runs/pretrain_tiny.gin", "meshes/pod.gin").mesh.rules
+    planned = dataclasses.asdict(SPREAD_RULES)
+    for table in ("params", "expert_params"):
+        planned[table] = tuple(rule for rule in planned[table] if rule[0] != "N")
+    assert dataclasses.asdict(rules) == planned

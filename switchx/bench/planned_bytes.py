@@ -24,7 +24,7 @@ from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.layout import SLICED_RULES, Layout
+from switchx.planner.layout import SLICED_RULES, SPREAD_RULES, Layout
 from switchx.planner.step_comm import compiled_on_cpu, step_collectives
 from switchx.training.aot import batch_shapes
 from switchx.training.job import TrainingJob
@@ -84,6 +84,13 @@ CASES = (
     ),
     Case("tasks expert=4", MeshSpec(expert=4), "all_to_all", task_rows=(12, 4)),
     Case("sliced data=2 model=4", MeshSpec(model=4, rules=SLICED_RULES), "sliced"),
+    Case("spread fsdp=8", MeshSpec(data=1, fsdp=8, rules=SPREAD_RULES), "all_to_all"),
+    Case(
+        "spread fsdp=2 node=4 of shared groups",
+        MeshSpec(data=1, fsdp=2, node=4, rules=SPREAD_RULES),
+        "all_to_all",
+        group_size=64,
+    ),
 )
 # The compiler goes from slices of D to slices of the batch by gathering over all devices
 # where `fsdp` is one of several axes ("involuntary full rematerialization"): not modelled.
@@ -208,7 +215,11 @@ def planned_bytes(job: TrainingJob) -> collections.Counter:
     """Bytes by kind of collective as the planner has them."""
     sizes = job.mesh.build(jax.devices()[:NUM_DEVICES]).shape
     switch = job.model.switch
-    layout = Layout(**sizes, dispatcher=switch.dispatcher if switch else None)
+    layout = Layout(
+        **sizes,
+        dispatcher=switch.dispatcher if switch else None,
+        is_spread=job.mesh.rules == SPREAD_RULES,
+    )
     counted = collections.Counter()
     for each in compiled_on_cpu(step_collectives(workload_of(job), layout), layout):
         counted[each.kind] += round(each.total_bytes)

@@ -198,6 +198,7 @@ def row(rank: int, plan, workload) -> dict[str, Any]:
         "rank": rank,
         **plan.layout.shape,
         "dispatcher": plan.layout.dispatcher,
+        "is_spread": plan.layout.is_spread,
         "microbatches": plan.layout.num_microbatches,
         "step_s": time.step_s,
         "overlapped_step_s": time.overlapped_s,

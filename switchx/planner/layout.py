@@ -30,6 +30,18 @@ SLICED_RULES = Rules(
         ("D", ("fsdp",)),
     )
 )
+# Of configs/meshes/pod.gin: experts on all devices with different tokens but replicas, and what
+# is no expert's in slices over those of them that `expert` does not name.
+SPREAD_RULES = Rules(
+    params=(
+        ("N", ("pipe",)),
+        ("D", ("fsdp", "node")),
+        ("F", ("model",)),
+        ("H", ("model",)),
+        ("V", ("model",)),
+    ),
+    expert_params=(("N", ("pipe",)), ("E", ("fsdp", "node", "expert")), ("F", ("model",))),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +141,7 @@ class Layout:
     Attributes:
         dispatcher: of Switch layers; None for a dense model.
         num_microbatches: parts a batch is split into, one after the other.
+        is_spread: experts are split over `fsdp`, too (`SPREAD_RULES`).
     """
 
     pipe: int = 1
@@ -139,6 +152,7 @@ class Layout:
     model: int = 1
     dispatcher: str | None = None
     num_microbatches: int = 1
+    is_spread: bool = False
 
     def __post_init__(self):
         require_at_least(self, 1, *AXES, "num_microbatches")
@@ -160,7 +174,9 @@ class Layout:
 
     @property
     def rules(self) -> Rules:
-        """Rules with whole experts on `model` where the dispatcher slices, else Switch's."""
+        """Whole experts on `model` where the dispatcher slices; `SPREAD_RULES`; or Switch's."""
+        if self.is_spread:
+            return SPREAD_RULES
         is_sliced = self.dispatcher is not None and DISPATCHERS[self.dispatcher].is_sliced
         return SLICED_RULES if is_sliced else Rules()
 
@@ -201,6 +217,7 @@ class Layout:
     def name(self) -> str:
         """`data=2 expert=4 all_to_all`: axes of more than one device, and the dispatcher."""
         words = [named_axes(self.shape) or "data=1", self.dispatcher]
+        words += ["spread"] if self.is_spread else []
         if self.num_microbatches > 1:
             words.append(f"microbatches={self.num_microbatches}")
         return " ".join(filter(None, words))

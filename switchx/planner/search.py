@@ -168,8 +168,13 @@ def layouts(
         if problem := _indivisible(workload, hardware, mesh):
             refused[problem] += 1
             continue
-        for name in _dispatchers(workload, hardware, mesh):
-            yield dataclasses.replace(mesh, dispatcher=name)
+        if not (problem := _undivided_experts(workload, hardware, mesh)):
+            for name in _dispatchers(workload, hardware, mesh):
+                yield dataclasses.replace(mesh, dispatcher=name)
+        if spread := _spread(workload, mesh):
+            yield spread
+        elif problem:
+            refused[problem] += 1
 
 
 def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
@@ -186,18 +191,14 @@ def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
 def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | None:
     """The reason why a mesh cannot run the step, whatever the dispatcher; or None."""
     model, switch = workload.model, workload.model.switch
-    experts = mesh.node * mesh.expert
+    if switch is None and mesh.node * mesh.expert > 1:
+        return "node x expert does not divide the experts"
     if mesh.model > hardware.devices_per_node:
         return "the model axis would leave its node"
     if model.num_heads % mesh.model or model.d_ff % mesh.model:
         return "model does not divide heads or d_ff"
     if model.d_model % mesh.fsdp:
         return "fsdp does not divide d_model"
-    if experts > 1 and (switch is None or switch.num_experts % experts):
-        return "node x expert does not divide the experts"
-    is_node = mesh.expert * mesh.model == hardware.devices_per_node
-    if mesh.node > 1 and not (is_node or (hardware.inside.torus_dims and mesh.expert > 1)):
-        return "node x expert does not follow the nodes there are"
     if any(workload.num_layers(each) // model.period % mesh.pipe for each in workload.stacks):
         return "pipe does not divide a stack's blocks"
     if mesh.pipe > 1 and workload.teacher is not None:
@@ -209,6 +210,28 @@ def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | 
     if mesh.num_microbatches > 1 and switch and switch.router.balance_scope == "batch":
         return "balance_scope='batch' takes one microbatch"
     return None
+
+
+def _undivided_experts(workload: Workload, hardware: Hardware, mesh: Layout) -> str | None:
+    """The reason why experts are not on `node` and `expert` alone; or None."""
+    if mesh.node * mesh.expert == 1:
+        return None
+    if workload.model.switch.num_experts % (mesh.node * mesh.expert):
+        return "node x expert does not divide the experts"
+    is_node = mesh.expert * mesh.model == hardware.devices_per_node
+    if mesh.node > 1 and not (is_node or (hardware.inside.torus_dims and mesh.expert > 1)):
+        return "node x expert does not follow the nodes there are"
+    return None
+
+
+def _spread(workload: Workload, mesh: Layout) -> Layout | None:
+    """The layout with experts on `fsdp`, too, where they and D divide; or None."""
+    switch, parts = workload.model.switch, mesh.fsdp * mesh.node
+    if switch is None or parts == 1 or mesh.pipe > 1:
+        return None
+    if switch.num_experts % (parts * mesh.expert) or workload.model.d_model % parts:
+        return None
+    return dataclasses.replace(mesh, dispatcher="all_to_all", is_spread=True)
 
 
 def _dispatchers(workload: Workload, hardware: Hardware, mesh: Layout) -> list[str | None]:
@@ -253,7 +276,8 @@ def refusal_of(workload: Workload, layout: Layout) -> str | None:
             if reason := workload.refusal(layout, groups, tokens):
                 return reason.split(";")[0].split(",")[0]
     if layout.node > 1 and layout.dispatcher == "all_to_all" and not is_shared:
-        return "a flat all-to-all over node x expert is one over expert"
+        same = "fsdp" if layout.is_spread else "expert"
+        return f"a flat all-to-all over node x expert is one over {same}"
     return None
 
 
@@ -296,6 +320,8 @@ def explain(plan: Plan, hardware: Hardware, first: Plan) -> str:
     text = ", ".join(axes) or "One device"
     if layout.dispatcher:
         text += f", Switch layers by {layout.dispatcher}"
+    if layout.is_spread:
+        text += ", experts spread over slices and outer parts, too"
     if layout.num_microbatches > 1:
         text += f", {layout.num_microbatches} microbatches"
     text += (

@@ -125,7 +125,17 @@ def test_groups_that_do_not_divide_are_counted():
     assert found.refused[GROUPS_DO_NOT_DIVIDE] > 0
     # Devices can share a group along the experts' axis, and then by all_to_all alone.
     assert {p.layout.dispatcher for p in found.plans if p.layout.expert > 1} == {"all_to_all"}
-    assert all(plan.layout.data == plan.layout.fsdp == 1 for plan in found.plans)
+    layouts = [plan.layout for plan in found.plans]
+    assert all(each.data == 1 and (each.fsdp == 1 or each.is_spread) for each in layouts)
+
+
+def test_experts_are_spread_beside_slices():
+    found = search_on_v5e()
+    spread = [plan.layout for plan in found.plans if plan.layout.is_spread]
+    assert {each.dispatcher for each in spread} == {"all_to_all"}
+    assert all(each.fsdp > 1 and each.node == each.pipe == 1 for each in spread)
+    assert max(each.fsdp * each.expert for each in spread) == 8
+    assert not any(plan.layout.is_spread for plan in search_on_v5e(DENSE).plans)
 
 
 def test_a_batch_of_loads_is_not_split():
