@@ -134,7 +134,6 @@ class Network:
         efficiency: of `bytes_per_s` that large messages reach.
         latency_s: of one message.
         torus_dims: dimensions of a torus; 0 where a switch joins all devices.
-        torus_side: devices along a dimension of the largest torus.
         wraps_at: a dimension is a ring where its size is a multiple of this, else a line.
     """
 
@@ -143,7 +142,6 @@ class Network:
     latency_s: float
     source: str
     torus_dims: int = 0
-    torus_side: int = 0
     wraps_at: int = 0
 
     @property
@@ -265,7 +263,7 @@ _PARTS = {
     "host": Host,
     "disk": Disk,
 }
-_MAY_BE_ZERO = ("latency_s", "torus_dims", "torus_side", "wraps_at", "day_written_bytes")
+_MAY_BE_ZERO = ("latency_s", "torus_dims", "wraps_at", "day_written_bytes")
 _SHARES = ("efficiency", "usable")
 
 

@@ -17,21 +17,23 @@ the array is whole, B the achieved bytes a second of a device and a the latency 
     all-to-all                   max((g-1)/n m / B_in, (n-g)/n m / B_out)
                                  + (g-1) a_in + (n-g) a_out
 
-where n > g; without the second network where n = g. On a torus a ring sends both ways
-through each dimension it lies along, and an all-to-all's bytes pass n/4 links on average,
-a quarter of what an all-gather of the same array takes. Shen et al. 2022 (SE-MoE,
+where n > g; without the second network where n = g. On a torus (`torus.py`) a group sends
+both ways through each ring it lies along and one way and back through a line, and an
+all-to-all's bytes pass n/4 links of a ring on average, a quarter of what an all-gather of the
+same array takes. Shen et al. 2022 (SE-MoE,
 arXiv:2205.10034), section 4.2, says why the hierarchical all-to-all sends fewer messages.
 Symbols: P stages, M microbatches
 """
 
 import dataclasses
-import math
+import functools
 
 from switchx.planner.hardware import Hardware, Network
 from switchx.planner.layout import Layout, Workload
 from switchx.planner.memory import state_bytes, vocabulary_parts
 from switchx.planner.model_cost import flops_per_sequence
 from switchx.planner.step_comm import StepCollective, step_collectives
+from switchx.planner.torus import Line, lines_of, slice_sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +164,12 @@ def collective_seconds(
     Raises:
         ValueError: the kind is not one of the planner's.
     """
-    devices = layout.group(axes)
-    n = len(devices)
+    n = layout.parts(axes)
     if n == 1 or num_bytes == 0:
         return 0.0
-    inside = sum(device < hardware.devices_per_node for device in devices)
+    inside = _inside(axes, layout, hardware)
     if kind == "collective-permute":
-        link = hardware.inside if inside == n else hardware.between
+        link = hardware.inside if inside.devices == n else hardware.between
         lanes = 1 if not link.torus_dims else 2
         return num_bytes / (lanes * link.achieved_bytes_per_s) + link.latency_s
     if kind in EXCHANGES:
@@ -187,58 +188,66 @@ def crosses_nodes(axes: tuple[str, ...], layout: Layout, hardware: Hardware) -> 
     return max(layout.group(axes)) >= hardware.devices_per_node
 
 
-def _ring(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
+def _ring(num_bytes: float, n: int, inside: "_Inside", hardware: Hardware) -> float:
     """Seconds of one pass around the ring: every device sends all parts but one."""
     share = (n - 1) / n * num_bytes
-    if inside == n:
-        return share / _ring_bytes_per_s(hardware.inside, n) + _hops(hardware.inside, n)
-    nodes = n // inside
-    slowest = inside * hardware.between.achieved_bytes_per_s
-    if inside > 1:
-        slowest = min(slowest, _ring_bytes_per_s(hardware.inside, inside))
+    if inside.devices == n:
+        return share / inside.ring_bytes_per_s + inside.latency_s
+    nodes = n // inside.devices
+    slowest = inside.devices * hardware.between.achieved_bytes_per_s
+    if inside.devices > 1:
+        slowest = min(slowest, inside.ring_bytes_per_s)
     latency = (n - nodes) * hardware.inside.latency_s + nodes * hardware.between.latency_s
     return share / slowest + latency
 
 
-def _exchange(num_bytes: float, n: int, inside: int, hardware: Hardware) -> float:
+def _exchange(num_bytes: float, n: int, inside: "_Inside", hardware: Hardware) -> float:
     """Seconds of an exchange: every device sends 1/n of its bytes to each."""
-    fast, slow = hardware.inside, hardware.between
-    near = _exchange_inside(fast, num_bytes * inside / n, inside) if inside > 1 else 0.0
-    far = (n - inside) / n * num_bytes / slow.achieved_bytes_per_s
-    messages = _hops(fast, inside) + (n - inside) * slow.latency_s
-    return max(near, far) + messages
+    slow, devices = hardware.between, inside.devices
+    near = inside.exchange_s(num_bytes * devices / n) if devices > 1 else 0.0
+    far = (n - devices) / n * num_bytes / slow.achieved_bytes_per_s
+    return max(near, far) + inside.latency_s + (n - devices) * slow.latency_s
 
 
-def _exchange_inside(network: Network, num_bytes: float, n: int) -> float:
-    if not network.torus_dims:
-        return (n - 1) / n * num_bytes / network.achieved_bytes_per_s
-    side, wraps = _side(network, n)
-    # n/4 links on a ring, n/3 on a line, over two directions of one link each way.
-    return num_bytes * side / (8 if wraps else 4) / network.achieved_bytes_per_s
+@dataclasses.dataclass(frozen=True)
+class _Inside:
+    """The devices of a group that one node has, behind a switch or on a torus.
+
+    Attributes:
+        lines: on a torus, what they lie along; () behind a switch.
+    """
+
+    network: Network
+    devices: int
+    lines: tuple[Line, ...]
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        links = sum(line.links for line in self.lines) if self.lines else 1
+        return links * self.network.achieved_bytes_per_s
+
+    @property
+    def latency_s(self) -> float:
+        """Of a device's messages to all others; on a torus, of the way around."""
+        hops = sum(line.length - 1 for line in self.lines) if self.lines else self.devices - 1
+        return hops * self.network.latency_s
+
+    def exchange_s(self, num_bytes: float) -> float:
+        if not self.lines:
+            share = (self.devices - 1) / self.devices
+            return share * num_bytes / self.network.achieved_bytes_per_s
+        # n/4 links on a ring, n/3 on a line, over two directions of one link each way.
+        slowest = max(line.length / (4 * line.links) for line in self.lines)
+        return num_bytes * slowest / self.network.achieved_bytes_per_s
 
 
-def _ring_bytes_per_s(network: Network, n: int) -> float:
-    if not network.torus_dims:
-        return network.achieved_bytes_per_s
-    _, wraps = _side(network, n)
-    return (2 if wraps else 1) * _dims(network, n) * network.achieved_bytes_per_s
-
-
-def _hops(network: Network, n: int) -> float:
-    """Seconds of latency: of a device's n - 1 messages; on a torus, of the way around."""
-    if not network.torus_dims:
-        return (n - 1) * network.latency_s
-    return _dims(network, n) * (_side(network, n)[0] - 1) * network.latency_s
-
-
-def _dims(network: Network, n: int) -> int:
-    """The number of torus dimensions that a group of n lies along: as few as hold it."""
-    dims = math.ceil(round(math.log(n) / math.log(network.torus_side), 6))
-    return min(network.torus_dims, max(1, dims))
-
-
-def _side(network: Network, n: int) -> tuple[float, bool]:
-    """Devices along each dimension of a group of n, and whether those are rings."""
-    side = n ** (1 / _dims(network, n))
-    whole = round(side)
-    return side, abs(side - whole) > 1e-6 or whole % network.wraps_at == 0
+@functools.cache
+def _inside(axes: tuple[str, ...], layout: Layout, hardware: Hardware) -> _Inside:
+    network, most = hardware.inside, hardware.devices_per_node
+    devices = sum(device < most for device in layout.group(axes))
+    if not network.torus_dims or devices == 1:
+        return _Inside(network, devices, ())
+    sides = slice_sides(min(layout.size, most), network.torus_dims)
+    lines = tuple(lines_of(axes, layout, sides, network.wraps_at))
+    # What does not divide over the sides of the slice is taken for one line.
+    return _Inside(network, devices, lines or (Line(devices, 1),))

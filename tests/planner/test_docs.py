@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks of docs/planner.md run."""
 
+import json
 import re
 import shlex
+
+import pytest
 
 from switchx.cli.main import main
 from switchx.planner.hardware import known_hardware
@@ -21,11 +24,21 @@ def test_commands_run(in_a_folder, capsys):
         ["python", "experiments/planner_vs_papers/run.py"]  # tests/planner/test_papers.py
     ]
     plans = [words[1:] for words in commands if words[0] == "switchx"]
-    assert len(plans) == 4
-    for words in plans:
+    small = [words for words in plans if "--gin_file=configs/runs/pretrain_tiny.gin" in words]
+    assert len(small) == len(plans) - 1 == 4
+    for words in small:
         assert main([*words, *BRIEF]) == 0
         assert capsys.readouterr().out
     assert (in_a_folder / "mesh.gin").exists()
+
+
+@pytest.mark.slow  # all meshes of 2048 devices
+def test_switch_c_is_planned_as_the_page_says(in_a_folder, capsys):
+    (command,) = (line for line in COMMANDS if "pretrain_switch_c.gin" in line)
+    assert main([*shlex.split(command)[1:], "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["results"]
+    assert all(plan["is_spread"] for plan in plans) and len(plans) == 10
+    assert f"{plans[0]['step_s']:.2f} s" in PAGE
 
 
 def test_python_runs(capsys):

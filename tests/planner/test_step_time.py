@@ -33,7 +33,7 @@ GPUS = Hardware(
 TORUS = dataclasses.replace(
     GPUS,
     devices_per_node=64,
-    inside=dataclasses.replace(FAST, torus_dims=2, torus_side=8, wraps_at=8, latency_s=0.0),
+    inside=dataclasses.replace(FAST, torus_dims=2, wraps_at=8, latency_s=0.0),
 )
 
 

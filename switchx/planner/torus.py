@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the axes of a mesh lie along the sides of a TPU slice, and the links that gives them.
+
+A slice of a torus is a box of devices. A side is a ring where it is long enough for its ends to
+be joined, else a line. An axis takes whole sides where its size is their product, as many as it
+can, the innermost axis first, as JAX' `mesh_utils.create_device_mesh` does; otherwise parts of
+sides, which are lines whatever the side is. Where an axis inside of it has a part of the same
+side, its devices are not neighbours, and groups beside each other share the links between them.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+from switchx.planner.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Devices of a group along one side of a slice.
+
+    Attributes:
+        length: devices.
+        links: of each that the group sends through, in both directions together: 2 of a ring,
+            1 of a line, over the number of groups that share them.
+    """
+
+    length: int
+    links: float
+
+
+@functools.cache
+def slice_sides(devices: int, dims: int) -> tuple[int, ...]:
+    """The most cubic slice of so many devices, its sides ascending."""
+    found = [sides for sides in _boxes(devices, dims) if list(sides) == sorted(sides)]
+    return min(found, key=sum)
+
+
+def _boxes(devices: int, dims: int):
+    if dims == 1:
+        yield (devices,)
+        return
+    for side in range(1, devices + 1):
+        if devices % side == 0:
+            for rest in _boxes(devices // side, dims - 1):
+                yield side, *rest
+
+
+def lines_of(axes: tuple[str, ...], layout: Layout, sides: tuple[int, ...], wraps_at: int):
+    """The lines that a group of devices along `axes` lies along, in a slice with these sides.
+
+    What does not divide over the sides is left out.
+    """
+    parts = _parts(tuple(layout.shape.items()), sides)
+    found = []
+    for side, whole in enumerate(sides):
+        length = math.prod(parts[axis][side] for axis in axes)
+        if length == 1:
+            continue
+        # Of the axes that have a part of this side, those inside of the group's outermost one.
+        order = [axis for axis in layout.shape if parts[axis][side] > 1]
+        inner = order[order.index(next(axis for axis in order if axis in axes)) :]
+        stride = math.prod(parts[axis][side] for axis in inner if axis not in axes)
+        is_ring = length * stride == whole and whole % wraps_at == 0
+        found.append(Line(length, (2 if is_ring else 1) / stride))
+    return found
+
+
+@functools.cache
+def _parts(shape: tuple[tuple[str, int], ...], sides: tuple[int, ...]) -> dict[str, list[int]]:
+    """How many devices of each side every axis has along it."""
+    left, parts = list(sides), {}
+    for axis, size in reversed(shape):
+        parts[axis] = [1] * len(sides)
+        for side, taken in _taken(size, left):
+            parts[axis][side] = taken
+            left[side] //= taken
+    return parts
+
+
+def _taken(size: int, left: list[int]) -> list[tuple[int, int]]:
+    """(side, devices along it) that an axis takes of what is left: whole ones, or parts."""
+    there = [side for side, rest in enumerate(left) if rest > 1]
+    for count in range(len(there), 0, -1):
+        for chosen in itertools.combinations(there, count):
+            if math.prod(left[side] for side in chosen) == size:
+                return [(side, left[side]) for side in chosen]
+    found = []
+    # A side that the axis divides, the shortest one; otherwise what it has in common with most.
+    for side in sorted(there, key=lambda side: (-math.gcd(size, left[side]), left[side])):
+        if (common := math.gcd(size, left[side])) > 1:
+            found.append((side, common))
+            size //= common
+    return found
