@@ -198,6 +198,7 @@ def test_sizes():
         "switchx/cli/expert_slots.py",
         "switchx/planner/storage_tiers.py",
         "switchx/planner/streaming.py",
+        "switchx/planner/torus.py",
         "switchx/partitioning/forward_pipeline.py",
         "switchx/partitioning/host_",
         "switchx/training/layered",

@@ -73,6 +73,12 @@ def add_command(commands) -> None:
         help="share of the experts that a step uses, as metrics.jsonl of a run with experts on "
         "a disk has it; default: that of uniform routing",
     )
+    parser.add_argument(
+        "--load_of",
+        metavar="DIR",
+        help="run folder whose last logged routing says how uneven experts' loads are; "
+        "default: taken to be even",
+    )
     shared.add_output(parser, "write the first plan's mesh as a gin file")
     shared.add_json(parser)
 
@@ -89,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = load_hardware(arguments.hardware)
     devices = _devices(hardware, arguments.devices)
     job = shared.parse_job(arguments)
-    workload = workload_of(job)
+    workload = _with_load(workload_of(job), arguments.load_of)
     storage, found = _search(arguments, job, workload, hardware, devices)
     others = {}
     if GROUPS_DO_NOT_DIVIDE in found.refused:
@@ -119,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         Report("plan", rows, [fits]).print(as_json=True)
     else:
         print_search(found, hardware, devices, arguments.top)
+        if workload.model.switch is not None:
+            print(f"\nLoad of the experts: as in {arguments.load_of or 'even routing'}")
         if workload.teacher is not None:
             _print_teacher(workload.teacher, found.plans[0])
         if arguments.storage:
@@ -128,6 +136,26 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.output:
             print(arguments.output)
     return 0
+
+
+def _with_load(workload, folder: str | None):
+    """The workload with the load of its experts as a run had it."""
+    from switchx.analysis.routing import read_history
+    from switchx.checkpoint.run_folder import RunFolder
+    from switchx.planner.replica_placement import measured_imbalance
+
+    if folder is None:
+        return workload
+    switch = workload.model.switch
+    history = read_history(RunFolder(folder).metrics)
+    if switch is None or switch.num_experts != history.num_experts:
+        there = "a dense model" if switch is None else f"a model of {switch.num_experts}"
+        raise ValueError(
+            f"--load_of={folder}, a run of {history.num_experts} experts a layer, and {there}; "
+            "give a run of the same number, or leave it out"
+        )
+    imbalance = measured_imbalance(history.load[-1], switch.num_replicas)
+    return dataclasses.replace(workload, imbalance=imbalance)
 
 
 def _search(arguments, job, workload, hardware, devices: int):
@@ -199,6 +227,7 @@ def row(rank: int, plan, workload) -> dict[str, Any]:
         **plan.layout.shape,
         "dispatcher": plan.layout.dispatcher,
         "is_spread": plan.layout.is_spread,
+        "imbalance": workload.uneven(plan.layout),
         "microbatches": plan.layout.num_microbatches,
         "step_s": time.step_s,
         "overlapped_step_s": time.overlapped_s,

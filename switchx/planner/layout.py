@@ -86,6 +86,8 @@ class Workload:
             where tokens travel, or the experts are not divided among tasks.
         teacher: what reads the same rows beside the model, in a forward pass alone: its
             parameters, no optimizer, the capacity of evaluation; None where there is none.
+        imbalance: devices that the experts are split over -> the largest load of one over the
+            mean; of loads that were measured, or 1 (`replica_placement.measured_imbalance`).
     """
 
     model: ModelConfig
@@ -97,6 +99,14 @@ class Workload:
     refusal: Callable[..., str | None]
     task_slots: Callable[["Layout"], int | None] = lambda layout: None
     teacher: "Workload | None" = None
+    imbalance: Callable[[int], float] = lambda parts: 1.0
+
+    def uneven(self, layout: "Layout") -> float:
+        """What the busiest device's experts compute over the mean, where blocks are as large as
+        what is sent; 1 where all experts have blocks of as many rows."""
+        if layout.dispatcher is None or layout.has_equal_blocks:
+            return 1.0
+        return self.imbalance(layout.parts_of("E", "expert_params"))
 
     @property
     def taught_by(self) -> "Workload | None":

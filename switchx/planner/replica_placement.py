@@ -9,7 +9,8 @@ first, each to the least loaded device that has a slot left.
 Dims: N layers, E experts, R slots for experts, P devices
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -94,6 +95,26 @@ def imbalance(load_NP) -> np.ndarray:
     """The largest load of a layer's devices over their mean, `[N]`; 1 is even."""
     load_NP = np.asarray(load_NP, np.float64)
     return load_NP.max(axis=-1) / np.maximum(load_NP.mean(axis=-1), 1e-30)
+
+
+def measured_imbalance(load_NE, num_replicas: int = 0) -> Callable[[int], float]:
+    """How much the busiest device has over the mean, by the devices that share the experts.
+
+    The mean over layers. Experts are on devices in order; with replicas as they are placed.
+
+    Args:
+        load_NE: of each layer's experts, as a run measured it.
+    """
+    load_NE = np.asarray(load_NE, np.float64)
+
+    @functools.cache
+    def of(parts: int) -> float:
+        tables = np.tile(np.arange(load_NE.shape[1]), (len(load_NE), 1))
+        if num_replicas:
+            tables = place_replicas(load_NE, num_replicas, parts)
+        return float(np.mean(imbalance(loads_of_devices(load_NE, tables, parts))))
+
+    return of
 
 
 def _place_layer(load_E: np.ndarray, num_replicas: int, num_devices: int) -> np.ndarray:

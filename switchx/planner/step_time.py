@@ -95,6 +95,8 @@ def step_time(
         spent = each.count * collective_seconds(
             each.kind, each.num_bytes, each.axes, layout, hardware
         )
+        if each.kind == "ragged-all-to-all" and each.part == "exchange":
+            spent *= workload.uneven(layout)  # until the busiest device has its rows
         seconds[each.part] = seconds.get(each.part, 0.0) + spent
         between += spent if crosses_nodes(each.axes, layout, hardware) else 0.0
         # It happens for every microbatch, so that a bubble stretches it.
@@ -137,7 +139,9 @@ def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: in
     # Of slots both full and empty ones.
     blocks = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
     blocks += flops.dense_ffn + (
-        flops.expert_slots if layout.has_equal_blocks else flops.experts
+        flops.expert_slots
+        if layout.has_equal_blocks
+        else flops.experts * workload.uneven(layout)
     )
     blocks = blocks * passes * rows / layout.size
     # Not on `model`, whose devices all route the same tokens.

@@ -259,3 +259,39 @@ def test_a_teacher_is_counted(tmp_path, capsys):
     assert main([*options, "--storage=host"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "experts in host storage: a teacher reads the batch beside a student" in said
+
+
+def test_a_measured_load_slows_down_what_has_no_equal_blocks(capsys, tmp_path):
+    """Of 8 experts one is asked for by half of the choices."""
+    load = [[0.5] + [0.5 / 7] * 7] * 2
+    routing = {name: [0.0, 0.0] for name in ("dropped", "entropy", "gate")} | {"load": load}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "routing": routing}) + "\n")
+
+    def plans(*options):
+        assert plan("--hardware=v5e", "--devices=8", "--top=99", "--json", *options) == 0
+        rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+        axes = ("is_spread", "data", "fsdp", "node", "expert", "model", "pipe", "dispatcher")
+        return {tuple(each[name] for name in axes): each for each in rows}
+
+    even, measured = plans(), plans(f"--load_of={tmp_path}")
+    assert {each["imbalance"] for each in even.values()} == {1.0}
+    factors = {"sliced": set(), "ragged_all_to_all": set(), "all_to_all": set()}
+    for name, each in measured.items():
+        if each["dispatcher"] in factors and each["node"] == 1:
+            parts = each["expert"] * (each["model"] if each["dispatcher"] == "sliced" else 1)
+            factors[each["dispatcher"]].add((parts, round(each["imbalance"], 3)))
+        if each["imbalance"] > 1:
+            assert each["step_s"] > even[name]["step_s"]
+        else:
+            assert each["step_s"] == even[name]["step_s"]
+    # Of 4 devices the busiest has the half and one more expert.
+    assert (4, round(4 * (0.5 + 0.5 / 7), 3)) in factors["ragged_all_to_all"]
+    assert factors["sliced"] and all(factor > 1 for _, factor in factors["sliced"])
+    assert {factor for _, factor in factors["all_to_all"]} == {1.0}
+
+
+def test_a_load_of_another_number_of_experts_is_refused(tmp_path, capsys):
+    routing = {name: [0.0] for name in ("dropped", "entropy", "gate")} | {"load": [[0.5, 0.5]]}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "routing": routing}) + "\n")
+    assert plan("--hardware=v5e", "--devices=8", f"--load_of={tmp_path}") == 2
+    assert "a run of 2 experts a layer, and a model of 8; give a run" in capsys.readouterr().err
