@@ -87,7 +87,8 @@ def damages(
 
     Args:
         files: of the manifest.
-        checksum: None compares names and sizes alone, and reads no file.
+        checksum: None compares names and sizes alone, and reads no file. Neither is a file
+            read that has None for its checksum.
     """
     for name, (num_bytes, expected) in files.items():
         path = folder / name
@@ -98,7 +99,7 @@ def damages(
                 yield f"its file {name} is missing"
             elif path.stat().st_size != num_bytes:
                 yield f"its file {name} has {path.stat().st_size} bytes, not {num_bytes}"
-            elif checksum is not None and _of_file(path, checksum) != expected:
+            elif None not in (checksum, expected) and _of_file(path, checksum) != expected:
                 yield f"its file {name} has changed since it was written"
         except OSError as error:
             yield f"it cannot be read ({error})"
@@ -152,6 +153,16 @@ def checksum_of(content: dict[str, Any], checksum: Checksum) -> int | str:
     """Of a manifest without its own checksum."""
     text = json.dumps(content, sort_keys=True).encode()
     return zlib.crc32(text) if checksum == "crc32" else hashlib.sha256(text).hexdigest()
+
+
+def flush(path: pathlib.Path) -> int:
+    """Waits until a file is on the disk; reads nothing. Returns its bytes."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 def _of_file(path: pathlib.Path, checksum: Checksum, flush: bool = False) -> int | str:

@@ -187,6 +187,8 @@ def test_sizes():
         "switchx/bench/storage",
         "switchx/bench/offload.py",
         "switchx/bench/elastic.py",
+        "switchx/bench/saves.py",
+        "switchx/checkpoint/parts.py",
         "switchx/moe/replicas.py",
         "switchx/planner/replica_placement.py",
         "switchx/inference/chosen_experts.py",

@@ -3,8 +3,8 @@
 
 Losses across meshes; a pipeline's memory by schedule; a layer's collectives by dispatcher; the
 bytes that compiled steps communicate against the planner's; a token table's rows on several
-devices, and slices gathered in buckets; and, where the TPU compiler is installed, the four
-Switch models compiled for pods. Nothing here is a time.
+devices, and slices gathered in buckets; what processes hash and read in a save; and, where the
+TPU compiler is installed, the four Switch models compiled for pods. Nothing here is a time.
 Dims: B rows of a batch, L tokens of a row, D model
 """
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.bench import compiled, loss_parity, pipelines, planned_bytes
+from switchx.bench import compiled, loss_parity, pipelines, planned_bytes, saves
 from switchx.bench.loss_parity import VOCABULARY_ROWS
 from switchx.bench.planned_bytes import compile_step, small_job
 from switchx.bench.report import Check, Report
@@ -52,6 +52,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
     note("compiling token tables and buckets")
     table_ratio, tables = token_tables()
     bucket_ratio, buckets = bucket_rows()
+    saved = saves.run(note)
     checks = [
         loss_parity.check(parity),
         Check("memory_1f1b_m128_vs_m8", pipelines.growth(memory, "1f1b"), "<=1.05"),
@@ -60,6 +61,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         extra_collectives(layers),
         Check("embedding_bytes_vs_replicated", table_ratio, f"<={TABLE_BOUND:g}"),
         Check("buckets_vs_collectives", bucket_ratio, "==1"),
+        *saved.checks,
     ]
     rows = (
         _named("training", parity)
@@ -69,6 +71,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         + _named("communication", planned.results)
         + _named("table", tables)
         + _named("fused", buckets)
+        + saved.results
     )
     pods = pod_reports(note)
     rows += [row for report in pods for row in report["results"]]

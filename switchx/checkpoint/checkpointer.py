@@ -7,14 +7,13 @@ about to write moves it to `<step>.damaged-<n>`, since Orbax deletes what is in 
 docs/checkpoints.md.
 """
 
-import dataclasses
-import heapq
+import contextlib
 import logging
 import math
-import os
 import pathlib
 import shutil
-from typing import Any, Literal, Protocol, Self
+import time
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -23,20 +22,28 @@ from jax.experimental import multihost_utils
 
 from switchx.checkpoint.items import (
     EXPERTS,
-    Manifest,
     abstract,
     data_file,
     encode_data_state,
-    find_damage,
     from_items,
     has_records,
     item_name,
-    numbers_of,
     read_data_states,
     read_items,
-    read_manifest,
     to_items,
+)
+from switchx.checkpoint.manifest import (
+    Manifest,
+    find_damage,
+    numbers_of,
+    read_manifest,
     write_manifest,
+)
+from switchx.checkpoint.parts import (
+    ChecksummedArrays,
+    DamagedCheckpoint,
+    SaveArrays,
+    require_of_all,
 )
 from switchx.checkpoint.restore import (
     checkpoint_paths,
@@ -44,77 +51,23 @@ from switchx.checkpoint.restore import (
     first_complete,
     restore_items,
 )
+from switchx.checkpoint.retention import (
+    MIB,
+    UNFINISHED,
+    Preservation,
+    Retention,
+    SaveCost,
+    damaged_bytes,
+    set_aside,
+)
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.fields import check_choices, require_at_least
 from switchx.models.config import ModelConfig
-from switchx.storage.record import StoreError
+from switchx.storage.record import RecordError, StoreError
 from switchx.tree import Tree, named_leaves, nested, num_bytes
 
 logger = logging.getLogger(__name__)
 
-UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX  # `<step>` + this, while it is being written
-MIB = 1 << 20
 _EXPIRED = "expired"  # a deletion that is cut short is finished at the next start
-
-
-@dataclasses.dataclass(frozen=True)
-class Retention:
-    """Which checkpoints are kept.
-
-    Attributes:
-        keep_last: so many of the newest, at least 1.
-        keep_best: so many of the best among those saved with an evaluation.
-        best_metric, best_mode: the metric that is compared, and which end of it is best. A
-            task's metric of generated texts is `TASK/METRIC`, as `glue_cola/matthews_corrcoef`.
-    """
-
-    keep_last: int = 3
-    keep_best: int = 1
-    best_metric: str = "neg_log_perplexity"
-    best_mode: Literal["max", "min"] = "max"
-
-    def __post_init__(self):
-        check_choices(self)
-        require_at_least(self, 1, "keep_last")
-        require_at_least(self, 0, "keep_best")
-
-    def score(self, metrics: dict[str, Any] | None) -> float | None:
-        """`best_metric`, signed so that higher is better.
-
-        Returns:
-            None without metrics, or when the metric is not finite.
-
-        Raises:
-            ValueError: there are metrics, but not this one.
-        """
-        if metrics is None:
-            return None
-        named = numbers_of(metrics)
-        if self.best_metric not in named:
-            raise ValueError(
-                f"Retention.best_metric={self.best_metric!r} is not among the metrics "
-                f"{', '.join(named)}; use one of them"
-            )
-        value = named[self.best_metric]
-        if not math.isfinite(value):
-            return None
-        return value if self.best_mode == "max" else -value
-
-
-@dataclasses.dataclass
-class _Preservation:
-    """A retention as Orbax asks for it; `scores` by step may grow."""
-
-    retention: Retention
-    scores: dict[int, float]
-
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        del context
-        steps = [info.step for info in checkpoints]
-        scored = filter(self.scores.__contains__, steps)
-        best = heapq.nlargest(self.retention.keep_best, scored, key=self.scores.get)
-        kept = {*sorted(steps)[-self.retention.keep_last :], *best}
-        return [step in kept for step in steps]
 
 
 class SaveError(OSError):
@@ -151,7 +104,7 @@ class Checkpointer:
     def __init__(self, run: RunFolder, retention: Retention, experts: Experts | None = None):
         """Opens `run.checkpoints` and sets aside what is not whole there.
 
-        Only sizes are compared here; `latest_complete_step` and `restore` read every byte.
+        Names and sizes are compared here and in `latest_complete_step`, values in `restore`.
 
         Args:
             experts: that are saved with a state and restored with it; None where all are in it.
@@ -159,7 +112,9 @@ class Checkpointer:
         self._run, self._folder, self._retention = run, run.checkpoints, retention
         self._experts = experts
         self._saving = Manifest(0, None, {})  # of the save that is under way
-        self._whole: int | None = None  # the step whose bytes were all read last
+        self._begun: tuple[float, int, int] | None = None  # when it was, and bytes until then
+        self._is_alone = False  # this process of several could not write its part
+        self.last_save: SaveCost | None = None  # the last one that finished, to be logged
         if jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_expired()
@@ -179,10 +134,14 @@ class Checkpointer:
             data_file(), multiprocessing_options=every_process
         )
         registry.add("data", ocp.args.JsonSave, handler)
+        self._arrays = ChecksummedArrays()
+        for item in ("params", "train_state", "average"):
+            registry.add(item, SaveArrays, self._arrays)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_Preservation(self._retention, self._scores),
+            preservation_policy=Preservation(self._retention, self._scores),
             async_options=ocp.options.AsyncOptions(
-                post_finalization_callback=self._write_manifest
+                timeout_secs=retention.save_deadline_s,
+                post_finalization_callback=self._write_manifest,
             ),
             todelete_subdir=_EXPIRED,
             lightweight_initialize=True,  # reads nothing that no manifest covers
@@ -218,6 +177,7 @@ class Checkpointer:
             SaveError: there is no space, or the save before failed.
         """
         self.wait()
+        begun = time.monotonic()
         self._clear_the_way(step)
         score = self._retention.score(metrics)
         named = numbers_of(metrics or {}).items()
@@ -240,16 +200,18 @@ class Checkpointer:
             multihost_utils.sync_global_devices("switchx_experts_saved")
         if score is not None:
             self._scores[step] = score
-        arguments = {item: ocp.args.StandardSave(tree) for item, tree in items.items()}
+        self._begun = (begun, self._arrays.hashed_bytes, self._arrays.written_bytes)
+        arguments = {item: SaveArrays(tree) for item, tree in items.items()}
         arguments["data"] = ocp.args.JsonSave(encode_data_state(data_state))
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
         except Exception as error:
             raise self._save_error(str(error)) from error
+        self._blocking_seconds = time.monotonic() - begun
 
     def check(self) -> None:
         """Raises the error of a save that has failed; cheap, for every step."""
-        if not self._manager.is_saving_in_progress():
+        if self._arrays.has_failed() or not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
@@ -259,17 +221,68 @@ class Checkpointer:
             SaveError: it could not be written.
         """
         try:
+            self._arrays.wait(self._retention.save_deadline_s)
+        except Exception as error:
+            self._is_alone = jax.process_count() > 1
+            if not self._is_alone:
+                with contextlib.suppress(Exception):  # the same again
+                    self._manager.wait_until_finished()
+            raise self._save_error(str(error)) from error
+        try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._save_error(str(error)) from error
         if jax.process_index() == 0:
             self._remove_expired()
+        self._measure()
+
+    def _measure(self) -> None:
+        """Sets `last_save` once a save has finished."""
+        if self._begun is None:
+            return
+        (begun, hashed, written), self._begun = self._begun, None
+        step = self._saving.step
+        files = read_manifest(self._folder / str(step)).files.values()
+        self.last_save = SaveCost(
+            step,
+            self._blocking_seconds,
+            time.monotonic() - begun,
+            sum(size for size, _ in files),
+            self._arrays.hashed_bytes - hashed,
+            self._arrays.written_bytes - written,
+        )
+        logger.info("%s", self.last_save)
 
     def latest_complete_step(self) -> int | None:
-        """The newest checkpoint that is whole; damaged ones before it are set aside."""
-        self._whole = first_complete(checkpoint_paths(self._folder), set_aside)
+        """The newest checkpoint whose files are there; those before it are set aside."""
+        step = first_complete(checkpoint_paths(self._folder), set_aside)
         self._manager.reload()
-        return self._whole
+        return step
+
+    def resume(
+        self, abstract_state: Tree, *, model: ModelConfig | None = None
+    ) -> tuple[int, Tree, list]:
+        """Step, state and data iterators of the newest checkpoint that is what was saved.
+
+        Those that turn out to be damaged while they are read are set aside.
+
+        Args:
+            abstract_state, model: see `restore`.
+
+        Raises:
+            ValueError: none is left, or one does not fit.
+        """
+        while (step := self.latest_complete_step()) is not None:
+            try:
+                return step, *self.restore(abstract_state, step, model=model)
+            except DamagedCheckpoint as error:
+                if jax.process_index() == 0:
+                    set_aside(self._folder / str(step), str(error))
+                multihost_utils.sync_global_devices("switchx_checkpoint_set_aside")
+        raise ValueError(
+            f"no checkpoint in {self._folder} is what was saved; all are kept as *.damaged-*. "
+            "Give another model_dir to begin again"
+        )
 
     def restore(
         self, abstract_state: Tree, step: int | None = None, *, model: ModelConfig | None = None
@@ -287,14 +300,13 @@ class Checkpointer:
         Raises:
             ValueError: there is no such complete checkpoint; leaves are missing, extra, or
                 of another shape or dtype (lists all).
+            DamagedCheckpoint: what was read is not what was saved.
         """
         step = self.latest_complete_step() if step is None else step
-        if step is None or step != self._whole:
-            step = choose_step(self._run, step)
-        path = self._folder / str(step)
+        path = self._folder / str(choose_step(self._run, step))
         targets = named_leaves(jax.tree.map(abstract, to_items(abstract_state)))
         if self._experts is not None and has_records(path):
-            self._experts.restore(path / EXPERTS)
+            self._restore_experts(path / EXPERTS)
             items = read_items(path, nested(targets))
         else:
             experts = {} if self._experts is None else self._experts.abstract
@@ -306,8 +318,19 @@ class Checkpointer:
                 self._experts.fill({n: leaves[item_name(n)] for n in experts}, updates)
         return from_items(items, abstract_state), read_data_states(path)
 
+    def _restore_experts(self, folder: pathlib.Path) -> None:
+        """All processes go on, or none."""
+        faults = []
+        try:
+            self._experts.restore(folder)
+        except RecordError as error:
+            faults.append(str(error))
+        require_of_all(faults)
+
     def close(self) -> None:
         """Waits for the last save and ends Orbax' threads."""
+        if self._is_alone:
+            return  # its threads wait for processes that wait for this one, which is to end
         try:
             self.wait()
         finally:
@@ -347,6 +370,10 @@ class Checkpointer:
     def _save_error(self, reason: str) -> SaveError:
         step = self._saving.step
         self._scores.pop(step, None)
+        self._begun = None
+        if "imed out" in reason or not reason:
+            deadline = self._retention.save_deadline_s
+            reason += f" (Retention.save_deadline_s={deadline}; a larger one waits longer)"
         reason = " ".join(reason.split()).replace(f"{self._folder}/", "")
         complete = [path.name for path in reversed(checkpoint_paths(self._folder))]
         free_mib = shutil.disk_usage(self._folder).free / MIB
@@ -365,25 +392,3 @@ class Checkpointer:
 
     def _remove_expired(self) -> None:
         shutil.rmtree(self._folder / _EXPIRED, ignore_errors=True)
-
-
-def set_aside(path: pathlib.Path, damage: str) -> None:
-    """Renames one checkpoint; `damage` says why, for the warning."""
-    stem, number = path.name.removesuffix(UNFINISHED), 1
-    while (target := path.with_name(f"{stem}.damaged-{number}")).exists():
-        number += 1
-    path.rename(target)
-    logger.warning(
-        "checkpoint %s is skipped: %s. It is kept as %s; all %s take %.1f MiB and are yours to "
-        "delete",
-        path,
-        damage,
-        target.name,
-        path.with_name("*.damaged-*"),
-        damaged_bytes(path.parent) / MIB,
-    )
-
-
-def damaged_bytes(checkpoints: pathlib.Path) -> int:
-    """Bytes of everything that was set aside."""
-    return sum(os.lstat(path).st_size for path in checkpoints.glob("*.damaged-*/**/*"))

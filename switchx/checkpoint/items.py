@@ -4,37 +4,39 @@
 The first two are nested dictionaries by name, so that any Orbax reader can open them and the
 parameters can be read alone, and so is `average`, of a run that averages them; `data` is the
 data iterator's state, one JSON file a process.
-`manifest.json` says of which step they are, how they scored, and which files there are. Of a
-run with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one
-an expert and layer, whose arrays have the names of those of the state that they are parts of.
+`manifest.json` (manifest.py) says of which step they are and which files there are. Of a run
+with experts on a disk, `experts` is a snapshot of their records (storage/snapshot.py): one an
+expert and layer, whose arrays have the names of those of the state that they are parts of.
 
 Dims: N layers of a scanned stack, E experts
 """
 
 import base64
 import collections
-import dataclasses
 import json
 import logging
 import pathlib
-from collections.abc import Iterator
-from numbers import Real
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from jax.sharding import SingleDeviceSharding
 
-from switchx import manifest
+from switchx.checkpoint.parts import (
+    DamagedCheckpoint,
+    description_faults,
+    require_of_all,
+    require_unchanged,
+)
+from switchx.manifest import checksum_of
 from switchx.storage.snapshot import Snapshot
 from switchx.tree import Tree, named_leaves, nested
 
-MANIFEST = "manifest.json"
 EXPERTS = "experts"
-# Orbax changes these after the manifest is written; nothing is read from them.
-_COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # What matters of Orbax' log it also raises, and then our errors and warnings say it.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 
@@ -68,15 +70,9 @@ def stored_items(path: pathlib.Path) -> dict[str, Tree]:
     """What Orbax says of each array: `shape`, `dtype`, and `sharding` when it was saved.
 
     Raises:
-        ValueError: an item's metadata cannot be read.
+        DamagedCheckpoint: an item's metadata cannot be read.
     """
-    with ocp.StandardCheckpointer() as reader:
-        try:
-            stored = {
-                item: reader.metadata(path / item).item_metadata.tree for item in items_of(path)
-            }
-        except Exception as error:
-            raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    stored = _described(path, items_of(path))
     records = {n: leaf for n, leaf in _record_leaves(path).items() if n.split("/")[0] in stored}
     return nested(named_leaves(stored) | records)
 
@@ -139,10 +135,13 @@ def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str,
 
     Raises:
         ValueError: leaves are missing, extra, or of another shape or dtype; lists all.
+        DamagedCheckpoint: the arrays cannot be read, or are not what was saved.
     """
     records = _record_leaves(path)
+    stored = _described(path, targets)
     with ocp.StandardCheckpointer() as reader:
-        stored = {item: reader.metadata(path / item).item_metadata.tree for item in targets}
+        for item, leaves in stored.items():
+            require_of_all(description_faults(path / item, named_leaves(leaves)))
         arrays, wanted = named_leaves(stored), {}
         for item, target in targets.items():
             if target is None:
@@ -155,7 +154,9 @@ def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str,
         records = {name: leaf for name, leaf in records.items() if name in wanted}
         require_same_leaves(wanted, arrays | records, f"checkpoint {path}")
         in_orbax = nested({name: leaf for name, leaf in wanted.items() if name in arrays})
-        read = {item: reader.restore(path / item, in_orbax[item]) for item in targets}
+        read = {item: _restored(reader, path / item, in_orbax[item]) for item in targets}
+    for item, tree in read.items():
+        require_unchanged(path, item, named_leaves(tree))
     if not records:
         return read
     of_experts = _read_records(path, set(records))
@@ -181,9 +182,49 @@ def read_leaves(path: pathlib.Path, targets: dict[str, Any]) -> dict[str, jax.Ar
                 partial_restore=True,
             )
             with ocp.PyTreeCheckpointer() as reader:
-                read |= named_leaves({item: reader.restore(path / item, args=arguments)})
+                restored = named_leaves(_restored(reader, path / item, args=arguments))
+            require_unchanged(path, item, restored)
+            read |= {f"{item}/{name}": leaf for name, leaf in restored.items()}
     of_experts = _read_records(path, records) if records else {}
     return read | {name: _placed(array, targets[name]) for name, array in of_experts.items()}
+
+
+def _described(path: pathlib.Path, items: Iterable[str]) -> dict[str, Tree]:
+    """What Orbax says of the arrays of items."""
+    described = {}
+    with ocp.StandardCheckpointer() as reader:
+        for item in items:
+            base = {"driver": "file", "path": f"{path / item}/"}
+            try:
+                # Of an index that cannot be read, Orbax tells less, and once for every array.
+                store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+                store.list().result()
+                metadata = reader.metadata(path / item).item_metadata
+            except Exception as error:
+                raise _unreadable(path / item, error) from error
+            if metadata is None:
+                raise _unreadable(path / item, "its _METADATA is missing or damaged")
+            described[item] = metadata.tree
+    return described
+
+
+def _restored(reader, item: pathlib.Path, *target, **arguments) -> Tree:
+    try:
+        return reader.restore(item, *target, **arguments)
+    except Exception as error:
+        raise _unreadable(item, error) from error
+
+
+def _unreadable(item: pathlib.Path, error: Exception | str) -> ValueError:
+    """Orbax raises what its storage does."""
+    reason = f"its arrays in {item} cannot be read: {' '.join(str(error).split())[:300]}"
+    if jax.process_count() == 1:
+        return DamagedCheckpoint(reason)
+    # The other processes may have read theirs, and wait for this one.
+    return ValueError(
+        f"{reason}; `switchx checkpoint verify` says whether it is damaged. Move it away to go "
+        "on from an older one"
+    )
 
 
 def _placed(array: np.ndarray, target) -> jax.Array | np.ndarray:
@@ -236,10 +277,12 @@ def data_file() -> str:
 
 
 def encode_data_state(state: Any) -> dict[str, Any]:
-    """An iterator's state, bytes or anything that JSON takes, as JSON."""
+    """An iterator's state, bytes or anything that JSON takes, as JSON with its own CRC-32."""
     if isinstance(state, bytes):
-        return {"base64": base64.b64encode(state).decode()}
-    return {"json": state}
+        content = {"base64": base64.b64encode(state).decode()}
+    else:
+        content = {"json": state}
+    return content | {"crc32": checksum_of(content, "crc32")}
 
 
 def read_data_states(path: pathlib.Path) -> list[Any]:
@@ -247,6 +290,7 @@ def read_data_states(path: pathlib.Path) -> list[Any]:
 
     Raises:
         ValueError: one of them is missing.
+        DamagedCheckpoint: one of them has changed.
     """
     files = {file.name: file for file in sorted((path / "data").glob("process_*_of_*.json"))}
     count = int(next(iter(files), "of_0.json").removesuffix(".json").rpartition("_")[2])
@@ -256,89 +300,22 @@ def read_data_states(path: pathlib.Path) -> list[Any]:
             f"checkpoint {path} has data iterator states {', '.join(files) or 'none'}, not one "
             "of each process that saved it; restore another checkpoint"
         )
-    contents = [json.loads(files[name].read_text()) for name in wanted]
+    contents = [_data_content(files[name]) for name in wanted]
     return [
         base64.b64decode(content["base64"]) if "base64" in content else content["json"]
         for content in contents
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        step: steps trained.
-        score: what keep-best compares, higher is better; None without an evaluation.
-        metrics: the evaluation's numbers.
-        files: path below the checkpoint -> [bytes, CRC-32].
-    """
-
-    step: int
-    score: float | None
-    metrics: dict[str, float]
-    files: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-
-
-def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
-    """An evaluation's numbers by name, as a checkpoint has them and keep-best names them.
-
-    Those of `tasks` are `tasks/NAME/accuracy`; those of generated texts are named by task and
-    metric alone, `glue_cola/matthews_corrcoef`. Lists (by layer) have no number.
-    """
-    numbers = {}
-    for name, value in metrics.items():
-        if isinstance(value, dict):
-            prefix = "" if name == "texts" else f"{name}/"
-            numbers |= {f"{prefix}{inner}": x for inner, x in numbers_of(value).items()}
-        elif isinstance(value, Real) and not isinstance(value, bool):
-            numbers[name] = float(value)
-    return numbers
-
-
-def write_manifest(folder: pathlib.Path, about: Manifest) -> None:
-    """Records all files of a checkpoint, flushed to the disk."""
-    content = dataclasses.asdict(about)
-    known = {}
-    if has_records(folder):
-        files = Snapshot(folder / EXPERTS).files
-        known = {f"{EXPERTS}/{name}": list(each) for name, each in files.items()}
-    manifest.write_manifest(
-        folder, MANIFEST, content, "crc32", left_out=_COMMIT_FILES, known=known
-    )
-
-
-def read_manifest(folder: pathlib.Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`.
-
-    Raises:
-        ValueError: it is missing, damaged, or of another step; a clause that says which.
-    """
-    content = manifest.read_manifest(folder, MANIFEST, "crc32")
-    del content["crc32"]
+def _data_content(file: pathlib.Path) -> dict[str, Any]:
     try:
-        about = Manifest(**content)
-    except TypeError:
-        raise ValueError(f"its {MANIFEST} is damaged") from None
-    if str(about.step) != folder.name:
-        raise ValueError(f"its {MANIFEST} is of step {about.step}")
-    return about
-
-
-def damages(folder: pathlib.Path, *, checksums: bool) -> Iterator[str]:
-    """All that is wrong with the files of a checkpoint, a clause each.
-
-    Args:
-        checksums: read every byte; otherwise only that files are there in their sizes.
-    """
-    try:
-        files = read_manifest(folder).files
-    except (ValueError, OSError) as error:
-        yield str(error) if isinstance(error, ValueError) else f"it cannot be read ({error})"
-        return
-    yield from manifest.damages(folder, files, "crc32" if checksums else None)
-
-
-def find_damage(folder: pathlib.Path, *, checksums: bool) -> str | None:
-    """The first thing wrong with a checkpoint, or None when it is whole."""
-    return next(damages(folder, checksums=checksums), None)
+        content = json.loads(file.read_text())
+        claimed = content.pop("crc32", None)  # earlier versions had it in the manifest alone
+        is_same = claimed in (None, checksum_of(content, "crc32"))
+        if not is_same or content.keys() not in ({"json"}, {"base64"}):
+            raise ValueError
+    except (ValueError, AttributeError):
+        raise DamagedCheckpoint(
+            f"its file data/{file.name} has changed since it was written"
+        ) from None
+    return content

@@ -21,7 +21,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from switchx.checkpoint.items import Manifest, require_same_leaves, write_manifest
+from switchx.checkpoint.items import require_same_leaves
+from switchx.checkpoint.manifest import Manifest, write_manifest
+from switchx.checkpoint.parts import ChecksummedArrays, SaveArrays
 from switchx.data.data_dir import write_atomically
 from switchx.data.vocabularies import save_vocabulary
 from switchx.fields import describe, require
@@ -248,8 +250,8 @@ def write_converted(
     save_vocabulary(vocabulary, run.root)
     folder = run.checkpoints / "0"
     folder.mkdir(parents=True)
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(folder / "params", params)
+    with ocp.Checkpointer(ChecksummedArrays()) as writer:
+        writer.save(folder / "params", args=SaveArrays(params))
     write_manifest(folder, Manifest(0, None, {}))
     description = {"type": "ConvertedModel", "origin": origin, "model": describe(config)}
     description |= {} if source is None else {"source": source}

@@ -1,66 +1,248 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that can be wrong with a checkpoint, named fault by fault.
 
-Damaged bytes are found by the manifest. A checkpoint whose bytes are what was written may
-still be of another model, hold a value that is not finite, or lack rows of the data.
+Several processes read it together, each its share of the files and of the arrays' parts; no
+more than one part of an array is in the memory of a process. Damaged bytes are found by the
+checksums of the lists (parts.py), of a checkpoint of before by those of its files. A checkpoint
+whose bytes are what was written may still be of another model, hold a value that is not finite,
+or lack rows of the data.
 """
 
+import collections
+import itertools
+import json
+import math
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
+from jax.experimental import multihost_utils
 
+from switchx import manifest
 from switchx.checkpoint.items import (
-    damages,
+    EXPERTS,
+    has_records,
+    item_name,
     items_of,
     read_data_states,
-    read_items,
     require_same_leaves,
+    stored_items,
+)
+from switchx.checkpoint.manifest import damages, read_manifest
+from switchx.checkpoint.parts import (
+    Index,
+    ListedArray,
+    crc32_of,
+    description_faults,
+    read_lists,
 )
 from switchx.checkpoint.restore import stored_model
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.loader import merge_states
 from switchx.models.params import abstract_params
+from switchx.storage.record import RecordError
+from switchx.storage.snapshot import Snapshot
 from switchx.tree import named_leaves
 
 
 def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     """All faults of one checkpoint, each a sentence; none where it is sound.
 
-    Every byte is read. What is in damaged files is not looked into.
+    Every byte is read, once by all processes together, which all call this and get the same.
+    What is in damaged files is not looked into.
     """
     path = run.checkpoints / str(step)
-    if faults := list(damages(path, checksums=True)):
+    if faults := list(damages(path, checksums=False)):
+        return faults
+    files = read_manifest(path).files
+    hashed = [name for name, (_, crc) in files.items() if crc is not None]
+    share = _share({name: files[name][0] for name in hashed})
+    mine = manifest.damages(path, {name: files[name] for name in share}, "crc32")
+    if faults := _gathered(list(mine)):
         return faults
     if "params" not in items_of(path):
         return ["it has no parameters"]
     try:
-        items = read_items(path, dict.fromkeys(items_of(path)))
-    except Exception as error:  # Orbax raises what its storage does
-        return [f"its arrays cannot be read: {' '.join(str(error).split())[:300]}"]
+        stored = stored_items(path)
+        faults = [
+            fault
+            for item in items_of(path)
+            for fault in description_faults(path / item, _in_orbax(path, stored, item))
+        ]
+    except ValueError as error:  # of Orbax' descriptions, and of the lists
+        return [str(error)]
+    if faults:
+        return faults
     try:
         expected = named_leaves(abstract_params(stored_model(path, read_model_config(run))))
-        got = named_leaves(items["params"])
-        require_same_leaves(expected, got, "it is not of the run's model: it")
+        require_same_leaves(
+            expected, named_leaves(stored["params"]), "it is not of the run's model: it"
+        )
     except ValueError as error:
         faults += str(error).splitlines()
-    faults += [fault for item in items.values() for fault in _value_faults(item)]
-    if "train_state" in items:
-        saved = int(items["train_state"].get("step", step))
-        if saved != step:
-            faults.append(f"its state is of step {saved}, its folder of step {step}")
-        faults += _data_faults(run, path, step)
+    faults += _array_faults(path, stored)
+    if "train_state" in stored:
+        faults += _step_faults(run, path, step)
     return faults
 
 
-def _value_faults(item) -> list[str]:
-    faults = []
-    for name, leaf in named_leaves(item).items():
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+def _in_orbax(path: pathlib.Path, stored: dict, item: str) -> dict[str, Any]:
+    """The arrays of an item that are no records."""
+    records = set(_of_records(path))
+    leaves = named_leaves(stored[item]).items()
+    return {name: leaf for name, leaf in leaves if f"{item}/{name}" not in records}
+
+
+def _of_records(path: pathlib.Path) -> Iterator[str]:
+    if has_records(path):
+        for types in Snapshot(path / EXPERTS).layout.layers.values():
+            yield from map(item_name, types)
+
+
+def _share(num_bytes: dict[Any, int]) -> list:
+    """Those that this process reads: the next largest goes to the process with least to do."""
+    loads = [0] * jax.process_count()
+    mine = []
+    for name in sorted(num_bytes, key=lambda name: -num_bytes[name]):  # stable: all agree
+        process = loads.index(min(loads))
+        loads[process] += num_bytes[name]
+        if process == jax.process_index():
+            mine.append(name)
+    return mine
+
+
+def _gathered(values: list) -> list:
+    """The JSON values of all processes, in their order."""
+    if jax.process_count() == 1:
+        return values
+    data = np.frombuffer(json.dumps(values).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: data.size] = data
+    rows = multihost_utils.process_allgather(padded)
+    return [
+        value
+        for row, size in zip(rows, sizes, strict=True)
+        for value in json.loads(bytes(row[:size]))
+    ]
+
+
+def _array_faults(path: pathlib.Path, stored: dict) -> list[str]:
+    """Parts that are not what was saved, and numbers that are not finite."""
+    parts: dict[tuple[str, int], tuple[tensorstore.TensorStore, Index, int | None]] = {}
+    faults, num_bytes, sizes = [], {}, {}
+    for item in items_of(path):
+        listed, _ = read_lists(path / item)
+        for name in _in_orbax(path, stored, item):
+            opened = _open(path / item, name)
+            each = listed.get(name) or _chunks(opened)
+            sizes[name] = math.prod(opened.shape)
+            if each.num_listed != sizes[name]:
+                faults.append(
+                    f"its array {item}/{name} has {sizes[name]} numbers, of which "
+                    f"{each.num_listed} are listed"
+                )
+            for number, (index, crc) in enumerate(each.parts):
+                key = f"{item}/{name}", number
+                parts[key] = opened, index, crc
+                num_bytes[key] = opened[index].size * opened.dtype.numpy_dtype.itemsize
+    found: list = []  # faults, and counts of numbers that are not finite, by array
+    for key in _share(num_bytes):
+        found.append(_part_fault(key[0], *parts[key]))
+    found += _record_faults(path)
+    bad: collections.Counter[str] = collections.Counter()
+    for each in filter(None, _gathered(found)):
+        if isinstance(each, str):
+            faults.append(each)
+        else:
+            bad[each[0]] += each[1]
+    if has_records(path):
+        layout = named_leaves(stored)
+        sizes |= {n.partition("/")[2]: math.prod(layout[n].shape) for n in _of_records(path)}
+    return [*dict.fromkeys(faults)] + [
+        f"{name} has {count} of {sizes[name]} values that are not finite"
+        for name, count in bad.items()
+    ]
+
+
+def _open(item: pathlib.Path, name: str) -> tensorstore.TensorStore:
+    """An array as Orbax stores it. A chunk that is missing is an error."""
+    base = {"driver": "file", "path": f"{item}/"}
+    store = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+    spec = {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False}
+    return tensorstore.open(spec, open=True, read=True).result()
+
+
+def _chunks(array: tensorstore.TensorStore) -> ListedArray:
+    """The parts in which an array without lists is read: its chunks."""
+    shape, chunk = array.shape, array.chunk_layout.write_chunk.shape
+    starts = [range(0, size, step) for size, step in zip(shape, chunk, strict=True)]
+    parts = [
+        tuple(
+            slice(start, min(start + step, size))
+            for start, step, size in zip(corner, chunk, shape, strict=True)
+        )
+        for corner in itertools.product(*starts)
+    ]
+    dtype = str(array.dtype.numpy_dtype)
+    return ListedArray(tuple(shape), dtype, [(index, None) for index in parts])
+
+
+def _part_fault(
+    name: str, array: tensorstore.TensorStore, index: Index, crc: int | None
+) -> str | tuple[str, int] | None:
+    try:
+        values = array[index].read().result()
+    except Exception as error:  # what tensorstore's drivers raise
+        reason = " ".join(str(error).split())[:300]
+        return f"its array {name} cannot be read: {reason}"
+    if crc is not None and crc32_of(values) != crc:
+        where = ",".join(f"{at.start}:{at.stop}" for at in index)
+        return f"its array {name}[{where}] is not what was saved (CRC-32)"
+    return _not_finite(name.partition("/")[2], values)
+
+
+def _not_finite(name: str, values: np.ndarray) -> tuple[str, int] | None:
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        return None
+    bad = int(np.count_nonzero(~np.isfinite(values.astype(np.float32))))
+    return (name, bad) if bad else None
+
+
+def _record_faults(path: pathlib.Path) -> list:
+    """As of parts, of this process' share of the records, whose files are as they were."""
+    if not has_records(path):
+        return []
+    snapshot, found, updates = Snapshot(path / EXPERTS), [], set()
+    layout = snapshot.layout
+    for key in range(jax.process_index(), layout.num_keys, jax.process_count()):
+        try:
+            record = snapshot.read(key)
+        except RecordError as error:
+            found.append(str(error))
             continue
-        if bad := int(np.count_nonzero(~np.isfinite(np.asarray(leaf, np.float32)))):
-            faults.append(f"{name} has {bad} of {leaf.size} values that are not finite")
-    return faults
+        updates.add(record.updates)
+        for name, array in record.arrays.items():
+            found.append(_not_finite(item_name(name).partition("/")[2], array))
+    if len(updates) > 1:
+        found.append(f"its experts are of {min(updates)} to {max(updates)} updates")
+    return found
+
+
+def _step_faults(run: RunFolder, path: pathlib.Path, step: int) -> list[str]:
+    """Whether state and data are of the step of the folder."""
+    faults = []
+    try:
+        saved = int(_open(path / "train_state", "step").read().result())
+    except Exception:  # named with the arrays, where it is there; what has none is no run's
+        saved = step
+    if saved != step:
+        faults.append(f"its state is of step {saved}, its folder of step {step}")
+    return faults + _data_faults(run, path, step)
 
 
 def _data_faults(run: RunFolder, path: pathlib.Path, step: int) -> list[str]:

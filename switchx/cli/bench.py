@@ -19,7 +19,8 @@ measured in the same run. Medians; the machine should have nothing else to do.
                                server's requests a second with the extra `serve`
   switchx bench scale          what meshes change, on eight simulated devices and by
                                compilation: losses, a pipeline's memory, collectives and
-                               their bytes against the planner's; no times
+                               their bytes against the planner's, and what processes
+                               hash and read in a save; no times
   switchx bench offload        decoding with a few experts of each layer on the device,
                                bfloat16, int8 and int4, against the resident model: tokens,
                                bytes on the device, bytes moved; no times

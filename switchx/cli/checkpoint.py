@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from switchx.cli import arguments as shared
+from switchx.cli import hosts
 
 DESCRIPTION = """\
 Looks at the checkpoints of a run folder.
@@ -28,6 +29,7 @@ VERIFY = """\
 Reads every byte of the checkpoints of a run and names every fault: files that are missing,
 cut or changed; parameters that are not those of the run's model; values that are not finite;
 states of the data that do not belong to the step. Exit status 1 where there is one.
+Several processes read a checkpoint together, each its share.
 """
 AVERAGE = """\
 Writes averaged parameters of a run into OUT, a new folder that is read as a run folder is: by
@@ -56,6 +58,7 @@ def add_command(commands) -> None:
         shared.add_json(action)
         if name == "verify":
             action.add_argument("--step", type=int, metavar="N", help="this one; default: all")
+            hosts.add_hosts(action)
         elif name == "inspect":
             shared.add_step(action, "checkpoint")
         else:
@@ -87,7 +90,8 @@ def _steps(text: str) -> list[int]:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    from switchx.checkpoint.items import find_damage, read_manifest, stored_items
+    from switchx.checkpoint.items import stored_items
+    from switchx.checkpoint.manifest import find_damage, read_manifest
     from switchx.checkpoint.run_folder import RunFolder, read_config
     from switchx.tree import named_leaves
 
@@ -176,14 +180,25 @@ def verify(arguments: argparse.Namespace) -> int:
     from switchx.checkpoint.verify import checkpoint_faults
 
     run = RunFolder(arguments.dir)
-    steps = sorted(int(path.name) for path in _paths(run))
-    if arguments.step is not None:
-        if arguments.step not in steps:
-            there = ", ".join(map(str, steps))
-            raise ValueError(f"{run.root} has no checkpoint {arguments.step}, but {there}")
-        steps = [arguments.step]
-    faults = {step: checkpoint_faults(run, step) for step in steps}
-    if arguments.json:
+
+    def work(steps: list[int]) -> dict[int, list[str]]:
+        return {step: checkpoint_faults(run, step) for step in steps}
+
+    processes = hosts.processes_of(arguments)
+    if processes is None:
+        faults = work(_steps_to_verify(run, arguments.step))
+    else:
+        _, faults = hosts.run_together(
+            processes,
+            arguments,
+            prepare=lambda: _steps_to_verify(run, arguments.step),
+            state=lambda steps: {"DIR": str(run.root), "steps": steps},
+            work=work,
+            explain=lambda error: shared.explain(error, arguments),
+        )
+    if processes is not None and not processes.is_first:
+        pass  # the first says what all have found
+    elif arguments.json:
         print(json.dumps({"command": "checkpoint verify", "faults": faults}))
     else:
         for step, found in faults.items():
@@ -192,6 +207,16 @@ def verify(arguments: argparse.Namespace) -> int:
             for fault in found:
                 print(f"  {fault.strip()}")
     return 1 if any(faults.values()) else 0
+
+
+def _steps_to_verify(run, step: int | None) -> list[int]:
+    steps = sorted(int(path.name) for path in _paths(run))
+    if step is None:
+        return steps
+    if step not in steps:
+        there = ", ".join(map(str, steps))
+        raise ValueError(f"{run.root} has no checkpoint {step}, but {there}")
+    return [step]
 
 
 def average(arguments: argparse.Namespace) -> int:

@@ -142,8 +142,8 @@ def train(
                     state = first_state(program, first, run, reporter.note)
                 else:
                     logger.info("reading %s", run.checkpoints / str(step))
-                    state, data_states = checkpointer.restore(
-                        program.abstract_state, step, model=job.model
+                    step, state, data_states = checkpointer.resume(
+                        program.abstract_state, model=job.model
                     )
                     loader.restore(merge_states(data_states))
                     reporter.note(f"resumed from step {step} in {run.checkpoints / str(step)}")
@@ -302,6 +302,9 @@ class _Loop:
         metrics["train_seconds"] = seconds
         if self.program.experts is not None:
             metrics["storage"] = self.program.experts.metrics()
+        if (cost := self.checkpointer.last_save) is not None:
+            metrics["checkpoint"] = dataclasses.asdict(cost)
+            self.checkpointer.last_save = None
         if any(self.loader.counts().values()):
             metrics["data"] = self.loader.counts()
         metrics["step_time"] = self.step_times.metrics()

@@ -4,7 +4,14 @@
 import pytest
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.bench import compiled, loss_parity, pipelines, planned_bytes, scale
+from switchx.bench import compiled, loss_parity, pipelines, planned_bytes, saves, scale
+
+
+def counted(count, more=0, read=9000):
+    """What processes say of a save, the last of which hashes and reads more than the others."""
+    one = {"saved_bytes": 1000, "hashed_bytes": 1000 // count, "read_bytes": 9000}
+    last = {"hashed_bytes": 1000 // count + more, "read_bytes": read}
+    return [one] * (count - 1) + [one | last]
 
 
 @pytest.fixture
@@ -26,6 +33,7 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(planned_bytes, "compare", lambda case: rows[bool(case.left_over)])
     monkeypatch.setattr(scale, "token_tables", lambda: (0.125, [{"case": "x"}]))
     monkeypatch.setattr(scale, "bucket_rows", lambda: (1.0, [{"case": "y"}]))
+    monkeypatch.setattr(saves, "_counts", lambda count, folder: counted(count))
     monkeypatch.setenv(tpu_compiler.FOLDER_VARIABLE, str(tmp_path))  # which has none
 
 
@@ -40,14 +48,25 @@ def test_names_of_the_checks_are_fixed(small):
         "ppmoe_extra_collectives": True,
         "embedding_bytes_vs_replicated": True,
         "buckets_vs_collectives": True,
+        "checkpoint_hashed_bytes_vs_share": True,
+        "checkpoint_bytes_read_back": True,
     }
+
+
+def test_a_process_that_hashes_for_others_or_reads_again_is_seen(monkeypatch):
+    monkeypatch.setattr(saves, "_counts", lambda count, folder: counted(count, 50))
+    assert [check.holds for check in saves.run().checks] == [False, True]  # 300 of 250 by one
+    read = saves.CHUNK_BYTES + 9000
+    monkeypatch.setattr(saves, "_counts", lambda count, folder: counted(count, 0, read))
+    shares, back = saves.run().checks
+    assert shares.holds and not back.holds and back.value == 3 * saves.CHUNK_BYTES
 
 
 def test_each_part_has_a_table_of_its_own(small, capsys):
     report = scale.run()
     first = dict.fromkeys(next(iter(row)) for row in report.results)
-    tables = "training schedule program layer communication table fused"
-    assert [*first][:7] == tables.split()
+    tables = "training schedule program layer communication table fused processes"
+    assert [*first][:8] == tables.split()
     assert any("left over" in str(row) for row in report.results)
     report.print(as_json=False)
     assert "microbatches" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from switchx.checkpoint import checkpointer
 from switchx.checkpoint.checkpointer import Checkpointer, Retention, SaveError
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.tree import num_bytes
 from tests.data.refusals import refused
 from tests.training.train_states import assert_same, damage, filled_state, shapes
 
@@ -135,21 +136,22 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [damage, *(pytest.param(each, marks=pytest.mark.slow) for each in (truncate, os.remove))],
-)
-def test_damage_to_any_file_is_skipped_by_name_and_never_deleted(tmp_path, caplog, harm):
-    save_all(tmp_path, [10, 20])
-    newest = tmp_path / "checkpoints" / "20"
-    # Orbax' own two files of the commit hold nothing of the state; nothing reads them.
+def files_of(newest):
+    """Orbax' own two files of the commit hold nothing of the state; nothing reads them."""
     files = [
         path
         for path in sorted(newest.rglob("*"))
         if path.is_file() and (path.parent != newest or path.name == "manifest.json")
     ]
     assert len(files) > 10
-    for path in files:
+    return files
+
+
+@pytest.mark.parametrize("harm", [truncate, pytest.param(os.remove, marks=pytest.mark.slow)])
+def test_a_file_cut_or_gone_is_skipped_by_name_and_never_deleted(tmp_path, caplog, harm):
+    save_all(tmp_path, [10, 20])
+    newest = tmp_path / "checkpoints" / "20"
+    for path in files_of(newest):
         contents = path.read_bytes()
         harm(path)
         caplog.clear()
@@ -165,12 +167,90 @@ def test_damage_to_any_file_is_skipped_by_name_and_never_deleted(tmp_path, caplo
             assert checkpointer.latest_complete_step() == 20
 
 
+def different_state(step):
+    """Numbers that differ, so that none of them is anywhere twice."""
+    state = filled_state(step)
+    draw = np.random.default_rng(step).standard_normal
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(draw(leaf.shape), leaf.dtype) if leaf.ndim else leaf, state
+    )
+
+
+@pytest.mark.slow  # some 30 restores
+def test_a_flipped_bit_is_found_while_reading_or_changes_nothing(tmp_path, caplog):
+    with reopened(tmp_path) as checkpointer:
+        for step in (10, 20):
+            checkpointer.save(step, different_state(step), {"position": step})
+    newest, found = tmp_path / "checkpoints" / "20", set()
+    for path in files_of(newest):
+        contents = path.read_bytes()
+        damage(path)
+        with reopened(tmp_path) as checkpointer:
+            step, state, data = checkpointer.resume(shapes(filled_state(0)))
+        assert_same(state, different_state(step))
+        assert data == [{"position": step}]
+        aside = newest.with_name("20.damaged-1")
+        if step == 10:
+            found.add(str(path.relative_to(newest)))
+            aside.rename(newest)
+        path.write_bytes(contents)
+    assert {"manifest.json", "data/process_0_of_1.json"} < found
+    assert {f"{item}/checksums/process_0_of_1.json" for item in ITEMS} < found
+    arrays = (max((newest / item).glob("d/*"), key=os.path.getsize) for item in ITEMS)
+    assert {str(path.relative_to(newest)) for path in arrays} < found
+
+
+ITEMS = ("params", "train_state")
+
+
+def test_values_that_changed_are_set_aside_and_the_older_taken(tmp_path, caplog):
+    with reopened(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, big_state(2) | {"step": jnp.asarray(step)})
+    newest = tmp_path / "checkpoints" / "2"
+    damage(max((newest / "params").rglob("*"), key=os.path.getsize))
+    with pytest.raises(ValueError, match="its "):
+        restore_params(tmp_path)
+    with reopened(tmp_path) as checkpointer:
+        step, state, _ = checkpointer.resume(shapes(big_state(2)))
+    assert step == state["step"] == 1
+    assert_same(state["params"], big_state(2)["params"])
+    assert f"checkpoint {newest} is skipped: its " in caplog.text
+    assert "It is kept as 2.damaged-1" in caplog.text
+
+
+def test_what_a_save_took_is_known_when_it_is_done(tmp_path):
+    state = big_state(4)
+    with reopened(tmp_path) as checkpointer:
+        assert checkpointer.last_save is None
+        checkpointer.save(3, state)
+        checkpointer.wait()
+        cost = checkpointer.last_save
+    files = [path for path in (tmp_path / "checkpoints" / "3").rglob("*") if path.is_file()]
+    assert cost.step == 3
+    assert 0 < cost.blocking_seconds <= cost.seconds
+    assert cost.process_hashed_bytes == num_bytes(state)
+    total = sum(path.stat().st_size for path in files)
+    assert 3 << 20 < cost.process_written_bytes < cost.bytes < total
+
+
+def test_a_save_past_its_deadline_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
+    monkeypatch.setattr("switchx.checkpoint.parts.crc32_of", lambda array: time.sleep(3) or 0)
+    with (
+        pytest.raises(SaveError, match="checkpoint 1 .*Retention.save_deadline_s=1; a larger"),
+        reopened(tmp_path, Retention(save_deadline_s=1)) as checkpointer,
+    ):
+        checkpointer.save(1, big_state(1))
+        checkpointer.wait()
+    assert kept(tmp_path) == []
+
+
 def test_saving_again_at_a_damaged_step_keeps_the_damaged_one(tmp_path, caplog):
     save_all(tmp_path, [10, 20])
     folder = tmp_path / "checkpoints"
     for number in (1, 2):
         with reopened(tmp_path) as checkpointer:
-            damage(folder / "20" / "data" / "process_0_of_1.json")  # while the trainer runs
+            truncate(folder / "20" / "data" / "process_0_of_1.json")  # while the trainer runs
             checkpointer.save(20, filled_state(20), number)
             checkpointer.wait()
             assert checkpointer.steps == (10, 20)
@@ -251,7 +331,7 @@ def test_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path, caplog):
                 assert_same(got, filled_state(each, size=256))
                 assert data_state == [{"position": each}]
     # Only saves that were cut short were set aside, never a deletion that was.
-    reasons = [r.args[1] for r in caplog.records if r.name == "switchx.checkpoint.checkpointer"]
+    reasons = [r.args[1] for r in caplog.records if r.name == "switchx.checkpoint.retention"]
     assert set(reasons) <= {"its save did not finish"}
 
 
@@ -371,7 +451,9 @@ def test_an_unknown_metric_is_named_with_those_there_are():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"keep_last": 0}, {"keep_best": -1}, {"best_mode": "most"}], ids=str
+    "wrong",
+    [{"keep_last": 0}, {"keep_best": -1}, {"best_mode": "most"}, {"save_deadline_s": 0}],
+    ids=str,
 )
 def test_wrong_settings_are_refused(wrong):
     ((name, value),) = wrong.items()

@@ -58,13 +58,13 @@ def test_inspect_goes_past_what_is_not_whole(folder, capsys):
 def test_verify_names_every_fault_and_fails(folder, capsys):
     assert main(["checkpoint", "verify", str(folder)]) == 0
     assert capsys.readouterr().out.count(": sound\n") == 2
-    files = sorted((folder / "checkpoints" / "9" / "params").glob("**/d/*"))
-    for file in files:
-        damage(file)
+    (index,) = (folder / "checkpoints" / "9" / "params").glob("d/*")
+    damage(index)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert main(["checkpoint", "verify", str(folder), "--json"]) == 1
     faults = last_object(capsys)["faults"]
-    assert faults["5"] == [] and len(faults["9"]) == len(files) > 0
+    assert faults["5"] == [] and len(faults["9"]) == 1
+    assert "9/params cannot be read" in faults["9"][0]
     assert main(["checkpoint", "verify", str(folder), "--step=5"]) == 0
     assert main(["checkpoint", "verify", str(folder), "--step=6"]) == 2
     assert "has no checkpoint 6, but 5, 9" in capsys.readouterr().err

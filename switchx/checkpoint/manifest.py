@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint says of itself: its step, its score, and which files there are.
+
+`manifest.json` is written last, by process 0, of what every process listed (parts.py). A
+checkpoint without one, or whose files are not those of it, is not whole.
+"""
+
+import dataclasses
+import pathlib
+import zlib
+from collections.abc import Iterator
+from numbers import Real
+from typing import Any
+
+from switchx import manifest
+from switchx.checkpoint.items import EXPERTS, has_records, items_of
+from switchx.checkpoint.parts import LISTS, list_names, read_lists
+from switchx.storage.snapshot import Snapshot
+
+MANIFEST = "manifest.json"
+# Orbax changes these after the manifest is written; nothing is read from them.
+_COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: steps trained.
+        score: what keep-best compares, higher is better; None without an evaluation.
+        metrics: the evaluation's numbers.
+        files: path below the checkpoint -> bytes and CRC-32. None for the CRC-32 where that of
+            the arrays' values is in a list (parts.py), and of Orbax' own descriptions.
+    """
+
+    step: int
+    score: float | None
+    metrics: dict[str, float]
+    files: dict[str, list[int | None]] = dataclasses.field(default_factory=dict)
+
+
+def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """An evaluation's numbers by name, as a checkpoint has them and keep-best names them.
+
+    Those of `tasks` are `tasks/NAME/accuracy`; those of generated texts are named by task and
+    metric alone, `glue_cola/matthews_corrcoef`. Lists (by layer) have no number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            prefix = "" if name == "texts" else f"{name}/"
+            numbers |= {f"{prefix}{inner}": x for inner, x in numbers_of(value).items()}
+        elif isinstance(value, Real) and not isinstance(value, bool):
+            numbers[name] = float(value)
+    return numbers
+
+
+def write_manifest(folder: pathlib.Path, about: Manifest) -> None:
+    """Joins what the processes listed, and names and sizes of the files that none has listed.
+
+    Those are flushed to the disk, as the processes did with theirs. Only the lists are read.
+
+    Raises:
+        ValueError: a process left no list, or a damaged one.
+    """
+    content = dataclasses.asdict(about)
+    known: dict[str, list[int | None]] = {}
+    for item in items_of(folder):
+        _, listed = read_lists(folder / item)
+        known |= {f"{item}/{name}": [size, None] for name, size in listed.items()}
+        for name in list_names(folder / item):
+            data = (folder / item / LISTS / name).read_bytes()
+            known[f"{item}/{LISTS}/{name}"] = [len(data), zlib.crc32(data)]
+    if has_records(folder):
+        files = Snapshot(folder / EXPERTS).files
+        known |= {f"{EXPERTS}/{name}": list(each) for name, each in files.items()}
+    for path in folder.rglob("*"):
+        if path.is_file() and (name := str(path.relative_to(folder))) not in known:
+            known[name] = [manifest.flush(path), None]
+    manifest.write_manifest(
+        folder, MANIFEST, content, "crc32", left_out=_COMMIT_FILES, known=known
+    )
+
+
+def read_manifest(folder: pathlib.Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`.
+
+    Raises:
+        ValueError: it is missing, damaged, or of another step; a clause that says which.
+    """
+    content = manifest.read_manifest(folder, MANIFEST, "crc32")
+    del content["crc32"]
+    try:
+        about = Manifest(**content)
+    except TypeError:
+        raise ValueError(f"its {MANIFEST} is damaged") from None
+    if str(about.step) != folder.name:
+        raise ValueError(f"its {MANIFEST} is of step {about.step}")
+    return about
+
+
+def damages(folder: pathlib.Path, *, checksums: bool) -> Iterator[str]:
+    """All that is wrong with the files of a checkpoint, a clause each.
+
+    Args:
+        checksums: read every byte; otherwise only that files are there in their sizes.
+    """
+    try:
+        files = read_manifest(folder).files
+    except (ValueError, OSError) as error:
+        yield str(error) if isinstance(error, ValueError) else f"it cannot be read ({error})"
+        return
+    yield from manifest.damages(folder, files, "crc32" if checksums else None)
+
+
+def find_damage(folder: pathlib.Path, *, checksums: bool) -> str | None:
+    """The first thing wrong with a checkpoint, or None when it is whole."""
+    return next(damages(folder, checksums=checksums), None)

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of a checkpoint's arrays: taken in memory as they are written, compared when read.
+
+A save. Orbax has each process write a part of each array: the shards of its devices, and of
+a shard that several devices hold, an equal slice of each. The process takes the CRC-32 of these
+parts from the copies in its memory, in threads beside the writing, so that no byte is read
+again. When its files are written and flushed it writes one list an item,
+`checksums/process_1_of_4.json`: index and CRC-32 of its parts, names and sizes of its files,
+the list's own CRC-32. Process 0 then joins names and sizes and the CRC-32 of each list into
+`manifest.json` (manifest.py) and renames the folder. A process that dies before that leaves a
+folder with a temporary name, which nothing reads.
+
+A restore. Process 0 compares names and sizes. What each process has read is compared with all
+parts that one of its devices holds whole: everything on the mesh that saved it, or on fewer
+devices, and what is not cut further on more. Orbax' index has checksums of its own (OCDBT), and
+a chunk that is missing is an error, not zeros.
+
+`switchx checkpoint verify` reads every part back from the disk, each process its share
+(verify.py). A CRC-32 of values finds what one of files finds, and what goes wrong between the
+devices' memory and the disk too. It says nothing of Orbax' descriptions of arrays, which are
+compared with the lists by shape and dtype. Checkpoints of before have a CRC-32 of every file
+and no lists: verify reads their files.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from switchx.manifest import checksum_of, flush, read_manifest
+from switchx.tree import named_leaves
+
+LISTS = "checksums"  # the folder of the lists in an item
+_LIST_CHECKSUM = "crc32"
+# zlib computes without the lock of the interpreter, 1 to 7 GB/s a thread.
+_NUM_THREADS = min(8, os.cpu_count() or 1)
+
+Index = tuple[slice, ...]
+
+
+class DamagedCheckpoint(ValueError):
+    """What was read is not what was saved; raised by all processes that read it together."""
+
+
+def crc32_of(array: np.ndarray) -> int:
+    """CRC-32 of the values, in row-major order."""
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Index, Any]]:
+    """The parts of one array that this process writes, on the device that has them.
+
+    Together the processes have every element once. A random key is its words.
+    """
+    if not isinstance(leaf, jax.Array):
+        whole = tuple(slice(0, size) for size in leaf.shape)
+        return [(whole, leaf)] if jax.process_index() == 0 else []
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    indices = leaf.sharding.devices_indices_map(leaf.shape).values()
+    num_replicas = len(indices) // len({_bounds(index, leaf.shape) for index in indices})
+    shards, parts = leaf.addressable_shards, []
+    sizes = shards[0].data.shape
+    axis = next((a for a, size in enumerate(sizes) if size % num_replicas == 0), None)
+    for shard in shards:
+        index = tuple(slice(*bounds) for bounds in _bounds(shard.index, leaf.shape))
+        if num_replicas == 1:
+            parts.append((index, shard.data))
+        elif axis is not None:
+            rows = sizes[axis] // num_replicas
+            own = slice(shard.replica_id * rows, (shard.replica_id + 1) * rows)
+            first = index[axis].start
+            at = slice(first + own.start, first + own.stop)
+            parts.append((index[:axis] + (at,) + index[axis + 1 :], _rows(shard, axis, own)))
+        elif shard.replica_id == 0:
+            parts.append((index, shard.data))
+    return parts
+
+
+def _bounds(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+
+
+def _rows(shard, axis: int, rows: slice) -> jax.Array:
+    # The array is of one device, which must not meet the mesh that is set around the caller.
+    (device,) = shard.data.devices()
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("one",))):
+        return jax.lax.slice_in_dim(shard.data, rows.start, rows.stop, axis=axis)
+
+
+class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
+    """Orbax' handler of an item of arrays, which also writes this process' list.
+
+    Attributes:
+        hashed_bytes: of parts, in all saves of this process.
+        written_bytes: of files, likewise; process 0 writes the joint index besides.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.hashed_bytes = self.written_bytes = 0
+        self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS)
+        self._lists = concurrent.futures.ThreadPoolExecutor()
+        self._writing: list[concurrent.futures.Future] = []  # a list of each item
+
+    async def async_save(self, directory, item=None, save_args=None, args=None):
+        """See the parent; one more future, which is done when the list is on the disk."""
+        leaves = named_leaves(args.item)
+        parts = {name: own_parts(leaf) for name, leaf in leaves.items()}
+        for _, data in (each for own in parts.values() for each in own):
+            if isinstance(data, jax.Array):
+                data.copy_to_host_async()
+        # JAX keeps the copy of a shard with it, and Orbax takes the same.
+        on_host = {
+            name: [(index, np.asarray(data)) for index, data in own]
+            for name, own in parts.items()
+        }
+        commits = await super().async_save(directory, item, save_args, args)
+        described = {
+            name: {
+                "shape": list(_stored(leaves[name]).shape),
+                "dtype": str(own[0][1].dtype),
+                "parts": [(index, self._pool.submit(crc32_of, x)) for index, x in own],
+            }
+            for name, own in on_host.items()
+            if own
+        }
+        self.hashed_bytes += sum(x.nbytes for own in on_host.values() for _, x in own)
+        folder = pathlib.Path(getattr(directory, "path", directory))
+        writing = self._lists.submit(self._write_list, folder, commits, described)
+        self._writing.append(writing)
+        return [*commits, writing]
+
+    def has_failed(self) -> bool:
+        """Whether it is known by now that this process cannot write its part of a save."""
+        return any(each.done() and each.exception() for each in self._writing)
+
+    def wait(self, seconds: float) -> None:
+        """Returns when this process has written its part; raises what kept it from that.
+
+        Orbax would tell only after a barrier that the other processes do not reach.
+
+        Raises:
+            TimeoutError: it takes longer.
+            Exception: of the storage.
+        """
+        writing, self._writing = self._writing, []
+        concurrent.futures.wait(writing, seconds)
+        for each in writing:
+            each.result(0)
+
+    def _write_list(self, folder: pathlib.Path, commits: list, described: dict) -> None:
+        for each in described.values():
+            each["parts"] = [
+                [[(at.start, at.stop) for at in index], crc.result()]
+                for index, crc in each["parts"]
+            ]
+        for commit in commits:
+            commit.result()
+        process, count = jax.process_index(), jax.process_count()
+        written = folder.glob(f"ocdbt.process_{process}/**/*")
+        paths = [path for path in written if path.is_file()]
+        paths += folder.glob(f"array_metadatas/process_{process}")
+        files = {str(path.relative_to(folder)): flush(path) for path in sorted(paths)}
+        content: dict[str, Any] = {"files": files, "arrays": described}
+        content |= {_LIST_CHECKSUM: checksum_of(content, _LIST_CHECKSUM)}
+        path = folder / LISTS / f"process_{process}_of_{count}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+        flush(path)
+        self.written_bytes += sum(files.values())
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown()
+        self._lists.shutdown()
+        super().close()
+
+
+def _stored(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
+
+
+@ocp.args.register_with_handler(ChecksummedArrays, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class SaveArrays(ocp.args.StandardSave):
+    """An item of arrays, for Orbax to know that `ChecksummedArrays` saves it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedArray:
+    """What the lists of all processes say of one array.
+
+    Attributes:
+        parts: their start and stop in each dimension, with the CRC-32.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: list[tuple[Index, int]]
+
+    @property
+    def num_listed(self) -> int:
+        """Elements in parts."""
+        return sum(math.prod(at.stop - at.start for at in index) for index, _ in self.parts)
+
+
+def read_lists(item: pathlib.Path) -> tuple[dict[str, ListedArray], dict[str, int]]:
+    """Arrays by name, and sizes of files by their names in the item.
+
+    Nothing of either, of an item that was saved without lists.
+
+    Raises:
+        DamagedCheckpoint: a list is missing or damaged; a clause that begins with "its".
+    """
+    arrays: dict[str, ListedArray] = {}
+    files: dict[str, int] = {}
+    for name in list_names(item):
+        try:
+            content = read_manifest(item / LISTS, name, _LIST_CHECKSUM)
+        except ValueError:
+            raise DamagedCheckpoint(f"its file {item.name}/{LISTS}/{name} is damaged") from None
+        files |= content["files"]
+        for array, each in content["arrays"].items():
+            listed = ListedArray(tuple(each["shape"]), each["dtype"], [])
+            listed = arrays.setdefault(array, listed)
+            listed.parts.extend(
+                (tuple(slice(*bounds) for bounds in index), crc) for index, crc in each["parts"]
+            )
+    return arrays, files
+
+
+def description_faults(item: pathlib.Path, stored: dict[str, Any]) -> list[str]:
+    """Where what Orbax says of the arrays of an item is not what the lists say.
+
+    Args:
+        stored: by name, with shape and dtype.
+    """
+    listed, _ = read_lists(item)
+    if not listed:
+        return []
+    said = {
+        name: f"{_stored(leaf).dtype}{list(_stored(leaf).shape)}"
+        for name, leaf in stored.items()
+    }
+    wanted = {name: f"{each.dtype}{list(each.shape)}" for name, each in listed.items()}
+    return [
+        f"its array {item.name}/{name} is {said.get(name, 'missing')}, and was saved as "
+        f"{wanted.get(name, 'nothing')}"
+        for name in sorted(said.keys() | wanted.keys())
+        if said.get(name) != wanted.get(name)
+    ]
+
+
+def list_names(item: pathlib.Path) -> list[str]:
+    """The lists that an item has.
+
+    Raises:
+        DamagedCheckpoint: that of a process is missing.
+    """
+    found = {path.name for path in (item / LISTS).glob("process_*_of_*.json")}
+    if not found:
+        return []
+    count = int(min(found).removesuffix(".json").rpartition("_")[2])
+    wanted = [f"process_{index}_of_{count}.json" for index in range(count)]
+    if found != set(wanted):
+        raise DamagedCheckpoint(
+            f"its {item.name}/{LISTS} has {', '.join(sorted(found)[:3])}, and not one list of "
+            f"each of {count} processes"
+        )
+    return wanted
+
+
+def require_unchanged(path: pathlib.Path, item: str, leaves: dict[str, Any]) -> None:
+    """Compares arrays that were read with the parts of them that this process holds whole.
+
+    Where several processes run, all of them call this. A part that several devices hold is
+    compared by one of them.
+
+    Args:
+        path: of the checkpoint.
+        leaves: arrays of one item by their names in it, as they are stored.
+
+    Raises:
+        DamagedCheckpoint: some differ, here or in another process.
+    """
+    listed, _ = read_lists(path / item)
+    with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+        compared = [
+            (name, pool.submit(lambda x=x, crc=crc: crc32_of(x) == crc))
+            for name, leaf in leaves.items()
+            # JAX reads float64 as float32 where 64 bits are not enabled.
+            if name in listed and listed[name].dtype == str(_stored(leaf).dtype)
+            for x, crc in _held(leaf, listed[name].parts)
+        ]
+    changed = dict.fromkeys(name for name, is_same in compared if not is_same.result())
+    require_of_all(
+        [f"its array {item}/{name} is not what was saved (CRC-32)" for name in changed]
+    )
+
+
+def _held(leaf, parts: list[tuple[Index, int]]) -> Iterator[tuple[np.ndarray, int]]:
+    """The parts that a shard of this process has whole, and their checksums."""
+    if isinstance(leaf, jax.Array):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        shards = [
+            (_bounds(each.index, leaf.shape), each.data)
+            for each in leaf.addressable_shards
+            if each.replica_id == 0
+        ]
+    else:
+        shards = [(tuple((0, size) for size in leaf.shape), leaf)]
+    for bounds, data in shards:
+        inside = [
+            (index, crc)
+            for index, crc in parts
+            if all(
+                first <= at.start and at.stop <= last
+                for at, (first, last) in zip(index, bounds, strict=True)
+            )
+        ]
+        on_host = np.asarray(data) if inside else None
+        for index, crc in inside:
+            at = tuple(
+                slice(each.start - a, each.stop - a)
+                for each, (a, _) in zip(index, bounds, strict=True)
+            )
+            yield on_host[at], crc
+
+
+def require_of_all(faults: list[str]) -> None:
+    """Raises DamagedCheckpoint in every process if one has faults."""
+    total = len(faults)
+    if jax.process_count() > 1:
+        total = int(np.sum(multihost_utils.process_allgather(np.int32(len(faults)))))
+    if total:
+        raise DamagedCheckpoint(
+            "; ".join(faults[:3]) or "what another process read of it is not what was saved"
+        )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes the checksum of which part of an array, and what is compared when it is read."""
+
+import dataclasses
+import json
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.bench import saves
+from switchx.checkpoint import manifest, parts
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.items import read_items
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.verify import checkpoint_faults
+from tests.training.train_states import assert_same, damage, filled_state, shapes
+
+AUTO = (jax.sharding.AxisType.Auto,) * 2
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "expert"), axis_types=AUTO)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((16, 6), jax.P("data", None)),  # four replicas: rows of 8 are cut by 4
+        ((16, 6), jax.P("expert", "data")),  # none
+        ((3, 8), jax.P()),  # eight: the second dimension is cut
+        ((3, 5), jax.P()),  # cannot be cut: the first replica has it
+        ((), jax.P()),
+    ],
+)
+def test_all_parts_together_are_the_array_once(mesh, shape, spec):
+    values = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    array = jax.device_put(jnp.array(values), jax.NamedSharding(mesh, spec))
+    seen = np.zeros(shape, int)
+    with jax.set_mesh(mesh):
+        for index, data in parts.own_parts(array):
+            np.testing.assert_array_equal(np.asarray(data), values[index])
+            seen[index] += 1
+    assert np.all(seen == 1)
+
+
+def test_checksums_are_of_values_in_row_major_order():
+    values = np.arange(12, dtype=np.int16).reshape(3, 4)
+    assert parts.crc32_of(values.T) == zlib.crc32(values.T.tobytes())
+    assert parts.crc32_of(np.asarray(jnp.ones(3, jnp.bfloat16))) == zlib.crc32(b"\x80\x3f" * 3)
+
+
+def test_parts_are_compared_on_the_mesh_that_saved_them_and_on_fewer_devices(mesh, tmp_path):
+    """On a finer one, what is cut further is not, and `verify` is there for that."""
+    coarse = jax.NamedSharding(mesh, jax.P("data"))
+    values = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    state = {"params": {"w": jax.device_put(jnp.array(values), coarse)}, "step": jnp.asarray(1)}
+    run = RunFolder(tmp_path)
+    with Checkpointer(run, Retention()) as checkpointer:
+        checkpointer.save(1, state)
+    path = run.checkpoints / "1"
+    (name,) = (path / "params" / parts.LISTS).glob("*.json")
+    content = json.loads(name.read_text())
+    del content["crc32"]
+    content["arrays"]["w"]["parts"][-1][1] ^= 1  # as if a value had changed on its way
+    content["crc32"] = manifest.manifest.checksum_of(content, "crc32")
+    name.write_text(json.dumps(content))
+    for spec, is_held in ((jax.P("data"), True), (jax.P(), True), (jax.P(None, "data"), False)):
+        sharding = jax.NamedSharding(mesh, spec)
+        target = {"w": jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=sharding)}
+        if is_held:
+            with pytest.raises(parts.DamagedCheckpoint, match="params/w is not what was saved"):
+                read_items(path, {"params": target})
+        else:
+            read_items(path, {"params": target})
+
+
+def test_a_list_that_a_process_did_not_write_is_missed(tmp_path):
+    with Checkpointer(RunFolder(tmp_path), Retention()) as checkpointer:
+        checkpointer.save(1, filled_state(1))
+    path = tmp_path / "checkpoints" / "1"
+    lists = path / "params" / parts.LISTS
+    (lists / "process_0_of_1.json").rename(lists / "process_1_of_2.json")
+    with pytest.raises(parts.DamagedCheckpoint, match="one list of each of 2 processes"):
+        parts.read_lists(path / "params")
+    with pytest.raises(parts.DamagedCheckpoint, match="one list of each of 2 processes"):
+        manifest.write_manifest(path, manifest.read_manifest(path))
+
+
+def test_a_checkpoint_of_before_is_restored_and_verified(tmp_path):
+    """Without lists; its manifest has the CRC-32 of every file."""
+    run = RunFolder(tmp_path)
+    with Checkpointer(run, Retention()) as checkpointer:
+        checkpointer.save(1, filled_state(1))
+    path = run.checkpoints / "1"
+    for file in path.glob(f"*/{parts.LISTS}/*"):
+        file.unlink()
+        file.parent.rmdir()
+    data = path / "data" / "process_0_of_1.json"
+    data.write_text('{"json": null}')
+    about = dataclasses.asdict(manifest.read_manifest(path))
+    del about["files"]
+    (path / "manifest.json").unlink()
+    manifest.manifest.write_manifest(
+        path,
+        "manifest.json",
+        about,
+        "crc32",
+        left_out=("_CHECKPOINT_METADATA", "commit_success.txt"),
+    )
+    with Checkpointer(run, Retention()) as checkpointer:
+        step, state, states = checkpointer.resume(shapes(filled_state(0)))
+    assert (step, states) == (1, [None])
+    assert_same(state, filled_state(1))
+    names = list(manifest.read_manifest(path).files)
+    assert all(crc is not None for _, crc in manifest.read_manifest(path).files.values())
+    for name in names:
+        contents = (path / name).read_bytes()
+        damage(path / name)
+        (fault,) = checkpoint_faults(run, 1)
+        assert fault == f"its file {name} has changed since it was written"
+        (path / name).write_bytes(contents)
+
+
+@pytest.mark.slow  # seven processes
+def test_each_process_hashes_its_share_and_reads_nothing_back():
+    report = saves.run()
+    assert [row["processes"] for row in report.results] == [1, 2, 4]
+    assert len({row["saved_bytes"] for row in report.results}) == 1
+    for row in report.results:
+        lists = sum(row["hashed_bytes"]) - row["saved_bytes"]  # their own checksums
+        assert 0 < lists < 100_000
+    assert all(check.holds for check in report.checks), report.checks

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes save together: each lists what it wrote, and names what it could not write."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import traceback
+
+import jax
+import numpy as np
+import pytest
+
+from switchx import manifest
+from switchx.bench import saves
+from switchx.checkpoint import parts
+from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.hosts.distributed import Timeouts, distributed
+from switchx.hosts.processes import Processes
+from switchx.hosts.rendezvous import rendezvous
+from tests.checkpoint.test_checkpointer import kept
+from tests.cli.test_checkpoint import MODEL
+from tests.hosts.peers import free_port
+from tests.processes import child_environment
+from tests.training.saved_runs import save_run
+from tests.training.train_states import damage
+
+pytestmark = pytest.mark.slow
+
+
+def main(port: str, index: str, folder: str, what: str) -> None:
+    """One of two processes; the second has the faults."""
+    peers = rendezvous(Processes(f"localhost:{port}", 2, int(index)), {}, 120)
+    try:
+        with distributed(peers, Timeouts(120, 20)):
+            print(json.dumps({"save": _save, "resume": _resume}[what.split()[0]](folder, what)))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the ordinary way out would wait for the other process
+
+
+def _save(folder: str, what: str) -> list[int]:
+    state = saves.random_state()
+    with Checkpointer(RunFolder(folder), Retention()) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        if jax.process_index() == 1:
+            _break(what)
+        checkpointer.save(2, state)
+        checkpointer.wait()
+        return list(checkpointer.steps)
+
+
+def _break(what: str) -> None:
+    """From now on, this process cannot finish a save."""
+    flush = parts.flush
+
+    def broken(path: pathlib.Path) -> int:
+        is_list = path.parent.name == parts.LISTS
+        if what == "save full_disk" and not is_list:
+            raise OSError(28, os.strerror(28), str(path))
+        size = flush(path)
+        if what == "save killed" and is_list:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return size
+
+    parts.flush = broken
+
+
+def _resume(folder: str, what: str) -> int:
+    state = saves.random_state()
+    with Checkpointer(RunFolder(folder), Retention()) as checkpointer:
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
+        step, got, _ = checkpointer.resume(target)
+    for want, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(got), strict=True):
+        for a, b in zip(want.addressable_shards, leaf.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
+    return step
+
+
+def in_two(folder, what, cache) -> list[tuple[int, str]]:
+    """Exit status and output of both."""
+    code = f"from {__name__} import main; import sys; main(*sys.argv[1:])"
+    port = str(free_port())
+    return ended(
+        [[sys.executable, "-c", code, port, index, str(folder), what] for index in "01"], cache
+    )
+
+
+def ended(commands: list[list[str]], cache) -> list[tuple[int, str]]:
+    processes = [
+        subprocess.Popen(
+            command,
+            env=child_environment(cache, devices=2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(each.returncode, output) for each, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, session_cache):
+    folder = tmp_path_factory.mktemp("saved")
+    assert [status for status, _ in in_two(folder, "save", session_cache)] == [0, 0]
+    return folder
+
+
+def test_one_process_reads_what_two_have_listed(saved):
+    arrays, files = parts.read_lists(saved / "checkpoints" / "2" / "params")
+    assert {name.split("/")[0] for name in files} == {
+        "array_metadatas", "ocdbt.process_0", "ocdbt.process_1",
+    }  # fmt: skip
+    assert {name: len(each.parts) for name, each in arrays.items()} == {
+        "by_both": 4, "by_data": 4, "by_expert": 4, "whole": 4,
+    }  # fmt: skip
+    got, want = restore_params(saved), saves.random_state()["params"]
+    for name, values in want.items():
+        np.testing.assert_array_equal(got[name], np.asarray(values))
+
+
+def test_values_that_one_process_finds_changed_are_set_aside_by_both(
+    saved, tmp_path, session_cache
+):
+    folder = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(saved), str(folder)], check=True)
+    path = folder / "checkpoints" / "2" / "params" / parts.LISTS / "process_1_of_2.json"
+    content = json.loads(path.read_text())
+    del content["crc32"]
+    content["arrays"]["by_expert"]["parts"][0][1] ^= 1
+    path.write_text(json.dumps(content | {"crc32": manifest.checksum_of(content, "crc32")}))
+    whole = folder / "checkpoints" / "2" / "manifest.json"
+    about = json.loads(whole.read_text())
+    about["files"][f"params/{parts.LISTS}/{path.name}"][0] = path.stat().st_size
+    del about["crc32"]
+    whole.write_text(json.dumps(about | {"crc32": manifest.checksum_of(about, "crc32")}))
+    outcomes = in_two(folder, "resume", session_cache)
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    assert [output.splitlines()[-1] for _, output in outcomes] == ["1", "1"]
+    assert (folder / "checkpoints" / "2.damaged-1").is_dir() and kept(folder) == [1]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("full_disk", "No space left on device"), ("killed", "process 1")]
+)
+def test_a_process_that_cannot_finish_ends_both_and_loses_nothing(
+    tmp_path, session_cache, what, said
+):
+    outcomes = in_two(tmp_path, f"save {what}", session_cache)
+    assert all(status for status, _ in outcomes)
+    assert said in outcomes[0][1], outcomes
+    assert kept(tmp_path) == [1]
+    outcomes = in_two(tmp_path, "resume", session_cache)
+    assert [output.splitlines()[-1] for _, output in outcomes] == ["1", "1"], outcomes
+    assert (tmp_path / "checkpoints" / "2.damaged-1").is_dir()
+
+
+def test_two_processes_verify_together(tmp_path, session_cache):
+    # Its parameters are larger than Orbax' index of them.
+    run = save_run(tmp_path / "run", dataclasses.replace(MODEL, d_model=64))
+    params = run / "checkpoints" / "9" / "params"
+    for harm, status in ((False, 0), (True, 1)):
+        if harm:
+            damage(max(params.rglob("d/*"), key=lambda path: path.stat().st_size))
+        port, words = free_port(), [sys.executable, "-m", "switchx", "checkpoint", "verify"]
+        outcomes = ended(
+            [
+                [*words, str(run), "--json", f"--coordinator=localhost:{port}",
+                 "--num_processes=2", f"--process_id={index}"]
+                for index in range(2)
+            ],
+            session_cache,
+        )  # fmt: skip
+        assert [each for each, _ in outcomes] == [status, status], outcomes
+        faults = json.loads(outcomes[0][1].splitlines()[-1])["faults"]
+        assert faults["5"] == [] and len(faults["9"]) == harm
+        assert all("its array params/" in fault for fault in faults["9"])
+        assert "faults" not in outcomes[1][1]
