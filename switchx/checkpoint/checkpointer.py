@@ -237,10 +237,12 @@ class Checkpointer:
         self._measure()
 
     def _measure(self) -> None:
-        """Sets `last_save` once a save has finished."""
+        """Sets `last_save` of process 0 once a save has finished."""
         if self._begun is None:
             return
         (begun, hashed, written), self._begun = self._begun, None
+        if jax.process_index() > 0:
+            return  # may not see the new name yet, on a network's file system
         step = self._saving.step
         files = read_manifest(self._folder / str(step)).files.values()
         self.last_save = SaveCost(

@@ -92,7 +92,9 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
-def _rows(shard, axis: int, rows: slice) -> jax.Array:
+def _rows(shard, axis: int, rows: slice) -> jax.Array | np.ndarray:
+    if shard.data.sharding.memory_kind == "pinned_host":  # whose layouts XLA slices badly
+        return np.asarray(shard.data)[(slice(None),) * axis + (rows,)]
     # The array is of one device, which must not meet the mesh that is set around the caller.
     (device,) = shard.data.devices()
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("one",))):
