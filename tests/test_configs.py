@@ -9,7 +9,7 @@ import re
 import jax
 import pytest
 
-from switchx.checkpoint.checkpointer import Retention
+from switchx.checkpoint.retention import Retention
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import save_vocabulary
 from switchx.gin_config import building

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from switchx import api
-from switchx.checkpoint.checkpointer import Retention
 from switchx.checkpoint.restore import checkpoint_fingerprint, choose_step
+from switchx.checkpoint.retention import Retention
 from switchx.checkpoint.run_folder import RunFolder, read_model_config
 from switchx.data.vocabularies import load_vocabulary
 from switchx.fields import require

@@ -10,7 +10,7 @@ from typing import Literal
 
 import optax
 
-from switchx.checkpoint.checkpointer import Retention
+from switchx.checkpoint.retention import Retention
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Features
 from switchx.data.loader import BatchConfig, Prefetch
 from switchx.data.mixtures import Mixture, as_mixture, evaluated_tasks

@@ -13,9 +13,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from switchx import tree
-from switchx.checkpoint.checkpointer import Retention
-from switchx.checkpoint.items import numbers_of
+from switchx.checkpoint.manifest import numbers_of
 from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.retention import Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.corpora.corpus import require_split
 from switchx.data.features import batch_digest

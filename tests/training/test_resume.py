@@ -8,7 +8,7 @@ import pathlib
 import optax
 import pytest
 
-from switchx.checkpoint.checkpointer import Retention
+from switchx.checkpoint.retention import Retention
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.loader import Prefetch
 from switchx.data.mixtures import Mixture

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from switchx.checkpoint.checkpointer import Retention
 from switchx.checkpoint.restore import choose_step
+from switchx.checkpoint.retention import Retention
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.objectives import InputsToTargets
 from switchx.data.tasks import Task
