@@ -30,6 +30,7 @@ from switchx.checkpoint.items import (
     item_name,
     read_data_states,
     read_items,
+    require_records_unchanged,
     to_items,
 )
 from switchx.checkpoint.manifest import (
@@ -43,7 +44,6 @@ from switchx.checkpoint.parts import (
     ChecksummedArrays,
     DamagedCheckpoint,
     SaveArrays,
-    require_of_all,
 )
 from switchx.checkpoint.restore import (
     checkpoint_paths,
@@ -62,7 +62,7 @@ from switchx.checkpoint.retention import (
 )
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.models.config import ModelConfig
-from switchx.storage.record import RecordError, StoreError
+from switchx.storage.record import StoreError
 from switchx.tree import Tree, named_leaves, nested, num_bytes
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,8 @@ class Checkpointer:
         path = self._folder / str(choose_step(self._run, step))
         targets = named_leaves(jax.tree.map(abstract, to_items(abstract_state)))
         if self._experts is not None and has_records(path):
-            self._restore_experts(path / EXPERTS)
+            require_records_unchanged(path)
+            self._experts.restore(path / EXPERTS)
             items = read_items(path, nested(targets))
         else:
             experts = {} if self._experts is None else self._experts.abstract
@@ -319,15 +320,6 @@ class Checkpointer:
                 updates = int(items["train_state"]["step"] - items["train_state"]["skipped"])
                 self._experts.fill({n: leaves[item_name(n)] for n in experts}, updates)
         return from_items(items, abstract_state), read_data_states(path)
-
-    def _restore_experts(self, folder: pathlib.Path) -> None:
-        """All processes go on, or none."""
-        faults = []
-        try:
-            self._experts.restore(folder)
-        except RecordError as error:
-            faults.append(str(error))
-        require_of_all(faults)
 
     def close(self) -> None:
         """Waits for the last save and ends Orbax' threads."""

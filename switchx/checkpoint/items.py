@@ -32,7 +32,8 @@ from switchx.checkpoint.parts import (
     require_of_all,
     require_unchanged,
 )
-from switchx.manifest import checksum_of
+from switchx.manifest import checksum_of, damages
+from switchx.storage.record import RecordError
 from switchx.storage.snapshot import Snapshot
 from switchx.tree import Tree, named_leaves, nested
 
@@ -80,6 +81,23 @@ def stored_items(path: pathlib.Path) -> dict[str, Tree]:
 def has_records(path: pathlib.Path) -> bool:
     """Whether the experts of a checkpoint are records."""
     return (path / EXPERTS).is_dir()
+
+
+def require_records_unchanged(path: pathlib.Path) -> None:
+    """Compares the bytes of the records, which a store then links without reading them.
+
+    Where several processes run, all of them call this, and each reads its share.
+
+    Raises:
+        DamagedCheckpoint: some have changed, here or in another process.
+    """
+    try:
+        files = sorted(Snapshot(path / EXPERTS).files.items())
+        mine = dict(files[jax.process_index() :: jax.process_count()])
+        faults = list(damages(path / EXPERTS, mine, "crc32"))
+    except RecordError as error:
+        faults = [str(error)]
+    require_of_all(faults)
 
 
 def _record_leaves(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
