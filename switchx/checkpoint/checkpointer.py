@@ -279,7 +279,7 @@ class Checkpointer:
                 return step, *self.restore(abstract_state, step, model=model)
             except DamagedCheckpoint as error:
                 if jax.process_index() == 0:
-                    set_aside(self._folder / str(step), str(error))
+                    set_aside(self._folder / str(step), error.fault)
                 multihost_utils.sync_global_devices("switchx_checkpoint_set_aside")
         raise ValueError(
             f"no checkpoint in {self._folder} is what was saved; all are kept as *.damaged-*. "

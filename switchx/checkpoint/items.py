@@ -97,7 +97,7 @@ def require_records_unchanged(path: pathlib.Path) -> None:
         faults = list(damages(path / EXPERTS, mine, "crc32"))
     except RecordError as error:
         faults = [str(error)]
-    require_of_all(faults)
+    require_of_all(path, faults)
 
 
 def _record_leaves(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
@@ -159,7 +159,7 @@ def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str,
     stored = _described(path, targets)
     with ocp.StandardCheckpointer() as reader:
         for item, leaves in stored.items():
-            require_of_all(description_faults(path / item, named_leaves(leaves)))
+            require_of_all(path, description_faults(path / item, named_leaves(leaves)))
         arrays, wanted = named_leaves(stored), {}
         for item, target in targets.items():
             if target is None:
@@ -235,13 +235,13 @@ def _restored(reader, item: pathlib.Path, *target, **arguments) -> Tree:
 
 def _unreadable(item: pathlib.Path, error: Exception | str) -> ValueError:
     """Orbax raises what its storage does."""
-    reason = f"its arrays in {item} cannot be read: {' '.join(str(error).split())[:300]}"
+    fault = f"its arrays of {item.name} cannot be read: {' '.join(str(error).split())[:300]}"
     if jax.process_count() == 1:
-        return DamagedCheckpoint(reason)
+        return DamagedCheckpoint(item.parent, fault)
     # The other processes may have read theirs, and wait for this one.
     return ValueError(
-        f"{reason}; `switchx checkpoint verify` says whether it is damaged. Move it away to go "
-        "on from an older one"
+        f"checkpoint {item.parent}: {fault}; `switchx checkpoint verify` says whether it is "
+        "damaged. Move it away to go on from an older one"
     )
 
 
@@ -334,6 +334,6 @@ def _data_content(file: pathlib.Path) -> dict[str, Any]:
             raise ValueError
     except (ValueError, AttributeError):
         raise DamagedCheckpoint(
-            f"its file data/{file.name} has changed since it was written"
+            file.parents[1], f"its file data/{file.name} has changed since it was written"
         ) from None
     return content

@@ -50,7 +50,18 @@ Index = tuple[slice, ...]
 
 
 class DamagedCheckpoint(ValueError):
-    """What was read is not what was saved; raised by all processes that read it together."""
+    """What was read is not what was saved; raised by all processes that read it together.
+
+    Attributes:
+        fault: a clause that begins with "its".
+    """
+
+    def __init__(self, path: pathlib.Path, fault: str):
+        super().__init__(
+            f"checkpoint {path} is damaged: {fault}; `switchx checkpoint verify` names all "
+            "faults. Use another step; training goes on from an older one by itself"
+        )
+        self.fault = fault
 
 
 def crc32_of(array: np.ndarray) -> int:
@@ -225,7 +236,7 @@ def read_lists(item: pathlib.Path) -> tuple[dict[str, ListedArray], dict[str, in
     Nothing of either, of an item that was saved without lists.
 
     Raises:
-        DamagedCheckpoint: a list is missing or damaged; a clause that begins with "its".
+        DamagedCheckpoint: a list is missing or damaged.
     """
     arrays: dict[str, ListedArray] = {}
     files: dict[str, int] = {}
@@ -233,7 +244,9 @@ def read_lists(item: pathlib.Path) -> tuple[dict[str, ListedArray], dict[str, in
         try:
             content = read_manifest(item / LISTS, name, _LIST_CHECKSUM)
         except ValueError:
-            raise DamagedCheckpoint(f"its file {item.name}/{LISTS}/{name} is damaged") from None
+            raise DamagedCheckpoint(
+                item.parent, f"its file {item.name}/{LISTS}/{name} is damaged"
+            ) from None
         files |= content["files"]
         for array, each in content["arrays"].items():
             listed = ListedArray(tuple(each["shape"]), each["dtype"], [])
@@ -279,8 +292,9 @@ def list_names(item: pathlib.Path) -> list[str]:
     wanted = [f"process_{index}_of_{count}.json" for index in range(count)]
     if found != set(wanted):
         raise DamagedCheckpoint(
+            item.parent,
             f"its {item.name}/{LISTS} has {', '.join(sorted(found)[:3])}, and not one list of "
-            f"each of {count} processes"
+            f"each of {count} processes",
         )
     return wanted
 
@@ -309,7 +323,7 @@ def require_unchanged(path: pathlib.Path, item: str, leaves: dict[str, Any]) -> 
         ]
     changed = dict.fromkeys(name for name, is_same in compared if not is_same.result())
     require_of_all(
-        [f"its array {item}/{name} is not what was saved (CRC-32)" for name in changed]
+        path, [f"its array {item}/{name} is not what was saved (CRC-32)" for name in changed]
     )
 
 
@@ -343,12 +357,11 @@ def _held(leaf, parts: list[tuple[Index, int]]) -> Iterator[tuple[np.ndarray, in
             yield on_host[at], crc
 
 
-def require_of_all(faults: list[str]) -> None:
+def require_of_all(path: pathlib.Path, faults: list[str]) -> None:
     """Raises DamagedCheckpoint in every process if one has faults."""
     total = len(faults)
     if jax.process_count() > 1:
         total = int(np.sum(multihost_utils.process_allgather(np.int32(len(faults)))))
     if total:
-        raise DamagedCheckpoint(
-            "; ".join(faults[:3]) or "what another process read of it is not what was saved"
-        )
+        seen = "; ".join(faults[:3]) or "its part that another process read has changed"
+        raise DamagedCheckpoint(path, seen)

@@ -74,7 +74,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
             for fault in description_faults(path / item, _in_orbax(path, stored, item))
         ]
     except ValueError as error:  # of Orbax' descriptions, and of the lists
-        return [str(error)]
+        return [getattr(error, "fault", str(error))]
     if faults:
         return faults
     try:
@@ -253,7 +253,7 @@ def _data_faults(run: RunFolder, path: pathlib.Path, step: int) -> list[str]:
             return [] if set(map(type, states)) == {type(None)} else ["its data is no loader's"]
         state = merge_states(states)
     except (ValueError, KeyError) as error:
-        return [str(error)]
+        return [getattr(error, "fault", str(error))]
     faults, rows = [], read_config(run).get("batch_size")
     if state["step"] != step:
         faults.append(f"its data goes on at step {state['step']}, its state at step {step}")
