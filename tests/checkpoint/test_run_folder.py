@@ -150,8 +150,8 @@ def test_a_changed_byte_is_found(folder):
     damage(largest)
     with refused(
         f"checkpoint {folder}/checkpoints/0 is damaged: its array params/<any> is not what was "
-        "saved (CRC-32); `switchx checkpoint verify` names all faults. Use another step; training "
-        "goes on from an older one by itself"
+        "saved (CRC-32); `switchx checkpoint verify` names all faults. Use another step; "
+        "training goes on from an older one by itself"
     ):
         switchx.load(folder)
 
