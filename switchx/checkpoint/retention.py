@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are kept, what becomes of damaged ones, what a save may take and took."""
+"""Which checkpoints are kept, what becomes of others, what a save may take and took."""
 
 import dataclasses
 import heapq
@@ -12,6 +12,8 @@ from typing import Any, Literal
 import orbax.checkpoint as ocp
 
 from switchx.checkpoint.manifest import numbers_of
+from switchx.checkpoint.restore import checkpoint_paths, choose_step
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.fields import check_choices, require_at_least
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ class Retention:
     Attributes:
         keep_last: so many of the newest, at least 1.
         keep_best: so many of the best among those saved with an evaluation.
+        keep_period: every checkpoint whose step is a multiple of this, for good; None: of none.
         best_metric, best_mode: the metric that is compared, and which end of it is best. A
             task's metric of generated texts is `TASK/METRIC`, as `glue_cola/matthews_corrcoef`.
         save_deadline_s: seconds that the writing of one checkpoint may take, until it is an
@@ -37,13 +40,14 @@ class Retention:
 
     keep_last: int = 3
     keep_best: int = 1
+    keep_period: int | None = None
     best_metric: str = "neg_log_perplexity"
     best_mode: Literal["max", "min"] = "max"
     save_deadline_s: int = 24 * 3600
 
     def __post_init__(self):
         check_choices(self)
-        require_at_least(self, 1, "keep_last")
+        require_at_least(self, 1, "keep_last", "keep_period")
         require_at_least(self, 0, "keep_best")
         require_at_least(self, 1, "save_deadline_s")
 
@@ -83,6 +87,9 @@ class Preservation:
         scored = filter(self.scores.__contains__, steps)
         best = heapq.nlargest(self.retention.keep_best, scored, key=self.scores.get)
         kept = {*sorted(steps)[-self.retention.keep_last :], *best}
+        period = self.retention.keep_period
+        if period is not None:
+            kept |= {step for step in steps if step % period == 0}
         return [step in kept for step in steps]
 
 
@@ -109,19 +116,43 @@ class SaveCost:
 
 def set_aside(path: pathlib.Path, damage: str) -> None:
     """Renames one checkpoint; `damage` says why, for the warning."""
-    stem, number = path.name.removesuffix(UNFINISHED), 1
-    while (target := path.with_name(f"{stem}.damaged-{number}")).exists():
-        number += 1
-    path.rename(target)
+    name = _renamed(path, "damaged")
     logger.warning(
         "checkpoint %s is skipped: %s. It is kept as %s; all %s take %.1f MiB and are yours to "
         "delete",
         path,
         damage,
-        target.name,
+        name,
         path.with_name("*.damaged-*"),
         damaged_bytes(path.parent) / MIB,
     )
+
+
+def rewind(run: RunFolder, step: int | Literal["best"]) -> tuple[int, list[str]]:
+    """Makes a checkpoint the newest one: training goes on from it.
+
+    Those after it are renamed to `<step>.superseded-<n>`, so that the same command of
+    training, started again and again, goes back once.
+
+    Returns:
+        Its step, and the new names of those after it.
+
+    Raises:
+        ValueError: there is no such complete checkpoint; a trainer holds the folder.
+    """
+    chosen = choose_step(run, step)
+    with run.locked():
+        later = [path for path in checkpoint_paths(run.checkpoints) if int(path.name) > chosen]
+        # The newest first: a call that is cut short leaves a run that can go on.
+        return chosen, [_renamed(path, "superseded") for path in later]
+
+
+def _renamed(path: pathlib.Path, reason: str) -> str:
+    stem, number = path.name.removesuffix(UNFINISHED), 1
+    while (target := path.with_name(f"{stem}.{reason}-{number}")).exists():
+        number += 1
+    path.rename(target)
+    return target.name
 
 
 def damaged_bytes(checkpoints: pathlib.Path) -> int:

@@ -17,9 +17,12 @@ Looks at the checkpoints of a run folder.
   switchx checkpoint verify DIR      reads every byte of every checkpoint and names all faults
   switchx checkpoint average DIR OUT --steps=900,1000
                                      writes the mean of checkpoints as a new run folder
+  switchx checkpoint rewind DIR --step=900
+                                     training goes on from this one, those after it are kept
+                                     under other names
 
 To train or to load on another mesh, or with layers scanned that were unrolled, needs no
-conversion. Nothing here changes DIR.
+conversion. Nothing but `rewind` changes DIR.
 """
 INSPECT = """\
 Shows the steps of a run's checkpoints, and the parameters of one of them: names, shapes,
@@ -35,19 +38,26 @@ AVERAGE = """\
 Writes averaged parameters of a run into OUT, a new folder that is read as a run folder is: by
 `switchx eval`, `generate`, `export`, `quantize`, `switchx.load` and INIT_FROM.
 """
+REWIND = """\
+Makes an earlier checkpoint the newest: `switchx train`, with the command that it had, goes on
+from there, with its optimizer and its place in the data. Later checkpoints are renamed to
+`STEP.superseded-1` and yours to delete. To begin with its parameters and a fresh optimizer,
+train another run folder with INIT_FROM and INIT_STEP.
+"""
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(
-        commands, "checkpoint", None, "inspect, verify or average checkpoints", DESCRIPTION
+        commands, "checkpoint", None, "look into checkpoints, or go back to one", DESCRIPTION
     )
     actions = parser.add_subparsers(
-        title="actions", metavar="inspect|verify|average", required=True
+        title="actions", metavar="inspect|verify|average|rewind", required=True
     )
     for name, run, help_text, description in (
         ("inspect", inspect, "show steps, scores, sizes and parameters", INSPECT),
         ("verify", verify, "read every byte and name all faults", VERIFY),
         ("average", average, "write the mean of checkpoints", AVERAGE),
+        ("rewind", rewind, "go on from an earlier checkpoint", REWIND),
     ):
         action = actions.add_parser(
             name, prog=f"switchx checkpoint {name}", help=help_text, description=description
@@ -61,8 +71,10 @@ def add_command(commands) -> None:
             hosts.add_hosts(action)
         elif name == "inspect":
             shared.add_step(action, "checkpoint")
-        else:
+        elif name == "average":
             _add_average(action)
+        else:
+            shared.add_step(action, "go on from the checkpoint")
 
 
 def _add_average(action) -> None:
@@ -246,6 +258,24 @@ def average(arguments: argparse.Namespace) -> int:
         print(json.dumps({"command": "checkpoint average", "out": arguments.out} | written))
     else:
         print(f"{arguments.out}: {what} of {run.root}")
+    return 0
+
+
+def rewind(arguments: argparse.Namespace) -> int:
+    from switchx.checkpoint.retention import rewind
+    from switchx.checkpoint.run_folder import RunFolder
+
+    run = RunFolder(arguments.dir)
+    if arguments.step is None:
+        arguments.parser.error("give --step=N or --step=best, the checkpoint to go on from")
+    _paths(run)
+    step, renamed = rewind(run, arguments.step)
+    if arguments.json:
+        print(json.dumps({"command": "checkpoint rewind", "step": step, "renamed": renamed}))
+    else:
+        print(f"{run.root}: training goes on from step {step}")
+        for name in renamed:
+            print(f"  a later one is kept as {run.checkpoints / name}")
     return 0
 
 

@@ -129,6 +129,9 @@ def test_keeps_the_last_and_the_best_together_also_after_reopening(tmp_path):
     lowest = Retention(keep_last=1, keep_best=2, best_mode="min")
     save_all(tmp_path / "lowest", range(1, 9), lowest, metrics)
     assert kept(tmp_path / "lowest") == [6, 8]
+    periodic = Retention(keep_last=1, keep_best=0, keep_period=3)
+    save_all(tmp_path / "periodic", range(1, 9), periodic, metrics)
+    assert kept(tmp_path / "periodic") == [3, 6, 8]
     assert not list(tmp_path.glob("**/expired"))
 
 
@@ -452,7 +455,13 @@ def test_an_unknown_metric_is_named_with_those_there_are():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"keep_last": 0}, {"keep_best": -1}, {"best_mode": "most"}, {"save_deadline_s": 0}],
+    [
+        {"keep_last": 0},
+        {"keep_best": -1},
+        {"keep_period": 0},
+        {"best_mode": "most"},
+        {"save_deadline_s": 0},
+    ],
     ids=str,
 )
 def test_wrong_settings_are_refused(wrong):

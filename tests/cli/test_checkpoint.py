@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from switchx.checkpoint.restore import restore_params
+from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params
@@ -102,3 +103,26 @@ def test_average_writes_the_mean_as_a_run_that_loads(folder, tmp_path, capsys):
         other = tmp_path / "other"
         assert main(["checkpoint", "average", str(folder), str(other), *words]) == 2
         assert said in capsys.readouterr().err and not other.exists()
+
+
+def test_rewind_makes_an_earlier_one_the_newest_and_deletes_nothing(folder, capsys):
+    checkpoints = folder / "checkpoints"
+    for words, said in (
+        ([], "give --step=N or --step=best"),
+        (["--step=6"], "no complete checkpoint of step 6 in"),
+    ):
+        assert main(["checkpoint", "rewind", str(folder), *words]) == 2
+        assert said in capsys.readouterr().err
+    run = RunFolder(folder)
+    with run.locked():
+        assert main(["checkpoint", "rewind", str(folder), "--step=5"]) == 2
+    assert "is being trained by process" in capsys.readouterr().err
+    assert {path.name for path in checkpoints.iterdir()} == {"5", "9"}
+    want = restore_params(folder, 5)
+    for renamed in (["9.superseded-1"], []):
+        assert main(["checkpoint", "rewind", str(folder), "--step=best", "--json"]) == 0
+        report = last_object(capsys)
+        assert (report["step"], report["renamed"]) == (5, renamed)
+    assert {path.name for path in checkpoints.iterdir()} == {"5", "9.superseded-1"}
+    for name, values in named_leaves(restore_params(folder)).items():
+        np.testing.assert_array_equal(values, named_leaves(want)[name])

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -15,7 +16,7 @@ import pytest
 from switchx import tree
 from switchx.checkpoint.manifest import numbers_of
 from switchx.checkpoint.restore import restore_params
-from switchx.checkpoint.retention import Retention
+from switchx.checkpoint.retention import Retention, rewind
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.corpora.corpus import require_split
 from switchx.data.features import batch_digest
@@ -130,6 +131,20 @@ def test_a_finished_run_takes_no_step_and_a_longer_one_goes_on(finished, tmp_pat
     assert events[:3] == [("note", resumed), ("begin", 2, 4), ("stepped", 3)]
     assert steps_in(run.metrics) == [1, 2, 3, 4] and steps_in(run.validation) == [0, 2, 4]
     assert_same(restore_params(run.root), restore_params(finished[0].root))
+
+
+def test_training_goes_on_from_the_checkpoint_that_a_run_is_rewound_to(finished, tmp_path):
+    run, events = RunFolder(tmp_path / "run"), Events()
+    shutil.copytree(finished[0].root, run.root)
+    assert rewind(run, 2) == (2, ["4.superseded-1"])
+    train(tiny_job(), run, events)
+    assert events[:3] == [
+        ("note", f"resumed from step 2 in {run.checkpoints / '2'}"),
+        ("begin", 2, 4),
+        ("stepped", 3),
+    ]
+    assert_same(restore_params(run.root), restore_params(finished[0].root))
+    assert steps_in(run.metrics) == [1, 2, 3, 4] and steps_in(run.validation) == [0, 2, 4]
 
 
 def test_a_signal_saves_the_step_that_was_running(finished, tmp_path):
