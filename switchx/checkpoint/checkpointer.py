@@ -12,7 +12,6 @@ import logging
 import math
 import pathlib
 import shutil
-import time
 from typing import Any, Protocol, Self
 
 import jax
@@ -56,7 +55,7 @@ from switchx.checkpoint.retention import (
     UNFINISHED,
     Preservation,
     Retention,
-    SaveCost,
+    SaveMeter,
     damaged_bytes,
     set_aside,
 )
@@ -112,9 +111,7 @@ class Checkpointer:
         self._run, self._folder, self._retention = run, run.checkpoints, retention
         self._experts = experts
         self._saving = Manifest(0, None, {})  # of the save that is under way
-        self._begun: tuple[float, int, int] | None = None  # when it was, and bytes until then
         self._is_alone = False  # this process of several could not write its part
-        self.last_save: SaveCost | None = None  # the last one that finished, to be logged
         if jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._remove_expired()
@@ -135,6 +132,7 @@ class Checkpointer:
         )
         registry.add("data", ocp.args.JsonSave, handler)
         self._arrays = ChecksummedArrays()
+        self.meter = SaveMeter(run.last_save, self._arrays)
         for item in ("params", "train_state", "average"):
             registry.add(item, SaveArrays, self._arrays)
         options = ocp.CheckpointManagerOptions(
@@ -177,12 +175,12 @@ class Checkpointer:
             SaveError: there is no space, or the save before failed.
         """
         self.wait()
-        begun = time.monotonic()
         self._clear_the_way(step)
         score = self._retention.score(metrics)
         named = numbers_of(metrics or {}).items()
         finite = {name: value for name, value in named if math.isfinite(value)}
         self._saving = Manifest(step, score, finite)
+        self.meter.begin()
         # NumPy leaves are copied: their owner may write to them while Orbax reads.
         items = jax.tree.map(
             lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf),
@@ -200,14 +198,13 @@ class Checkpointer:
             multihost_utils.sync_global_devices("switchx_experts_saved")
         if score is not None:
             self._scores[step] = score
-        self._begun = (begun, self._arrays.hashed_bytes, self._arrays.written_bytes)
         arguments = {item: SaveArrays(tree) for item, tree in items.items()}
         arguments["data"] = ocp.args.JsonSave(encode_data_state(data_state))
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
         except Exception as error:
             raise self._save_error(str(error)) from error
-        self._blocking_seconds = time.monotonic() - begun
+        self.meter.returned()
 
     def check(self) -> None:
         """Raises the error of a save that has failed; cheap, for every step."""
@@ -234,26 +231,7 @@ class Checkpointer:
             raise self._save_error(str(error)) from error
         if jax.process_index() == 0:
             self._remove_expired()
-        self._measure()
-
-    def _measure(self) -> None:
-        """Sets `last_save` of process 0 once a save has finished."""
-        if self._begun is None:
-            return
-        (begun, hashed, written), self._begun = self._begun, None
-        if jax.process_index() > 0:
-            return  # may not see the new name yet, on a network's file system
-        step = self._saving.step
-        files = read_manifest(self._folder / str(step)).files.values()
-        self.last_save = SaveCost(
-            step,
-            self._blocking_seconds,
-            time.monotonic() - begun,
-            sum(size for size, _ in files),
-            self._arrays.hashed_bytes - hashed,
-            self._arrays.written_bytes - written,
-        )
-        logger.info("%s", self.last_save)
+        self.meter.finished(self._folder / str(self._saving.step))
 
     def latest_complete_step(self) -> int | None:
         """The newest checkpoint whose files are there; those before it are set aside."""
@@ -364,7 +342,7 @@ class Checkpointer:
     def _save_error(self, reason: str) -> SaveError:
         step = self._saving.step
         self._scores.pop(step, None)
-        self._begun = None
+        self.meter.failed()
         if "imed out" in reason or not reason:
             deadline = self._retention.save_deadline_s
             reason += f" (Retention.save_deadline_s={deadline}; a larger one waits longer)"

@@ -303,6 +303,11 @@ def encode_data_state(state: Any) -> dict[str, Any]:
     return content | {"crc32": checksum_of(content, "crc32")}
 
 
+def decode_data_state(content: dict[str, Any]) -> Any:
+    """The inverse of `encode_data_state`."""
+    return base64.b64decode(content["base64"]) if "base64" in content else content["json"]
+
+
 def read_data_states(path: pathlib.Path) -> list[Any]:
     """The iterator states in a checkpoint, of each process that saved it.
 
@@ -318,11 +323,7 @@ def read_data_states(path: pathlib.Path) -> list[Any]:
             f"checkpoint {path} has data iterator states {', '.join(files) or 'none'}, not one "
             "of each process that saved it; restore another checkpoint"
         )
-    contents = [_data_content(files[name]) for name in wanted]
-    return [
-        base64.b64decode(content["base64"]) if "base64" in content else content["json"]
-        for content in contents
-    ]
+    return [decode_data_state(_data_content(files[name])) for name in wanted]
 
 
 def _data_content(file: pathlib.Path) -> dict[str, Any]:

@@ -80,12 +80,12 @@ def own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Index, Any]]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     indices = leaf.sharding.devices_indices_map(leaf.shape).values()
-    num_replicas = len(indices) // len({_bounds(index, leaf.shape) for index in indices})
+    num_replicas = len(indices) // len({bounds_of(index, leaf.shape) for index in indices})
     shards, parts = leaf.addressable_shards, []
     sizes = shards[0].data.shape
     axis = next((a for a, size in enumerate(sizes) if size % num_replicas == 0), None)
     for shard in shards:
-        index = tuple(slice(*bounds) for bounds in _bounds(shard.index, leaf.shape))
+        index = tuple(slice(*bounds) for bounds in bounds_of(shard.index, leaf.shape))
         if num_replicas == 1:
             parts.append((index, shard.data))
         elif axis is not None:
@@ -99,7 +99,8 @@ def own_parts(leaf: jax.Array | np.ndarray) -> list[tuple[Index, Any]]:
     return parts
 
 
-def _bounds(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def bounds_of(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Start and stop of a part in each dimension."""
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
@@ -333,7 +334,7 @@ def _held(leaf, parts: list[tuple[Index, int]]) -> Iterator[tuple[np.ndarray, in
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         shards = [
-            (_bounds(each.index, leaf.shape), each.data)
+            (bounds_of(each.index, leaf.shape), each.data)
             for each in leaf.addressable_shards
             if each.replica_id == 0
         ]
@@ -365,3 +366,19 @@ def require_of_all(path: pathlib.Path, faults: list[str]) -> None:
     if total:
         seen = "; ".join(faults[:3]) or "its part that another process read has changed"
         raise DamagedCheckpoint(path, seen)
+
+
+def gathered(values: list) -> list:
+    """The JSON values of all processes, in their order."""
+    if jax.process_count() == 1:
+        return values
+    data = np.frombuffer(json.dumps(values).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: data.size] = data
+    rows = multihost_utils.process_allgather(padded)
+    return [
+        value
+        for row, size in zip(rows, sizes, strict=True)
+        for value in json.loads(bytes(row[:size]))
+    ]

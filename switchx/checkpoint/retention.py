@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are kept, what becomes of others, what a save may take and took."""
+"""Which checkpoints are kept, what becomes of others, what a save may take and takes."""
 
 import dataclasses
 import heapq
+import json
 import logging
 import math
 import os
 import pathlib
+import time
 from typing import Any, Literal
 
+import jax
 import orbax.checkpoint as ocp
 
-from switchx.checkpoint.manifest import numbers_of
+from switchx.checkpoint.manifest import numbers_of, read_manifest
+from switchx.checkpoint.parts import ChecksummedArrays
 from switchx.checkpoint.restore import checkpoint_paths, choose_step
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.fields import check_choices, require_at_least
+from switchx.data.data_dir import write_atomically
+from switchx.fields import check_choices, require_above_zero, require_at_least
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +37,13 @@ class Retention:
         keep_period: every checkpoint whose step is a multiple of this, for good; None: of none.
         best_metric, best_mode: the metric that is compared, and which end of it is best. A
             task's metric of generated texts is `TASK/METRIC`, as `glue_cola/matthews_corrcoef`.
+        local_dir: folder on a disk of each machine for copies of the state, which a run resumes
+            from where they are newer than its checkpoints (local_copies.py). None: no copies.
+        local_every: steps between them.
+        grace_s: seconds from SIGTERM or Ctrl-C until the system kills the process: Slurm's
+            `KillWait`, Kubernetes' `terminationGracePeriodSeconds`, 30 of a spot machine of
+            Google Cloud. A save that would take longer, as those before it did, is not begun.
+            None: it is, whatever it takes.
         save_deadline_s: seconds that the writing of one checkpoint may take, until it is an
             error. A day is 73 MB/s for the 6.3 TB of a state of 1.6 trillion parameters
             (Switch-C), however many processes write. That a process is lost is noticed
@@ -43,13 +55,17 @@ class Retention:
     keep_period: int | None = None
     best_metric: str = "neg_log_perplexity"
     best_mode: Literal["max", "min"] = "max"
+    local_dir: str | None = None
+    local_every: int = 100
+    grace_s: float | None = None
     save_deadline_s: int = 24 * 3600
 
     def __post_init__(self):
         check_choices(self)
         require_at_least(self, 1, "keep_last", "keep_period")
         require_at_least(self, 0, "keep_best")
-        require_at_least(self, 1, "save_deadline_s")
+        require_at_least(self, 1, "local_every", "save_deadline_s")
+        require_above_zero(self, "grace_s")
 
     def score(self, metrics: dict[str, Any] | None) -> float | None:
         """`best_metric`, signed so that higher is better.
@@ -114,6 +130,72 @@ class SaveCost:
     process_written_bytes: int
 
 
+class SaveMeter:
+    """What saves take, measured; the last one is kept for processes that resume.
+
+    Attributes:
+        last: that of the last save that finished here, to be logged.
+    """
+
+    def __init__(self, path: pathlib.Path, arrays: ChecksummedArrays):
+        """Reads what was kept.
+
+        Args:
+            path: of the file.
+            arrays: which counts bytes.
+        """
+        self._path, self._arrays = path, arrays
+        self.last: SaveCost | None = None
+        self._begun: tuple[float, int, int] | None = None  # when, and bytes until then
+        self._blocking_seconds = 0.0
+        try:
+            self._longest_seconds = float(json.loads(path.read_text())["seconds"])
+        except (OSError, ValueError, TypeError, KeyError):
+            self._longest_seconds = None  # of a run that has saved nothing, or its file is cut
+
+    def begin(self) -> None:
+        """A save begins."""
+        arrays = self._arrays
+        self._begun = time.monotonic(), arrays.hashed_bytes, arrays.written_bytes
+
+    def returned(self) -> None:
+        """Training goes on, beside the writing."""
+        self._blocking_seconds = time.monotonic() - self._begun[0]
+
+    def failed(self) -> None:
+        """The save that was begun, if one was, will not finish."""
+        self._begun = None
+
+    def finished(self, path: pathlib.Path) -> None:
+        """The checkpoint that was begun, if one was, is whole; process 0 measures it."""
+        if self._begun is None:
+            return
+        (begun, hashed, written), self._begun = self._begun, None
+        if jax.process_index() > 0:
+            return  # may not see the new name yet, on a network's file system
+        self.last = SaveCost(
+            int(path.name),
+            self._blocking_seconds,
+            time.monotonic() - begun,
+            sum(size for size, _ in read_manifest(path).files.values()),
+            self._arrays.hashed_bytes - hashed,
+            self._arrays.written_bytes - written,
+        )
+        self._longest_seconds = max(self._longest_seconds or 0.0, self.last.seconds)
+        write_atomically(self._path, json.dumps(dataclasses.asdict(self.last)).encode())
+        logger.info("%s", self.last)
+
+    def seconds_to_save(self) -> float | None:
+        """Seconds that another save would take from now on, after the one that is under way.
+
+        As the longest one that was measured; None where none was.
+        """
+        longest = self._longest_seconds
+        if longest is None or self._begun is None:
+            return longest
+        return longest + max(0.0, longest - (time.monotonic() - self._begun[0]))
+
+
 def set_aside(path: pathlib.Path, damage: str) -> None:
     """Renames one checkpoint; `damage` says why, for the warning."""
     name = _renamed(path, "damaged")
@@ -142,6 +224,7 @@ def rewind(run: RunFolder, step: int | Literal["best"]) -> tuple[int, list[str]]
     """
     chosen = choose_step(run, step)
     with run.locked():
+        run.identity.unlink(missing_ok=True)  # local copies are of what is gone back on
         later = [path for path in checkpoint_paths(run.checkpoints) if int(path.name) > chosen]
         # The newest first: a call that is cut short leaves a run that can go on.
         return chosen, [_renamed(path, "superseded") for path in later]

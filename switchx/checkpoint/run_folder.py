@@ -69,6 +69,8 @@ class RunFolder:
     tensorboard = _inside("tensorboard")  # the same numbers as TensorBoard events
     wandb_run = _inside("wandb_run.txt")  # the run of Weights & Biases that goes on
     checkpoints = _inside("checkpoints")  # see checkpointer.py and docs/checkpoints.md
+    last_save = _inside("last_save.json")  # what the last save took, retention.py
+    identity = _inside("run_id.txt")  # whose local copies are this run's, local_copies.py
     storage = _inside("storage")  # experts on a disk: records, requests; docs/storage.md
     skipped_batches = _inside("skipped_batches")  # batches whose step was not taken
     goodput = _inside("goodput.json")  # seconds by cause, training/goodput.py

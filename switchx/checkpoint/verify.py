@@ -10,7 +10,6 @@ or lack rows of the data.
 
 import collections
 import itertools
-import json
 import math
 import pathlib
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
-from jax.experimental import multihost_utils
 
 from switchx import manifest
 from switchx.checkpoint.items import (
@@ -38,6 +36,7 @@ from switchx.checkpoint.parts import (
     ListedArray,
     crc32_of,
     description_faults,
+    gathered,
     read_lists,
 )
 from switchx.checkpoint.restore import stored_model
@@ -62,7 +61,7 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     hashed = [name for name, (_, crc) in files.items() if crc is not None]
     share = _share({name: files[name][0] for name in hashed})
     mine = manifest.damages(path, {name: files[name] for name in share}, "crc32")
-    if faults := _gathered(list(mine)):
+    if faults := gathered(list(mine)):
         return faults
     if "params" not in items_of(path):
         return ["it has no parameters"]
@@ -115,22 +114,6 @@ def _share(num_bytes: dict[Any, int]) -> list:
     return mine
 
 
-def _gathered(values: list) -> list:
-    """The JSON values of all processes, in their order."""
-    if jax.process_count() == 1:
-        return values
-    data = np.frombuffer(json.dumps(values).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(data.size))
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: data.size] = data
-    rows = multihost_utils.process_allgather(padded)
-    return [
-        value
-        for row, size in zip(rows, sizes, strict=True)
-        for value in json.loads(bytes(row[:size]))
-    ]
-
-
 def _array_faults(path: pathlib.Path, stored: dict) -> list[str]:
     """Parts that are not what was saved, and numbers that are not finite."""
     parts: dict[tuple[str, int], tuple[tensorstore.TensorStore, Index, int | None]] = {}
@@ -155,7 +138,7 @@ def _array_faults(path: pathlib.Path, stored: dict) -> list[str]:
         found.append(_part_fault(key[0], *parts[key]))
     found += _record_faults(path)
     bad: collections.Counter[str] = collections.Counter()
-    for each in filter(None, _gathered(found)):
+    for each in filter(None, gathered(found)):
         if isinstance(each, str):
             faults.append(each)
         else:

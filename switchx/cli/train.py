@@ -30,6 +30,9 @@ Macros that every file in configs/runs honours:
   EVAL_EVERY        steps between evaluations
   CHECKPOINT_EVERY  steps between checkpoints
   BEST_METRIC       of the checkpoint that is kept as the best, as glue_cola/accuracy
+  LOCAL_DIR         folder on each machine's disk for copies between checkpoints
+  LOCAL_EVERY       steps between copies
+  GRACE_S           seconds from SIGTERM to the kill: a longer save is not begun
   EVAL_TIME_SHARE   most time of generating texts at evaluations, a share of training's
   DATA_DIR          where corpora are (default: SWITCHX_DATA_DIR, or ~/.cache/switchx)
   INIT_FROM         run folder to start from (configs/runs/finetune.gin)

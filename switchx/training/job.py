@@ -171,6 +171,12 @@ class TrainingJob:
             "both say what the student begins with; use starts_from_teacher=False, or leave "
             "init_from out",
         )
+        require(
+            self.retention.local_dir is None or self.storage.experts != "disk",
+            f"Retention.local_dir={self.retention.local_dir!r} with StorageSpec.experts="
+            "'disk': a copy has the state that the devices hold, and these experts' records "
+            "are on a disk; use local_dir=None",
+        )
         longest = max(self.sequence_lengths)
         if self.model.max_length is not None and longest > self.model.max_length:
             raise ValueError(

@@ -36,6 +36,7 @@ from switchx.training.metrics import (
 from switchx.training.profiling import ProfiledSteps, StepProfiler
 from switchx.training.program import TrainingProgram
 from switchx.training.resume import check_same_run, flat_description, write_run_config
+from switchx.training.saving import Saving
 from switchx.training.start import (
     evaluator_of,
     first_params,
@@ -128,11 +129,10 @@ def train(
             reporter.note(note)
         with program.scope(), Checkpointer(run, job.retention, program.experts) as checkpointer:
             step = checkpointer.latest_complete_step()
-            profiler = StepProfiler(profile, step or 0, run.profile)
-            if profiler.note is not None:
-                reporter.note(profiler.note)
             first = first_params(job, program) if step is None else None
-            with contextlib.closing(loader_of(job, program.shard)) as loader:
+            saving = Saving(run, job.retention, checkpointer, stop, reporter.note)
+            loader = loader_of(job, program.shard)
+            with contextlib.closing(saving), contextlib.closing(loader):
                 for task in evaluated_tasks(job.source):
                     # Refuses now what is read much later.
                     _evaluation_batches(job, task, program.shard)
@@ -141,19 +141,18 @@ def train(
                         write_run_config(run, job)
                     state = first_state(program, first, run, reporter.note)
                 else:
-                    logger.info("reading %s", run.checkpoints / str(step))
-                    step, state, data_states = checkpointer.resume(
-                        program.abstract_state, model=job.model
-                    )
-                    loader.restore(merge_states(data_states))
-                    reporter.note(f"resumed from step {step} in {run.checkpoints / str(step)}")
+                    step, state, data = saving.resume(program.abstract_state, job.model)
+                    loader.restore(merge_states(data))
                 for path, text in (records or {}).items() if is_first else ():
                     write_atomically(path, text.encode())
+                profiler = StepProfiler(profile, step or 0, run.profile)
+                if profiler.note is not None:
+                    reporter.note(profiler.note)
                 is_stopping = StopAgreement(stop, program.mesh)
                 goodput = Goodput(run.goodput, compiled, started_s)
                 loop = _Loop(
-                    job, run, program, checkpointer, loader, reporter, is_stopping, evaluator,
-                    goodput, profiler,
+                    job, run, program, checkpointer, saving, loader, reporter, is_stopping,
+                    evaluator, goodput, profiler,
                 )  # fmt: skip
                 return loop.train(state)
 
@@ -171,6 +170,7 @@ class _Loop:
     run: RunFolder
     program: TrainingProgram
     checkpointer: Checkpointer
+    saving: Saving
     loader: TrainLoader
     reporter: Reporter
     is_stopping: StopAgreement
@@ -253,13 +253,17 @@ class _Loop:
             if step % job.checkpoint_every == 0 or is_last:
                 self._save(step, state, evaluation)
                 saved = step
+            elif self.saving.is_copied(step):
+                with self._apart("checkpoint"):
+                    self.saving.copy(step, state, self.loader.state())
             self.checkpointer.check()
             self._stop_if_diverged(step, state, saved)
         self._account()
-        if saved != step and step > 0:
-            self._save(step, state, None)
         with self._apart("checkpoint"):
-            self.checkpointer.wait()
+            data = self.loader.state()
+            if step not in (saved, 0) and self.saving.save_at_the_end(step, state, data):
+                self.goodput.saved(step, self.checkpointer.steps)
+            self.saving.wait()
         self.goodput.write(step)
         return Outcome(step, step >= job.train_steps, self.last_metrics)
 
@@ -302,9 +306,9 @@ class _Loop:
         metrics["train_seconds"] = seconds
         if self.program.experts is not None:
             metrics["storage"] = self.program.experts.metrics()
-        if (cost := self.checkpointer.last_save) is not None:
+        if (cost := self.checkpointer.meter.last) is not None:
             metrics["checkpoint"] = dataclasses.asdict(cost)
-            self.checkpointer.last_save = None
+            self.checkpointer.meter.last = None
         if any(self.loader.counts().values()):
             metrics["data"] = self.loader.counts()
         metrics["step_time"] = self.step_times.metrics()
@@ -345,8 +349,7 @@ class _Loop:
 
     def _save(self, step: int, state: TrainState, evaluation: dict[str, Any] | None) -> None:
         with self._apart("checkpoint"):
-            logger.info("saving step %d", step)
-            self.checkpointer.save(step, state, self.loader.state(), evaluation)
+            self.saving.save(step, state, self.loader.state(), evaluation)
             self.goodput.saved(step, self.checkpointer.steps)
 
     def _stop_if_diverged(self, step: int, state: TrainState, saved: int | None) -> None:

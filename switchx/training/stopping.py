@@ -9,6 +9,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import jax
@@ -19,13 +20,30 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 logger = logging.getLogger(__name__)
 
 
+class StopRequest(threading.Event):
+    """Set when this process is asked to stop."""
+
+    _since: float | None = None
+
+    def set(self) -> None:
+        """The first time counts."""
+        if self._since is None:
+            self._since = time.monotonic()
+        super().set()
+
+    @property
+    def seconds(self) -> float | None:
+        """How long ago it was set; None where it was not."""
+        return None if self._since is None else time.monotonic() - self._since
+
+
 @contextlib.contextmanager
-def stop_signals() -> Iterator[threading.Event]:
+def stop_signals() -> Iterator[StopRequest]:
     """An event that SIGTERM and the first Ctrl-C set; a second Ctrl-C interrupts at once.
 
     Outside of the main thread, where Python takes no signals, nothing sets it.
     """
-    stop = threading.Event()
+    stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

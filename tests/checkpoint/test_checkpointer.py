@@ -225,16 +225,23 @@ def test_values_that_changed_are_set_aside_and_the_older_taken(tmp_path, caplog)
 def test_what_a_save_took_is_known_when_it_is_done(tmp_path):
     state = big_state(4)
     with reopened(tmp_path) as checkpointer:
-        assert checkpointer.last_save is None
+        assert checkpointer.meter.last is None
         checkpointer.save(3, state)
         checkpointer.wait()
-        cost = checkpointer.last_save
+        cost = checkpointer.meter.last
     files = [path for path in (tmp_path / "checkpoints" / "3").rglob("*") if path.is_file()]
     assert cost.step == 3
     assert 0 < cost.blocking_seconds <= cost.seconds
     assert cost.process_hashed_bytes == num_bytes(state)
     total = sum(path.stat().st_size for path in files)
     assert 3 << 20 < cost.process_written_bytes < cost.bytes < total
+    with reopened(tmp_path) as again:  # which has not saved yet
+        assert again.meter.seconds_to_save() == cost.seconds
+        again.meter.begin()  # one is under way, of which nothing is done
+        assert 1.9 * cost.seconds < again.meter.seconds_to_save() <= 2 * cost.seconds
+        again.meter.failed()
+    with reopened(tmp_path / "another") as other:
+        assert other.meter.seconds_to_save() is None
 
 
 def test_a_save_past_its_deadline_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
@@ -461,6 +468,8 @@ def test_an_unknown_metric_is_named_with_those_there_are():
         {"keep_period": 0},
         {"best_mode": "most"},
         {"save_deadline_s": 0},
+        {"local_every": 0},
+        {"grace_s": 0},
     ],
     ids=str,
 )

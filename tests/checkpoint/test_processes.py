@@ -18,6 +18,7 @@ from switchx import manifest
 from switchx.bench import saves
 from switchx.checkpoint import parts
 from switchx.checkpoint.checkpointer import Checkpointer, Retention
+from switchx.checkpoint.local_copies import LocalCopies
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.hosts.distributed import Timeouts, distributed
@@ -38,7 +39,8 @@ def main(port: str, index: str, folder: str, what: str) -> None:
     peers = rendezvous(Processes(f"localhost:{port}", 2, int(index)), {}, 120)
     try:
         with distributed(peers, Timeouts(120, 20)):
-            print(json.dumps({"save": _save, "resume": _resume}[what.split()[0]](folder, what)))
+            run = {"save": _save, "resume": _resume, "copy": _copy}[what.split()[0]]
+            print(json.dumps(run(folder, what)))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -80,10 +82,35 @@ def _resume(folder: str, what: str) -> int:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
         step, got, _ = checkpointer.resume(target)
+    _assert_same_shards(state, got)
+    return step
+
+
+def _assert_same_shards(state, got) -> None:
     for want, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(got), strict=True):
         for a, b in zip(want.addressable_shards, leaf.addressable_shards, strict=True):
             np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
-    return step
+
+
+def _copy(folder: str, what: str) -> list:
+    """Copies to a local disk, of which the second process loses one and has one damaged."""
+    state, copies = saves.random_state(), LocalCopies(f"{folder}/local", RunFolder(folder))
+    for step in (1, 2, 3):
+        copies.save(step, state, {"process": jax.process_index()})
+    copies.wait()
+    newest = [copies.newest(state)]
+    if jax.process_index() == 1:
+        copies.forget(lambda step: step == 3)
+    newest.append(copies.newest(state))
+    got, data = copies.restore(2, state)
+    _assert_same_shards(state, got)
+    if jax.process_index() == 1:
+        (arrays,) = pathlib.Path(folder).glob("local/*/process_1_of_2/2/arrays.bin")
+        damage(arrays)
+    try:
+        copies.restore(2, state)
+    except parts.DamagedCheckpoint as error:
+        return [newest, data, error.fault]
 
 
 def in_two(folder, what, cache) -> list[tuple[int, str]]:
@@ -119,6 +146,15 @@ def saved(tmp_path_factory, session_cache):
     folder = tmp_path_factory.mktemp("saved")
     assert [status for status, _ in in_two(folder, "save", session_cache)] == [0, 0]
     return folder
+
+
+def test_copies_on_local_disks_are_those_that_all_processes_have(tmp_path, session_cache):
+    outcomes = in_two(tmp_path, "copy", session_cache)
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    first, second = (json.loads(output.splitlines()[-1]) for _, output in outcomes)
+    assert first[:2] == second[:2] == [[3, 2], [{"process": 0}, {"process": 1}]]
+    assert first[2] == "its part that another process read has changed"
+    assert second[2].endswith(" is not what was written (CRC-32)")
 
 
 def test_one_process_reads_what_two_have_listed(saved):

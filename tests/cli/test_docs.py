@@ -89,12 +89,15 @@ def test_macros_are_those_of_the_runs(in_a_folder):
     macros = {macro for cell in cells for macro in re.findall(r"[A-Z_]{2,}", cell)}
     words = ["train", "--gin_file=runs/pretrain_tiny.gin", "--model_dir=x"]
     values = {"DATA_DIR": "a", "INIT_FROM": "b", "BEST_METRIC": "c/d", "EVAL_TIME_SHARE": 0.7}
+    values["LOCAL_DIR"] = "/e"
     values["TEXT_EVALUATION"] = "@text_evaluation.TextEvaluation()"
     named = sorted(macros | {"TEXT_EVALUATION"})
     words += [f"--gin.{macro}={values.get(macro, 7)}" for macro in named]
     job = parse_job(_parse(_parser(), words))
-    assert len(macros) == 10
+    assert len(macros) == 13
     assert (job.train_steps, job.batch_size, job.seed, job.log_every) == (7, 7, 7, 7)
     assert (job.eval_every, job.checkpoint_every) == (7, 7)
     assert (job.data_dir, job.init_from) == ("a", "b")
+    retention = job.retention
+    assert (retention.local_dir, retention.local_every, retention.grace_s) == ("/e", 7, 7)
     assert (job.retention.best_metric, job.text_evaluation.time_share) == ("c/d", 0.7)
