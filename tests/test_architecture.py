@@ -190,6 +190,8 @@ def test_sizes():
         "switchx/bench/saves.py",
         "switchx/checkpoint/parts.py",
         "switchx/checkpoint/local_copies.py",
+        "switchx/checkpoint/manifest.py",
+        "switchx/checkpoint/retention.py",
         "switchx/moe/replicas.py",
         "switchx/planner/replica_placement.py",
         "switchx/inference/chosen_experts.py",
