@@ -8,7 +8,8 @@ is taken), tied embeddings, learned positions.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from switchx import tree
 from switchx.axes import dims_of
@@ -21,6 +22,24 @@ LENGTH = 2048
 HALF = Precision(params="float16", compute="float16")
 
 
+class Interval(NamedTuple):
+    """What a number may be, by what is left open."""
+
+    low: float
+    high: float
+
+    def __truediv__(self, other: "Interval") -> "Interval":
+        return Interval(self.low / other.high, self.high / other.low)
+
+    @classmethod
+    def around(cls, intervals: Iterable["Interval"]) -> "Interval | None":
+        """The interval that has all of these; None of none."""
+        every = list(intervals)
+        if not every:
+            return None
+        return cls(min(each.low for each in every), max(each.high for each in every))
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """A number that a paper prints, and what the planner says instead.
@@ -29,28 +48,37 @@ class Cell:
         paper: `PPMoE` or `SE-MoE`.
         cell: table, row and column.
         published: as the paper prints it; what it prints wrongly is in `note`.
-        predicted: None where a cost model cannot say it.
+        predicted: a number, or an interval over what the paper leaves open; None where a cost
+            model cannot say it.
         note: why it cannot, or what is a misprint or an assumption.
     """
 
     paper: str
     cell: str
     published: float
-    predicted: float | None
+    predicted: float | Interval | None
     note: str = ""
 
     @property
     def error(self) -> float | None:
-        """The prediction's error, relative to what is published."""
-        return None if self.predicted is None else self.predicted / self.published - 1
+        """The prediction's error, relative to what is published; 0 within an interval."""
+        if self.predicted is None:
+            return None
+        nearest = self.predicted
+        if isinstance(nearest, Interval):
+            nearest = min(max(self.published, nearest.low), nearest.high)
+        return nearest / self.published - 1
 
     def row(self) -> dict[str, Any]:
-        """The cell as one object of a report."""
+        """The cell as one object of a report; of a number both ends are the number."""
+        is_interval = isinstance(self.predicted, Interval)
+        low, high = self.predicted if is_interval else (self.predicted, self.predicted)
         return {
             "paper": self.paper,
             "cell": self.cell,
             "published": self.published,
-            "predicted": self.predicted,
+            "predicted_low": low,
+            "predicted_high": high,
             "relative_error": self.error,
             "note": self.note,
         }
