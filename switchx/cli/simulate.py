@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = simulation.choose(simulations, arguments.min_hits)
     rows = [_row("run", trace, each) for each in simulations]
     rows += [_traffic(trace, each) for each in simulations]
-    more_rows, checks = _checks(simulations)
+    more_rows, checks = _checks(chosen)
     rows += more_rows
     if arguments.output:
         text = _cache_gin(arguments, trace, chosen)
@@ -182,12 +182,16 @@ def _traffic(trace, each) -> dict:
     }
 
 
-def _checks(simulations: list) -> tuple[list[dict], list]:
-    """Synthetic traces, and what is promised of them and of the run."""
+def _checks(chosen) -> tuple[list[dict], list]:
+    """Synthetic traces, and what is promised of them and of the run.
+
+    Args:
+        chosen: the simulation of the run whose capacity and policy are recommended.
+    """
     from switchx.bench.report import Check
     from switchx.storage.simulation import simulate, synthetic_traces, training_trace
 
-    rows, checks, choices = [], [], [each.chosen_vs_best for each in simulations]
+    rows, checks, choices = [], [], [chosen.chosen_vs_best]
     for name, used, bound in (
         ("all_touched", 1.0, ">=0.999"),
         ("half_touched", 0.5, ">=0.80"),
