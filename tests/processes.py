@@ -4,6 +4,7 @@
 import importlib.metadata
 import os
 import pathlib
+import socket
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -36,3 +37,9 @@ def child_environment(cache: pathlib.Path, devices: int) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
+
+
+def free_port() -> int:
+    """A port at which process 0 of several may listen."""
+    with socket.create_server(("", 0)) as probe:
+        return probe.getsockname()[1]

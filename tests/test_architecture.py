@@ -19,7 +19,7 @@ ARROWS = {
     "axes": (),
     "tree": (),
     "fields": (),
-    "hosts": (),
+    "distributed": ("fields",),
     "manifest": ("tree",),
     "partitioning": ("axes", "tree", "fields"),
     "partitioning.schedule": (),

@@ -12,8 +12,8 @@ from switchx.cli import hosts
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser
 from switchx.cli.train import STOPPED_STATUS
+from switchx.distributed import Processes
 from switchx.gin_config import building
-from switchx.hosts.processes import Processes
 from tests.processes import ROOT
 
 LAUNCH = ROOT / "launch"
@@ -114,7 +114,7 @@ def test_job_set_is_a_job_whose_options_exist():
     assert any(folder.startswith(f"{mount}/") for mount in mounts)
 
 
-def test_pods_of_a_job_set_find_each_other():
+def test_pods_of_a_job_set_find_each_other(monkeypatch):
     document, spec = manifest(), pods()
     (container,) = spec["template"]["spec"]["containers"]
     environment = {each["name"]: each["value"] for each in container["env"]}
@@ -126,9 +126,9 @@ def test_pods_of_a_job_set_find_each_other():
     (workers,) = document["spec"]["replicatedJobs"]
     first = f"{name}-{workers['name']}-0-0.{name}:8476"
     for index in range(count):
-        launcher = environment | {"JOB_COMPLETION_INDEX": str(index)}
-        found = hosts.processes_of(arguments, launcher)
-        assert found == Processes(first, count, index)
+        for variable, value in (environment | {"JOB_COMPLETION_INDEX": str(index)}).items():
+            monkeypatch.setenv(variable, value)
+        assert hosts.processes_of(arguments) == Processes(first, count, index)
     assert spec["backoffLimit"] == 0 and document["spec"]["failurePolicy"]["maxRestarts"] > 0
 
 

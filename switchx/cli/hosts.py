@@ -2,10 +2,13 @@
 """Options of a command that several processes run together, and how they do."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from switchx.cli.arguments import positive
 
 FLAGS = ("coordinator", "num_processes", "process_id")
 
@@ -24,44 +27,80 @@ def add_hosts(parser) -> None:
     group.add_argument("--process_id", type=int, metavar="I", help="of this one, 0 to N - 1")
     group.add_argument(
         "--start_seconds",
-        type=float,
-        default=300.0,
+        type=positive,
+        default=300,
         metavar="S",
         help="how long the last process may take to come (default: %(default)s)",
     )
     group.add_argument(
         "--silence_seconds",
-        type=float,
-        default=60.0,
+        type=positive,
+        default=60,
         metavar="S",
-        help="without a sign of a process, until it is taken for lost and all end "
-        "(default: %(default)s); one that dies is noticed at once",
+        help="without a heartbeat of a process, until it is taken for lost and all end "
+        "(default: %(default)s)",
     )
 
 
-def processes_of(arguments: argparse.Namespace, environment=os.environ):
+def processes_of(arguments: argparse.Namespace):
     """The Processes of the options, or else of the launcher's environment; None of one alone.
 
     Raises:
         UsageError: some of the options are there, and not all.
         ValueError: they, or the environment, are wrong.
     """
-    from switchx.hosts import environment as launcher
-    from switchx.hosts.processes import Processes
+    from switchx.distributed import Processes
 
     given = {name: getattr(arguments, name) for name in FLAGS}
     missing = [f"--{name}" for name, value in given.items() if value is None]
     if len(missing) == len(FLAGS):
-        return launcher.processes_of(environment)
+        return _launched()
+    if arguments.num_processes == 1 and len(missing) == 2:
+        return None
     if missing:
         arguments.parser.error(f"give {' and '.join(missing)} too, or none of the three")
     return Processes(arguments.coordinator, arguments.num_processes, arguments.process_id)
 
 
+def _launched():
+    """The Processes that a launcher started, or None where it started this one alone.
+
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` (or Kubernetes'
+    `JOB_COMPLETION_INDEX`) say so, or else what JAX detects: Open MPI, Slurm, TPU pods, and
+    indexed Jobs of Kubernetes. Unlike JAX, a process keeps all devices that it sees.
+    """
+    # JAX exports its detection as a part of `jax.distributed.initialize` alone.
+    from jax._src.clusters import ClusterEnv, K8sCluster
+
+    from switchx.distributed import Processes
+
+    said = os.environ
+    try:
+        if address := said.get("JAX_COORDINATOR_ADDRESS"):
+            index = "JAX_PROCESS_ID" if "JAX_PROCESS_ID" in said else "JOB_COMPLETION_INDEX"
+            return Processes(address, int(said["JAX_NUM_PROCESSES"]), int(said[index]))
+        for cluster in ClusterEnv._cluster_types:
+            # JAX would ask the API server about any pod, and fail where it is of no such Job.
+            is_no_job = cluster is K8sCluster and "JOB_COMPLETION_INDEX" not in said
+            if cluster.opt_in_only_method or is_no_job or not cluster.is_env_present():
+                continue
+            if (count := cluster.get_process_count()) == 1:
+                return None
+            address = cluster.get_coordinator_address(60, said.get("JAX_COORDINATOR_PORT"))
+            return Processes(address, count, cluster.get_process_id())
+    except (KeyError, ValueError, TypeError, RuntimeError, OSError) as error:
+        raise ValueError(
+            "the environment has several processes, and not which this one is "
+            f"({type(error).__name__}: {error}); give --coordinator, --num_processes and "
+            "--process_id, or --num_processes=1 where it is alone"
+        ) from error
+    return None
+
+
 def statement(
     job, arguments: argparse.Namespace, commit: str, folder: str, *options: str
 ) -> dict[str, Any]:
-    """What has to be equal in all processes: the job, the folder, some options, the code.
+    """What has to be equal in all processes: the job, its data, the folder, options, the code.
 
     How a process reads its data, where that lies on its machine, where its disk is, and how
     many experts of that it caches, is its own.
@@ -72,6 +111,8 @@ def statement(
     import jax
     import jaxlib
 
+    from switchx.data.corpora.splits import open_split
+    from switchx.data.mixtures import as_mixture, evaluated_tasks
     from switchx.training.resume import flat_description
 
     own = ("data_dir", "prefetch", "storage.path", "storage.host_bytes")
@@ -80,13 +121,25 @@ def statement(
         for name, each in flat_description(job).items()
         if name not in own and name.split(".")[0] not in own
     }
-    return said | {
-        "vocabulary": job.vocabulary.fingerprint(),
-        **{f"--{name}": getattr(arguments, name) for name in options},
-        folder: os.path.abspath(os.path.expanduser(getattr(arguments, folder))),
-        "commit": commit,
-        "jax": f"{jax.__version__} with jaxlib {jaxlib.__version__}",
+    read = [(task, task.train_split) for task in as_mixture(job.source).tasks]
+    read += [(task, task.evaluation_split) for task in evaluated_tasks(job.source)]
+    corpora = {
+        f"data of {task.name}, {split}": open_split(
+            task.corpus, split, job.data_dir
+        ).fingerprint
+        for task, split in read
     }
+    return (
+        said
+        | corpora
+        | {
+            "vocabulary": job.vocabulary.fingerprint(),
+            **{f"--{name}": getattr(arguments, name) for name in options},
+            folder: os.path.abspath(os.path.expanduser(getattr(arguments, folder))),
+            "commit": commit,
+            "jax": f"{jax.__version__} with jaxlib {jaxlib.__version__}",
+        }
+    )
 
 
 def run_together(
@@ -103,16 +156,24 @@ def run_together(
         What was prepared, and what became of it. Where the work fails, this process ends.
 
     Args:
-        prepare, state: see `hosts.distributed.prepared_together`.
+        prepare, state: the second one's argument is what the first one returns. They must not
+            use a device: JAX starts only after them. All processes are told why they fail.
         work: of what was prepared; `jax.devices()` are those of all processes.
         explain: shows an error to a person; returns the exit status, or raises.
     """
-    from switchx.hosts.distributed import Timeouts, distributed, prepared_together
+    from switchx.distributed import FAILURE, connect, distributed
 
-    timeouts = Timeouts(arguments.start_seconds, arguments.silence_seconds)
-    prepared, peers = prepared_together(processes, timeouts, prepare, state)
+    timeouts = dict(start_s=arguments.start_seconds, silence_s=arguments.silence_seconds)
     try:
-        with distributed(peers, timeouts):
+        prepared = prepare()
+        statement = state(prepared)
+    except (ValueError, OSError) as error:
+        with contextlib.suppress(ValueError, OSError):  # this process' own fault matters more
+            connect(processes, {FAILURE: str(error)}, **timeouts)
+        raise
+    peers = connect(processes, statement, **timeouts)
+    try:
+        with distributed(peers):
             outcome = work(prepared)
     except BaseException as error:
         try:

@@ -6,11 +6,14 @@ Dims: P devices of the exchange, in the order of the mesh axes; R rows, D model
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from switchx.partitioning.mesh import platform_of
 from switchx.partitioning.rules import MeshAxes
 
 
@@ -109,3 +112,28 @@ def vary(array, axes: MeshAxes):
     varying = jax.typeof(array).manual_axis_type.varying
     missing = tuple(axis for axis in axes if axis not in varying)
     return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def connect_processes(mesh: Mesh) -> None:
+    """Has the processes that exchange over some of the mesh's axes connect, all at one time.
+
+    Collectives of CPUs are Gloo's. Its processes have 30 s to come to the first exchange of a
+    group of them, and 30 minutes to later ones (`xla_cpu_collective_timeout_seconds`); to the
+    first step they come when they have compiled it. Other platforms wait as long as it takes.
+    """
+    if jax.process_count() == 1 or platform_of(mesh) != "cpu":
+        return
+    axes = [axis for axis, size in mesh.shape.items() if size > 1]
+    groups = [each for n in range(len(axes)) for each in itertools.combinations(axes, n + 1)]
+    one_each = PartitionSpec(mesh.axis_names)
+    zeros = jax.make_array_from_callback(
+        (mesh.size,), NamedSharding(mesh, one_each), lambda _: np.zeros(1, np.float32)
+    )
+    add = jax.shard_map(
+        lambda x: sum(jax.lax.psum(x, group) for group in groups),
+        mesh=mesh,
+        in_specs=one_each,
+        out_specs=one_each,
+        check_vma=False,
+    )
+    jax.block_until_ready(jax.jit(add)(zeros))

@@ -24,6 +24,7 @@ from switchx.data.loader import TrainLoader
 from switchx.data.vocabularies import load_vocabulary, save_vocabulary
 from switchx.fields import require
 from switchx.manifest import write_manifest
+from switchx.partitioning.collectives import connect_processes
 from switchx.training.distillation import Teacher, WrittenTeacher
 from switchx.training.distilled_folder import (
     CHECKSUM,
@@ -67,6 +68,7 @@ def write_logits(
     require(1 <= top <= V, f"--top={top} of {V} ids; use 1 to {V}")
     require(job.train_steps > 0, "TRAIN_STEPS=0: there are no batches to read; use at least 1")
     program = DistilledProgram(job, devices)
+    connect_processes(program.mesh)
 
     @functools.partial(jax.jit, out_shardings=program.batch_sharding)
     def largest(params, batch):

@@ -9,7 +9,7 @@ import pytest
 from switchx.cli import hosts, train
 from switchx.cli.arguments import UsageError
 from switchx.cli.main import _parse, _parser, main
-from switchx.hosts.processes import Processes
+from switchx.distributed import Processes
 from switchx.progress import SilentReporter
 from switchx.storage.cache import StorageSpec
 from tests.training.jobs import make_job
@@ -22,29 +22,111 @@ def parsed(*options):
     return _parse(_parser(), [*TRAIN, *options])
 
 
-def test_options_go_before_the_environment():
-    launcher = {
-        "JAX_COORDINATOR_ADDRESS": "b:2",
-        "JAX_NUM_PROCESSES": "4",
-        "JAX_PROCESS_ID": "3",
-    }
-    assert hosts.processes_of(parsed(), {}) is None
-    assert hosts.processes_of(parsed(), launcher) == Processes("b:2", 4, 3)
-    assert hosts.processes_of(parsed(*ALL), launcher) == Processes("a:1", 2, 1)
+# What launchers set, as their manuals show it; ports are JAX's.
+SLURM = {
+    "SLURM_JOB_ID": "70123",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NODELIST": "gpu[012-019,021],login1",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+VARIABLES = {
+    "JAX_COORDINATOR_ADDRESS": "b:2",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+}
+JOB_SET = {
+    "JAX_COORDINATOR_ADDRESS": "switchx-workers-0-0.switchx:8476",
+    "JAX_NUM_PROCESSES": "4",
+    "JOB_COMPLETION_INDEX": "2",
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+}
+POD = {
+    "TPU_SKIP_MDS_QUERY": "1",  # of Google Kubernetes Engine: the variables say it all
+    "TPU_WORKER_HOSTNAMES": "localhost,t-1.t,t-2.t,t-3.t",
+    "TPU_WORKER_ID": "3",
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1",
+    "MEGASCALE_COORDINATOR_ADDRESS": "localhost:8080",
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The processes of options, where a launcher has set some variables."""
+    for name in os.environ:
+        if name.startswith(
+            ("JAX_COORD", "JAX_NUM_PRO", "JAX_PROC", "SLURM", "OMPI", "TPU_", "K")
+        ):
+            monkeypatch.delenv(name)
+
+    def processes(variables, *options):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return hosts.processes_of(parsed(*options))
+
+    return processes
+
+
+@pytest.mark.parametrize(
+    ("variables", "processes"),
+    [
+        ({}, None),
+        (VARIABLES, Processes("b:2", 4, 3)),
+        (JOB_SET, Processes("switchx-workers-0-0.switchx:8476", 4, 2)),
+        (SLURM, Processes("gpu012:61931", 16, 5)),
+        (SLURM | VARIABLES, Processes("b:2", 4, 3)),
+        (SLURM | {"JAX_COORDINATOR_PORT": "1"}, Processes("gpu012:1", 16, 5)),
+        (SLURM | {"SLURM_NTASKS": "1"}, None),
+        (OPEN_MPI, Processes("10.96.0.1:62624", 4, 2)),
+        # A batch script before any srun, and a pod of no indexed Job.
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+    ],
+)
+def test_launchers(variables, processes, launched):
+    assert launched(variables) == processes
+
+
+def test_slices_of_tpus(launched, monkeypatch):
+    assert launched(POD) is None  # on a machine without TPUs
+    monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
+    assert launched(POD) == Processes("localhost:8482", 8, 7)
+    assert (
+        launched(POD | {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "1"})
+        is None
+    )
+
+
+def test_options_go_before_the_environment(launched):
+    assert launched(VARIABLES, *ALL) == Processes("a:1", 2, 1)
+    assert launched(VARIABLES, "--num_processes=1") is None
+
+
+@pytest.mark.parametrize("missing", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+def test_half_of_it(missing, launched):
+    variables = {name: value for name, value in VARIABLES.items() if name != missing}
+    with pytest.raises(ValueError, match="which this one is .*give --coordinator, --num_proc"):
+        launched(variables)
 
 
 def test_all_of_them_or_none():
     with pytest.raises(UsageError, match="give --process_id too, or none of the three"):
-        hosts.processes_of(parsed(*ALL[:2]), {})
+        hosts.processes_of(parsed(*ALL[:2]))
     with pytest.raises(UsageError, match="give --coordinator and --num_processes too, or none"):
-        hosts.processes_of(parsed(ALL[2]), {})
+        hosts.processes_of(parsed(ALL[2]))
 
 
 def test_wrong_ones_end_the_command_at_once(capsys):
     assert main([*TRAIN, *ALL[:2], "--process_id=2"]) == 2
     assert capsys.readouterr().err == (
-        "switchx train: error: process_id=2 is not one of num_processes=2; use 0 to 1, each "
-        "once\n"
+        "switchx train: error: process_id=2 is not one of num_processes=2; use 0 to N - 1\n"
     )
     assert main([*TRAIN, "--coordinator=here", *ALL[1:]]) == 2
     assert "coordinator='here' is no HOST:PORT" in capsys.readouterr().err

@@ -21,10 +21,9 @@ from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
 from switchx.cli.train import STOPPED_STATUS
 from tests.compilation import on_devices
-from tests.hosts.peers import free_port
 from tests.integration import recorded_reads
 from tests.integration.runs import arguments, lines, write_corpus
-from tests.processes import child_environment
+from tests.processes import child_environment, free_port
 
 BRIEF = ("TrainingJob.eval_batches=1",)
 NAMES = ("loss", "grad_norm", "neg_log_perplexity", "target_tokens", "dropped_fraction")
@@ -46,14 +45,20 @@ class Cluster:
         with recorded_reads.recording(self.folder / f"{name}.reads"), on_devices(devices):
             assert main(["train", *words]) == 0
 
-    def start(self, name: str, count: int, devices: int, *bindings, options=()):
-        """`count` processes that train in the run folder `name`."""
+    def start(
+        self, name: str, count: int, devices: int, *bindings, options=(), before: str = ""
+    ):
+        """`count` processes that train in the run folder `name`.
+
+        Args:
+            before: what each does first, in Python.
+        """
         port, processes = free_port(), []
         for index in range(count):
             words = arguments(self.folder / name, self.files, *BRIEF, *bindings)
             words += [f"--coordinator=localhost:{port}", f"--num_processes={count}"]
             words += [f"--process_id={index}", "--start_seconds=120", *options]
-            command = [sys.executable, "-c", recorded_reads.PROGRAM]
+            command = [sys.executable, "-c", before + recorded_reads.PROGRAM]
             with (self.folder / f"{name}.{index}.log").open("ab") as log:
                 process = subprocess.Popen(
                     [*command, str(self.folder / f"{name}.reads"), "train", *words],
@@ -182,16 +187,19 @@ def test_four_processes_train_as_one(cluster, sizes, held):
 def test_a_killed_process_ends_the_run_and_the_restart_resumes(cluster, victim):
     often = ["LOG_EVERY=1", "CHECKPOINT_EVERY=3"]
     endless = ["TRAIN_STEPS=100000", *often]
-    processes = cluster.start("together", 2, 2, *endless, options=["--silence_seconds=20"])
+    processes = cluster.start("together", 2, 2, *endless, options=["--silence_seconds=10"])
     checkpoints = cluster.folder / "together" / "checkpoints"
     cluster.wait_until("together", (checkpoints / "3").exists)
     processes[victim].send_signal(signal.SIGKILL)
     began = time.monotonic()
-    assert processes[1 - victim].wait(60) not in (0, None)
-    assert time.monotonic() - began < 20  # at once, on a quiet machine
+    assert processes[1 - victim].wait(90) not in (0, None)
+    assert time.monotonic() - began < 40  # 10 s, on a quiet machine
     log = cluster.log("together", 1 - victim)
-    assert f"process {victim} (" in log and ") is lost: " in log
-    assert "start all processes again to go on from the last checkpoint" in log
+    assert f"process {victim} (" in log
+    # Where JAX is faster to say that process 0, its leader task, is lost, it says only that.
+    assert ") is lost: " in log or (victim == 0 and "leader task was" in log)
+    if ") is lost: " in log:
+        assert "start all processes again to go on from the last checkpoint" in log
     assert log.rstrip().count("Traceback") == 0
     newest = max(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
     steps = [f"TRAIN_STEPS={newest + 2}", *often]
@@ -213,6 +221,34 @@ def test_a_frozen_process_is_lost_after_the_silence(cluster):
     assert processes[0].wait(90) == 1
     assert time.monotonic() - began < 60
     assert ") is lost: silent for " in cluster.log("together", 0)
+
+
+LATE = """
+import time
+import jax
+from jax._src import compiler
+
+compile = compiler.backend_compile_and_load
+
+def late(backend, module, *more):
+    is_step = "train_step" in str(module.operation.attributes["sym_name"])
+    if is_step and jax.process_index() == 1:
+        print("late", flush=True)
+        time.sleep(45)
+    return compile(backend, module, *more)
+
+compiler.backend_compile_and_load = late
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_processes_may_compile_45_s_apart(cluster):
+    """Gloo waits for 30 s at the first exchange of a group of processes."""
+    sizes = [*mesh(data=2, node=2), "TRAIN_STEPS=2", "LOG_EVERY=1"]
+    cluster.finish("together", cluster.start("together", 2, 2, *sizes, before=LATE))
+    assert "late" in cluster.log("together", 1)
+    assert len(lines(cluster.folder / "together" / "metrics.jsonl")) == 2
 
 
 @pytest.mark.slow

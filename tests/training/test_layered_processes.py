@@ -18,17 +18,14 @@ from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.cli.main import main as switchx_main
-from switchx.hosts.distributed import Timeouts, distributed
-from switchx.hosts.processes import Processes
-from switchx.hosts.rendezvous import rendezvous
+from switchx.distributed import Processes, connect, distributed
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
 from switchx.storage.snapshot import parts_of
 from switchx.storage.store import RecordStore
 from switchx.training.loop import train
 from tests.compilation import on_devices
-from tests.hosts.peers import free_port
-from tests.processes import child_environment
+from tests.processes import child_environment, free_port
 from tests.training.test_layered_mesh import MODEL, E, mesh_job
 from tests.training.test_loop import Events
 
@@ -64,11 +61,13 @@ def main(port: str, index: str, name: str, folder: str, changes: str) -> None:
     host_bytes = None if full_at is None else HOST_BYTES
     storage = StorageSpec("disk", path=f"{folder}/stores", host_bytes=host_bytes)
     job = mesh_job(MESHES[name], storage, **changes)
-    peers = rendezvous(Processes(f"localhost:{port}", 2, int(index)), {}, 120)
+    peers = connect(
+        Processes(f"localhost:{port}", 2, int(index)), {}, start_s=120, silence_s=20
+    )
     if is_second and full_at is not None:
         _fill_the_disk(full_at)
     try:
-        with distributed(peers, Timeouts(120, 20)):
+        with distributed(peers):
             events = Ending(killed_at if is_second else None)
             train(job, RunFolder(f"{folder}/run"), events)
             print(json.dumps(events.notes))

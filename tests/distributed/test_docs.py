@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from tests.hosts.peers import free_port
-from tests.processes import ROOT, child_environment
+from tests.processes import ROOT, child_environment, free_port
 
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # So that a run takes seconds.
