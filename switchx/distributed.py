@@ -7,7 +7,6 @@ process from C++, without the name. The service is in process 0; if that is lost
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -21,8 +20,6 @@ from typing import Any
 import jax
 from jax._src import distributed as runtime  # its client is not exported; Orbax takes it, too
 
-from switchx.fields import require
-
 FAILURE = "failure"  # in place of a process' statement: why it cannot take part
 WARN_AFTER_S = 10.0  # of waiting for process 0
 GRACE_S = 2.0  # process 0 stays for so long, for the others to read why it ends
@@ -32,49 +29,14 @@ MAX_NAMED = 8  # of what differs
 _CAUSED = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
 
 
-@dataclasses.dataclass(frozen=True)
-class Processes:
-    """The processes that train one model together.
-
-    Attributes:
-        coordinator: `HOST:PORT` at which `jax.distributed` listens in process 0.
-        count: processes.
-        index: of this one, from 0.
-    """
-
-    coordinator: str
-    count: int
-    index: int
-
-    def __post_init__(self):
-        host, port = self.address
-        is_address = host and port.isdecimal() and 0 < int(port) < 1 << 16
-        require(
-            bool(is_address),
-            f"coordinator={self.coordinator!r} is no HOST:PORT with a port of 1 to 65535; give "
-            "the address of process 0 as the others see it, as node001:8476",
-        )
-        require(
-            0 <= self.index < self.count,
-            f"process_id={self.index} is not one of num_processes={self.count}; use 0 to N - 1",
-        )
-
-    @property
-    def address(self) -> tuple[str, str]:
-        host, _, port = self.coordinator.rpartition(":")
-        return host.strip("[]"), port
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-
 def connect(
-    processes: Processes, statement: dict[str, Any], *, start_s: int, silence_s: int
+    coordinator: str, count: int, index: int, statement: dict, *, start_s: int, silence_s: int
 ) -> "Peers":
     """Starts `jax.distributed`, and checks that all processes are about to do the same.
 
     Args:
+        coordinator: `HOST:PORT` at which JAX listens in process 0.
+        count, index: processes, and the number of this one, from 0.
         statement: what has to be equal everywhere, by name; or `{FAILURE: why}` of a process
             that cannot take part.
         start_s: how long the last process may take to come.
@@ -84,13 +46,11 @@ def connect(
         ValueError: process 0 cannot listen; or processes differ, with names and in what.
         TimeoutError: process 0 is not reached.
     """
-    _require_own(processes) if processes.is_first else _reach(processes, start_s)
+    _reach(coordinator, start_s) if index else _require_own(coordinator)
     # JAX waits longer: it would end the process without a word of what it waited for.
-    said = (
-        f"not all came to coordinator={processes.coordinator!r} within {start_s} s: start all"
-    )
+    said = f"not all came to coordinator={coordinator!r} within {start_s} s: start all"
     said += " of them, each of 0 to N - 1 once, or give the number that there is"
-    missing = threading.Timer(start_s, leave, [f"of num_processes={processes.count}, {said}"])
+    missing = threading.Timer(start_s, leave, [f"of num_processes={count}, {said}"])
     missing.daemon = True
     missing.start()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -98,19 +58,19 @@ def connect(
     # It would take SIGTERM for itself; the training loop agrees on when to stop.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        processes.coordinator,
-        processes.count,
-        processes.index,
+        coordinator,
+        count,
+        index,
         cluster_detection_method="deactivate",
         initialization_timeout=start_s + 60,
         heartbeat_timeout_seconds=silence_s,
     )
     missing.cancel()
-    peers = Peers(processes, runtime.global_state.client, silence_s)
+    peers = Peers(coordinator, count, index, runtime.global_state.client, silence_s)
     if faults := peers.compare(statement):
         peers.disconnect()
         raise ValueError("\n".join(faults))
-    if not processes.is_first:
+    if index > 0:
         print(f"switchx: {peers.name}; JAX's leader task is {peers.names[0]}", file=sys.stderr)
     return peers
 
@@ -145,20 +105,20 @@ class Peers:
     `threads`, once they are started, end this process when another one is lost or has failed.
     """
 
-    def __init__(self, processes: Processes, client, silence_s: int):
-        self.processes, self._client, self._silence_s = processes, client, silence_s
-        self._all = list(range(processes.count))
+    def __init__(self, coordinator: str, count: int, index: int, client, silence_s: int):
+        self._coordinator, self._index, self._is_first = coordinator, index, index == 0
+        self._client, self._silence_s, self._all = client, silence_s, list(range(count))
         self._is_over = threading.Event()
         watches = (self._watch_heartbeats, self._watch_failures)
         self.threads = [threading.Thread(target=each, daemon=True) for each in watches]
-        self.name = f"process {processes.index} ({socket.gethostname()}, pid {os.getpid()})"
+        self.name = f"process {index} ({socket.gethostname()}, pid {os.getpid()})"
         self.names: list[str] = []
 
     def compare(self, statement: dict[str, Any]) -> list[str]:
         """Who cannot take part, or differs from process 0, and in what; sets `names`."""
-        said = [self.name, {"num_processes": self.processes.count} | statement]
-        self._client.key_value_set(f"switchx/{self.processes.index}", json.dumps(said))
-        if self.processes.is_first:
+        said = [self.name, {"num_processes": len(self._all)} | statement]
+        self._client.key_value_set(f"switchx/{self._index}", json.dumps(said))
+        if self._is_first:
             keys = [f"switchx/{index}" for index in self._all]
             said = [json.loads(self._client.blocking_key_value_get(k, 60_000)) for k in keys]
             verdict = [[name for name, _ in said], _faults(said)]
@@ -173,11 +133,11 @@ class Peers:
             self._is_over.set()
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was faster
                 self._client.key_value_set("switchx/failed", f"{self.name} failed: {reason}")
-            time.sleep(GRACE_S if self.processes.is_first else 0)
+            time.sleep(GRACE_S if self._is_first else 0)
 
     def wait_for_loss(self) -> None:
         """Gives the loss of another process, which failed this one, time to be noticed."""
-        if not self.processes.is_first and _refusal(self.processes):
+        if not self._is_first and _refusal(self._coordinator):
             self._end(f"{self.names[0]} is lost: its connection ended")
         if self._is_over.wait(self._silence_s + 5.0):
             time.sleep(2 * GRACE_S)  # a thread is about to end this process
@@ -186,13 +146,13 @@ class Peers:
         """Returns when all processes have come here, of process 0 when the others have left."""
         self._client.wait_at_barrier("switchx/done", FOREVER_MS)
         self._is_over.set()
-        if self.processes.is_first:
+        if self._is_first:
             self._client.key_value_set("switchx/failed", "")
         # Python's end aborts a process with a thread in a call of JAX. One that asks who is
         # alive returns when the others have asked or left, process 0 below at the latest.
         for thread in self.threads:
             thread.is_alive() and thread.join()
-        if self.processes.is_first:  # without the service, JAX would abort the others
+        if self._is_first:  # without the service, JAX would abort the others
             while len(self._client.get_live_nodes(self._all)) > 1:
                 time.sleep(0.05)
         jax.distributed.shutdown()
@@ -220,7 +180,7 @@ class Peers:
     def _end(self, text: str) -> None:
         if not self._is_over.is_set():
             self._is_over.set()
-            time.sleep(GRACE_S if self.processes.is_first else 0)
+            time.sleep(GRACE_S if self._is_first else 0)
             way_out = "start all processes again to go on from the last checkpoint"
             leave(f"{text}\n{self.name} ends with it; {way_out}")
 
@@ -240,26 +200,31 @@ def _faults(all_said: list) -> list[str]:
     return faults
 
 
-def _require_own(processes: Processes) -> None:
+def address_of(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _require_own(coordinator: str) -> None:
     """Checks that process 0 can listen: JAX aborts where it cannot, or shares the port."""
     try:
-        family, *_ = socket.getaddrinfo(*processes.address, type=socket.SOCK_STREAM)[0]
-        host, port = processes.address
-        socket.create_server((host, int(port)), family=family).close()
+        host, port = address_of(coordinator)
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise ValueError(
-            f"process 0 cannot listen at coordinator={processes.coordinator!r} ({error}); give "
+            f"process 0 cannot listen at coordinator={coordinator!r} ({error}); give "
             f"an address of this machine ({socket.gethostname()}) and a free port, and start "
             "one process with process_id=0"
         ) from error
 
 
-def _reach(processes: Processes, seconds: int) -> None:
+def _reach(coordinator: str, seconds: int) -> None:
     """Waits until something listens at the coordinator's address."""
     end, warn_at = time.monotonic() + seconds, time.monotonic() + WARN_AFTER_S
-    while error := _refusal(processes):
+    while error := _refusal(coordinator):
         said = (
-            f"coordinator={processes.coordinator!r} does not answer ({error}): start process 0 "
+            f"coordinator={coordinator!r} does not answer ({error}): start process 0 "
             "there, or give the address and port at which it listens; a firewall has to let "
             f"the port through. Waiting for {seconds} s"
         )
@@ -271,9 +236,9 @@ def _reach(processes: Processes, seconds: int) -> None:
         time.sleep(0.2)
 
 
-def _refusal(processes: Processes) -> OSError | None:
+def _refusal(coordinator: str) -> OSError | None:
     try:
-        socket.create_connection(processes.address, timeout=5.0).close()
+        socket.create_connection(address_of(coordinator), timeout=5.0).close()
     except OSError as error:
         return error
     return None

@@ -19,7 +19,7 @@ ARROWS = {
     "axes": (),
     "tree": (),
     "fields": (),
-    "distributed": ("fields",),
+    "distributed": (),
     "manifest": ("tree",),
     "partitioning": ("axes", "tree", "fields"),
     "partitioning.schedule": (),

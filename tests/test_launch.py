@@ -12,12 +12,12 @@ from switchx.cli import hosts
 from switchx.cli.arguments import parse_job
 from switchx.cli.main import _parse, _parser
 from switchx.cli.train import STOPPED_STATUS
-from switchx.distributed import Processes
 from switchx.gin_config import building
 from tests.processes import ROOT
 
 LAUNCH = ROOT / "launch"
 SLURM = LAUNCH / "slurm.sh"
+TPU_VM = LAUNCH / "tpu_vm.sh"
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +37,23 @@ def stub(folder, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def run_slurm(folder, body: str, *options, **environment) -> subprocess.CompletedProcess:
-    """The script with an `srun` that runs `body`."""
+def run_slurm(
+    folder, body: str, *options, script=SLURM, **environment
+) -> subprocess.CompletedProcess:
+    """A script with an `srun` that runs `body`."""
     stub(folder, "srun", body)
     return subprocess.run(
-        ["bash", str(SLURM), *options],
+        ["bash", str(script), *options],
         env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"} | environment,
         capture_output=True,
         text=True,
     )
 
 
-def test_slurm_script_is_bash():
-    subprocess.run(["bash", "-n", str(SLURM)], check=True)
-    assert os.access(SLURM, os.X_OK)
+@pytest.mark.parametrize("script", [SLURM, TPU_VM])
+def test_scripts_are_bash(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK)
 
 
 def test_slurm_starts_switchx_with_options_that_exist(tmp_path):
@@ -73,6 +76,78 @@ def test_slurm_begins_again_what_another_attempt_can_mend(tmp_path, status, atte
     assert (tmp_path / "log").read_text().split() == ["attempt"] * attempts
 
 
+def fails_after(folder, checkpoints: list[int], status: int) -> str:
+    """Each attempt leaves the next one of some checkpoints and fails; the last ones none."""
+    for number, step in enumerate(checkpoints):
+        (folder / f"attempt_{number}").write_text(str(step))
+    return (
+        f"cd {folder}; n=$(cat log 2>/dev/null | wc -l); echo attempt >> log\n"
+        "step=$(cat attempt_$n 2>/dev/null) && mkdir -p run/checkpoints/$step\n"
+        f"exit {status}"
+    )
+
+
+@pytest.mark.parametrize("script", [SLURM, TPU_VM])
+def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, script):
+    # Three that leave a new checkpoint, and after the last of them as many without as ever.
+    body = fails_after(tmp_path, [10, 20, 100], 1)
+    program = tmp_path / "program"
+    stub(tmp_path, "program", body)
+    done = run_slurm(
+        tmp_path, body, f"--model_dir={tmp_path}/run",
+        script=script, RESTARTS="2", SWITCHX=str(program),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert len((tmp_path / "log").read_text().split()) == 3 + 3
+    assert "begins again from step 100, 2 restarts left" in done.stdout
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(0, 1), (2, 1), (75, 1), (1, 3), (137, 3)])
+def test_a_tpu_vm_begins_again_what_another_attempt_can_mend(tmp_path, status, attempts):
+    stub(tmp_path, "program", f"echo attempt >> {tmp_path}/log; exit {status}")
+    program = str(tmp_path / "program")
+    done = run_slurm(
+        tmp_path, "", "--model_dir=run", script=TPU_VM, RESTARTS="2", SWITCHX=program
+    )
+    assert done.returncode == status
+    assert (tmp_path / "log").read_text().split() == ["attempt"] * attempts
+
+
+LOST = "1: switchx: process 1 (node002.cluster, pid 4711) is lost: silent for 60 s"
+
+
+def srun_that_loses(folder, answering: int) -> str:
+    """Attempts lose node002, which a probe of it answers with a status."""
+    return (
+        f'case "$*" in *--overlap*) exit {answering} ;; esac\n'
+        f'echo "$@" | grep -o -- "--exclude=[^ ]*\\|--nodes=[^ ]*" | xargs >> {folder}/log\n'
+        f'case "$*" in *--exclude*) ;; *) echo "{LOST}" ;; esac; exit 1'
+    )
+
+
+@pytest.mark.parametrize(("answering", "before"), [(1, 1), (0, 2)])
+def test_slurm_leaves_out_a_machine_that_is_lost_where_there_is_a_spare(
+    tmp_path, answering, before
+):
+    """At once where it does not answer, else when its process is lost for the second time."""
+    stub(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/asked')
+    more = {"RESTARTS": "3", "SLURM_JOB_NUM_NODES": "3", "NODES": "2", "SLURM_JOB_ID": "4711"}
+    done = run_slurm(tmp_path, srun_that_loses(tmp_path, answering), "--model_dir=x", **more)
+    assert done.returncode == 1
+    without = ["--nodes=2 --exclude=node002"] * (4 - before)
+    assert (tmp_path / "log").read_text().splitlines() == ["--nodes=2"] * before + without
+    assert not (tmp_path / "asked").exists()
+
+
+def test_slurm_requeues_where_a_machine_does_not_answer_and_there_is_no_spare(tmp_path):
+    stub(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/asked')
+    more = {"RESTARTS": "3", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "4711"}
+    done = run_slurm(tmp_path, srun_that_loses(tmp_path, 1), "--model_dir=x", **more)
+    assert done.returncode == 1 and "no spare for node002" in done.stdout
+    assert (tmp_path / "asked").read_text() == "requeue 4711\n"
+    assert (tmp_path / "log").read_text() == "--nodes=2\n"
+
+
 @pytest.mark.parametrize(("refusal", "attempts"), [(0, 1), (1, 3)])
 def test_slurm_requeues_a_run_that_a_signal_stopped(tmp_path, refusal, attempts):
     stub(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/asked; exit {refusal}')
@@ -86,12 +161,18 @@ def test_slurm_requeues_a_run_that_a_signal_stopped(tmp_path, refusal, attempts)
     assert "#SBATCH --requeue\n" in SLURM.read_text()
 
 
-def test_the_example_of_the_slurm_script_is_a_job():
-    lines = SLURM.read_text().split("#   sbatch", 1)[1].split("\n#\n")[0]
-    words = shlex.split(lines.replace("\\\n#", " "))
-    job = job_of(words[words.index("launch/slurm.sh") + 1 :])
+def example_of(script, start: str):
+    """The job of the command that a script's comment has, which begins with some words."""
+    lines = script.read_text().split(f"#   {start}", 1)[1].split("\n#\n")[0]
+    words = shlex.split(lines.replace("\\\n#", " ").replace("'", ""), comments=True)
+    return job_of(words[words.index(f"launch/{script.name}") + 1 :])
+
+
+def test_the_examples_of_the_scripts_are_jobs():
+    job = example_of(SLURM, "sbatch")
     assert (job.mesh.node, job.mesh.expert) == (4, 8)
     assert job.compiler.gpu
+    assert example_of(TPU_VM, "  cd switchx &&").mesh.fsdp == 2
 
 
 def manifest() -> dict:
@@ -128,20 +209,26 @@ def test_pods_of_a_job_set_find_each_other(monkeypatch):
     for index in range(count):
         for variable, value in (environment | {"JOB_COMPLETION_INDEX": str(index)}).items():
             monkeypatch.setenv(variable, value)
-        assert hosts.processes_of(arguments) == Processes(first, count, index)
+        assert hosts.processes_of(arguments) == hosts.Processes(first, count, index)
     assert spec["backoffLimit"] == 0 and document["spec"]["failurePolicy"]["maxRestarts"] > 0
 
 
-def test_a_job_set_that_a_signal_stopped_begins_again_uncounted():
-    """The status of a pod fails the job by a policy, and that failure is not counted."""
+def test_a_job_set_tells_wrong_input_and_signals_from_other_failures():
+    """By the reason for which the job fails: the status of a pod decides about it."""
     spec, policy = pods(), manifest()["spec"]["failurePolicy"]
     (container,) = spec["template"]["spec"]["containers"]
-    (rule,) = spec["podFailurePolicy"]["rules"]
-    codes = rule["onExitCodes"]
-    assert rule["action"] == "FailJob" and codes["containerName"] == container["name"]
-    assert (codes["operator"], codes["values"]) == ("In", [STOPPED_STATUS])
-    (reaction,) = policy["rules"]
-    assert reaction["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    assert reaction["onJobFailureReasons"] == ["PodFailurePolicy"]
+    wrong, stopped = spec["podFailurePolicy"]["rules"]
+    for rule, status in ((wrong, 2), (stopped, STOPPED_STATUS)):
+        codes = rule["onExitCodes"]
+        assert codes["containerName"] == container["name"]
+        assert (codes["operator"], codes["values"]) == ("In", [status])
+    assert (wrong["action"], stopped["action"]) == ("FailIndex", "FailJob")
+    # One failed index is one too many; any other failure is more than the limit of the job.
+    assert spec["maxFailedIndexes"] == spec["backoffLimit"] == 0 < spec["backoffLimitPerIndex"]
+    reactions = {rule["onJobFailureReasons"][0]: rule["action"] for rule in policy["rules"]}
+    assert reactions == {
+        "PodFailurePolicy": "RestartJobSetAndIgnoreMaxRestarts",
+        "MaxFailedIndexesExceeded": "FailJobSet",
+    }
     # Kubernetes takes a podFailurePolicy with this one alone.
     assert spec["template"]["spec"]["restartPolicy"] == "Never"

@@ -3,14 +3,48 @@
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from switchx.cli.arguments import positive
+from switchx.fields import require
 
 FLAGS = ("coordinator", "num_processes", "process_id")
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes that train one model together.
+
+    Attributes:
+        coordinator: `HOST:PORT` at which `jax.distributed` listens in process 0.
+        count: processes.
+        index: of this one, from 0.
+    """
+
+    coordinator: str
+    count: int
+    index: int
+
+    def __post_init__(self):
+        host, _, port = self.coordinator.rpartition(":")
+        is_address = host and port.isdecimal() and 0 < int(port) < 1 << 16
+        require(
+            bool(is_address),
+            f"coordinator={self.coordinator!r} is no HOST:PORT with a port of 1 to 65535; give "
+            "the address of process 0 as the others see it, as node001:8476",
+        )
+        require(
+            0 <= self.index < self.count,
+            f"process_id={self.index} is not one of num_processes={self.count}; use 0 to N - 1",
+        )
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
 
 
 def add_hosts(parser) -> None:
@@ -42,15 +76,13 @@ def add_hosts(parser) -> None:
     )
 
 
-def processes_of(arguments: argparse.Namespace):
+def processes_of(arguments: argparse.Namespace) -> Processes | None:
     """The Processes of the options, or else of the launcher's environment; None of one alone.
 
     Raises:
         UsageError: some of the options are there, and not all.
         ValueError: they, or the environment, are wrong.
     """
-    from switchx.distributed import Processes
-
     given = {name: getattr(arguments, name) for name in FLAGS}
     missing = [f"--{name}" for name, value in given.items() if value is None]
     if len(missing) == len(FLAGS):
@@ -62,7 +94,7 @@ def processes_of(arguments: argparse.Namespace):
     return Processes(arguments.coordinator, arguments.num_processes, arguments.process_id)
 
 
-def _launched():
+def _launched() -> Processes | None:
     """The Processes that a launcher started, or None where it started this one alone.
 
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` (or Kubernetes'
@@ -71,8 +103,6 @@ def _launched():
     """
     # JAX exports its detection as a part of `jax.distributed.initialize` alone.
     from jax._src.clusters import ClusterEnv, K8sCluster
-
-    from switchx.distributed import Processes
 
     said = os.environ
     try:
@@ -163,15 +193,16 @@ def run_together(
     """
     from switchx.distributed import FAILURE, connect, distributed
 
+    peer = (processes.coordinator, processes.count, processes.index)
     timeouts = dict(start_s=arguments.start_seconds, silence_s=arguments.silence_seconds)
     try:
         prepared = prepare()
         statement = state(prepared)
     except (ValueError, OSError) as error:
         with contextlib.suppress(ValueError, OSError):  # this process' own fault matters more
-            connect(processes, {FAILURE: str(error)}, **timeouts)
+            connect(*peer, {FAILURE: str(error)}, **timeouts)
         raise
-    peers = connect(processes, statement, **timeouts)
+    peers = connect(*peer, statement, **timeouts)
     try:
         with distributed(peers):
             outcome = work(prepared)

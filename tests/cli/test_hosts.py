@@ -9,9 +9,9 @@ import pytest
 from switchx.cli import hosts, train
 from switchx.cli.arguments import UsageError
 from switchx.cli.main import _parse, _parser, main
-from switchx.distributed import Processes
 from switchx.progress import SilentReporter
 from switchx.storage.cache import StorageSpec
+from tests.data.refusals import refused
 from tests.training.jobs import make_job
 
 TRAIN = ["train", "--gin_file=x.gin", "--model_dir=run"]
@@ -78,13 +78,13 @@ def launched(monkeypatch):
     ("variables", "processes"),
     [
         ({}, None),
-        (VARIABLES, Processes("b:2", 4, 3)),
-        (JOB_SET, Processes("switchx-workers-0-0.switchx:8476", 4, 2)),
-        (SLURM, Processes("gpu012:61931", 16, 5)),
-        (SLURM | VARIABLES, Processes("b:2", 4, 3)),
-        (SLURM | {"JAX_COORDINATOR_PORT": "1"}, Processes("gpu012:1", 16, 5)),
+        (VARIABLES, hosts.Processes("b:2", 4, 3)),
+        (JOB_SET, hosts.Processes("switchx-workers-0-0.switchx:8476", 4, 2)),
+        (SLURM, hosts.Processes("gpu012:61931", 16, 5)),
+        (SLURM | VARIABLES, hosts.Processes("b:2", 4, 3)),
+        (SLURM | {"JAX_COORDINATOR_PORT": "1"}, hosts.Processes("gpu012:1", 16, 5)),
         (SLURM | {"SLURM_NTASKS": "1"}, None),
-        (OPEN_MPI, Processes("10.96.0.1:62624", 4, 2)),
+        (OPEN_MPI, hosts.Processes("10.96.0.1:62624", 4, 2)),
         # A batch script before any srun, and a pod of no indexed Job.
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, None),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
@@ -97,7 +97,7 @@ def test_launchers(variables, processes, launched):
 def test_slices_of_tpus(launched, monkeypatch):
     assert launched(POD) is None  # on a machine without TPUs
     monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
-    assert launched(POD) == Processes("localhost:8482", 8, 7)
+    assert launched(POD) == hosts.Processes("localhost:8482", 8, 7)
     assert (
         launched(POD | {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "1"})
         is None
@@ -105,7 +105,7 @@ def test_slices_of_tpus(launched, monkeypatch):
 
 
 def test_options_go_before_the_environment(launched):
-    assert launched(VARIABLES, *ALL) == Processes("a:1", 2, 1)
+    assert launched(VARIABLES, *ALL) == hosts.Processes("a:1", 2, 1)
     assert launched(VARIABLES, "--num_processes=1") is None
 
 
@@ -160,8 +160,23 @@ def test_other_processes_show_what_went_wrong_alone(capsys):
 
 
 def test_a_launcher_is_told_that_a_stopped_run_is_to_go_on():
-    several = Processes("localhost:8476", 2, 0)
+    several = hosts.Processes("localhost:8476", 2, 0)
     assert train.exit_status(is_finished=True, processes=several) == 0
     assert train.exit_status(is_finished=False, processes=several) == os.EX_TEMPFAIL == 75
     # A person who ends a run with Ctrl-C did what was meant.
     assert train.exit_status(is_finished=False, processes=None) == 0
+
+
+@pytest.mark.parametrize("address", ["node001", ":8476", "node001:", "node001:http", "a:65536"])
+def test_no_address(address):
+    with refused(
+        f"coordinator={address!r} is no HOST:PORT with a port of 1 to 65535; give the address "
+        "of process 0 as the others see it, as node001:8476"
+    ):
+        hosts.Processes(address, 2, 0)
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_an_index_that_is_not_one_of_them(index):
+    with refused(f"process_id={index} is not one of num_processes=4; use 0 to N - 1"):
+        hosts.Processes("a:1", 4, index)

@@ -15,8 +15,7 @@ import pytest
 from jax._src.lib import _jax
 
 from switchx import distributed
-from switchx.distributed import FAILURE, Peers, Processes, connect
-from tests.data.refusals import refused
+from switchx.distributed import FAILURE, Peers, address_of, connect
 from tests.processes import free_port
 
 SAME = {"batch_size": 8, "mesh.data": None}
@@ -55,10 +54,7 @@ def peers(clients, request):
 
     def make(count):
         named = [Renamed(client, request.node.name) for client in clients[:count]]
-        made = [
-            Peers(Processes("localhost:1", count, i), client, 5)
-            for i, client in enumerate(named)
-        ]
+        made = [Peers("localhost:1", count, i, client, 5) for i, client in enumerate(named)]
         return made
 
     return make
@@ -138,40 +134,25 @@ def test_no_process_at_the_address(monkeypatch, capsys):
     monkeypatch.setattr(distributed, "WARN_AFTER_S", 0.1)
     began, address = time.monotonic(), f"localhost:{free_port()}"
     with pytest.raises(TimeoutError, match="does not answer .*start process 0 there.* 1 s$"):
-        connect(Processes(address, 2, 1), {}, start_s=1, silence_s=5)
+        connect(address, 2, 1, {}, start_s=1, silence_s=5)
     assert time.monotonic() - began < 15
     said = f"switchx: coordinator='{address}' does not answer"
     assert capsys.readouterr().err.startswith(said)
     with pytest.raises(TimeoutError, match="coordinator='no.such.invalid:80' does not answer"):
-        connect(Processes("no.such.invalid:80", 2, 1), {}, start_s=1, silence_s=5)
+        connect("no.such.invalid:80", 2, 1, {}, start_s=1, silence_s=5)
 
 
 def test_process_0_listens_at_its_own_free_port():
     # 192.0.2.1 is an address of documentation, no machine's.
     for address in ("192.0.2.1:80", "no.such.invalid:80"):
         with pytest.raises(ValueError, match=f"cannot listen at coordinator='{address}'"):
-            connect(Processes(address, 2, 0), {}, start_s=1, silence_s=5)
+            connect(address, 2, 0, {}, start_s=1, silence_s=5)
     port = free_port()
     said = f"cannot listen at coordinator='localhost:{port}' .* a free port, and start one"
     with socket.create_server(("localhost", port)), pytest.raises(ValueError, match=said):
-        connect(Processes(f"localhost:{port}", 2, 0), {}, start_s=1, silence_s=5)
+        connect(f"localhost:{port}", 2, 0, {}, start_s=1, silence_s=5)
 
 
 def test_the_parts_of_an_address():
-    assert Processes("node001:8476", 4, 3).address == ("node001", "8476")
-    assert Processes("[::1]:1", 1, 0).address == ("::1", "1")
-
-
-@pytest.mark.parametrize("address", ["node001", ":8476", "node001:", "node001:http", "a:65536"])
-def test_no_address(address):
-    with refused(
-        f"coordinator={address!r} is no HOST:PORT with a port of 1 to 65535; give the address "
-        "of process 0 as the others see it, as node001:8476"
-    ):
-        Processes(address, 2, 0)
-
-
-@pytest.mark.parametrize("index", [-1, 4])
-def test_an_index_that_is_not_one_of_them(index):
-    with refused(f"process_id={index} is not one of num_processes=4; use 0 to N - 1"):
-        Processes("a:1", 4, index)
+    assert address_of("node001:8476") == ("node001", 8476)
+    assert address_of("[::1]:1") == ("::1", 1)

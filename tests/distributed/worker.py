@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from switchx.distributed import Processes, connect, distributed
+from switchx.distributed import connect, distributed
 from switchx.partitioning.collectives import connect_processes
 from switchx.partitioning.mesh import MeshSpec
 
@@ -23,18 +23,18 @@ SECONDS = 3.0  # of adding, before it happens
 
 
 def main(port: str, count: str, index: str, silence: str, event: str) -> None:
-    processes = Processes(f"localhost:{port}", int(count), int(index))
-    peers = connect(processes, {}, start_s=120, silence_s=int(silence))
+    where = (f"localhost:{port}", int(count), int(index))
+    peers = connect(*where, {}, start_s=120, silence_s=int(silence))
     try:
         with distributed(peers):
-            _work(processes, event)
+            _work(int(count), int(index), event)
     except BaseException as error:
         print(f"raised: {error}", flush=True)
         os._exit(3)
     print("finished", flush=True)
 
 
-def _work(processes: Processes, event: str) -> None:
+def _work(count: int, index: int, event: str) -> None:
     mesh = MeshSpec().build()
     connect_processes(mesh)
     number = jax.make_array_from_callback(
@@ -43,13 +43,11 @@ def _work(processes: Processes, event: str) -> None:
         lambda _: np.ones(1, np.float32),
     )
     add, began = jax.jit(lambda x: x.sum()), time.monotonic()
-    it_is_this_one = processes.index == (
-        0 if event.startswith("first_") else processes.count - 1
-    )
+    it_is_this_one = index == (0 if event.startswith("first_") else count - 1)
     if event == "late" and it_is_this_one:
         time.sleep(60)
     for _ in range(10 if event in ("late", "finish") else 10**9):
-        assert float(add(number)) == processes.count
+        assert float(add(number)) == count
         if it_is_this_one and time.monotonic() - began > SECONDS:
             _happen(event.removeprefix("first_"))
     if it_is_this_one:

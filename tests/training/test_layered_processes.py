@@ -18,7 +18,7 @@ from switchx.checkpoint.items import read_items
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.checkpoint.verify import checkpoint_faults
 from switchx.cli.main import main as switchx_main
-from switchx.distributed import Processes, connect, distributed
+from switchx.distributed import connect, distributed
 from switchx.partitioning.mesh import MeshSpec
 from switchx.storage.cache import StorageSpec
 from switchx.storage.snapshot import parts_of
@@ -61,9 +61,7 @@ def main(port: str, index: str, name: str, folder: str, changes: str) -> None:
     host_bytes = None if full_at is None else HOST_BYTES
     storage = StorageSpec("disk", path=f"{folder}/stores", host_bytes=host_bytes)
     job = mesh_job(MESHES[name], storage, **changes)
-    peers = connect(
-        Processes(f"localhost:{port}", 2, int(index)), {}, start_s=120, silence_s=20
-    )
+    peers = connect(f"localhost:{port}", 2, int(index), {}, start_s=120, silence_s=20)
     if is_second and full_at is not None:
         _fill_the_disk(full_at)
     try:
