@@ -19,7 +19,6 @@ from switchx.data.features import Batch
 from switchx.data.loader import Shard, TrainLoader, evaluation_batches, merge_states
 from switchx.data.mixtures import as_mixture, evaluated_tasks
 from switchx.data.tasks import Task
-from switchx.partitioning.collectives import connect_processes
 from switchx.planner.model_cost import train_flops
 from switchx.training.evaluate import RoutingLog, RoutingSample, evaluated_sums
 from switchx.training.goodput import Cause, CompileTime, Goodput, StepTimes
@@ -124,7 +123,6 @@ def train(
         if run.is_begun:  # before anything in it is touched
             job = check_same_run(run, job)
         program = program_of(job, run, devices)
-        connect_processes(program.mesh)
         evaluator = evaluator_of(job, program.mesh, text_evaluator)
         program.require_memory()
         for note in program.notes:

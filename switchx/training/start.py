@@ -17,6 +17,7 @@ from switchx.data.data_dir import write_atomically
 from switchx.data.loader import Shard, TrainLoader
 from switchx.fields import describe, require
 from switchx.models.params import init_params
+from switchx.partitioning.collectives import connect_processes
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.schedule import ScheduleSpec
 from switchx.storage.cache import StorageSpec
@@ -36,16 +37,19 @@ logger = logging.getLogger(__name__)
 
 
 def program_of(job: TrainingJob, run: RunFolder, devices) -> TrainingProgram:
-    """The program that a job is trained by.
+    """The program that a job is trained by, the processes of its mesh connected.
 
     Raises:
         ValueError: something in the job does not go together.
     """
     if job.distillation is not None:
-        return student_program(job, devices)
-    if job.storage.experts == "disk":
-        return LayeredProgram(job, run, devices)
-    return compiled_program(job, devices)
+        program = student_program(job, devices)
+    elif job.storage.experts == "disk":
+        program = LayeredProgram(job, run, devices)
+    else:
+        program = compiled_program(job, devices)
+    connect_processes(program.mesh)
+    return program
 
 
 class FirstParams(Protocol):
