@@ -21,13 +21,10 @@ from switchx.checkpoint.checkpointer import Checkpointer, Retention
 from switchx.checkpoint.local_copies import LocalCopies
 from switchx.checkpoint.restore import restore_params
 from switchx.checkpoint.run_folder import RunFolder
-from switchx.hosts.distributed import Timeouts, distributed
-from switchx.hosts.processes import Processes
-from switchx.hosts.rendezvous import rendezvous
+from switchx.distributed import connect, distributed
 from tests.checkpoint.test_checkpointer import kept
 from tests.cli.test_checkpoint import MODEL
-from tests.hosts.peers import free_port
-from tests.processes import child_environment
+from tests.processes import child_environment, free_port
 from tests.training.saved_runs import save_run
 from tests.training.train_states import damage
 
@@ -36,9 +33,9 @@ pytestmark = pytest.mark.slow
 
 def main(port: str, index: str, folder: str, what: str) -> None:
     """One of two processes; the second has the faults."""
-    peers = rendezvous(Processes(f"localhost:{port}", 2, int(index)), {}, 120)
+    peers = connect(f"localhost:{port}", 2, int(index), {}, start_s=120, silence_s=20)
     try:
-        with distributed(peers, Timeouts(120, 20)):
+        with distributed(peers):
             run = {"save": _save, "resume": _resume, "copy": _copy}[what.split()[0]]
             print(json.dumps(run(folder, what)))
     except BaseException:
