@@ -347,7 +347,7 @@ def _load_run(model_dir, step, devices: ModelMesh, select=lambda params: params)
     source = read_config(run).get("source")
     step = choose_step(run, step)
     target = devices.abstract(select(abstract_params(config)))
-    params = restore_params(run.root, step, target=target, model=config)
+    params = restore_params(run.path, step, target=target, model=config)
     # Every run that was trained here has a vocabulary; a model from elsewhere may have none.
     has_vocabulary = source is not None or (run.root / DESCRIPTION_FILE).exists()
     vocabulary = load_vocabulary(run.root) if has_vocabulary else None

@@ -60,7 +60,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     def __init__(self, outcome: loop.Outcome, job: TrainingJob, folder: RunFolder):
         saved = (
-            f"the state is saved at step {outcome.step} of {job.train_steps} in {folder.root}"
+            f"the state is saved at step {outcome.step} of {job.train_steps} in {folder.where}"
         )
         saved = saved if outcome.step else "before its first step; nothing is saved"
         super().__init__(f"training was interrupted; {saved}; the same call goes on from there")
@@ -216,7 +216,7 @@ def _job_to_evaluate(model_dir, job: TrainingJob | None, split: str | None) -> T
     if job is None:
         require(
             not is_artifact(model_dir),
-            f"{folder.root} is quantized, and does not know its tasks; give the gin files "
+            f"{folder.where} is quantized, and does not know its tasks; give the gin files "
             "that do (in Python the job), such as operative_config.gin of the run it was made "
             "from",
         )
@@ -235,7 +235,7 @@ def _evaluated(
     else:
         require(
             bool(wanted),
-            f"{folder.root} is quantized: it is evaluated by the texts that it writes; give "
+            f"{folder.where} is quantized: it is evaluated by the texts that it writes; give "
             "metrics, or gin files of tasks that have metrics",
         )
         job = with_vocabulary_of(folder, job)
@@ -267,7 +267,7 @@ def _likelihood(folder: RunFolder, job: TrainingJob, step: int, reporter) -> dic
     reporter.note(f"evaluating {folder.checkpoints / str(step)}")
     with program.scope():
         target = program.abstract_state.params
-        params = restore_params(folder.root, step, target=target, model=job.model)
+        params = restore_params(folder.path, step, target=target, model=job.model)
         return loop.evaluate_job(job, program, params)
 
 

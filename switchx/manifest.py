@@ -22,11 +22,13 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+from switchx.object_store import Folder, files_in, is_address
+
 Checksum = Literal["crc32", "sha256"]
 
 
 def write_manifest(
-    folder: pathlib.Path,
+    folder: Folder,
     name: str,
     content: dict[str, Any],
     checksum: Checksum,
@@ -35,6 +37,8 @@ def write_manifest(
     known: Mapping[str, list] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Records all files in a folder, each of them and the manifest flushed to the disk.
+
+    In a store (object_store.py) all files are `known` or `left_out`.
 
     Args:
         name: of the manifest.
@@ -45,14 +49,16 @@ def write_manifest(
     Returns:
         What the manifest holds, without its own checksum.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = {path: str(path.relative_to(folder)) for path in paths}
     files = {
-        name: known.get(name) or [path.stat().st_size, _of_file(path, checksum, True)]
-        for path, name in names.items()
-        if path.parent != folder or path.name not in left_out
+        name: known.get(name) or [num_bytes, _of_file(folder / name, checksum, True)]
+        for name, num_bytes in sorted(files_in(folder).items())
+        if name not in left_out
     }
     content = content | {"files": files}
+    if is_address(folder):  # where a file is there when it is whole
+        text = json.dumps(content | {checksum: checksum_of(content, checksum)}, indent=1)
+        (folder / name).write_text(text)
+        return content
     partial = folder / f"{name}.partial"
     with partial.open("w", encoding="utf-8") as file:
         json.dump(content | {checksum: checksum_of(content, checksum)}, file, indent=1)
@@ -62,7 +68,7 @@ def write_manifest(
     return content
 
 
-def read_manifest(folder: pathlib.Path, name: str, checksum: Checksum) -> dict[str, Any]:
+def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, Any]:
     """What a manifest holds, its own checksum among it.
 
     Raises:
@@ -80,9 +86,7 @@ def read_manifest(folder: pathlib.Path, name: str, checksum: Checksum) -> dict[s
     return content | {checksum: claimed}
 
 
-def damages(
-    folder: pathlib.Path, files: dict[str, list], checksum: Checksum | None
-) -> Iterator[str]:
+def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -> Iterator[str]:
     """All that is wrong with the files of a folder, a clause each.
 
     Args:
@@ -90,24 +94,29 @@ def damages(
         checksum: None compares names and sizes alone, and reads no file. Neither is a file
             read that has None for its checksum.
     """
+    try:
+        there = files_in(folder)
+    except OSError as error:
+        yield f"it cannot be read ({error})"
+        return
     for name, (num_bytes, expected) in files.items():
         path = folder / name
         try:
-            if not path.resolve().is_relative_to(folder.resolve()):
+            if not is_address(folder) and not path.resolve().is_relative_to(folder.resolve()):
                 yield f"its manifest names {name!r}, which is outside of it"
-            elif not path.is_file():
+            elif name not in there:
                 yield f"its file {name} is missing"
-            elif path.stat().st_size != num_bytes:
-                yield f"its file {name} has {path.stat().st_size} bytes, not {num_bytes}"
+            elif there[name] != num_bytes:
+                yield f"its file {name} has {there[name]} bytes, not {num_bytes}"
             elif None not in (checksum, expected) and _of_file(path, checksum) != expected:
                 yield f"its file {name} has changed since it was written"
         except OSError as error:
             yield f"it cannot be read ({error})"
 
 
-def num_bytes(folder: pathlib.Path) -> int:
+def num_bytes(folder: Folder) -> int:
     """Of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(files_in(folder).values())
 
 
 def require_free(folder: str | os.PathLike) -> pathlib.Path:
@@ -116,6 +125,11 @@ def require_free(folder: str | os.PathLike) -> pathlib.Path:
     Raises:
         ValueError: something is there, or no folder can be made there.
     """
+    if is_address(folder):
+        raise ValueError(
+            f"{folder} is in a store, where a folder cannot get its name when it is whole; "
+            "give a folder, and copy that"
+        )
     path = pathlib.Path(folder).expanduser().absolute()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"{path} exists; give a folder that is not there yet")
@@ -155,8 +169,10 @@ def checksum_of(content: dict[str, Any], checksum: Checksum) -> int | str:
     return zlib.crc32(text) if checksum == "crc32" else hashlib.sha256(text).hexdigest()
 
 
-def flush(path: pathlib.Path) -> int:
+def flush(path: Folder) -> int:
     """Waits until a file is on the disk; reads nothing. Returns its bytes."""
+    if is_address(path):
+        return path.stat().length
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.fsync(descriptor)
@@ -165,7 +181,7 @@ def flush(path: pathlib.Path) -> int:
         os.close(descriptor)
 
 
-def _of_file(path: pathlib.Path, checksum: Checksum, flush: bool = False) -> int | str:
+def _of_file(path: Folder, checksum: Checksum, flush: bool = False) -> int | str:
     """Of a file's bytes; with `flush`, they are on the disk then."""
     with path.open("rb") as file:
         if flush:

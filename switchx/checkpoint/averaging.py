@@ -44,7 +44,7 @@ def mean_of_checkpoints(run: RunFolder, steps: Sequence[int]) -> Tree:
     model, total = read_model_config(run), None
     target = _on_cpu(run)
     for step in steps:
-        params = restore_params(run.root, step, target=target, model=model)
+        params = restore_params(run.path, step, target=target, model=model)
         shares = jax.tree.map(lambda w: np.asarray(w, np.float32) / len(steps), params)
         total = shares if total is None else jax.tree.map(np.add, total, shares)
     return jax.tree.map(lambda mean, like: mean.astype(like.dtype), total, target)

@@ -33,6 +33,7 @@ from switchx.checkpoint.items import (
     to_items,
 )
 from switchx.checkpoint.manifest import (
+    MANIFEST,
     Manifest,
     find_damage,
     numbers_of,
@@ -60,7 +61,9 @@ from switchx.checkpoint.retention import (
     set_aside,
 )
 from switchx.checkpoint.run_folder import RunFolder
+from switchx.fields import require
 from switchx.models.config import ModelConfig
+from switchx.object_store import Folder, free_bytes, remove
 from switchx.storage.record import StoreError
 from switchx.tree import Tree, named_leaves, nested, num_bytes
 
@@ -108,13 +111,18 @@ class Checkpointer:
         Args:
             experts: that are saved with a state and restored with it; None where all are in it.
         """
+        require(
+            experts is None or not run.is_in_store,
+            f"model_dir={str(run.path)!r} is in a store, where records of experts cannot be "
+            "linked; give a folder, or use StorageSpec.experts='device' or 'host'",
+        )
         self._run, self._folder, self._retention = run, run.checkpoints, retention
         self._experts = experts
         self._saving = Manifest(0, None, {})  # of the save that is under way
         self._is_alone = False  # this process of several could not write its part
         if jax.process_index() == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._remove_expired()
+            if not run.is_in_store:
+                self._folder.mkdir(parents=True, exist_ok=True)
             self._set_aside_unfinished("*")
             # Links to records, of saves that were cut short.
             for path in self._folder.glob(f".{EXPERTS}*"):
@@ -125,6 +133,7 @@ class Checkpointer:
         multihost_utils.sync_global_devices("switchx_checkpoints_opened")
         manifests = [read_manifest(path) for path in checkpoint_paths(self._folder)]
         self._scores = {each.step: each.score for each in manifests if each.score is not None}
+        self._preservation = Preservation(self._retention, self._scores)
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         every_process = ocp.options.MultiprocessingOptions(primary_host=None)
         handler = ocp.handlers.JsonCheckpointHandler(
@@ -136,17 +145,23 @@ class Checkpointer:
         for item in ("params", "train_state", "average"):
             registry.add(item, SaveArrays, self._arrays)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=Preservation(self._retention, self._scores),
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=retention.save_deadline_s,
                 post_finalization_callback=self._write_manifest,
             ),
-            todelete_subdir=_EXPIRED,
             lightweight_initialize=True,  # reads nothing that no manifest covers
         )
+        if run.is_in_store:  # it has no renames: written in place, deleted by `_remove_expired`
+            mode = ocp.options.AtomicityMode.COMMIT_FILE
+            options.atomicity_options = ocp.options.AtomicityOptions(mode=mode)
+        else:
+            options.preservation_policy = self._preservation
+            options.todelete_subdir = _EXPIRED
         self._manager = ocp.CheckpointManager(
             self._folder, options=options, handler_registry=registry
         )
+        if jax.process_index() == 0:
+            self._remove_expired()
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -187,7 +202,7 @@ class Checkpointer:
             to_items(state),
         )
         expected = num_bytes(items)
-        if shutil.disk_usage(self._folder).free < expected + MIB:
+        if free_bytes(self._folder) < expected + MIB:
             raise self._save_error(f"it needs about {expected / MIB:.1f} MiB")
         if self._experts is not None:
             try:
@@ -316,12 +331,14 @@ class Checkpointer:
 
     def _write_manifest(self) -> None:
         """Called by Orbax' thread on process 0 when all is written and nothing renamed."""
-        folder = self._folder / f"{self._saving.step}{UNFINISHED}"
+        self._run.require_owned()
+        suffix = "" if self._run.is_in_store else UNFINISHED
+        folder = self._folder / f"{self._saving.step}{suffix}"
         if self._experts is not None:
             self._saved_experts(self._saving.step).rename(folder / EXPERTS)
         write_manifest(folder, self._saving)
 
-    def _saved_experts(self, step: int) -> pathlib.Path:
+    def _saved_experts(self, step: int) -> Folder:
         """Where the snapshot of experts is until the rest of the checkpoint is written."""
         return self._folder / f".{EXPERTS}-{step}"
 
@@ -334,6 +351,7 @@ class Checkpointer:
                 "that checkpoint away first"
             )
         if jax.process_index() == 0:
+            self._run.require_owned()
             self._set_aside_unfinished(str(step))
             shutil.rmtree(self._saved_experts(step), ignore_errors=True)
         multihost_utils.sync_global_devices("switchx_checkpoint_way_cleared")
@@ -348,7 +366,7 @@ class Checkpointer:
             reason += f" (Retention.save_deadline_s={deadline}; a larger one waits longer)"
         reason = " ".join(reason.split()).replace(f"{self._folder}/", "")
         complete = [path.name for path in reversed(checkpoint_paths(self._folder))]
-        free_mib = shutil.disk_usage(self._folder).free / MIB
+        free_mib = free_bytes(self._folder) / MIB
         damaged_mib = damaged_bytes(self._folder) / MIB
         return SaveError(
             f"checkpoint {step} could not be written to {self._folder}: {reason[-400:]}; the "
@@ -363,4 +381,10 @@ class Checkpointer:
             set_aside(path, "its save did not finish")
 
     def _remove_expired(self) -> None:
-        shutil.rmtree(self._folder / _EXPIRED, ignore_errors=True)
+        if not self._run.is_in_store:
+            shutil.rmtree(self._folder / _EXPIRED, ignore_errors=True)
+            return
+        steps = [int(path.name) for path in checkpoint_paths(self._folder)]
+        for step in set(steps) - self._preservation.kept(steps):
+            remove(self._folder / str(step), MANIFEST)
+        self._manager.reload()

@@ -15,7 +15,6 @@ import base64
 import collections
 import json
 import logging
-import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +32,7 @@ from switchx.checkpoint.parts import (
     require_unchanged,
 )
 from switchx.manifest import checksum_of, damages
+from switchx.object_store import Folder, kvstore
 from switchx.storage.record import RecordError
 from switchx.storage.snapshot import Snapshot
 from switchx.tree import Tree, named_leaves, nested
@@ -62,12 +62,12 @@ def from_items(items: dict[str, Tree], like: Tree) -> Tree:
     return jax.tree.unflatten(structure, [leaves[name] for name in named_leaves(like)])
 
 
-def items_of(path: pathlib.Path) -> list[str]:
+def items_of(path: Folder) -> list[str]:
     """Which of the items of arrays a checkpoint has: a converted model's has parameters."""
     return [item for item in ("params", "train_state", "average") if (path / item).is_dir()]
 
 
-def stored_items(path: pathlib.Path) -> dict[str, Tree]:
+def stored_items(path: Folder) -> dict[str, Tree]:
     """What Orbax says of each array: `shape`, `dtype`, and `sharding` when it was saved.
 
     Raises:
@@ -78,12 +78,12 @@ def stored_items(path: pathlib.Path) -> dict[str, Tree]:
     return nested(named_leaves(stored) | records)
 
 
-def has_records(path: pathlib.Path) -> bool:
+def has_records(path: Folder) -> bool:
     """Whether the experts of a checkpoint are records."""
     return (path / EXPERTS).is_dir()
 
 
-def require_records_unchanged(path: pathlib.Path) -> None:
+def require_records_unchanged(path: Folder) -> None:
     """Compares the bytes of the records, which a store then links without reading them.
 
     Where several processes run, all of them call this, and each reads its share.
@@ -100,7 +100,7 @@ def require_records_unchanged(path: pathlib.Path) -> None:
     require_of_all(path, faults)
 
 
-def _record_leaves(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
+def _record_leaves(path: Folder) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays `[N, E, ...]` that a checkpoint has in records, by name in the items."""
     if not has_records(path):
         return {}
@@ -115,7 +115,7 @@ def _record_leaves(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _read_records(path: pathlib.Path, names: set[str]) -> dict[str, np.ndarray]:
+def _read_records(path: Folder, names: set[str]) -> dict[str, np.ndarray]:
     """Those of `_record_leaves` with these names, all of one update.
 
     Raises:
@@ -143,7 +143,7 @@ def _read_records(path: pathlib.Path, names: set[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str, Tree]:
+def read_items(path: Folder, targets: dict[str, Tree | None]) -> dict[str, Tree]:
     """Items of a checkpoint on any mesh, whichever saved it.
 
     Args:
@@ -182,7 +182,7 @@ def read_items(path: pathlib.Path, targets: dict[str, Tree | None]) -> dict[str,
     return nested(named_leaves(read) | placed)
 
 
-def read_leaves(path: pathlib.Path, targets: dict[str, Any]) -> dict[str, jax.Array]:
+def read_leaves(path: Folder, targets: dict[str, Any]) -> dict[str, jax.Array]:
     """Some arrays of a checkpoint, by their names in its items, and nothing else of it.
 
     Args:
@@ -207,12 +207,12 @@ def read_leaves(path: pathlib.Path, targets: dict[str, Any]) -> dict[str, jax.Ar
     return read | {name: _placed(array, targets[name]) for name, array in of_experts.items()}
 
 
-def _described(path: pathlib.Path, items: Iterable[str]) -> dict[str, Tree]:
+def _described(path: Folder, items: Iterable[str]) -> dict[str, Tree]:
     """What Orbax says of the arrays of items."""
     described = {}
     with ocp.StandardCheckpointer() as reader:
         for item in items:
-            base = {"driver": "file", "path": f"{path / item}/"}
+            base = kvstore(path / item)
             try:
                 # Of an index that cannot be read, Orbax tells less, and once for every array.
                 store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
@@ -226,14 +226,14 @@ def _described(path: pathlib.Path, items: Iterable[str]) -> dict[str, Tree]:
     return described
 
 
-def _restored(reader, item: pathlib.Path, *target, **arguments) -> Tree:
+def _restored(reader, item: Folder, *target, **arguments) -> Tree:
     try:
         return reader.restore(item, *target, **arguments)
     except Exception as error:
         raise _unreadable(item, error) from error
 
 
-def _unreadable(item: pathlib.Path, error: Exception | str) -> ValueError:
+def _unreadable(item: Folder, error: Exception | str) -> ValueError:
     """Orbax raises what its storage does."""
     fault = f"its arrays of {item.name} cannot be read: {' '.join(str(error).split())[:300]}"
     if jax.process_count() == 1:
@@ -308,7 +308,7 @@ def decode_data_state(content: dict[str, Any]) -> Any:
     return base64.b64decode(content["base64"]) if "base64" in content else content["json"]
 
 
-def read_data_states(path: pathlib.Path) -> list[Any]:
+def read_data_states(path: Folder) -> list[Any]:
     """The iterator states in a checkpoint, of each process that saved it.
 
     Raises:
@@ -326,7 +326,7 @@ def read_data_states(path: pathlib.Path) -> list[Any]:
     return [decode_data_state(_data_content(files[name])) for name in wanted]
 
 
-def _data_content(file: pathlib.Path) -> dict[str, Any]:
+def _data_content(file: Folder) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
         claimed = content.pop("crc32", None)  # earlier versions had it in the manifest alone

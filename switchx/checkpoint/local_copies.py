@@ -69,7 +69,8 @@ class LocalCopies:
         Raises:
             ValueError: it cannot be written.
         """
-        name = f"{run.root.name}-{hashlib.sha256(str(run.root).encode()).hexdigest()[:12]}"
+        where = str(run.where)
+        name = f"{run.where.name}-{hashlib.sha256(where.encode()).hexdigest()[:12]}"
         process = data_file().removesuffix(".json")
         self._folder = pathlib.Path(directory).expanduser().absolute() / name / process
         try:

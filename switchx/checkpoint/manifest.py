@@ -6,7 +6,6 @@ checkpoint without one, or whose files are not those of it, is not whole.
 """
 
 import dataclasses
-import pathlib
 import zlib
 from collections.abc import Iterator
 from numbers import Real
@@ -15,6 +14,7 @@ from typing import Any
 from switchx import manifest
 from switchx.checkpoint.items import EXPERTS, has_records, items_of
 from switchx.checkpoint.parts import LISTS, list_names, read_lists
+from switchx.object_store import Folder, files_in
 from switchx.storage.snapshot import Snapshot
 
 MANIFEST = "manifest.json"
@@ -56,7 +56,7 @@ def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def write_manifest(folder: pathlib.Path, about: Manifest) -> None:
+def write_manifest(folder: Folder, about: Manifest) -> None:
     """Joins what the processes listed, and names and sizes of the files that none has listed.
 
     Those are flushed to the disk, as the processes did with theirs. Only the lists are read.
@@ -75,15 +75,15 @@ def write_manifest(folder: pathlib.Path, about: Manifest) -> None:
     if has_records(folder):
         files = Snapshot(folder / EXPERTS).files
         known |= {f"{EXPERTS}/{name}": list(each) for name, each in files.items()}
-    for path in folder.rglob("*"):
-        if path.is_file() and (name := str(path.relative_to(folder))) not in known:
-            known[name] = [manifest.flush(path), None]
+    for name in files_in(folder):
+        if name not in known:
+            known[name] = [manifest.flush(folder / name), None]
     manifest.write_manifest(
         folder, MANIFEST, content, "crc32", left_out=_COMMIT_FILES, known=known
     )
 
 
-def read_manifest(folder: pathlib.Path) -> Manifest:
+def read_manifest(folder: Folder) -> Manifest:
     """The manifest of the checkpoint in `folder`.
 
     Raises:
@@ -100,7 +100,7 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     return about
 
 
-def damages(folder: pathlib.Path, *, checksums: bool) -> Iterator[str]:
+def damages(folder: Folder, *, checksums: bool) -> Iterator[str]:
     """All that is wrong with the files of a checkpoint, a clause each.
 
     Args:
@@ -114,6 +114,6 @@ def damages(folder: pathlib.Path, *, checksums: bool) -> Iterator[str]:
     yield from manifest.damages(folder, files, "crc32" if checksums else None)
 
 
-def find_damage(folder: pathlib.Path, *, checksums: bool) -> str | None:
+def find_damage(folder: Folder, *, checksums: bool) -> str | None:
     """The first thing wrong with a checkpoint, or None when it is whole."""
     return next(damages(folder, checksums=checksums), None)

@@ -27,7 +27,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +38,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from switchx.manifest import checksum_of, flush, read_manifest
+from switchx.object_store import Folder, as_folder, files_in
 from switchx.tree import named_leaves
 
 LISTS = "checksums"  # the folder of the lists in an item
@@ -56,7 +56,7 @@ class DamagedCheckpoint(ValueError):
         fault: a clause that begins with "its".
     """
 
-    def __init__(self, path: pathlib.Path, fault: str):
+    def __init__(self, path: Folder, fault: str):
         super().__init__(
             f"checkpoint {path} is damaged: {fault}; `switchx checkpoint verify` names all "
             "faults. Use another step; training goes on from an older one by itself"
@@ -151,7 +151,7 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
             if own
         }
         self.hashed_bytes += sum(x.nbytes for own in on_host.values() for _, x in own)
-        folder = pathlib.Path(getattr(directory, "path", directory))
+        folder = as_folder(getattr(directory, "path", directory))
         writing = self._lists.submit(self._write_list, folder, commits, described)
         self._writing.append(writing)
         return [*commits, writing]
@@ -174,7 +174,7 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
         for each in writing:
             each.result(0)
 
-    def _write_list(self, folder: pathlib.Path, commits: list, described: dict) -> None:
+    def _write_list(self, folder: Folder, commits: list, described: dict) -> None:
         for each in described.values():
             each["parts"] = [
                 [[(at.start, at.stop) for at in index], crc.result()]
@@ -183,10 +183,11 @@ class ChecksummedArrays(ocp.handlers.StandardCheckpointHandler):
         for commit in commits:
             commit.result()
         process, count = jax.process_index(), jax.process_count()
-        written = folder.glob(f"ocdbt.process_{process}/**/*")
-        paths = [path for path in written if path.is_file()]
-        paths += folder.glob(f"array_metadatas/process_{process}")
-        files = {str(path.relative_to(folder)): flush(path) for path in sorted(paths)}
+        own = f"ocdbt.process_{process}"
+        names = [f"{own}/{name}" for name in files_in(folder / own)]
+        if (folder / (metadata := f"array_metadatas/process_{process}")).exists():
+            names.append(metadata)
+        files = {name: flush(folder / name) for name in sorted(names)}
         content: dict[str, Any] = {"files": files, "arrays": described}
         content |= {_LIST_CHECKSUM: checksum_of(content, _LIST_CHECKSUM)}
         path = folder / LISTS / f"process_{process}_of_{count}.json"
@@ -231,7 +232,7 @@ class ListedArray:
         return sum(math.prod(at.stop - at.start for at in index) for index, _ in self.parts)
 
 
-def read_lists(item: pathlib.Path) -> tuple[dict[str, ListedArray], dict[str, int]]:
+def read_lists(item: Folder) -> tuple[dict[str, ListedArray], dict[str, int]]:
     """Arrays by name, and sizes of files by their names in the item.
 
     Nothing of either, of an item that was saved without lists.
@@ -258,7 +259,7 @@ def read_lists(item: pathlib.Path) -> tuple[dict[str, ListedArray], dict[str, in
     return arrays, files
 
 
-def description_faults(item: pathlib.Path, stored: dict[str, Any]) -> list[str]:
+def description_faults(item: Folder, stored: dict[str, Any]) -> list[str]:
     """Where what Orbax says of the arrays of an item is not what the lists say.
 
     Args:
@@ -280,7 +281,7 @@ def description_faults(item: pathlib.Path, stored: dict[str, Any]) -> list[str]:
     ]
 
 
-def list_names(item: pathlib.Path) -> list[str]:
+def list_names(item: Folder) -> list[str]:
     """The lists that an item has.
 
     Raises:
@@ -300,7 +301,7 @@ def list_names(item: pathlib.Path) -> list[str]:
     return wanted
 
 
-def require_unchanged(path: pathlib.Path, item: str, leaves: dict[str, Any]) -> None:
+def require_unchanged(path: Folder, item: str, leaves: dict[str, Any]) -> None:
     """Compares arrays that were read with the parts of them that this process holds whole.
 
     Where several processes run, all of them call this. A part that several devices hold is
@@ -358,7 +359,7 @@ def _held(leaf, parts: list[tuple[Index, int]]) -> Iterator[tuple[np.ndarray, in
             yield on_host[at], crc
 
 
-def require_of_all(path: pathlib.Path, faults: list[str]) -> None:
+def require_of_all(path: Folder, faults: list[str]) -> None:
     """Raises DamagedCheckpoint in every process if one has faults."""
     total = len(faults)
     if jax.process_count() > 1:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -26,12 +25,13 @@ from switchx.data.tokenizers import Vocabulary
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params
 from switchx.models.unroll import scanned_blocks, unrolled_blocks
+from switchx.object_store import Folder
 from switchx.tree import Tree, named_leaves
 
 logger = logging.getLogger(__name__)
 
 
-def checkpoint_paths(checkpoints: pathlib.Path) -> list[pathlib.Path]:
+def checkpoint_paths(checkpoints: Folder) -> list[Folder]:
     """`<checkpoints>/<step>`, the newest first; complete or not."""
     if not checkpoints.is_dir():
         return []
@@ -39,12 +39,12 @@ def checkpoint_paths(checkpoints: pathlib.Path) -> list[pathlib.Path]:
     return sorted(steps, key=lambda path: int(path.name), reverse=True)
 
 
-def warn_skipped(path: pathlib.Path, damage: str) -> None:
+def warn_skipped(path: Folder, damage: str) -> None:
     logger.warning("checkpoint %s is skipped: %s", path, damage)
 
 
 def first_complete(
-    paths: Iterable[pathlib.Path], report: Callable[[pathlib.Path, str], None] = warn_skipped
+    paths: Iterable[Folder], report: Callable[[Folder, str], None] = warn_skipped
 ) -> int | None:
     """Step of the first checkpoint whose files are there in their sizes; none is read.
 
@@ -81,14 +81,14 @@ def choose_step(run: RunFolder, step: int | Literal["best"] | None = None) -> in
         wanted = {None: "", "best": " with a score"}.get(step, f" of step {step}")
         names = ", ".join(path.name for path in checkpoint_paths(run.checkpoints))
         raise ValueError(
-            f"no complete checkpoint{wanted} in {run.root}: "
+            f"no complete checkpoint{wanted} in {run.where}: "
             f"{f'found checkpoints {names}' if names else run.found()}; make one with "
             f"`switchx train --gin_file=... --model_dir={run.path}`, or give another folder"
         )
     return chosen
 
 
-def _score(path: pathlib.Path) -> float | None:
+def _score(path: Folder) -> float | None:
     """The score in the manifest; best of all when unreadable, to be reported as damaged."""
     try:
         return read_manifest(path).score
@@ -124,7 +124,7 @@ def restore_params(
 
 
 def restore_items(
-    path: pathlib.Path, targets: dict[str, Tree | None], model: ModelConfig | None
+    path: Folder, targets: dict[str, Tree | None], model: ModelConfig | None
 ) -> dict[str, Tree]:
     """Items of a checkpoint as arrays of `model`, on any mesh and in its layout of layers.
 
@@ -151,7 +151,7 @@ def restore_items(
     return unrolled_blocks(jax.tree.map(_cut, repeats, arrays))
 
 
-def stored_model(path: pathlib.Path, model: ModelConfig) -> ModelConfig:
+def stored_model(path: Folder, model: ModelConfig) -> ModelConfig:
     """The model with its layers as a checkpoint has them, scanned or unrolled.
 
     The model itself where the checkpoint is of neither.

@@ -9,17 +9,19 @@ import math
 import os
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
 
-from switchx.checkpoint.manifest import numbers_of, read_manifest
+from switchx.checkpoint.manifest import MANIFEST, numbers_of, read_manifest
 from switchx.checkpoint.parts import ChecksummedArrays
 from switchx.checkpoint.restore import checkpoint_paths, choose_step
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.data_dir import write_atomically
-from switchx.fields import check_choices, require_above_zero, require_at_least
+from switchx.fields import check_choices, require, require_above_zero, require_at_least
+from switchx.object_store import Folder, is_address, remove
 
 logger = logging.getLogger(__name__)
 
@@ -98,15 +100,20 @@ class Preservation:
     scores: dict[int, float]
 
     def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        """As Orbax asks."""
         del context
-        steps = [info.step for info in checkpoints]
+        kept = self.kept([info.step for info in checkpoints])
+        return [info.step in kept for info in checkpoints]
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Which of these stay."""
         scored = filter(self.scores.__contains__, steps)
         best = heapq.nlargest(self.retention.keep_best, scored, key=self.scores.get)
         kept = {*sorted(steps)[-self.retention.keep_last :], *best}
         period = self.retention.keep_period
         if period is not None:
             kept |= {step for step in steps if step % period == 0}
-        return [step in kept for step in steps]
+        return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +173,7 @@ class SaveMeter:
         """The save that was begun, if one was, will not finish."""
         self._begun = None
 
-    def finished(self, path: pathlib.Path) -> None:
+    def finished(self, path: Folder) -> None:
         """The checkpoint that was begun, if one was, is whole; process 0 measures it."""
         if self._begun is None:
             return
@@ -196,8 +203,23 @@ class SaveMeter:
         return longest + max(0.0, longest - (time.monotonic() - self._begun[0]))
 
 
-def set_aside(path: pathlib.Path, damage: str) -> None:
-    """Renames one checkpoint; `damage` says why, for the warning."""
+def set_aside(path: Folder, damage: str) -> None:
+    """Renames one checkpoint; `damage` says why, for the warning.
+
+    A store cannot rename. What a save that was cut short left there is deleted.
+
+    Raises:
+        ValueError: it is in a store, and has a manifest.
+    """
+    if is_address(path):
+        if (path / MANIFEST).exists():
+            raise ValueError(
+                f"checkpoint {path} is not whole: {damage}. A store cannot rename it: move it "
+                "away or delete it, then run the same command to go on from an older one"
+            )
+        logger.warning("checkpoint %s is deleted: its save did not finish", path)
+        remove(path, MANIFEST)
+        return
     name = _renamed(path, "damaged")
     logger.warning(
         "checkpoint %s is skipped: %s. It is kept as %s; all %s take %.1f MiB and are yours to "
@@ -220,8 +242,14 @@ def rewind(run: RunFolder, step: int | Literal["best"]) -> tuple[int, list[str]]
         Its step, and the new names of those after it.
 
     Raises:
-        ValueError: there is no such complete checkpoint; a trainer holds the folder.
+        ValueError: there is no such complete checkpoint; a trainer holds the folder; it is in
+            a store.
     """
+    require(
+        not run.is_in_store,
+        f"{run.where} is in a store, which cannot rename the checkpoints after step {step}; "
+        "delete them, or train another folder with INIT_FROM and INIT_STEP",
+    )
     chosen = choose_step(run, step)
     with run.locked():
         run.identity.unlink(missing_ok=True)  # local copies are of what is gone back on
@@ -230,7 +258,7 @@ def rewind(run: RunFolder, step: int | Literal["best"]) -> tuple[int, list[str]]
         return chosen, [_renamed(path, "superseded") for path in later]
 
 
-def _renamed(path: pathlib.Path, reason: str) -> str:
+def _renamed(path: Folder, reason: str) -> str:
     stem, number = path.name.removesuffix(UNFINISHED), 1
     while (target := path.with_name(f"{stem}.{reason}-{number}")).exists():
         number += 1
@@ -238,6 +266,8 @@ def _renamed(path: pathlib.Path, reason: str) -> str:
     return target.name
 
 
-def damaged_bytes(checkpoints: pathlib.Path) -> int:
+def damaged_bytes(checkpoints: Folder) -> int:
     """Bytes of everything that was set aside."""
+    if is_address(checkpoints):
+        return 0
     return sum(os.lstat(path).st_size for path in checkpoints.glob("*.damaged-*/**/*"))

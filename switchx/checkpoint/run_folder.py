@@ -29,6 +29,7 @@ from switchx.data.vocabularies import save_vocabulary
 from switchx.fields import describe, require
 from switchx.models.config import ModelConfig, model_from_description
 from switchx.models.params import abstract_params
+from switchx.object_store import Folder, as_folder, files_in, is_address, mirror, small_files
 from switchx.tree import named_leaves
 
 
@@ -40,19 +41,18 @@ def _inside(name: str) -> property:
 class RunFolder:
     """The paths of one run.
 
+    Of an address such as `gs://bucket/run`, checkpoints are in the store. The small files are
+    those of a mirror on this machine (object_store.py), fetched at first use; a trainer puts
+    them.
+
     Raises:
-        ValueError: `path` is an address such as `gs://bucket/run`; Python would quietly
-            make a local folder of that name.
+        ValueError: the address is none of a store that can be used.
     """
 
     path: str | os.PathLike
 
     def __post_init__(self):
-        if "://" in str(self.path):
-            raise ValueError(
-                f"model_dir={str(self.path)!r} is an address, not a folder; mount the bucket "
-                "(gcsfuse, mount-s3) and give the folder where it is mounted"
-            )
+        as_folder(self.path, "model_dir")
 
     config = _inside("config.json")  # what a resumed run is compared with
     operative_config = _inside("operative_config.gin")  # every gin binding that was used
@@ -68,7 +68,6 @@ class RunFolder:
     peaks = _inside("peaks.json")  # the best of each task's metrics, and when
     tensorboard = _inside("tensorboard")  # the same numbers as TensorBoard events
     wandb_run = _inside("wandb_run.txt")  # the run of Weights & Biases that goes on
-    checkpoints = _inside("checkpoints")  # see checkpointer.py and docs/checkpoints.md
     last_save = _inside("last_save.json")  # what the last save took, retention.py
     identity = _inside("run_id.txt")  # whose local copies are this run's, local_copies.py
     storage = _inside("storage")  # experts on a disk: records, requests; docs/storage.md
@@ -79,9 +78,29 @@ class RunFolder:
     lock_file = _inside("trainer.lock")  # held by the one trainer that may write here
 
     @property
-    def root(self) -> pathlib.Path:
+    def where(self) -> Folder:
         """`path`, absolute: Orbax wants it so."""
-        return pathlib.Path(self.path).expanduser().absolute()
+        return as_folder(self.path)
+
+    @property
+    def root(self) -> pathlib.Path:
+        """The folder of the small files: `where`, or the mirror of an address."""
+        return small_files(self.path)
+
+    @property
+    def is_in_store(self) -> bool:
+        """Whether it is in an object store."""
+        return is_address(self.path)
+
+    @property
+    def checkpoints(self) -> Folder:
+        """See checkpointer.py and docs/checkpoints.md."""
+        return self.where / "checkpoints"
+
+    def put(self) -> None:
+        """Puts small files that were written since into a store; a folder has them."""
+        if self.is_in_store:
+            mirror(str(self.where)).put()
 
     def create(self) -> Self:
         """Makes the folder, unless it is there, and proves that it can be written.
@@ -89,16 +108,19 @@ class RunFolder:
         Raises:
             ValueError: it cannot be made or written, with the system's reason.
         """
-        probe = self.root / f".write_probe_{os.getpid()}"
+        probe = self.where / f".write_probe_{os.getpid()}"
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            if not self.is_in_store:  # a bucket is not made in passing
+                self.where.mkdir(parents=True, exist_ok=True)
             probe.write_text("written")
             probe.unlink()
+            if self.is_in_store:  # another machine may have written since the mirror was made
+                mirror(str(self.where)).fetch()
         except OSError as error:
             raise ValueError(
-                f"model_dir={str(self.path)!r} cannot be written ({error.strerror}: "
+                f"model_dir={str(self.path)!r} cannot be written ({error.strerror or error}: "
                 f"{error.filename}); give a folder that this user may write, on a disk that "
-                "has space"
+                "has space, or in a bucket that is there"
             ) from error
         return self
 
@@ -106,11 +128,16 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Holds the folder for one trainer; the system frees it when the process ends.
 
-        Advisory (flock): it keeps out other trainers, not readers such as `switchx eval`.
+        Advisory (flock): it keeps out other trainers, not readers such as `switchx eval`. In a
+        store, which has no locks, the trainer before is kept out (`Mirror.owned`).
 
         Raises:
             ValueError: another process holds it; says which.
         """
+        if self.is_in_store:
+            with mirror(str(self.where)).owned():
+                yield
+            return
         with self.lock_file.open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,6 +153,15 @@ class RunFolder:
             json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
             file.flush()
             yield
+
+    def require_owned(self) -> None:
+        """Checks that no other trainer has taken over a folder in a store.
+
+        Raises:
+            ValueError: one has; says which.
+        """
+        if self.is_in_store:
+            mirror(str(self.where)).require_owned()
 
     @property
     def is_begun(self) -> bool:
@@ -145,6 +181,9 @@ class RunFolder:
 
     def found(self) -> str:
         """What is at `path`, in words, for the errors of those who expected more."""
+        if self.is_in_store:
+            names = sorted({name.partition("/")[0] for name in files_in(self.where)})
+            return f"found {', '.join(names[:8])}" if names else "nothing is there"
         if not self.root.exists():
             return "nothing is there"
         if not self.root.is_dir():
@@ -165,7 +204,7 @@ def read_config(run: RunFolder) -> dict[str, Any]:
             raise ValueError("it describes no model")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{run.root} is not a run folder, its config.json cannot be read ({error}): "
+            f"{run.where} is not a run folder, its config.json cannot be read ({error}): "
             f"{run.found()}; give the model_dir of a run"
         ) from error
     # Runs of before kept some experts' gradients as factors: the same numbers.
@@ -187,7 +226,7 @@ def read_sparse_model_config(run: RunFolder) -> ModelConfig:
     model = read_model_config(run)
     require(
         model.switch is not None,
-        f"{run.root} is the run of a dense model, which routes nothing; give the model_dir of "
+        f"{run.where} is the run of a dense model, which routes nothing; give the model_dir of "
         "a run with Switch layers",
     )
     return model
@@ -203,7 +242,7 @@ def require_shared(run: RunFolder, patience_s: float = PATIENCE_S) -> None:
     Raises:
         ValueError: it is not; names the processes.
     """
-    if jax.process_count() == 1:
+    if jax.process_count() == 1 or run.is_in_store:
         return
     nonce = int(multihost_utils.broadcast_one_to_all(np.int32(os.getpid())))
     token = run.root / f".seen_by_all_{nonce}"

@@ -11,7 +11,6 @@ or lack rows of the data.
 import collections
 import itertools
 import math
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +42,7 @@ from switchx.checkpoint.restore import stored_model
 from switchx.checkpoint.run_folder import RunFolder, read_config, read_model_config
 from switchx.data.loader import merge_states
 from switchx.models.params import abstract_params
+from switchx.object_store import Folder, kvstore
 from switchx.storage.record import RecordError
 from switchx.storage.snapshot import Snapshot
 from switchx.tree import named_leaves
@@ -89,14 +89,14 @@ def checkpoint_faults(run: RunFolder, step: int) -> list[str]:
     return faults
 
 
-def _in_orbax(path: pathlib.Path, stored: dict, item: str) -> dict[str, Any]:
+def _in_orbax(path: Folder, stored: dict, item: str) -> dict[str, Any]:
     """The arrays of an item that are no records."""
     records = set(_of_records(path))
     leaves = named_leaves(stored[item]).items()
     return {name: leaf for name, leaf in leaves if f"{item}/{name}" not in records}
 
 
-def _of_records(path: pathlib.Path) -> Iterator[str]:
+def _of_records(path: Folder) -> Iterator[str]:
     if has_records(path):
         for types in Snapshot(path / EXPERTS).layout.layers.values():
             yield from map(item_name, types)
@@ -114,7 +114,7 @@ def _share(num_bytes: dict[Any, int]) -> list:
     return mine
 
 
-def _array_faults(path: pathlib.Path, stored: dict) -> list[str]:
+def _array_faults(path: Folder, stored: dict) -> list[str]:
     """Parts that are not what was saved, and numbers that are not finite."""
     parts: dict[tuple[str, int], tuple[tensorstore.TensorStore, Index, int | None]] = {}
     faults, num_bytes, sizes = [], {}, {}
@@ -152,10 +152,9 @@ def _array_faults(path: pathlib.Path, stored: dict) -> list[str]:
     ]
 
 
-def _open(item: pathlib.Path, name: str) -> tensorstore.TensorStore:
+def _open(item: Folder, name: str) -> tensorstore.TensorStore:
     """An array as Orbax stores it. A chunk that is missing is an error."""
-    base = {"driver": "file", "path": f"{item}/"}
-    store = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+    store = {"driver": "ocdbt", "base": kvstore(item), "path": f"{name.replace('/', '.')}/"}
     spec = {"driver": "zarr", "kvstore": store, "fill_missing_data_reads": False}
     return tensorstore.open(spec, open=True, read=True).result()
 
@@ -196,7 +195,7 @@ def _not_finite(name: str, values: np.ndarray) -> tuple[str, int] | None:
     return (name, bad) if bad else None
 
 
-def _record_faults(path: pathlib.Path) -> list:
+def _record_faults(path: Folder) -> list:
     """As of parts, of this process' share of the records, whose files are as they were."""
     if not has_records(path):
         return []
@@ -216,7 +215,7 @@ def _record_faults(path: pathlib.Path) -> list:
     return found
 
 
-def _step_faults(run: RunFolder, path: pathlib.Path, step: int) -> list[str]:
+def _step_faults(run: RunFolder, path: Folder, step: int) -> list[str]:
     """Whether state and data are of the step of the folder."""
     faults = []
     try:
@@ -228,7 +227,7 @@ def _step_faults(run: RunFolder, path: pathlib.Path, step: int) -> list[str]:
     return faults + _data_faults(run, path, step)
 
 
-def _data_faults(run: RunFolder, path: pathlib.Path, step: int) -> list[str]:
+def _data_faults(run: RunFolder, path: Folder, step: int) -> list[str]:
     """Whether the data goes on where the state does, for each row of a batch."""
     try:
         states = read_data_states(path)

@@ -153,7 +153,7 @@ def _axes(entry: str | Sequence[str] | None) -> str | None:
 
 
 def _print_inspection(run, step, checkpoints, arrays, config) -> None:
-    print(f"{run.root}: {config['type']}, {len(checkpoints)} checkpoints")
+    print(f"{run.where}: {config['type']}, {len(checkpoints)} checkpoints")
     for row in checkpoints:
         if row["fault"]:
             print(f"  {row['step']:>8}  not whole: {row['fault']}")
@@ -204,7 +204,7 @@ def verify(arguments: argparse.Namespace) -> int:
             processes,
             arguments,
             prepare=lambda: _steps_to_verify(run, arguments.step),
-            state=lambda steps: {"DIR": str(run.root), "steps": steps},
+            state=lambda steps: {"DIR": str(run.where), "steps": steps},
             work=work,
             explain=lambda error: shared.explain(error, arguments),
         )
@@ -227,7 +227,7 @@ def _steps_to_verify(run, step: int | None) -> list[int]:
         return steps
     if step not in steps:
         there = ", ".join(map(str, steps))
-        raise ValueError(f"{run.root} has no checkpoint {step}, but {there}")
+        raise ValueError(f"{run.where} has no checkpoint {step}, but {there}")
     return [step]
 
 
@@ -252,12 +252,12 @@ def average(arguments: argparse.Namespace) -> int:
         else:
             params = mean_of_checkpoints(run, steps)
             what = f"the mean of steps {', '.join(map(str, steps))}"
-        write_average(run, params, RunFolder(folder), f"{what} of {run.root}")
+        write_average(run, params, RunFolder(folder), f"{what} of {run.where}")
     if arguments.json:
         written = {"steps": steps or [step], "is_moving": arguments.moving}
         print(json.dumps({"command": "checkpoint average", "out": arguments.out} | written))
     else:
-        print(f"{arguments.out}: {what} of {run.root}")
+        print(f"{arguments.out}: {what} of {run.where}")
     return 0
 
 
@@ -273,7 +273,7 @@ def rewind(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"command": "checkpoint rewind", "step": step, "renamed": renamed}))
     else:
-        print(f"{run.root}: training goes on from step {step}")
+        print(f"{run.where}: training goes on from step {step}")
         for name in renamed:
             print(f"  a later one is kept as {run.checkpoints / name}")
     return 0
@@ -285,7 +285,7 @@ def _paths(run) -> list:
     paths = checkpoint_paths(run.checkpoints)
     if not paths:
         raise ValueError(
-            f"{run.root} has no checkpoints: {run.found()}; give the model_dir of a run"
+            f"{run.where} has no checkpoints: {run.found()}; give the model_dir of a run"
         )
     return paths
 
@@ -302,7 +302,7 @@ def _chosen(run, step, checkpoints) -> int:
         steps = ", ".join(str(row["step"]) for row in checkpoints)
         raise ValueError(
             f"no whole checkpoint{'' if step is None else f' {step}'} among {steps} in "
-            f"{run.root}; "
+            f"{run.where}; "
             "`switchx checkpoint verify` says what is wrong"
         )
     return whole[-1]["step"]

@@ -186,7 +186,7 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
     reporter.note(f"reading {source.checkpoints / str(step)}")
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         target = jax.tree.map(abstract, abstract_params(config))
-        params = restore_params(source.root, step, target=target, model=config)
+        params = restore_params(source.path, step, target=target, model=config)
     file, num_sentinels = None, vocabulary.num_sentinels
     if isinstance(vocabulary, SentencePieceVocabulary):
         file = pathlib.Path(vocabulary.path)

@@ -100,7 +100,7 @@ def _reshape(arguments: argparse.Namespace, reporter) -> tuple[list[dict[str, An
     _check(arguments, config)
     job = check_same_model(folder, shared.parse_job_of(arguments, folder))
     reporter.note(f"reading {folder.root} and its validation text")
-    model = api.load(folder.root, arguments.step)
+    model = api.load(folder.path, arguments.step)
     text = ValidationText.of(job, num_prompts=0, input_length=1)
     rows = [_row("before", model, text)]
     if config.switch is None:

@@ -49,7 +49,7 @@ def print_summary(
     if metrics and metrics[-1].get("routing"):
         parts.append(load_table(job.model, metrics[-1]["routing"]["load"]))
     places = {
-        "run folder": run.root,
+        "run folder": run.where,
         "checkpoint": run.checkpoints / str(outcome.step) if is_saved else "none",
         "metrics": f"{run.metrics}, {run.validation.name}",
         "TensorBoard": run.tensorboard,

@@ -34,6 +34,7 @@ from switchx.data.vocabulary_training import (
     train_model,
 )
 from switchx.fields import describe, from_description, require
+from switchx.object_store import small_files
 
 DESCRIPTION_FILE = "vocabulary.json"
 
@@ -192,14 +193,14 @@ def save_vocabulary(vocabulary: Vocabulary, directory: str | Path) -> None:
 
 
 def load_vocabulary(directory: str | Path) -> Vocabulary:
-    """Reads what `save_vocabulary` wrote.
+    """Reads what `save_vocabulary` wrote, of a folder or an address in a store.
 
     Raises:
         ValueError: there is none, it is not of the form that is written (a path in it, say),
             the model lies outside the folder, a user's class cannot be imported, or the
             fingerprint is another one.
     """
-    file = Path(directory) / DESCRIPTION_FILE
+    file = small_files(directory) / DESCRIPTION_FILE
     try:
         description = json.loads(file.read_text())
     except (OSError, ValueError) as error:

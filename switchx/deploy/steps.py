@@ -137,7 +137,7 @@ class Deployment:
     # The steps.
 
     def _fuse(self, made: dict[str, FinishedStep], folder: pathlib.Path) -> dict[str, Any]:
-        model = api.load(self.plan.run_folder.root, self.plan.step)
+        model = api.load(self.plan.run_folder.path, self.plan.step)
         self._write_run(folder, model, model.config, model.params)
         return self._measured(folder, api.load(folder))
 

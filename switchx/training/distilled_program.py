@@ -80,7 +80,7 @@ class DistilledProgram(TrainingProgram):
     def teacher_params(self) -> tree.Tree:
         """Read when they are needed first, each device its part."""
         return restore_params(
-            self.teacher_folder.root,
+            self.teacher_folder.path,
             self.teacher_step,
             target=self._abstract_teacher,
             model=self.teacher,
@@ -128,7 +128,7 @@ class DistilledProgram(TrainingProgram):
     def notes(self) -> tuple[str, ...]:
         said = (
             f"teacher: {tree.num_elements(self._abstract_teacher):,} parameters of "
-            f"{self.teacher_folder.root}, checkpoint {self.teacher_step}"
+            f"{self.teacher_folder.where}, checkpoint {self.teacher_step}"
         )
         return (*super().notes, said, *self._group_notes())
 
@@ -174,7 +174,7 @@ def teacher_config(job: TrainingJob) -> ModelConfig:
     """
     folder = RunFolder(job.distillation.teacher)
     teacher = as_teacher(read_model_config(folder))
-    check_teacher(job.model, teacher, str(folder.root))
+    check_teacher(job.model, teacher, str(folder.where))
     return teacher
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -88,6 +89,8 @@ class Saving:
     def save(self, step: int, state: TrainState, data_state: Any, metrics: dict | None) -> None:
         """Begins a checkpoint in the run folder; see `Checkpointer.save`."""
         logger.info("saving step %d", step)
+        if jax.process_index() == 0:
+            self._run.put()  # logs until here
         self._checkpointer.save(step, state, data_state, metrics)
 
     def is_copied(self, step: int) -> bool:

@@ -183,7 +183,7 @@ def params_of_job(
         job = check_same_model(run, job)
         step = choose_step(run, step)
         target = program.abstract_params
-        params = restore_params(run.root, step, target=target, model=job.model)
+        params = restore_params(run.path, step, target=target, model=job.model)
         of = checkpoint_fingerprint(run, step, job.vocabulary)
         return job, params, step, _fingerprint(about, of)
     require(

@@ -45,13 +45,6 @@ def test_read_only_folder_is_refused_at_once():
         RunFolder(path).create()
 
 
-def test_bucket_address_is_refused():
-    with pytest.raises(
-        ValueError, match=r"model_dir='gs://bucket/run' is an address, not a folder"
-    ):
-        RunFolder("gs://bucket/run")
-
-
 def test_second_trainer_is_refused_and_told_who_holds_the_folder(tmp_path):
     run = RunFolder(tmp_path).create()
     code = (

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Object stores: what `gs://bucket/run` and `s3://bucket/run` need that a folder does not.
+
+A store has objects under keys, and neither folders, nor renames, nor locks, nor appending. An
+object is there whole or not at all, and all readers see it at once. So what is written last (a
+checkpoint's manifest) says that the rest is there, whoever owns a run has written so in a
+token, and files that grow, such as logs, are written on the machine (`Mirror`) and put as they
+are.
+
+Small files go through epath and fsspec (gcsfs, s3fs), arrays through TensorStore, whose drivers
+Orbax names. Orbax knows gs:// alone; `_teach_orbax_s3` gives it the other.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import logging
+import os
+import pathlib
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:  # what few commands need is imported where it is used
+    from etils import epath
+
+logger = logging.getLogger(__name__)
+
+# By scheme: TensorStore's driver, fsspec's names of it, the package that it needs.
+_STORES = {"gs": ("gcs", ("gcs", "gs"), "gcsfs"), "s3": ("s3", ("s3",), "s3fs")}
+
+# The second has the methods of the first.
+Folder: TypeAlias = "pathlib.Path | epath.Path"
+
+
+def is_address(path: str | os.PathLike) -> bool:
+    """Whether it names something in a store, as `s3://bucket/run` does."""
+    return "://" in str(path)
+
+
+def as_folder(path: str | os.PathLike, name: str = "path") -> Folder:
+    """An absolute path, or one in a store.
+
+    Args:
+        name: of the setting that gave it, for messages.
+
+    Raises:
+        ValueError: the store is none that is known, or its package is not installed.
+    """
+    if not is_address(path):
+        return pathlib.Path(path).expanduser().absolute()
+    scheme, _, rest = str(path).partition("://")
+    if scheme not in _STORES or not rest.strip("/"):
+        raise ValueError(
+            f"{name}={str(path)!r} is no address of a store; give gs://BUCKET/..., "
+            "s3://BUCKET/..., or a folder"
+        )
+    _prepare(scheme, name)
+    from etils import epath
+
+    return epath.Path(str(path).rstrip("/"))
+
+
+@functools.cache
+def _prepare(scheme: str, name: str) -> None:
+    _, protocols, package = _STORES[scheme]
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"{name} is in a store {scheme}://, for which the package {package} is needed; "
+            f"install it (pip install {package}), or give a folder"
+        )
+    import fsspec
+
+    for protocol in protocols:  # epath's own instances get it from here
+        fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
+    if scheme == "s3":
+        _teach_orbax_s3()
+
+
+@functools.cache
+def _teach_orbax_s3() -> None:
+    """Orbax then gives TensorStore the driver of S3 for `s3://`.
+
+    Of addresses it knows `gs://`. What it makes of one is the same for S3 but for the driver.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    build = tensorstore_utils.build_kvstore_tspec
+
+    def with_s3(directory: str, *arguments, **named) -> dict[str, Any]:
+        if not str(directory).startswith("s3://"):
+            return build(directory, *arguments, **named)
+        spec = build(str(directory).replace("s3://", "gs://", 1), *arguments, **named)
+        return _as_s3(spec)
+
+    tensorstore_utils.build_kvstore_tspec = with_s3
+
+
+def _as_s3(spec: Any) -> Any:
+    if not isinstance(spec, dict):
+        return spec
+    if spec.get("driver") == "gcs":
+        return spec | {"driver": "s3"} | _s3_settings()
+    return {key: _as_s3(value) for key, value in spec.items()}
+
+
+def _s3_settings() -> dict[str, str]:
+    """Endpoint and region as the environment has them for every program of AWS."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL"))
+    region = os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION"))
+    settings = {"endpoint": endpoint, "aws_region": region}
+    return {key: value for key, value in settings.items() if value}
+
+
+def kvstore(folder: Folder) -> dict[str, Any]:
+    """TensorStore's specification of a key-value store whose keys are names in a folder."""
+    if not is_address(folder):
+        return {"driver": "file", "path": f"{folder}/"}
+    scheme, _, rest = str(folder).partition("://")
+    bucket, _, path = rest.partition("/")
+    spec = {"driver": _STORES[scheme][0], "bucket": bucket, "path": f"{path}/"}
+    return spec | (_s3_settings() if scheme == "s3" else {})
+
+
+def files_in(folder: Folder) -> dict[str, int]:
+    """Bytes of all files below a folder, by their names in it; none where nothing is there."""
+    if not is_address(folder):
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    store, root = _store_of(folder)
+    found = store.find(root, detail=True).items()
+    return {key.removeprefix(f"{root}/"): each["size"] for key, each in found}
+
+
+def remove(folder: Folder, first: str) -> None:
+    """Deletes a folder of a store.
+
+    Args:
+        first: name of the file that says that the rest is there; deleted before the rest.
+    """
+    (folder / first).unlink(missing_ok=True)
+    if files_in(folder):
+        store, root = _store_of(folder)
+        store.rm(root, recursive=True)
+
+
+def _store_of(folder: Folder) -> tuple[Any, str]:
+    """fsspec's file system of a folder, and its path there."""
+    import fsspec
+
+    return fsspec.core.url_to_fs(str(folder))
+
+
+def free_bytes(folder: Folder) -> float:
+    """Of the disk; a store has no end."""
+    return float("inf") if is_address(folder) else shutil.disk_usage(folder).free
+
+
+class Mirror:
+    """The small files of a folder in a store, on this machine: read and written here, then put.
+
+    Attributes:
+        folder: with a copy of them, of this process alone, deleted when it ends.
+    """
+
+    # Large, and read where they are; or of this machine alone.
+    _NOT_FETCHED = ("checkpoints/", "tensorboard/", "profile/")
+    _NOT_PUT = ("compiled/", "storage/", "trainer.json")
+
+    def __init__(self, address: str):
+        """Fetches the files."""
+        self._address = address
+        self._temporary = tempfile.TemporaryDirectory(prefix="switchx_")
+        self.folder = pathlib.Path(self._temporary.name)
+        self._put: dict[str, tuple[int, int]] = {}
+        self._token: str | None = None  # of this process, while it trains there
+        self.fetch()
+
+    def fetch(self) -> None:
+        """Makes the copy what the store has; what was not put is gone."""
+        for path in self.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._put = {}
+        address = as_folder(self._address)
+        for name in files_in(address):
+            if not name.startswith(self._NOT_FETCHED):
+                path = self.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes((address / name).read_bytes())
+                self._put[name] = self._state(path)
+
+    def put(self) -> None:
+        """Puts what was written since."""
+        address = as_folder(self._address)
+        for name in files_in(self.folder):
+            path = self.folder / name
+            state = self._state(path)
+            is_own = name.startswith(self._NOT_PUT) or path.name.startswith(".")
+            if not is_own and self._put.get(name) != state:
+                (address / name).write_bytes(path.read_bytes())
+                self._put[name] = state
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """Owns the folder by a token, until another trainer writes its own there.
+
+        The trainer before finds that at its next save, and ends (`require_owned`). So one that
+        was killed, and left its token, is in no one's way. At the end, files are put.
+        """
+        if before := self._read_owner():
+            logger.warning(
+                "%s was held by process %s on %s since %s; if it still runs, it ends at its "
+                "next save",
+                *(self._address, before.get("pid"), before.get("host"), before.get("since")),
+            )
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        self._token = secrets.token_hex(16)
+        self._owner.write_text(json.dumps(about | {"token": self._token}))
+        try:
+            yield
+        finally:
+            if self._read_owner().get("token") == self._token:
+                self.put()
+                self._owner.unlink()
+            self._token = None
+
+    def require_owned(self) -> None:
+        """Checks that the token is still that of this process, if it has written one.
+
+        Raises:
+            ValueError: another trainer has taken over; says which.
+        """
+        there = self._read_owner()
+        if self._token not in (None, there.get("token")):
+            raise ValueError(
+                f"model_dir={self._address!r} was taken over by process "
+                f"{there.get('pid', 'unknown')} on {there.get('host', 'another machine')}, "
+                f"whose token is in {self._owner}; this process ends. What it saved before is "
+                "intact. Train in a folder with one trainer"
+            )
+
+    @property
+    def _owner(self) -> Folder:
+        return as_folder(self._address) / "trainer.json"
+
+    def _read_owner(self) -> dict[str, Any]:
+        try:
+            return json.loads(self._owner.read_text())
+        except FileNotFoundError:
+            return {}
+
+    @staticmethod
+    def _state(path: pathlib.Path) -> tuple[int, int]:
+        about = path.stat()
+        return about.st_mtime_ns, about.st_size
+
+
+@functools.cache
+def mirror(address: str) -> Mirror:
+    """That of a folder in a store, one in a process."""
+    return Mirror(address)
+
+
+def small_files(path: str | os.PathLike) -> pathlib.Path:
+    """The folder that has the small files of a folder: itself, or the mirror of an address.
+
+    Raises:
+        ValueError: see `as_folder`.
+    """
+    folder = as_folder(path)
+    return mirror(str(folder)).folder if is_address(folder) else folder

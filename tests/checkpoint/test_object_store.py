@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in object stores: what is written last, who owns a folder, what is cut or damaged."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import switchx
+from switchx import object_store
+from switchx.checkpoint.checkpointer import Checkpointer, SaveError
+from switchx.checkpoint.restore import choose_step, restore_params
+from switchx.checkpoint.retention import Retention, rewind
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.cli.main import main
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.data.vocabularies import SavedVocabulary
+from switchx.manifest import new_folder
+from switchx.object_store import files_in, mirror, remove
+from switchx.training.loop import train
+from tests.checkpoint import stores
+from tests.checkpoint.test_checkpointer import REPOSITORY
+from tests.checkpoint.test_processes import in_two
+from tests.data.refusals import refused
+from tests.training.test_loop import Events, tiny_job
+from tests.training.train_states import assert_same, filled_state, shapes
+
+
+@pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
+def bucket(request):
+    with stores.running(request.param) as address:
+        yield address
+
+
+@pytest.fixture
+def run(bucket, request):
+    """An empty run folder, as a process sees it that has just begun."""
+    mirror.cache_clear()
+    name = request.node.name.translate(str.maketrans("[] ", "___"))
+    return RunFolder(f"{bucket}/{name}").create()
+
+
+def saved(run, *steps, keep_last=2):
+    with Checkpointer(run, Retention(keep_last=keep_last, keep_best=0)) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, filled_state(step), {"position": step})
+            checkpointer.wait()
+
+
+def steps_of(run) -> set[str]:
+    return {name.split("/")[0] for name in files_in(run.checkpoints)}
+
+
+def test_what_is_saved_comes_back_and_older_ones_go(run):
+    saved(run, 1, 2, 3)
+    assert steps_of(run) == {"2", "3"}
+    names = files_in(run.checkpoints / "3")
+    assert {"manifest.json", "params/checksums/process_0_of_1.json"} < names.keys()
+    listed = json.loads((run.checkpoints / "3" / "manifest.json").read_text())["files"]
+    commit = {"_CHECKPOINT_METADATA", "commit_success.txt", "manifest.json"}
+    assert listed.keys() == names.keys() - commit
+    with Checkpointer(run, Retention()) as checkpointer:
+        step, state, data = checkpointer.resume(shapes(filled_state(0)))
+    assert (step, data) == (3, [{"position": 3}])
+    assert_same(state, filled_state(3))
+
+
+def test_a_save_that_was_cut_short_is_deleted_and_the_older_taken(run, caplog):
+    saved(run, 1, 2)
+    (run.checkpoints / "2" / "manifest.json").unlink()  # which is written last
+    assert choose_step(run) == 1
+    assert steps_of(run) == {"1", "2"}  # a reader changes nothing
+    saved(run, 2)
+    assert f"checkpoint {run.checkpoints}/2 is deleted: its save did not finish" in caplog.text
+    np.testing.assert_array_equal(restore_params(run.path)["embedding_VD"][0, 0], 2)
+
+
+def test_a_missing_shard_is_named_and_nothing_deleted(run, capsys):
+    saved(run, 1, 2)
+    path = run.checkpoints / "2"
+    names = files_in(path)
+    shard = max((name for name in names if "/d/" in name), key=names.get)
+    (path / shard).unlink()
+    assert choose_step(run) == 1
+    with refused(
+        f"checkpoint {path} is not whole: its file {shard} is missing. A store cannot rename "
+        "it: move it away or delete it, then run the same command to go on from an older one"
+    ):
+        Checkpointer(run, Retention())
+    assert files_in(path).keys() == names.keys() - {shard}
+    remove(path, "manifest.json")
+    saved(run, 2)
+    assert choose_step(run) == 2
+
+
+def test_the_trainer_before_ends_at_its_next_save(run, caplog):
+    with run.locked():
+        with Checkpointer(run, Retention()) as checkpointer:
+            checkpointer.save(1, filled_state(1))
+            checkpointer.wait()
+            owner = json.loads((run.where / "trainer.json").read_text())
+            other = json.dumps(owner | {"token": "another", "pid": 4711, "host": "node002"})
+            (run.where / "trainer.json").write_text(other)
+            with refused(
+                f"model_dir='{run.path}' was taken over by process 4711 on node002, whose "
+                f"token is in {run.where}/trainer.json; this process ends. What it saved "
+                "before is intact. Train in a folder with one trainer"
+            ):
+                checkpointer.save(2, filled_state(2))
+        run.config.write_text("{}")
+    assert steps_of(run) == {"1"}
+    assert "config.json" not in files_in(run.where)  # it is the other's folder now
+    assert json.loads((run.where / "trainer.json").read_text())["token"] == "another"
+    with run.locked():
+        assert "was held by process 4711 on node002 since " in caplog.text
+    assert "trainer.json" not in files_in(run.where)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_taken_over_while_it_writes_leaves_no_manifest(run, monkeypatch):
+    with run.locked(), Checkpointer(run, Retention()) as checkpointer:
+        checkpointer.save(1, filled_state(1))
+        checkpointer.wait()
+        checkpointer._clear_the_way(2)
+        monkeypatch.setattr(checkpointer, "_clear_the_way", lambda step: None)
+        (run.where / "trainer.json").write_text(json.dumps({"token": "another"}))
+        checkpointer.save(2, filled_state(2))
+        with pytest.raises(SaveError, match="was taken over by process unknown"):
+            checkpointer.wait()
+    assert choose_step(run) == 1 and "manifest.json" not in files_in(run.checkpoints / "2")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs_compiled_once")
+def test_training_in_a_store_resumes_and_is_read_as_in_a_folder(run, tmp_path, capsys):
+    train(tiny_job(), RunFolder(tmp_path / "local"), Events())
+    train(tiny_job(train_steps=2), run, Events())
+    assert "trainer.json" not in files_in(run.where)
+    mirror.cache_clear()  # as another process, on another machine
+    events = Events()
+    train(tiny_job(), run, events)
+    assert events[:2] == [
+        ("note", f"resumed from step 2 in {run.checkpoints / '2'}"), ("begin", 2, 4),
+    ]  # fmt: skip
+    mirror.cache_clear()
+    lines = run.metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert any(name.startswith("tensorboard/") for name in files_in(run.where))
+    want = restore_params(tmp_path / "local")
+    assert_same(restore_params(run.path), want)
+    other = RunFolder(tmp_path / "other")
+    train(tiny_job(init_from=str(run.path), train_steps=0), other, events := Events())
+    assert any(str(run.checkpoints / "4") in note for note in events.notes)
+    assert SavedVocabulary(str(run.path)).resolved == ByteVocabulary()
+    model = switchx.load(str(run.path), "best")
+    assert_same(model.params, restore_params(run.path, model.step))
+    for action in ("inspect", "verify"):
+        assert main(["checkpoint", action, str(run.path)]) == 0
+        said = capsys.readouterr().out
+        assert str(run.path) in said
+    assert said.count(": sound\n") == 2
+
+
+SAVING = """
+import sys
+from tests.checkpoint.test_object_store import RunFolder, Checkpointer, Retention, filled_state
+run = RunFolder(sys.argv[1]).create()
+with run.locked(), Checkpointer(run, Retention(keep_last=2, keep_best=0)) as checkpointer:
+    for step in range(int(sys.argv[2]), 1000):
+        checkpointer.save(step, filled_state(step, size=256), {"position": step})
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_any_moment_leaves_a_complete_checkpoint(run):
+    newest = 0
+    for round_ in range(4):
+        words = [sys.executable, "-c", SAVING, str(run.path), str(newest + 1)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=REPOSITORY, text=True)
+        for _ in range(2 + round_):
+            line = process.stdout.readline()
+        process.kill()
+        process.wait()
+        started = int(line)
+        with run.locked(), Checkpointer(run, Retention()) as checkpointer:
+            newest, state, data = checkpointer.resume(shapes(filled_state(0, size=256)))
+        assert started - 2 <= newest <= started + 1
+        assert_same(state, filled_state(newest, size=256))
+        assert data == [{"position": newest}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("what", "newest"), [("save", 2), ("save killed", 1)])
+def test_two_processes_save_and_resume(run, session_cache, what, newest):
+    outcomes = in_two(run.path, what, session_cache)
+    assert [status == 0 for status, _ in outcomes] == [newest == 2] * 2, outcomes
+    outcomes = in_two(run.path, "resume", session_cache)
+    assert [output.splitlines()[-1] for _, output in outcomes] == [str(newest)] * 2, outcomes
+    assert steps_of(run) == {"1", "2"} if newest == 2 else {"1"}
+
+
+def test_what_a_store_cannot_do_is_refused(run, tmp_path):
+    with refused(
+        f"{run.where} is in a store, which cannot rename the checkpoints after step 1; "
+    ):
+        rewind(run, 1)
+    with refused(f"model_dir='{run.path}' is in a store, where records of experts cannot be "):
+        Checkpointer(run, Retention(), experts=object())
+    with refused(f"{run.path} is in a store, where a folder cannot get its name when it is "):
+        new_folder(run.path).__enter__()
+    none = RunFolder(str(run.path).replace("bucket", "no-such-bucket"))
+    with refused(f"model_dir='{none.path}' cannot be written ("):
+        none.create()
+    with refused(f"no complete checkpoint in {run.where}: nothing is there; make one with "):
+        choose_step(run)
+
+
+def test_addresses_of_no_store_are_refused(monkeypatch):
+    for address in ("http://host/run", "s3://", "gs:///"):
+        with refused(f"model_dir='{address}' is no address of a store; give gs://BUCKET/..., "):
+            RunFolder(address)
+    object_store._prepare.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with refused("model_dir is in a store gs://, for which the package gcsfs is needed; "):
+        RunFolder("gs://bucket/run")
+    object_store._prepare.cache_clear()
+
+
+def test_a_folder_is_no_address(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("four")
+    assert files_in(tmp_path) == {"a/b": 4} and files_in(tmp_path / "none") == {}
+    assert object_store.kvstore(tmp_path) == {"driver": "file", "path": f"{tmp_path}/"}
+    assert object_store.free_bytes(tmp_path) < float("inf")
+    assert os.fspath(object_store.as_folder("~")) == os.path.expanduser("~")
