@@ -87,10 +87,21 @@ def _teach_orbax_s3() -> None:
     """Orbax then gives TensorStore the driver of S3 for `s3://`.
 
     Of addresses it knows `gs://`. What it makes of one is the same for S3 but for the driver.
-    """
-    from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    build = tensorstore_utils.build_kvstore_tspec
+    Raises:
+        ValueError: this version of Orbax makes it elsewhere.
+    """
+    import orbax.checkpoint
+
+    try:
+        from orbax.checkpoint._src.serialization import tensorstore_utils
+
+        build = tensorstore_utils.build_kvstore_tspec
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"s3:// with orbax-checkpoint {orbax.checkpoint.__version__}: {error}; use 0.12, a "
+            "folder, or gs://"
+        ) from error
 
     def with_s3(directory: str, *arguments, **named) -> dict[str, Any]:
         if not str(directory).startswith("s3://"):

@@ -366,13 +366,16 @@ class Checkpointer:
             reason += f" (Retention.save_deadline_s={deadline}; a larger one waits longer)"
         reason = " ".join(reason.split()).replace(f"{self._folder}/", "")
         complete = [path.name for path in reversed(checkpoint_paths(self._folder))]
+        what = f"checkpoint {step} could not be written to {self._folder}: {reason[-400:]}"
+        intact = f"Intact: {', '.join(complete) or 'none'}"
+        if self._run.is_in_store:
+            return SaveError(f"{what}. {intact}. Run the same command to resume")
         free_mib = free_bytes(self._folder) / MIB
         damaged_mib = damaged_bytes(self._folder) / MIB
         return SaveError(
-            f"checkpoint {step} could not be written to {self._folder}: {reason[-400:]}; the "
-            f"disk has {free_mib:.1f} MiB free. Intact: {', '.join(complete) or 'none'}. Make "
-            f"room or mend the disk ({damaged_mib:.1f} MiB are in *.damaged-* there), then run "
-            "the same command to resume"
+            f"{what}; the disk has {free_mib:.1f} MiB free. {intact}. Make room or mend the "
+            f"disk ({damaged_mib:.1f} MiB are in *.damaged-* there), then run the same command "
+            "to resume"
         )
 
     def _set_aside_unfinished(self, steps: str) -> None:

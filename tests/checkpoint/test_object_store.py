@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 import switchx
 from switchx import object_store
@@ -231,6 +232,21 @@ def test_addresses_of_no_store_are_refused(monkeypatch):
     with refused("model_dir is in a store gs://, for which the package gcsfs is needed; "):
         RunFolder("gs://bucket/run")
     object_store._prepare.cache_clear()
+
+
+def test_orbax_names_the_driver_of_each_address(monkeypatch):
+    """Without a store: a version of Orbax in which this is elsewhere fails here."""
+    object_store._teach_orbax_s3()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://host:1")
+    monkeypatch.setenv("AWS_REGION", "mars-1")
+    build = tensorstore_utils.build_kvstore_tspec
+    for scheme, driver in (("gs", "gcs"), ("s3", "s3")):
+        spec = build(f"{scheme}://bucket/run/1/params", use_ocdbt=True)
+        base = {"driver": driver, "bucket": "bucket", "path": "run/1/params"}
+        if scheme == "s3":
+            base |= {"endpoint": "http://host:1", "aws_region": "mars-1"}
+        assert spec["driver"] == "ocdbt" and spec["base"] == base
+    assert build("/run/1", use_ocdbt=False) == {"driver": "file", "path": "/run/1"}
 
 
 def test_a_folder_is_no_address(tmp_path):
