@@ -148,6 +148,15 @@ def files_in(folder: Folder) -> dict[str, int]:
     return {key.removeprefix(f"{root}/"): each["size"] for key, each in found}
 
 
+def state_of(file: Folder) -> tuple[Any, ...]:
+    """What is another when a file has changed; nothing of it is read."""
+    if is_address(file):
+        store, path = _store_of(file)
+        return (store.checksum(path),)  # of what the store says of it, its hash among that
+    about = file.stat()
+    return about.st_size, about.st_mtime_ns
+
+
 def remove(folder: Folder, first: str) -> None:
     """Deletes a folder of a store.
 
@@ -188,7 +197,7 @@ class Mirror:
         self._address = address
         self._temporary = tempfile.TemporaryDirectory(prefix="switchx_")
         self.folder = pathlib.Path(self._temporary.name)
-        self._put: dict[str, tuple[int, int]] = {}
+        self._put: dict[str, tuple] = {}
         self._token: str | None = None  # of this process, while it trains there
         self.fetch()
 
@@ -203,14 +212,14 @@ class Mirror:
                 path = self.folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes((address / name).read_bytes())
-                self._put[name] = self._state(path)
+                self._put[name] = state_of(path)
 
     def put(self) -> None:
         """Puts what was written since."""
         address = as_folder(self._address)
         for name in files_in(self.folder):
             path = self.folder / name
-            state = self._state(path)
+            state = state_of(path)
             is_own = name.startswith(self._NOT_PUT) or path.name.startswith(".")
             if not is_own and self._put.get(name) != state:
                 (address / name).write_bytes(path.read_bytes())
@@ -265,11 +274,6 @@ class Mirror:
             return json.loads(self._owner.read_text())
         except FileNotFoundError:
             return {}
-
-    @staticmethod
-    def _state(path: pathlib.Path) -> tuple[int, int]:
-        about = path.stat()
-        return about.st_mtime_ns, about.st_size
 
 
 @functools.cache

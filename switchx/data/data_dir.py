@@ -27,7 +27,7 @@ def data_dirs(data_dir: str | None) -> list[Path]:
         if "://" in name:
             raise ValueError(
                 f"{origin}={name!r} is a remote address and this corpus is prepared in a local "
-                "folder; name a folder, or mount the bucket"
+                "folder; name a folder on this machine"
             )
         folder = Path(name).expanduser()
         if folder.exists() and not folder.is_dir():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in object stores: what is written last, who owns a folder, what is cut or damaged."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ from switchx.checkpoint.restore import choose_step, restore_params
 from switchx.checkpoint.retention import Retention, rewind
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.cli.main import main
+from switchx.data.corpora.text_files import TextFiles
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.data.vocabularies import SavedVocabulary
 from switchx.manifest import new_folder
@@ -221,6 +223,28 @@ def test_what_a_store_cannot_do_is_refused(run, tmp_path):
         none.create()
     with refused(f"no complete checkpoint in {run.where}: nothing is there; make one with "):
         choose_step(run)
+
+
+def test_text_is_read_from_a_store_as_from_a_folder(bucket, tmp_path):
+    texts = {"a.txt": "one\n\ntwo\n", "deep/b.jsonl": '{"text": "three"}\n'}
+    packed = gzip.compress(b"four\r\n")
+    for folder in (tmp_path / "texts", object_store.as_folder(f"{bucket}/texts")):
+        for name, text in texts.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        (folder / "c.txt.gz").write_bytes(packed)
+    here, there = TextFiles(str(tmp_path / "texts")), TextFiles(f"{bucket}/texts")
+    data_dir = str(tmp_path / "data")
+    for split in ("train", "validation"):
+        want, got = here.open(split, data_dir), there.open(split, data_dir)
+        assert [got[i] for i in range(len(got))] == [want[i] for i in range(len(want))]
+    one = TextFiles([f"{bucket}/texts/a.txt", f"{bucket}/texts/c.txt.gz"])
+    before = len(one.open("train", data_dir))
+    (object_store.as_folder(f"{bucket}/texts") / "a.txt").write_text("ONE\n\ntwo\n")
+    assert one.open("train", data_dir).fingerprint != here.open("train", data_dir).fingerprint
+    assert len(one.open("train", data_dir)) == before
+    with refused(f"{bucket}/none does not exist; name a text file or a folder of them"):
+        TextFiles(f"{bucket}/none").open("train", data_dir)
 
 
 def test_addresses_of_no_store_are_refused(monkeypatch):

@@ -11,10 +11,11 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from switchx.data.corpora.corpus import CorpusSource, Recipe, fingerprint_of, open_prepared
 from switchx.fields import at_resume, require, require_at_least
+from switchx.object_store import Folder, as_folder, files_in, is_address, state_of
 
 _PLAIN = (".txt", ".txt.gz")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
@@ -32,8 +33,9 @@ class TextFiles:
     document, `{"text": ...}` or `{"inputs": ..., "targets": ...}`, all files alike.
 
     Attributes:
-        path: file or folder, or several; folders are searched to the bottom. A run goes on
-            where they were moved to: the documents' fingerprint decides.
+        path: file or folder, or several, on this machine or in a store (`s3://bucket/text`);
+            folders are searched to the bottom. A run goes on where they were moved to: the
+            documents' fingerprint decides.
         validation_fraction: of the documents.
         max_characters: of a document cut from a `.txt` file.
     """
@@ -56,7 +58,7 @@ class TextFiles:
         """
         files = find_files(self.path)
         fields = fields_of(files)
-        states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        states = [(str(file), *state_of(file)) for file in files]
         key = fingerprint_of(
             "text_files 1", self.validation_fraction, self.max_characters, states
         )
@@ -72,8 +74,8 @@ class TextFiles:
         return open_prepared(Recipe(self.name, key, fields, make_splits), split, data_dir)
 
 
-def find_files(path: str | Sequence[str]) -> list[Path]:
-    """Absolute paths of the text files named by `path`, of a folder all below it, sorted.
+def find_files(path: str | Sequence[str]) -> list[Folder]:
+    """Absolute paths or addresses of the text files that `path` names, in folders all, sorted.
 
     Raises:
         ValueError: a path that does not exist or is no text file, a folder without any.
@@ -81,9 +83,10 @@ def find_files(path: str | Sequence[str]) -> list[Path]:
     names = [path] if isinstance(path, (str, Path)) else path
     require(names, "no text files are named; expected files or folders of text")
     files = []
-    for root in (Path(name).expanduser().resolve() for name in names):
+    for name in names:
+        root = as_folder(name) if is_address(name) else as_folder(name).resolve()
         require(root.exists(), f"{root} does not exist; name a text file or a folder of them")
-        found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+        found = sorted(root / each for each in files_in(root)) if root.is_dir() else [root]
         texts = [file for file in found if file.name.lower().endswith(SUFFIXES)]
         require(
             texts,
@@ -95,7 +98,7 @@ def find_files(path: str | Sequence[str]) -> list[Path]:
 
 
 def read_examples(
-    files: Iterable[Path], fields: tuple[str, ...], max_characters: int
+    files: Iterable[Folder], fields: tuple[str, ...], max_characters: int
 ) -> Iterator[dict[str, str]]:
     """Examples of the files in order, read as they are asked for.
 
@@ -123,7 +126,7 @@ def _is_text(value: object) -> bool:
         return False
 
 
-def _read_records(file: Path) -> Iterator[tuple[int, dict]]:
+def _read_records(file: Folder) -> Iterator[tuple[int, dict]]:
     """Objects of a JSON lines file with their line numbers, from 1."""
     for number, line in enumerate(read_lines(file), start=1):
         if not line.strip():
@@ -142,7 +145,7 @@ def _read_records(file: Path) -> Iterator[tuple[int, dict]]:
         yield number, record
 
 
-def fields_of(files: list[Path]) -> tuple[str, ...]:
+def fields_of(files: list[Folder]) -> tuple[str, ...]:
     """Keys of the examples: `text` if any file is plain, otherwise the first record's.
 
     Raises:
@@ -162,17 +165,16 @@ def fields_of(files: list[Path]) -> tuple[str, ...]:
     raise ValueError(f"{', '.join(map(str, files))}: no records; add text")
 
 
-def read_lines(path: Path) -> Iterator[str]:
+def read_lines(path: Folder) -> Iterator[str]:
     r"""Lines of a UTF-8 file, plain or `.gz`, with their ends; `\r\n` becomes `\n`.
 
     Raises:
         ValueError: not to be read, or not UTF-8: names the file and the byte offset (in the
             unpacked text).
     """
-    open_file = gzip.open if path.suffix == ".gz" else open
     offset = 0
     try:
-        with open_file(path, "rb") as file:
+        with path.open("rb") as raw, _unpacked(raw, path.suffix) as file:
             for line in file:
                 text = line.decode("utf-8-sig" if offset == 0 else "utf-8")
                 offset += len(line)
@@ -187,6 +189,10 @@ def read_lines(path: Path) -> Iterator[str]:
         raise ValueError(
             f"{path} cannot be read: {error}; check that it is whole and that you may read it"
         ) from error
+
+
+def _unpacked(file: BinaryIO, suffix: str) -> BinaryIO:
+    return gzip.open(file) if suffix == ".gz" else file
 
 
 def cut_lines(lines: Iterable[str], max_characters: int) -> Iterator[str]:

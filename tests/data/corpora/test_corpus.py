@@ -61,8 +61,8 @@ def test_no_folder_to_write_to(tmp_path, monkeypatch):
     [
         (
             "gs://bucket/data",
-            "is a remote address and this corpus is prepared in a local folder; name a folder, "
-            "or mount the bucket",
+            "is a remote address and this corpus is prepared in a local folder; name a folder "
+            "on this machine",
         ),
         (__file__, "is a file; name a folder"),
     ],

@@ -230,7 +230,7 @@ def test_permission_denied_names_file(tmp_path, monkeypatch):
     def deny(path, mode):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("builtins.open", deny)
+    monkeypatch.setattr("pathlib.Path.open", deny)
     with refused(
         "secret.txt cannot be read: [Errno 13] Permission denied: 'secret.txt'; check that it "
         "is whole and that you may read it"
