@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from switchx.partitioning.replicas import random_rows
+
 # Standard deviation of a standard normal truncated to [-2, 2].
 _TRUNCATED_STDDEV = 0.87962566103423978
 
@@ -49,14 +51,24 @@ def dropout(x, rate: float, *, key: jax.Array | None, shared_dims: tuple[int, ..
     """Zeroes entries with probability `rate` and scales the others by 1/(1-rate).
 
     Args:
-        x: any array.
+        x: rows of a batch, or its routing groups; a row's mask depends on its place in the
+            batch (`partitioning/replicas.py`).
         key: None leaves x as it is (evaluation).
         shared_dims: dimensions along which one mask is shared; T5 shares it over length.
     """
     if key is None or rate == 0.0:
         return x
     mask_shape = [1 if dim in shared_dims else size for dim, size in enumerate(x.shape)]
-    is_kept = jax.random.bernoulli(key, 1.0 - rate, mask_shape)
+    return kept(x, random_rows(bernoulli(1.0 - rate), key, mask_shape), rate)
+
+
+def bernoulli(share: float):
+    """`draw(key, shape)` of booleans, of which `share` is true."""
+    return lambda key, shape: jax.random.bernoulli(key, share, shape)
+
+
+def kept(x, is_kept, rate: float):
+    """What dropout keeps, scaled by 1/(1-rate), and zeros."""
     return jnp.where(is_kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 

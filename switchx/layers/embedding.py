@@ -3,8 +3,8 @@
 
 Shen et al. 2022 (SE-MoE, arXiv:2205.10034), section 4.3: with `("V", ("data",))` in
 `Rules.params`, or V over other axes that split the batch too, the rows of the token table and
-of the logits' matrix are on devices that have different tokens. Everywhere else, and for a
-batch that these axes do not divide, the compiler splits the lookup.
+of the logits' matrix are on devices that have different tokens. Of a batch that these axes do
+not divide the compiler splits the lookup.
 
 Dims: B batch, L length, T tokens, D model, V vocabulary, R rows of the table on
 a device
@@ -45,8 +45,10 @@ class Embedding(nnx.Module):
         """Rows of the table `[B, L, D]` in the compute dtype, plus learned positions."""
         x_BLD = take_rows(self.embedding_VD[...], tokens_BL)
         if self.config.positions == "learned":
-            # Padding may lie beyond the table; by default it would become NaN there.
-            x_BLD = x_BLD + jnp.take(self.positions_LD[...], positions_BL, axis=0, mode="clip")
+            table_LD = self.positions_LD[...]
+            # Padding may lie beyond the table.
+            places_BL = jnp.clip(positions_BL, 0, len(table_LD) - 1)
+            x_BLD = x_BLD + take_rows(table_LD, places_BL, "LD")
         return x_BLD.astype(self.config.precision.compute_dtype)
 
     def logits(self, x_BLD):
@@ -60,23 +62,71 @@ class Embedding(nnx.Module):
         return project(x_BLD, self.embedding_VD[...].astype(dtype), "VD")
 
 
-def take_rows(table_VD, tokens_BL):
-    """Rows of the table `[B, L, D]`, as `jnp.take`: forward and backward the same numbers."""
-    if not _is_split(tokens_BL.shape[0]):
-        return jnp.take(table_VD, tokens_BL, axis=0)
+def take_rows(table_VD, ids_BL, dims: str = "VD"):
+    """Rows of the table `[B, L, D]`, as `jnp.take`: forward and backward the same numbers.
+
+    Each device looks up its own rows and columns. Where columns are on devices with different
+    tokens, ids are gathered and what was looked up is exchanged, and so are its gradients: no
+    device sees more of them than those of its part of the table.
+
+    Args:
+        dims: of the table.
+    """
+    if num_devices() == 1:
+        return jnp.take(table_VD, ids_BL, axis=0)
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
-    axes, batch = _axes("V"), _axes("B", "activations")
-    owners = RowOwners(table_VD.shape[0], math.prod(mesh.shape[axis] for axis in axes))
+    batch = _entry(rules.spec("B", ids_BL.shape[:1], mesh, table="activations")[0])
+    spec = rules.spec(dims, table_VD.shape, mesh, table="params")
+    rows, columns = map(_entry, spec)
+    is_exchanged = bool(rows) and set(rows) <= set(batch)
+    if not is_exchanged and set(rows) & set(_axes("B", "activations")):
+        # Of a batch that does not divide: left to the compiler.
+        return jnp.take(table_VD, ids_BL, axis=0)
 
-    def local(table_VD, tokens_BL):
-        table_VD = _gather(vary(table_VD, batch), _axes("D"), axis=1)
-        rows_RD, id_T = owners.deal(table_VD, axes), tokens_BL.reshape(-1)
-        x_TD = look_up(rows_RD, id_T, owners, axes, factor=rules.vocab_room, everywhere=batch)
-        return x_TD.reshape(*tokens_BL.shape, -1)
+    def local(table_VD, ids_BL):
+        table_VD = vary(table_VD, batch)
+        if is_exchanged:
+            return _exchanged_rows(table_VD, ids_BL, rows, columns, batch)
+        shared = tuple(axis for axis in columns if axis not in batch)
+        columns_here = tuple(axis for axis in columns if axis in batch)
+        return _gather(_own_rows(table_VD, ids_BL, rows, columns_here), shared, axis=2)
 
-    specs = PartitionSpec(axes, _axes("D")), PartitionSpec(batch)
-    sharded = jax.shard_map(local, in_specs=specs, out_specs=specs[1], axis_names=open_axes())
-    return sharded(table_VD, tokens_BL)
+    tokens = PartitionSpec(batch or None)
+    sharded = jax.shard_map(
+        local, in_specs=(spec, tokens), out_specs=tokens, axis_names=open_axes()
+    )
+    return sharded(table_VD, ids_BL)
+
+
+def _own_rows(table_VD, ids_BL, rows: MeshAxes, columns: MeshAxes):
+    """Rows of a table whose rows are all here, or on devices that have the same tokens.
+
+    Args:
+        columns: axes of D whose devices have different tokens.
+    """
+    ids_BL = _gather(ids_BL, columns, axis=0)
+    if rows:
+        block = len(table_VD)
+        first, V = jax.lax.axis_index(rows) * block, block * jax.lax.axis_size(rows)
+        is_here_BL = (ids_BL >= first) & (ids_BL < first + block)
+        x_BLD = jnp.take(table_VD, jnp.where(is_here_BL, ids_BL - first, 0), axis=0)
+        # An id outside of the table gives a row of NaN, as `jnp.take` does.
+        missing_BL = jnp.where((ids_BL >= 0) & (ids_BL < V), 0, jnp.nan).astype(x_BLD.dtype)
+        x_BLD = jnp.where(is_here_BL[..., None], x_BLD, missing_BL[..., None])
+    else:
+        x_BLD = jnp.take(table_VD, ids_BL, axis=0)
+    if columns:
+        x_BLD = jax.lax.all_to_all(x_BLD, columns, split_axis=0, concat_axis=2, tiled=True)
+    return jax.lax.psum(x_BLD, rows) if rows else x_BLD
+
+
+def _exchanged_rows(table_VD, ids_BL, rows: MeshAxes, columns: MeshAxes, batch: MeshAxes):
+    """Rows of a table whose rows are on devices with other tokens (`partitioning/vocab.py`)."""
+    parts = jax.lax.axis_size(rows)
+    owners, room = RowOwners(len(table_VD) * parts, parts), current_rules().vocab_room
+    rows_RD = owners.deal(_gather(table_VD, columns, axis=1), rows)
+    x_TD = look_up(rows_RD, ids_BL.reshape(-1), owners, rows, factor=room, everywhere=batch)
+    return x_TD.reshape(*ids_BL.shape, -1)
 
 
 def project(x_BLD, weight, dims: str):
@@ -108,13 +158,17 @@ def _axes(letter: str, table: str = "params") -> MeshAxes:
     return current_rules().axes(letter, jax.sharding.get_abstract_mesh(), table=table)
 
 
+def _entry(axes) -> MeshAxes:
+    """The axes of one entry of a `PartitionSpec`."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
 def _is_split(rows: int) -> bool:
     """Whether rows of the table and `rows` of the batch are split over the same devices."""
     if num_devices() == 1:
         return False
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
-    (batch,) = rules.spec("B", (rows,), mesh, table="activations")
-    batch = (batch,) if isinstance(batch, str) else batch or ()
+    batch = _entry(rules.spec("B", (rows,), mesh, table="activations")[0])
     return bool(set(_axes("V")) & set(batch))
 
 

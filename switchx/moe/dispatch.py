@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.moe.plan import RoutingPlan
-from switchx.partitioning.constrain import constrain
+from switchx.partitioning.constrain import constrain, current_rules, num_devices
+from switchx.partitioning.placement import Placement
 
 # Up to so many choices a token are gathered one by one; more are added up by a scatter.
 MOST_GATHERED = 4
@@ -105,7 +106,7 @@ def gather_into_slots(x_GTD, plan: RoutingPlan, token_GQ):
     """The token of each expert's slots, `[E, G * C, D]`, zeros in empty ones."""
     G, T, D = x_GTD.shape
     E, C = plan.num_experts, plan.capacity
-    x_GQD = gather_rows(x_GTD, token_GQ, plan.position_GTS)
+    x_GQD = _by_groups(gather_rows(x_GTD, token_GQ, plan.position_GTS))
     return x_GQD.reshape(G, E, C, D).transpose(1, 0, 2, 3).reshape(E, G * C, D)
 
 
@@ -114,9 +115,19 @@ def gather_from_slots(y_ERD, plan: RoutingPlan, token_GQ):
     G = plan.expert_GTS.shape[0]
     E, C, D = plan.num_experts, plan.capacity, y_ERD.shape[-1]
     y_GQD = y_ERD.reshape(E, G, C, D).transpose(1, 0, 2, 3).reshape(G, E * C, D)
-    return gated_sum(y_GQD, token_GQ, plan.position_GTS, plan.gate_GTS)
+    return gated_sum(_by_groups(y_GQD), token_GQ, plan.position_GTS, plan.gate_GTS)
 
 
+def _by_groups(x_GQD):
+    """Splits slots as the groups of their tokens are, where these divide over the devices.
+
+    Gathers are local then, forward and backward, and slots travel to their experts and back.
+    Left to itself, XLA gathers from slots that are split; beside a manual axis it aborts there.
+    """
+    if num_devices() == 1:
+        return x_GQD
+    placement = Placement.on(jax.sharding.get_abstract_mesh(), current_rules())
+    return constrain(x_GQD, "GQD") if placement.shared_by(len(x_GQD)) == () else x_GQD
 def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS):
     """Sum over a token's choices of gate times the row in the choice's place.
 

@@ -23,7 +23,8 @@ from pallas_kernels import (
     separate_matmul,
 )
 from pallas_kernels.sorted_rows import rows_of_groups
-from switchx.layers.dense import activate, dropout, weight, zeros
+from switchx.layers.dense import activate, bernoulli, kept, weight, zeros
+from switchx.partitioning.replicas import random_rows
 
 Weight = jax.Array | QTensor | SeparateMatrices
 # In the order of `ExpertFFN`.
@@ -168,7 +169,11 @@ class ExpertFFN:
             h = h + bias_of_row(self.b_in_EF.astype(x.dtype))
         gate = None if self.w_gate_EDF is None else matmul(x, self.w_gate_EDF)
         h = activate(self.activation, h, gate)
-        h = dropout(h, self.dropout_rate, key=self.key)
+        if self.key is not None:
+            # Groups follow each other along R, so a slot's mask is that of its group and place.
+            shape_RX = h.shape[-2], *h.shape[:-2], h.shape[-1]
+            is_kept = random_rows(bernoulli(1.0 - self.dropout_rate), self.key, shape_RX)
+            h = kept(h, jnp.moveaxis(is_kept, 0, -2), self.dropout_rate)
         y = matmul(h, self.w_out_EFD)
         if self.b_out_ED is not None:
             y = y + bias_of_row(self.b_out_ED.astype(x.dtype))

@@ -7,10 +7,13 @@ chose); Roller et al. 2021 (arXiv:2106.04426), section 3 (random hash).
 Dims: G groups, T tokens of a group, D model, E experts
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from switchx.layers.dense import dropout
+from switchx.partitioning.replicas import random_rows
 
 
 def router_logits(x_GTD, w_router_DE, *, dtype="float32"):
@@ -29,7 +32,10 @@ def explored_inputs(router, x_GTD, *, key: jax.Array | None):
     """
     if router.exploration == "jitter" and key is not None and router.jitter:
         low, high = 1.0 - router.jitter, 1.0 + router.jitter
-        return x_GTD * jax.random.uniform(key, x_GTD.shape, x_GTD.dtype, low, high)
+        draw = functools.partial(
+            jax.random.uniform, dtype=x_GTD.dtype, minval=low, maxval=high
+        )
+        return x_GTD * random_rows(draw, key, x_GTD.shape)
     if router.exploration == "dropout":
         return dropout(x_GTD, router.input_dropout_rate, key=key)
     return x_GTD
@@ -41,7 +47,8 @@ def sampling_scores(logits_GTE, temperature: float, *, key: jax.Array):
     Logits plus Gumbel noise: the largest is one draw, the k largest are k draws without
     replacement (Kool et al. 2019, arXiv:1903.06059).
     """
-    noise_GTE = jax.random.gumbel(key, logits_GTE.shape, logits_GTE.dtype)
+    draw = functools.partial(jax.random.gumbel, dtype=logits_GTE.dtype)
+    noise_GTE = random_rows(draw, key, logits_GTE.shape)
     return logits_GTE / temperature + noise_GTE
 
 

@@ -21,6 +21,7 @@ from switchx.moe.plan import RoutingPlan
 from switchx.partitioning.collectives import vary
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.placement import ONE_DEVICE, Placement
+from switchx.partitioning.replicas import on_own_rows, own_key
 from switchx.partitioning.rules import MeshAxes, Rules, param_dims
 
 Local = Callable[[jax.Array, RoutingPlan, ExpertBank, Placement], jax.Array]
@@ -62,7 +63,7 @@ def run_on_devices(
     def varied(values):
         return jax.tree.map(lambda leaf: vary(leaf, placement.varying), values)
 
-    def body(x_GTD, plan, experts):
+    def on_device(x_GTD, plan, experts):
         # Typed first and gathered then: backward, slices are summed over replicas.
         experts = _whole_d(varied(experts), placement.gathered)
         index = jax.lax.axis_index(placement.varying)
@@ -76,6 +77,10 @@ def run_on_devices(
         y_GTD = local(varied(x_GTD), plan, experts, placement)
         return jax.lax.psum(y_GTD, summed) if summed else y_GTD
 
+    def body(*arguments):
+        with on_own_rows(()):
+            return on_device(*arguments)
+
     specs = expert_specs(rules, mesh, experts)
     sharded = jax.shard_map(
         body,
@@ -84,6 +89,7 @@ def run_on_devices(
         axis_names=open_axes(),
         check_vma=True,
     )
+    experts = jax.tree.map(lambda leaf: own_key(leaf) if _is_key(leaf) else leaf, experts)
     return sharded(x_GTD, plan, experts)
 
 
@@ -135,9 +141,11 @@ def expert_specs(rules: Rules, mesh, experts: ExpertBank):
 
 def _dims(name: str, leaf) -> str:
     """Dimension letters of a bank's leaf; none of a PRNG key."""
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return ""
-    return param_dims(name, leaf.shape)
+    return "" if _is_key(leaf) else param_dims(name, leaf.shape)
+
+
+def _is_key(leaf) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _whole_d(experts: ExpertBank, axes: MeshAxes):

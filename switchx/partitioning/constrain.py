@@ -30,6 +30,13 @@ def use_mesh(mesh: Mesh | AbstractMesh, rules: Rules):
         yield
 
 
+@contextlib.contextmanager
+def use_rules(rules: Rules):
+    """The same mesh by other rules, inside of the block."""
+    with _rules(rules):
+        yield
+
+
 def current_rules() -> Rules:
     """The rules of the innermost `use_mesh`."""
     return _rules.value

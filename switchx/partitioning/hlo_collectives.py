@@ -26,7 +26,7 @@ _INSTRUCTION = re.compile(
     rf"= (?P<result>\(.*\)|\S+) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\("
 )
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d,]*)\]")
-_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(
     r"replica_groups=\[(?P<groups>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
 )
@@ -56,7 +56,7 @@ class HloCollective:
     Attributes:
         kind: as HLO names it, one of `KINDS`.
         arrays: (dtype, shape) of each result; several where XLA combined them.
-        groups: device numbers of each group.
+        groups: device numbers of each group; of a permute, source and target.
         num_bytes: of all arrays on one device where they are whole: the result of an
             all-gather, the operand of a reduce-scatter and of an asynchronous ragged
             all-to-all (which the TPU compiler pads), either of the others.

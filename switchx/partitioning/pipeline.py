@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec
 
 from switchx.partitioning.chunks import add_to_chunk, chunk_of
 from switchx.partitioning.constrain import constrain_named
+from switchx.partitioning.replicas import on_own_rows
+from switchx.partitioning.rules import MeshAxes
 from switchx.partitioning.schedule import NONE, Schedule
 from switchx.partitioning.ticks import (
     PIPE,
@@ -60,6 +62,8 @@ def run_pipeline(
     inputs,
     *,
     scale=1.0,
+    replicas: MeshAxes = (),
+    input_specs=PartitionSpec(),
 ) -> PipelineResult:
     """Computes gradients of `scale` times the sum of all chunks' values over all microbatches.
 
@@ -72,18 +76,28 @@ def run_pipeline(
             split over `pipe`.
         shared: parameters that every stage has a copy of.
         inputs: what else the lanes read, whole in every stage.
+        replicas: axes of `replicas.py`; gradients are summed over them after the last tick.
+        input_specs: how the inputs are split over `replicas`.
 
     Raises:
         ValueError: the mesh has other stages than the schedule.
     """
     schedule.require_stages(jax.sharding.get_abstract_mesh().shape.get(PIPE, 1))
-    body = _Gradients(schedule, tuple(lanes), link)
+    gradients = _Gradients(schedule, tuple(lanes), link)
+
+    def body(*arguments):
+        with on_own_rows(replicas):
+            own = gradients(*arguments)
+        blocks, measured = jax.lax.psum((own.blocks, own.measured), replicas)
+        shared, total = jax.lax.psum((own.shared, own.total), (PIPE, *replicas))
+        return PipelineResult(blocks, shared, measured, total)
+
     whole, split, second = PartitionSpec(), PartitionSpec(PIPE), PartitionSpec(None, PIPE)
     sharded = jax.shard_map(
         body,
-        in_specs=(split, split, whole, whole, whole),
+        in_specs=(split, split, whole, input_specs, whole),
         out_specs=PipelineResult(split, whole, second, whole),
-        axis_names={PIPE},
+        axis_names={PIPE, *replicas},
         check_vma=False,
     )
     stages = jnp.arange(schedule.num_stages)
@@ -107,7 +121,7 @@ class _Carry(NamedTuple):
 
 
 class _Gradients(Stage):
-    """Forward and backward of one stage."""
+    """Forward and backward of one stage: what it adds up over its ticks."""
 
     def __call__(self, stage_P, blocks, shared, inputs, scale) -> PipelineResult:
         schedule = self.schedule
@@ -133,12 +147,8 @@ class _Gradients(Stage):
             return carry, None
 
         carry, _ = jax.lax.scan(tick, self._zeros(blocks, shared, inputs), rows)
-        return PipelineResult(
-            jax.tree.map(self.out_of_chunks, carry.blocks),
-            jax.lax.psum(carry.shared, PIPE),
-            carry.measured,
-            jax.lax.psum(carry.total, PIPE),
-        )
+        of_blocks = jax.tree.map(self.out_of_chunks, carry.blocks)
+        return PipelineResult(of_blocks, carry.shared, carry.measured, carry.total)
 
     def _zeros(self, blocks, shared, inputs) -> _Carry:
         """The carry before the first tick."""

@@ -99,6 +99,17 @@ class Rules:
             "every device; use may_stay_whole=()",
         )
 
+    def without(self, axes: MeshAxes) -> "Rules":
+        """The rules for each of the devices along `axes` by itself."""
+        tables = {
+            name: tuple(
+                (letter, tuple(axis for axis in own if axis not in axes))
+                for letter, own in getattr(self, name)
+            )
+            for name in TABLES
+        }
+        return dataclasses.replace(self, **tables)
+
     def axes(self, letter: str, mesh, *, table: str) -> MeshAxes:
         """The axes of `mesh`, of more than one device, that a dimension is split over."""
         axes = dict(getattr(self, table)).get(letter, ())

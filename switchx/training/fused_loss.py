@@ -17,7 +17,8 @@ from switchx import tree
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.moe.capacity import layer_groups
 from switchx.partitioning.buckets import Slicing, sliced, whole
-from switchx.partitioning.constrain import current_rules
+from switchx.partitioning.constrain import current_rules, open_axes
+from switchx.partitioning.replicas import on_own_rows, own_key
 from switchx.partitioning.rules import Rules, param_dims, param_spec
 from switchx.training.losses import LossConfig, LossDenominators, batch_loss
 
@@ -34,15 +35,13 @@ def fused_batch_loss(
 ):
     """`training.losses.batch_loss`, in the scope of a mesh that `check_fused` has passed.
 
-    The same value and the same raw gradients; masks of dropout and jitter are each
-    device's own.
+    The same value and the same raw gradients.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     slicing = Slicing.on(mesh, rules, bucket_bytes)
 
     def local(params, batch, denominators, key):
-        key = jax.random.fold_in(key, jax.lax.axis_index(slicing.varying))
-        with sliced(slicing):
+        with on_own_rows(slicing.varying), sliced(slicing):
             params = _whole_outside_blocks(params)
             terms = batch_loss(config, loss, params, batch, denominators=denominators, key=key)
         vector, unravel = ravel_pytree(terms)  # all in one all-reduce
@@ -55,7 +54,8 @@ def fused_batch_loss(
         local,
         in_specs=(specs, jax.tree.map(lambda _: rows, batch), whole_spec, whole_spec),
         out_specs=whole_spec,
-    )(params, batch, denominators, key)
+        axis_names=open_axes(),
+    )(params, batch, denominators, own_key(key))
 
 
 def _whole_outside_blocks(params):

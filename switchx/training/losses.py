@@ -6,6 +6,7 @@ tokens of a group
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -16,6 +17,9 @@ from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import forward
 from switchx.moe.capacity import into_groups, layer_groups, rows_of_groups
 from switchx.moe.stats import RoutingStats
+from switchx.partitioning.constrain import current_rules
+from switchx.partitioning.replicas import replica_axes
+from switchx.partitioning.rules import MeshAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +162,34 @@ def rows_kept_together(model: ModelConfig, batch: dict, num_microbatches: int) -
     lengths = [batch[name].shape[1] for name in names]
     batch_size = batch["decoder_segment_ids"].shape[0]
     return rows_of_groups(model.switch, batch_size, lengths, num_microbatches) or 1
+
+
+def own_rows_axes(model: ModelConfig, rows: dict) -> MeshAxes:
+    """The axes of the mesh in use whose devices run a microbatch's rows by themselves.
+
+    Those of replicas, where each has whole routing groups; () where some group's tokens are
+    on several replicas, and without a mesh.
+
+    Args:
+        rows: of `into_microbatches`.
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    axes = () if rules is None else replica_axes(mesh, rules)
+    lengths = [rows[f"{stack}_segment_ids"].shape[2] for stack in _sparse_stacks(model)]
+    number = len(rows["decoder_segment_ids"])
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    return axes if has_whole_groups(model, number, lengths, parts) else ()
+
+
+def has_whole_groups(model: ModelConfig, rows: int, lengths: list[int], parts: int) -> bool:
+    """Whether so many rows can be cut into parts with whole routing groups.
+
+    Args:
+        lengths: tokens of a row, in each stack that has Switch layers.
+    """
+    if rows % parts:
+        return False
+    return not lengths or rows_of_groups(model.switch, rows, lengths, parts) is not None
 
 
 def _sparse_stacks(model: ModelConfig) -> list[str]:

@@ -8,9 +8,11 @@ Dims: B batch, L length, D model, V vocabulary
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.models.stages import (
@@ -32,6 +34,7 @@ from switchx.training.losses import (
     into_microbatches,
     loss_denominators,
     loss_terms,
+    own_rows_axes,
 )
 
 
@@ -74,12 +77,15 @@ def pipelined_gradients(
     M = schedule.num_microbatches
     keys = key[None] if M == 1 else jax.random.split(key, M)
     rows = into_microbatches(config, batch, M)
+    axes = own_rows_axes(config, rows)
     denominators = loss_denominators(config, batch, M)
     inputs = {"rows": rows, "keys": keys, "denominators": denominators}
     blocks, shared = split_blocks(config, params)
-    lanes = stack_lanes(
-        config, schedule, blocks, rows, functools.partial(stack_lane, config, loss)
-    )
+    whole, own = PartitionSpec(), PartitionSpec(axes)
+    parts = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+    rows_here = jax.tree.map(lambda x: x[: x.shape[0] // parts], rows)
+    lane = functools.partial(stack_lane, config, loss)
+    lanes = stack_lanes(config, schedule, blocks, rows_here, lane)
     result = run_pipeline(
         schedule,
         lanes,
@@ -88,6 +94,8 @@ def pipelined_gradients(
         shared,
         inputs,
         scale=loss_scale,
+        replicas=axes,
+        input_specs={"rows": own, "keys": whole, "denominators": whole},
     )
     stats = join_stacks(result.measured[0] if len(lanes) > 1 else None, result.measured[-1])
     value, sums = result.total

@@ -27,7 +27,13 @@ from switchx.moe.stats import RoutingStats
 from switchx.optim.multipliers import keep_frozen, moved_average, without_frozen
 from switchx.optim.protocol import apply_updates, clip_scale, global_norm, sliced_global_norm
 from switchx.partitioning.buckets import require_bucket_bytes
-from switchx.partitioning.host_stack import add_gradients, with_totals, zero_gradients
+from switchx.partitioning.host_stack import (
+    add_gradients,
+    host_stacks,
+    with_totals,
+    zero_gradients,
+)
+from switchx.partitioning.replicas import run_on_replicas
 from switchx.partitioning.schedule import Schedule
 from switchx.training.distillation import Teacher, WrittenTeacher, distilled_batch_loss
 from switchx.training.fused_loss import fused_batch_loss
@@ -37,6 +43,7 @@ from switchx.training.losses import (
     batch_loss,
     into_microbatches,
     loss_denominators,
+    own_rows_axes,
 )
 from switchx.training.pipelined import pipelined_gradients
 from switchx.training.switch_layers import with_balanced_biases, with_replicas
@@ -214,26 +221,32 @@ def gradients(
         value, aux = loss_of(config, loss, params, batch, denominators=denominators, key=key)
         return value * loss_scale, (value, *aux)
 
-    microbatch_gradients = functools.partial(jax.grad(scaled_loss, has_aux=True), params)
+    microbatch_gradients = jax.grad(scaled_loss, has_aux=True)
     if step.num_microbatches == 1:
-        grads, (value, sums, stats) = microbatch_gradients(None, batch, key)
-    else:
-        rows = into_microbatches(config, batch, step.num_microbatches)
+        grads, (value, sums, stats) = microbatch_gradients(params, None, batch, key)
+        return grads, value, sums, stats
+    rows = into_microbatches(config, batch, step.num_microbatches)
+    keys = jax.random.split(key, step.num_microbatches)
+
+    def added_up(rows, params):
         batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
-        keys = jax.random.split(key, step.num_microbatches)
         first = jax.tree.map(lambda x: x[0], (batches, keys))
         no_grads = zero_gradients(params)
-        _, measured = jax.eval_shape(microbatch_gradients, no_grads, *first)
+        _, measured = jax.eval_shape(microbatch_gradients, params, no_grads, *first)
         zeros = no_grads, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), measured)
 
         def add(total, microbatch):
-            grads, measured = microbatch_gradients(total[0], *microbatch)
+            grads, measured = microbatch_gradients(params, total[0], *microbatch)
             return (
                 add_gradients(total[0], grads),
                 jax.tree.map(jnp.add, total[1], measured),
             ), None
 
-        (grads, (value, sums, stats)), _ = jax.lax.scan(add, zeros, (batches, keys))
+        return jax.lax.scan(add, zeros, (batches, keys))[0]
+
+    # Gradients in host memory are added up there, of all replicas.
+    axes = () if host_stacks(params) else own_rows_axes(config, rows)
+    grads, (value, sums, stats) = run_on_replicas(added_up, axes, rows, params)
     return grads, value, sums, stats
 
 

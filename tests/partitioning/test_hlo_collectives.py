@@ -70,7 +70,7 @@ PAIRS = ((0, 1), (2, 3))
             "u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
             "collective-permute",
             (("f32", (80, 2048)),),
-            ((0, 1, 2, 3),),
+            ((0, 1), (1, 0)),
             80 * 2048 * 4,
         ),
         (
@@ -86,7 +86,7 @@ PAIRS = ((0, 1), (2, 3))
             "source_target_pairs={{0,1},{1,0}}",
             "collective-permute",
             (("u32", ()),),
-            ((0, 1, 2, 3),),
+            ((0, 1), (1, 0)),
             4,
         ),
         (

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas: devices with copies of all parameters and rows of their own, each run by itself.
+
+A reduction inside of a loop over microbatches or ticks is not moved out of it by XLA, so
+gradients would cross the wire in every turn. `run_on_replicas` makes the axes of replicas manual
+around the loop and sums what it returns once. Inside, the rules do not know these axes, and all
+shapes are those of one replica. What has to know of the other replicas asks here: random
+numbers, which are those of a row wherever it is, and sums over the whole batch.
+Dims: B rows (or routing groups, in their order)
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from switchx.partitioning.constrain import current_rules, use_rules
+from switchx.partitioning.rules import MeshAxes, Rules
+
+# A user context, so that a program that was traced on other axes is traced again.
+_axes = jax.make_user_context(())
+
+
+def replica_axes(mesh, rules: Rules) -> MeshAxes:
+    """The axes of the batch along which no parameter is split."""
+    tables = rules.params, rules.expert_params
+    split = {axis for table in tables for _, axes in table for axis in axes}
+    batch = rules.axes("B", mesh, table="activations")
+    return tuple(axis for axis in batch if axis not in split)
+
+
+@contextlib.contextmanager
+def on_own_rows(axes: MeshAxes):
+    """Inside of a `shard_map` over `axes`: each of its devices has rows of its own.
+
+    The rules inside of the block are those of the axes that are left. A `shard_map` within
+    another one numbers its own devices alone: `jax.lax.axis_index` of an outer axis would make
+    what it touches vary along that axis, and gradients be summed over it. So a key that goes
+    into it is made this replica's before, by `own_key`.
+    """
+    with _axes(axes), use_rules(current_rules().without(axes)):
+        yield
+
+
+def run_on_replicas(function: Callable, axes: MeshAxes, rows, others):
+    """`function(rows, others)` on every replica with its rows, and the sum of what they return.
+
+    To be differentiated inside and not from outside: with gradients among what `function`
+    returns, they cross `axes` once. Nothing that is differentiated may be summed over `axes`
+    inside, since its gradient would be summed once more.
+
+    Args:
+        axes: of `replica_axes`; () runs the function as it is.
+        rows: arrays `[B, ...]`.
+        others: arrays that all replicas have.
+    """
+    if not axes:
+        return function(rows, others)
+
+    def body(rows, others):
+        with on_own_rows(axes):
+            return jax.lax.psum(function(rows, others), axes)
+
+    whole = PartitionSpec()
+    sharded = jax.shard_map(
+        body,
+        in_specs=(PartitionSpec(axes), whole),
+        out_specs=whole,
+        axis_names=set(axes),
+        check_vma=False,
+    )
+    return sharded(rows, others)
+
+
+def replica_number():
+    """This replica's place among them, in the order of the batch's rows; 0 outside."""
+    return jax.lax.axis_index(_axes.value) if _axes.value else 0
+
+
+def sum_over_replicas(arrays):
+    """Sums over the whole batch, of what is not differentiated."""
+    if not _axes.value:
+        return arrays
+    return jax.lax.psum(jax.lax.stop_gradient(arrays), _axes.value)
+
+
+def random_rows(draw: Callable, key, shape):
+    """`draw(key_b, shape[1:])` for each row b of the whole batch, of which `shape` is a part.
+
+    A row's numbers depend on its place in the batch alone, and on no mesh.
+
+    Args:
+        draw: as `jax.random.uniform`.
+        key: of all rows.
+        shape: of this replica's array `[B, ...]`.
+    """
+    number_B = replica_number() * shape[0] + jnp.arange(shape[0])
+    key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(number_B)
+    return jax.vmap(lambda key: draw(key, shape[1:]))(key_B)
+
+
+def own_key(key):
+    """The key of this replica, for a `shard_map` within it; outside of replicas the same one."""
+    return key if key is None or not _axes.value else jax.random.fold_in(key, replica_number())
