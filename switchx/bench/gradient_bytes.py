@@ -66,10 +66,10 @@ def mesh_names(devices: Sequence) -> list[str]:
     names = sorted(path.stem for path in CONFIGS.glob("meshes/*.gin"))
     found = []
     for name in names:
-        mesh = Case(name, 1).job().mesh
-        if mesh.num_devices(len(devices)) == len(devices):
-            if replica_axes(mesh.build(devices), mesh.rules):
-                found.append(name)
+        mesh, count = Case(name, 1).job().mesh, len(devices)
+        fits = mesh.num_devices(count) == count
+        if fits and replica_axes(mesh.build(devices), mesh.rules):
+            found.append(name)
     return found
 
 

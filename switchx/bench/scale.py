@@ -2,9 +2,10 @@
 """`switchx bench scale`: what many devices change, on eight simulated ones and by compilation.
 
 Losses across meshes; a pipeline's memory by schedule; a layer's collectives by dispatcher; the
-bytes that compiled steps communicate against the planner's; a token table's rows on several
-devices, and slices gathered in buckets; what processes hash and read in a save; and, where the
-TPU compiler is installed, the four Switch models compiled for pods. Nothing here is a time.
+bytes that compiled steps communicate against the planner's, and gradients' along axes of
+replicas against one reduction's; a token table's rows on several devices, and slices gathered
+in buckets; what processes hash and read in a save; and, where the TPU compiler is installed,
+the four Switch models compiled for pods. Nothing here is a time.
 Dims: B rows of a batch, L tokens of a row, D model
 """
 
@@ -18,7 +19,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.bench import compiled, loss_parity, pipelines, planned_bytes, saves
+from switchx.bench import (
+    compiled,
+    gradient_bytes,
+    loss_parity,
+    pipelines,
+    planned_bytes,
+    saves,
+)
 from switchx.bench.loss_parity import VOCABULARY_ROWS
 from switchx.bench.planned_bytes import compile_step, small_job
 from switchx.bench.report import Check, Report
@@ -53,11 +61,13 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
     table_ratio, tables = token_tables()
     bucket_ratio, buckets = bucket_rows()
     saved = saves.run(note)
+    reduced = gradient_bytes.measured_rows(note)
     checks = [
         loss_parity.check(parity),
         Check("memory_1f1b_m128_vs_m8", pipelines.growth(memory, "1f1b"), "<=1.05"),
         pipelines.holds_whole_model(programs),
         *planned.checks,
+        gradient_bytes.check(reduced),
         extra_collectives(layers),
         Check("embedding_bytes_vs_replicated", table_ratio, f"<={TABLE_BOUND:g}"),
         Check("buckets_vs_collectives", bucket_ratio, "==1"),
@@ -69,6 +79,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         + programs
         + _named("layer", layers)
         + _named("communication", planned.results)
+        + _named("gradients", reduced)
         + _named("table", tables)
         + _named("fused", buckets)
         + saved.results

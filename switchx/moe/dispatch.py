@@ -128,6 +128,8 @@ def _by_groups(x_GQD):
         return x_GQD
     placement = Placement.on(jax.sharding.get_abstract_mesh(), current_rules())
     return constrain(x_GQD, "GQD") if placement.shared_by(len(x_GQD)) == () else x_GQD
+
+
 def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS):
     """Sum over a token's choices of gate times the row in the choice's place.
 

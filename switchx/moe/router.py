@@ -32,9 +32,7 @@ def explored_inputs(router, x_GTD, *, key: jax.Array | None):
     """
     if router.exploration == "jitter" and key is not None and router.jitter:
         low, high = 1.0 - router.jitter, 1.0 + router.jitter
-        draw = functools.partial(
-            jax.random.uniform, dtype=x_GTD.dtype, minval=low, maxval=high
-        )
+        draw = functools.partial(jax.random.uniform, dtype=x_GTD.dtype, minval=low, maxval=high)
         return x_GTD * random_rows(draw, key, x_GTD.shape)
     if router.exploration == "dropout":
         return dropout(x_GTD, router.input_dropout_rate, key=key)

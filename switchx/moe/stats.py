@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from switchx.moe.plan import RoutingPlan
-from switchx.partitioning.replicas import replica_number, sum_over_replicas
 
 
 @jax.tree_util.register_dataclass
@@ -134,16 +133,11 @@ def balance_sums(prob_GTE, count_GE, is_token_GT, *, scope: str = "group"):
     num_experts, dtype = prob_GTE.shape[-1], prob_GTE.dtype
     tokens_G = jnp.sum(is_token_GT, axis=-1).astype(dtype)
     count_GE = jax.lax.stop_gradient(count_GE.astype(dtype))
-    groups = jnp.sum(tokens_G > 0)
-    if scope == "batch":
-        # The term of a replica's own tokens, by the choices and the number of all.
-        tokens_G, count_GE = sum_over_replicas((tokens_G, count_GE))
-        groups = jnp.where(replica_number() == 0, jnp.sum(tokens_G > 0), 0)
     share_GE = count_GE / jnp.maximum(jnp.sum(count_GE, axis=-1, keepdims=True), 1)
     prob_GE = jnp.sum(jnp.where(is_token_GT[..., None], prob_GTE, 0), axis=1)
     mean_prob_GE = prob_GE / jnp.maximum(tokens_G, 1)[:, None]
     balance_G = num_experts * jnp.sum(share_GE * mean_prob_GE, axis=-1)
-    return jnp.sum(balance_G), groups.astype(dtype)
+    return jnp.sum(balance_G), jnp.sum(tokens_G > 0).astype(dtype)
 
 
 def join_stacks(encoder: RoutingStats | None, decoder: RoutingStats | None):

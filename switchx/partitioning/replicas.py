@@ -2,10 +2,10 @@
 """Replicas: devices with copies of all parameters and rows of their own, each run by itself.
 
 A reduction inside of a loop over microbatches or ticks is not moved out of it by XLA, so
-gradients would cross the wire in every turn. `run_on_replicas` makes the axes of replicas manual
-around the loop and sums what it returns once. Inside, the rules do not know these axes, and all
-shapes are those of one replica. What has to know of the other replicas asks here: random
-numbers, which are those of a row wherever it is, and sums over the whole batch.
+gradients would cross the wire in every turn. `run_on_replicas` makes the axes of replicas
+manual around the loop and sums what it returns once. Inside, the rules do not know these axes,
+and all shapes are those of one replica. Random numbers are drawn here, since those of a row
+are the same wherever the row is.
 Dims: B rows (or routing groups, in their order)
 """
 
@@ -80,13 +80,6 @@ def replica_number():
     return jax.lax.axis_index(_axes.value) if _axes.value else 0
 
 
-def sum_over_replicas(arrays):
-    """Sums over the whole batch, of what is not differentiated."""
-    if not _axes.value:
-        return arrays
-    return jax.lax.psum(jax.lax.stop_gradient(arrays), _axes.value)
-
-
 def random_rows(draw: Callable, key, shape):
     """`draw(key_b, shape[1:])` for each row b of the whole batch, of which `shape` is a part.
 
@@ -103,5 +96,5 @@ def random_rows(draw: Callable, key, shape):
 
 
 def own_key(key):
-    """The key of this replica, for a `shard_map` within it; outside of replicas the same one."""
+    """The key of this replica, for a `shard_map` within it; the same one outside."""
     return key if key is None or not _axes.value else jax.random.fold_in(key, replica_number())

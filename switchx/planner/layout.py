@@ -19,6 +19,7 @@ from switchx.fields import require_at_least
 from switchx.models.config import ModelConfig
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.mesh import AXES, named_axes
+from switchx.partitioning.replicas import replica_axes
 from switchx.partitioning.rules import MeshAxes, Rules, param_table
 
 STACKS = ("encoder", "decoder")
@@ -231,3 +232,21 @@ class Layout:
         if self.num_microbatches > 1:
             words.append(f"microbatches={self.num_microbatches}")
         return " ".join(filter(None, words))
+
+
+def own_rows_axes(workload: Workload, layout: Layout) -> MeshAxes:
+    """The axes of replicas, over which microbatches' gradients are summed once a step.
+
+    () for one microbatch, and where routing groups are on several replicas.
+    """
+    axes = replica_axes(layout, layout.rules)
+    if layout.num_microbatches * layout.pipe == 1:
+        return ()
+    rows, parts = workload.batch_size // layout.num_microbatches, layout.parts(axes)
+    for stack in workload.stacks if workload.model.switch is not None else ():
+        length = workload.length(stack)
+        (G, T, _), own = workload.routing(rows, length), workload.routing(rows // parts, length)
+        is_whole = (own[0] * parts, own[1]) == (G, T) and rows * length == G * T
+        if workload.model.num_sparse_layers_of(stack) and not is_whole:
+            return ()
+    return axes

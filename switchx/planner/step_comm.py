@@ -15,7 +15,7 @@ import math
 
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.rules import MeshAxes
-from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.layout import Layout, StateArray, Workload, own_rows_axes
 from switchx.planner.sparse_comm import (
     SparseLayer,
     gather_forward_collectives,
@@ -75,7 +75,7 @@ def step_collectives(workload: Workload, layout: Layout) -> list[StepCollective]
         found += _sparse(workload, layout, stack)
     found += _embedding(workload, layout)
     found += _weights(workload, layout)
-    found += _pipeline(workload, layout)
+    found = _reduced_once(found, workload, layout) + _pipeline(workload, layout)
     if (teacher := workload.taught_by) is not None:
         found += forward_collectives(teacher, layout.of_teacher(teacher))
     return [each for each in found if each.axes and each.count and each.num_bytes]
@@ -170,6 +170,22 @@ def _axes_of(entry) -> MeshAxes:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
+def _reduced_once(
+    found: list[StepCollective], workload: Workload, layout: Layout
+) -> list[StepCollective]:
+    """Gradients' sums of every microbatch as they are: over replicas once for all of them."""
+    axes, done = own_rows_axes(workload, layout), []
+    for each in found:
+        once = tuple(axis for axis in each.axes if axis in axes)
+        if (each.kind, each.part) == ("all-reduce", "weights") and once:
+            rest = tuple(axis for axis in each.axes if axis not in once)
+            done.append(dataclasses.replace(each, axes=rest))
+            count = each.count / layout.num_microbatches
+            each = dataclasses.replace(each, axes=once, count=count, terms=1)
+        done.append(each)
+    return done
+
+
 def _passes(layout: Layout, layers: float) -> float:
     """How often something of each of the layers happens on one device in a step."""
     return layers * layout.num_microbatches / layout.pipe
@@ -208,8 +224,9 @@ def _relative_bias(workload: Workload, layout: Layout, stack: str) -> list[StepC
     heads = workload.model.num_heads // layout.parts_of("H")
     count = _passes(layout, workload.num_layers(stack))
     num_bytes = heads * workload.length(stack) ** 2 * SUM_BYTES
-    what = "gradient of the relative bias"
-    return [StepCollective("all-reduce", what, layout.batch_axes, num_bytes, count, "weights")]
+    what, own = "gradient of the relative bias", own_rows_axes(workload, layout)
+    axes = tuple(axis for axis in layout.batch_axes if axis not in own)
+    return [StepCollective("all-reduce", what, axes, num_bytes, count, "weights")]
 
 
 def _dense_ffn(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
@@ -253,10 +270,7 @@ def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollecti
         )
         # The layer's output is a term of a sum whose other term is kept: not needed again.
         is_again = is_again and each.what != "outputs"
-        is_once = layout.pipe > 1 and is_weight and each.phase == "backward"
-        times = count / layout.num_microbatches if is_once else count
-        part = "weights" if is_weight else "exchange"
-        times *= 2 if is_again else 1
+        part, times = "weights" if is_weight else "exchange", count * (2 if is_again else 1)
         found.append(
             StepCollective(each.kind, each.what, each.axes, each.num_bytes, times, part)
         )
@@ -287,16 +301,15 @@ def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
     )
     found = []
     collective = functools.partial(StepCollective, part="embedding")
-    compiled = functools.partial(collective, by_compiler=True)
     for stack in workload.stacks:
         tokens = rows_on_device(workload, layout) * workload.length(stack)
         values = tokens * model.d_model * table.itemsize
         ids = tokens * ID_BYTES * layout.parts(columns)
         forward = (2 if model.positions == "learned" else 1) * steps
-        columns_moved = functools.partial(compiled, "all-to-all", "looked up columns")
+        columns_moved = functools.partial(collective, "all-to-all", "looked up columns")
         found += [
             collective("all-reduce", "looked up rows", rows, values, steps, forward=steps),
-            compiled("all-gather", "token ids", columns, ids, 3 * steps, forward=forward),
+            collective("all-gather", "token ids", columns, ids, forward, forward=forward),
             columns_moved(columns, values, forward + steps, forward=forward),
         ]
     targets = rows_on_device(workload, layout) * workload.decoder_length * SUM_BYTES
@@ -325,35 +338,24 @@ def _weights(workload: Workload, layout: Layout) -> list[StepCollective]:
         shape, split = local_shape(array, layout)
         stacked = array.shape[0] if array.dims.startswith("N") else 1
         one = math.prod(shape) // stacked * array.itemsize
-        per_step = stacked / (layout.pipe if array.is_in_blocks else 1)
-        # A pipeline adds gradients up before it communicates; a loop over microbatches not.
-        reduced = per_step * (1 if layout.pipe > 1 else layout.num_microbatches)
+        uses = stacked * layout.num_microbatches / (layout.pipe if array.is_in_blocks else 1)
         gathered = tuple(axis for axis in split if axis in batch)
-        if gathered and array.name == "embedding/positions_LD":
-            continue  # looked up by columns (`_embedding`), its gradient is whole there
         what = array.name.rsplit("/", 1)[-1]
         gradient = f"gradient of {what}"
-        if gathered:
+        if gathered and array.name != "embedding/positions_LD":  # looked up (`_embedding`)
             whole = one * layout.parts(gathered)
             is_again = array.is_in_blocks and (model.remat != "none" or model.scan_layers)
-            times = per_step * layout.num_microbatches * (2 if is_again else 1)
+            times = uses * (2 if is_again else 1)
             compiled = functools.partial(collective, by_compiler=True)
             found += [
-                compiled(
-                    "all-gather",
-                    what,
-                    gathered,
-                    whole,
-                    times,
-                    forward=per_step * layout.num_microbatches,
-                ),
-                compiled("reduce-scatter", gradient, gathered, whole, reduced),
+                compiled("all-gather", what, gathered, whole, times, forward=uses),
+                compiled("reduce-scatter", gradient, gathered, whole, uses),
             ]
         replicas = tuple(axis for axis in batch if axis not in split)
         # Of the token table's gradient, the lookups', and that of tied logits.
-        uses = len(workload.stacks) + model.tie_embeddings
-        terms = uses if array.name == TOKEN_TABLE else 1
-        found.append(collective("all-reduce", gradient, replicas, one, reduced, terms=terms))
+        is_table = array.name == TOKEN_TABLE
+        terms = len(workload.stacks) + model.tie_embeddings if is_table else 1
+        found.append(collective("all-reduce", gradient, replicas, one, uses, terms=terms))
     return found
 
 

@@ -164,7 +164,7 @@ def rows_kept_together(model: ModelConfig, batch: dict, num_microbatches: int) -
     return rows_of_groups(model.switch, batch_size, lengths, num_microbatches) or 1
 
 
-def own_rows_axes(model: ModelConfig, rows: dict) -> MeshAxes:
+def own_rows_axes(rows: dict, *models: ModelConfig) -> MeshAxes:
     """The axes of the mesh in use whose devices run a microbatch's rows by themselves.
 
     Those of replicas, where each has whole routing groups; () where some group's tokens are
@@ -172,13 +172,17 @@ def own_rows_axes(model: ModelConfig, rows: dict) -> MeshAxes:
 
     Args:
         rows: of `into_microbatches`.
+        models: that read them.
     """
     mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
     axes = () if rules is None else replica_axes(mesh, rules)
-    lengths = [rows[f"{stack}_segment_ids"].shape[2] for stack in _sparse_stacks(model)]
     number = len(rows["decoder_segment_ids"])
     parts = math.prod(mesh.shape[axis] for axis in axes)
-    return axes if has_whole_groups(model, number, lengths, parts) else ()
+    for model in models:
+        lengths = [rows[f"{stack}_segment_ids"].shape[2] for stack in _sparse_stacks(model)]
+        if not has_whole_groups(model, number, lengths, parts):
+            return ()
+    return axes
 
 
 def has_whole_groups(model: ModelConfig, rows: int, lengths: list[int], parts: int) -> bool:
@@ -187,9 +191,10 @@ def has_whole_groups(model: ModelConfig, rows: int, lengths: list[int], parts: i
     Args:
         lengths: tokens of a row, in each stack that has Switch layers.
     """
-    if rows % parts:
-        return False
-    return not lengths or rows_of_groups(model.switch, rows, lengths, parts) is not None
+    if not lengths or parts == 1:
+        return rows % parts == 0
+    is_one_group = model.switch.router.balance_scope == "batch"
+    return not is_one_group and rows_of_groups(model.switch, rows, lengths, parts) is not None
 
 
 def _sparse_stacks(model: ModelConfig) -> list[str]:

@@ -77,7 +77,7 @@ def pipelined_gradients(
     M = schedule.num_microbatches
     keys = key[None] if M == 1 else jax.random.split(key, M)
     rows = into_microbatches(config, batch, M)
-    axes = own_rows_axes(config, rows)
+    axes = own_rows_axes(rows, config)
     denominators = loss_denominators(config, batch, M)
     inputs = {"rows": rows, "keys": keys, "denominators": denominators}
     blocks, shared = split_blocks(config, params)

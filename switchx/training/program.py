@@ -25,6 +25,7 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import batch_axes, batch_parts, platform_of
 from switchx.partitioning.placement import Placement
+from switchx.partitioning.replicas import replica_axes
 from switchx.partitioning.rules import Rules, param_sharding
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.partitioning.ticks import PIPE
@@ -33,6 +34,7 @@ from switchx.training.evaluate import eval_step
 from switchx.training.expert_records import ExpertRecords
 from switchx.training.fused_loss import check_fused
 from switchx.training.job import TrainingJob
+from switchx.training.losses import has_whole_groups
 from switchx.training.pipelined import build_schedule
 from switchx.training.pipelined_eval import pipelined_eval_step
 from switchx.training.step import TrainState, init_state, train_step
@@ -183,7 +185,19 @@ class TrainingProgram:
     def notes(self) -> tuple[str, ...]:
         experts, unused = self.job.storage.experts, ", ".join(self.job.unused_storage)
         said = f"{unused}: without effect with StorageSpec.experts={experts!r}"
-        return ((said,) if unused else ()) + self._task_notes()
+        return ((said,) if unused else ()) + self._task_notes() + self._replica_notes()
+
+    def _replica_notes(self) -> tuple[str, ...]:
+        job, axes = self.job, replica_axes(self.mesh, self.job.mesh.rules)
+        rows, M = job.batch_size // job.step.num_microbatches, job.step.num_microbatches
+        parts = math.prod(self.mesh.shape[axis] for axis in axes)
+        if M == 1 or has_whole_groups(job.model, rows, job.sparse_lengths, parts):
+            return ()
+        return (
+            f"gradients are summed over {'*'.join(axes)} in each of {M} microbatches: some "
+            f"routing group of their {rows} rows is on several of {parts} replicas; with a "
+            "smaller SwitchConfig.group_size they are summed once a step",
+        )
 
     def _task_notes(self) -> tuple[str, ...]:
         switch, place = self.job.model.switch, Placement.on(self.mesh, self.job.mesh.rules)

@@ -244,8 +244,9 @@ def gradients(
 
         return jax.lax.scan(add, zeros, (batches, keys))[0]
 
+    readers = (config, teacher.config) if isinstance(teacher, Teacher) else (config,)
     # Gradients in host memory are added up there, of all replicas.
-    axes = () if host_stacks(params) else own_rows_axes(config, rows)
+    axes = () if host_stacks(params) else own_rows_axes(rows, *readers)
     grads, (value, sums, stats) = run_on_replicas(added_up, axes, rows, params)
     return grads, value, sums, stats
 

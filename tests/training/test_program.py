@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from switchx import tree
+from switchx.models.config import RouterConfig
 from switchx.moe.capacity import group_shape
 from switchx.optim.adafactor import Adafactor
 from switchx.optim.protocol import global_norm
@@ -143,6 +144,48 @@ def test_microbatches_on_a_mesh_add_up_to_the_batch_on_one_device(want):
     assert_gradients_of_one_device(got, want)
     experts = tree.named_leaves(got[0])["decoder/blocks/layer_1/ffn/experts/w_in_EDF"]
     assert shard_shapes(experts) == {(2, 16, 24)}
+
+
+# Random numbers are those of a row in the batch, of experts' slots those of a group. Groups of
+# two rows stay together.
+RANDOM = dataclasses.replace(
+    SPARSE,
+    dropout_rate=0.2,
+    switch=dataclasses.replace(
+        SPARSE.switch,
+        group_size=2 * LENGTH,
+        router=RouterConfig(jitter=0.3),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshSpec(data=2, expert=2, model=2),
+        pytest.param(MeshSpec(data=4, fsdp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_replicas_draw_and_balance_as_one_device_does(mesh):
+    step = StepConfig(num_microbatches=2)
+    want = raw_gradients(one_device(RANDOM, step=step))
+    got = raw_gradients(make_program(RANDOM, mesh, step=step))
+    assert_gradients_of_one_device(got, want)
+    np.testing.assert_array_equal(got[2].groups, want[2].groups)
+
+
+def test_groups_on_several_replicas_are_said_and_keep_their_numbers():
+    """Each of two microbatches has two groups, on four replicas."""
+    switch = dataclasses.replace(SPARSE.switch, group_size=4 * LENGTH, capacity_factor=1.0)
+    model, step = dataclasses.replace(SPARSE, switch=switch), StepConfig(num_microbatches=2)
+    program = make_program(model, MeshSpec(data=4, expert=2), step=step)
+    (note,) = program.notes
+    assert "over data in each of 2 microbatches" in note and "4 replicas" in note
+    assert_gradients_of_one_device(
+        raw_gradients(program), raw_gradients(one_device(model, step=step))
+    )
+    assert make_program(SPARSE, MeshSpec(data=4, expert=2), step=step).notes == ()
 
 
 @pytest.fixture(scope="module")
