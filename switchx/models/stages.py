@@ -202,14 +202,12 @@ class Chunk:
             key=key,
             first_run=op.place * self.num_runs,
         )
-        if self.stack == "encoder":
-            x_BLD = jnp.where(op.is_last, stack.leave(x_BLD, key=key), x_BLD)
+        x_BLD = jnp.where(op.is_last, stack.leave(x_BLD, key=key), x_BLD)
         return constrain_named(message | {"x_BLD": x_BLD}), stats
 
-    def logits(self, shared, x_BLD, *, key=None):
-        """Logits `[B, L, V]` from the output of the decoder's last block."""
-        model = self._model({}, shared)
-        return model.embedding.logits(model.decoder.leave(x_BLD, key=self._key(key)))
+    def logits(self, shared, x_BLD):
+        """Logits `[B, L, V]` from the decoder's last message."""
+        return self._model({}, shared).embedding.logits(x_BLD)
 
     def _model(self, blocks, shared):
         return bind(self.config, shared | {self.stack: shared[self.stack] | {BLOCKS: blocks}})

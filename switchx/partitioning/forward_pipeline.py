@@ -24,6 +24,7 @@ from switchx.partitioning.ticks import (
     Stage,
     in_order_of_blocks,
     op_rows,
+    own_part,
     run_if,
     shift,
 )
@@ -93,6 +94,11 @@ class _Forward(Stage):
     def _forward(self, s: int, blocks, shared, inputs, received, op: Op, result):
         """A lane's message for the next chunk, and the sums with this one's."""
 
+        def head(shared, x_BLD, total):
+            own_BLD, first = own_part(x_BLD, op, self.schedule.num_stages)
+            _, new = self.lanes[s].head(shared, own_BLD, inputs, op, first)
+            return jax.tree.map(jnp.add, total, new)
+
         def run(blocks, shared, message, result):
             chunk = chunk_of(blocks, op.chunk)
             new = self.lanes[s].objective(chunk, shared, inputs, message, op)
@@ -100,6 +106,8 @@ class _Forward(Stage):
             total = jax.tree.map(
                 lambda old, x: old + jnp.where(op.is_active, x, 0), result.total, new.total
             )
+            if self.lanes[s].head is not None:
+                total = run_if(op.any_last, head, total, shared, new.message["x_BLD"], total)
             measured = (*result.measured[:s], mine, *result.measured[s + 1 :])
             return new.message, ForwardResult(measured, total)
 

@@ -29,8 +29,10 @@ from switchx.partitioning.ticks import (
     Lane,
     Op,
     Stage,
+    from_parts,
     in_order_of_blocks,
     op_rows,
+    own_part,
     run_if,
     shift,
     where,
@@ -185,8 +187,16 @@ class _Gradients(Stage):
             def run(state, d_message, s=s, lane=lane, op=op):
                 kept = chunk_of(carry.slots[s], op.slot)
                 chunk = chunk_of(blocks[s], op.chunk)
-                (d_blocks, d_shared, d_kept), result = differentiate(
-                    lane, chunk, shared, inputs, kept, op, d_message, scale
+                (d_blocks, d_shared, d_kept), result, of_head = differentiate(
+                    lane,
+                    chunk,
+                    shared,
+                    inputs,
+                    kept,
+                    op,
+                    d_message,
+                    scale,
+                    self.schedule.num_stages,
                 )
 
                 def add_in_lane(items, new):
@@ -199,11 +209,13 @@ class _Gradients(Stage):
                     )
 
                 of_blocks, measured, of_shared, total = state
+                sums = add(of_shared, d_shared), add(total, result.total)
+                if of_head is not None:  # of all stages, whether they have an op or not
+                    sums = jax.tree.map(jnp.add, sums, of_head)
                 state = (
                     add_in_lane(of_blocks, d_blocks),
                     add_in_lane(measured, result.measured),
-                    add(of_shared, d_shared),
-                    add(total, result.total),
+                    *sums,
                 )
                 return state, d_kept
 
@@ -242,12 +254,48 @@ def _store(slots, message, op: Op):
     return jax.tree.map(store, slots, message)
 
 
-def differentiate(lane: Lane, blocks, shared, inputs, message, op: Op, d_message, scale):
-    """Gradients by (blocks, shared, message) of all that follows, and the `Objective`."""
+def differentiate(
+    lane: Lane,
+    blocks,
+    shared,
+    inputs,
+    message,
+    op: Op,
+    d_message,
+    scale,
+    num_stages: int = 1,
+):
+    """Gradients by (blocks, shared, message) of all that follows, and the `Objective`; and of
+    this stage's part of the lane's head the gradient by `shared` and the total, or None.
+    """
 
     def objective(blocks, shared, message):
         result = lane.objective(blocks, shared, inputs, message, op)
         return (result.message, result.value), result
 
     (_, value), transpose, result = jax.vjp(objective, blocks, shared, message, has_aux=True)
-    return transpose((d_message, scale.astype(value.dtype))), result
+    scale, of_head = scale.astype(value.dtype), None
+    if lane.head is not None:
+        x_BLD = result.message["x_BLD"]
+
+        def run(shared, x_BLD):
+            return _differentiate_head(lane, shared, inputs, x_BLD, op, scale, num_stages)
+
+        shapes = jax.eval_shape(run, shared, x_BLD)
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        of_head, d_x_BLD = run_if(op.any_last, run, none, shared, x_BLD)
+        d_message = d_message | {"x_BLD": d_message["x_BLD"] + d_x_BLD}
+    return transpose((d_message, scale)), result, of_head
+
+
+def _differentiate_head(lane: Lane, shared, inputs, x_BLD, op: Op, scale, num_stages: int):
+    """(Gradient by `shared`, total) of a part, and the gradient of the last chunk's output."""
+    own_BLD, first = own_part(x_BLD, op, num_stages)
+
+    def head(shared, own_BLD):
+        return lane.head(shared, own_BLD, inputs, op, first)
+
+    _, transpose, total = jax.vjp(head, shared, own_BLD, has_aux=True)
+    d_shared, d_own_BLD = transpose(scale)
+    d_x_BLD = from_parts(d_own_BLD, x_BLD.shape[1], num_stages)
+    return (d_shared, total), jnp.where(op.is_last, d_x_BLD, 0)

@@ -31,6 +31,7 @@ class Op(NamedTuple):
         is_first, is_last: whether it is the stack's first chunk, or its last.
         any_first, any_last: whether that holds on any stage, the same on all: what only end
             stages compute is skipped where this is false, and not used where theirs is.
+        last_microbatch: that of the stage with the last chunk, the same on all.
     """
 
     microbatch: jax.Array
@@ -43,6 +44,11 @@ class Op(NamedTuple):
     any_active: jax.Array
     any_first: jax.Array
     any_last: jax.Array
+    last_microbatch: jax.Array
+
+
+# The fields that are the same on all stages.
+_OF_ALL = ("any_active", "any_first", "any_last", "last_microbatch")
 
 
 class Objective(NamedTuple):
@@ -72,11 +78,16 @@ class Lane:
         forward: computes the message for the next chunk.
         objective: computes the same and the rest of an `Objective`.
         message: shapes of one microbatch's message; names end in dimensions.
+        head: what all stages make together of the last chunk's message, each of a part of its
+            `x_BLD` along L: (shared, x_BLD, inputs, op, first) -> (its term of what is
+            differentiated, its `Objective.total`), of `op.last_microbatch` and the part that
+            begins at `first`. Parts beyond the end are zeros. None: the lane has none.
     """
 
     forward: Callable[..., Any]
     objective: Callable[..., Objective]
     message: Any
+    head: Callable[..., tuple[jax.Array, Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +105,7 @@ class Stage:
 
     def ops(self, row: dict, stage) -> list[Op]:
         """This stage's ops of a tick, lane by lane."""
-        mine = {name: x if name.startswith("any") else x[stage] for name, x in row.items()}
+        mine = {name: x if name in _OF_ALL else x[stage] for name, x in row.items()}
         return [Op(**{name: x[s] for name, x in mine.items()}) for s in range(len(self.lanes))]
 
     def no_messages(self) -> tuple:
@@ -179,6 +190,7 @@ def op_rows(schedule: Schedule, ops: Ops, ticks=slice(None)) -> dict[str, jax.Ar
         any_active=np.any(ops.is_active_TPS, axis=1),
         any_first=np.any(first, axis=1),
         any_last=np.any(last, axis=1),
+        last_microbatch=np.maximum(ops.microbatch_TPS[:, -1], 0),
     )
     return {name: jnp.asarray(x[ticks]) for name, x in rows.items()}
 
@@ -186,3 +198,23 @@ def op_rows(schedule: Schedule, ops: Ops, ticks=slice(None)) -> dict[str, jax.Ar
 def in_order_of_blocks(measured):
     """`[v, P * n, ...]`, chunk by chunk and in each of them stage by stage, as `[N, ...]`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), measured)
+
+
+def own_part(x_BLD, op: Op, num_stages: int):
+    """This stage's part along L of what the stage with the last chunk has, and where it begins.
+
+    L is filled up with zeros to a multiple of the stages.
+    """
+    if num_stages == 1:
+        return x_BLD, 0
+    missing = -x_BLD.shape[1] % num_stages
+    x_BLD = jnp.pad(jnp.where(op.is_last, x_BLD, 0), ((0, 0), (0, missing), (0, 0)))
+    own_BLD = jax.lax.psum_scatter(x_BLD, PIPE, scatter_dimension=1, tiled=True)
+    return own_BLD, own_BLD.shape[1] * jax.lax.axis_index(PIPE)
+
+
+def from_parts(own_BLD, length: int, num_stages: int):
+    """The parts of all stages, `[B, length, D]`."""
+    if num_stages == 1:
+        return own_BLD
+    return jax.lax.all_gather(own_BLD, PIPE, axis=1, tiled=True)[:, :length]

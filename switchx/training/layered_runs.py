@@ -257,11 +257,14 @@ class RunPrograms:
 
         def differentiated(number, message, d_message):
             op = _op(kind, number, place)
-            (d_mine, d_shared, d_message), result = differentiate(
+            (d_mine, d_shared, d_message), result, of_head = differentiate(
                 lane, mine, shared, inputs, message, op, d_message, scale
             )
-            grads = constrain_params((d_mine, d_shared))
-            return (*grads, result.measured, result.total), d_message
+            sums = d_shared, result.total
+            if of_head is not None:
+                sums = jax.tree.map(jnp.add, sums, of_head)
+            grads = constrain_params((d_mine, sums[0]))
+            return (*grads, result.measured, sums[1]), d_message
 
         def microbatch(total, item):
             added, d_message = differentiated(*item)
@@ -323,4 +326,5 @@ def _op(kind: Kind, microbatch, place) -> Op:
         any_active=True,
         any_first=kind.is_first,
         any_last=kind.is_last,
+        last_microbatch=microbatch,
     )

@@ -26,7 +26,7 @@ from switchx.models.stages import (
 from switchx.moe.stats import join_stacks
 from switchx.partitioning.pipeline import run_pipeline
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
-from switchx.partitioning.ticks import Lane, Objective, Op, run_if
+from switchx.partitioning.ticks import Lane, Objective, Op
 from switchx.training.losses import (
     LossConfig,
     TokenSums,
@@ -134,34 +134,41 @@ def stack_lane(config: ModelConfig, loss: LossConfig, name: str, num_runs: int, 
 
     def objective(blocks, shared, inputs, message, op: Op):
         message, stats = run(blocks, shared, inputs, message, op)
-        terms = functools.partial(loss_terms, loss, config, inputs["denominators"], stack=name)
-        value = terms(None, stats)
-        sums = no_sums()
-        if name == "decoder":
-            sums = sums_of_last(chunk, loss, shared, message, inputs, op)
-            value = value + terms(sums, None)
+        value = loss_terms(loss, config, inputs["denominators"], None, stats, stack=name)
         measured = None if stats is None else stats.summed
-        return Objective(message, value, measured, (value, sums))
+        return Objective(message, value, measured, (value, no_sums()))
 
-    return Lane(lambda *arguments: run(*arguments)[0], objective, message)
+    def head(shared, x_BLD, inputs, op: Op, first):
+        sums = sums_of_part(chunk, loss, shared, x_BLD, inputs, op, first)
+        value = loss_terms(loss, config, inputs["denominators"], sums, None, stack=name)
+        return value, (value, sums)
+
+    has_head = head if name == "decoder" else None
+    return Lane(lambda *arguments: run(*arguments)[0], objective, message, has_head)
 
 
 def no_sums() -> TokenSums:
     return TokenSums(*[jnp.zeros((), jnp.float32)] * 4)
 
 
-def sums_of_last(chunk: Chunk, loss: LossConfig, shared, message, inputs, op: Op) -> TokenSums:
-    """The op's sums over target tokens; zeros but of the decoder's last chunk."""
+def sums_of_part(
+    chunk: Chunk, loss: LossConfig, shared, x_BLD, inputs, op: Op, first
+) -> TokenSums:
+    """Sums over the target tokens of a part along L of the decoder's last message.
 
-    def last(shared, x_BLD):
-        batch, key = microbatch_of(inputs, op)
-        logits_BLV = chunk.logits(shared, x_BLD, key=key)
-        sums = cross_entropy(
-            logits_BLV, batch["decoder_target_tokens"], batch["decoder_loss_weights"], loss
-        )
-        return jax.tree.map(lambda x: jnp.where(op.is_last, x, 0), sums)
+    Args:
+        first: where it begins.
+    """
+    batch, _ = microbatch_of(inputs, op._replace(microbatch=op.last_microbatch))
 
-    return run_if(op.any_last, last, no_sums(), shared, message["x_BLD"])
+    def part(x_BL):
+        length = x_BLD.shape[1]
+        x_BL = jnp.pad(x_BL, ((0, 0), (0, length)))  # past the end: no targets
+        return jax.lax.dynamic_slice_in_dim(x_BL, first, length, axis=1)
+
+    logits_BLV = chunk.logits(shared, x_BLD)
+    names = ("decoder_target_tokens", "decoder_loss_weights")
+    return cross_entropy(logits_BLV, *(part(batch[name]) for name in names), loss)
 
 
 def microbatch_of(inputs: dict, op: Op):

@@ -20,7 +20,7 @@ from switchx.partitioning.schedule import Schedule
 from switchx.partitioning.ticks import Lane, Objective, Op
 from switchx.training.evaluate import PLAIN_LOSS, sampled, sampled_rows
 from switchx.training.losses import from_microbatches, into_microbatches, rows_kept_together
-from switchx.training.pipelined import microbatch_of, no_sums, stack_lanes, sums_of_last
+from switchx.training.pipelined import microbatch_of, no_sums, stack_lanes, sums_of_part
 
 
 def pipelined_eval_step(config: ModelConfig, schedule: Schedule, params, batch: dict):
@@ -63,9 +63,6 @@ def eval_lane(
     def objective(blocks, shared, inputs, message, op: Op):
         batch, _ = microbatch_of(inputs, op)
         message, stats = chunk(blocks, shared, batch, message, op)
-        sums = no_sums()
-        if name == "decoder":
-            sums = sums_of_last(chunk, PLAIN_LOSS, shared, message, inputs, op)
         if stats is not None:
 
             def place(x):
@@ -74,6 +71,11 @@ def eval_lane(
                 return zeros.at[:, :, op.microbatch].set(x)
 
             stats = dataclasses.replace(stats, choices=jax.tree.map(place, stats.choices))
-        return Objective(message, sums.loss, stats, sums)
+        return Objective(message, jnp.zeros(()), stats, no_sums())
 
-    return Lane(lambda *arguments: objective(*arguments).message, objective, message)
+    def head(shared, x_BLD, inputs, op: Op, first):
+        sums = sums_of_part(chunk, PLAIN_LOSS, shared, x_BLD, inputs, op, first)
+        return sums.loss, sums
+
+    has_head = head if name == "decoder" else None
+    return Lane(lambda *arguments: objective(*arguments).message, objective, message, has_head)

@@ -28,8 +28,9 @@ def op(place: int) -> Op:
     is_first, is_last = place == 0, place == CHUNKS - 1
     ends = dict(is_first=is_first, is_last=is_last, any_first=is_first, any_last=is_last)
     return Op(
-        microbatch=0, chunk=place, slot=0, place=place, is_active=True, any_active=True, **ends
-    )
+        microbatch=0, chunk=place, slot=0, place=place, is_active=True, any_active=True,
+        last_microbatch=0, **ends,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [DENSE, ENCODER_DECODER], ids=["decoder", "both"])
@@ -61,7 +62,7 @@ def test_chunks_are_the_model_with_dropout(config):
                 )
                 message, stats = chunk(part, shared, batch, message, op(place), key=key)
                 rows.append(stats)
-        return chunk.logits(shared, message["x_BLD"], key=key), rows
+        return chunk.logits(shared, message["x_BLD"]), rows
 
     logits_BLV, rows = jax.jit(run)(params)
     whole = jax.jit(lambda params: forward(config, params, batch, is_training=True, key=key))

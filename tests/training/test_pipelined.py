@@ -14,6 +14,7 @@ from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules, param_shardings
 from switchx.partitioning.schedule import ScheduleSpec
+from switchx.planner.program_cost import matrix_flops
 from switchx.training.evaluate import eval_step
 from switchx.training.pipelined import build_schedule, pipelined_gradients
 from switchx.training.program import TrainingProgram
@@ -118,6 +119,33 @@ def test_a_pipeline_is_invariant_to_stages_microbatches_and_padding(config, mesh
     got = pipelined(config, mesh, batch=batch)
     assert_equal(got, want)
     assert got[3].groups.tolist() == [ROWS - 3] * len(config.sparse_layer_names)
+
+
+def test_lengths_need_not_divide_over_the_stages():
+    """14 places over 4 stages: logits of 4, 4, 4 and 2."""
+    config = stacked(DENSE, 4)
+    batch = {name: x[:, :14] for name, x in make_batch(config, ROWS).items()}
+    got = pipelined(config, MeshSpec(pipe=4, data=2), batch=batch)
+    assert_equal(got, unpipelined(config, batch=batch))
+
+
+@pytest.mark.slow
+def test_each_stage_computes_its_share_of_the_logits():
+    """FLOPs of the products of a model that is nearly all logits, by the compiled program."""
+    config = dataclasses.replace(stacked(DENSE, 4), vocab_size=16384)
+    batch = make_batch(config, ROWS)
+    flops = {}
+    for stages in (1, 4):
+        schedule = build_schedule(config, ScheduleSpec(), stages, MICROBATCHES)
+        compute = functools.partial(pipelined_gradients, config, WEIGHTY, schedule)
+        mesh = MeshSpec(pipe=stages, data=1).build(jax.devices()[:stages])
+        with use_mesh(mesh, Rules()):
+            params = param_shardings(Rules(), mesh, make_params(config))
+            placed = jax.device_put(make_params(config), params)
+            lowered = jax.jit(compute).lower(placed, batch, key=jax.random.key(1))
+        # Every tick is counted with the branch that computes more.
+        flops[stages] = matrix_flops(lowered.compile().as_text()) / schedule.num_ticks
+    assert flops[4] < 1.1 * flops[1] / 4
 
 
 # The embedding's rows over the devices that have different tokens (SE-MoE, section 4.3).
