@@ -14,6 +14,8 @@ open, and memory (`specs/v100.toml`) is enforced for every row:
   gathers (Narayanan et al. 2021, arXiv:2104.04473, section 4.1; in Megatron-LM, on which PPMoE
   is built, an option).
 
+Logits are on the last stage, as Megatron-LM has them, and not split over the stages as here.
+
 Experts of DPMoE that are tensor-parallel, too, are predicted in two ways: split over the tensor
 ranks, and whole on each of them, as DeepSpeed had them before its pull request 2074. Ratios of
 two rows are taken at equal batches. Block inputs are kept and the rest is computed again.
@@ -29,7 +31,7 @@ from papers import Interval, gpt, paper_workload, with_dispatcher
 from switchx.partitioning.rules import Rules
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout, Workload
-from switchx.planner.memory import memory_use
+from switchx.planner.memory import memory_use, vocabulary_parts
 from switchx.planner.model_cost import flops_per_sequence
 from switchx.planner.step_comm import StepCollective, local_shape, step_collectives
 from switchx.planner.step_time import step_time
@@ -42,6 +44,10 @@ LARGE = dict(layers=32, d_model=4096, heads=32, vocab_size=VOCABULARY)
 # GPT-3's rows of 2048 tokens: 0.5M and 2M tokens.
 SMALL_ROWS, LARGE_ROWS = 256, 1024
 HARDWARE = load_hardware("v100")
+LOGITS_OF_STAGES = (
+    "outputs to all stages, for their part of the logits",
+    "gradients of the outputs",
+)
 REMATERIALIZED = 4  # passes through the blocks
 
 
@@ -146,6 +152,7 @@ def copies_of(table: str, layout: Layout) -> int:
 def needed_bytes(row: Row, workload: Workload, layout: Layout) -> float:
     """Bytes of a device's memory; of a row with ZeRO those of stage 2, the fewest."""
     use = memory_use(workload, layout)
+    use = dataclasses.replace(use, logits=use.logits * layout.pipe)
     if not row.has_zero:
         return use.total
     params = [each for each in workload.state if each.kind == "params"]
@@ -161,9 +168,16 @@ def step_seconds(workload: Workload, layout: Layout, is_scattered: bool = True) 
     once = dataclasses.replace(layout, num_microbatches=1)
     found = [each for each in step_collectives(workload, layout) if each.part != "weights"]
     found += [each for each in step_collectives(workload, once) if each.part == "weights"]
+    found = [each for each in found if each.what not in LOGITS_OF_STAGES]
     if is_scattered:
         found = scattered(found, layout)
-    seconds = step_time(workload, layout, HARDWARE, found).step_s
+    time = step_time(workload, layout, HARDWARE, found)
+    seconds = time.step_s
+    if layout.pipe > 1:
+        flops = flops_per_sequence(workload.model, 0, workload.decoder_length).logits
+        others = layout.size / layout.model * vocabulary_parts(workload, layout)
+        more = 3 * flops * workload.batch_size * (layout.pipe - 1) / others
+        seconds += more / HARDWARE.compute.flops_per_s / (1 - time.bubble)
     if isinstance(layout, WholeOnTensorRanks):
         flops = flops_per_sequence(workload.model, 0, workload.decoder_length).expert_slots
         again = REMATERIALIZED * flops * workload.batch_size * (layout.model - 1) / layout.size

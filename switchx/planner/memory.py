@@ -87,6 +87,7 @@ def memory_use(workload: Workload, layout: Layout) -> MemoryUse:
     working = max(_block(workload, layout, stack, "none") for stack in stacks)
     targets = rows_on_device(workload, layout) * workload.decoder_length
     logits = targets * workload.model.vocab_size / vocabulary_parts(workload, layout)
+    logits /= layout.pipe  # each stage has a part
     return MemoryUse(
         params=params,
         gradients=params * (2 if is_added_up else 1),

@@ -374,6 +374,14 @@ def _pipeline(workload: Workload, layout: Layout) -> list[StepCollective]:
         collective("collective-permute", what, num_bytes=values, count=sends)
         for what in ("activations to the next stage", "gradients to the last stage")
     ]
+    outputs = activation_bytes(workload, layout, "decoder")
+    found += [
+        collective(kind, what, num_bytes=outputs, count=layout.num_microbatches)
+        for kind, what in (
+            ("reduce-scatter", "outputs to all stages, for their part of the logits"),
+            ("all-gather", "gradients of the outputs"),
+        )
+    ]
     if workload.model.tie_embeddings:
         table = _token_table(workload)
         num_bytes = math.prod(local_shape(table, layout)[0]) * table.itemsize

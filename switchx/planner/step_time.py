@@ -123,7 +123,7 @@ def bubble_fraction(stages: int, microbatches: int) -> float:
 
 
 def device_flops(workload: Workload, layout: Layout) -> float:
-    """FLOPs of a step on one device of the busiest stage: forward, backward, recomputed; and
+    """FLOPs of a step on one device of a stage: forward, backward, recomputed; and
     a teacher's forward pass."""
     flops = _flops(workload, layout, 4 if workload.model.remat == "full" else 3, 3)
     if (teacher := workload.taught_by) is not None:
@@ -146,8 +146,8 @@ def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: in
     blocks = blocks * passes * rows / layout.size
     # Not on `model`, whose devices all route the same tokens.
     blocks += flops.router * passes * rows / (layout.size / layout.model)
-    replicas = layout.size / layout.pipe / layout.model
-    # The last stage has its blocks and the logits.
+    # Stages have a part of the logits each, `model` where it splits the vocabulary.
+    replicas = layout.size / layout.model
     return blocks + passes_of_logits * flops.logits * rows / replicas / vocabulary_parts(
         workload, layout
     )
