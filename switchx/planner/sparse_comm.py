@@ -119,16 +119,19 @@ def gather_forward_collectives(
 ) -> list[PlannedCollective]:
     """Those of a forward pass by `gather`, as the compiler makes them of its shardings.
 
-    Slots go to the devices of their experts. Where F is split their outputs are summed; each
-    device then has the outputs of its experts' slots alone, whose tokens are summed.
+    Slots go to the devices of their experts and back. Where F is split their outputs are
+    summed. Of groups that do not divide over the devices each device has the outputs of its
+    experts' slots alone, and these tokens are summed.
     """
     place, tokens = Placement.on(mesh, rules), layer.num_groups * layer.tokens_per_group
     slots, found = _slot_bytes(layer, place), []
     if place.experts:
         rows = tuple(axis for axis in place.batch if axis not in place.experts)
         sent = tokens // place.size(rows) * layer.row_bytes
+        is_whole = place.shared_by(layer.num_groups) == ()
+        back = ("all-to-all", slots) if is_whole else ("all-reduce", sent)
         found += [("all-to-all", "tokens to experts", place.experts, slots),
-                  ("all-reduce", "results to tokens", place.experts, sent)]  # fmt: skip
+                  (back[0], "results to tokens", place.experts, back[1])]  # fmt: skip
     if place.summed:
         found.append(("all-reduce", "outputs", place.summed, slots))
     weights = (each for each in _weights(layer, place, mesh, rules) if each.phase == "forward")

@@ -4,7 +4,15 @@
 import pytest
 
 from pallas_kernels.aot import tpu_compiler
-from switchx.bench import compiled, loss_parity, pipelines, planned_bytes, saves, scale
+from switchx.bench import (
+    compiled,
+    gradient_bytes,
+    loss_parity,
+    pipelines,
+    planned_bytes,
+    saves,
+    scale,
+)
 
 
 def counted(count, more=0, read=9000):
@@ -31,6 +39,8 @@ def small(monkeypatch, tmp_path):
     rows = {False: {"case": "a mesh", "relative_error": 0.01},
             True: {"case": "left over", "relative_error": 0.3}}  # fmt: skip
     monkeypatch.setattr(planned_bytes, "compare", lambda case: rows[bool(case.left_over)])
+    ratio = {"case": "a mesh", "ratio": 1.01}
+    monkeypatch.setattr(gradient_bytes, "measured_rows", lambda note: [ratio])
     monkeypatch.setattr(scale, "token_tables", lambda: (0.125, [{"case": "x"}]))
     monkeypatch.setattr(scale, "bucket_rows", lambda: (1.0, [{"case": "y"}]))
     monkeypatch.setattr(saves, "_counts", lambda count, folder: counted(count))
@@ -45,6 +55,7 @@ def test_names_of_the_checks_are_fixed(small):
         "pipeline_program_holds_whole_model": False,
         "hlo_vs_planner_bytes": True,
         "hlo_vs_planner_bytes_left_over": False,
+        "gradient_bytes_vs_one_reduction": True,
         "ppmoe_extra_collectives": True,
         "embedding_bytes_vs_replicated": True,
         "buckets_vs_collectives": True,
@@ -65,8 +76,8 @@ def test_a_process_that_hashes_for_others_or_reads_again_is_seen(monkeypatch):
 def test_each_part_has_a_table_of_its_own(small, capsys):
     report = scale.run()
     first = dict.fromkeys(next(iter(row)) for row in report.results)
-    tables = "training schedule program layer communication table fused processes"
-    assert [*first][:8] == tables.split()
+    tables = "training schedule program layer communication gradients table fused processes"
+    assert [*first][:9] == tables.split()
     assert any("left over" in str(row) for row in report.results)
     report.print(as_json=False)
     assert "microbatches" in capsys.readouterr().out
