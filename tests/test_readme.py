@@ -80,6 +80,7 @@ VARIANTS = {
     "--model_dir=runs/elephants": T5,
     f"switchx {TINY} --gin_file=configs/models/gshard_tiny.gin --model_dir=runs/gshard": T5,
     f"switchx {TINY} --gin_file=configs/storage/disk.gin --model_dir=runs/disk": T5,
+    f"switchx {TINY} --gin.GRACE_S=30 --gin.LOCAL_DIR=copies --model_dir=runs/preempted": T5,
     f"switchx {TINY} --gin_file=configs/storage/host.gin --model_dir=runs/host": T5_OF_2,
     f"switchx {TINY} --gin.SwitchConfig.dispatcher=\"'dropless'\" "
     "--model_dir=runs/dropless": T5,
@@ -107,6 +108,14 @@ VARIANTS = {
 # Command -> the test that runs it.
 MEASURING = "tests/cli/test_measuring.py"
 TESTED_ELSEWHERE = {
+    "switchx checkpoint rewind runs/pretrain_tiny --step=best": (
+        "tests/cli/test_checkpoint.py::test_rewind_makes_an_earlier_one_the_newest_and_deletes_"
+        "nothing"
+    ),
+    "switchx checkpoint verify s3://bucket/run": (
+        "tests/checkpoint/test_object_store.py::test_training_in_a_store_resumes_and_is_read_as_"
+        "in_a_folder"
+    ),
     "switchx checkpoint average runs/non_experts runs/averaged --moving": (
         "tests/training/test_multipliers.py::test_a_run_saves_evaluates_and_exports_its_average"
     ),
