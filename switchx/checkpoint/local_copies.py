@@ -112,8 +112,14 @@ class LocalCopies:
         Args:
             like: arrays or ShapeDtypeStructs with the shardings of a state.
         """
-        like = jax.tree.map(abstract, like)
-        own = [step for step in self._steps() if self._fault(step, like) is None]
+        like, own = jax.tree.map(abstract, like), []
+        for step in self._steps():
+            if (fault := self._fault(step, like)) is None:
+                own.append(step)
+            else:
+                logger.info(
+                    "local copy of step %d in %s is not used: %s", step, self._folder, fault
+                )
         of_all = gathered([own])
         return max(set.intersection(*map(set, of_all)), default=None)
 

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import pathlib
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -108,7 +109,8 @@ class RunFolder:
         Raises:
             ValueError: it cannot be made or written, with the system's reason.
         """
-        probe = self.where / f".write_probe_{os.getpid()}"
+        # Processes on several machines may have one number, as in containers.
+        probe = self.where / f".write_probe_{secrets.token_hex(4)}"
         try:
             if not self.is_in_store:  # a bucket is not made in passing
                 self.where.mkdir(parents=True, exist_ok=True)
