@@ -4,8 +4,8 @@
 Losses across meshes; a pipeline's memory by schedule; a layer's collectives by dispatcher; the
 bytes that compiled steps communicate against the planner's, and gradients' along axes of
 replicas against one reduction's; a token table's rows on several devices, and slices gathered
-in buckets; what processes hash and read in a save; and, where the TPU compiler is installed,
-the four Switch models compiled for pods. Nothing here is a time.
+in buckets; what processes hash and read in a save; how axes lie on a torus; and, where the TPU
+compiler is installed, the four Switch models compiled for pods. Nothing here is a time.
 Dims: B rows of a batch, L tokens of a row, D model
 """
 
@@ -26,6 +26,7 @@ from switchx.bench import (
     pipelines,
     planned_bytes,
     saves,
+    torus,
 )
 from switchx.bench.loss_parity import VOCABULARY_ROWS
 from switchx.bench.planned_bytes import compile_step, small_job
@@ -62,6 +63,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
     bucket_ratio, buckets = bucket_rows()
     saved = saves.run(note)
     reduced = gradient_bytes.measured_rows(note)
+    on_torus = torus.rows()
     checks = [
         loss_parity.check(parity),
         Check("memory_1f1b_m128_vs_m8", pipelines.growth(memory, "1f1b"), "<=1.05"),
@@ -72,6 +74,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         Check("embedding_bytes_vs_replicated", table_ratio, f"<={TABLE_BOUND:g}"),
         Check("buckets_vs_collectives", bucket_ratio, "==1"),
         *saved.checks,
+        torus.check(on_torus),
     ]
     rows = (
         _named("training", parity)
@@ -83,6 +86,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         + _named("table", tables)
         + _named("fused", buckets)
         + saved.results
+        + on_torus
     )
     pods = pod_reports(note)
     rows += [row for report in pods for row in report["results"]]

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from switchx.fields import require
@@ -134,6 +135,9 @@ def batch_parts(mesh, rules: Rules) -> int:
 def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     """Orders the devices as the array of a mesh: inner axes in a machine, `node` along a rail.
 
+    Of TPUs a machine is a slice, whose chips are wired as a torus: axes follow its sides, and
+    slices are along the outermost axes, or along `node`. The rest is of other machines.
+
     In clusters whose machines have one network card a GPU, the cards of equal local rank are
     connected by one switch, a rail. The outer part of a hierarchical all-to-all exchanges
     between equal local ranks only, so it stays on its rail (SE-MoE, section 4.2). Machines with
@@ -142,7 +146,8 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     goes to the axes before it. Without `node` the mesh takes machine after machine.
 
     Args:
-        devices: as many as the mesh has; those of equal machines keep their order.
+        devices: as many as the mesh has; those of equal machines keep their order, and so do
+            TPUs where those of a slice do not fill a box.
         sizes: of the axes, outermost first; `node` directly before those of `WITHIN`.
 
     Raises:
@@ -152,8 +157,9 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
     shape = tuple(sizes.values())
     nodes = sizes.get("node", 1)
     array = np.array([device for machine in machines for device in machine], object)
+    are_slices = all(len(each) == len(machines[0]) and is_box(each) for each in machines)
     if nodes == 1 or len(machines) == 1:
-        return array.reshape(shape)
+        return _on_torus(machines, sizes) if are_slices else array.reshape(shape)
     inner = math.prod(sizes[axis] for axis in WITHIN)
     local = len(machines[0])
     if any(len(machine) != local for machine in machines):
@@ -175,8 +181,42 @@ def arranged(devices: Sequence, sizes: Mapping[str, int]) -> np.ndarray:
             f"with an axis 'node', {names} has to fit a machine's {local} devices; use a "
             f"product of {' or '.join(map(str, choices))}, and node for the machines"
         )
+    if are_slices:
+        return _on_torus(machines, sizes, nodes)
     table = array.reshape(len(machines) // nodes, nodes, local // inner, inner)
     return table.swapaxes(1, 2).reshape(shape)
+
+
+def is_box(devices: Sequence) -> bool:
+    """Whether devices are TPUs whose chips are all those of a box, a torus or a part of one."""
+    if devices[0].platform != "tpu" or getattr(devices[0], "coords", None) is None:
+        return False
+    chips = np.unique([device.coords for device in devices], axis=0)
+    return len(chips) == int(np.prod(np.ptp(chips, axis=0) + 1))
+
+
+def _on_torus(slices: list[list], sizes: Mapping[str, int], nodes: int = 1) -> np.ndarray:
+    """Axes along the sides of equal slices, as JAX lays them; slices along the outermost axes.
+
+    An axis takes whole sides of a slice where its size is their product, the innermost axis
+    first, and parts of sides otherwise (`planner/torus.py` counts the links that it gets).
+
+    Args:
+        nodes: slices along `node`.
+    """
+    across, left = dict.fromkeys(sizes, 1) | {"node": nodes}, len(slices) // nodes
+    for axis, size in sizes.items():
+        if axis != "node":
+            across[axis] = math.gcd(left, size)
+            left //= across[axis]
+    within = [size // across[axis] for axis, size in sizes.items()]
+    parts = [
+        mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+        for devices in slices
+    ]
+    array = np.stack(parts).reshape(*across.values(), *within)
+    order = [axis for n in range(len(sizes)) for axis in (n, n + len(sizes))]
+    return array.transpose(order).reshape(tuple(sizes.values()))
 
 
 def machine_of(device) -> int:

@@ -17,7 +17,8 @@ class Generation:
     Attributes:
         platform: as JAX names it.
         axes: sides of a slice.
-        devices_per_chip: a v4's two cores are devices of their own to the compiler.
+        devices_per_chip: the two cores of a tpu7x are devices of their own. Those of a v4 are
+            one device, "megacore", as on the machines that there are.
         most_chips: of the largest slice that is one network.
         hbm_bytes: that a program may use of a device's memory, as the compiler says when it
             refuses one (`tests/training/test_aot.py` asks it). Of a GPU, an assumption: 8% of
@@ -35,7 +36,7 @@ class Generation:
 
 GENERATIONS = {
     "v4": Generation(
-        "tpu", 3, 2, 4096, int(15.25 * GIB), "Jouppi et al. 2023, arXiv:2304.01433"
+        "tpu", 3, 1, 4096, int(30.75 * GIB), "Jouppi et al. 2023, arXiv:2304.01433"
     ),
     "v5e": Generation(
         "tpu", 2, 1, 256, int(15.75 * GIB), "https://cloud.google.com/tpu/docs/v5e"

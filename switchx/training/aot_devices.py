@@ -57,8 +57,11 @@ def describe_devices(topology: Topology) -> list:
     """
     try:
         if topology.generation.platform == "tpu":
-            name = str(topology)
-            return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+            # Otherwise libtpu describes a v4's cores as devices of their own.
+            options = {"chip_config_name": "megacore"} if topology.kind == "v4" else {}
+            return topologies.get_topology_desc(
+                platform="tpu", topology_name=str(topology), **options
+            ).devices
         target = gpu_compiler.TARGETS[topology.kind]
         description = pathlib.Path(gpu_compiler.__file__).with_name(target)
         return topologies.get_topology_desc(

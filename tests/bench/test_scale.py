@@ -61,6 +61,7 @@ def test_names_of_the_checks_are_fixed(small):
         "buckets_vs_collectives": True,
         "checkpoint_hashed_bytes_vs_share": True,
         "checkpoint_bytes_read_back": True,
+        "torus_contiguous": True,
     }
 
 
@@ -76,8 +77,10 @@ def test_a_process_that_hashes_for_others_or_reads_again_is_seen(monkeypatch):
 def test_each_part_has_a_table_of_its_own(small, capsys):
     report = scale.run()
     first = dict.fromkeys(next(iter(row)) for row in report.results)
-    tables = "training schedule program layer communication gradients table fused processes"
-    assert [*first][:9] == tables.split()
+    tables = (
+        "training schedule program layer communication gradients table fused processes torus"
+    )
+    assert [*first][:10] == tables.split()
     assert any("left over" in str(row) for row in report.results)
     report.print(as_json=False)
     assert "microbatches" in capsys.readouterr().out

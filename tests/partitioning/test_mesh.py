@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 from pallas_kernels.aot import tpu_compiler
+from switchx.bench import torus
 from switchx.gin_config import building
 from switchx.partitioning.mesh import (
     AXES,
@@ -23,9 +24,11 @@ from switchx.partitioning.mesh import (
     arranged,
     batch_axes,
     batch_parts,
+    is_box,
     machine_of,
 )
 from switchx.partitioning.rules import Rules
+from switchx.partitioning.topology import Topology
 from switchx.training.job import TrainingJob
 from tests.data.refusals import refused
 from tests.processes import ROOT
@@ -202,6 +205,44 @@ def test_chips_of_a_slice_stay_as_they_come_and_slices_are_nodes():
         assert [device.id for device in array.flat] == list(range(16))
     array = arranged(chips(0) + chips(1), axis_sizes(node=2, expert=16))
     assert [device.slice_index for device in array.flat] == [0] * 16 + [1] * 16
+
+
+@pytest.mark.parametrize(
+    ("slices", "axes", "boxes"),
+    [
+        # Each axis on whole sides; in the order of ids fsdp would be a line of 15.
+        (1, dict(fsdp=8, expert=128), {"fsdp": "1x8x1", "expert": "8x1x16"}),
+        (1, dict(node=8, expert=8, model=16), {"node": "1x8x1", "expert": "8x1x1"}),
+        # A part of a side: the inner axis has neighbours, the outer one every second of them.
+        (1, dict(data=256, model=4), {"model": "4x1x1"}),
+        # Over two slices, `data` or `node` goes over them, and the others stay in one.
+        (2, dict(data=2, fsdp=8, expert=128), {"data": "1x1x1", "fsdp": "1x8x1"}),
+        (2, dict(fsdp=8, node=2, expert=128), {"node": "1x1x1", "expert": "8x1x16"}),
+        (2, dict(data=4, fsdp=8, expert=64), {"fsdp": "1x1x8", "expert": "8x8x1"}),
+    ],
+)
+def test_axes_of_tpus_follow_the_torus(slices, axes, boxes):
+    chips = torus.chips_of(Topology.parse("v5p:8x8x16"), slices)
+    sizes = axis_sizes(**axes)
+    mesh = arranged(chips, sizes)
+    assert sorted(chip.id for chip in mesh.flat) == list(range(1024 * slices))
+    for axis, box in boxes.items():
+        for group in torus.groups_of(mesh, list(sizes).index(axis)):
+            assert torus.sides_of(group) == box
+    if slices == 2:
+        across = "node" if "node" in axes else "data"
+        numbers = np.vectorize(lambda chip: chip.slice_index)(mesh)
+        numbers = np.moveaxis(numbers, list(sizes).index(across), 0)
+        # Along no other axis does a group leave its slice.
+        assert all(len(set(each.flat)) == 1 for each in numbers)
+
+
+def test_chips_that_fill_no_box_stay_as_they_come():
+    chips = torus.chips_of(Topology.parse("v5p:4x4x4"))
+    chips = [*chips[:8], *chips[10:12]]
+    assert not is_box(chips)
+    got = arranged(chips, axis_sizes(data=5, expert=2))
+    assert [chip.id for chip in got.flat] == [chip.id for chip in chips]
 
 
 def test_processes_of_cpus_are_machines():

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
+from switchx.bench import torus
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters, flops_per_sequence
@@ -163,10 +164,11 @@ def tpu_folder():
 
 LIMITS = """
 import jax, jax.numpy as jnp, sys
-from jax.experimental import topologies
+from switchx.partitioning.topology import Topology
 from switchx.training.aot import memory_in_refusal
+from switchx.training.aot_devices import describe_devices
 for name in sys.argv[1:]:
-    device = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
+    device = describe_devices(Topology.parse(name))[0]
     on = jax.sharding.SingleDeviceSharding(device)
     much = jax.ShapeDtypeStruct((1 << 40,), jnp.int8, sharding=on)
     try:
@@ -189,6 +191,46 @@ def test_limits_are_those_the_compiler_names():
     for kind, limit in said.items():
         assert math.isclose(int(limit), GENERATIONS[kind].hbm_bytes, rel_tol=1e-3), kind
     assert len(said) == len(names)
+
+
+PLACES = """
+import json, sys
+from switchx.partitioning.mesh import AXES, MeshSpec
+from switchx.partitioning.topology import Topology
+from switchx.training.aot_devices import describe_devices
+for name in sys.argv[1:]:
+    devices = describe_devices(Topology.parse(name))
+    devices.sort(key=lambda device: device.id)
+    group, first = [], devices[0]
+    if len(devices) == 1024:
+        mesh = MeshSpec(fsdp=8, expert=128).build(devices)
+        group = [list(each.coords) for each in mesh.devices[0, 0, :, 0, 0, 0]]
+    about = [first.device_kind, first.core_on_chip, [list(each.coords) for each in devices]]
+    print(json.dumps([*about, group]))
+"""
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(200)
+def test_chips_are_where_the_compiler_has_them():
+    """Of `bench scale`'s check of meshes on a torus; a v4's two cores are one device."""
+    tpu_folder()
+    names = ["v4:8x8x16", "v5p:8x8x16", "v5e:16x16"]
+    done = subprocess.run(
+        [sys.executable, "-c", PLACES, *names],
+        env=os.environ | tpu_compiler.compiler_variables(),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    for name, line in zip(names, lines, strict=True):
+        topology = Topology.parse(name)
+        kind, core, places, group = json.loads(line)
+        chips = torus.chips_of(topology)
+        assert (kind, core) == (chips[0].device_kind, 0)
+        assert places == [list(chip.coords) for chip in chips]
+        assert len(places) == topology.num_devices
+        if len(places) == 1024:
+            assert group == [[0, y, 0] for y in range(8)]
 
 
 V5E = Topology.parse("v5e:4x4")

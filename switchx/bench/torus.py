@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the axes of meshes lie in TPU slices: whether their groups are neighbours on the torus.
+
+A group is the devices along one axis. Where it fills a box of chips, its exchange stays on the
+links between them; in a line with gaps it shares the links of others. Nothing is compiled, and
+chips are their coordinates, which `tests/training/test_aot.py` compares with the compiler's.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+
+from switchx.bench.report import Check
+from switchx.partitioning.mesh import AXES, arranged, is_box, named_axes
+from switchx.partitioning.topology import Topology
+
+KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
+# (slice, number of slices, axes): each axis has whole sides of a slice, or goes over slices. Of
+# axes that share a side, only the innermost one's groups can be without gaps.
+MESHES = (
+    ("v5p:8x8x16", 1, {"fsdp": 8, "expert": 128}),
+    ("v5p:8x8x16", 1, {"data": 8, "fsdp": 8, "expert": 16}),
+    ("v5e:16x16", 1, {"fsdp": 16, "expert": 16}),
+    ("v5p:4x4x4", 2, {"data": 2, "fsdp": 4, "expert": 16}),
+    ("v5p:4x4x4", 2, {"fsdp": 4, "node": 2, "expert": 16}),
+    ("v4:8x8x16", 1, {"fsdp": 8, "node": 8, "expert": 16}),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A device as `mesh_utils.create_device_mesh` looks at it."""
+
+    id: int
+    coords: tuple[int, int, int]
+    device_kind: str
+    slice_index: int = 0
+    core_on_chip: int = 0
+    process_index: int = 0
+    platform: str = "tpu"
+
+
+def chips_of(topology: Topology, slices: int = 1) -> list[Chip]:
+    """The chips of equal slices in the order of their ids, x first."""
+    x, y, z = (*topology.shape, 1)[:3]
+    places = [place[::-1] for place in itertools.product(range(z), range(y), range(x))]
+    return [
+        Chip(number * len(places) + i, place, KINDS[topology.kind], number)
+        for number in range(slices)
+        for i, place in enumerate(places)
+    ]
+
+
+def groups_of(mesh: np.ndarray, axis: int) -> list[list[Chip]]:
+    """The chips of each group along an axis that are in one slice."""
+    lines = np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis])
+    return [
+        list(group)
+        for line in lines
+        for _, group in itertools.groupby(line, key=lambda chip: chip.slice_index)
+    ]
+
+
+def sides_of(chips: list[Chip]) -> str:
+    """`1x8x1`: the box around chips, in the order of x, y and z."""
+    return "x".join(str(side) for side in np.ptp([chip.coords for chip in chips], axis=0) + 1)
+
+
+def rows() -> list[dict[str, Any]]:
+    """A row a mesh: the box around a group of each axis, as it is and in the order of ids."""
+    found = []
+    for name, slices, axes in MESHES:
+        sizes = {axis: axes.get(axis, 1) for axis in AXES}
+        chips = chips_of(Topology.parse(name), slices)
+        mesh = arranged(chips, sizes)
+        in_order = np.array(chips, object).reshape(mesh.shape)
+        groups = {axis: groups_of(mesh, AXES.index(axis)) for axis in axes}
+        are_boxes = [is_box(group) for each in groups.values() for group in each]
+        row = {"torus": f"{named_axes(sizes)} on {slices} of {name}"}
+        for axis, each in groups.items():
+            row[axis] = sides_of(each[0])
+            row[f"{axis}_by_ids"] = sides_of(groups_of(in_order, AXES.index(axis))[0])
+        row["contiguous_groups"] = sum(are_boxes) / len(are_boxes)
+        found.append(row)
+    return found
+
+
+def check(found: list[dict[str, Any]]) -> Check:
+    """The smallest share of a mesh's groups that fill a box."""
+    return Check("torus_contiguous", min(row["contiguous_groups"] for row in found), "==1")
