@@ -125,11 +125,41 @@ def test_a_batch_that_the_devices_do_not_divide_is_left_to_the_compiler():
     np.testing.assert_allclose(y_BLV, x_BLD @ TABLE_VD.T, rtol=1e-5, atol=1e-5)
 
 
+# Without rows of the table on devices that have other tokens: columns, rows, or neither.
+OTHERS = {
+    "replicas": MeshSpec(),
+    "columns": MeshSpec(fsdp=4),
+    "columns beside experts": MeshSpec(data=1, fsdp=2, expert=4),
+    "rows": MeshSpec(model=4),
+    "both": MeshSpec(fsdp=2, model=2),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_own_rows_and_columns_are_looked_up_where_they_are(name):
+    spec = OTHERS[name]
+    named = {"a_VD": TABLE_VD, "tokens": TOKENS_BL, "dx": DX_BLD}
+    (x_BLD, dtable_VD), hlo = on(spec, taken, named)
+    np.testing.assert_array_equal(x_BLD, TABLE_VD[TOKENS_BL])
+    expected = np.zeros((V, D), np.float32)
+    np.add.at(expected, TOKENS_BL, DX_BLD)
+    np.testing.assert_array_equal(dtable_VD, expected)
+    # Neither the table nor all devices' gradients of what was looked up are anywhere whole.
+    sizes = [each.num_bytes for each in collectives(hlo) if each.kind == "all-gather"]
+    assert max(sizes, default=0) < min(TABLE_VD.nbytes, DX_BLD.nbytes) / 2
+
+
+def test_ids_outside_of_the_table_give_nan_also_where_rows_are_split():
+    spec, tokens_BL = OTHERS["rows"], np.full_like(TOKENS_BL, V)
+    named = {"a_VD": TABLE_VD, "tokens": tokens_BL, "dx": DX_BLD}
+    (x_BLD, _), _ = on(spec, taken, named)
+    assert np.all(np.isnan(x_BLD))
+
+
 def test_one_device_and_other_rules_take_and_multiply():
     assert "shard_map" not in str(jax.make_jaxpr(take_rows)(TABLE_VD, TOKENS_BL))
     spec = MeshSpec(model=2)  # V over devices that share their tokens
     with use_mesh(spec.build(), spec.rules):
-        assert "shard_map" not in str(jax.make_jaxpr(take_rows)(TABLE_VD, TOKENS_BL))
         x_BLD = jnp.asarray(DX_BLD)
         jaxpr = jax.make_jaxpr(lambda x, w: project(x, w, "VD"))(x_BLD, TABLE_VD)
         assert "shard_map" not in str(jaxpr)

@@ -172,4 +172,5 @@ def test_a_layer_on_the_wrong_mesh_says_why():
         refused(why_not("all_to_all", spec)),
     ):
         choose_dispatcher(switch, plan, is_training=True)
-    assert choose_dispatcher(switch, plan, is_training=True) is FUNCTIONS["all_to_all"]
+    chosen = choose_dispatcher(switch, plan, is_training=True)
+    assert chosen.func is FUNCTIONS["all_to_all"] and chosen.keywords == {"exchange_parts": 1}

@@ -89,7 +89,7 @@ def test_checks_hold_and_the_table_is_theirs(run, capsys):
     for name, check in zip(NAMES, printed["checks"], strict=True):
         digits = re.search(rf"`{name}`\s+\((-?[\d.]+), bound\s+(-?[\d.]+)\)", PAGE)
         decimals = len(digits[1].partition(".")[2])
-        assert f"{check['value']:.{decimals}f}" == digits[1]
+        assert f"{check['value']:z.{decimals}f}" == digits[1]
         assert float(check["bound"].strip("<=>")) == float(digits[2])
 
 
