@@ -32,13 +32,13 @@ def test_commands_run(in_a_folder, capsys):
     assert (in_a_folder / "mesh.gin").exists()
 
 
-@pytest.mark.slow  # all meshes of 2048 devices
+@pytest.mark.slow  # all meshes of 1024 devices
 def test_switch_c_is_planned_as_the_page_says(in_a_folder, capsys):
     (command,) = (line for line in COMMANDS if "pretrain_switch_c.gin" in line)
     assert main([*shlex.split(command)[1:], "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)["results"]
-    assert all(plan["is_spread"] for plan in plans) and len(plans) == 10
-    assert f"{plans[0]['step_s']:.2f} s" in PAGE
+    assert [plan["is_spread"] for plan in plans[:8]] == [True] * 7 + [False]
+    assert f"{plans[0]['step_s']:.2f} s" in PAGE and f"{plans[7]['step_s']:.2f} s" in PAGE
 
 
 def test_python_runs(capsys):
