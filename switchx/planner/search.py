@@ -24,6 +24,7 @@ from switchx.planner.storage_tiers import (
     storage_use,
     with_storage,
 )
+from switchx.planner.torus import factorizations
 
 MOST_DEVICES = 2**17
 GROUPS_DO_NOT_DIVIDE = "routing groups do not divide over the devices that split the batch"
@@ -163,7 +164,7 @@ def layouts(
     Args:
         refused: the counter of reasons, to which those of other meshes are added.
     """
-    for sizes in _factorizations(devices, len(AXES)):
+    for sizes in factorizations(devices, len(AXES)):
         mesh = Layout(**dict(zip(AXES, sizes, strict=True)), num_microbatches=sizes[0])
         if problem := _indivisible(workload, hardware, mesh):
             refused[problem] += 1
@@ -175,17 +176,6 @@ def layouts(
             yield spread
         elif problem:
             refused[problem] += 1
-
-
-def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as an ordered product of so many factors."""
-    if factors == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factorizations(number // first, factors - 1):
-                yield first, *rest
 
 
 def _indivisible(workload: Workload, hardware: Hardware, mesh: Layout) -> str | None:

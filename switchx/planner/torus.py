@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 
 from switchx.planner.layout import Layout
 
@@ -33,18 +34,19 @@ class Line:
 @functools.cache
 def slice_sides(devices: int, dims: int) -> tuple[int, ...]:
     """The most cubic slice of so many devices, its sides ascending."""
-    found = [sides for sides in _boxes(devices, dims) if list(sides) == sorted(sides)]
+    found = [sides for sides in factorizations(devices, dims) if list(sides) == sorted(sides)]
     return min(found, key=sum)
 
 
-def _boxes(devices: int, dims: int):
-    if dims == 1:
-        yield (devices,)
+def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as an ordered product of so many factors."""
+    if factors == 1:
+        yield (number,)
         return
-    for side in range(1, devices + 1):
-        if devices % side == 0:
-            for rest in _boxes(devices // side, dims - 1):
-                yield side, *rest
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in factorizations(number // first, factors - 1):
+                yield first, *rest
 
 
 def lines_of(axes: tuple[str, ...], layout: Layout, sides: tuple[int, ...], wraps_at: int):
