@@ -136,6 +136,12 @@ class SaveCost:
     process_hashed_bytes: int
     process_written_bytes: int
 
+    def __str__(self) -> str:
+        return (
+            f"saved step {self.step}: {self.bytes / MIB:,.1f} MiB in {self.seconds:.1f} s, of "
+            f"which training waited {self.blocking_seconds:.1f} s"
+        )
+
 
 class SaveMeter:
     """What saves take, measured; the last one is kept for processes that resume.
