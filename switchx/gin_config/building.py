@@ -112,7 +112,7 @@ def _plain_functions(value):
         return {name: _plain_functions(item) for name, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            # Frozen, but nobody has it yet; its checks have run.
+            # The instance is frozen, and not shared yet; `__post_init__` has checked it.
             item = _plain_functions(getattr(value, field.name))
             object.__setattr__(value, field.name, item)
         return value
