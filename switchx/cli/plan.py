@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_search(found, hardware, devices, arguments.top)
         if workload.model.switch is not None:
-            print(f"\nLoad of the experts: as in {arguments.load_of or 'even routing'}")
+            print(f"\nLoad of the experts: {arguments.load_of or 'even'}")
         if workload.teacher is not None:
             _print_teacher(workload.teacher, found.plans[0])
         if arguments.storage:
