@@ -21,10 +21,13 @@ from rich.table import Column, Table
 from switchx.bench.report import Check, Report
 from switchx.partitioning.hlo_collectives import KINDS
 from switchx.partitioning.topology import GENERATIONS, Topology
+from switchx.planner.hardware import known_hardware, load_hardware
 from switchx.planner.model_cost import count_parameters
+from switchx.planner.search import predict
 from switchx.training.aot import CompiledStep, HostMemory
 from switchx.training.aot_devices import run_with_compiler
 from switchx.training.job import TrainingJob
+from switchx.training.workload import layout_of, workload_of
 
 # The runs that docs/scale.md reports, and the slices that they are for.
 PODS = (
@@ -50,6 +53,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         name: of the job, for the row.
     """
     memory = step.memory
+    others = {f"{kind}_bytes_per_device": other.needed for kind, other in step.others.items()}
     row = {
         "run": name,
         "topology": str(topology),
@@ -64,12 +68,14 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
         "needed_bytes_per_device": memory.needed,
         "hbm_bytes_per_device": memory.limit,
         "excess_bytes_per_device": memory.excess,
+        **others,
         "matrix_flops_per_device": step.flops,
         "collectives": step.collectives
         and {
             kind: {"count_per_step": count, "bytes_per_device": size}
             for kind, (count, size) in step.collectives.items()
         },
+        "planned_step_s": planned_seconds(job, topology),
         "compile_s": round(step.seconds, 1),
     }
     if step.overlapped_exchanges is not None:
@@ -87,6 +93,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
     tokens = job.batch_size * (encoder or decoder)  # the latter of a decoder-only model
     checks = [
         Check("fits", int(memory.fits), "==1"),
+        *(Check(f"{kind}_fits", int(one.fits), "==1") for kind, one in step.others.items()),
         Check("parameters", step.parameters, f"=={counted}"),
         Check("devices", step.devices, f"=={topology.num_devices}"),
         Check("tokens_per_batch", step.tokens_per_batch, f"=={tokens}"),
@@ -99,6 +106,23 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
     if is_in_parts and step.overlapped_exchanges is not None:
         checks.append(Check("overlapped_exchanges", step.overlapped_exchanges, ">=1"))
     return Report("compile", [row], checks + _storage_checks(step.host))
+
+
+def planned_seconds(job: TrainingJob, topology: Topology) -> float | None:
+    """Seconds of a step as the planner predicts them: by its spec file's constants, with an
+    even load of the experts and no communication behind products.
+
+    None where there is no spec of the chip, or no formula for the job.
+    """
+    if topology.kind not in known_hardware():
+        return None
+    layout = layout_of(job, job.mesh.sizes(topology.num_devices))
+    try:
+        hardware = load_hardware(topology.kind)
+        plan = predict(workload_of(job), layout, hardware, job.planned_storage)
+    except ValueError:
+        return None
+    return plan.time.step_s
 
 
 def _storage_checks(host: HostMemory | None) -> list[Check]:
@@ -219,8 +243,8 @@ def _shown(name: str, value) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):,.2f}"
+def _gib(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / (1 << 30):,.2f}"
 
 
 def tables(reports: dict[str, dict]) -> str:
@@ -238,10 +262,15 @@ def tables(reports: dict[str, dict]) -> str:
             "arguments, GiB": _gib(row["argument_bytes_per_device"]),
             "temporaries, GiB": _gib(row["temporary_bytes_per_device"]),
             "of, GiB": _gib(row["hbm_bytes_per_device"]),
+            "evaluation, GiB": _gib(row.get("evaluation_bytes_per_device")),
+            "initialization, GiB": _gib(row.get("initialization_bytes_per_device")),
             "fits": "no" if row["excess_bytes_per_device"] else "yes",
             # A step that its compiler refused has neither FLOPs nor collectives.
             "TFLOPs": f"{flops / 1e12:.2f}"
             if (flops := row["matrix_flops_per_device"])
+            else "",
+            "planned step, s": f"{seconds:.2f}"
+            if (seconds := row.get("planned_step_s"))
             else "",
         }
         for name, row in rows.items()

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     with TerminalReporter() as reporter:
         reporter.note(f"compiling for {topology.num_devices} devices of {topology}")
         devices, limit = aot_devices.describe_devices(topology), topology.generation.hbm_bytes
-        step = aot.compile_step(job, devices, limit)
+        step = aot.compile_step(job, devices, limit, with_others=True)
         report = compiled.report_of(step, job, topology, ", ".join(arguments.gin_file))
     if arguments.json:
         report.print(as_json=True)

@@ -67,6 +67,14 @@ class MeshSpec:
         others = math.prod(size for size in self._sizes.values() if size is not None)
         return others * (max(available // others, 1) if self.data is None else 1)
 
+    def sizes(self, available: int) -> dict[str, int]:
+        """Devices along each axis, of those available: `data` takes what is left."""
+        sizes = self._sizes
+        if self.data is None:
+            others = math.prod(size for size in sizes.values() if size is not None)
+            sizes["data"] = self.num_devices(available) // others
+        return sizes
+
     def __str__(self) -> str:
         used = {name: size for name, size in self._sizes.items() if size is None or size > 1}
         text = " x ".join(f"{name}={size or 'the rest'}" for name, size in used.items())
@@ -80,10 +88,7 @@ class MeshSpec:
                 `node` does not fit the machines that they are in.
         """
         devices = jax.devices() if devices is None else devices
-        needed = self.num_devices(len(devices))
-        sizes = self._sizes
-        if self.data is None:
-            sizes["data"] = needed // math.prod(s for s in sizes.values() if s is not None)
+        needed, sizes = self.num_devices(len(devices)), self.sizes(len(devices))
         if needed != len(devices):
             text = " x ".join(
                 f"{name}={size}" for name, size in sizes.items() if name == "data" or size > 1

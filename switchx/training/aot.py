@@ -110,6 +110,8 @@ class CompiledStep:
         host: where experts are in host memory, what they take of it.
         teacher_parameters: elements of a teacher beside the student.
         overlapped_exchanges: all-to-alls that experts compute beside.
+        others: memory of the run's other programs, `evaluation` and `initialization`, with what
+            stays on the device beside them; empty where they were not compiled.
     """
 
     devices: int
@@ -124,6 +126,7 @@ class CompiledStep:
     host: HostMemory | None = None
     teacher_parameters: int = 0
     overlapped_exchanges: int | None = None
+    others: dict[str, Memory] = dataclasses.field(default_factory=dict)
 
 
 def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
@@ -141,12 +144,16 @@ def batch_shapes(program: TrainingProgram, num_rows: int | None = None) -> dict:
     }
 
 
-def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
+def compile_step(
+    job: TrainingJob, devices, hbm_bytes: int, *, with_others: bool = False
+) -> CompiledStep:
     """Compiles a job's step ahead of time, for the devices of a target topology.
 
     Args:
         devices: as `jax.experimental.topologies` describes them.
         hbm_bytes: that a program may use on one, unless the compiler says another number.
+        with_others: compile evaluation and initialization too, of a job without a teacher
+            whose experts are on the devices.
 
     Raises:
         ValueError: the job does not suit its mesh, or the mesh not the devices.
@@ -171,6 +178,9 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
             overlapped = share_overlapped(host_copies(text))
             strides = tuple(noted_strides(text))
             host = HostMemory(host.formula, without, on_host, overlapped, strides)
+    seconds, others = time.monotonic() - started, {}
+    if with_others and job.storage.experts == "device" and job.distillation is None:
+        others = _other_programs(program, batch, hbm_bytes)
     return CompiledStep(
         devices=program.mesh.size,
         parameters=num_elements(program.abstract_state.params),
@@ -180,10 +190,11 @@ def compile_step(job: TrainingJob, devices, hbm_bytes: int) -> CompiledStep:
         memory=memory,
         flops=None if text is None else matrix_flops(text),
         collectives=None if text is None else collectives_by_kind(text),
-        seconds=time.monotonic() - started,
+        seconds=seconds,
         host=host,
         teacher_parameters=num_elements(program.abstract_beside),
         overlapped_exchanges=None if text is None else overlapped_exchanges(text, BLOCKS),
+        others=others,
     )
 
 
@@ -272,26 +283,49 @@ def described(mesh: Mesh) -> AbstractMesh:
 def _measure(
     program: TrainingProgram, batch, limit: int, devices: list | None = None
 ) -> tuple[Memory, str | None, int]:
-    """`_compile`; no text where the arguments alone are too large."""
+    """`_compile` of the step; no text where the arguments alone are too large."""
     all_of_them = program.abstract_state, batch, program.abstract_beside
     arguments = bytes_on_one_device(all_of_them)
     memory = Memory(arguments, 0, arguments, limit)
-    return _compile(program, batch, memory, devices) if memory.fits else (memory, None, 0)
+    if not memory.fits:
+        return memory, None, 0
+    with program.scope():
+        traced = program.trace_step(batch)
+    return _compile(program, traced, memory, devices)
+
+
+def _other_programs(program: TrainingProgram, batch, limit: int) -> dict[str, Memory]:
+    """Memory of evaluation and of initialization; the optimizer's state stays there during an
+    evaluation."""
+    state = program.abstract_state
+    arguments = bytes_on_one_device((state.params, batch))
+    stays = bytes_on_one_device(state) - bytes_on_one_device(state.params)
+    with program.scope():
+        evaluation = program.eval_step.trace(state.params, batch)
+        initialization = program.trace_init()
+    evaluation, *_ = _compile(program, evaluation, Memory(arguments, 0, arguments, limit))
+    return {
+        "evaluation": dataclasses.replace(evaluation, needed=evaluation.needed + stays),
+        "initialization": _compile(program, initialization, Memory(0, 0, 0, limit))[0],
+    }
 
 
 def _compile(
-    program: TrainingProgram, batch, memory: Memory, devices: list | None = None
+    program: TrainingProgram,
+    traced: jax.stages.Traced,
+    memory: Memory,
+    devices: list | None = None,
 ) -> tuple[Memory, str | None, int]:
-    """The memory that the compiled step takes, its text, and its bytes of host memory; or the
-    memory that a refusal says.
+    """The memory that one of a run's programs takes once compiled, its text, and its bytes of
+    host memory; or the memory that a refusal says.
 
     Args:
+        memory: that its arguments take.
         devices: GPUs, of a program of an abstract mesh; None compiles for the program's.
     """
     platform = platform_of(program.mesh)
     platforms = ("cuda" if platform == "gpu" else platform,)
     with program.scope():
-        traced = program.trace_step(batch)
         try:
             lowered = traced.lower(lowering_platforms=platforms)
             if devices is None:

@@ -6,6 +6,7 @@ Nothing is computed with the model. `program.py` is what runs the same step.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 
@@ -60,6 +61,22 @@ def workload_of(job: TrainingJob) -> Workload:
         refusal=refused,
         task_slots=task_slots,
         teacher=_teacher_of(job),
+    )
+
+
+def layout_of(job: TrainingJob, sizes: Mapping[str, int]) -> Layout:
+    """The job's mesh, dispatcher and microbatches as the planner has them.
+
+    Args:
+        sizes: devices along each axis of the mesh, once built.
+    """
+    rules, switch = job.mesh.rules, job.model.switch
+    is_spread = "fsdp" in dict(rules.expert_params).get("E", ())
+    return Layout(
+        **sizes,
+        dispatcher=None if switch is None else switch.dispatcher,
+        num_microbatches=job.step.num_microbatches,
+        is_spread=switch is not None and is_spread,
     )
 
 
