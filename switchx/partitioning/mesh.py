@@ -123,8 +123,15 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
     # JAX before 0.12 does not say the platform of an abstract device.
-    kind = mesh.abstract_device.device_kind
+    kind = device_kind_of(mesh)
     return "tpu" if "TPU" in kind else "gpu" if "NVIDIA" in kind else "cpu"
+
+
+def device_kind_of(mesh: Mesh | AbstractMesh) -> str:
+    """What JAX calls the devices, or the one that an abstract mesh describes."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].device_kind
+    return mesh.abstract_device.device_kind
 
 
 def batch_axes(mesh, rules: Rules) -> MeshAxes:
@@ -263,13 +270,17 @@ class CompilerOptions:
 
     Attributes:
         gpu, tpu: of the platform. Truth values are `True` and `False`.
+        not_on: `(device_kind, xla_name)`: that compilers of a kind of chip refuse, as
+            `("TPU v5 lite", "xla_tpu_enable_async_all_to_all")`.
     """
 
     gpu: tuple[str, ...] = ()
     tpu: tuple[str, ...] = ()
+    not_on: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
-        for platform, options in dataclasses.asdict(self).items():
+        for platform in ("gpu", "tpu"):
+            options = getattr(self, platform)
             for option in options:
                 require(
                     _OPTION.fullmatch(option) is not None,
@@ -281,9 +292,20 @@ class CompilerOptions:
             require(
                 not twice, f"CompilerOptions.{platform} sets {', '.join(twice)} twice; keep one"
             )
+        known = {option.partition("=")[0] for option in (*self.gpu, *self.tpu)}
+        unknown = [name for _, name in self.not_on if name not in known]
+        require(
+            not unknown,
+            f"CompilerOptions.not_on has {', '.join(unknown)}, which neither gpu nor tpu sets",
+        )
 
-    def of(self, platform: str) -> dict[str, str]:
-        """What `jax.jit(compiler_options=...)` takes on a platform; nothing on others."""
+    def of(self, platform: str, device_kind: str = "") -> dict[str, str]:
+        """What `jax.jit(compiler_options=...)` takes on a platform; nothing on others.
+
+        Args:
+            device_kind: as `jax.Device.device_kind` names it.
+        """
         platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
         options = {"gpu": self.gpu, "tpu": self.tpu}.get(platform, ())
-        return {name: value for name, _, value in (each.partition("=") for each in options)}
+        pairs = (each.partition("=")[::2] for each in options)
+        return {name: value for name, value in pairs if (device_kind, name) not in self.not_on}

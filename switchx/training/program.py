@@ -23,7 +23,7 @@ from switchx.moe.config import SwitchConfig
 from switchx.optim.protocol import has_letters
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.host_stack import HOST
-from switchx.partitioning.mesh import batch_axes, batch_parts, platform_of
+from switchx.partitioning.mesh import batch_axes, batch_parts, device_kind_of, platform_of
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.replicas import replica_axes
 from switchx.partitioning.rules import Rules, param_sharding
@@ -89,7 +89,8 @@ class TrainingProgram:
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         rows_sharding = PartitionSpec(batch_axes(self.mesh, job.mesh.rules))
         self.batch_sharding = NamedSharding(self.mesh, rows_sharding)
-        self.compiler_options = job.compiler.of(platform_of(self.mesh))
+        kind = device_kind_of(self.mesh)
+        self.compiler_options = job.compiler.of(platform_of(self.mesh), kind)
         self.slot_tables = self._initial_slot_tables()
         self.train_step, self.eval_step = self._steps()
 

@@ -355,9 +355,16 @@ def test_nothing_on_cpu(overlap):
     assert overlap.of("cpu") == {}
 
 
+def test_a_chip_is_not_given_what_its_compiler_refuses(overlap):
+    everything, name = overlap.of("tpu", "TPU v5"), "xla_tpu_enable_async_all_to_all"
+    assert everything == overlap.of("tpu") and name in everything
+    del everything[name]
+    assert overlap.of("tpu", "TPU v5 lite") == everything
+
+
 def test_each_option_is_explained():
     text = (pathlib.Path(ROOT) / "configs/xla/overlap.gin").read_text(encoding="utf-8")
-    groups = [each for each in text.split("CompilerOptions.")[1:] if '"xla_' in each]
+    groups = [each for each in text.split("CompilerOptions.")[1:] if '  "xla_' in each]
     assert len(groups) == 2
     for group in groups:
         first = next(line for line in group.splitlines()[1:] if line.strip())
@@ -378,3 +385,8 @@ def test_each_option_is_explained():
 def test_bad_options(options, message):
     with refused(message):
         CompilerOptions(gpu=options)
+
+
+def test_an_exception_is_of_an_option_that_is_set():
+    with refused("CompilerOptions.not_on has xla_b, which neither gpu nor tpu sets"):
+        CompilerOptions(tpu=("xla_a=1",), not_on=(("TPU v5 lite", "xla_b"),))
