@@ -15,9 +15,9 @@ from switchx.models import config
 DESCRIPTION = """\
 Converts a model of T5, T5 1.1, mT5 or Switch Transformers from or to a folder of Hugging
 Face's transformers, or from a T5X checkpoint. Nothing is fetched and nothing in a checkpoint
-is run; pickles are refused.
+is run; pytorch_model.bin is read without unpickling it.
 
-  switchx convert --from=huggingface SRC DST   SRC has config.json and safetensors
+  switchx convert --from=huggingface SRC DST   SRC has config.json and the weights
   switchx convert --to=huggingface SRC DST     SRC is a run folder or a converted model
   switchx convert --from=t5x SRC DST --gin_file=configs/models/switch_base_released.gin \\
     --vocabulary=spiece.model                  SRC is .../checkpoint_<step>

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of Hugging Face's transformers: T5, T5 1.1, mT5 and Switch Transformers.
 
-A local folder with `config.json`, safetensors (one file or shards) and, where it has one, the
+A local folder with `config.json`, weights (tensor_folder.py) and, where it has one, the
 vocabulary `spiece.model`. Tensors are PyTorch's: a linear map is `[out, in]`, heads joined;
 every expert has its own.
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from switchx.fields import require, require_choice
 from switchx.interop.huggingface_config import SWITCH, describe, read_config
-from switchx.interop.safetensors_folder import (
-    SafetensorsFolder,
+from switchx.interop.tensor_folder import (
+    TensorFolder,
     from_torch,
     read_json,
     require_same_tensors,
@@ -70,7 +70,7 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
             times its probability, as up to 4.51.
 
     Raises:
-        ValueError: a file is missing, damaged or a pickle; the configuration is none that we
+        ValueError: a file is missing or damaged; the configuration is none that we
             have; tensors are missing, unexpected or of another shape (all are named).
     """
     require_choice("overflow", overflow, ("drop", "dropless", "identity"))
@@ -82,7 +82,7 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
     )
     file = folder / "config.json"
     config, family = read_config(read_json(file), str(file), overflow=overflow)
-    tensors = SafetensorsFolder(folder)
+    tensors = TensorFolder(folder)
     found = {name: shape for name, shape in tensors.shapes.items() if name not in UNREAD}
     tables = [name for name in (SHARED, *EMBEDDINGS) if name in found] or [SHARED]
     head_is_copy = LM_HEAD in found and config.tie_embeddings

@@ -30,7 +30,7 @@ import tensorstore
 from flax import serialization
 
 from switchx.fields import require
-from switchx.interop.safetensors_folder import (
+from switchx.interop.tensor_folder import (
     letters_of,
     require_same_tensors,
     shape_of,

@@ -14,7 +14,7 @@ import pytest
 
 from switchx import tree
 from switchx.interop.huggingface import tensor_names
-from switchx.interop.safetensors_folder import from_torch
+from switchx.interop.tensor_folder import from_torch
 from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from tests.models.batches import segments

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files of a folder, and our parameters out of PyTorch's tensors, and back.
+"""Files of tensors of a folder, and our parameters out of PyTorch's tensors, and back.
 
-Nothing in a checkpoint is executed: pickles are never opened, and an index names files of its
-own folder alone. Names and shapes are read at once, tensors one by one; nothing is allocated
-before all names and shapes are found to be those of the configuration.
+Safetensors, or `pytorch_model.bin` (torch_file.py) where there are none. Nothing in a
+checkpoint is executed, and an index names files of its own folder alone. Names and shapes are
+read at once, tensors one by one; nothing is allocated before all names and shapes are found to
+be those of the configuration.
 
 Dims: D model, E experts, F ffn, H heads, K head size, V vocabulary
 """
@@ -20,25 +21,31 @@ from safetensors.numpy import save_file
 
 from switchx.axes import matrix_dims
 from switchx.fields import require
+from switchx.interop.torch_file import TorchFile
 from switchx.models.config import ModelConfig
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
+# Each kind's file, the index of its shards, and how their names end.
+_KINDS = {
+    MODEL: (INDEX, ".safetensors"),
+    "pytorch_model.bin": ("pytorch_model.bin.index.json", ".bin"),
+}
+_UNREAD = ("*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # More than any description of a model, and of the tensors of one, needs.
 MOST_CONFIG_BYTES = 1 << 20
 _MOST_INDEX_BYTES = 1 << 28
 
 
-class SafetensorsFolder:
-    """The tensors of `model.safetensors`, or of all files that its index names.
+class TensorFolder:
+    """The tensors of a folder's one file, or of all files that its index names.
 
     Attributes:
         shapes: of every tensor, by name.
 
     Raises:
-        ValueError: there are none, pickles alone, or a file is damaged or of another kind.
+        ValueError: there are none that can be read, or a file is damaged or of another kind.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -49,25 +56,24 @@ class SafetensorsFolder:
             self._add(path)
 
     def _paths(self) -> list[pathlib.Path]:
-        if (self.folder / INDEX).is_file():
-            return self._indexed()
-        if (self.folder / MODEL).is_file():
-            return [self.folder / MODEL]
-        pickles = sorted(path.name for each in _PICKLES for path in self.folder.glob(each))
+        for name, (index, suffix) in _KINDS.items():
+            if (self.folder / index).is_file():
+                return self._indexed(self.folder / index, suffix)
+            if (self.folder / name).is_file():
+                return [self.folder / name]
+        others = sorted(path.name for each in _UNREAD for path in self.folder.glob(each))
         require(
-            not pickles,
-            f"{self.folder} has {', '.join(pickles)} and no {MODEL}; such a file may run any "
-            "program when it is opened and is never read here: load the model in transformers "
-            f"and save it with `model.save_pretrained(DIR)`, which writes {MODEL}, or take the "
-            "repository's safetensors",
+            not others,
+            f"{self.folder} has {', '.join(others)} and no {' or '.join(_KINDS)}; load "
+            "the model in transformers and save it with `model.save_pretrained(DIR)`, which "
+            f"writes {MODEL}, or take the repository's safetensors",
         )
         raise ValueError(
-            f"{self.folder} has no {MODEL} and no {INDEX}; give a folder that "
-            "`save_pretrained` wrote"
+            f"{self.folder} has no {MODEL} and no {INDEX}, and no pytorch_model.bin; give a "
+            "folder that `save_pretrained` wrote"
         )
 
-    def _indexed(self) -> list[pathlib.Path]:
-        path = self.folder / INDEX
+    def _indexed(self, path: pathlib.Path, suffix: str) -> list[pathlib.Path]:
         index = read_json(path, _MOST_INDEX_BYTES)
         places = index.get("weight_map")
         are_names = isinstance(places, dict) and all(type(n) is str for n in places.values())
@@ -76,8 +82,8 @@ class SafetensorsFolder:
         for name in names:
             is_plain = name == pathlib.PurePath(name).name and "\\" not in name
             require(
-                is_plain and name.endswith(".safetensors"),
-                f"{path} names the file {name!r}; expected .safetensors files in its own "
+                is_plain and name.endswith(suffix),
+                f"{path} names the file {name!r}; expected {suffix} files in its own "
                 "folder: do not use this checkpoint, or correct its index",
             )
             is_there = (self.folder / name).is_file()
@@ -85,18 +91,12 @@ class SafetensorsFolder:
         return [self.folder / name for name in names]
 
     def _add(self, path: pathlib.Path) -> None:
-        try:
-            file = safe_open(path, framework="np")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{path} cannot be read as safetensors ({error}); it is damaged or cut short: "
-                "fetch or write it again"
-            ) from error
-        for name in file.keys():  # noqa: SIM118 - it is no dictionary
-            part = file.get_slice(name)
+        is_torch = path.suffix == ".bin"
+        file = TorchFile(path) if is_torch else _SafetensorsFile(path)
+        for name, (dtype, shape) in file.headers.items():
             require(
-                part.get_dtype() in _FLOATS,
-                f"{path}: tensor {name} has the type {part.get_dtype()}; expected one of "
+                dtype in _FLOATS,
+                f"{path}: tensor {name} has the type {dtype}; expected one of "
                 f"{', '.join(_FLOATS)}: export the model without quantization",
             )
             require(
@@ -104,11 +104,31 @@ class SafetensorsFolder:
                 f"tensor {name} is in two files, {path.name} the second; remove the file that "
                 "does not belong to this checkpoint",
             )
-            self.shapes[name], self._files[name] = tuple(part.get_shape()), file
+            self.shapes[name], self._files[name] = shape, file
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in float32: exact but for one of float64, which is rounded."""
-        return self._files[name].get_tensor(name).astype(np.float32)
+        return self._files[name].read(name).astype(np.float32, copy=False)
+
+
+class _SafetensorsFile:
+    """One file, of which `headers` has each tensor's type and shape."""
+
+    def __init__(self, path: pathlib.Path):
+        try:
+            self._file = safe_open(path, framework="np")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path} cannot be read as safetensors ({error}); it is damaged or cut short: "
+                "fetch or write it again"
+            ) from error
+        self.headers = {}
+        for name in self._file.keys():  # noqa: SIM118 - it is no dictionary
+            part = self._file.get_slice(name)
+            self.headers[name] = part.get_dtype(), tuple(part.get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        return self._file.get_tensor(name)
 
 
 def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from switchx.interop.safetensors_folder import (
+from switchx.interop.tensor_folder import (
     INDEX,
     MODEL,
     MOST_LINES,
-    SafetensorsFolder,
+    TensorFolder,
     from_torch,
     read_json,
     require_same_tensors,
@@ -39,7 +39,7 @@ def test_what_was_written_in_one_file_or_in_shards(tmp_path):
             files
             or {INDEX, *(f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards))}
         )
-        source = SafetensorsFolder(folder)
+        source = TensorFolder(folder)
         assert source.shapes == dict.fromkeys("abc", (3, 4))
         for name, tensor in TENSORS.items():
             np.testing.assert_array_equal(source.read(name), tensor)
@@ -50,7 +50,7 @@ def test_what_was_written_in_one_file_or_in_shards(tmp_path):
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
 def test_other_floats_are_read_as_float32(tmp_path, dtype):
     save_file({"a": np.array([0.5, -3.0], dtype)}, tmp_path / MODEL)
-    tensor = SafetensorsFolder(tmp_path).read("a")
+    tensor = TensorFolder(tmp_path).read("a")
     assert tensor.dtype == np.float32
     np.testing.assert_array_equal(tensor, [0.5, -3.0])
 
@@ -61,27 +61,26 @@ def test_quantized_tensors_are_refused(tmp_path):
         f"{tmp_path / MODEL}: tensor a has the type I8; expected one of F64, F32, F16, BF16: "
         "export the model without quantization"
     ):
-        SafetensorsFolder(tmp_path)
+        TensorFolder(tmp_path)
 
 
-def test_pickles_are_never_opened(tmp_path):
+def test_other_formats_are_never_opened(tmp_path):
     # Unpickling this would make a file.
-    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    (tmp_path / "model.pt").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
     with refused(
-        f"{tmp_path} has pytorch_model.bin and no model.safetensors; such a file may run any "
-        "program when it is opened and is never read here: load the model in transformers and "
-        "save it with `model.save_pretrained(DIR)`, which writes model.safetensors, or take "
-        "the repository's safetensors"
+        f"{tmp_path} has model.pt and no model.safetensors or pytorch_model.bin; load the "
+        "model in transformers and save it with `model.save_pretrained(DIR)`, which writes "
+        "model.safetensors, or take the repository's safetensors"
     ):
-        SafetensorsFolder(tmp_path)
+        TensorFolder(tmp_path)
 
 
 def test_a_folder_without_tensors(tmp_path):
     with refused(
-        f"{tmp_path} has no model.safetensors and no model.safetensors.index.json; give a "
-        "folder that `save_pretrained` wrote"
+        f"{tmp_path} has no model.safetensors and no model.safetensors.index.json, and no "
+        "pytorch_model.bin; give a folder that `save_pretrained` wrote"
     ):
-        SafetensorsFolder(tmp_path)
+        TensorFolder(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
@@ -94,7 +93,7 @@ def test_a_damaged_file(tmp_path, damage):
         f"{tmp_path / MODEL} cannot be read as safetensors (<any>); it is damaged or cut "
         "short: fetch or write it again"
     ):
-        SafetensorsFolder(tmp_path)
+        TensorFolder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -107,18 +106,18 @@ def test_an_index_that_leads_elsewhere(tmp_path, name):
         f"{tmp_path / INDEX} names the file {name!r}; expected .safetensors files in its own "
         "folder: do not use this checkpoint, or correct its index"
     ):
-        SafetensorsFolder(tmp_path)
+        TensorFolder(tmp_path)
 
 
 def test_an_index_without_its_files_or_names(tmp_path):
     file = tmp_path / INDEX
     file.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
     with refused(f"{file} names x.safetensors, which is not there; fetch that file"):
-        SafetensorsFolder(tmp_path)
+        TensorFolder(tmp_path)
     for wrong in ({}, {"weight_map": ["a"]}, {"weight_map": {"a": 3}}):
         file.write_text(json.dumps(wrong))
         with refused(f"{file} has no weight_map of names; restore the file"):
-            SafetensorsFolder(tmp_path)
+            TensorFolder(tmp_path)
 
 
 def test_a_tensor_in_two_files(tmp_path):
@@ -128,7 +127,7 @@ def test_a_tensor_in_two_files(tmp_path):
         places[name] = name
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(ValueError, match="tensor a is in two files, y.safetensors the second"):
-        SafetensorsFolder(tmp_path)
+        TensorFolder(tmp_path)
 
 
 @pytest.mark.parametrize(
