@@ -2,6 +2,7 @@
 """`switchx convert`: models of Hugging Face and T5X into run folders, and back."""
 
 import argparse
+import contextlib
 import dataclasses
 import pathlib
 import tempfile
@@ -54,8 +55,9 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--vocabulary",
         metavar="FILE",
-        help="with --from: the SentencePiece model that belongs to SRC; default: its "
-        "spiece.model",
+        help="with --from: the SentencePiece model, or the tokenizer.json, that belongs to "
+        "SRC, or none for a model of token ids; default: its spiece.model, else its "
+        "tokenizer.json",
     )
     shared.add_step(parser, "with --to: checkpoint to convert")
 
@@ -127,19 +129,35 @@ def _write(arguments, reporter, config, params, vocabulary_file) -> None:
     from switchx.manifest import new_folder
     from switchx.tree import num_elements
 
-    if vocabulary_file is not None:
-        vocabulary = _sentencepiece(vocabulary_file, config.vocab_size)
-    else:
-        vocabulary = TokenIdVocabulary(config.vocab_size)
-        reporter.note(
-            "no vocabulary: texts of this model are token ids such as '12 5 7'; "
-            "--vocabulary=FILE gives it a SentencePiece model"
-        )
-    with new_folder(arguments.dst) as folder:
+    with contextlib.ExitStack() as stack:
+        if vocabulary_file not in (None, "none"):
+            file = stack.enter_context(_model_file(pathlib.Path(vocabulary_file)))
+            vocabulary = _sentencepiece(file, config.vocab_size)
+        else:
+            vocabulary = TokenIdVocabulary(config.vocab_size)
+            reporter.note(
+                "no vocabulary: texts of this model are token ids such as '12 5 7'; "
+                "--vocabulary=FILE gives it a SentencePiece model"
+            )
+        folder = stack.enter_context(new_folder(arguments.dst))
         origin = f"{arguments.source}: {pathlib.Path(arguments.src).name}"
         write_converted(RunFolder(folder), config, params, vocabulary, origin)
         (folder / MODEL_FILE).write_text(model_gin(config), encoding="utf-8")
     print(f"{arguments.dst}: {num_elements(params):,} parameters; open it with switchx.load")
+
+
+@contextlib.contextmanager
+def _model_file(file: pathlib.Path):
+    """The file of a SentencePiece model: this one, or one made of a `tokenizer.json`."""
+    if file.suffix != ".json":
+        yield file
+        return
+    from switchx.interop.tokenizer_json import sentencepiece_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = pathlib.Path(folder, file.name).with_suffix(".model")
+        model.write_bytes(sentencepiece_model(file))
+        yield model
 
 
 def _sentencepiece(file, vocab_size: int):
@@ -152,7 +170,8 @@ def _sentencepiece(file, vocab_size: int):
             f"vocabulary {file} has {pieces} pieces, the model's embedding {vocab_size} rows; "
             "give the vocabulary that the model was trained with"
         )
-    vocabulary = dataclasses.replace(without, num_sentinels=100)
+    own = sum(without.piece(i).text.startswith("<extra_id_") for i in range(pieces))
+    vocabulary = dataclasses.replace(without, num_sentinels=own or 100)
     # mT5's sentinels are pieces that have other names.
     return vocabulary if vocabulary.size <= vocab_size else without
 

@@ -33,6 +33,8 @@ _FIRST_BYTE_ID = 3
 _LAST_BYTE_ID = 258
 _NUM_BYTES_NOT_IN_UTF8 = 11  # 0xF5 to 0xFF
 _SPACE = "\u2581"  # SentencePiece's sign for one
+_SENTINEL = "<extra_id_"
+_SENTINEL_TEXT = re.compile(rf"{_SENTINEL}[0-9]+>")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 PIECE_CLASSES = (
     "word start", "word part", "digits", "punctuation", "whitespace", "byte", "sentinel",
@@ -157,7 +159,16 @@ class SentencePieceVocabulary(Vocabulary):
         return self.num_pieces + self.num_sentinels - 1 - index
 
     def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        if not self._own_sentinels or _SENTINEL not in text:
+            return self._processor.encode(text)
+        # Cut there, as T5's tokenizers do: what follows a sentinel is encoded as a text.
+        ids, begin = [], 0
+        for match in _SENTINEL_TEXT.finditer(text):
+            piece = self._processor.piece_to_id(match[0])
+            if piece in self._sentinels:
+                ids += [*self._processor.encode(text[begin : match.start()]), piece]
+                begin = match.end()
+        return ids + self._processor.encode(text[begin:])
 
     def piece(self, token_id: int) -> Piece:
         if not self._is_plain_piece(token_id):

@@ -39,6 +39,7 @@ EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # T5's first checkpoints have it; no model ever read it.
 UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 VOCABULARY = "spiece.model"
+TOKENIZER = "tokenizer.json"
 MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
 _WAY_OUT = (
     "use the config.json that belongs to these files, and all of the files; what other "
@@ -52,7 +53,8 @@ class Checkpoint:
 
     Attributes:
         params: NumPy arrays in float32.
-        vocabulary: SentencePiece model, or None where the checkpoint has none.
+        vocabulary: a SentencePiece model, or the `tokenizer.json` to make one of
+            (tokenizer_json.py); None where the checkpoint has neither.
     """
 
     config: ModelConfig
@@ -117,8 +119,9 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
         parameter: from_torch(parameter, config, map(tensors.read, theirs))
         for parameter, theirs in names.items()
     }
-    vocabulary = folder / VOCABULARY
-    return Checkpoint(config, nested(params), vocabulary if vocabulary.is_file() else None)
+    files = (folder / VOCABULARY, folder / TOKENIZER)
+    vocabulary = next((file for file in files if file.is_file()), None)
+    return Checkpoint(config, nested(params), vocabulary)
 
 
 def write_checkpoint(

@@ -9,11 +9,13 @@ import pytest
 
 import switchx
 from switchx.cli.main import main
-from switchx.data.tokenizers import TokenIdVocabulary
+from switchx.data.tokenizers import SentencePieceVocabulary, TokenIdVocabulary
+from switchx.data.vocabularies import load_vocabulary
 from switchx.data.vocabulary_training import train_sentencepiece
 from tests.data.words import sentences
 from tests.interop.folders import SWITCH, T5, assert_same_params, huggingface_folder
 from tests.interop.t5x_files import by_layers, write_t5x
+from tests.interop.test_tokenizer_json import a_file
 from tests.training.jobs import make_params
 
 ROWS = 512
@@ -57,6 +59,22 @@ def test_from_huggingface_and_back(in_a_folder, capsys):
         assert (in_a_folder / "back" / name).read_bytes() == (
             in_a_folder / "theirs" / name
         ).read_bytes()
+
+
+def test_a_tokenizer_json_alone_becomes_the_vocabulary(in_a_folder, capsys):
+    huggingface_folder(in_a_folder / "theirs", T5)
+    file = a_file(in_a_folder / "theirs/tokenizer.json")
+    assert convert("--from=huggingface", "theirs", "ours") == 0
+    vocabulary = load_vocabulary("ours")
+    assert isinstance(vocabulary, SentencePieceVocabulary)
+    assert (vocabulary.size, vocabulary.encode("a aa")) == (T5.vocab_size, [3, 4, 3, 4, 4])
+
+    a_file(file, model={"type": "BPE"})
+    error = error_of(capsys, "--from=huggingface", "theirs", "again").strip()
+    assert "theirs/tokenizer.json: model.type='BPE'; expected 'Unigram'" in error
+    assert not (in_a_folder / "again").exists()
+    assert convert("--from=huggingface", "theirs", "ids", "--vocabulary=none") == 0
+    assert load_vocabulary("ids") == TokenIdVocabulary(T5.vocab_size)
 
 
 def test_layers_saved_in_the_other_layout_are_written_for_huggingface(in_a_folder):
