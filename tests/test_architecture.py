@@ -198,6 +198,7 @@ def test_sizes():
         "switchx/moe/replicas.py",
         "switchx/planner/replica_placement.py",
         "switchx/inference/chosen_experts.py",
+        "switchx/interop/nllb_moe.py",
         "switchx/interop/tokenizer_json.py",
         "switchx/interop/torch_file.py",
         "switchx/inference/cut_program.py",

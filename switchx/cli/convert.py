@@ -56,8 +56,8 @@ def add_command(commands) -> None:
         "--vocabulary",
         metavar="FILE",
         help="with --from: the SentencePiece model, or the tokenizer.json, that belongs to "
-        "SRC, or none for a model of token ids; default: its spiece.model, else its "
-        "tokenizer.json",
+        "SRC; `bytes` for UTF-8 bytes as ByT5 numbers them, `none` for token ids; default: "
+        "its spiece.model, else its tokenizer.json, and bytes of a ByT5",
     )
     shared.add_step(parser, "with --to: checkpoint to convert")
 
@@ -99,7 +99,11 @@ def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
 
     reporter.note(f"reading {arguments.src}")
     checkpoint = read_checkpoint(arguments.src, overflow=arguments.overflow or "drop")
-    file = arguments.vocabulary or checkpoint.vocabulary
+    for note in checkpoint.notes:
+        reporter.note(note)
+    file = arguments.vocabulary or (
+        "bytes" if checkpoint.is_of_bytes else checkpoint.vocabulary
+    )
     _write(arguments, reporter, checkpoint.config, checkpoint.params, file)
 
 
@@ -124,13 +128,15 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
 
 def _write(arguments, reporter, config, params, vocabulary_file) -> None:
     from switchx.checkpoint.run_folder import RunFolder, write_converted
-    from switchx.data.tokenizers import TokenIdVocabulary
+    from switchx.data.tokenizers import ByteVocabulary, TokenIdVocabulary
     from switchx.gin_config.writing import MODEL_FILE, model_gin
     from switchx.manifest import new_folder
     from switchx.tree import num_elements
 
     with contextlib.ExitStack() as stack:
-        if vocabulary_file not in (None, "none"):
+        if vocabulary_file == "bytes":
+            vocabulary = ByteVocabulary()
+        elif vocabulary_file not in (None, "none"):
             file = stack.enter_context(_model_file(pathlib.Path(vocabulary_file)))
             vocabulary = _sentencepiece(file, config.vocab_size)
         else:

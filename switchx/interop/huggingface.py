@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of Hugging Face's transformers: T5, T5 1.1, mT5 and Switch Transformers.
+"""Checkpoints of transformers: T5, T5 1.1, mT5, UMT5, ByT5, Switch Transformers, NLLB-MoE.
 
 A local folder with `config.json`, weights (tensor_folder.py) and, where it has one, the
 vocabulary `spiece.model`. Tensors are PyTorch's: a linear map is `[out, in]`, heads joined;
@@ -16,7 +16,8 @@ import shutil
 import numpy as np
 
 from switchx.fields import require, require_choice
-from switchx.interop.huggingface_config import SWITCH, describe, read_config
+from switchx.interop import nllb_moe
+from switchx.interop.huggingface_config import NLLB, SWITCH, UMT5, describe, read_config
 from switchx.interop.tensor_folder import (
     TensorFolder,
     from_torch,
@@ -34,12 +35,14 @@ from switchx.tree import named_leaves, nested
 _PROJECTIONS = {"w_query_DHK": "q", "w_key_DHK": "k", "w_value_DHK": "v", "w_out_HKD": "o"}
 SHARED = "shared.weight"
 LM_HEAD = "lm_head.weight"
+DECODER_LM_HEAD = "decoder.lm_head.weight"  # in switch-xxl-128
 # Further names of the embedding table, which may be there beside it or instead of it.
 EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # T5's first checkpoints have it; no model ever read it.
 UNREAD = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 VOCABULARY = "spiece.model"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 MOST_SHARD_BYTES = 5 * 10**9  # transformers' own
 _WAY_OUT = (
     "use the config.json that belongs to these files, and all of the files; what other "
@@ -55,11 +58,15 @@ class Checkpoint:
         params: NumPy arrays in float32.
         vocabulary: a SentencePiece model, or the `tokenizer.json` to make one of
             (tokenizer_json.py); None where the checkpoint has neither.
+        is_of_bytes: whether texts are bytes (ByT5), for which no file is needed.
+        notes: what a reader should know, a sentence each.
     """
 
     config: ModelConfig
     params: dict
     vocabulary: pathlib.Path | None
+    is_of_bytes: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Checkpoint:
@@ -83,35 +90,59 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
         "google/switch-base-8 --local-dir DIR`, and give that folder",
     )
     file = folder / "config.json"
-    config, family = read_config(read_json(file), str(file), overflow=overflow)
-    tensors = TensorFolder(folder)
+    values, tensors = read_json(file), TensorFolder(folder)
+    if values.get("model_type") == NLLB:
+        return Checkpoint(*nllb_moe.read(values, file, tensors), None)
+    config, family = read_config(values, str(file), overflow=overflow, tensors=tensors.shapes)
+    said, _ = read_config(values, str(file), overflow=overflow)
+    params, config = _read_params(folder, tensors, config, family)
+    files = (folder / VOCABULARY, folder / TOKENIZER)
+    vocabulary = next((file for file in files if file.is_file()), None)
+    return Checkpoint(
+        config, params, vocabulary, _is_of_bytes(folder), _differences(said, config)
+    )
+
+
+def _read_params(folder, tensors: TensorFolder, config: ModelConfig, family: str):
+    """The parameters, and the configuration as the tensors have it."""
     found = {name: shape for name, shape in tensors.shapes.items() if name not in UNREAD}
+    head = DECODER_LM_HEAD if DECODER_LM_HEAD in found and LM_HEAD not in found else LM_HEAD
+    if head == DECODER_LM_HEAD:
+        config = dataclasses.replace(config, tie_embeddings=False)
     tables = [name for name in (SHARED, *EMBEDDINGS) if name in found] or [SHARED]
-    head_is_copy = LM_HEAD in found and config.tie_embeddings
-    if family != SWITCH and LM_HEAD not in found:
+    head_is_copy = head in found and config.tie_embeddings
+    if family != SWITCH and head not in found:
         config = dataclasses.replace(config, tie_embeddings=True)  # as transformers 5 does
 
     names = tensor_names(config, family) | {"embedding/embedding_VD": (tables[0],)}
+    if not config.tie_embeddings:
+        names["embedding/w_logits_DV"] = (head,)
     expected = {
         name: torch_shape(parameter, config)
         for parameter, theirs in names.items()
         for name in theirs
     }
-    copies = [*tables[1:], *([LM_HEAD] if head_is_copy else [])]
+    copies = [*tables[1:], *([head] if head_is_copy else [])]
     expected |= dict.fromkeys(copies, torch_shape("embedding/embedding_VD", config))
     require_same_tensors(expected, found, str(folder), _WAY_OUT)
-    table_VD = tensors.read(tables[0]) if copies else None
-    different = [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
-    if different == [LM_HEAD] and not config.scale_tied_logits:
-        # T5 1.1 and mT5, saved by transformers 5: not tied, whatever the file says.
+    different = _unlike(tensors, tables[0], copies)
+    if different == [head] and (family == UMT5 or not config.scale_tied_logits):
+        # T5 1.1, mT5, UMT5, saved by transformers 5: not tied, whatever the file says.
         config = dataclasses.replace(config, tie_embeddings=False)
-        names["embedding/w_logits_DV"] = (LM_HEAD,)
+        names["embedding/w_logits_DV"] = (head,)
         different = []
+    of_encoder, of_decoder = EMBEDDINGS
+    if different and not config.tie_embeddings and of_decoder in found:
+        # shared.weight, where it is there, is equal to one of the two, or to none.
+        own = of_encoder if of_encoder in found else SHARED
+        different = [SHARED] if len(_unlike(tensors, SHARED, copies)) == len(copies) > 1 else []
+        config = dataclasses.replace(config, separate_embeddings=True)
+        names |= {"embedding/embedding_VD": (of_decoder,), "embedding/encoder_VD": (own,)}
     require(
         not different,
         f"{folder}: {tables[0]} is not equal to {', '.join(different)}, which config.json says "
-        "it is tied to; switchx has one embedding table for both stacks, and divides tied "
-        "logits alone: set tie_word_embeddings to false for an lm_head of its own",
+        "it is tied to; tied logits are those of one table for both stacks, and tied logits "
+        "alone are divided: set tie_word_embeddings to false for an lm_head of its own",
     )
     if not config.tie_embeddings:
         config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
@@ -119,9 +150,34 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
         parameter: from_torch(parameter, config, map(tensors.read, theirs))
         for parameter, theirs in names.items()
     }
-    files = (folder / VOCABULARY, folder / TOKENIZER)
-    vocabulary = next((file for file in files if file.is_file()), None)
-    return Checkpoint(config, nested(params), vocabulary)
+    return nested(params), config
+
+
+def _unlike(tensors: TensorFolder, table: str, copies: list[str]) -> list[str]:
+    """Those of some tables that are not equal to another."""
+    table_VD = tensors.read(table) if copies else None
+    return [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
+
+
+def _is_of_bytes(folder: pathlib.Path) -> bool:
+    file = folder / TOKENIZER_CONFIG
+    return file.is_file() and read_json(file).get("tokenizer_class") == "ByT5Tokenizer"
+
+
+def _differences(said: ModelConfig, config: ModelConfig) -> tuple[str, ...]:
+    """Where the tensors of a Switch Transformer are not what its config.json describes."""
+
+    def blocks(config: ModelConfig) -> str:
+        stacks = [
+            f"{config.num_sparse_layers_of(stack)} of {getattr(config, f'num_{stack}_layers')}"
+            for stack in ("encoder", "decoder")
+        ]
+        gated = f" and activation={config.activation!r}"
+        return f"{stacks[0]} sparse blocks in the encoder, {stacks[1]} in the decoder{gated}"
+
+    if blocks(said) == blocks(config):
+        return ()
+    return (f"config.json describes {blocks(said)}; the tensors are {blocks(config)}",)
 
 
 def write_checkpoint(
@@ -171,7 +227,7 @@ def write_checkpoint(
             "eos_token": "</s>",
             "unk_token": "<unk>",
         }
-        write_json(folder / "tokenizer_config.json", tokenizer)
+        write_json(folder / TOKENIZER_CONFIG, tokenizer)
     return notes
 
 
@@ -180,14 +236,17 @@ def tensor_names(config: ModelConfig, family: str) -> dict[str, tuple[str, ...]]
 
     Args:
         config: of an unrolled encoder-decoder.
-        family: Hugging Face's `model_type`: `t5`, `mt5` or `switch_transformers`.
+        family: Hugging Face's `model_type`: one of `huggingface_config.FAMILIES`.
     """
     names = {"embedding/embedding_VD": (SHARED,)}
     if not config.tie_embeddings:
         names["embedding/w_logits_DV"] = (LM_HEAD,)
     for stack in ("encoder", "decoder"):
-        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        names[f"{stack}/relative_bias/bias_UH"] = (bias,)
+        with_bias = getattr(config, f"num_{stack}_layers") if family == UMT5 else 1
+        names[f"{stack}/relative_bias/bias_UH"] = tuple(
+            f"{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
+            for layer in range(with_bias)
+        )
         names[f"{stack}/norm/scale_D"] = (f"{stack}.final_layer_norm.weight",)
         for layer in range(getattr(config, f"num_{stack}_layers")):
             names |= _block_names(config, family, stack, layer)
@@ -211,7 +270,12 @@ def _block_names(config, family: str, stack: str, layer: int) -> dict[str, tuple
     if config.is_sparse(layer, stack):
         router = f"{ffn}.router.classifier.weight"
         names[f"{ours}/ffn/w_router_DE"] = (router,)
-        for parameter, letters in (("w_in_EDF", "wi"), ("w_out_EFD", "wo")):
+        if config.switch.router.has_logit_bias:
+            names[f"{ours}/ffn/b_router_E"] = (f"{ffn}.router.classifier.bias",)
+        matrices = {"w_in_EDF": "wi_0" if config.is_gated else "wi", "w_out_EFD": "wo"}
+        if config.is_gated:
+            matrices["w_gate_EDF"] = "wi_1"
+        for parameter, letters in matrices.items():
             names[f"{ours}/ffn/experts/{parameter}"] = tuple(
                 f"{ffn}.experts.expert_{expert}.{letters}.weight"
                 for expert in range(config.switch.num_experts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's `config.json` of T5, mT5 and Switch Transformers as a ModelConfig, and back.
+"""Hugging Face's `config.json` of T5's kin and Switch Transformers as a ModelConfig, and back.
 
 A file from elsewhere: every value is checked before anything is made from it. What the other
 side cannot express is refused with the reason, never approximated.
@@ -7,7 +7,8 @@ side cannot express is refused with the reason, never approximated.
 
 import dataclasses
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 from switchx.fields import require
@@ -15,13 +16,15 @@ from switchx.interop.t5x import not_t5, unexpected
 from switchx.layers.dense import EPSILON
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 
-SWITCH = "switch_transformers"
-FAMILIES = ("t5", "mt5", SWITCH)
+SWITCH, UMT5, NLLB = "switch_transformers", "umt5", "nllb-moe"
+FAMILIES = ("t5", "mt5", UMT5, SWITCH)  # NLLB-MoE is read by nllb_moe.py
 # Our activation -> their names of it, the one that is written first.
 _ACTIVATIONS = {
     "relu": ("relu",),
     "gelu": ("gelu_new", "gelu_pytorch_tanh"),
+    "gelu_exact": ("gelu", "gelu_python"),
     "geglu": ("gated-gelu", "gated-gelu_new", "gated-gelu_pytorch_tanh"),
+    "geglu_exact": ("gated-gelu_python",),
     "swiglu": ("gated-silu",),
 }
 _OURS = {their: our for our, theirs in _ACTIVATIONS.items() for their in theirs}
@@ -35,44 +38,53 @@ _SIZES = {
     "num_layers": "num_encoder_layers",
 }
 # What a hostile file may not exceed; the largest model there is has 30 blocks of 2048 experts.
-_MOST_BLOCKS, _MOST_EXPERTS, _MOST_SIZE = 1000, 1 << 16, 1 << 31
+MOST_BLOCKS, MOST_EXPERTS, _MOST_SIZE = 1000, 1 << 16, 1 << 31
 _MOST_EXPERTS_IN_ALL = 1 << 18
 # Slots of an expert of which none is ever the last.
 _UNLIMITED = 2**31 - 1
 
 
 def read_config(
-    values: dict[str, Any], where: str, *, overflow: str = "drop"
+    values: dict[str, Any],
+    where: str,
+    *,
+    overflow: str = "drop",
+    tensors: Collection[str] = (),
 ) -> tuple[ModelConfig, str]:
     """The model that a `config.json` describes, and its family.
 
-    Whether embeddings are tied is what the file says; the tensors have the last word.
+    Whether embeddings are tied is what the file says; the tensors have the last word. Of Switch
+    Transformers they have it in more: released files (switch-c-2048, switch-xxl-128) describe
+    other blocks than there are.
 
     Args:
+        tensors: names of all tensors of the checkpoint; none of them for what the file says.
         overflow: of Switch layers, what becomes of a token whose expert is full: `drop` or
             another of `RouterConfig.overflow`, see docs/checkpoints_of_others.md.
 
     Raises:
         ValueError: a value is wrong, or nothing of ours can do what it asks for.
     """
-    fields = _Fields(values, where)
+    fields = Fields(values, where)
     family = fields.text("model_type", "")
     require(
         family in FAMILIES,
-        f"{where}: model_type={_shown(family)} cannot be converted; expected one of "
-        f"{', '.join(FAMILIES)}",
+        f"{where}: model_type={shown(family)} cannot be converted; expected one of "
+        f"{', '.join((*FAMILIES, NLLB))}",
     )
     fields.only("is_encoder_decoder", True, "T5 has an encoder and a decoder")
     fields.only("pad_token_id", 0, "padding is 0 in every vocabulary of switchx")
     fields.only("eos_token_id", 1, "a text's end is 1 in every vocabulary of switchx")
     fields.only("decoder_start_token_id", 0, "decoding starts with 0 in switchx")
-    fields.only("layer_norm_epsilon", EPSILON, "the norms of switchx have no other")
-    num_layers = fields.whole("num_layers", most=_MOST_BLOCKS)
+    num_layers = fields.whole("num_layers", most=MOST_BLOCKS)
+    found = _Found.of(tensors) if family == SWITCH and tensors else None
     config = ModelConfig(
         architecture="encoder_decoder",
         **{ours: fields.whole(theirs) for theirs, ours in _SIZES.items()},
-        num_decoder_layers=fields.whole("num_decoder_layers", num_layers, _MOST_BLOCKS),
-        activation=_activation(fields, family),
+        num_decoder_layers=fields.whole("num_decoder_layers", num_layers, MOST_BLOCKS),
+        activation=_activation(fields, family, found),
+        norm_epsilon=fields.number("layer_norm_epsilon", EPSILON),
+        relative_bias_per_layer=family == UMT5,
         relative_buckets=fields.whole("relative_attention_num_buckets", 32),
         relative_max_distance=fields.whole("relative_attention_max_distance", 128),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
@@ -80,7 +92,11 @@ def read_config(
         dropout_rate=fields.number("dropout_rate", 0.1),
     )
     if family == SWITCH:
-        config = dataclasses.replace(config, switch=_read_switch(fields, config, overflow))
+        if found is not None:
+            counts = {f"num_{stack}_layers": n for stack, n in found.num_blocks.items()}
+            config = dataclasses.replace(config, **counts)
+        switch = _read_switch(fields, config, overflow, found)
+        config = dataclasses.replace(config, switch=switch)
     return config, family
 
 
@@ -104,7 +120,7 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
         "relative_attention_num_buckets": config.relative_buckets,
         "relative_attention_max_distance": config.relative_max_distance,
         "dropout_rate": config.dropout_rate,
-        "layer_norm_epsilon": EPSILON,
+        "layer_norm_epsilon": config.norm_epsilon,
         # What is tied is scaled there; what is not is written twice.
         "tie_word_embeddings": config.tie_embeddings and config.scale_tied_logits,
         "is_encoder_decoder": True,
@@ -114,6 +130,14 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
         "torch_dtype": config.precision.params,
     }
     activation = _ACTIVATIONS[config.activation][0]
+    if config.relative_bias_per_layer:
+        require(
+            config.switch is None and not description["tie_word_embeddings"],
+            "this model cannot be written for transformers: relative_bias_per_layer=True is "
+            "UMT5, which is dense and has an lm_head of its own",
+        )
+        own = {"architectures": ["UMT5ForConditionalGeneration"], "model_type": UMT5}
+        return description | own | {"feed_forward_proj": activation}, []
     if config.switch is None:
         return description | {"feed_forward_proj": activation}, []
     switch_fields, notes = _describe_switch(config)
@@ -121,7 +145,7 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fields:
+class Fields:
     """A JSON object whose values are taken one by one, each of the type it has to have.
 
     Attributes:
@@ -153,49 +177,59 @@ class _Fields:
         value = self.values.get(name)
         require(
             value is None or (value == expected and type(value) is type(expected)),
-            f"{self.where}: {name}={_shown(value)} cannot be converted: {reason}; expected "
-            f"{_shown(expected)}",
+            f"{self.where}: {name}={shown(value)} cannot be converted: {reason}; expected "
+            f"{shown(expected)}",
         )
+
+    def activation(self, name: str, default: str) -> str:
+        """Ours, of the one that is named there."""
+        return self.our_activation(self.text(name, default))
+
+    def our_activation(self, theirs: str) -> str:
+        require(
+            theirs in _OURS,
+            f"{self.where}: the activation {shown(theirs)} cannot be converted; expected one "
+            f"of {', '.join(_OURS)}",
+        )
+        return _OURS[theirs]
 
     def _take(self, name: str, default, expected: str, is_right: Callable[[Any], bool]):
         value = self.values.get(name)
         value = default if value is None else value
-        require(is_right(value), f"{self.where}: {name}={_shown(value)}; expected {expected}")
+        require(is_right(value), f"{self.where}: {name}={shown(value)}; expected {expected}")
         return value
 
 
-def _shown(value) -> str:
+def shown(value) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _activation(fields: _Fields, family: str) -> str:
+def _activation(fields: Fields, family: str, found: "_Found | None" = None) -> str:
     """The FFN's activation; each of the names that a file has for it has to agree."""
-    name = fields.text("feed_forward_proj", "gated-gelu" if family == "mt5" else "relu")
+    is_gated_family = family in ("mt5", UMT5)
+    name = fields.text("feed_forward_proj", "gated-gelu" if is_gated_family else "relu")
     if family == SWITCH:
-        plain = fields.text("dense_act_fn", "relu")
+        # As transformers: dense_act_fn, where "gelu" is GELU's exact form.
+        plain = fields.text("dense_act_fn", name if "gated" in name else "relu")
         is_gated = "gated" in plain + name or fields.flag("is_gated_act", False)
-        require(
-            not is_gated,
-            f"{fields.where}: a gated Switch Transformer (dense_act_fn={plain!r}, "
-            f"feed_forward_proj={name!r}) cannot be converted: transformers has no code for "
-            "its second matrix and ignores it; convert the T5X checkpoint with --from=t5x",
-        )
-        name = plain
-    require(
-        name in _OURS,
-        f"{fields.where}: the activation {_shown(name)} cannot be converted; expected one of "
-        f"{', '.join(_OURS)}",
-    )
+        is_gated = is_gated if found is None else found.is_gated
+        if not is_gated:
+            name = plain.removeprefix("gated-")
+        elif plain.startswith("gated-"):
+            name = plain
+        else:
+            name = "gated-gelu_python" if plain == "gelu" else f"gated-{plain}"
+    ours = fields.our_activation(name)
     if family != SWITCH:
         is_gated = name.startswith("gated-")
         plain = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
         fields.only("is_gated_act", is_gated, f"feed_forward_proj={name!r} says otherwise")
         fields.only("dense_act_fn", plain, f"feed_forward_proj={name!r} says otherwise")
-    return _OURS[name]
+    return ours
 
 
-def _scales_tied_logits(fields: _Fields, family: str) -> bool:
+def _scales_tied_logits(fields: Fields, family: str) -> bool:
     """Whether logits out of the embedding table are divided by sqrt(D)."""
     is_tied = fields.flag("tie_word_embeddings", True)
     if family == "mt5":  # transformers 5 took the division out of mT5
@@ -205,18 +239,52 @@ def _scales_tied_logits(fields: _Fields, family: str) -> bool:
     return fields.flag("scale_decoder_outputs", is_tied) if family == "t5" else is_tied
 
 
-def _read_switch(fields: _Fields, config: ModelConfig, overflow: str) -> SwitchConfig | None:
-    fields.only("router_bias", False, "the routers of switchx have no bias of their own")
+_BLOCK = re.compile(r"(encoder|decoder)\.block\.([0-9]{1,4})\.layer\.[0-9]\.(.*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What the names of tensors say of a Switch Transformer."""
+
+    num_blocks: dict[str, int]
+    sparse: dict[str, tuple[int, ...]]
+    is_gated: bool
+    has_router_bias: bool
+
+    @classmethod
+    def of(cls, tensors: Collection[str]) -> "_Found":
+        blocks = {"encoder": {-1}, "decoder": {-1}}
+        sparse = {"encoder": set(), "decoder": set()}
+        rests = set()
+        for match in filter(None, map(_BLOCK.fullmatch, tensors)):
+            stack, number, rest = match[1], int(match[2]), match[3]
+            blocks[stack].add(number)
+            if rest == "mlp.router.classifier.weight":
+                sparse[stack].add(number)
+            rests.add(rest)
+        return cls(
+            {stack: max(1, max(numbers) + 1) for stack, numbers in blocks.items()},
+            {stack: tuple(sorted(numbers)) for stack, numbers in sparse.items()},
+            any(rest.endswith("wi_0.weight") for rest in rests),
+            "mlp.router.classifier.bias" in rests,
+        )
+
+
+def _read_switch(
+    fields: Fields, config: ModelConfig, overflow: str, found: _Found | None
+) -> SwitchConfig | None:
+    has_bias = fields.flag("router_bias", False)
     fields.only("router_dtype", "float32", "routers run in float32 (selective precision)")
     blocks = []
     for stack in ("encoder", "decoder"):
         name = f"num_sparse_{stack}_layers"
         is_none = fields.values.get(name) == 0
-        count = 0 if is_none else fields.whole(name, 3, _MOST_BLOCKS)
-        blocks.append(sparse_blocks(getattr(config, f"num_{stack}_layers"), count))
+        count = 0 if is_none else fields.whole(name, 3, MOST_BLOCKS)
+        said = sparse_blocks(getattr(config, f"num_{stack}_layers"), count)
+        blocks.append(said if found is None else found.sparse[stack])
     if not any(blocks):
         return None
-    num_experts = fields.whole("num_experts", 8, _MOST_EXPERTS)
+    num_experts = fields.whole("num_experts", 8, MOST_EXPERTS)
     num_blocks = sum(map(len, blocks))
     require(
         num_experts * num_blocks <= _MOST_EXPERTS_IN_ALL,
@@ -230,6 +298,7 @@ def _read_switch(fields: _Fields, config: ModelConfig, overflow: str) -> SwitchC
             jitter=fields.number("router_jitter_noise", 0.01),
             overflow=overflow,
             padding="counted",
+            has_logit_bias=has_bias if found is None else found.has_router_bias,
         ),
         **switch_layers(config, *blocks),
     )
@@ -261,7 +330,7 @@ def _describe_switch(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
             f"num_sparse_{stack}_layers": num_sparse(num_layers, blocks)
             for stack, num_layers, blocks in _sparse_blocks(config)
         },
-        "router_bias": False,
+        "router_bias": router.has_logit_bias,
         "router_dtype": "float32",
         "router_jitter_noise": router.jitter if router.exploration == "jitter" else 0.0,
     }, notes

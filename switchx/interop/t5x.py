@@ -369,6 +369,7 @@ def not_t5(config: ModelConfig) -> list[str]:
         ("positions", config.positions, "relative"),
         ("use_bias", config.use_bias, False),
         ("scale_attention", config.scale_attention, False),
+        ("separate_embeddings", config.separate_embeddings, False),
     ]
     if switch is not None:
         wanted += [

@@ -212,6 +212,11 @@ def is_linear(parameter: str) -> bool:
     return parameter.rpartition("/")[2].startswith("w_")
 
 
+def is_bias(parameter: str) -> bool:
+    """Whether a parameter is the bias of a linear map, heads joined in PyTorch."""
+    return parameter.rpartition("/")[2].startswith("b_")
+
+
 def _matrix_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """Inputs and outputs of a linear map, heads joined; of one expert, where there are many."""
     split = matrix_dims(letters_of(parameter))
@@ -222,26 +227,34 @@ def _matrix_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, int]:
 def torch_shape(parameter: str, config: ModelConfig) -> tuple[int, ...]:
     """Shape of the tensors in PyTorch's layout that make up a parameter."""
     shape = shape_of(parameter, config)
-    return _matrix_shape(parameter, shape)[::-1] if is_linear(parameter) else shape
+    if is_linear(parameter):
+        return _matrix_shape(parameter, shape)[::-1]
+    letters = letters_of(parameter)
+    is_of_experts = len(letters) > 1 and letters[0] == "E"
+    return (math.prod(shape[is_of_experts:]),) if is_bias(parameter) else shape
 
 
 def from_torch(parameter: str, config: ModelConfig, tensors: Iterable[np.ndarray]):
     """The parameter, float arrays as they are, out of its tensors: one, or one an expert."""
     shape = shape_of(parameter, config)
-    if letters_of(parameter)[0] != "E":
+    if letters_of(parameter) == "UH" and config.relative_bias_per_layer:
+        return np.stack(list(tensors))
+    if letters_of(parameter)[0] != "E" or letters_of(parameter) == "E":
         (tensor,) = tensors
         is_map = is_linear(parameter)
-        return np.ascontiguousarray(tensor.T).reshape(shape) if is_map else tensor
+        return np.ascontiguousarray(tensor.T if is_map else tensor).reshape(shape)
     parameter_E = None
     for expert, tensor in enumerate(tensors):  # one at a time: together they are large
         if parameter_E is None:
             parameter_E = np.empty(shape, tensor.dtype)
-        parameter_E[expert] = tensor.T
+        parameter_E[expert] = tensor.T if is_linear(parameter) else tensor
     return parameter_E
 
 
 def to_torch(parameter: str, value: np.ndarray) -> list[np.ndarray]:
-    """The tensors in PyTorch's layout that a parameter is: one, or one an expert."""
+    """The tensors in PyTorch's layout that a parameter is: one, or one an expert or layer."""
+    if value.ndim > len(letters_of(parameter)):
+        return [np.ascontiguousarray(each) for each in value]
     if not is_linear(parameter):
         return [np.ascontiguousarray(value)]
     matrices = value if letters_of(parameter)[0] == "E" else [value]

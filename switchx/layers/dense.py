@@ -21,7 +21,7 @@ from switchx.partitioning.replicas import random_rows
 # Standard deviation of a standard normal truncated to [-2, 2].
 _TRUNCATED_STDDEV = 0.87962566103423978
 
-EPSILON = 1e-6  # of the norms
+EPSILON = 1e-6  # of the norms, where a model names no other
 
 
 def weight(config, key, shape, *, fan_in: float, scale: float | None = None) -> nnx.Param:
@@ -72,18 +72,19 @@ def kept(x, is_kept, rate: float):
     return jnp.where(is_kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 
-def rms_norm(x, scale_D):
+def rms_norm(x, scale_D, epsilon: float = EPSILON):
     """x / rms(x) * scale over the last dimension."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPSILON)
+    inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     return (x32 * inverse_rms).astype(x.dtype) * along_last(scale_D, x)
 
 
-def layer_norm(x, scale_D, bias_D):
+def layer_norm(x, scale_D, bias_D, epsilon: float = EPSILON):
     """(x - mean) / std * scale + bias over the last dimension."""
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    inverse_std = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + EPSILON)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    inverse_std = jax.lax.rsqrt(variance + epsilon)
     normed = (centred * inverse_std).astype(x.dtype)
     return normed * along_last(scale_D, x) + along_last(bias_D, x)
 
@@ -93,18 +94,23 @@ class Norm(nnx.Module):
 
     def __init__(self, config):
         D, dtype = config.d_model, config.precision.params
+        self.epsilon = config.norm_epsilon
         self.scale_D = nnx.Param(jnp.ones((D,), dtype))
         if config.norm == "layer":
             self.bias_D = zeros(config, D)
 
     def __call__(self, x):
         if hasattr(self, "bias_D"):
-            return layer_norm(x, self.scale_D[...], self.bias_D[...])
-        return rms_norm(x, self.scale_D[...])
+            return layer_norm(x, self.scale_D[...], self.bias_D[...], self.epsilon)
+        return rms_norm(x, self.scale_D[...], self.epsilon)
 
 
 def activate(activation: str, h, gate=None):
-    """`act(h)`, times `gate` in the gated forms. GELU is the tanh form, as T5's and GPT's."""
+    """`act(h)`, times `gate` in the gated forms.
+
+    GELU is the tanh form, as T5's and GPT's; `_exact` names h times the normal distribution's
+    function of h (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+    """
     match activation:
         case "relu":
             return jax.nn.relu(h)
@@ -112,9 +118,15 @@ def activate(activation: str, h, gate=None):
             return jax.nn.gelu(h, approximate=True)
         case "geglu":
             return jax.nn.gelu(h, approximate=True) * gate
+        case "gelu_exact":
+            return jax.nn.gelu(h, approximate=False)
+        case "geglu_exact":
+            return jax.nn.gelu(h, approximate=False) * gate
         case "swiglu":
             return jax.nn.silu(h) * gate
-    raise ValueError(f"activation={activation!r}; use relu, gelu, geglu or swiglu")
+    raise ValueError(
+        f"activation={activation!r}; use relu, gelu, gelu_exact, geglu, geglu_exact or swiglu"
+    )
 
 
 class DenseFFN(nnx.Module):

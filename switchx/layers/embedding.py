@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from switchx.layers.dense import weight
+from switchx.layers.positions import sinusoids
 from switchx.partitioning.collectives import vary
 from switchx.partitioning.constrain import current_rules, num_devices, open_axes
 from switchx.partitioning.rules import MeshAxes
@@ -25,7 +26,7 @@ from switchx.partitioning.vocab import RowOwners, look_up
 
 
 class Embedding(nnx.Module):
-    """The token table, learned positions where the model has them, and the logits."""
+    """The token table or tables, positions that are added to them, and the logits."""
 
     def __init__(self, config, *, key):
         self.config = config
@@ -35,20 +36,28 @@ class Embedding(nnx.Module):
         # it small and does not divide.
         stddev = 1.0 if config.scale_tied_logits or not config.tie_embeddings else 0.02
         self.embedding_VD = nnx.Param(jax.random.normal(key_tokens, (V, D), dtype) * stddev)
+        if config.separate_embeddings:
+            key_encoder = jax.random.fold_in(key_tokens, 1)
+            table_VD = jax.random.normal(key_encoder, (V, D), dtype) * stddev
+            self.encoder_VD = nnx.Param(table_VD)
         if config.positions == "learned":
             shape = (config.max_length, D)
             self.positions_LD = nnx.Param(jax.random.normal(key_positions, shape, dtype) * 0.02)
         if not config.tie_embeddings:
             self.w_logits_DV = weight(config, key_logits, (D, V), fan_in=D)
 
-    def embed(self, tokens_BL, positions_BL):
-        """Rows of the table `[B, L, D]` in the compute dtype, plus learned positions."""
-        x_BLD = take_rows(self.embedding_VD[...], tokens_BL)
+    def embed(self, tokens_BL, positions_BL, stack: str = "decoder"):
+        """Rows of the stack's table `[B, L, D]` in the compute dtype, plus its positions."""
+        is_own = stack == "encoder" and self.config.separate_embeddings
+        table = self.encoder_VD if is_own else self.embedding_VD
+        x_BLD = take_rows(table[...], tokens_BL)
         if self.config.positions == "learned":
             table_LD = self.positions_LD[...]
             # Padding may lie beyond the table.
             places_BL = jnp.clip(positions_BL, 0, len(table_LD) - 1)
             x_BLD = x_BLD + take_rows(table_LD, places_BL, "LD")
+        elif self.config.positions == "sinusoidal":
+            x_BLD = x_BLD + sinusoids(positions_BL, self.config.d_model).astype(x_BLD.dtype)
         return x_BLD.astype(self.config.precision.compute_dtype)
 
     def logits(self, x_BLD):

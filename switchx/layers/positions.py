@@ -64,14 +64,19 @@ def relative_buckets(
 
 
 class RelativeBias(nnx.Module):
-    """One bias a bucket and head, shared by the layers of a stack."""
+    """One bias a bucket and head, shared by the layers of a stack, or one of each layer.
 
-    def __init__(self, config, *, is_bidirectional: bool, key):
+    Of each layer (`relative_bias_per_layer`) the parameter is `[N, U, H]`, and the heads of the
+    result are those of all layers, one layer after the other.
+    """
+
+    def __init__(self, config, *, num_layers: int, is_bidirectional: bool, key):
         self.is_bidirectional = is_bidirectional
         self.max_distance = config.relative_max_distance
         buckets, heads = config.relative_buckets, config.num_heads
         # Fan average, as T5's variance scaling of this table.
-        self.bias_UH = weight(config, key, (buckets, heads), fan_in=(buckets + heads) / 2)
+        shape = (num_layers,) * config.relative_bias_per_layer + (buckets, heads)
+        self.bias_UH = weight(config, key, shape, fan_in=(buckets + heads) / 2)
 
     def __call__(self, num_queries: int, num_keys: int, *, first_query: int = 0):
         """The bias of every head, query and key: `bias_HLM`, float32."""
@@ -80,13 +85,38 @@ class RelativeBias(nnx.Module):
             num_queries,
             num_keys,
             is_bidirectional=self.is_bidirectional,
-            num_buckets=bias_UH.shape[0],
+            num_buckets=bias_UH.shape[-2],
             max_distance=self.max_distance,
             first_query=first_query,
         )
         # A matmul with constant one-hots: its gradient is a matmul too, not a scatter.
-        is_bucket_LMU = np.eye(bias_UH.shape[0], dtype=np.float32)[bucket_LM]
+        is_bucket_LMU = np.eye(bias_UH.shape[-2], dtype=np.float32)[bucket_LM]
+        if bias_UH.ndim == 3:
+            bias_NHLM = jnp.einsum("LMU,NUH->NHLM", is_bucket_LMU, bias_UH)
+            return bias_NHLM.reshape(-1, *bias_NHLM.shape[2:])
         return jnp.einsum("LMU,UH->HLM", is_bucket_LMU, bias_UH)
+
+
+# Of fairseq, whose positions begin behind the id of padding, which is 1.
+_FIRST_SINUSOID = 2
+
+
+def sinusoids(position_BL, num_features: int):
+    """Sines and cosines of positions, `[B, L, D]` in float32, as fairseq's.
+
+    With h = D // 2 frequencies f_i = 10000^(-i / (h - 1)), position p has the features
+    sin((p + 2) f_i), then cos((p + 2) f_i), and a 0 where D is odd (Vaswani et al. 2017,
+    arXiv:1706.03762, section 3.5, where sines and cosines alternate).
+    """
+    half = num_features // 2
+    rate = np.float32(math.log(10000) / (half - 1))
+    frequency = np.exp(np.arange(half, dtype=np.float32) * -rate)
+    angle_BLF = (position_BL + _FIRST_SINUSOID).astype(jnp.float32)[..., None]
+    angle_BLF = angle_BLF * frequency[None, None]
+    parts = [jnp.sin(angle_BLF), jnp.cos(angle_BLF)]
+    if num_features % 2:
+        parts.append(jnp.zeros((*position_BL.shape, 1), jnp.float32))
+    return jnp.concatenate(parts, axis=-1)
 
 
 class UntiedPositions(nnx.Module):

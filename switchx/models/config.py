@@ -57,7 +57,8 @@ class ModelConfig:
 
     Positions are T5's `relative` bias, a table of `learned` ones added to the words, or TUPE's
     correlations of positions apart from those of words (Ke et al. 2020, arXiv:2006.15595):
-    `tupe` absolute, `tupe_relative` with T5's bias too.
+    `tupe` absolute, `tupe_relative` with T5's bias too; or `sinusoidal` ones, which have no
+    parameters, added to the words (Vaswani et al. 2017, arXiv:1706.03762; fairseq's form).
 
     A frozen subclass with a method `build(key)` describes a model of a user's own: a Flax NNX
     module, called as `logits_BLV, stats = model(batch, is_training=..., key=...)`, stats None
@@ -67,9 +68,13 @@ class ModelConfig:
         d_model, d_ff, num_heads, d_head: D, F, H and K.
         num_encoder_layers: 0 in a decoder-only model.
         switch: the Switch layers, or None for a dense model.
-        max_length: rows of the position table, where there is one: all but `relative`.
+        norm_epsilon: added to the variance in norms.
+        max_length: rows of the position table, where there is one: `learned` and TUPE's.
         relative_buckets, relative_max_distance: T5's shared relative position buckets.
-        tie_embeddings: logits from the embedding table.
+        relative_bias_per_layer: every block has a relative bias of its own (UMT5), and none is
+            shared by the stack.
+        separate_embeddings: the encoder has an embedding table of its own.
+        tie_embeddings: logits from the embedding table, the decoder's where there are two.
         scale_tied_logits: divide tied logits by sqrt(D), as T5 does.
         init_scale: variance scale of every matrix's initializer (the paper's 0.1,
             section 2.4, Table 3).
@@ -88,12 +93,19 @@ class ModelConfig:
     d_head: int
     num_decoder_layers: int
     num_encoder_layers: int = 0
-    activation: Literal["relu", "gelu", "geglu", "swiglu"] = "geglu"
+    activation: Literal["relu", "gelu", "gelu_exact", "geglu", "geglu_exact", "swiglu"] = (
+        "geglu"
+    )
     norm: Literal["rms", "layer"] = "rms"
-    positions: Literal["relative", "learned", "tupe", "tupe_relative"] = "relative"
+    norm_epsilon: float = 1e-6
+    positions: Literal["relative", "learned", "tupe", "tupe_relative", "sinusoidal"] = (
+        "relative"
+    )
     max_length: int | None = at_evaluation(None)
     relative_buckets: int = 32
     relative_max_distance: int = 128
+    relative_bias_per_layer: bool = False
+    separate_embeddings: bool = False
     use_bias: bool = False
     scale_attention: bool = False
     tie_embeddings: bool = True
@@ -134,11 +146,29 @@ class ModelConfig:
             f"{self.relative_max_distance}; use at least 4 buckets, and a distance of more "
             "than half of them",
         )
-        require_above_zero(self, "init_scale")
+        self._check_tables()
+        require_above_zero(self, "init_scale", "norm_epsilon")
         require_below_one(self, "dropout_rate")
         if self.switch is not None:
             self._check_stacks()
         self._check_layers()
+
+    def _check_tables(self) -> None:
+        require(
+            not self.separate_embeddings or self.is_encoder_decoder,
+            "separate_embeddings=True in a decoder_only model, which has one stack; use False",
+        )
+        require(
+            self.positions != "sinusoidal" or self.d_model >= 4,
+            f"positions='sinusoidal' with d_model={self.d_model}; use 4 or more",
+        )
+        if self.relative_bias_per_layer:
+            require(
+                self.positions == "relative" and not self.scan_layers,
+                f"relative_bias_per_layer=True with positions={self.positions!r} and "
+                f"scan_layers={self.scan_layers}; use positions='relative' and "
+                "scan_layers=False",
+            )
 
     def _check_layers(self) -> None:
         for stack in ("encoder", "decoder"):
@@ -190,12 +220,12 @@ class ModelConfig:
     @property
     def is_gated(self) -> bool:
         """Whether an FFN has a second input matrix."""
-        return self.activation in ("geglu", "swiglu")
+        return self.activation in ("geglu", "geglu_exact", "swiglu")
 
     @property
     def has_position_table(self) -> bool:
         """Whether a text can have no more than `max_length` positions."""
-        return self.positions != "relative"
+        return self.positions not in ("relative", "sinusoidal")
 
     @property
     def has_relative_bias(self) -> bool:

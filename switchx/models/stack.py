@@ -8,6 +8,7 @@ stacked as the parameters are.
 Dims: B batch, L length, M memory, D model, H heads, N repeats of the run
 """
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -34,6 +35,7 @@ class BlockRun(nnx.Module):
 
     def __init__(self, config, *, length: int, stack: str, key):
         self.length = length
+        self.has_own_biases = config.relative_bias_per_layer
         has_memory = stack == "decoder" and config.is_encoder_decoder
         for i, key_i in enumerate(jax.random.split(key, length)):
             is_sparse = config.is_sparse(i, stack)
@@ -57,19 +59,27 @@ class BlockRun(nnx.Module):
         if remat != "none":
             run_block = jax.checkpoint(run_block, policy=REMAT_POLICIES[remat])
         all_stats, caches = [], []
-        for block, cache_i, key_i in zip(
+        for block, inputs_i, cache_i, key_i in zip(
             self.blocks,
+            self._inputs_of_blocks(inputs),
             [None] * self.length if cache is None else cache,
             split_key(key, self.length),
             strict=True,
         ):
-            x_BLD, stats, cache_i = run_block(block, x_BLD, inputs, cache_i, key_i)
+            x_BLD, stats, cache_i = run_block(block, x_BLD, inputs_i, cache_i, key_i)
             all_stats += stats
             caches.append(cache_i)
         stats = None
         if all_stats:
             stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_stats)
         return x_BLD, stats, None if cache is None else tuple(caches)
+
+    def _inputs_of_blocks(self, inputs: BlockInputs) -> list[BlockInputs]:
+        """What each block reads: where biases are the layers' own, its heads of them."""
+        if not self.has_own_biases:
+            return [inputs] * self.length
+        biases = jnp.split(inputs.bias_HLM, self.length)
+        return [dataclasses.replace(inputs, bias_HLM=bias_HLM) for bias_HLM in biases]
 
 
 class Stack(nnx.Module):
@@ -87,7 +97,10 @@ class Stack(nnx.Module):
 
         if config.has_relative_bias:
             self.relative_bias = RelativeBias(
-                config, is_bidirectional=stack == "encoder", key=key_bias
+                config,
+                num_layers=num_layers,
+                is_bidirectional=stack == "encoder",
+                key=key_bias,
             )
         if config.has_untied_positions:
             key_untied = jax.random.fold_in(key_bias, 1)
@@ -99,7 +112,10 @@ class Stack(nnx.Module):
         self.norm = Norm(config)
 
     def position_bias(self, num_queries: int, num_keys: int, *, first_query: int = 0):
-        """The stack's relative `bias_HLM`, or None where it has none."""
+        """The stack's relative `bias_HLM`, or None where it has none.
+
+        With a bias of each layer its heads are those of all layers (`RelativeBias`).
+        """
         if not self.config.has_relative_bias:
             return None
         return self.relative_bias(num_queries, num_keys, first_query=first_query)

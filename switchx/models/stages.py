@@ -190,7 +190,9 @@ class Chunk:
 
         def embedded(x_BLD):
             embedded_BLD = model.embedding.embed(
-                batch[f"{self.stack}_input_tokens"], batch[f"{self.stack}_positions"]
+                batch[f"{self.stack}_input_tokens"],
+                batch[f"{self.stack}_positions"],
+                self.stack,
             )
             return jnp.where(op.is_first, stack.enter(embedded_BLD, key=key), x_BLD)
 

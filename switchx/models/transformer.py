@@ -56,7 +56,7 @@ class Transformer(nnx.Module):
     ):
         """The encoder's output `[B, L, D]` and its routing statistics."""
         inputs = self.encoder_inputs(tokens_BL, segment_BL, position_BL, task_B)
-        x_BLD = self.embedding.embed(tokens_BL, position_BL)
+        x_BLD = self.embedding.embed(tokens_BL, position_BL, "encoder")
         return self.encoder(x_BLD, inputs, is_training=is_training, key=key)
 
     def encoder_inputs(self, tokens_BL, segment_BL, position_BL, task_B=None) -> BlockInputs:

@@ -96,6 +96,7 @@ class RouterConfig:
             arXiv:2408.15664: 0.001). None has no bias.
         padding: `ignored`: neither routed nor counted. `counted`: routed and counted as
             tokens are, for parity with Hugging Face's and flaxformer's Switch models.
+        has_logit_bias: a learned bias is added to the router's logits.
         counts_merged: an expert e counts as the m_e that were merged into it
             (`models/reshape.py`): its probability is `exp(z_e) / sum_j m_j exp(z_j)`, that of
             one of them. log m is a parameter.
@@ -116,6 +117,7 @@ class RouterConfig:
     balance_scope: Literal["group", "batch"] = at_evaluation("group")
     bias_update_rate: float | None = None
     padding: Literal["ignored", "counted"] = at_evaluation("ignored")
+    has_logit_bias: bool = False
     counts_merged: bool = False
 
     def __post_init__(self):
@@ -174,6 +176,7 @@ class RouterConfig:
             "bias_update_rate": (None,),
             "overflow": ("drop", "dropless") if is_hash else ("drop",),
             "exploration": ("none",) if is_hash else ("none", "jitter", "dropout"),
+            "has_logit_bias": (False,) if is_hash else (False, True),
             "counts_merged": (False,) if is_hash else (False, True),
         }
         for name, allowed in only.items():

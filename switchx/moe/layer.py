@@ -46,7 +46,8 @@ class RoutedTokens:
 class RoutedLayer(nnx.Module):
     """The router of a Switch layer; what the experts do is in the classes below it.
 
-    Parameters: `w_router_DE`, unless a hash routes; `router_log_count_E` where experts are
+    Parameters: `w_router_DE`, unless a hash routes; `b_router_E` where its logits have a bias;
+    `router_log_count_E` where experts are
     merged ones; `router_bias_E` in float32 where the load is balanced by it. No gradient
     reaches that one: `training/step.py` moves it.
     """
@@ -58,6 +59,8 @@ class RoutedLayer(nnx.Module):
             self.w_router_DE = weight(
                 config, key, (D, E), fan_in=D, scale=config.switch.router_init_scale
             )
+        if config.switch.router.has_logit_bias:
+            self.b_router_E = zeros(config, E)
         if config.switch.router.counts_merged:
             self.router_log_count_E = zeros(config, E)
         if config.switch.router.has_bias:
@@ -87,6 +90,8 @@ class RoutedLayer(nnx.Module):
                 self.w_router_DE[...],
                 dtype=self.config.precision.router,
             )
+            if router.has_logit_bias:
+                logits_GTE = logits_GTE + along_last(self.b_router_E[...], logits_GTE)
             if router.kind == "task":
                 require(
                     task_B is not None,

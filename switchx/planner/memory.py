@@ -29,7 +29,10 @@ LOGIT_COPIES = 2
 TEACHER_LOGIT_COPIES = 3
 # Arrays `[tokens, F]` that the derivative of an activation function keeps beside the values
 # before and after it: counted in programs compiled without remat. Relu has a mask.
-ACTIVATION_RESIDUALS = {"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2}
+ACTIVATION_RESIDUALS = {
+    **{"relu": 0, "gelu": 5, "geglu": 5, "swiglu": 2},
+    **{"gelu_exact": 5, "geglu_exact": 5},  # not counted: those of the tanh form
+}
 
 
 @dataclasses.dataclass(frozen=True)

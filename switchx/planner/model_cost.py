@@ -102,7 +102,8 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         expert_bias = _expert_d_ff(config) + D if switch.expert_bias else 0
         one_expert = num_ffns * (_ffn_weights(config, _expert_d_ff(config)) + expert_bias)
         one_expert += num_attentions * _attention_expert_weights(config)
-        biases = switch.router.has_bias + switch.router.counts_merged
+        own = switch.router
+        biases = own.has_bias + own.counts_merged + own.has_logit_bias
         per_router = D * switch.router.has_weights + biases
         router = (num_ffns + num_attentions) * per_router * num_experts
         # Experts take the places of FFNs, and of all of attention but its output.
@@ -113,7 +114,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         attention -= num_attentions * projections
 
     return ParameterCount(
-        embedding=config.vocab_size * D,
+        embedding=config.vocab_size * D * (2 if config.separate_embeddings else 1),
         positions=_position_weights(config),
         logits=0 if config.tie_embeddings else D * config.vocab_size,
         attention=attention,
@@ -247,6 +248,8 @@ def _position_weights(config: ModelConfig) -> int:
     one_stack = config.relative_buckets * config.num_heads if config.has_relative_bias else 0
     if config.has_untied_positions:
         one_stack += config.max_length * config.d_model + _untied_projections(config)
+    if config.relative_bias_per_layer:
+        return one_stack * _num_layers(config)
     return one_stack * (2 if config.is_encoder_decoder else 1)
 
 

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NLLB-MoE of transformers (Costa-jussà et al. 2022, arXiv:2207.04672): reading it.
+
+A pre-norm Transformer of fairseq: LayerNorm and biases everywhere, sinusoids, an embedding
+times sqrt(D), top-2 routing without drops in evaluation, gates normalized over the two. What is
+converted beside names and layouts:
+
+- Ids. There padding is 1, the end 2, unknown 3, and `<s>` 0; a decoder's input begins with
+  the end. Here padding, which also begins a decoder's input, is 0, the end 1, unknown 2, and
+  `<s>` becomes 3; all others stay. So row 0 of the table is the row of their end, which its
+  embedding is read as, and column 0 of the logits that of their padding.
+- The table is multiplied by sqrt(D) once, here, and the logits have a matrix of their own,
+  which is the unscaled table.
+- Experts' outputs are multiplied by 1 - `moe_token_dropout` in evaluation, and so are their
+  output matrices and biases here.
+
+Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size
+"""
+
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from switchx.fields import require
+from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields, switch_layers
+from switchx.interop.tensor_folder import (
+    TensorFolder,
+    from_torch,
+    require_same_tensors,
+    torch_shape,
+)
+from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.tree import nested
+
+EPSILON = 1e-5  # of PyTorch's LayerNorm
+TABLE, LM_HEAD = "model.shared.weight", "lm_head.weight"
+# Other names of the table, and sinusoids that releases before 5 saved.
+_COPIES = (LM_HEAD, "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+_UNREAD = ("model.encoder.embed_positions.weights", "model.decoder.embed_positions.weights")
+# Their ids of our ids 0 to 3, as rows of the table and as columns of the logits.
+_ROWS, _COLUMNS = (2, 2, 3, 0), (1, 2, 3, 0)
+_PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
+_WAY_OUT = "use the config.json that belongs to these files, and all of the files"
+
+
+def read(
+    values: dict[str, Any], file: pathlib.Path, tensors: TensorFolder
+) -> tuple[ModelConfig, dict]:
+    """The configuration and parameters of a checkpoint.
+
+    Raises:
+        ValueError: the configuration asks for what we have not, or tensors are missing,
+            unexpected or of another shape.
+    """
+    fields = Fields(values, str(file))
+    config = _read_config(fields)
+    kept = 1.0 - fields.number("moe_token_dropout", 0.2)
+    scale = math.sqrt(config.d_model) if fields.flag("scale_embedding", True) else 1.0
+    names = tensor_names(config)
+    table_shape = config.vocab_size, config.d_model
+    expected = {
+        name: torch_shape(parameter, config)
+        for parameter, theirs in names.items()
+        for name in theirs
+    } | {TABLE: table_shape}
+    found = {name: shape for name, shape in tensors.shapes.items() if name not in _UNREAD}
+    copies = [name for name in _COPIES if name in found]
+    expected |= dict.fromkeys(copies, table_shape)
+    require_same_tensors(expected, found, str(file.parent), _WAY_OUT)
+    table_VD = tensors.read(TABLE)
+    different = [name for name in copies if not np.array_equal(tensors.read(name), table_VD)]
+    require(
+        not different,
+        f"{file.parent}: {TABLE} is not equal to {', '.join(different)}; expected one table",
+    )
+    params = {
+        parameter: from_torch(parameter, config, map(tensors.read, theirs))
+        for parameter, theirs in names.items()
+    }
+    for parameter, value in params.items():
+        if parameter.endswith(("experts/w_out_EFD", "experts/b_out_ED")):
+            value *= np.float32(kept)
+    params["embedding/embedding_VD"] = _with_rows(table_VD, _ROWS) * np.float32(scale)
+    params["embedding/w_logits_DV"] = np.ascontiguousarray(_with_rows(table_VD, _COLUMNS).T)
+    return config, nested(params)
+
+
+def our_id(token_id: int) -> int:
+    """Our id of one of theirs."""
+    return {0: 3, 1: 0, 2: 1, 3: 2}.get(token_id, token_id)
+
+
+def _with_rows(table_VD, rows: tuple[int, ...]):
+    return np.concatenate([table_VD[list(rows)], table_VD[len(rows) :]])
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    for name, wanted in (("pad", 1), ("bos", 0), ("eos", 2), ("decoder_start", 2)):
+        fields.only(f"{name}_token_id", wanted, "it is none of NLLB's ids")
+    fields.only("is_encoder_decoder", True, "NLLB has an encoder and a decoder")
+    fields.only("tie_word_embeddings", True, "NLLB's logits are those of its table")
+    fields.only("router_dtype", "float32", "routers run in float32 (selective precision)")
+    fields.only("router_ignore_padding_tokens", False, "padding is not routed here")
+    fields.only("second_expert_policy", "all", "a token's second expert is not drawn here")
+    fraction = fields.number("moe_eval_capacity_token_fraction", 1.0)
+    require(
+        fraction == 1.0,
+        f"{fields.where}: moe_eval_capacity_token_fraction={fraction}; expected 1.0, with "
+        "which no token is dropped",
+    )
+    sizes = {name: fields.whole(name, 1024) for name in ("d_model", "vocab_size")}
+    heads, d_ff = (_of_both(fields, name) for name in ("attention_heads", "ffn_dim"))
+    D = sizes["d_model"]
+    require(
+        D % heads == 0,
+        f"{fields.where}: d_model={D} does not divide by {heads} attention heads",
+    )
+    blocks = []
+    for stack in ("encoder", "decoder"):
+        count = fields.whole(f"{stack}_layers", 12, MOST_BLOCKS)
+        step = fields.values.get(f"{stack}_sparse_step")
+        step = fields.whole(f"{stack}_sparse_step", 4) if step != 0 else count + 1
+        blocks.append((count, tuple(range(step - 1, count, step))))
+    (num_encoder, in_encoder), (num_decoder, in_decoder) = blocks
+
+    def model(**switch) -> ModelConfig:
+        return ModelConfig(
+            architecture="encoder_decoder",
+            vocab_size=sizes["vocab_size"],
+            d_model=D,
+            d_ff=d_ff,
+            num_heads=heads,
+            d_head=D // heads,
+            num_encoder_layers=num_encoder,
+            num_decoder_layers=num_decoder,
+            activation=fields.activation("activation_function", "relu"),
+            norm="layer",
+            norm_epsilon=EPSILON,
+            positions="sinusoidal",
+            use_bias=True,
+            scale_attention=True,
+            tie_embeddings=False,
+            dropout_rate=fields.number("dropout", 0.1),
+            **switch,
+        )
+
+    if not (in_encoder or in_decoder):
+        return model()
+    switch = SwitchConfig(
+        num_experts=fields.whole("num_experts", 128, MOST_EXPERTS),
+        expert_bias=True,
+        router=RouterConfig(
+            num_selected=2,
+            gate="normalized",
+            exploration="none",
+            overflow="dropless",
+            has_logit_bias=fields.flag("router_bias", False),
+        ),
+        **switch_layers(model(), in_encoder, in_decoder),
+    )
+    return model(switch=switch)
+
+
+def _of_both(fields: Fields, name: str) -> int:
+    """A size that both stacks have."""
+    default = {"attention_heads": 16, "ffn_dim": 4096}[name]
+    sizes = [fields.whole(f"{stack}_{name}", default) for stack in ("encoder", "decoder")]
+    require(
+        sizes[0] == sizes[1],
+        f"{fields.where}: encoder_{name}={sizes[0]} and decoder_{name}={sizes[1]}; the stacks "
+        "of switchx have one size",
+    )
+    return sizes[0]
+
+
+def tensor_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The name of each of our parameters, tables apart -> theirs: one, or one an expert."""
+    names: dict[str, tuple[str, ...]] = {}
+    for stack in ("encoder", "decoder"):
+        _add(names, f"{stack}/norm", "scale_D", "bias_D", f"model.{stack}.layer_norm")
+        for layer in range(getattr(config, f"num_{stack}_layers")):
+            ours = f"{stack}/blocks/layer_{layer}"
+            theirs = f"model.{stack}.layers.{layer}"
+            attentions = {"self_attention": "self_attn"}
+            if stack == "decoder":
+                attentions["cross_attention"] = "cross_attention"
+            for our, their in attentions.items():
+                norm = f"{theirs}.{their}_layer_norm"
+                _add(names, f"{ours}/{our}_norm", "scale_D", "bias_D", norm)
+                for letter, projection in _PROJECTIONS.items():
+                    weight, bias = f"w_{letter}_DHK", f"b_{letter}_HK"
+                    _add(names, f"{ours}/{our}", weight, bias, f"{theirs}.{their}.{projection}")
+                out = f"{theirs}.{their}.out_proj"
+                _add(names, f"{ours}/{our}", "w_out_HKD", "b_out_D", out)
+            _add(names, f"{ours}/ffn_norm", "scale_D", "bias_D", f"{theirs}.ff_layer_norm")
+            if not config.is_sparse(layer, stack):
+                _add(names, f"{ours}/ffn", "w_in_DF", "b_in_F", f"{theirs}.ffn.fc1")
+                _add(names, f"{ours}/ffn", "w_out_FD", "b_out_D", f"{theirs}.ffn.fc2")
+                continue
+            router = f"{theirs}.ffn.router.classifier"
+            names[f"{ours}/ffn/w_router_DE"] = (f"{router}.weight",)
+            if config.switch.router.has_logit_bias:
+                names[f"{ours}/ffn/b_router_E"] = (f"{router}.bias",)
+            experts = [
+                f"{theirs}.ffn.experts.expert_{e}" for e in range(config.switch.num_experts)
+            ]
+            fc1, fc2 = ([f"{each}.{fc}" for each in experts] for fc in ("fc1", "fc2"))
+            _add(names, f"{ours}/ffn/experts", "w_in_EDF", "b_in_EF", *fc1)
+            _add(names, f"{ours}/ffn/experts", "w_out_EFD", "b_out_ED", *fc2)
+    return names
+
+
+def _add(names: dict, ours: str, weight: str, bias: str, *theirs: str) -> None:
+    names[f"{ours}/{weight}"] = tuple(f"{each}.weight" for each in theirs)
+    names[f"{ours}/{bias}"] = tuple(f"{each}.bias" for each in theirs)

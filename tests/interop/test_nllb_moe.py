@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NLLB-MoE of transformers with random weights: logits, gradients and greedy translations.
+
+Releases of transformers from 5 on run experts 0 and 1 alone, whichever the router chose: the
+experts here are those that its checkpoints were made for, `sum_e gate_te expert_e(x_t)`, with
+the router's own gates (`NllbMoeSparseMLP` of 4.57 and before).
+"""
+
+import contextlib
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from switchx.inference.config import DecodingConfig
+from switchx.inference.decode import prefill, run_until
+from switchx.inference.sampling import Rows
+from switchx.interop.huggingface import read_checkpoint
+from switchx.interop.nllb_moe import our_id, tensor_names
+from switchx.interop.tensor_folder import from_torch
+from switchx.models.params import forward
+from switchx.tree import named_leaves
+from tests.data.refusals import refused
+from tests.interop.folders import change_config, change_tensors
+from tests.torch_weights import randomize
+
+pytestmark = pytest.mark.hf
+
+SIZES = dict(
+    vocab_size=50,
+    d_model=24,
+    encoder_ffn_dim=40,
+    decoder_ffn_dim=40,
+    encoder_attention_heads=3,
+    decoder_attention_heads=3,
+    encoder_layers=4,
+    decoder_layers=4,
+    encoder_sparse_step=2,
+    decoder_sparse_step=2,
+    num_experts=5,
+    moe_token_dropout=0.2,
+)
+LENGTHS, M, L = np.array([17, 5, 12]), 17, 9
+LANGUAGE = 40
+
+
+def run_chosen(self, x_TD, is_first_TE, gate_TE):
+    """Each token through the experts that its gates are of."""
+    import torch
+
+    y_TD = torch.zeros_like(x_TD)
+    for e in range(self.num_experts):
+        y_TD = y_TD + gate_TE[:, e, None] * self[f"expert_{e}"](x_TD)
+    return y_TD * (1 - self.moe_token_dropout)
+
+
+@contextlib.contextmanager
+def experts_of_the_router():
+    from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
+
+    with mock.patch.object(NllbMoeExperts, "forward", run_chosen):
+        yield
+
+
+def build(**changes):
+    import transformers
+
+    return randomize(
+        transformers.NllbMoeForConditionalGeneration(
+            transformers.NllbMoeConfig(**SIZES | changes)
+        )
+    )
+
+
+@functools.cache
+def texts():
+    """Sources and targets in their ids: a decoder's input begins with the end, 2."""
+    rng = np.random.default_rng(1)
+    is_token_BM = np.arange(M)[None] < LENGTHS[:, None]
+    source_BM = np.where(is_token_BM, rng.integers(2, SIZES["vocab_size"], (3, M)), 1)
+    target_BL = rng.integers(2, SIZES["vocab_size"], (3, L))
+    target_BL[:, :2] = 2, LANGUAGE
+    return source_BM, is_token_BM, target_BL
+
+
+to_ours = np.vectorize(our_id, otypes=[np.int32])
+
+
+def batch():
+    source_BM, is_token_BM, target_BL = texts()
+    target_BL = to_ours(target_BL)
+    target_BL[:, 0] = 0
+    return {
+        "encoder_input_tokens": to_ours(source_BM),
+        "encoder_segment_ids": is_token_BM.astype(np.int32),
+        "encoder_positions": np.broadcast_to(np.arange(M), source_BM.shape),
+        "decoder_input_tokens": target_BL,
+        "decoder_segment_ids": np.ones_like(target_BL),
+        "decoder_positions": np.broadcast_to(np.arange(L), target_BL.shape),
+    }
+
+
+def in_our_order(logits_BLV):
+    """Their logits, of our ids."""
+    return np.concatenate([logits_BLV[..., [1, 2, 3, 0]], logits_BLV[..., 4:]], axis=-1)
+
+
+def their_logits(model):
+    import torch
+
+    source_BM, is_token_BM, target_BL = texts()
+    return model(
+        input_ids=torch.tensor(source_BM),
+        attention_mask=torch.tensor(is_token_BM.astype(int)),
+        decoder_input_ids=torch.tensor(target_BL),
+    ).logits
+
+
+@pytest.mark.parametrize("changes", [{}, {"router_bias": True, "decoder_sparse_step": 0}])
+def test_the_same_logits(tmp_path, changes):
+    model = build(**changes)
+    model.save_pretrained(tmp_path)
+    with experts_of_the_router():
+        want_BLV = in_our_order(their_logits(model).detach().numpy())
+    checkpoint = read_checkpoint(tmp_path)
+    logits_BLV, _ = jax.jit(
+        lambda params: forward(checkpoint.config, params, batch(), is_training=False)
+    )(checkpoint.params)
+    difference = np.max(np.abs(np.asarray(logits_BLV) - want_BLV))
+    assert difference <= 1e-5 * np.max(np.abs(want_BLV))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_greedy_translations(tmp_path, ends):
+    import torch
+
+    model = build() if ends else randomize(build(), seed=1)
+    with torch.no_grad():
+        for name, weight in [] if ends else model.named_parameters():
+            # So that a text depends on its source, and does not end at once.
+            if name.endswith("bias"):
+                weight -= 1.0 + 0.5 * weight.mean()
+            elif "cross_attention.out_proj" in name:
+                weight *= 4.0
+            elif name.endswith("shared.weight"):
+                weight[2] *= 0.5
+    model.save_pretrained(tmp_path)
+    source_BM, is_token_BM, _ = texts()
+    with experts_of_the_router():
+        want_BL = model.generate(
+            input_ids=torch.tensor(source_BM),
+            attention_mask=torch.tensor(is_token_BM.astype(int)),
+            forced_bos_token_id=LANGUAGE,
+            max_new_tokens=12,
+            do_sample=False,
+            num_beams=1,
+        ).numpy()
+    checkpoint = read_checkpoint(tmp_path)
+    got_BL = translated(checkpoint, 11)
+    for row, want in zip(got_BL, want_BL, strict=True):
+        assert list(want[:2]) == [2, LANGUAGE]
+        end = list(want[2:]).index(2) if 2 in want[2:] else len(want) - 2
+        assert list(row[:end]) == list(to_ours(want[2 : 2 + end]))
+        assert 2 not in want[2:] or row[end] == 1
+    assert len(set(map(tuple, got_BL))) == (1 if ends else 3)
+    assert (2 in want_BL[:, 1:]) == ends
+
+
+def test_the_same_gradients(tmp_path):
+    """Of sum(logits * weights), for every parameter, read as a checkpoint of gradients is."""
+    import torch
+
+    model = build(moe_token_dropout=0.0, scale_embedding=False, router_bias=True)
+    model.save_pretrained(tmp_path)
+    weights_BLV = np.random.default_rng(2).normal(size=(3, L, SIZES["vocab_size"]))
+    with experts_of_the_router():
+        torch.sum(
+            their_logits(model) * torch.tensor(weights_BLV, dtype=torch.float32)
+        ).backward()
+    gradients = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+    checkpoint = read_checkpoint(tmp_path)
+
+    def loss(params):
+        logits_BLV, _ = forward(checkpoint.config, params, batch(), is_training=False)
+        return jnp.sum(logits_BLV * in_our_order(weights_BLV))
+
+    ours = named_leaves(jax.jit(jax.grad(loss))(checkpoint.params))
+    names = tensor_names(checkpoint.config)
+    assert ours.keys() - names.keys() == {"embedding/embedding_VD", "embedding/w_logits_DV"}
+    for parameter, theirs in names.items():
+        want = from_torch(parameter, checkpoint.config, [gradients[name] for name in theirs])
+        difference = np.max(np.abs(np.asarray(ours[parameter]) - want))
+        assert difference <= 2e-5 * max(np.max(np.abs(want)), 1.0), parameter
+    # Theirs is one table, of which ours are two: rows of other ids have both gradients.
+    table_VD = np.asarray(ours["embedding/embedding_VD"] + ours["embedding/w_logits_DV"].T)
+    want_VD = gradients["model.shared.weight"][4:]
+    assert np.max(np.abs(table_VD[4:] - want_VD)) <= 2e-5 * np.max(np.abs(want_VD))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pad_token_id": 0}, "pad_token_id=0 cannot be converted: <any>; expected 1"),
+        ({"second_expert_policy": "random"}, "second_expert_policy='random' cannot be <any>"),
+        (
+            {"moe_eval_capacity_token_fraction": 0.5},
+            "moe_eval_capacity_token_fraction=0.5; expected 1.0, with which no token is <any>",
+        ),
+        (
+            {"encoder_ffn_dim": 20},
+            "encoder_ffn_dim=20 and decoder_ffn_dim=40; the stacks of switchx have one size",
+        ),
+        (
+            {"encoder_attention_heads": 5, "decoder_attention_heads": 5},
+            "d_model=24 does not <any>",
+        ),
+        ({"activation_function": "mish"}, "the activation 'mish' cannot be converted; <any>"),
+        (
+            {"num_experts": 1 << 20},
+            "num_experts=1048576; expected a whole number from 1 to <any>",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, changes, reason):
+    build().save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    with refused(f"{tmp_path / 'config.json'}: {reason}"):
+        read_checkpoint(tmp_path)
+
+
+def test_tensors_that_are_others(tmp_path):
+    build().save_pretrained(tmp_path)
+    name = "model.encoder.layers.1.ffn.experts.expert_0.fc1.weight"
+    change_tensors(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=f"{name}: expected shape .40, 24., got nothing"):
+        read_checkpoint(tmp_path)
+
+
+def translated(checkpoint, num_tokens: int):
+    """Our greedy translations, behind the start and the language."""
+    batch_ = batch()
+    B = len(LENGTHS)
+    decoding = DecodingConfig(max_new_tokens=num_tokens)
+    prompt_BP = np.tile(np.array([[0, LANGUAGE]], np.int32), (B, 1))
+    state = prefill(
+        checkpoint.config,
+        decoding,
+        checkpoint.params,
+        prompt_BP=jnp.asarray(prompt_BP),
+        is_prompt_BP=jnp.ones((B, 2), bool),
+        rows=Rows(jnp.arange(B), jnp.ones(B, bool), jnp.full(B, num_tokens)),
+        source_BM=jnp.asarray(batch_["encoder_input_tokens"]),
+        is_source_BM=jnp.asarray(batch_["encoder_segment_ids"] > 0),
+    )
+    state = run_until(checkpoint.config, decoding, checkpoint.params, state, 0)
+    return np.asarray(state.hypotheses.token_BT)
