@@ -53,6 +53,12 @@ def add_command(commands) -> None:
         "identity: to 4.51",
     )
     parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of the parameters in DST; default: float32 with --from=huggingface, what MODEL "
+        "says with --from=t5x, what SRC has with --to",
+    )
+    parser.add_argument(
         "--vocabulary",
         metavar="FILE",
         help="with --from: the SentencePiece model, or the tokenizer.json, that belongs to "
@@ -98,7 +104,11 @@ def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.interop.huggingface import read_checkpoint
 
     reporter.note(f"reading {arguments.src}")
-    checkpoint = read_checkpoint(arguments.src, overflow=arguments.overflow or "drop")
+    checkpoint = read_checkpoint(
+        arguments.src,
+        overflow=arguments.overflow or "drop",
+        dtype=arguments.dtype or "float32",
+    )
     for note in checkpoint.notes:
         reporter.note(note)
     file = arguments.vocabulary or (
@@ -121,9 +131,16 @@ def _from_t5x(arguments: argparse.Namespace, reporter) -> None:
             shared.parse_gin(arguments, [str(file)])
     config = building.build("MODEL", ModelConfig)
     building.require_effect("MODEL", arguments.gin_bindings)
+    config = _in_dtype(config, arguments.dtype)
     reporter.note(f"reading {arguments.src}")
     config, params = read_checkpoint(arguments.src, config)
     _write(arguments, reporter, config, params, arguments.vocabulary)
+
+
+def _in_dtype(config, dtype: str | None):
+    """The configuration with parameters in this dtype, or as it is."""
+    precision = dataclasses.replace(config.precision, params=dtype or config.precision.params)
+    return dataclasses.replace(config, precision=precision)
 
 
 def _write(arguments, reporter, config, params, vocabulary_file) -> None:
@@ -224,6 +241,7 @@ def _to_huggingface(arguments: argparse.Namespace, reporter) -> None:
         reporter.note(
             f"{source.root} has no SentencePiece model: {arguments.dst} has no tokenizer"
         )
+    config = _in_dtype(config, arguments.dtype)
     with new_folder(arguments.dst) as folder:
         notes = write_checkpoint(folder, config, params, file, num_sentinels=num_sentinels)
     for note in notes:

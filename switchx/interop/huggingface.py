@@ -21,6 +21,7 @@ from switchx.interop.huggingface_config import NLLB, SWITCH, UMT5, describe, rea
 from switchx.interop.tensor_folder import (
     TensorFolder,
     from_torch,
+    in_dtype,
     read_json,
     require_same_tensors,
     to_torch,
@@ -28,7 +29,7 @@ from switchx.interop.tensor_folder import (
     write_json,
     write_safetensors,
 )
-from switchx.models.config import ModelConfig
+from switchx.models.config import ModelConfig, Precision
 from switchx.models.unroll import unrolled
 from switchx.tree import named_leaves, nested
 
@@ -55,7 +56,7 @@ class Checkpoint:
     """A model from elsewhere.
 
     Attributes:
-        params: NumPy arrays in float32.
+        params: NumPy arrays in the dtype of `config.precision.params`.
         vocabulary: a SentencePiece model, or the `tokenizer.json` to make one of
             (tokenizer_json.py); None where the checkpoint has neither.
         is_of_bytes: whether texts are bytes (ByT5), for which no file is needed.
@@ -69,7 +70,9 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
 
-def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Checkpoint:
+def read_checkpoint(
+    folder: str | os.PathLike, *, overflow: str = "drop", dtype: str = "float32"
+) -> Checkpoint:
     """Reads a folder that `save_pretrained` wrote; never runs anything in it.
 
     Args:
@@ -77,6 +80,7 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
             residual connection alone, as in transformers 4.52 to 4.57 and from 5.19 on;
             `dropless`: nothing is ever full, as in 5.0 to 5.17; `identity`: its normed input
             times its probability, as up to 4.51.
+        dtype: of the parameters; each is converted as it is read.
 
     Raises:
         ValueError: a file is missing or damaged; the configuration is none that we
@@ -92,9 +96,10 @@ def read_checkpoint(folder: str | os.PathLike, *, overflow: str = "drop") -> Che
     file = folder / "config.json"
     values, tensors = read_json(file), TensorFolder(folder)
     if values.get("model_type") == NLLB:
-        return Checkpoint(*nllb_moe.read(values, file, tensors), None)
+        return Checkpoint(*nllb_moe.read(values, file, tensors, dtype), None)
     config, family = read_config(values, str(file), overflow=overflow, tensors=tensors.shapes)
     said, _ = read_config(values, str(file), overflow=overflow)
+    config = dataclasses.replace(config, precision=Precision(params=dtype))
     params, config = _read_params(folder, tensors, config, family)
     files = (folder / VOCABULARY, folder / TOKENIZER)
     vocabulary = next((file for file in files if file.is_file()), None)
@@ -147,7 +152,11 @@ def _read_params(folder, tensors: TensorFolder, config: ModelConfig, family: str
     if not config.tie_embeddings:
         config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
     params = {
-        parameter: from_torch(parameter, config, map(tensors.read, theirs))
+        parameter: in_dtype(
+            parameter,
+            from_torch(parameter, config, map(tensors.read, theirs)),
+            config.precision.params,
+        )
         for parameter, theirs in names.items()
     }
     return nested(params), config
@@ -191,6 +200,7 @@ def write_checkpoint(
     """Writes what `from_pretrained` reads into an existing folder.
 
     Args:
+        config: of the model; its `precision.params` is the dtype that is written.
         params: arrays on the host or on a device.
         vocabulary: a SentencePiece model, copied to `spiece.model`.
         num_sentinels: sentinels that come on top of its pieces.
@@ -205,16 +215,22 @@ def write_checkpoint(
     description, notes = describe(config)
     family = description["model_type"]
     leaves = named_leaves(params)
-    tensors = {}
-    for parameter, theirs in tensor_names(config, family).items():
-        parts = to_torch(parameter, np.asarray(leaves[parameter]))
-        tensors |= dict(zip(theirs, parts, strict=True))
+    names = tensor_names(config, family)
     if not description["tie_word_embeddings"]:
         # What is not tied is looked up by every one of its names.
-        tensors.setdefault(LM_HEAD, tensors[SHARED].copy())
-        if family == SWITCH:
-            tensors |= {name: tensors[SHARED].copy() for name in EMBEDDINGS}
-    write_safetensors(folder, tensors, MOST_SHARD_BYTES)
+        copies = [LM_HEAD] if config.tie_embeddings else []
+        copies += EMBEDDINGS if family == SWITCH else ()
+        names["embedding/embedding_VD"] = (SHARED, *copies)
+
+    def tensors():
+        for parameter, theirs in names.items():
+            leaf = in_dtype(parameter, np.asarray(leaves[parameter]), config.precision.params)
+            parts = to_torch(parameter, leaf)
+            if parameter == "embedding/embedding_VD":
+                parts = [parts[0].copy() for _ in theirs]
+            yield from zip(theirs, parts, strict=True)
+
+    write_safetensors(folder, tensors(), MOST_SHARD_BYTES)
     write_json(folder / "config.json", description)
     ids = ("decoder_start_token_id", "eos_token_id", "pad_token_id")
     write_json(folder / "generation_config.json", {name: description[name] for name in ids})

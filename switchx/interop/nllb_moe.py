@@ -17,6 +17,7 @@ converted beside names and layouts:
 Dims: V vocabulary, D model, E experts, F ffn, H heads, K head size
 """
 
+import dataclasses
 import math
 import pathlib
 from typing import Any
@@ -28,10 +29,11 @@ from switchx.interop.huggingface_config import MOST_BLOCKS, MOST_EXPERTS, Fields
 from switchx.interop.tensor_folder import (
     TensorFolder,
     from_torch,
+    in_dtype,
     require_same_tensors,
     torch_shape,
 )
-from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.tree import nested
 
 EPSILON = 1e-5  # of PyTorch's LayerNorm
@@ -46,7 +48,7 @@ _WAY_OUT = "use the config.json that belongs to these files, and all of the file
 
 
 def read(
-    values: dict[str, Any], file: pathlib.Path, tensors: TensorFolder
+    values: dict[str, Any], file: pathlib.Path, tensors: TensorFolder, dtype: str = "float32"
 ) -> tuple[ModelConfig, dict]:
     """The configuration and parameters of a checkpoint.
 
@@ -75,15 +77,17 @@ def read(
         not different,
         f"{file.parent}: {TABLE} is not equal to {', '.join(different)}; expected one table",
     )
-    params = {
-        parameter: from_torch(parameter, config, map(tensors.read, theirs))
-        for parameter, theirs in names.items()
-    }
-    for parameter, value in params.items():
+    params = {}
+    for parameter, theirs in names.items():
+        value = from_torch(parameter, config, map(tensors.read, theirs))
         if parameter.endswith(("experts/w_out_EFD", "experts/b_out_ED")):
             value *= np.float32(kept)
-    params["embedding/embedding_VD"] = _with_rows(table_VD, _ROWS) * np.float32(scale)
-    params["embedding/w_logits_DV"] = np.ascontiguousarray(_with_rows(table_VD, _COLUMNS).T)
+        params[parameter] = in_dtype(parameter, value, dtype)
+    scaled_VD = _with_rows(table_VD, _ROWS) * np.float32(scale)
+    logits_DV = np.ascontiguousarray(_with_rows(table_VD, _COLUMNS).T)
+    for name, value in (("embedding_VD", scaled_VD), ("w_logits_DV", logits_DV)):
+        params[f"embedding/{name}"] = in_dtype(name, value, dtype)
+    config = dataclasses.replace(config, precision=Precision(params=dtype))
     return config, nested(params)
 
 

@@ -31,6 +31,7 @@ from flax import serialization
 
 from switchx.fields import require
 from switchx.interop.tensor_folder import (
+    in_dtype,
     letters_of,
     require_same_tensors,
     shape_of,
@@ -291,6 +292,11 @@ def read_checkpoint(folder: str | os.PathLike, config: ModelConfig) -> tuple[Mod
     reasons = not_t5(config)
     if config.switch is not None and not config.switch.router.has_weights:
         reasons.append(f"RouterConfig.kind={config.switch.router.kind!r}")
+    has_bias = config.switch is not None and config.switch.router.has_logit_bias
+    reasons += unexpected(
+        ("relative_bias_per_layer", config.relative_bias_per_layer, False),
+        ("RouterConfig.has_logit_bias", has_bias, False),
+    )
     require(
         not reasons,
         f"the gin file describes no model of T5X's: {'; '.join(reasons)}; give T5 or Switch "
@@ -302,7 +308,6 @@ def read_checkpoint(folder: str | os.PathLike, config: ModelConfig) -> tuple[Mod
     expected = _expected(config, ours, source)
     require_same_tensors(expected, source.shapes, str(source.folder), _WAY_OUT)
     arrays: dict[str, np.ndarray] = {}
-    dtype = jnp.dtype(config.precision.params)
     params, last = {}, {place.name: parameter for parameter, place in ours.items()}
     for parameter, place in ours.items():
         if place.name not in arrays:
@@ -313,7 +318,7 @@ def read_checkpoint(folder: str | os.PathLike, config: ModelConfig) -> tuple[Mod
         if letters_of(parameter) == "UH":
             array = _one_bias(parameter.partition("/")[0], source).T
         array = np.ascontiguousarray(array).reshape(shape_of(parameter, config))
-        params[parameter] = array.astype(dtype, copy=False)
+        params[parameter] = in_dtype(parameter, array, config.precision.params)
         if last[place.name] == parameter:  # all blocks of a scanned array have been taken
             del arrays[place.name]
     return config, nested(params)

@@ -150,30 +150,41 @@ def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[s
 
 
 def write_safetensors(
-    folder: pathlib.Path, tensors: dict[str, np.ndarray], most_bytes: int
+    folder: pathlib.Path, tensors: Iterable[tuple[str, np.ndarray]], most_bytes: int
 ) -> None:
     """Writes `model.safetensors`, or shards of at most `most_bytes` and their index.
 
-    A tensor that is larger has a shard of its own.
+    A tensor that is larger has a shard of its own. No more than one shard is held at a time.
+
+    Args:
+        tensors: names and values, taken one by one.
     """
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, tensor in tensors.items():
-        used = sum(each.nbytes for each in shards[-1].values())
-        if shards[-1] and used + tensor.nbytes > most_bytes:
-            shards.append({})
-        shards[-1][name] = tensor
-    metadata = {"format": "pt"}  # transformers asks for it; the layout is PyTorch's
+    shards: list[list[str]] = []
+    shard: dict[str, np.ndarray] = {}
+    used = total = 0
+
+    def write() -> None:
+        # transformers asks for the format; the layout is PyTorch's
+        save_file(shard, folder / f"shard-{len(shards)}", {"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and used + tensor.nbytes > most_bytes:
+            write()
+            used = 0
+        shard[name] = tensor
+        used, total = used + tensor.nbytes, total + tensor.nbytes
+    write()
     if len(shards) == 1:
-        save_file(tensors, folder / MODEL, metadata)
+        (folder / "shard-0").rename(folder / MODEL)
         return
     places = {}
-    for number, shard in enumerate(shards, 1):
+    for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / file, metadata)
-        places |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    write_json(folder / INDEX, index)
+        (folder / f"shard-{number - 1}").rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
@@ -232,6 +243,22 @@ def torch_shape(parameter: str, config: ModelConfig) -> tuple[int, ...]:
     letters = letters_of(parameter)
     is_of_experts = len(letters) > 1 and letters[0] == "E"
     return (math.prod(shape[is_of_experts:]),) if is_bias(parameter) else shape
+
+
+def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    """The array in another dtype.
+
+    Raises:
+        ValueError: it has finite numbers that are not finite there.
+    """
+    with np.errstate(over="ignore"):
+        result = array.astype(np.dtype(dtype), copy=False)
+    if dtype == "float16" and np.any(np.isinf(result) & np.isfinite(array)):
+        raise ValueError(
+            f"{name} has numbers up to {np.max(np.abs(array)):.3g}, which are infinite in "
+            "float16; use bfloat16 or float32"
+        )
+    return result
 
 
 def from_torch(parameter: str, config: ModelConfig, tensors: Iterable[np.ndarray]):

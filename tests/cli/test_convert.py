@@ -5,15 +5,23 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import pytest
 
 import switchx
 from switchx.cli.main import main
-from switchx.data.tokenizers import SentencePieceVocabulary, TokenIdVocabulary
+from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary, TokenIdVocabulary
 from switchx.data.vocabularies import load_vocabulary
 from switchx.data.vocabulary_training import train_sentencepiece
+from switchx.interop.huggingface import read_checkpoint
 from tests.data.words import sentences
-from tests.interop.folders import SWITCH, T5, assert_same_params, huggingface_folder
+from tests.interop.folders import (
+    SWITCH,
+    T5,
+    assert_same_params,
+    change_tensors,
+    huggingface_folder,
+)
 from tests.interop.t5x_files import by_layers, write_t5x
 from tests.interop.test_tokenizer_json import a_file
 from tests.training.jobs import make_params
@@ -75,6 +83,38 @@ def test_a_tokenizer_json_alone_becomes_the_vocabulary(in_a_folder, capsys):
     assert not (in_a_folder / "again").exists()
     assert convert("--from=huggingface", "theirs", "ids", "--vocabulary=none") == 0
     assert load_vocabulary("ids") == TokenIdVocabulary(T5.vocab_size)
+
+
+def test_parameters_in_another_dtype(in_a_folder, capsys):
+    _, params = huggingface_folder(in_a_folder / "theirs", T5)
+    assert convert("--from=huggingface", "theirs", "ours", "--dtype=bfloat16") == 0
+    model = switchx.load("ours")
+    assert model.config.precision.params == "bfloat16"
+    assert_same_params(model.params, jax.tree.map(lambda x: x.astype("bfloat16"), params))
+    assert convert("--to=huggingface", "ours", "back", "--dtype=float32") == 0
+    assert (
+        json.loads((in_a_folder / "back/config.json").read_text())["torch_dtype"] == "float32"
+    )
+    back = read_checkpoint("back").params
+    assert_same_params(
+        back, jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), params)
+    )
+    change_tensors(
+        in_a_folder / "theirs", lambda tensors: tensors["shared.weight"].__imul__(1e9)
+    )
+    error = error_of(capsys, "--from=huggingface", "theirs", "halves", "--dtype=float16")
+    assert "embedding/embedding_VD has numbers up to" in error and "use bfloat16 or" in error
+
+
+def test_byt5_has_bytes_and_no_file(in_a_folder):
+    config = dataclasses.replace(T5, vocab_size=384)
+    folder, _ = huggingface_folder(in_a_folder / "theirs", config)
+    tokenizer = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    assert convert("--from=huggingface", "theirs", "ours") == 0
+    vocabulary = load_vocabulary("ours")
+    assert vocabulary == ByteVocabulary()
+    assert vocabulary.encode("é") == [0xC3 + 3, 0xA9 + 3]
 
 
 def test_layers_saved_in_the_other_layout_are_written_for_huggingface(in_a_folder):

@@ -184,6 +184,31 @@ def test_a_head_of_its_own_that_is_said_to_be_tied(tmp_path):
         read_checkpoint(folder)
 
 
+def test_gated_experts_are_found_by_their_names(tmp_path):
+    """As in switch-xxl-128, with GELU's exact form; transformers has no code for them."""
+    folder, params = huggingface_folder(tmp_path, SWITCH)
+
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith(".wi.weight")]:
+            wi = tensors.pop(name)
+            tensors[name.replace(".wi.", ".wi_0.")] = wi
+            tensors[name.replace(".wi.", ".wi_1.")] = wi + 1
+
+    change_tensors(folder, change)
+    change_config(folder, dense_act_fn="gelu", feed_forward_proj="gated-gelu")
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.config == dataclasses.replace(SWITCH, activation="geglu_exact")
+    assert checkpoint.notes == ()
+    experts = checkpoint.params["encoder"]["blocks"]["layer_1"]["ffn"]["experts"]
+    want = params["encoder"]["blocks"]["layer_1"]["ffn"]["experts"]["w_in_EDF"]
+    np.testing.assert_array_equal(experts["w_in_EDF"], want)
+    np.testing.assert_array_equal(experts["w_gate_EDF"], want + np.float32(1))
+    # Said to be gated, and not: as transformers, which ignores what is said.
+    huggingface_folder(tmp_path, SWITCH)
+    change_config(folder, dense_act_fn="gelu", feed_forward_proj="gated-gelu")
+    assert read_checkpoint(folder).config.activation == "gelu_exact"
+
+
 def test_two_tables(tmp_path):
     folder, _ = huggingface_folder(tmp_path)
 

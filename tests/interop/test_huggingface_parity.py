@@ -7,11 +7,15 @@ The bound is 1e-5 of the largest logit, in float32.
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.interop.huggingface import read_checkpoint, write_checkpoint
+from switchx.interop.huggingface import read_checkpoint, tensor_names, write_checkpoint
+from switchx.interop.tensor_folder import from_torch
 from switchx.models.params import forward
+from switchx.tree import named_leaves
+from tests.interop.folders import change_config, change_tensors
 from tests.torch_weights import randomize
 
 pytestmark = pytest.mark.hf
@@ -111,7 +115,7 @@ def their_logits(model):
     return output.logits.numpy()
 
 
-def our_logits(checkpoint):
+def our_logits(checkpoint, params=None):
     source_BM, is_token_BM, target_BL = texts()
     batch = {
         "encoder_input_tokens": source_BM,
@@ -126,7 +130,7 @@ def our_logits(checkpoint):
     def run(params):
         return forward(checkpoint.config, params, batch, is_training=False)
 
-    return run(checkpoint.params)
+    return run(checkpoint.params if params is None else params)
 
 
 def assert_close(got, want):
@@ -154,6 +158,92 @@ def test_the_same_logits_there_and_back(tmp_path, name):
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "ours")
     assert type(loaded).__name__ == f"{family}ForConditionalGeneration".removeprefix("M")
     assert_close(their_logits(as_trained(loaded.eval())), want_BLV)
+
+
+def other_names(tensors):
+    """As in switch-xxl-128."""
+    tensors["decoder.lm_head.weight"] = tensors.pop("lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"num_layers": 12, "num_decoder_layers": 6, "num_sparse_encoder_layers": 3},
+        {"num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0},
+    ],
+)
+def test_a_config_that_describes_other_blocks_than_there_are(tmp_path, said):
+    """As of switch-c-2048: all blocks are sparse."""
+    _, sizes = switch(
+        num_sparse_encoder_layers=4, num_sparse_decoder_layers=4, expert_capacity=64,
+        tie_word_embeddings=False, router_bias=True,
+    )  # fmt: skip
+    model = build("SwitchTransformers", sizes)
+    model.save_pretrained(tmp_path)
+    change_tensors(tmp_path, other_names)
+    change_config(tmp_path, tie_word_embeddings=True, router_bias=False, **said)
+    checkpoint = read_checkpoint(tmp_path, overflow="drop" if drops() else "dropless")
+    config = checkpoint.config
+    assert (config.num_encoder_layers, config.num_decoder_layers, config.switch.every) == (
+        4,
+        4,
+        1,
+    )
+    (note,) = checkpoint.notes
+    assert note.endswith(
+        "the tensors are 4 of 4 sparse blocks in the encoder, 4 of 4 in the decoder and "
+        "activation='relu'"
+    )
+    assert_close(our_logits(checkpoint)[0], their_logits(model))
+
+
+def test_tables_that_differ(tmp_path):
+    import torch
+
+    _, sizes = switch(tie_word_embeddings=False, expert_capacity=64)
+    model = build("SwitchTransformers", sizes)
+    own = torch.nn.Embedding(SIZES["vocab_size"], SIZES["d_model"])
+    model.encoder.embed_tokens = own
+    model.save_pretrained(tmp_path)
+    tables = {f"{stack}.embed_tokens.weight": weight.detach().numpy() for stack, weight in (
+        ("encoder", own.weight), ("decoder", model.decoder.embed_tokens.weight)
+    )}  # fmt: skip
+    change_tensors(tmp_path, lambda tensors: tensors.update(tables))
+    checkpoint = read_checkpoint(tmp_path, overflow="drop" if drops() else "dropless")
+    assert checkpoint.config.separate_embeddings
+    assert_close(our_logits(checkpoint)[0], their_logits(model))
+    with pytest.raises(ValueError, match="separate_embeddings=True .expected False"):
+        write_checkpoint(tmp_path, checkpoint.config, checkpoint.params)
+
+
+def test_raw_gradients_of_biases_of_each_layer(tmp_path):
+    """Of UMT5, all parameters: gradients read as a checkpoint of them is."""
+    import torch
+
+    model = build(*MODELS["umt5"])
+    model.save_pretrained(tmp_path)
+    checkpoint = read_checkpoint(tmp_path)
+    weights_BLV = np.random.default_rng(2).normal(size=(3, L, SIZES["vocab_size"]))
+    source_BM, is_token_BM, target_BL = texts()
+    output = model(
+        input_ids=torch.tensor(source_BM),
+        attention_mask=torch.tensor(is_token_BM.astype(int)),
+        decoder_input_ids=torch.tensor(target_BL),
+    )
+    torch.sum(output.logits * torch.tensor(weights_BLV, dtype=torch.float32)).backward()
+    gradients = {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+
+    def loss(params):
+        return jnp.sum(our_logits(checkpoint, params)[0] * weights_BLV)
+
+    ours = named_leaves(jax.jit(jax.grad(loss))(checkpoint.params))
+    names = tensor_names(checkpoint.config, "umt5")
+    assert ours.keys() == names.keys()
+    assert ours["decoder/relative_bias/bias_UH"].shape[0] == 3
+    for parameter, theirs in names.items():
+        want = from_torch(parameter, checkpoint.config, [gradients[name] for name in theirs])
+        difference = np.max(np.abs(np.asarray(ours[parameter]) - want))
+        assert difference <= 1e-4 * max(np.max(np.abs(want)), 1.0), parameter
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])

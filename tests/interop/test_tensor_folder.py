@@ -32,7 +32,7 @@ def test_what_was_written_in_one_file_or_in_shards(tmp_path):
     for most_bytes, files in ((1000, {MODEL}), (100, None), (1, None)):
         folder = tmp_path / str(most_bytes)
         folder.mkdir()
-        write_safetensors(folder, TENSORS, most_bytes)
+        write_safetensors(folder, TENSORS.items(), most_bytes)
         names = {path.name for path in folder.iterdir()}
         shards = 2 if most_bytes == 100 else 3
         assert names == (

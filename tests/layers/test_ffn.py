@@ -26,6 +26,8 @@ ACTIVATIONS = {
     "relu": lambda h, g: max(h, 0.0),
     "gelu": lambda h, g: gelu(h),
     "geglu": lambda h, g: gelu(h) * g,
+    "gelu_exact": lambda h, g: h * (1 + math.erf(h / math.sqrt(2))) / 2,
+    "geglu_exact": lambda h, g: h * (1 + math.erf(h / math.sqrt(2))) / 2 * g,
     "swiglu": lambda h, g: h / (1 + math.exp(-h)) * g,
 }
 
@@ -41,6 +43,9 @@ ACTIVATIONS = {
         ("gelu", -1.0, -0.158808),
         # sqrt(2/pi) * (2 + 0.35772) = 1.881192; 1 + tanh(1.881192) = 1.954598; exact 1.954500.
         ("gelu", 2.0, 1.954598),
+        ("gelu_exact", 1.0, 0.841345),
+        ("gelu_exact", 2.0, 1.954500),
+        ("geglu_exact", 1.0, -3 * 0.841345),
         ("geglu", 1.0, -3 * 0.841192),
         ("swiglu", 1.0, -3 * 0.731059),  # 1 / (1 + 1/e) = 0.731059
         ("swiglu", -2.0, 3 * 0.238406),  # 2 / (1 + e^2) = 0.238406
@@ -54,7 +59,9 @@ def test_activations_by_hand(activation, h, expected):
 def test_unknown_activation():
     with pytest.raises(ValueError) as error:
         activate("tanh", jnp.ones(2))
-    assert str(error.value) == "activation='tanh'; use relu, gelu, geglu or swiglu"
+    assert str(error.value) == (
+        "activation='tanh'; use relu, gelu, gelu_exact, geglu, geglu_exact or swiglu"
+    )
 
 
 def loop(x_BLD, w, activation):
@@ -76,7 +83,7 @@ def test_equals_a_loop(activation, key):
     )
     ffn = DenseFFN(config, key=key)
     w = numbers_for(ffn)
-    assert ("w_gate_DF" in w) == (activation in ("geglu", "swiglu"))
+    assert ("w_gate_DF" in w) == (activation in ("geglu", "geglu_exact", "swiglu"))
     assert ("b_in_F" in w) == ("b_out_D" in w) == config.use_bias
     x_BLD = np.random.default_rng(1).normal(size=(B, L, D)).astype(np.float32)
     y_BLD = with_params(ffn, w)(jnp.asarray(x_BLD))

@@ -227,6 +227,7 @@ BASE = ModelConfig(
 VARIANTS = {
     "top2": dict(router=RouterConfig(num_selected=2)),
     "bias": dict(router=RouterConfig(bias_update_rate=0.1)),
+    "logit_bias": dict(router=RouterConfig(has_logit_bias=True)),
     "merged": dict(router=RouterConfig(counts_merged=True)),
     "hash": dict(router=RouterConfig(kind="hash", exploration="none")),
     "dropless": dict(router=RouterConfig(overflow="dropless")),
