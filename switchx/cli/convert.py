@@ -14,9 +14,9 @@ from __gin__ import dynamic_registration
 from switchx.models import config
 """
 DESCRIPTION = """\
-Converts a model of T5, T5 1.1, mT5 or Switch Transformers from or to a folder of Hugging
-Face's transformers, or from a T5X checkpoint. Nothing is fetched and nothing in a checkpoint
-is run; pytorch_model.bin is read without unpickling it.
+Converts a model of T5, T5 1.1, mT5, UMT5, ByT5 or Switch Transformers from or to a folder of
+Hugging Face's transformers, NLLB-MoE from one, or T5 and Switch from a T5X checkpoint. Nothing
+is fetched and nothing in a checkpoint is run; pytorch_model.bin is read without unpickling it.
 
   switchx convert --from=huggingface SRC DST   SRC has config.json and the weights
   switchx convert --to=huggingface SRC DST     SRC is a run folder or a converted model

@@ -76,6 +76,11 @@ def check_num_experts(config: ModelConfig, num_experts: int) -> None:
         f"experts={num_experts} with RouterConfig.kind={switch.router.kind!r}: "
         "only experts that tokens choose by a router can be dropped or merged; leave it out",
     )
+    require(
+        not switch.router.has_logit_bias,
+        f"experts={num_experts} with RouterConfig.has_logit_bias=True: routers with a bias are "
+        "not changed; leave it out",
+    )
     dataclasses.replace(switch, num_experts=num_experts)  # refuses fewer than a token chooses
 
 

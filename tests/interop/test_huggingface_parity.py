@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from switchx.inference.config import DecodingConfig
+from switchx.inference.decode import prefill, run_until
+from switchx.inference.sampling import Rows
 from switchx.interop.huggingface import read_checkpoint, tensor_names, write_checkpoint
 from switchx.interop.tensor_folder import from_torch
 from switchx.models.params import forward
@@ -244,6 +247,42 @@ def test_raw_gradients_of_biases_of_each_layer(tmp_path):
         want = from_torch(parameter, checkpoint.config, [gradients[name] for name in theirs])
         difference = np.max(np.abs(np.asarray(ours[parameter]) - want))
         assert difference <= 1e-4 * max(np.max(np.abs(want)), 1.0), parameter
+
+
+def test_greedy_texts_with_biases_of_each_layer(tmp_path):
+    """Step by step with a cache, where biases are cut out by step and by layer."""
+    import torch
+
+    model = build(*MODELS["umt5"])
+    with torch.no_grad():  # so that texts depend on their sources, and do not end at once
+        for name, weight in model.named_parameters():
+            if "EncDecAttention" in name or "relative_attention_bias" in name:
+                weight *= 3.0
+        model.lm_head.weight[1] = 0.0
+    model.save_pretrained(tmp_path)
+    checkpoint, num_tokens = read_checkpoint(tmp_path), 10
+    source_BM, is_token_BM, _ = texts()
+    want_BT = model.generate(
+        input_ids=torch.tensor(source_BM),
+        attention_mask=torch.tensor(is_token_BM.astype(int)),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        num_beams=1,
+    ).numpy()[:, 1:]
+    B, decoding = len(LENGTHS), DecodingConfig(max_new_tokens=num_tokens)
+    state = prefill(
+        checkpoint.config,
+        decoding,
+        checkpoint.params,
+        prompt_BP=jnp.zeros((B, 1), jnp.int32),
+        is_prompt_BP=jnp.ones((B, 1), bool),
+        rows=Rows(jnp.arange(B), jnp.ones(B, bool), jnp.full(B, num_tokens)),
+        source_BM=jnp.asarray(source_BM, jnp.int32),
+        is_source_BM=jnp.asarray(is_token_BM),
+    )
+    state = run_until(checkpoint.config, decoding, checkpoint.params, state, 0)
+    np.testing.assert_array_equal(state.hypotheses.token_BT, want_BT)
+    assert len(set(map(tuple, want_BT))) == 3
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])

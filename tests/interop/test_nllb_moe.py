@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """NLLB-MoE of transformers with random weights: logits, gradients and greedy translations.
 
-Releases of transformers from 5 on run experts 0 and 1 alone, whichever the router chose: the
-experts here are those that its checkpoints were made for, `sum_e gate_te expert_e(x_t)`, with
-the router's own gates (`NllbMoeSparseMLP` of 4.57 and before).
+transformers 5.23 runs experts 0 and 1 alone, whichever the router chose (it takes a mask of 0
+and 1 for numbers of experts): the experts here are `sum_e gate_te expert_e(x_t)`, with the
+router's own gates, and all else is theirs.
 """
 
 import contextlib
