@@ -267,6 +267,18 @@ def require_shared(run: RunFolder, patience_s: float = PATIENCE_S) -> None:
         )
 
 
+class _Unchanging(np.ndarray):
+    """An array that need not be copied: Orbax copies all NumPy arrays before it writes them, as
+    they might change meanwhile, and so holds a model twice."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def _kept(leaf):
+    return leaf.view(_Unchanging) if isinstance(leaf, np.ndarray) else leaf
+
+
 def write_converted(
     run: RunFolder, config: ModelConfig, params: dict, vocabulary, origin: str, source=None
 ) -> None:
@@ -293,8 +305,9 @@ def write_converted(
     save_vocabulary(vocabulary, run.root)
     folder = run.checkpoints / "0"
     folder.mkdir(parents=True)
+    kept = jax.tree.map(_kept, params)
     with ocp.Checkpointer(ChecksummedArrays()) as writer:
-        writer.save(folder / "params", args=SaveArrays(params))
+        writer.save(folder / "params", args=SaveArrays(kept))
     write_manifest(folder, Manifest(0, None, {}))
     description = {"type": "ConvertedModel", "origin": origin, "model": describe(config)}
     description |= {} if source is None else {"source": source}

@@ -104,11 +104,32 @@ def _from_huggingface(arguments: argparse.Namespace, reporter) -> None:
     from switchx.interop.huggingface import read_checkpoint
 
     reporter.note(f"reading {arguments.src}")
-    checkpoint = read_checkpoint(
-        arguments.src,
-        overflow=arguments.overflow or "drop",
-        dtype=arguments.dtype or "float32",
-    )
+    with _scratch(pathlib.Path(arguments.dst)) as scratch:
+        checkpoint = read_checkpoint(
+            arguments.src,
+            overflow=arguments.overflow or "drop",
+            dtype=arguments.dtype or "float32",
+            scratch=scratch,
+        )
+        _write_read(arguments, reporter, checkpoint)
+
+
+@contextlib.contextmanager
+def _scratch(dst: pathlib.Path):
+    """A folder beside DST, for a model that does not fit into memory; removed at the end."""
+    parent = next(path for path in dst.expanduser().absolute().parents if path.is_dir())
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=f".{dst.name}_", dir=parent)
+    except OSError as error:
+        raise ValueError(
+            f"{dst} cannot be written ({error.strerror or error}); give a folder that this "
+            "user may write"
+        ) from error
+    with folder as path:
+        yield pathlib.Path(path)
+
+
+def _write_read(arguments: argparse.Namespace, reporter, checkpoint) -> None:
     for note in checkpoint.notes:
         reporter.note(note)
     file = arguments.vocabulary or (

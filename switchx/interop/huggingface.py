@@ -22,6 +22,7 @@ from switchx.interop.tensor_folder import (
     TensorFolder,
     from_torch,
     in_dtype,
+    on_disk,
     read_json,
     require_same_tensors,
     to_torch,
@@ -71,7 +72,11 @@ class Checkpoint:
 
 
 def read_checkpoint(
-    folder: str | os.PathLike, *, overflow: str = "drop", dtype: str = "float32"
+    folder: str | os.PathLike,
+    *,
+    overflow: str = "drop",
+    dtype: str = "float32",
+    scratch: pathlib.Path | None = None,
 ) -> Checkpoint:
     """Reads a folder that `save_pretrained` wrote; never runs anything in it.
 
@@ -81,6 +86,8 @@ def read_checkpoint(
             `dropless`: nothing is ever full, as in 5.0 to 5.17; `identity`: its normed input
             times its probability, as up to 4.51.
         dtype: of the parameters; each is converted as it is read.
+        scratch: a folder, for parameters that are mapped from files there instead of held in
+            memory, where the largest one is at a time. They are valid as long as it is there.
 
     Raises:
         ValueError: a file is missing or damaged; the configuration is none that we
@@ -96,11 +103,11 @@ def read_checkpoint(
     file = folder / "config.json"
     values, tensors = read_json(file), TensorFolder(folder)
     if values.get("model_type") == NLLB:
-        return Checkpoint(*nllb_moe.read(values, file, tensors, dtype), None)
+        return Checkpoint(*nllb_moe.read(values, file, tensors, dtype, scratch), None)
     config, family = read_config(values, str(file), overflow=overflow, tensors=tensors.shapes)
     said, _ = read_config(values, str(file), overflow=overflow)
     config = dataclasses.replace(config, precision=Precision(params=dtype))
-    params, config = _read_params(folder, tensors, config, family)
+    params, config = _read_params(folder, tensors, config, family, scratch)
     files = (folder / VOCABULARY, folder / TOKENIZER)
     vocabulary = next((file for file in files if file.is_file()), None)
     return Checkpoint(
@@ -108,7 +115,7 @@ def read_checkpoint(
     )
 
 
-def _read_params(folder, tensors: TensorFolder, config: ModelConfig, family: str):
+def _read_params(folder, tensors: TensorFolder, config: ModelConfig, family: str, scratch):
     """The parameters, and the configuration as the tensors have it."""
     found = {name: shape for name, shape in tensors.shapes.items() if name not in UNREAD}
     head = DECODER_LM_HEAD if DECODER_LM_HEAD in found and LM_HEAD not in found else LM_HEAD
@@ -151,14 +158,11 @@ def _read_params(folder, tensors: TensorFolder, config: ModelConfig, family: str
     )
     if not config.tie_embeddings:
         config = dataclasses.replace(config, scale_tied_logits=True)  # means nothing there
-    params = {
-        parameter: in_dtype(
-            parameter,
-            from_torch(parameter, config, map(tensors.read, theirs)),
-            config.precision.params,
-        )
-        for parameter, theirs in names.items()
-    }
+    params = {}
+    for parameter, theirs in names.items():
+        value = from_torch(parameter, config, map(tensors.read, theirs))
+        value = in_dtype(parameter, value, config.precision.params)
+        params[parameter] = on_disk(value, scratch)
     return nested(params), config
 
 

@@ -30,6 +30,7 @@ from switchx.interop.tensor_folder import (
     TensorFolder,
     from_torch,
     in_dtype,
+    on_disk,
     require_same_tensors,
     torch_shape,
 )
@@ -48,7 +49,7 @@ _WAY_OUT = "use the config.json that belongs to these files, and all of the file
 
 
 def read(
-    values: dict[str, Any], file: pathlib.Path, tensors: TensorFolder, dtype: str = "float32"
+    values: dict[str, Any], file: pathlib.Path, tensors: TensorFolder, dtype: str, scratch
 ) -> tuple[ModelConfig, dict]:
     """The configuration and parameters of a checkpoint.
 
@@ -82,11 +83,11 @@ def read(
         value = from_torch(parameter, config, map(tensors.read, theirs))
         if parameter.endswith(("experts/w_out_EFD", "experts/b_out_ED")):
             value *= np.float32(kept)
-        params[parameter] = in_dtype(parameter, value, dtype)
+        params[parameter] = on_disk(in_dtype(parameter, value, dtype), scratch)
     scaled_VD = _with_rows(table_VD, _ROWS) * np.float32(scale)
     logits_DV = np.ascontiguousarray(_with_rows(table_VD, _COLUMNS).T)
     for name, value in (("embedding_VD", scaled_VD), ("w_logits_DV", logits_DV)):
-        params[f"embedding/{name}"] = in_dtype(name, value, dtype)
+        params[f"embedding/{name}"] = on_disk(in_dtype(name, value, dtype), scratch)
     config = dataclasses.replace(config, precision=Precision(params=dtype))
     return config, nested(params)
 

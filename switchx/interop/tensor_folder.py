@@ -12,6 +12,7 @@ Dims: D model, E experts, F ffn, H heads, K head size, V vocabulary
 import json
 import math
 import pathlib
+import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -259,6 +260,16 @@ def in_dtype(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
             "float16; use bfloat16 or float32"
         )
     return result
+
+
+def on_disk(array: np.ndarray, scratch: pathlib.Path | None) -> np.ndarray:
+    """The array, mapped from a file of its own in a folder; as it is where there is none."""
+    if scratch is None or not array.size:
+        return array
+    number, name = tempfile.mkstemp(dir=scratch)
+    with open(number, "wb") as file:
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return np.memmap(name, np.uint8, "r").view(array.dtype).reshape(array.shape)
 
 
 def from_torch(parameter: str, config: ModelConfig, tensors: Iterable[np.ndarray]):

@@ -3,9 +3,14 @@
 
 import dataclasses
 import json
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
+import numpy as np
 import pytest
 
 import switchx
@@ -13,7 +18,10 @@ from switchx.cli.main import main
 from switchx.data.tokenizers import ByteVocabulary, SentencePieceVocabulary, TokenIdVocabulary
 from switchx.data.vocabularies import load_vocabulary
 from switchx.data.vocabulary_training import train_sentencepiece
-from switchx.interop.huggingface import read_checkpoint
+from switchx.interop.huggingface import read_checkpoint, write_checkpoint
+from switchx.models.config import ModelConfig
+from switchx.models.params import abstract_params
+from switchx.tree import named_leaves, nested, num_bytes
 from tests.data.words import sentences
 from tests.interop.folders import (
     SWITCH,
@@ -24,6 +32,7 @@ from tests.interop.folders import (
 )
 from tests.interop.t5x_files import by_layers, write_t5x
 from tests.interop.test_tokenizer_json import a_file
+from tests.processes import ROOT
 from tests.training.jobs import make_params
 
 ROWS = 512
@@ -104,6 +113,52 @@ def test_parameters_in_another_dtype(in_a_folder, capsys):
     )
     error = error_of(capsys, "--from=huggingface", "theirs", "halves", "--dtype=float16")
     assert "embedding/embedding_VD has numbers up to" in error and "use bfloat16 or" in error
+
+
+# The most anonymous memory of a conversion beside what was there before it.
+PEAK = """
+import sys, threading, time
+from switchx.cli.main import main
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+assert main(["convert", "--from=huggingface", "small", "first"]) == 0  # what it imports
+peaks = [before := anonymous()]
+threading.Thread(
+    target=lambda: [peaks.append(anonymous()) or time.sleep(0.005) for _ in iter(int, 1)],
+    daemon=True,
+).start()
+assert main(["convert", "--from=huggingface", *sys.argv[1:]]) == 0
+print(max(peaks) - before)
+"""
+
+
+@pytest.mark.slow  # a model of 128 MiB
+@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="needs Linux' /proc")
+def test_a_conversion_does_not_hold_the_model_twice(in_a_folder):
+    """Parameters are mapped from files; what is encoded and not yet written is held once."""
+    config = ModelConfig("encoder_decoder", 8192, 512, 2048, 8, 64, 4, 4, activation="relu")
+    rng = np.random.default_rng(0)
+    params = nested({
+        name: rng.normal(size=leaf.shape).astype(np.float32)
+        for name, leaf in named_leaves(abstract_params(config)).items()
+    })  # fmt: skip
+    huggingface_folder(in_a_folder / "small", T5)
+    (in_a_folder / "theirs").mkdir()
+    write_checkpoint(in_a_folder / "theirs", config, params)
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, "theirs", "ours"],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stderr
+    largest = max(leaf.nbytes for leaf in named_leaves(params).values())
+    assert int(run.stdout.split()[-1]) <= 1.1 * num_bytes(params) + 2 * largest
+    assert_same_params(switchx.load("ours").params, params)
+    assert not list(in_a_folder.glob(".ours_*"))
 
 
 def test_byt5_has_bytes_and_no_file(in_a_folder):

@@ -3,6 +3,7 @@
 
 import io
 import json
+import os
 import pathlib
 import pickle
 import random
@@ -16,6 +17,7 @@ import pytest
 from switchx.interop.tensor_folder import TensorFolder
 from switchx.interop.torch_file import TorchFile
 from tests.data.refusals import refused
+from tests.processes import ROOT
 
 FILE = "pytorch_model.bin"
 
@@ -123,8 +125,6 @@ class Runs:
 
 def programs(opened: str) -> dict[str, tuple[bytes, str]]:
     """Descriptions that run something, and what the refusal names."""
-    import os
-
     touch = f"touch {opened}"
     return {
         "system": (pickle.dumps(Runs(os.system, touch), 2), "asks for posix.system"),
@@ -275,4 +275,5 @@ def test_pytorch_is_not_imported(tmp_path):
         f"TensorFolder(pathlib.Path({str(tmp_path)!r})).read('w'); "
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)
