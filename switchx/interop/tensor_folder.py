@@ -273,14 +273,15 @@ def on_disk(array: np.ndarray, scratch: pathlib.Path | None) -> np.ndarray:
 
 
 def from_torch(parameter: str, config: ModelConfig, tensors: Iterable[np.ndarray]):
-    """The parameter, float arrays as they are, out of its tensors: one, or one an expert."""
+    """The parameter, float arrays as they are, out of its tensors: one, or one an expert or layer."""
     shape = shape_of(parameter, config)
-    if letters_of(parameter) == "UH" and config.relative_bias_per_layer:
+    letters = letters_of(parameter)
+    if letters == "UH" and config.relative_bias_per_layer:
         return np.stack(list(tensors))
-    if letters_of(parameter)[0] != "E" or letters_of(parameter) == "E":
+    if letters == "E" or letters[0] != "E":
         (tensor,) = tensors
-        is_map = is_linear(parameter)
-        return np.ascontiguousarray(tensor.T if is_map else tensor).reshape(shape)
+        tensor = tensor.T if is_linear(parameter) else tensor
+        return np.ascontiguousarray(tensor).reshape(shape)
     parameter_E = None
     for expert, tensor in enumerate(tensors):  # one at a time: together they are large
         if parameter_E is None:

@@ -48,7 +48,7 @@ _KNOWN = {
     *(f"torch {name}" for name in _STORAGES),
 }
 # More than the description of a shard, and the directory of its records, need.
-_MOST_PICKLE_BYTES = 1 << 26
+_MOST_PICKLE_BYTES = 1 << 24
 _MOST_NAMES_OF_A_TABLE = 4
 _MAGIC = b"PK\3\4"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -167,7 +167,8 @@ class _BoundedFile(io.FileIO):
             size = os.fstat(self.fileno()).st_size - self.tell()
         if size > _MOST_PICKLE_BYTES:
             raise _Refused(
-                f"has a directory of {size} bytes, expected {_MOST_PICKLE_BYTES} at most"
+                f"has a description or directory of {size} bytes, expected "
+                f"{_MOST_PICKLE_BYTES} at most"
             )
         return super().read(size)
 
