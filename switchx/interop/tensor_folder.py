@@ -273,7 +273,7 @@ def on_disk(array: np.ndarray, scratch: pathlib.Path | None) -> np.ndarray:
 
 
 def from_torch(parameter: str, config: ModelConfig, tensors: Iterable[np.ndarray]):
-    """The parameter, float arrays as they are, out of its tensors: one, or one an expert or layer."""
+    """The parameter, float arrays as they are, out of its tensors: one, or several."""
     shape = shape_of(parameter, config)
     letters = letters_of(parameter)
     if letters == "UH" and config.relative_bias_per_layer:
