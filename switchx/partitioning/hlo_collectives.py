@@ -42,6 +42,9 @@ _CALLED = re.compile(
 )
 _EXCHANGE_START = re.compile(r"%?([\w.-]+) = \(.*\) all-to-all-start\(")
 _EXCHANGE_END = re.compile(r" all-to-all-done\(.*?%?([\w.-]+)\)")
+# The TPU compiler runs some beside others' products: a computation with `_FUSED_START` begins
+# one, and the computations that it goes on in name it again.
+_FUSED_PART, _FUSED_START = 'chain_id="', 'custom_call_target="AsyncCollectiveStart"'
 _PRODUCT = re.compile(r" (?:dot|convolution)\(")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # The TPU compiler does not say; a condition then compares a counter with a constant.
@@ -75,7 +78,12 @@ def collectives(hlo: str) -> list[HloCollective]:
     its trips); one over groups of a single device moves nothing and is left out.
     """
     all_devices = _all_devices(hlo)
-    return [one for line in hlo.splitlines() if (one := _collective(line, all_devices))]
+    return [
+        one
+        for lines in computations_of(hlo)[0].values()
+        for line in lines
+        if (one := _collective(line, all_devices)) and _begins(line, lines)
+    ]
 
 
 def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
@@ -92,7 +100,8 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
 
     def of(name: str) -> collections.Counter:
         if name not in known:
-            known[name] = sum(map(of_line, computations[name]), collections.Counter())
+            lines = [line for line in computations[name] if _begins(line, computations[name])]
+            known[name] = sum(map(of_line, lines), collections.Counter())
         return known[name]
 
     def of_line(line: str) -> collections.Counter:
@@ -111,6 +120,11 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
         return collections.Counter({one: n * trips for one, n in inside.items()})
 
     return of(entry)
+
+
+def _begins(line: str, lines: list[str]) -> bool:
+    """Whether an instruction is no later part of a collective that another one began."""
+    return _FUSED_PART not in line or any(_FUSED_START in each for each in lines)
 
 
 def overlapped_exchanges(hlo: str, product: str) -> int:
@@ -147,8 +161,9 @@ def total_bytes(executed: collections.Counter[HloCollective]) -> int:
 
 
 def computations_of(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation, and the name of the entry."""
-    computations, current, entry = {}, [], ""
+    """The lines of each computation, those before the first under "", and the entry's name."""
+    current, entry = [], ""
+    computations = {entry: current}
     for line in hlo.splitlines():
         if match := _COMPUTATION.match(line):
             current = computations[match[2]] = []

@@ -231,6 +231,24 @@ def test_a_condition_says_the_trip_count():
     assert list(executed_collectives(hlo).values()) == [7]
 
 
+def test_a_gather_beside_several_products_is_one():
+    """The TPU compiler writes it in each computation that it goes on in (chain_id)."""
+    gather = "f32[8] all-gather(%x), replica_groups={{0,1}}"
+    computations = [("start", gather + ', frontend_attributes={chain_id="3"}'),
+                    ("goes_on", gather + ', frontend_attributes={chain_id="3"}'),
+                    ("other", gather)]  # fmt: skip
+    hlo = "".join(
+        f"%{name} (x: f32[4]) -> f32[8] {{\n  %g = {line}\n"
+        + '  ROOT %s = (f32[4]) custom-call(%g), custom_call_target="AsyncCollectiveStart"\n'
+        * (name == "start")
+        + "}\n"
+        for name, line in computations
+    )
+    calls = "".join(f"  %{n}.1 = f32[8] fusion(%x), calls=%{n}\n" for n, _ in computations)
+    hlo += "ENTRY %main (x: f32[4]) -> f32[8] {\n" + calls + "}\n"
+    assert sum(executed_collectives(hlo).values()) == len(collectives(hlo)) == 2
+
+
 EXCHANGES = """\
 %products (x: f32[2]) -> f32[2] {
   %c = f32[2] convolution(%x, %x)
