@@ -24,7 +24,8 @@ from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
-from switchx.planner.layout import SLICED_RULES, SPREAD_RULES, Layout
+from switchx.partitioning.rules import Rules
+from switchx.planner.layout import OPTIMIZER_SLICES, SLICED_RULES, SPREAD_RULES, Layout
 from switchx.planner.step_comm import compiled_on_cpu, step_collectives
 from switchx.training.aot import batch_shapes
 from switchx.training.job import TrainingJob
@@ -36,6 +37,7 @@ NUM_DEVICES = 8
 ROWS, LENGTH = 16, 8
 BOUND = 0.05
 TASK = Task("small", PythonStdlib(), ByteVocabulary(), CausalLM())
+ZERO1 = Rules(optimizer_slices=OPTIMIZER_SLICES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,9 @@ CASES = (
         num_replicas=2,
     ),
     Case("tasks expert=4", MeshSpec(expert=4), "all_to_all", task_rows=(12, 4)),
+    Case("zero1 data=8", MeshSpec(rules=ZERO1)),
+    Case("zero1 data=4 fsdp=2", MeshSpec(data=4, fsdp=2, rules=ZERO1)),
+    Case("zero1 all_to_all data=2 expert=4", MeshSpec(expert=4, rules=ZERO1), "all_to_all"),
     Case("sliced data=2 model=4", MeshSpec(model=4, rules=SLICED_RULES), "sliced"),
     Case("spread fsdp=8", MeshSpec(data=1, fsdp=8, rules=SPREAD_RULES), "all_to_all"),
     Case(
@@ -213,7 +218,8 @@ def planned_bytes(job: TrainingJob) -> collections.Counter:
     layout = Layout(
         **sizes,
         dispatcher=switch.dispatcher if switch else None,
-        is_spread=job.mesh.rules == SPREAD_RULES,
+        is_spread=job.mesh.rules.params == SPREAD_RULES.params,
+        has_optimizer_slices=job.mesh.rules.optimizer_slices == OPTIMIZER_SLICES,
     )
     counted = collections.Counter()
     for each in compiled_on_cpu(step_collectives(workload_of(job), layout), layout):

@@ -227,6 +227,7 @@ def row(rank: int, plan, workload) -> dict[str, Any]:
         **plan.layout.shape,
         "dispatcher": plan.layout.dispatcher,
         "is_spread": plan.layout.is_spread,
+        "has_optimizer_slices": plan.layout.has_optimizer_slices,
         "imbalance": workload.uneven(plan.layout),
         "microbatches": plan.layout.num_microbatches,
         "step_s": time.step_s,

@@ -160,6 +160,13 @@ def total_bytes(executed: collections.Counter[HloCollective]) -> int:
     return sum(one.num_bytes * count for one, count in executed.items())
 
 
+def array_bytes(array: tuple[str, tuple[int, ...]]) -> int:
+    """The bytes of one of `HloCollective.arrays`."""
+    dtype, shape = array
+    bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+    return math.prod(shape) * bits // 8
+
+
 def computations_of(hlo: str) -> tuple[dict[str, list[str]], str]:
     """The lines of each computation, those before the first under "", and the entry's name."""
     current, entry = [], ""
@@ -223,10 +230,7 @@ def _collective(line: str, all_devices) -> HloCollective | None:
     if match["kind"] != "collective-permute" and len(groups[0]) == 1:
         return None
     scale = len(groups[0]) if match["kind"] == "reduce-scatter" else 1
-    num_bytes = 0
-    for dtype, shape in arrays:
-        bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
-        num_bytes += scale * (math.prod(shape) * bits // 8)
+    num_bytes = scale * sum(map(array_bytes, arrays))
     return HloCollective(match["kind"], arrays, groups, num_bytes)
 
 

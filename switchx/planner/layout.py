@@ -43,6 +43,8 @@ SPREAD_RULES = Rules(
     ),
     expert_params=(("N", ("pipe",)), ("E", ("fsdp", "node", "expert")), ("F", ("model",))),
 )
+# ZeRO-1, as configs/meshes/zero1.gin has it.
+OPTIMIZER_SLICES = ("data",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,7 @@ class StateArray:
         name: as `decoder/blocks/1/ffn/w_in_EDF`; of a statistic, that of its parameter.
         dims: its dimension letters; `""` where it is whole on every device.
         itemsize: bytes of an element; half of one of int4.
+        param: of a statistic with letters, those of its parameter and their sizes.
     """
 
     name: str
@@ -60,6 +63,7 @@ class StateArray:
     shape: tuple[int, ...]
     itemsize: float
     kind: Literal["params", "optimizer"]
+    param: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def table(self) -> str:
@@ -153,6 +157,7 @@ class Layout:
         dispatcher: of Switch layers; None for a dense model.
         num_microbatches: parts a batch is split into, one after the other.
         is_spread: experts are split over `fsdp`, too (`SPREAD_RULES`).
+        has_optimizer_slices: what the optimizer keeps is sliced over `data` (ZeRO-1).
     """
 
     pipe: int = 1
@@ -164,6 +169,7 @@ class Layout:
     dispatcher: str | None = None
     num_microbatches: int = 1
     is_spread: bool = False
+    has_optimizer_slices: bool = False
 
     def __post_init__(self):
         require_at_least(self, 1, *AXES, "num_microbatches")
@@ -183,13 +189,13 @@ class Layout:
         """The number of devices."""
         return math.prod(self.shape.values())
 
-    @property
+    @functools.cached_property
     def rules(self) -> Rules:
         """Whole experts on `model` where the dispatcher slices; `SPREAD_RULES`; or Switch's."""
-        if self.is_spread:
-            return SPREAD_RULES
         is_sliced = self.dispatcher is not None and DISPATCHERS[self.dispatcher].is_sliced
-        return SLICED_RULES if is_sliced else Rules()
+        rules = SPREAD_RULES if self.is_spread else SLICED_RULES if is_sliced else Rules()
+        slices = OPTIMIZER_SLICES if self.has_optimizer_slices else ()
+        return dataclasses.replace(rules, optimizer_slices=slices)
 
     def of_teacher(self, teacher: Workload) -> "Layout":
         """The same mesh and rules, as a teacher runs there: its Switch layers by `gather`."""
@@ -229,6 +235,7 @@ class Layout:
         """`data=2 expert=4 all_to_all`: axes of more than one device, and the dispatcher."""
         words = [named_axes(self.shape) or "data=1", self.dispatcher]
         words += ["spread"] if self.is_spread else []
+        words += ["zero1"] if self.has_optimizer_slices else []
         if self.num_microbatches > 1:
             words.append(f"microbatches={self.num_microbatches}")
         return " ".join(filter(None, words))
@@ -237,10 +244,11 @@ class Layout:
 def own_rows_axes(workload: Workload, layout: Layout) -> MeshAxes:
     """The axes of replicas, over which microbatches' gradients are summed once a step.
 
-    () for one microbatch, and where routing groups are on several replicas.
+    () for one microbatch without slices of the optimizer's state, and where routing groups are
+    on several replicas.
     """
     axes = replica_axes(layout, layout.rules)
-    if layout.num_microbatches * layout.pipe == 1:
+    if layout.num_microbatches * layout.pipe == 1 and not layout.has_optimizer_slices:
         return ()
     rows, parts = workload.batch_size // layout.num_microbatches, layout.parts(axes)
     for stack in workload.stacks if workload.model.switch is not None else ():

@@ -20,13 +20,18 @@ from switchx.data.mixtures import as_mixture
 from switchx.fields import require
 from switchx.moe.capacity import layer_groups
 from switchx.moe.config import SwitchConfig
-from switchx.optim.protocol import has_letters
+from switchx.optim.protocol import has_letters, param_of
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import batch_axes, batch_parts, device_kind_of, platform_of
+from switchx.partitioning.optimizer_slices import (
+    OptimizerSlice,
+    optimizer_slice,
+    with_slice,
+)
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.replicas import replica_axes
-from switchx.partitioning.rules import Rules, param_sharding
+from switchx.partitioning.rules import Rules, param_dims, param_spec
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.partitioning.ticks import PIPE
 from switchx.planner.replica_placement import place_replicas, place_tasks
@@ -186,7 +191,12 @@ class TrainingProgram:
     def notes(self) -> tuple[str, ...]:
         experts, unused = self.job.storage.experts, ", ".join(self.job.unused_storage)
         said = f"{unused}: without effect with StorageSpec.experts={experts!r}"
-        return ((said,) if unused else ()) + self._task_notes() + self._replica_notes()
+        return (
+            *((said,) if unused else ()),
+            *self._task_notes(),
+            *self._replica_notes(),
+            *self._slice_notes(),
+        )
 
     def _replica_notes(self) -> tuple[str, ...]:
         job, axes = self.job, replica_axes(self.mesh, self.job.mesh.rules)
@@ -198,6 +208,21 @@ class TrainingProgram:
             f"gradients are summed over {'*'.join(axes)} in each of {M} microbatches: some "
             f"routing group of their {rows} rows is on several of {parts} replicas; with a "
             "smaller SwitchConfig.group_size they are summed once a step",
+        )
+
+    def _slice_notes(self) -> tuple[str, ...]:
+        axes = self.job.mesh.rules.slice_axes(self.mesh)
+        leaves = tree.named_leaves(self.abstract_state.params)
+        slices = self._optimizer_slices(self.abstract_state.params)
+        kept = [name for name, own in slices.items() if own is None]
+        if not axes or not kept:
+            return ()
+        elements = sum(math.prod(leaves[name].shape) for name in kept)
+        largest = max(kept, key=lambda name: math.prod(leaves[name].shape))
+        return (
+            f"what the optimizer keeps of {len(kept)} of {len(slices)} parameters "
+            f"({elements:,} elements) is not sliced over {'*'.join(axes)}: no dimension "
+            f"divides; the largest is {largest} {leaves[largest].shape}",
         )
 
     def _task_notes(self) -> tuple[str, ...]:
@@ -298,19 +323,33 @@ class TrainingProgram:
         """Shape structs with shardings.
 
         Parameters follow the rules by their names' dimension letters; so do the optimizer's
-        statistics whose names end in letters too. Everything else is whole everywhere.
+        statistics whose names end in letters too, and these may be sliced further
+        (`Rules.optimizer_slices`). Everything else is whole everywhere.
         """
-        state = jax.eval_shape(self._init)
+        state, rules = jax.eval_shape(self._init), self.job.mesh.rules
         letters = state_letters(state)
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        slices = self._optimizer_slices(state.params)
 
         def with_sharding(name, leaf):
-            sharding = whole
+            spec = PartitionSpec()
             if name in letters:
-                sharding = param_sharding(self.job.mesh.rules, self.mesh, name, leaf)
+                spec = param_spec(rules, self.mesh, name, leaf.shape)
+            if name in letters and not name.startswith("params/"):
+                own = slices.get(param_of(name, slices))
+                spec = with_slice(spec, letters[name], own)
+            sharding = NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return tree.map_named(with_sharding, state)
+
+    def _optimizer_slices(self, params) -> dict[str, OptimizerSlice | None]:
+        """By the parameters' paths."""
+        return {
+            name: optimizer_slice(
+                self.job.mesh.rules, self.mesh, param_dims(name, leaf.shape), leaf.shape
+            )
+            for name, leaf in tree.named_leaves(params).items()
+        }
 
     def place(self, batch: Batch) -> dict:
         """The rows of this process' `shard` as part of the global batch on the devices."""

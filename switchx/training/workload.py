@@ -17,6 +17,7 @@ from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.config import slots_refusal
 from switchx.moe.dispatchers import refusal
+from switchx.optim.protocol import param_of
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.ticks import PIPE
 from switchx.planner.layout import Layout, StateArray, Workload
@@ -130,11 +131,13 @@ def state_arrays(job: TrainingJob) -> tuple[StateArray, ...]:
     """Every array of the parameters and the optimizer's state; scalars are not worth it."""
     of_state = job.model, job.transformation, job.seed, None, job.step.has_average
     state = jax.eval_shape(lambda: init_state(*of_state))
-    letters, found = state_letters(state), []
+    letters, params, found = state_letters(state), tree.named_leaves(state.params), []
     for name, leaf in tree.named_leaves(state).items():
         kind, _, path = name.partition("/")
         if kind in ("params", "opt_state", "average") and leaf.shape:
             kind = "params" if kind == "params" else "optimizer"
-            dims = letters.get(name, "")
-            found.append(StateArray(path, dims, leaf.shape, leaf.dtype.itemsize, kind))
+            dims, param = letters.get(name, ""), None
+            if kind == "optimizer" and (owner := param_of(path, params)) is not None:
+                param = letters[f"params/{owner}"], params[owner].shape
+            found.append(StateArray(path, dims, leaf.shape, leaf.dtype.itemsize, kind, param))
     return tuple(found)
