@@ -56,6 +56,29 @@ def optimizer_slice(rules: Rules, mesh, dims: str, shape) -> OptimizerSlice | No
     return OptimizerSlice(dims[min(divided)[1]], axes) if divided else None
 
 
+def optimizer_slices(rules: Rules, mesh, params) -> dict[str, OptimizerSlice | None]:
+    """The slices of all parameters, arrays or shape structs, by their paths."""
+    return {
+        name: optimizer_slice(rules, mesh, param_dims(name, leaf.shape), leaf.shape)
+        for name, leaf in tree.named_leaves(params).items()
+    }
+
+
+def whole_notes(rules: Rules, mesh, params) -> tuple[str, ...]:
+    """What a user should be told of parameters that divide nowhere; () where all are cut."""
+    axes, leaves = rules.slice_axes(mesh), tree.named_leaves(params)
+    slices = optimizer_slices(rules, mesh, params)
+    sizes = {name: math.prod(leaves[name].shape) for name, own in slices.items() if own is None}
+    if not axes or not sizes:
+        return ()
+    largest = max(sizes, key=sizes.get)
+    return (
+        f"what the optimizer keeps of {len(sizes)} of {len(slices)} parameters "
+        f"({sum(sizes.values()):,} elements) is not sliced over {'*'.join(axes)}: no dimension "
+        f"divides; the largest is {largest} {leaves[largest].shape}",
+    )
+
+
 def with_slice(spec: PartitionSpec, dims: str, own: OptimizerSlice | None) -> PartitionSpec:
     """The partition of an array that is cut into slices where it has their letter."""
     if own is None or not own.axes or own.letter not in dims:

@@ -194,8 +194,9 @@ class Layout:
         """Whole experts on `model` where the dispatcher slices; `SPREAD_RULES`; or Switch's."""
         is_sliced = self.dispatcher is not None and DISPATCHERS[self.dispatcher].is_sliced
         rules = SPREAD_RULES if self.is_spread else SLICED_RULES if is_sliced else Rules()
-        slices = OPTIMIZER_SLICES if self.has_optimizer_slices else ()
-        return dataclasses.replace(rules, optimizer_slices=slices)
+        if not self.has_optimizer_slices:
+            return rules
+        return dataclasses.replace(rules, optimizer_slices=OPTIMIZER_SLICES)
 
     def of_teacher(self, teacher: Workload) -> "Layout":
         """The same mesh and rules, as a teacher runs there: its Switch layers by `gather`."""

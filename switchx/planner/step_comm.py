@@ -17,8 +17,8 @@ from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.optimizer_slices import optimizer_slice, with_slice
 from switchx.partitioning.rules import MeshAxes
 from switchx.planner.layout import Layout, StateArray, Workload, own_rows_axes
+from switchx.planner.slice_comm import into_slices
 from switchx.planner.sparse_comm import (
-    PlannedCollective,
     SparseLayer,
     gather_forward_collectives,
     sparse_layer_collectives,
@@ -46,7 +46,6 @@ class StepCollective:
         terms: terms of one sum that CPU reduces one by one; elsewhere XLA adds them first.
         by_compiler: XLA makes it of a sharding; on CPU it has no reduce-scatter.
         forward: of `count`, those of a forward pass, without what remat runs again.
-        slices: of a gradient's sum, the axes along which devices take slices of it.
     """
 
     kind: str
@@ -58,7 +57,6 @@ class StepCollective:
     terms: int = 1
     by_compiler: bool = False
     forward: float = 0.0
-    slices: MeshAxes = ()
 
     @property
     def total_bytes(self) -> float:
@@ -80,7 +78,7 @@ def step_collectives(workload: Workload, layout: Layout) -> list[StepCollective]
     found += _embedding(workload, layout)
     found += _weights(workload, layout)
     found = _reduced_once(found, workload, layout) + _pipeline(workload, layout)
-    found = _into_slices(found, workload, layout)
+    found = into_slices(found, workload, layout)
     if (teacher := workload.taught_by) is not None:
         found += forward_collectives(teacher, layout.of_teacher(teacher))
     return [each for each in found if each.axes and each.count and each.num_bytes]
@@ -130,7 +128,7 @@ def local_shape(array: StateArray, layout: Layout) -> tuple[tuple[int, ...], Mes
     if not array.dims:
         return array.shape, ()
     spec = layout.rules.spec(array.dims, array.shape, layout.stage, table=array.table)
-    if array.param is not None and layout.has_optimizer_slices:
+    if array.param is not None:
         own = optimizer_slice(layout.rules, layout.stage, *array.param)
         spec = with_slice(spec, array.dims, own)
     split = [_axes_of(entry) for entry in spec]
@@ -190,33 +188,6 @@ def _reduced_once(
             done.append(dataclasses.replace(each, axes=rest))
             count = each.count / layout.num_microbatches
             each = dataclasses.replace(each, axes=once, count=count, terms=1)
-        done.append(each)
-    return done
-
-
-def _into_slices(
-    found: list[StepCollective], workload: Workload, layout: Layout
-) -> list[StepCollective]:
-    """Sums to slices of gradients scattered, and the parameters gathered after the update.
-
-    Scattered once a step (`partitioning/optimizer_slices.py`); where routing groups are on
-    several replicas, in every microbatch, as the compiler has it.
-    """
-    once, done = own_rows_axes(workload, layout), []
-    for each in found:
-        axes = tuple(axis for axis in each.slices if axis in each.axes)
-        if axes:
-            is_once = set(axes) <= set(once)
-            updates = each.count / (1 if is_once else layout.num_microbatches)
-            rest = tuple(axis for axis in each.axes if axis not in axes)
-            change = functools.partial(dataclasses.replace, each)
-            done += [
-                change(kind="reduce-scatter", axes=axes, by_compiler=not is_once),
-                change(
-                    kind="all-gather", what="new parameters", axes=axes, count=updates, terms=1
-                ),
-            ]
-            each = change(axes=rest, num_bytes=each.num_bytes / layout.parts(axes))
         done.append(each)
     return done
 
@@ -306,24 +277,10 @@ def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollecti
         # The layer's output is a term of a sum whose other term is kept: not needed again.
         is_again = is_again and each.what != "outputs"
         part, times = "weights" if is_weight else "exchange", count * (2 if is_again else 1)
-        slices = _expert_slices(layer, each, layout)
         found.append(
-            StepCollective(
-                each.kind, each.what, each.axes, each.num_bytes, times, part, slices=slices
-            )
+            StepCollective(each.kind, each.what, each.axes, each.num_bytes, times, part)
         )
     return found
-
-
-def _expert_slices(layer: SparseLayer, each: PlannedCollective, layout: Layout) -> MeshAxes:
-    """The axes of the slices of an expert's weight whose gradient is summed; else ()."""
-    if not each.what.startswith("gradient of w_") or each.kind != "all-reduce":
-        return ()
-    dims = each.what.rpartition("_")[2]
-    sizes = {"E": layer.num_experts, "D": layer.d_model, "F": layer.d_ff}
-    shape = tuple(sizes[letter] for letter in dims)
-    own = optimizer_slice(layout.rules, layout.stage, dims, shape)
-    return own.axes if own else ()
 
 
 def _gathered(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
@@ -404,13 +361,7 @@ def _weights(workload: Workload, layout: Layout) -> list[StepCollective]:
         # Of the token table's gradient, the lookups', and that of tied logits.
         is_table = array.name == TOKEN_TABLE
         terms = len(workload.stacks) + model.tie_embeddings if is_table else 1
-        own = optimizer_slice(layout.rules, layout.stage, array.dims, array.shape)
-        found.append(
-            collective(
-                "all-reduce", gradient, replicas, one, uses, terms=terms,
-                slices=own.axes if own else (),
-            )
-        )  # fmt: skip
+        found.append(collective("all-reduce", gradient, replicas, one, uses, terms=terms))
     return found
 
 

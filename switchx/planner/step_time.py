@@ -30,7 +30,7 @@ import functools
 
 from switchx.planner.hardware import Hardware, Network
 from switchx.planner.layout import Layout, Workload
-from switchx.planner.memory import state_bytes, vocabulary_parts
+from switchx.planner.memory import state_bytes, updated_bytes, vocabulary_parts
 from switchx.planner.model_cost import flops_per_sequence
 from switchx.planner.step_comm import StepCollective, step_collectives
 from switchx.planner.torus import Line, lines_of, slice_sides
@@ -105,7 +105,7 @@ def step_time(
     compute = device_flops(workload, layout) / hardware.compute.flops_per_s
     bubble = bubble_fraction(layout.pipe, layout.num_microbatches)
     # The optimizer reads and writes parameters and its state, and reads gradients.
-    update_bytes = 3 * state_bytes(workload, layout, "params")
+    update_bytes = 3 * updated_bytes(workload, layout)
     update_bytes += 2 * state_bytes(workload, layout, "optimizer")
     return StepTime(
         compute_s=compute,

@@ -24,14 +24,10 @@ from switchx.optim.protocol import has_letters, param_of
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import batch_axes, batch_parts, device_kind_of, platform_of
-from switchx.partitioning.optimizer_slices import (
-    OptimizerSlice,
-    optimizer_slice,
-    with_slice,
-)
+from switchx.partitioning.optimizer_slices import optimizer_slices, whole_notes, with_slice
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.replicas import replica_axes
-from switchx.partitioning.rules import Rules, param_dims, param_spec
+from switchx.partitioning.rules import Rules, param_spec
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.partitioning.ticks import PIPE
 from switchx.planner.replica_placement import place_replicas, place_tasks
@@ -195,7 +191,7 @@ class TrainingProgram:
             *((said,) if unused else ()),
             *self._task_notes(),
             *self._replica_notes(),
-            *self._slice_notes(),
+            *whole_notes(self.job.mesh.rules, self.mesh, self.abstract_state.params),
         )
 
     def _replica_notes(self) -> tuple[str, ...]:
@@ -208,21 +204,6 @@ class TrainingProgram:
             f"gradients are summed over {'*'.join(axes)} in each of {M} microbatches: some "
             f"routing group of their {rows} rows is on several of {parts} replicas; with a "
             "smaller SwitchConfig.group_size they are summed once a step",
-        )
-
-    def _slice_notes(self) -> tuple[str, ...]:
-        axes = self.job.mesh.rules.slice_axes(self.mesh)
-        leaves = tree.named_leaves(self.abstract_state.params)
-        slices = self._optimizer_slices(self.abstract_state.params)
-        kept = [name for name, own in slices.items() if own is None]
-        if not axes or not kept:
-            return ()
-        elements = sum(math.prod(leaves[name].shape) for name in kept)
-        largest = max(kept, key=lambda name: math.prod(leaves[name].shape))
-        return (
-            f"what the optimizer keeps of {len(kept)} of {len(slices)} parameters "
-            f"({elements:,} elements) is not sliced over {'*'.join(axes)}: no dimension "
-            f"divides; the largest is {largest} {leaves[largest].shape}",
         )
 
     def _task_notes(self) -> tuple[str, ...]:
@@ -328,7 +309,7 @@ class TrainingProgram:
         """
         state, rules = jax.eval_shape(self._init), self.job.mesh.rules
         letters = state_letters(state)
-        slices = self._optimizer_slices(state.params)
+        slices = optimizer_slices(rules, self.mesh, state.params)
 
         def with_sharding(name, leaf):
             spec = PartitionSpec()
@@ -341,15 +322,6 @@ class TrainingProgram:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return tree.map_named(with_sharding, state)
-
-    def _optimizer_slices(self, params) -> dict[str, OptimizerSlice | None]:
-        """By the parameters' paths."""
-        return {
-            name: optimizer_slice(
-                self.job.mesh.rules, self.mesh, param_dims(name, leaf.shape), leaf.shape
-            )
-            for name, leaf in tree.named_leaves(params).items()
-        }
 
     def place(self, batch: Batch) -> dict:
         """The rows of this process' `shard` as part of the global batch on the devices."""

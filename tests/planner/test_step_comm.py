@@ -76,6 +76,35 @@ def test_slices_are_gathered_and_their_gradients_scattered():
     assert {each.kind for each in on_cpu} == {"all-gather", "all-reduce"}
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_slices_of_the_optimizers_state_are_scattered_and_gathered_once(microbatches):
+    """As an all-reduce is two passes of a ring, in any number of microbatches."""
+    layout = Layout(data=4, num_microbatches=microbatches, has_optimizer_slices=True)
+    workload = make_workload(FLAT)
+    planned = step_collectives(workload, layout)
+    elements = sum(math.prod(each.shape) for each in workload.state if each.kind == "params")
+    for kind in ("reduce-scatter", "all-gather"):
+        assert sum(each.total_bytes for each in planned if each.kind == kind) == elements * 4
+    assert {each.kind for each in compiled_on_cpu(planned, layout)} == {
+        "reduce-scatter",
+        "all-gather",
+    }
+
+
+def test_what_is_no_experts_is_summed_over_experts_and_scattered_over_replicas():
+    layout = Layout(data=2, expert=4, dispatcher="all_to_all", has_optimizer_slices=True)
+    planned = step_collectives(make_workload(), layout)
+    dense = [each for each in planned if each.what == "gradient of w_in_DF"]
+    assert [(e.kind, e.axes, e.num_bytes, e.count) for e in dense] == [
+        ("all-reduce", ("expert",), D * F * 4, 2),
+        ("reduce-scatter", ("data",), D * F * 4, 2),
+    ]
+    experts = [each for each in planned if each.what == "gradient of w_EDF"]
+    assert [(e.kind, e.axes, e.num_bytes, e.count) for e in experts] == [
+        ("reduce-scatter", ("data",), E // 4 * D * F * 4, 2)
+    ]
+
+
 def test_experts_exchange_their_slots_four_times_a_layer():
     layout = Layout(expert=8, dispatcher="all_to_all")
     planned = step_collectives(make_workload(), layout)
