@@ -106,7 +106,8 @@ def test_optimizer_slices_are_taken_where_the_state_does_not_fit_whole():
     # Two moments, in eight parts.
     assert cut.memory.params == whole.memory.params
     assert cut.memory.optimizer == pytest.approx(whole.memory.optimizer / 8, rel=0.01)
-    assert cut.time.communication_s == pytest.approx(whole.time.communication_s, rel=0.05)
+    # But for the sums of relative biases, which replicas take over buckets before.
+    assert 0.8 <= cut.time.communication_s / whole.time.communication_s <= 1
     assert cut.time.update_s < whole.time.update_s / 5
 
     def found(num_bytes):
