@@ -54,7 +54,8 @@ BINDINGS = (
     "SwitchConfig.group_size = 16",
     "ModelConfig.d_model = 64",
     "ModelConfig.d_ff = 128",
-    "ModelConfig.d_head = 16",
+    # So large that a slice of each matrix fills the TPU's vectors (`optimizer_slices.py`).
+    "ModelConfig.d_head = 64",
     "ModelConfig.scan_layers = True",
     # Divisible by 3, as no other size here is: by it an expert's weight is told from the rest.
     "SwitchConfig.d_ff = 96",
