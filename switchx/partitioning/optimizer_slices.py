@@ -176,14 +176,16 @@ def _scattered(gradient, place: int, axes: MeshAxes):
     """The device's slice, along dimension `place`, of the sum of gradients along `axes`.
 
     As rows of `LANES`: the TPU compiler makes an all-reduce and a slice of a reduce-scatter
-    along another dimension than the last two. Each device's rows are neighbours.
+    along another dimension than the last two, or beside one of size 1. Each device's rows are
+    neighbours.
     """
     shape, parts = gradient.shape, jax.lax.axis_size(axes)
-    before, one = math.prod(shape[:place]), math.prod(shape[place:]) // parts
+    before, one = shape[:place], math.prod(shape[place:]) // parts
+    before = (math.prod(before),) if math.prod(before) > 1 else ()
     if one % LANES:
         return jax.lax.psum_scatter(gradient, axes, scatter_dimension=place, tiled=True)
-    rows = gradient.reshape(before, parts * one // LANES, LANES)
-    rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=1, tiled=True)
+    rows = gradient.reshape(*before, parts * one // LANES, LANES)
+    rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=len(before), tiled=True)
     return rows.reshape(*shape[:place], shape[place] // parts, *shape[place + 1 :])
 
 
