@@ -19,7 +19,7 @@ from switchx.layers.dense import Norm, dropout, split_key
 from switchx.layers.positions import RelativeBias, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.partitioning.buckets import whole
-from switchx.partitioning.constrain import constrain, constrain_named
+from switchx.partitioning.constrain import constrain, constrain_named, gathered_where_used
 from switchx.partitioning.host_ring import layer_numbers, ring_scan
 from switchx.partitioning.host_stack import host_stacks
 
@@ -33,7 +33,7 @@ class BlockRun(nnx.Module):
     """The blocks `layer_0`, `layer_1`, ... of one run, applied one after the other."""
 
     def __init__(self, config, *, length: int, stack: str, key):
-        self.length = length
+        self.length, self.is_scanned = length, config.scan_layers
         has_memory = stack == "decoder" and config.is_encoder_decoder
         for i, key_i in enumerate(jax.random.split(key, length)):
             is_sparse = config.is_sparse(i, stack)
@@ -49,8 +49,13 @@ class BlockRun(nnx.Module):
     ):
         """Output, the sparse blocks' statistics stacked over them (None if none is), cache."""
 
+        # A scan without remat would keep what was gathered for each of its blocks.
+        is_gathered = remat != "none" or not self.is_scanned
+
         def run_block(block, x_BLD, inputs, cache, key):
             block = whole(block)  # in here, to be freed after use and gathered again
+            if is_gathered:
+                block = gathered_where_used(block)
             x_BLD = constrain(x_BLD, "BLD")
             return block(x_BLD, inputs, cache, is_training=is_training, key=key)
 

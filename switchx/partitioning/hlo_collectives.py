@@ -9,6 +9,9 @@ import collections
 import dataclasses
 import math
 import re
+import types
+from collections.abc import Mapping
+from fractions import Fraction
 
 import numpy as np
 
@@ -46,6 +49,8 @@ _EXCHANGE_END = re.compile(r" all-to-all-done\(.*?%?([\w.-]+)\)")
 # one, and the computations that it goes on in name it again.
 _FUSED_PART, _FUSED_START = 'chain_id="', 'custom_call_target="AsyncCollectiveStart"'
 _PRODUCT = re.compile(r" (?:dot|convolution)\(")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+NO_SHARES: Mapping[str, Fraction] = types.MappingProxyType({})
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # The TPU compiler does not say; a condition then compares a counter with a constant.
 _CONDITION = re.compile(r" condition=%?([\w.-]+)")
@@ -75,7 +80,7 @@ def collectives(hlo: str) -> list[HloCollective]:
     """Lists all collectives of an HLO text (`compiled.as_text()`), in its order.
 
     One in a loop's body is listed once, however often it runs (`executed_collectives` counts
-    its trips); one over groups of a single device moves nothing and is left out.
+    its trips); one that moves nothing from device to device is left out.
     """
     all_devices = _all_devices(hlo)
     return [
@@ -86,10 +91,15 @@ def collectives(hlo: str) -> list[HloCollective]:
     ]
 
 
-def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
+def executed_collectives(
+    hlo: str, shares: Mapping[str, Fraction] = NO_SHARES
+) -> collections.Counter[HloCollective]:
     """Counts how often one run of the program executes each of its collectives.
 
     Of a conditional's branches the one that moves the most bytes counts.
+
+    Args:
+        shares: see `branch_share`.
 
     Raises:
         ValueError: a loop with collectives in it has no known trip count.
@@ -111,6 +121,8 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
         if _ENDED.search(line) or not (names := called_by(line)):
             return collections.Counter()
         inside = max((of(name) for name in names), key=total_bytes)
+        if " conditional(" in line and (share := branch_share(line, shares)) != 1:
+            return collections.Counter({one: n * share for one, n in inside.items()})
         if " while(" not in line or not inside:
             return inside
         if (trips := trip_count(line, computations)) is None:
@@ -119,7 +131,7 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
             )
         return collections.Counter({one: n * trips for one, n in inside.items()})
 
-    return of(entry)
+    return collections.Counter({one: round(n) for one, n in of(entry).items()})
 
 
 def _begins(line: str, lines: list[str]) -> bool:
@@ -186,6 +198,19 @@ def called_by(line: str) -> list[str]:
     return [name.strip().lstrip("%") for name in called[1].split(",")] if called else []
 
 
+def branch_share(line: str, shares: Mapping[str, Fraction]) -> Fraction:
+    """Of the times a `conditional` is reached, those that run its most expensive branch.
+
+    1 unless it stands in a scope of names (`jax.named_scope`) that is one of `shares`: a
+    pipeline's ticks read from a table what they do (`partitioning/ticks.branch_shares`).
+    """
+    if not (traced_from := _OP_NAME.search(line)):
+        return Fraction(1)
+    # Its own scopes, behind those of the branch that it is in.
+    own = re.split(r"/cond/|/body/", traced_from[1])[-1]
+    return next((share for name, share in shares.items() if name in own), Fraction(1))
+
+
 def trip_count(line: str, computations: dict[str, list[str]]) -> int | None:
     """How often the body of a `while` runs; None where the data decides.
 
@@ -227,7 +252,7 @@ def _collective(line: str, all_devices) -> HloCollective | None:
             arrays = arrays[:-2]
         arrays = arrays[len(arrays) // 2 :]
     groups = _groups(line) or all_devices
-    if match["kind"] != "collective-permute" and len(groups[0]) == 1:
+    if all(len(set(group)) == 1 for group in groups):
         return None
     scale = len(groups[0]) if match["kind"] == "reduce-scatter" else 1
     num_bytes = scale * sum(map(array_bytes, arrays))

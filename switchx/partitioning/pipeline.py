@@ -26,6 +26,8 @@ from switchx.partitioning.replicas import on_own_rows
 from switchx.partitioning.rules import MeshAxes
 from switchx.partitioning.schedule import NONE, Schedule
 from switchx.partitioning.ticks import (
+    IF_ACTIVE,
+    IF_LAST,
     PIPE,
     Lane,
     Op,
@@ -183,6 +185,7 @@ class _Gradients(Stage):
 
     def _forward(self, lane, blocks, shared, inputs, message, op: Op):
         return run_if(
+            IF_ACTIVE,
             op.any_active,
             lambda blocks, shared, message: lane.forward(
                 chunk_of(blocks, op.chunk), shared, inputs, message, op
@@ -235,9 +238,10 @@ class _Gradients(Stage):
                 )
                 return state, d_kept
 
-            state, d_received = jax.lax.cond(
-                op.any_active, run, lambda *unchanged: unchanged, state, d_message
-            )
+            with jax.named_scope(IF_ACTIVE):
+                state, d_received = jax.lax.cond(
+                    op.any_active, run, lambda *unchanged: unchanged, state, d_message
+                )
             sent.append(d_received)
         of_blocks, measured, of_shared, total = state
         return carry._replace(
@@ -299,7 +303,7 @@ def differentiate(
 
         shapes = jax.eval_shape(run, shared, x_BLD)
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        of_head, d_x_BLD = run_if(op.any_last, run, none, shared, x_BLD)
+        of_head, d_x_BLD = run_if(IF_LAST, op.any_last, run, none, shared, x_BLD)
         d_message = d_message | {"x_BLD": d_message["x_BLD"] + d_x_BLD}
     return transpose((d_message, scale)), result, of_head
 

@@ -19,8 +19,10 @@ from switchx.fields import require_at_least
 from switchx.models.config import ModelConfig
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.mesh import AXES, named_axes
+from switchx.partitioning.optimizer_slices import optimizer_slice, with_slice
 from switchx.partitioning.replicas import replica_axes
 from switchx.partitioning.rules import MeshAxes, Rules, param_table
+from switchx.partitioning.schedule import ScheduleSpec
 
 STACKS = ("encoder", "decoder")
 # Pipeline MoE (section 3.3): whole experts inside of the tensor-parallel group.
@@ -158,6 +160,11 @@ class Layout:
         num_microbatches: parts a batch is split into, one after the other.
         is_spread: experts are split over `fsdp`, too (`SPREAD_RULES`).
         has_optimizer_slices: what the optimizer keeps is sliced over `data` (ZeRO-1).
+        schedule: of the stages.
+        is_ours: steps run as ours do: all stages in every tick, with or without an op of
+            their own, and once more before they go backward (`partitioning/pipeline.py`);
+            remat without the products that XLA sees no use of. False: another system's, whose
+            stages wait and keep what they need, and whose remat runs all of a layer again.
     """
 
     pipe: int = 1
@@ -170,6 +177,8 @@ class Layout:
     num_microbatches: int = 1
     is_spread: bool = False
     has_optimizer_slices: bool = False
+    schedule: ScheduleSpec = ScheduleSpec()
+    is_ours: bool = True
 
     def __post_init__(self):
         require_at_least(self, 1, *AXES, "num_microbatches")
@@ -203,6 +212,18 @@ class Layout:
         if teacher.model.switch is None or DISPATCHERS[self.dispatcher or "gather"].is_sliced:
             return self
         return dataclasses.replace(self, dispatcher="gather")
+
+    @property
+    def rounds(self) -> float:
+        """How often a device runs its layers in a step, with a microbatch or without one."""
+        M, chunks = self.num_microbatches, self.schedule.num_chunks
+        is_in_ticks = self.pipe > 1 and self.is_ours
+        return M + (self.pipe - 1) / chunks if is_in_ticks else M
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of a round, remat apart: a stage keeps its inputs alone."""
+        return 2 if self.pipe > 1 and self.is_ours else 1
 
     @property
     def has_equal_blocks(self) -> bool:
@@ -259,3 +280,25 @@ def own_rows_axes(workload: Workload, layout: Layout) -> MeshAxes:
         if workload.model.num_sparse_layers_of(stack) and not is_whole:
             return ()
     return axes
+
+
+def local_shape(array: StateArray, layout: Layout) -> tuple[tuple[int, ...], MeshAxes]:
+    """A state array's shape on one device, with all of its stage's layers, and its axes.
+
+    Raises:
+        ValueError: the layout does not divide it.
+    """
+    if not array.dims:
+        return array.shape, ()
+    spec = layout.rules.spec(array.dims, array.shape, layout.stage, table=array.table)
+    if array.param is not None:
+        own = optimizer_slice(layout.rules, layout.stage, *array.param)
+        spec = with_slice(spec, array.dims, own)
+    split = [axes_of(entry) for entry in spec]
+    shape = tuple(n // layout.parts(a) for n, a in zip(array.shape, split, strict=True))
+    return shape, tuple(axis for axes in split for axis in axes)
+
+
+def axes_of(entry) -> MeshAxes:
+    """The axes of one entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

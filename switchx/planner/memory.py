@@ -14,10 +14,9 @@ import functools
 import math
 
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.layout import Layout, StateArray, Workload, local_shape
 from switchx.planner.step_comm import (
     activation_bytes,
-    local_shape,
     rows_on_device,
     sparse_layer,
 )

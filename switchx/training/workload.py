@@ -20,7 +20,7 @@ from switchx.moe.dispatchers import refusal
 from switchx.optim.protocol import param_of
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.ticks import PIPE
-from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.layout import OPTIMIZER_SLICES, Layout, StateArray, Workload
 from switchx.training.distilled_logits import has_logits
 from switchx.training.distilled_program import teacher_config
 from switchx.training.job import TrainingJob
@@ -66,18 +66,19 @@ def workload_of(job: TrainingJob) -> Workload:
 
 
 def layout_of(job: TrainingJob, sizes: Mapping[str, int]) -> Layout:
-    """The job's mesh, dispatcher and microbatches as the planner has them.
+    """The job's mesh, dispatcher, microbatches and schedule as the planner has them.
 
     Args:
         sizes: devices along each axis of the mesh, once built.
     """
     rules, switch = job.mesh.rules, job.model.switch
-    is_spread = "fsdp" in dict(rules.expert_params).get("E", ())
     return Layout(
         **sizes,
         dispatcher=None if switch is None else switch.dispatcher,
         num_microbatches=job.step.num_microbatches,
-        is_spread=switch is not None and is_spread,
+        is_spread="fsdp" in dict(rules.expert_params).get("E", ()),
+        has_optimizer_slices=rules.optimizer_slices == OPTIMIZER_SLICES,
+        schedule=job.pipeline,
     )
 
 
