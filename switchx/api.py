@@ -381,12 +381,19 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh | None) -> Mod
     if step is not None:
         raise ValueError(f"step={step!r} of {folder}, which is a quantized model and has one")
     artifact = read_artifact(folder) if devices else open_artifact(folder)
+    try:
+        step, text_format = artifact.about["step"], TextFormat(**artifact.about["text_format"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder}: artifact.json does not say how texts are read ({error}); make it again "
+            "with `switchx quantize`"
+        ) from error
     return Model(
         artifact.config,
         devices.place(native(artifact.params)) if devices else artifact.params,
         load_vocabulary(folder) if (folder / DESCRIPTION_FILE).exists() else None,
-        artifact.about["step"],
-        TextFormat(**artifact.about["text_format"]),
+        step,
+        text_format,
         artifact.fingerprint,
         devices or ONE_DEVICE,
     )

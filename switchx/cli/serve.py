@@ -2,7 +2,10 @@
 """`switchx serve`: a trained model over HTTP."""
 
 import argparse
+import contextlib
 import importlib.util
+import logging
+import logging.handlers
 import os
 import pathlib
 import sys
@@ -21,10 +24,12 @@ Answers requests over HTTP until it is stopped:
 POST /v1/generate takes inputs (a text, or a list of texts or of lists of token ids), stream,
 and the options of `switchx generate` from max_new_tokens to length_penalty. An answer is what
 that command gives: it does not depend on the requests that it is batched with.
+POST /v1/completions and GET /v1/models are for OpenAI's clients.
 GET / is a page to try it in, /healthz says whether it is ready, /metrics is for Prometheus.
 
 It listens on this machine alone unless --host says otherwise. A token, from --token_file or
-the environment's SWITCHX_TOKEN, is then asked for as `Authorization: Bearer TOKEN`.
+the environment's SWITCHX_TOKEN, is then asked for as `Authorization: Bearer TOKEN`. Without
+one, and listening on this machine alone, it answers to this machine's names only.
 
 SIGTERM or Ctrl-C: new requests get 503, those that run are answered, and the exit status is
 0; a second one does not wait.
@@ -33,7 +38,7 @@ EXTRA = ("starlette", "uvicorn", "prometheus_client")
 TOKEN_VARIABLE = "SWITCHX_TOKEN"
 LEAST_TOKEN_LENGTH = 16
 # For the worker to look up from what it compiles.
-STOPPING_S = 5.0
+STOPPING_S = 2.0
 
 
 def add_command(commands) -> None:
@@ -50,6 +55,22 @@ def add_command(commands) -> None:
     )
     parser.add_argument(
         "--token_file", metavar="FILE", help="its first line is the token that clients send"
+    )
+    parser.add_argument(
+        "--allowed_hosts",
+        default="",
+        metavar="NAME,NAME",
+        help="names that `Host` may have, beside localhost, where no token is asked for",
+    )
+    parser.add_argument(
+        "--access_log",
+        metavar="FILE",
+        help="a line of JSON for each request; - is the standard output (default: none)",
+    )
+    parser.add_argument(
+        "--served_model_name",
+        metavar="NAME",
+        help="what OpenAI's clients call the model (default: that of its folder)",
     )
     shared.add_options(parser, Limits)
 
@@ -70,8 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     from switchx import api
-    from switchx.serving.scheduler import Service
-    from switchx.serving.server import Server, is_loopback, open_socket
+    from switchx.serving.app import is_loopback
+    from switchx.serving.server import Server, open_socket
+    from switchx.serving.service import Service
 
     limits = Limits(**shared.options_of(arguments, Limits))
     asked = slots.expert_slots(arguments)
@@ -84,15 +106,21 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     # Before it compiles: an address that is taken is said at once.
     with open_socket(arguments.host, arguments.port) as listener:
         host, port = listener.getsockname()[:2]
-        if token is None and not is_loopback(arguments.host):
+        is_here_alone = is_loopback(arguments.host)
+        if token is None and not is_here_alone:
             reporter.note(
                 f"warning: {host} can be reached from other machines, and no token is asked "
                 f"for; give --token_file, or set {TOKEN_VARIABLE}"
             )
         address = f"[{host}]" if ":" in host else host
         reporter.note(f"listening on http://{address}:{port}")
+        hosts = arguments.allowed_hosts.lower().split(",")
+        folder = pathlib.Path(arguments.model_dir).expanduser().absolute()
+        name = arguments.served_model_name or folder.name
         service = Service(model, limits)
-        is_all_answered = Server(service, token).run_until_stopped(listener)
+        server = Server(service, token, None if token or not is_here_alone else hosts, name)
+        with access_log(arguments.access_log):
+            is_all_answered = server.run_until_stopped(listener)
     return _leave(service.worker, 0 if is_all_answered else 1)
 
 
@@ -107,6 +135,35 @@ def _leave(worker: threading.Thread, status: int) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+@contextlib.contextmanager
+def access_log(file: str | None):
+    """Lines of requests go to a file, which may be moved away (logrotate), or to `-`.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    if file is None:
+        yield
+        return
+    log = logging.getLogger("switchx.access")
+    try:
+        to_output = logging.StreamHandler(sys.stdout)
+        handler = to_output if file == "-" else logging.handlers.WatchedFileHandler(file)
+    except OSError as error:
+        raise ValueError(f"--access_log={file} cannot be written: {error}") from error
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.propagate, before = False, log.level
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+        log.setLevel(before)
+        handler.close()
 
 
 def read_token(file: str | None) -> str | None:

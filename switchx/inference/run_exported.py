@@ -354,8 +354,8 @@ def _read_manifest(folder: pathlib.Path) -> dict:
             raise ValueError("it has changed since it was written")
     except FileNotFoundError:
         raise ValueError(f"{file} is missing; {again}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); {again}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read ({error!s:.300}); {again}") from error
     return content
 
 

@@ -13,6 +13,8 @@ from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_u
 # compiled for each pair that occurs. A prompt is at most half padding, or short.
 PROMPT_LENGTHS = tuple(length for length in LENGTHS if length >= 16 and length.bit_count() == 1)
 ANSWER_LENGTHS = (16, 64, 256, 1024, 4096)
+# For a client to read the rest of a response, once its answers are there.
+READING_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,11 @@ class Limits:
     max_connections: int = option(512, "connections that are open at once", 1)
     body_timeout_s: float = option(10.0, "for a request's head, and for its body", 0.01)
     request_timeout_s: float = option(60.0, "for a request to be answered", 0.01)
-    drain_timeout_s: float = option(60.0, "for requests that run when it is stopped", 0.01)
+    send_timeout_s: float = option(10.0, "without a byte that the client reads", 0.01)
+    worker_timeout_s: float = option(
+        300.0, "without a step of the worker, the compilation of a program among them", 0.01
+    )
+    drain_timeout_s: float = option(25.0, "for requests that run when it is stopped", 0.01)
     warm_up_tokens: int = option(
         64, "programs for inputs of up to so many tokens are compiled before it is ready", 0
     )

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The request queue, the batches that are taken from it, and the thread that decodes them.
 
-`Service` is the event loop's side: requests in, what happens to them out, as events. `Worker`
-is the thread that runs the model. `RequestQueue` stands between them: it is bounded, and a
-batch is of inputs that one compiled program answers, the oldest input's first.
+`Worker` is the thread that runs the model. `RequestQueue` stands between it and the event loop
+(service.py): it is bounded, and a batch is of inputs that one compiled program answers, the
+oldest input's first.
 """
 
-import asyncio
-import contextlib
 import dataclasses
 import logging
-import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,7 +21,6 @@ from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.inference.sampling import RowSettings
 from switchx.serving.limits import PROMPT_LENGTHS, Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.requests import GenerateRequest, Refusal
 
 LOG = logging.getLogger(__name__)
 
@@ -59,107 +55,6 @@ class Failure:
 
 
 Event = NewTokens | Answer | Failure
-
-
-class Service:
-    """A model that answers requests.
-
-    Attributes:
-        num_open: requests that are being read or answered.
-        is_draining: no new ones are taken.
-    """
-
-    def __init__(self, model: Model, limits: Limits):
-        """Starts the worker, which compiles first.
-
-        Raises:
-            ValueError: the model cannot generate.
-        """
-        model.generator()
-        self.model, self.limits, self.metrics = model, limits, Metrics()
-        self._queue = RequestQueue(limits)
-        self.worker = Worker(model, limits, self._queue, self.metrics)
-        self.metrics.waiting.set_function(lambda: len(self._queue))
-        self.metrics.running.set_function(lambda: len(self.worker.running))
-        self.num_open, self.is_draining = 0, False
-        self.worker.start()
-
-    @property
-    def is_ready(self) -> bool:
-        return self.worker.is_ready and not self.is_draining
-
-    @contextlib.contextmanager
-    def admitted(self):
-        """A request from its head to its response.
-
-        Raises:
-            Refusal: 503; the server stops, the worker ended, or it is still compiling.
-        """
-        if self.is_draining:
-            raise Refusal(503, "the server is stopping; ask another one", retry_after_s=10)
-        if self.worker.error is not None:
-            raise Refusal(503, "the model is not running any more; the server's log says why")
-        if not self.worker.is_ready:
-            raise Refusal(503, "the server is still compiling; try later", retry_after_s=5)
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-
-    @contextlib.asynccontextmanager
-    async def events(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[Event]]:
-        """What happens to a request's inputs, until each has its answer.
-
-        On leaving the context before that the inputs are abandoned: they leave the queue, or
-        are decoded no further.
-
-        Raises:
-            Refusal: 429, the queue is full; 500, the model failed.
-        """
-        events, loop = asyncio.Queue(), asyncio.get_running_loop()
-
-        def deliver(event: Event) -> None:
-            # A loop that is closed has no clients any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        settings, inputs = request.settings, []
-        for number, prompt in enumerate(request.prompts):
-            group = Group.of(prompt, settings, self.limits)
-            is_streaming = request.is_streaming
-            inputs.append(QueuedInput(prompt, settings, number, group, deliver, is_streaming))
-        if not self._queue.put(inputs):
-            waiting = len(self._queue)
-            raise Refusal(
-                429,
-                f"the queue has {waiting} of {self.limits.max_waiting} inputs, and "
-                f"{len(inputs)} more do not fit; try later",
-                # A guess: all that waits, at a second a batch.
-                retry_after_s=max(1, math.ceil(waiting / self.limits.batch_size)),
-            )
-        unanswered = set(range(len(inputs)))
-
-        async def each_event() -> AsyncIterator[Event]:
-            while unanswered:
-                event = await events.get()
-                if event.number not in unanswered:
-                    continue  # its batch failed after it had its answer
-                if isinstance(event, Failure):
-                    raise Refusal(500, "the model failed; the server's log says how")
-                if isinstance(event, Answer):
-                    unanswered.discard(event.number)
-                yield event
-
-        try:
-            yield each_event()
-        finally:
-            self._queue.abandon(inputs)
-            self.metrics.abandoned.inc(len(unanswered))
-
-    def close(self) -> None:
-        """Stops the worker after its batch."""
-        self._queue.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,6 +162,7 @@ class Worker(threading.Thread):
         is_ready: the programs of short prompts are compiled.
         error: why it is not alive any more.
         running: the inputs being answered.
+        heartbeat_s: when it last did a step of them, of the clock `time.monotonic`.
     """
 
     def __init__(self, model: Model, limits: Limits, queue: RequestQueue, metrics: Metrics):
@@ -276,13 +172,20 @@ class Worker(threading.Thread):
         self._generators: dict[Group, Generator] = {}
         self.is_ready, self.error = False, None
         self.running: Sequence[QueuedInput] = ()
+        self.heartbeat_s = time.monotonic()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a step takes longer than any should."""
+        waited_s = time.monotonic() - self.heartbeat_s
+        return bool(self.running) and waited_s > self._limits.worker_timeout_s
 
     def run(self) -> None:
         try:
             self._warm_up()
             self.is_ready = not self._queue.is_closed
             while batch := self._queue.take():
-                self.running = batch
+                self.heartbeat_s, self.running = time.monotonic(), batch
                 try:
                     self._answer(batch)
                 except Exception:
@@ -306,7 +209,9 @@ class Worker(threading.Thread):
         if not is_search:
             running.tokens_so_far()  # waits for the device
             self._observe_seconds(self._metrics.first_token_s, batch)
+        first_s = time.monotonic()
         while running.waiting:
+            self.heartbeat_s = time.monotonic()
             running.abandon(i for i, each in enumerate(batch) if each.is_abandoned)
             if has_streams and not is_search:
                 for i, tokens in running.tokens_so_far().items():
@@ -316,6 +221,8 @@ class Worker(threading.Thread):
                 if is_search:
                     self._observe_seconds(self._metrics.first_token_s, [batch[i]])
                 self._deliver_answer(batch[i], hypotheses[0])
+                if not is_search:
+                    self._observe_tokens(hypotheses[0], time.monotonic() - first_s)
 
     def _start(self, batch: Sequence[QueuedInput]) -> RunningBatch:
         group, settings = batch[0].group, [each.settings for each in batch]
@@ -357,11 +264,15 @@ class Worker(threading.Thread):
         for each in inputs:
             histogram.observe(now_s - each.arrival_s)
 
+    def _observe_tokens(self, best: Hypothesis, seconds: float) -> None:
+        """Counts the time between an answer's tokens, each with their mean."""
+        later = len(best.tokens) - 1 + best.is_finished
+        for _ in range(later):
+            self._metrics.inter_token_s.observe(seconds / later)
+
     def _deliver_answer(self, each: QueuedInput, best: Hypothesis) -> None:
-        self._observe_seconds(self._metrics.latency_s, [each])
-        self._metrics.prompt_tokens.inc(len(each.prompt))
-        self._metrics.generation_tokens.inc(len(best.tokens))
-        self._metrics.success.labels("stop" if best.is_finished else "length").inc()
+        reason = "stop" if best.is_finished else "length"
+        self._metrics.count_answer(each, len(best.tokens), reason)
         each.deliver(Answer(each.number, best))
 
     def _warm_up(self) -> None:

@@ -17,8 +17,8 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
-from switchx.serving.scheduler import Service
 from switchx.serving.server import Server, open_socket
+from switchx.serving.service import Service
 
 CONFIG = ModelConfig(
     "encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1), init_scale=4.0
@@ -72,10 +72,10 @@ def is_said(result: dict, text: str) -> bool:
 
 
 @contextlib.contextmanager
-def listening(service: Service, token: str | None = None):
-    """A server in a thread; host and port."""
+def listening(service: Service, *arguments, **keywords):
+    """A server (`Server`'s arguments) in a thread; host and port."""
     with open_socket("127.0.0.1", 0) as listener:
-        server = Server(service, token)
+        server = Server(service, *arguments, **keywords)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         yield listener.getsockname()[:2]

@@ -159,6 +159,20 @@ def test_what_is_wrong_is_named(body, field, message):
     assert got.field == field and message in got.message
 
 
+@pytest.mark.parametrize("depth", [17, 100, 300, 600, 900, 990, 1000, 5000, 100_000])
+def test_no_nesting_depth_escapes(depth):
+    for begin, end in (("[", "]"), ('{"a": ', "}")):
+        inner = begin * depth + ("1" if begin != "[" else "") + end * depth
+        for body in (inner, f'{{"inputs": {inner}}}', f'{{"inputs": "a", "seed": {inner}}}'):
+            assert "the body is nested" in refusal(body.encode()).message
+
+
+def test_a_seed_is_drawn_for_samples_that_have_none():
+    seeds = {read({"inputs": "a", "temperature": 1}).settings.seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert read({"inputs": "a"}).settings.seed == 0  # greedy decoding reads none
+
+
 def test_long_values_are_cut():
     assert len(refusal({"inputs": "a", "seed": "x" * 9999}).message) < 200
     assert len(refusal({"inputs": "a", "y" * 9999: 1}).message) < 300
@@ -205,6 +219,10 @@ def test_whatever_is_sent_is_read_or_refused(body):
 
 def test_status_field_and_message():
     refusal = Refusal(400, "top_k is 0", field="top_k")
-    want = {"error": {"status": 400, "field": "top_k", "message": "top_k is 0"}}
-    assert refusal.as_json() == want
+    assert refusal.as_json()["error"] == {
+        "status": 400, "field": "top_k", "message": "top_k is 0",
+        "type": "invalid_request_error", "param": "top_k", "code": None,
+    }  # fmt: skip
+    kinds = [Refusal(status, "").as_json()["error"]["type"] for status in (401, 429, 503)]
+    assert kinds == ["authentication_error", "rate_limit_error", "server_error"]
     assert refusal.retry_after_s is None and str(refusal) == "top_k is 0"

@@ -29,8 +29,8 @@ from switchx.serving.scheduler import (
     NewTokens,
     QueuedInput,
     RequestQueue,
-    Service,
 )
+from switchx.serving.service import Service
 from tests.serving import served
 
 

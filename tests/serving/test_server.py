@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sockets: heads that are slow or no HTTP, connections, the end in two steps."""
 
-import contextlib
 import socket
 import threading
 import time
 
 import pytest
 
-from switchx.serving.server import Server, is_loopback, open_socket
+from switchx.serving.app import is_loopback
+from switchx.serving.server import Server, open_socket
 from tests.serving import served
 from tests.serving.served import exchange, request_bytes, status_and_json
 
@@ -89,16 +89,6 @@ def test_an_address_that_is_taken():
 def test_what_only_this_machine_reaches():
     hosts = ("127.0.0.1", "127.3.3.3", "::1", "localhost", "0.0.0.0", "::", "example.org")
     assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 3
-
-
-def test_connections_that_send_nothing_are_closed(service, address):
-    request = request_bytes(b'{"inputs": "gate"}', "Connection: close")
-    with contextlib.ExitStack() as stack:
-        for _ in range(service.limits.max_connections):
-            stack.enter_context(socket.create_connection(address))
-        assert exchange(address, request).startswith(b"HTTP/1.1 503")
-        # They are still open on this side; the server has had enough of them.
-        wait_until(lambda: exchange(address, request).startswith(b"HTTP/1.1 200"))
 
 
 def test_draining_answers_the_old_and_refuses_the_new(service, limited, monkeypatch):
