@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.port < 1 << 16:
         raise ValueError(f"--port={arguments.port}; use 0 to 65535")
     token = read_token(arguments.token_file)
-    with TerminalReporter() as reporter:
+    with access_log(arguments.access_log), TerminalReporter() as reporter:
         reporter.note("loading JAX and the model")
         return _serve(arguments, token, reporter)
 
@@ -119,8 +119,7 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
         name = arguments.served_model_name or folder.name
         service = Service(model, limits)
         server = Server(service, token, None if token or not is_here_alone else hosts, name)
-        with access_log(arguments.access_log):
-            is_all_answered = server.run_until_stopped(listener)
+        is_all_answered = server.run_until_stopped(listener)
     return _leave(service.worker, 0 if is_all_answered else 1)
 
 

@@ -46,10 +46,12 @@ def get(address, path: str):
     return response.status, json.loads(response.read())
 
 
-def test_a_process_serves_drains_and_ends_well(folder, start_cli):
+def test_a_process_serves_drains_and_ends_well(folder, start_cli, tmp_path):
     """The answer that is being computed at SIGTERM is given; a new request is refused."""
+    log = tmp_path / "access.jsonl"
     process = start_cli(
         "serve", f"--model_dir={folder}", "--port=0", "--warm_up_tokens=0", "--max_beam_size=2",
+        "--drain_timeout_s=200", "--request_timeout_s=200", f"--access_log={log}",
         env={serve.TOKEN_VARIABLE: TOKEN},
     )  # fmt: skip
     address = ("127.0.0.1", int(line_of(process, r"listening on http://127.0.0.1:(\d+)")[1]))
@@ -72,6 +74,9 @@ def test_a_process_serves_drains_and_ends_well(folder, start_cli):
     assert process.wait(30) == 0
     want = switchx.load(folder).generate(["gate", "of"], beam_size=2, max_length=4)
     assert status == 200 and [each["text"] for each in body["results"]] == want
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    asked = [line["status"] for line in lines if line["path"] == "/v1/generate"]
+    assert asked == [401, 503, 200]
 
 
 @pytest.mark.slow
@@ -110,6 +115,7 @@ def metrics_of(address, headers) -> bytes:
         (["--port=70000"], "--port=70000; use 0 to 65535"),
         (["--batch_size=0"], "Limits.batch_size=0; use 1 to 1024"),
         (["--token_file=nothing.txt"], "--token_file=nothing.txt cannot be read: "),
+        (["--access_log=no/folder/log"], "--access_log=no/folder/log cannot be written: "),
         (["--model_dir=nothing"], "nothing is not a run folder"),
     ],
 )

@@ -3,10 +3,12 @@
 
 import dataclasses
 import json
+import logging
 import re
 import time
 
 import hypothesis
+import jax
 import pytest
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
@@ -223,6 +225,27 @@ def test_the_page_loads_nothing_from_elsewhere(client):
     assert not re.findall(r"https?:|src=|@import|url\(", PAGE)
     for field in ("beam_size", "temperature", "top_k", "top_p", "seed", "length_penalty"):
         assert f'id="{field}"' in PAGE
+
+
+def test_each_request_is_a_line_of_json(client, caplog):
+    with caplog.at_level(logging.INFO, "switchx.access"):
+        client.post(
+            "/v1/generate", json={"inputs": ["gate", "of"]}, headers={"X-Request-Id": "a-1"}
+        )
+        client.post("/v1/generate", json={}, headers={"X-Request-Id": 'b"\\'})
+        client.get("/healthz")
+    first, second = (json.loads(record.getMessage()) for record in caplog.records)
+    assert (first["request_id"], first["status"], first["inputs"]) == ("a-1", 200, 2)
+    assert first["prompt_tokens"] == 5 + 3 and first["generation_tokens"] > 0
+    assert first["is_complete"] and first["seconds"] > 0 and first["bytes"] > 0
+    assert (first["method"], first["path"]) == ("POST", "/v1/generate")
+    assert second["status"] == 400 and re.fullmatch("[0-9a-f]{32}", second["request_id"])
+
+
+def test_versions(client):
+    got = client.get("/version").json()
+    assert got["jax"] == jax.__version__ and set(got) == {"version", "commit", "jax", "device"}
+    assert f'jax="{jax.__version__}"' in client.get("/metrics").text.partition("build_info{")[2]
 
 
 def test_other_routes_and_methods(client):

@@ -136,6 +136,28 @@ def test_streams_that_are_not_read_are_cut_off(service, limited, monkeypatch):
     assert service.num_open == 0
 
 
+def test_good_clients_get_their_answers_beside_attackers(service, limited):
+    """Slow heads and bodies, unread bodies, pipelines that are not read, and resets."""
+    limited(max_connections=32, body_timeout_s=0.5, send_timeout_s=0.5)
+    page = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    attacks = (b"", b"GET /", SLOW, UNREAD, UNKNOWN, page * 200)
+    with (
+        served.listening(service) as address,
+        served.good_clients(address, 2) as counts,
+        contextlib.ExitStack() as stack,
+    ):
+        for number in range(48):
+            client = stack.enter_context(
+                connected(address, attacks[number % len(attacks)], buffer_bytes=4096)
+            )
+            if number % 3 == 0:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.close()
+            assert health(address) == 200
+        assert served.post(address, {"inputs": "gate"})[0] == 200
+    assert sum(counts) >= 2 and service.num_open == 0
+
+
 def test_resets_leave_nothing(service, address):
     for data in (b"", b"GET /", SLOW, UNREAD, request_bytes(b'{"inputs": "gate"}')):
         client = connected(address, data)

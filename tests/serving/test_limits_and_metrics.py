@@ -38,7 +38,7 @@ def test_what_cannot_be_is_refused(changes, message):
 VLLM = {
     "num_requests_running", "num_requests_waiting", "time_to_first_token_seconds",
     "e2e_request_latency_seconds", "request_queue_time_seconds", "prompt_tokens",
-    "generation_tokens", "request_success",
+    "generation_tokens", "request_success", "inter_token_latency_seconds",
 }  # fmt: skip
 
 
@@ -59,6 +59,19 @@ def test_names_are_vllms_and_values_are_read_back():
         if sample.name.endswith("_bucket")
     }
     assert values["0.02"] == 0 and values["0.04"] == 1 == values["+Inf"]
+
+
+def test_the_process_and_what_it_is_made_of():
+    families = {
+        family.name: family.samples
+        for family in text_string_to_metric_families(Metrics().text().decode())
+    }
+    (build,) = families["switchx:build"] if "switchx:build" in families else (
+        families["switchx:build_info"]
+    )  # fmt: skip
+    assert build.name == "switchx:build_info" and build.value == 1 and build.labels["jax"]
+    (resident,) = families["process_resident_memory_bytes"]
+    assert resident.value > 1e6
 
 
 def test_servers_count_apart():

@@ -13,6 +13,7 @@ import pytest
 from switchx.api import Model
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.inference.running_batch import Hypothesis
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
@@ -30,7 +31,7 @@ from switchx.serving.scheduler import (
     QueuedInput,
     RequestQueue,
 )
-from switchx.serving.service import Service
+from switchx.serving.service import Events, Service
 from tests.serving import served
 
 
@@ -247,6 +248,29 @@ def test_each_input_is_answered_once(service):
         assert served.model().vocabulary.decode(answers[number].tokens) == (
             served.said()[text].output
         )
+
+
+def test_a_slow_reader_keeps_one_event_an_input():
+    """A thousand events of two inputs: the newest of each, in the order of the inputs."""
+
+    async def read_late():
+        events = Events(2, 60.0, lambda number, num_tokens: None)
+        for length in range(1, 500):
+            for number in (1, 0):
+                events.put(NewTokens(number, [5] * length))
+        assert len(events._waiting) == 2
+        found = [await anext(events), await anext(events)]
+        events.put(NewTokens(0, [5] * 500))
+        events.put(Answer(0, Hypothesis([5] * 501, -1.0, True)))
+        events.put(Failure(0))
+        events.put(Answer(1, Hypothesis([5], -1.0, False)))
+        return found + [event async for event in events], events.num_tokens
+
+    found, num_tokens = asyncio.run(read_late())
+    assert [(event.number, type(event)) for event in found] == [
+        (1, NewTokens), (0, NewTokens), (0, Answer), (1, Answer),
+    ]  # fmt: skip
+    assert [len(event.tokens) for event in found[:2]] == [499, 499] and num_tokens == 502
 
 
 def test_an_answer_stands_though_its_batch_fails_later(service, limited, monkeypatch):
