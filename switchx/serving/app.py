@@ -164,6 +164,9 @@ class Entrance:
         self._hosts, self._num_connections = hosts, num_connections
 
     async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         headers, is_health = Headers(scope=scope), scope["path"] in HEALTH
         given_id = headers.get("x-request-id", "")
         record = {

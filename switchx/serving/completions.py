@@ -57,12 +57,14 @@ class CompletionRequest(GenerateRequest):
         stops: a text ends before the first of these.
         echoes: what stands before each text: the prompt, or nothing.
         has_usage: a stream ends with counts of tokens.
+        created: seconds of the epoch.
     """
 
     stops: Sequence[str] = ()
     echoes: Sequence[str] = ()
     num_choices: int = 1
     has_usage: bool = False
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
     def wants_tokens(self) -> bool:
@@ -182,7 +184,7 @@ class CompletionForm:
         return {
             "id": f"cmpl-{wanted.request_id}",
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": wanted.created,
             "model": self._name,
             "choices": choices,
         }

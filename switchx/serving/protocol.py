@@ -18,6 +18,7 @@ request in another way would let a second one through.
 import json
 import re
 import time
+from collections.abc import Callable
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -96,9 +97,14 @@ class CountingTransport:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection; `limits` is set by a subclass for each server."""
+    """A connection; a subclass for each server sets its attributes.
+
+    Attributes:
+        count: is told the status of a response that no route gives.
+    """
 
     limits: Limits
+    count: Callable[[int], None]
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
@@ -187,4 +193,5 @@ class BoundedProtocol(H11Protocol):
             head = h11.Response(status_code=status, headers=headers)
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
+            self.count(status)
         self.transport.close()

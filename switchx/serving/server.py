@@ -62,6 +62,9 @@ class Server(uvicorn.Server):
         class Protocol(BoundedProtocol):
             limits = service.limits
 
+            def count(self, status: int) -> None:
+                service.metrics.responses.labels(str(status)).inc()
+
         config = uvicorn.Config(
             make_app(service, token, hosts, self._num_connections, name),
             http=Protocol,

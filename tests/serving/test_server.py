@@ -35,6 +35,13 @@ def test_a_head_that_does_not_end_in_time(address):
     assert 3 * 0.9 < time.monotonic() - start_s < 30
 
 
+def test_responses_that_no_route_gives_are_counted(service, address):
+    counts = service.metrics.responses.labels("400")._value
+    before = counts.get()
+    assert exchange(address, b"GET\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert counts.get() == before + 1
+
+
 def test_a_second_head_on_a_connection_has_a_time_too(address):
     with socket.create_connection(address, timeout=60) as client:
         client.sendall(request_bytes(b'{"inputs": "gate"}'))
