@@ -6,9 +6,8 @@ and a checksum of itself. It is written last, into a folder that is then renamed
 without one is half-written whatever else it holds. Checkpoints take CRC-32, which finds every
 flipped byte and costs far less than the disk (zlib: 1 to 7 GB/s on one core); folders that are
 handed on take SHA-256, whose value is their fingerprint too. Neither proves who wrote them: who
-changes a file can write a manifest that fits it. So what a manifest says is checked by its
-readers, whatever its checksum is;
-what a folder says of its origin has the commit of the code that wrote it.
+changes a file can write a manifest that fits it, so its readers check what it says, too. What a
+folder says of its origin has the commit of the code that wrote it.
 """
 
 import contextlib
@@ -102,10 +101,11 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
         yield f"it cannot be read ({error})"
         return
     for name, entry in files.items():
-        if not (isinstance(entry, list | tuple) and [type(n) for n in entry[:1]] == [int]):
-            yield f"its manifest has no size of {name!r:.80}"
+        is_pair = isinstance(entry, list | tuple) and len(entry) == 2
+        if not is_pair or type(entry[0]) is not int:
+            yield f"its manifest has no size and checksum of {name!r:.80}"
             continue
-        num_bytes, expected = (*entry, None)[:2]
+        num_bytes, expected = entry
         path = folder / name
         try:
             if not is_address(folder) and not path.resolve().is_relative_to(folder.resolve()):

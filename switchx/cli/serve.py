@@ -114,7 +114,7 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
             )
         address = f"[{host}]" if ":" in host else host
         reporter.note(f"listening on http://{address}:{port}")
-        hosts = arguments.allowed_hosts.lower().split(",")
+        hosts = [name.strip() for name in arguments.allowed_hosts.lower().split(",") if name]
         folder = pathlib.Path(arguments.model_dir).expanduser().absolute()
         name = arguments.served_model_name or folder.name
         service = Service(model, limits)

@@ -87,8 +87,13 @@ class T5XFolder:
             content = serialization.msgpack_restore(file.read_bytes())
         # A damaged index fails wherever the damage is.
         except (
-            ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError,
-        ) as error:  # fmt: skip
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OSError,
+            RecursionError,
+        ) as error:
             raise ValueError(
                 f"{file} cannot be read as msgpack ({error}); it is damaged or cut short: "
                 "fetch it again"

@@ -80,7 +80,9 @@ def attack(address, examples: int, timeout_s: float = 0.3):
         received = exchange(address, data, is_ended=is_ended, timeout_s=timeout_s)
         for line in received.split(b"\r\n"):
             if line.startswith(b"HTTP/1.1 "):
-                assert int(line.split()[1]) in (200, 400, 404, 405, 408, 413, 415, 429), line
+                assert int(line.split()[1]) in (100, 200, 400, 404, 405, 408, 413, 415, 429), (
+                    line
+                )
 
     send()
 
