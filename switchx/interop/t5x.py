@@ -29,11 +29,7 @@ import tensorstore
 from flax import serialization
 
 from switchx.fields import require
-from switchx.interop.safetensors_folder import (
-    letters_of,
-    require_same_tensors,
-    shape_of,
-)
+from switchx.interop.safetensors_folder import letters_of, require_same_tensors, shape_of
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.object_store import read_json_object
 from switchx.tree import nested
@@ -170,9 +166,7 @@ class T5XFolder:
 def _leaves(tree: dict[str, Any], prefix: str = ""):
     """Names of arrays and of descriptions of arrays; what else there is is refused."""
     if prefix.count("/") > _MOST_LEVELS:
-        raise ValueError(
-            f"target/{prefix:.80}... is nested too deeply: do not use this checkpoint"
-        )
+        raise ValueError(f"target/{prefix:.60} is nested too deeply: do not use it")
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and not {"driver", "kvstore", "metadata"} <= value.keys():
