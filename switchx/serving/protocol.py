@@ -18,7 +18,7 @@ request in another way would let a second one through.
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -96,11 +96,17 @@ class CountingTransport:
         self._transport.write_eof()
 
 
+def num_staying(connections: Iterable["BoundedProtocol"]) -> int:
+    """Connections but for those that made place for others."""
+    return sum(not each.is_leaving for each in connections)
+
+
 class BoundedProtocol(H11Protocol):
     """A connection; a subclass for each server sets its attributes.
 
     Attributes:
         count: is told the status of a response that no route gives.
+        is_leaving: it made place for another one.
     """
 
     limits: Limits
@@ -109,6 +115,7 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         self.conn = StrictConnection(h11.SERVER, MAX_HEAD_BYTES)
+        self._is_refused = self.is_leaving = False
         # What it is doing, since when; bytes sent, and when there were more of them.
         self._state, self._since_s = "", time.monotonic()
         self._num_sent, self._progress_s = 0, self._since_s
@@ -120,8 +127,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport) -> None:
         super().connection_made(CountingTransport(transport, self._has_unread))
-        if len(self.connections) > self.limits.max_connections:
-            self._make_place()
+        self._make_place()
 
     def data_received(self, data: bytes) -> None:
         if not self.transport.is_closing():
@@ -165,14 +171,26 @@ class BoundedProtocol(H11Protocol):
         return "idle" if is_idle else "head"
 
     def _has_unread(self) -> bool:
-        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return self._is_refused or self.conn.their_state is h11.SEND_BODY
 
     def _make_place(self) -> None:
-        waiting = [each for each in self.connections if each.is_waiting and each is not self]
+        most, number = self.limits.max_connections, num_staying(self.connections)
+        if number <= most:
+            return
+        waiting = [
+            each
+            for each in self.connections
+            if each.is_waiting and not each.is_leaving and each is not self
+        ]
         if waiting:
-            min(waiting, key=lambda each: each._since_s).transport.abort()
-        elif len(self.connections) > self.limits.max_connections + RESERVED_CONNECTIONS:
-            self.transport.abort()
+            min(waiting, key=lambda each: each._since_s)._leave()
+        elif number > most + RESERVED_CONNECTIONS:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Ends at once; the event loop says so a little later."""
+        self.is_leaving = True
+        self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         self._say_and_close(
@@ -194,4 +212,5 @@ class BoundedProtocol(H11Protocol):
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
             self.count(status)
+        self._is_refused = True
         self.transport.close()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import uvicorn
 
 from switchx.serving.app import make_app
-from switchx.serving.protocol import RESERVED_CONNECTIONS, BoundedProtocol
+from switchx.serving.protocol import RESERVED_CONNECTIONS, BoundedProtocol, num_staying
 from switchx.serving.service import Service
 
 LOG = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _num_connections(self) -> int:
-        return len(self.server_state.connections)
+        return num_staying(self.server_state.connections)
 
     def run_until_stopped(self, listener: socket.socket) -> bool:
         """Serves; returns whether all that was taken was answered."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients that hold connections, beside good ones: each is let go, and health is answered."""
 
+import concurrent.futures
 import contextlib
 import socket
 import struct
@@ -109,6 +110,10 @@ def test_connections_that_wait_make_place_for_new_ones(service, address):
         idle = [stack.enter_context(connected(address)) for _ in range(32)]
         assert status_and_json(exchange(address, request))[0] == 200
         assert received(idle[0], 0.1) == (b"", True)
+        # Several that come at once: a place for each of them.
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda _: exchange(address, request), range(24)))
+        assert {status_and_json(answer)[0] for answer in answers} == {200}
 
 
 @pytest.mark.parametrize(

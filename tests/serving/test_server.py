@@ -83,6 +83,17 @@ def test_heads_that_can_be_read_in_two_ways(address, data):
     assert status == 400 and "can be read in two ways" in body["error"]["message"]
 
 
+def test_a_refused_head_is_told_so_though_more_is_sent(address):
+    with socket.create_connection(address, timeout=60) as client:
+        client.sendall(GOOD.replace(b"\r\n", b"\n"))
+        time.sleep(0.2)
+        client.sendall(b"x" * 1_000_000)
+        received = b""
+        while part := client.recv(65536):
+            received += part
+    assert received.startswith(b"HTTP/1.1 400")
+
+
 def test_a_body_may_have_bare_line_feeds(address):
     data = request_bytes(b'{\n"inputs":\n"gate"}\n\n', "Connection: close")
     assert status_and_json(exchange(address, data * 2))[0] == 200
