@@ -24,7 +24,7 @@ from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
 from switchx.inference.generate import Generator, Hypothesis, for_decoding
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, RowSettings
 from switchx.interop import huggingface
 from switchx.models.params import init_params
 
@@ -182,15 +182,21 @@ def loop_bytes(config, params) -> int:
     decoding = DecodingConfig(NEW_TOKENS, eos_id=NO_END)
     source_BM = jnp.array(inputs(1))
     state = jax.eval_shape(
-        functools.partial(prefill, config, decoding),
+        functools.partial(prefill, config, decoding.program),
         params,
         prompt_BP=jnp.zeros((1, 1), jnp.int32),
         is_prompt_BP=jnp.ones((1, 1), bool),
-        rows=Rows(jnp.zeros(1, jnp.int32), jnp.ones(1, bool), jnp.full(1, NEW_TOKENS)),
+        rows=Rows(
+            jnp.zeros(1, jnp.int32),
+            jnp.ones(1, bool),
+            jnp.full(1, NEW_TOKENS),
+            RowSettings.of([decoding]),
+        ),
         source_BM=source_BM,
         is_source_BM=source_BM > 0,
     )
-    memory = run_until.lower(config, decoding, params, state, 0).compile().memory_analysis()
+    loop = run_until.lower(config, decoding.program, params, state, 0, NEW_TOKENS)
+    memory = loop.compile().memory_analysis()
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 

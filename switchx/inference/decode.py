@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.inference.beam_search import Beams
-from switchx.inference.config import DecodingConfig
+from switchx.inference.config import DecodingProgram
 from switchx.inference.sampling import Greedy, Rows
 from switchx.models.block import BlockCache, BlockInputs
 from switchx.models.config import ModelConfig
@@ -55,7 +55,7 @@ class Decoding:
 @functools.partial(jax.jit, static_argnames=("config", "decoding"))
 def prefill(
     config: ModelConfig,
-    decoding: DecodingConfig,
+    decoding: DecodingProgram,
     params,
     *,
     prompt_BP,
@@ -92,9 +92,11 @@ def prefill(
         row_bias_BHLM=model.decoder.row_bias(position_BP, position_BP),
         place=jnp.int32(0),
     )
-    logits_BPV, cache = _extend(model, cache, prompt_BP, position_BP, inputs)
+    x_BPD, cache = _extend(model, cache, prompt_BP, position_BP, inputs)
     start = (Beams if L > 1 else Greedy).start(B, decoding)
-    logits_BLV = jnp.broadcast_to(logits_BPV[:, -1:], (B, L, logits_BPV.shape[-1]))
+    # Of the last place alone: those of all would be the largest array of all.
+    logits_B1V = _logits(model, x_BPD[:, -1:])
+    logits_BLV = jnp.broadcast_to(logits_B1V, (B, L, logits_B1V.shape[-1]))
     hypotheses, token_BL, is_live_B = start.advance(logits_BLV, jnp.int32(0), rows, decoding)
     rows = dataclasses.replace(rows, is_live_B=is_live_B)
     return constrain_named(
@@ -105,11 +107,11 @@ def prefill(
 @functools.partial(jax.jit, static_argnames=("config", "decoding"), donate_argnames="state")
 def run_until(
     config: ModelConfig,
-    decoding: DecodingConfig,
+    decoding: DecodingProgram,
     params,
     state: Decoding,
     num_live,
-    last_step=None,
+    last_step,
 ) -> Decoding:
     """Steps until no more than `num_live` sentences live, or until `last_step` new tokens."""
     model = bind(config, params)
@@ -122,28 +124,27 @@ def run_until(
     )
 
 
-def run_until_by(run, config: ModelConfig, decoding, params, state, num_live, last_step=None):
+def run_until_by(run, config: ModelConfig, decoding, params, state, num_live, last_step):
     """`run_until`, its loop on the host; `run` runs each step's program."""
     while goes_on(state, num_live, last_step):
         state = run(run_step, config, decoding, params=params, state=state)
     return state
 
 
-def goes_on(state: Decoding, num_live, last_step=None):
+def goes_on(state: Decoding, num_live, last_step):
     """Whether `run_until` takes another step."""
-    are_many = jnp.sum(state.rows.is_live_B) > num_live
-    return are_many if last_step is None else are_many & (state.step < last_step)
+    return (jnp.sum(state.rows.is_live_B) > num_live) & (state.step < last_step)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"))
-def run_step(config: ModelConfig, decoding: DecodingConfig, params, state: Decoding):
+def run_step(config: ModelConfig, decoding: DecodingProgram, params, state: Decoding):
     """One step, for a loop that runs elsewhere."""
     model = bind(config, params)
     positions = position_terms(model, decoding, state.is_prompt_BP.shape[1])
     return _advance(model, decoding, state, positions)
 
 
-def _advance(model, decoding: DecodingConfig, state: Decoding, positions: tuple) -> Decoding:
+def _advance(model, decoding: DecodingProgram, state: Decoding, positions: tuple) -> Decoding:
     logits_BLV, cache = step_logits(model, decoding, state, positions)
     hypotheses, token_BL, is_live_B = state.hypotheses.advance(
         logits_BLV, state.step, state.rows, decoding
@@ -160,7 +161,7 @@ def _advance(model, decoding: DecodingConfig, state: Decoding, positions: tuple)
     )
 
 
-def step_logits(model, decoding: DecodingConfig, state: Decoding, positions: tuple):
+def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tuple):
     """Logits `[B, L, V]` after the newest tokens, and the cache with them.
 
     Args:
@@ -176,7 +177,7 @@ def step_logits(model, decoding: DecodingConfig, state: Decoding, positions: tup
     is_ancestor_BLM = is_ancestor_BLTL.reshape(B, L, T * L)
     is_prompt_BLP = jnp.broadcast_to(state.is_prompt_BP[:, None], (B, L, P))
     is_live_B1 = jnp.ones((B, 1), bool)
-    if decoding.pruning != "none":
+    if decoding.is_pruning:
         is_live_B1 = state.rows.is_live_B[:, None]
     is_source_BM, (bias_HM, untied) = state.is_source_BM, positions
     inputs = BlockInputs(
@@ -190,17 +191,21 @@ def step_logits(model, decoding: DecodingConfig, state: Decoding, positions: tup
     )
     num_prompt_B1 = jnp.sum(state.is_prompt_BP, axis=1, keepdims=True)
     position_BL = jnp.broadcast_to(num_prompt_B1 + step, (B, L))
-    return _extend(model, state.cache, state.token_BL, position_BL, inputs)
+    x_BLD, cache = _extend(model, state.cache, state.token_BL, position_BL, inputs)
+    return _logits(model, x_BLD), cache
 
 
 def _extend(model, cache, token_BL, position_BL, inputs: BlockInputs):
-    """Logits `[B, L, V]` of L more tokens of every row, and the cache with them."""
+    """What the decoder says of L more tokens of every row, and the cache with them."""
     x_BLD = constrain(model.embedding.embed(token_BL, position_BL), "BLD")
-    x_BLD, cache = model.decoder.extend(x_BLD, inputs, cache)
-    return constrain(model.embedding.logits(x_BLD), "BLV"), cache
+    return model.decoder.extend(x_BLD, inputs, cache)
 
 
-def position_terms(model, decoding: DecodingConfig, prompt_length: int) -> tuple:
+def _logits(model, x_BLD):
+    return constrain(model.embedding.logits(x_BLD), "BLV")
+
+
+def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tuple:
     """What the model's positions add to scores, as far as all steps share it.
 
     Returns:
@@ -216,7 +221,7 @@ def position_terms(model, decoding: DecodingConfig, prompt_length: int) -> tuple
     return None if bias_HLM is None else bias_HLM[:, 0], untied
 
 
-def _bias_of_step(bias_HM, P: int, step, decoding: DecodingConfig):
+def _bias_of_step(bias_HM, P: int, step, decoding: DecodingProgram):
     """The bias of step `step`'s queries for all places of the cache, `[H, 1, P + T * L]`."""
     if bias_HM is None:
         return None
@@ -228,7 +233,7 @@ def _bias_of_step(bias_HM, P: int, step, decoding: DecodingConfig):
     return jnp.concatenate([bias_HM[:, :P], new_HM], axis=1)[:, None]
 
 
-def _row_bias_of_step(untied, is_prompt_BP, step, decoding: DecodingConfig):
+def _row_bias_of_step(untied, is_prompt_BP, step, decoding: DecodingProgram):
     """What TUPE's positions add to the scores of step `step`, `[B, H, 1, P + T * L]`."""
     if untied is None:
         return None

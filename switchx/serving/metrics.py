@@ -5,6 +5,9 @@ As there, a request is one input: a call with three inputs counts three.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from switchx.inference.programs import COMPILATIONS, PROGRAMS
 
 # Seconds; vLLM's, thinned.
 FIRST_TOKEN = (
@@ -48,7 +51,20 @@ class Metrics:
         left = "Inputs whose clients left or ran out of time."
         self.abandoned = counter("request_abandoned", left)
         self.responses = counter("http_responses", "Responses by status.", "status")
+        self._registry.register(_Compiled())
 
     def text(self) -> bytes:
         """In Prometheus' format."""
         return generate_latest(self._registry)
+
+
+class _Compiled:
+    """What this process has compiled, the programs that were read from a cache included."""
+
+    def collect(self):
+        number, seconds = COMPILATIONS.number, COMPILATIONS.seconds
+        yield CounterMetricFamily("switchx:compilations", "Compiled programs.", number)
+        what = "Of compilations, or of reading their results from the persistent cache."
+        yield CounterMetricFamily("switchx:compilation_seconds", what, seconds)
+        what = "Decoding programs that are kept, of a bounded number."
+        yield GaugeMetricFamily("switchx:decoding_programs", what, len(PROGRAMS))

@@ -188,9 +188,12 @@ def _generator(values: dict[str, Any], model: Model, limits: Limits):
         if settings.get(name, 1) > number:
             raise _wrong(name, f"{name} is {_shown(settings[name])}; expected 1 to {number}")
     try:
-        return model.generator(**settings)
+        generator = model.generator(**settings)
     except FieldError as error:
         raise _wrong(error.field, str(error).removeprefix("DecodingConfig.")) from None
+    if refused := limits.refusal(generator.decoding):
+        raise _wrong(*refused)
+    return generator
 
 
 def _number(option: Option, value) -> int | float:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request queue, the batches that are taken from it, and the thread that decodes them.
+"""The batches that are taken from the request queue, and the threads that answer them.
 
 `Service` is the event loop's side: requests in, what happens to them out, as events. `Worker`
-is the thread that runs the model. `RequestQueue` stands between them: it is bounded, and a
-batch is of inputs that one compiled program answers, the oldest input's first.
+is the thread that runs the model, `Compiler` the one that compiles what new groups of inputs
+need, while the worker goes on with others. `RequestQueue` stands between them.
 """
 
 import asyncio
@@ -13,52 +13,30 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-
-import numpy as np
+from collections.abc import AsyncIterator, Sequence
 
 from switchx.api import Model
 from switchx.inference.config import BATCHES, DecodingConfig, rounded_up
 from switchx.inference.generate import Generator
-from switchx.inference.running_batch import Hypothesis, RunningBatch
+from switchx.inference.running_batch import Hypothesis, RunningBatch, are_compiled
 from switchx.inference.sampling import RowSettings
 from switchx.serving.limits import PROMPT_LENGTHS, Limits
 from switchx.serving.metrics import Metrics
+from switchx.serving.request_queue import (
+    Answer,
+    Event,
+    Failure,
+    Group,
+    NewTokens,
+    QueuedInput,
+    RequestQueue,
+)
 from switchx.serving.requests import GenerateRequest, Refusal
 
 LOG = logging.getLogger(__name__)
 
 # Decoding steps between two looks at who disconnected: without streams, and with some.
 STEPS = (16, 4)
-
-
-# What happens to an input; `number` is its place in the request, on which samples depend.
-
-
-@dataclasses.dataclass(frozen=True)
-class NewTokens:
-    """All tokens of an input's answer so far."""
-
-    number: int
-    tokens: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """The best hypothesis of an input."""
-
-    number: int
-    hypothesis: Hypothesis
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The model failed on an input's batch; the log says how."""
-
-    number: int
-
-
-Event = NewTokens | Answer | Failure
 
 
 class Service:
@@ -77,12 +55,13 @@ class Service:
         """
         model.generator()
         self.model, self.limits, self.metrics = model, limits, Metrics()
-        self._queue = RequestQueue(limits)
-        self.worker = Worker(model, limits, self._queue, self.metrics)
+        self.worker = Worker(model, limits, self.metrics)
+        self._queue, self.compiler = self.worker.queue, Compiler(self.worker)
         self.metrics.waiting.set_function(lambda: len(self._queue))
         self.metrics.running.set_function(lambda: len(self.worker.running))
         self.num_open, self.is_draining = 0, False
         self.worker.start()
+        self.compiler.start()
 
     @property
     def is_ready(self) -> bool:
@@ -158,130 +137,37 @@ class Service:
             self.metrics.abandoned.inc(len(unanswered))
 
     def close(self) -> None:
-        """Stops the worker after its batch."""
+        """Stops the worker after its batch, and the compiler after its program."""
         self._queue.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """What inputs of one batch have in common.
-
-    Attributes:
-        prompt_length, answer_length: that prompts and answers are padded to.
-    """
-
-    prompt_length: int
-    answer_length: int
-    beam_size: int
-    is_sampling: bool
-
-    @classmethod
-    def of(cls, prompt: Sequence[int], settings: DecodingConfig, limits: Limits) -> "Group":
-        return cls(
-            limits.prompt_length(len(prompt)),
-            limits.answer_length(settings.max_new_tokens),
-            settings.beam_size,
-            settings.is_sampling,
-        )
-
-
-@dataclasses.dataclass(eq=False)
-class QueuedInput:
-    """One input of a request, in the queue or being answered.
-
-    Attributes:
-        deliver: called by the worker's thread with what happens to it.
-        arrival_s: of the clock `time.monotonic`.
-        is_abandoned: its client disconnected or ran out of time.
-    """
-
-    prompt: list[int]
-    settings: DecodingConfig
-    number: int
-    group: Group
-    deliver: Callable[[Event], None]
-    is_streaming: bool = False
-    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
-    is_abandoned: bool = False
-
-
-class RequestQueue:
-    """Inputs that wait to be decoded; any thread may call anything.
-
-    Attributes:
-        is_closed: nothing is taken any more.
-    """
-
-    def __init__(self, limits: Limits):
-        self._limits, self._inputs = limits, []
-        self.is_closed = False
-        self._changed = threading.Condition()
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def put(self, inputs: Sequence[QueuedInput]) -> bool:
-        """Adds all of them or, where they do not fit, none; says which."""
-        with self._changed:
-            if self.is_closed or len(self._inputs) + len(inputs) > self._limits.max_waiting:
-                return False
-            self._inputs += inputs
-            self._changed.notify_all()
-            return True
-
-    def abandon(self, inputs: Sequence[QueuedInput]) -> None:
-        """Takes inputs out of the queue; those in a batch are decoded no further."""
-        with self._changed:
-            for each in inputs:
-                each.is_abandoned = True
-            self._inputs = [each for each in self._inputs if not each.is_abandoned]
-
-    def take(self) -> list[QueuedInput]:
-        """The next batch, when it is full or has waited; empty when the queue is closed."""
-        with self._changed:
-            while not self.is_closed:
-                limits = self._limits
-                if not self._inputs:
-                    self._changed.wait()
-                    continue
-                oldest = self._inputs[0]
-                batch = [each for each in self._inputs if each.group == oldest.group]
-                wait_s = oldest.arrival_s + limits.batch_wait_ms / 1e3 - time.monotonic()
-                if wait_s <= 0 or len(batch) >= limits.batch_size:
-                    batch = batch[: limits.batch_size]
-                    self._inputs = [each for each in self._inputs if each not in batch]
-                    return batch
-                self._changed.wait(wait_s)
-            return []
-
-    def close(self) -> None:
-        with self._changed:
-            self.is_closed = True
-            self._changed.notify_all()
-
-
 class Worker(threading.Thread):
-    """Answers what is in a queue, until it is closed.
+    """Answers what is in its queue, until it is closed.
 
     Attributes:
+        queue: of the inputs that wait.
         is_ready: the programs of short prompts are compiled.
         error: why it is not alive any more.
         running: the inputs being answered.
     """
 
-    def __init__(self, model: Model, limits: Limits, queue: RequestQueue, metrics: Metrics):
+    def __init__(self, model: Model, limits: Limits, metrics: Metrics):
         super().__init__(name="switchx-worker", daemon=True)
-        self._model, self._limits, self._queue = model, limits, queue
-        self._metrics = metrics
+        self._model, self._limits, self._metrics = model, limits, metrics
+        self.queue = RequestQueue(limits, self._num_compiled)
         self._generators: dict[Group, Generator] = {}
+        # The largest batch that the programs of a group are compiled for.
+        self._compiled: dict[Group, int] = {}
+        # Experts outside of the device are moved for one batch at a time.
+        self._moving = threading.Lock()
         self.is_ready, self.error = False, None
         self.running: Sequence[QueuedInput] = ()
 
     def run(self) -> None:
         try:
             self._warm_up()
-            self.is_ready = not self._queue.is_closed
-            while batch := self._queue.take():
+            self.is_ready = not self.queue.is_closed
+            while batch := self.queue.take():
                 self.running = batch
                 try:
                     self._answer(batch)
@@ -299,6 +185,14 @@ class Worker(threading.Thread):
     def _answer(self, batch: list[QueuedInput]) -> None:
         self._metrics.batch_size.observe(len(batch))
         self._observe_seconds(self._metrics.queue_s, batch)
+        with self._alone():
+            self._decode(batch)
+
+    def _alone(self):
+        """A context in which experts outside of the device are this thread's alone."""
+        return contextlib.nullcontext() if self._model.experts is None else self._moving
+
+    def _decode(self, batch: list[QueuedInput]) -> None:
         running = self._start(batch)
         # A search has no first token before its end.
         is_search = batch[0].group.beam_size > 1
@@ -319,7 +213,7 @@ class Worker(threading.Thread):
 
     def _start(self, batch: Sequence[QueuedInput]) -> RunningBatch:
         group, settings = batch[0].group, [each.settings for each in batch]
-        generator, all_tokens = self._generator(group), self._model.config.vocab_size
+        generator = self._generator(group)
         return RunningBatch(
             generator.config,
             generator.params,
@@ -327,13 +221,7 @@ class Worker(threading.Thread):
             [each.prompt for each in batch],
             numbers=[each.number for each in batch],
             token_limits=[each.max_new_tokens for each in settings],
-            settings=RowSettings(
-                np.array([each.seed for each in settings], np.int32),
-                np.array([each.temperature for each in settings], np.float32),
-                np.array([each.top_k or all_tokens for each in settings], np.int32),
-                np.array([each.top_p or 1.0 for each in settings], np.float32),
-                np.array([each.length_penalty for each in settings], np.float32),
-            ),
+            settings=RowSettings.of(settings),
             length=group.prompt_length,
             devices=generator.devices,
             experts=generator.experts,
@@ -368,25 +256,56 @@ class Worker(threading.Thread):
         """Compiles greedy decoding of short prompts, for all batches and ways to shrink."""
         limits = self._limits
         lengths = [length for length in PROMPT_LENGTHS if length <= limits.warm_up_tokens]
-        sizes = [size for size in BATCHES if size <= rounded_up(limits.batch_size, BATCHES)]
         answer, total = limits.answer_length(limits.default_new_tokens), len(lengths)
         for number, length in enumerate(lengths, 1):
             LOG.info("compiling for prompts up to %d tokens (%d of %d)", length, number, total)
             group = Group(length, answer, 1, is_sampling=False)
-            for size in sizes:
-                for left in [0, *(other for other in sizes if other < size)]:
-                    if self._queue.is_closed:
-                        return
-                    self._run_down(group, size, left)
+            while self._num_compiled(group) < limits.batch_size and not self.queue.is_closed:
+                self.compile_more(group)
 
-    def _run_down(self, group: Group, size: int, left: int) -> None:
-        """A batch of `size` of which all but `left` end at once, and those soon after."""
+    def _num_compiled(self, group: Group) -> int:
+        """How many inputs of a group the programs that are compiled, and kept, take."""
+        size = self._compiled.get(group, 0)
+        if size and not are_compiled(self._generator(group), size, group.prompt_length):
+            size = self._compiled[group] = 0
+        return size
+
+    def compile_more(self, group: Group) -> None:
+        """Compiles what the next larger batch of a group needs."""
+        sizes = BATCHES[: BATCHES.index(rounded_up(self._limits.batch_size, BATCHES)) + 1]
+        size = next(size for size in sizes if size > self._num_compiled(group))
+        # All but one end at once, and it soon after: the batch shrinks to all smaller sizes.
         longest = min(2, group.answer_length)
         batch = [
-            QueuedInput([1], DecodingConfig(1 if 0 < left <= i else longest), i, group, id)
+            QueuedInput([1], DecodingConfig(1 if i else longest), i, group, id)
             for i in range(size)
         ]
-        running = self._start(batch)
-        running.tokens_so_far()
-        while running.waiting:
-            running.advance(STEPS[0])
+        with self._alone():
+            running = self._start(batch)
+            while running.waiting:
+                running.advance(STEPS[0])
+        self._compiled[group] = size
+        self.queue.look_again()
+
+
+class Compiler(threading.Thread):
+    """Compiles what inputs wait for, while the worker answers those that have programs.
+
+    A group begins with the programs of one input, and gets those of larger batches when more
+    inputs wait than its programs take.
+    """
+
+    def __init__(self, worker: Worker):
+        super().__init__(name="switchx-compiler", daemon=True)
+        self._worker, self._queue = worker, worker.queue
+
+    def run(self) -> None:
+        while (wanted := self._queue.next_to_compile()) is not None:
+            group, most = wanted
+            LOG.info("compiling for batches of more than %d of %s", most, group)
+            try:
+                self._worker.compile_more(group)
+            except Exception:
+                LOG.exception("no program could be compiled for %s", group)
+                for each in self._queue.drop(group):
+                    each.deliver(Failure(each.number))

@@ -9,7 +9,7 @@ import pytest
 
 from switchx.inference.beam_search import Beams
 from switchx.inference.config import DecodingConfig
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, RowSettings
 
 EOS, V = 1, 6
 
@@ -21,13 +21,13 @@ def tables(seed: int, steps: int, sharpness=1.5):
 
 
 start = jax.jit(Beams.start, static_argnums=(0, 1))
-advance = jax.jit(Beams.advance, static_argnames="config")
+advance = jax.jit(Beams.advance, static_argnames="program")
 
 
 def search(log_prob_BTVV, config: DecodingConfig):
     """Our search over models that are tables, a row each: the hypotheses of every row."""
     batch = len(log_prob_BTVV)
-    beams, step = start(batch, config), 0
+    beams, step = start(batch, config.program_of(config.max_new_tokens)), 0
     last_BL = np.zeros((batch, config.beam_size), np.int32)
     is_live_B = np.ones(batch, bool)
     while is_live_B.any():
@@ -37,11 +37,11 @@ def search(log_prob_BTVV, config: DecodingConfig):
             logits_BLV.astype(np.float32),
             np.int32(step),
             rows_of(is_live_B, config),
-            config=config,
+            program=config.program_of(config.max_new_tokens),
         )
         last_BL, is_live_B = np.asarray(last_BL), np.asarray(is_live_B)
         step += 1
-    token_BLT, score_BL = map(np.asarray, beams.results(config, rows_of(is_live_B, config)))
+    token_BLT, score_BL = map(np.asarray, beams.results(rows_of(is_live_B, config)))
     return [
         [(text(tokens), float(score)) for tokens, score in zip(*row, strict=True)]
         for row in zip(token_BLT, score_BL, strict=True)
@@ -50,7 +50,12 @@ def search(log_prob_BTVV, config: DecodingConfig):
 
 def rows_of(is_live_B, config) -> Rows:
     B = len(is_live_B)
-    return Rows(np.arange(B), np.asarray(is_live_B), np.full(B, config.max_new_tokens))
+    return Rows(
+        np.arange(B),
+        np.asarray(is_live_B),
+        np.full(B, config.max_new_tokens),
+        RowSettings.of([config] * B),
+    )
 
 
 def text(tokens) -> tuple[int, ...]:
@@ -153,7 +158,13 @@ def test_a_sentence_that_is_done_stays_as_it_is():
     logits_BLV = log_prob_TVV[0].astype(np.float32)[np.zeros((2, 2), np.int32)]
     logits_BLV[:, :, EOS] = 9.0  # everything ends
     rows = rows_of([False, True], config)
-    after, _, still_B = advance(start(2, config), logits_BLV, np.int32(0), rows, config=config)
+    after, _, still_B = advance(
+        start(2, config.program_of(4)),
+        logits_BLV,
+        np.int32(0),
+        rows,
+        program=config.program_of(4),
+    )
     np.testing.assert_array_equal(after.is_finished_BL[0], False)
     assert bool(after.is_finished_BL[1, 0])
     assert not bool(still_B[0])
@@ -163,11 +174,12 @@ def test_ancestors_are_the_places_of_a_texts_tokens():
     """Reading the token in each ancestor's place gives back the running text."""
     config = DecodingConfig(max_new_tokens=5, beam_size=3, eos_id=V)  # nothing ends
     log_prob_TVV = tables(1, 5)
-    beams, placed = start(1, config), []
+    program = config.program_of(5)
+    beams, placed = start(1, program), []
     last_BL, rows = np.zeros((1, 3), np.int32), rows_of([True], config)
     for step in range(4):
         logits_BLV = log_prob_TVV[step].astype(np.float32)[np.asarray(last_BL)]
-        beams, last_BL, _ = advance(beams, logits_BLV, np.int32(step), rows, config=config)
+        beams, last_BL, _ = advance(beams, logits_BLV, np.int32(step), rows, program=program)
         placed.append(np.asarray(last_BL[0]))
         ancestor_LT, token_LT = (
             np.asarray(beams.ancestor_BLT[0]),

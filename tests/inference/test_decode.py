@@ -129,18 +129,19 @@ def test_what_is_masked_is_not_seen():
         )
 
 
-def _step_logits(decoder, decoding, state):
-    positions = position_terms(decoder, decoding, state.is_prompt_BP.shape[1])
-    return step_logits(decoder, decoding, state, positions)[0]
+def _step_logits(decoder, program, state):
+    positions = position_terms(decoder, program, state.is_prompt_BP.shape[1])
+    return step_logits(decoder, program, state, positions)[0]
 
 
 DECODING = DecodingConfig(max_new_tokens=6)
+PROGRAM = DECODING.program_of(6)
 
 
 def test_it_hands_back_as_soon_as_few_live():
     lengths = []
     for num_live in (3, 1, 0):
-        state = run_until(model()[0], DECODING, model()[1], start(DECODING), num_live)
+        state = run_until(model()[0], PROGRAM, model()[1], start(DECODING), num_live, 6)
         assert int(jnp.sum(state.rows.is_live_B)) <= num_live
         lengths.append(int(state.step))
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1] <= 6
@@ -154,9 +155,9 @@ def test_finished_sentences_are_seen_by_no_expert():
     state = dataclasses.replace(state, rows=rows)
 
     def logits(pruning):
-        decoding = dataclasses.replace(DECODING, pruning=pruning)
+        program = dataclasses.replace(DECODING, pruning=pruning).program_of(6)
         return jax.jit(
-            lambda params, state: _step_logits(bind(config, params), decoding, state)
+            lambda params, state: _step_logits(bind(config, params), program, state)
         )(params, state)
 
     whole_BLV, pruned_BLV = logits("none"), logits("experts")
@@ -178,8 +179,8 @@ def test_rows_of_a_batch_go_on_as_in_it():
     rows = jnp.array([2, 0])
     few = take_rows(state, rows)
     assert few.rows.sentence_B.tolist() == [2, 0] and int(few.step) == int(state.step)
-    got = run_until(config, DECODING, params, few, 0).hypotheses.token_BT
-    want = run_until(config, DECODING, params, state, 0).hypotheses.token_BT
+    got = run_until(config, PROGRAM, params, few, 0, 6).hypotheses.token_BT
+    want = run_until(config, PROGRAM, params, state, 0, 6).hypotheses.token_BT
     np.testing.assert_array_equal(got, want[np.array([2, 0])])
 
 
@@ -191,16 +192,16 @@ TUPE = ModelConfig(
 def test_a_step_s_bias_of_untied_positions_is_a_row_of_the_whole():
     """Of prompts of 4 and of 2 tokens: 7 and 5 positions with the new ones, in 4 + 3 places."""
     is_prompt_BP = jnp.array([[True] * 4, [False, False, True, True]])
-    decoding = DecodingConfig(max_new_tokens=3, beam_size=2)
+    program = DecodingConfig(max_new_tokens=3, beam_size=2).program_of(3)
     position_1L = np.arange(7)[None]
 
     @jax.jit
     def both(params, step):
         decoder = bind(TUPE, params)
-        bias_HM, untied = position_terms(decoder, decoding, 4)
+        bias_HM, untied = position_terms(decoder, program, 4)
         assert bias_HM is None
         whole_HLM = decoder.decoder.row_bias(position_1L, position_1L)[0]
-        return whole_HLM, _row_bias_of_step(untied, is_prompt_BP, step, decoding)
+        return whole_HLM, _row_bias_of_step(untied, is_prompt_BP, step, program)
 
     params = init_params(TUPE, jax.random.key(0))
     for step in range(3):

@@ -17,13 +17,6 @@ T = 6
 NEVER_ENDS = -1
 
 
-def settings_of(*rows) -> RowSettings:
-    """Of tuples: seed, temperature, top_k, top_p, length_penalty."""
-    types = (np.int32, np.float32, np.int32, np.float32, np.float32)
-    columns = zip(*rows, strict=True)
-    return RowSettings(*map(np.array, columns, types))
-
-
 def running(decoding, settings=None, numbers=None, token_limits=None, inputs=INPUTS):
     return RunningBatch(
         *tiny.model(),
@@ -69,29 +62,24 @@ def test_step_by_step_gives_what_one_run_gives(beam_size):
 @pytest.mark.parametrize("num_alone", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_row_has_its_own_settings(num_alone):
     """Rows of different people in one compiled program, each as if it were alone."""
-    rows = [(7, 1.5, 5, 0.9, 2.0), (2, 0.5, 99, 1.0, 0.0)]
+    rows = [
+        {"seed": 7, "temperature": 1.5, "top_k": 5, "top_p": 0.9, "length_penalty": 2.0},
+        {"seed": 2, "temperature": 0.5, "length_penalty": 0.0},
+    ]
     inputs = INPUTS[:2]
     decoding = DecodingConfig(T, temperature=1.0, eos_id=NEVER_ENDS, pruning="experts")
-    batch = running(decoding, settings_of(*rows), numbers=[4, 4], inputs=inputs)
+    own = [dataclasses.replace(decoding, **row) for row in rows]
+    batch = running(decoding, RowSettings.of(own), numbers=[4, 4], inputs=inputs)
     got = all_of(batch, most_steps=2)
     for row, number in enumerate([4, 4][:num_alone]):
-        seed, temperature, top_k, top_p, penalty = rows[row]
-        alone = dataclasses.replace(
-            decoding,
-            seed=seed,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            length_penalty=penalty,
-        )
-        same([got[row]], generated(alone, [inputs[row]], first_number=number))
+        same([got[row]], generated(own[row], [inputs[row]], first_number=number))
 
 
 def test_each_search_has_its_own_length_penalty():
     decoding = DecodingConfig(T, beam_size=2, pruning="experts")
     penalties = [0.0, 1.0, 3.0, 1.0, 1.0]
-    rows = [(0, 1.0, 1, 1.0, penalty) for penalty in penalties]
-    got = all_of(running(decoding, settings_of(*rows)))
+    own = [dataclasses.replace(decoding, length_penalty=each) for each in penalties]
+    got = all_of(running(decoding, RowSettings.of(own)))
     want = generated(dataclasses.replace(decoding, length_penalty=3.0))
     same([got[2]], [want[2]])
     # The others have another one.
