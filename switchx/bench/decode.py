@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx bench decode`: output tokens a second, against transformers with the same weights.
 
-It also measures what pruning of finished sentences gains, what int4 experts save, and a
-server's requests a second where the extra `serve` is installed.
+It also measures what pruning of finished sentences gains, what int4 experts save, what a step
+that samples costs, whether programs of a thousand settings are bounded, and a server's requests
+a second where the extra `serve` is installed.
 Dims: B rows of a batch, M tokens of a source, P tokens of a prompt
 """
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import serving, torch_peer
+from switchx.bench import decode_programs, serving, torch_peer
 from switchx.bench.report import Check, Report
 from switchx.bench.train import DENSE, MEBIBYTE, in_ms, switch_model
 from switchx.inference.config import DecodingConfig
@@ -84,7 +85,8 @@ def run(rounds: int) -> Report:
     checks = [
         Check(name, ratios[name], f">={least}") for _, name, least in CASES if name in ratios
     ]
-    parts = [pruning(rounds), quantized_bytes()]
+    parts = [pruning(rounds), quantized_bytes(), decode_programs.sampling(rounds)]
+    parts.append(decode_programs.programs())
     if serving.is_available():
         config = switch_model(NUM_EXPERTS[0])
         params = init_params(config, jax.random.key(0))

@@ -225,9 +225,9 @@ def are_compiled(generator, size: int, length: int) -> bool:
     settings = generator.config, generator.decoding.program
     batches = generator.devices.batches(generator.config, BATCHES)
     sizes = batches[: batches.index(rounded_up(size, batches)) + 1]
-    wanted = [(prefill, sizes[-1]), *((run_until, B) for B in sizes)]
+    wanted = [(prefill, sizes[-1]), (run_until, sizes[-1])]
     if generator.decoding.pruning == "compact":
-        wanted += [(_smaller, B) for B in sizes[1:]]
+        wanted += [(run_until, B) for B in sizes[:-1]] + [(_smaller, B) for B in sizes[1:]]
     return all(PROGRAMS.holds(function, settings, (B, length)) for function, B in wanted)
 
 

@@ -100,10 +100,12 @@ def search_by_lists(log_prob_TVV, config: DecodingConfig):
 
 
 # Each rule and each penalty by default.
-DEFAULT_RULES = [(0.0, True), (0.6, "never"), (1.0, False), (2.0, "never")]
+DEFAULT_RULES = [
+    (0.0, True), (0.6, "never"), (1.0, False), (2.0, "never"), (-1.5, False), (-10.0, "never"),
+]  # fmt: skip
 RULES = [
     pytest.param(*rule, marks=[] if rule in DEFAULT_RULES else pytest.mark.slow)
-    for rule in itertools.product((0.0, 0.6, 1.0, 2.0), (True, False, "never"))
+    for rule in itertools.product((0.0, 0.6, 1.0, 2.0, -1.5, -10.0), (True, False, "never"))
 ]
 
 
@@ -126,6 +128,52 @@ def test_texts_and_scores_are_those_of_a_loop_over_lists(early_stopping, length_
                 [score for _, score in want],
                 rtol=1e-5,
             )
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("length_penalty", [-1.0, -0.3, 1.0])
+def test_texts_and_scores_are_those_of_transformers(length_penalty):
+    """Of a small T5 with random weights, whose logits are not too sharp."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=24, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+            dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        theirs.lm_head.weight *= 0.3
+    sources = [[5, 9, 3, 14, 1], [7, 7, 20, 4, 1], [11, 2, 18, 6, 1]]
+    config = DecodingConfig(8, beam_size=3, length_penalty=length_penalty)
+    want = theirs.generate(
+        torch.tensor(sources), num_beams=3, num_return_sequences=3, max_new_tokens=8,
+        length_penalty=length_penalty, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+
+    def logits_of(prefixes):
+        with torch.no_grad():
+            out = theirs(
+                input_ids=torch.tensor(np.repeat(sources, 3, axis=0)),
+                decoder_input_ids=torch.tensor(prefixes),
+            )
+        return out.logits[:, -1].numpy().reshape(3, 3, -1)
+
+    program, is_live_B = config.program_of(8), np.ones(3, bool)
+    beams, step = start(3, program), 0
+    text_BLT = np.zeros((3, 3, 1), np.int64)
+    while is_live_B.any():
+        rows = rows_of(is_live_B, config)
+        logits_BLV = logits_of(text_BLT.reshape(9, -1))
+        beams, _, is_live_B = advance(beams, logits_BLV, np.int32(step), rows, program=program)
+        step, is_live_B = step + 1, np.asarray(is_live_B)
+        text_BLT = np.pad(np.asarray(beams.token_BLT)[:, :, :step], ((0, 0), (0, 0), (1, 0)))
+    token_BLT, score_BL = map(np.asarray, beams.results(rows))
+    assert np.all(np.isfinite(score_BL))  # no answer is empty
+    got = [text(tokens) for tokens in token_BLT.reshape(9, -1)]
+    assert got == [text(tokens) for tokens in want.sequences[:, 1:].tolist()]
+    np.testing.assert_allclose(score_BL.ravel(), want.sequences_scores, rtol=1e-4)
 
 
 def test_as_many_beams_as_there_are_texts_find_the_likeliest():

@@ -156,6 +156,39 @@ def test_different_settings_in_one_batch_are_each_ones_own(service):
         same(got, want)
 
 
+def test_a_new_group_is_compiled_while_others_are_answered(service, monkeypatch):
+    """A batch of the compiled group is answered while the compiler is held up."""
+    compile_more, begun, go_on = type(service.worker).compile_more, [], threading.Event()
+
+    def held_up(worker, group):
+        begun.append(group)
+        assert go_on.wait(WAIT_S)
+        compile_more(worker, group)
+
+    monkeypatch.setattr(type(service.worker), "compile_more", held_up)
+    prompts = service.model.prompts(served.TEXTS[:2])
+    _, searches = ask(service, prompts[:1], [DecodingConfig(8, beam_size=2)])
+    _, others = ask(service, prompts)
+    assert len(answers(others, 2)) == 2 and searches.empty()
+    assert [group.beam_size for group in begun] == [2]
+    go_on.set()
+    (got,) = answers(searches, 1)
+    ((_, (want, *_)),) = service.model.generator(max_new_tokens=8, beam_size=2)(prompts[:1])
+    same(got, want)
+
+
+def test_a_group_that_cannot_be_compiled_is_answered_so(service, monkeypatch, caplog):
+    def fail(worker, group):
+        raise RuntimeError("no memory to compile, say")
+
+    prompts = service.model.prompts(["x"])
+    monkeypatch.setattr(type(service.worker), "compile_more", fail)
+    monkeypatch.setattr(type(service.worker), "_num_compiled", lambda worker, group: 0)
+    _, events = ask(service, prompts)
+    assert events.get(timeout=WAIT_S) == Failure(0)
+    assert "no memory to compile, say" in caplog.text and service.compiler.is_alive()
+
+
 def test_streams_grow_to_their_answers(service):
     prompts = service.model.prompts(served.TEXTS[:2])
     _, events = ask(service, prompts, is_streaming=True)
