@@ -183,7 +183,7 @@ def test_a_group_that_cannot_be_compiled_is_answered_so(service, monkeypatch, ca
 
     prompts = service.model.prompts(["x"])
     monkeypatch.setattr(type(service.worker), "compile_more", fail)
-    monkeypatch.setattr(type(service.worker), "_num_compiled", lambda worker, group: 0)
+    monkeypatch.setattr(service._queue, "_compiled", lambda group: 0)
     _, events = ask(service, prompts)
     assert events.get(timeout=WAIT_S) == Failure(0)
     assert "no memory to compile, say" in caplog.text and service.compiler.is_alive()
