@@ -59,6 +59,7 @@ class Beams:
         """
         B, L, V = logits_BLV.shape
         log_prob_BLV = self.log_prob_BL[..., None] + jax.nn.log_softmax(logits_BLV, axis=-1)
+        log_prob_BLV = rows.without_early_end(log_prob_BLV, step, program.eos_id)
         log_prob_BJ, place_BJ = top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
         parent_BJ, token_BJ = place_BJ // V, place_BJ % V
         text_BJT = _of(self.token_BLT, parent_BJ).at[:, :, step].set(token_BJ)

@@ -117,6 +117,7 @@ class DecodingConfig:
         "makes the batch smaller",
     )
     early_stopping: Literal[True, False, "never"] = False
+    min_new_tokens: int = option(0, "tokens of an output before its end", 0, 2**20)
     eos_id: int = 1
     pad_id: int = 0
     start_id: int = 0
@@ -135,6 +136,8 @@ class DecodingConfig:
         bounds = f"use 0 for the likeliest token, or {LEAST_TEMPERATURE} to 100 to sample"
         refuse("temperature", 0 < temperature < LEAST_TEMPERATURE, bounds)
         refuse("top_p", self.top_p == 0, "use more than 0, up to 1, or None for all tokens")
+        most = self.max_new_tokens
+        refuse("min_new_tokens", self.min_new_tokens > most, f"use 0 to max_new_tokens={most}")
         alone = f"temperature={temperature} samples; use beam_size=1 with it, or temperature=0"
         refuse("beam_size", is_sampling and self.beam_size > 1, alone)
         for field in ("top_k", "top_p"):

@@ -35,6 +35,7 @@ class RowSettings:
         top_p_B: float32; 1 for all tokens.
         length_penalty_B: float32.
         early_stopping_B: int32, a place in `EARLY_STOPPING`; read where the program searches.
+        min_new_tokens_B: int32.
     """
 
     seed_B: jax.Array
@@ -43,6 +44,7 @@ class RowSettings:
     top_p_B: jax.Array
     length_penalty_B: jax.Array
     early_stopping_B: jax.Array
+    min_new_tokens_B: jax.Array
 
     @classmethod
     def of(cls, decodings: Sequence[DecodingConfig]) -> "RowSettings":
@@ -58,6 +60,7 @@ class RowSettings:
             column(np.float32, (1 if each.top_p is None else each.top_p for each in decodings)),
             column(np.float32, (each.length_penalty for each in decodings)),
             column(np.int32, (EARLY_STOPPING.index(each.early_stopping) for each in decodings)),
+            column(np.int32, (each.min_new_tokens for each in decodings)),
         )
 
 
@@ -78,21 +81,30 @@ class Rows:
     max_new_tokens_B: jax.Array
     settings: RowSettings
 
+    def without_early_end(self, x_BLV, step, eos_id: int):
+        """Logits or log-probabilities with -inf for the end where it is too soon for it."""
+        if not 0 <= eos_id < x_BLV.shape[-1]:
+            return x_BLV  # no token ends a text
+        is_early_B1 = (step < self.settings.min_new_tokens_B)[:, None]
+        end_BL = jnp.where(is_early_B1, -jnp.inf, x_BLV[:, :, eos_id])
+        return x_BLV.at[:, :, eos_id].set(end_BL)
 
-def next_token(logits_BV, uniform_B, settings: RowSettings):
+
+def next_token(logits_BV, allowed_BV, uniform_B, settings: RowSettings):
     """The chosen token of each row and its log-probability under the model.
 
     Args:
         logits_BV: float32.
+        allowed_BV: the same, with -inf for tokens that must not be chosen.
         uniform_B: a number of [0, 1) a row, with which it samples; None takes the likeliest.
 
     Returns:
         token_B (int32), log_prob_B (of the softmax without temperature or exclusions).
     """
     if uniform_B is None:
-        token_B = top_k(logits_BV, 1)[1][:, 0].astype(jnp.int32)
+        token_B = top_k(allowed_BV, 1)[1][:, 0].astype(jnp.int32)
     else:
-        warm_BV = logits_BV / settings.temperature_B[:, None]
+        warm_BV = allowed_BV / settings.temperature_B[:, None]
         least_B = least_likely(warm_BV, settings.top_k_B, settings.top_p_B)
         token_B = drawn(warm_BV, least_B, uniform_B)
     # Of one token alone: nothing of the size of the vocabulary is written.
@@ -277,7 +289,10 @@ class Greedy:
             the hypotheses, token_BL, is_live_B.
         """
         uniform_B = _uniform_numbers(step, rows) if program.is_sampling else None
-        token_B, log_prob_B = next_token(logits_BLV[:, 0], uniform_B, rows.settings)
+        allowed_BLV = rows.without_early_end(logits_BLV, step, program.eos_id)
+        token_B, log_prob_B = next_token(
+            logits_BLV[:, 0], allowed_BLV[:, 0], uniform_B, rows.settings
+        )
         token_B = jnp.where(rows.is_live_B, token_B, program.pad_id)
         chosen = Greedy(
             jax.lax.dynamic_update_slice_in_dim(self.token_BT, token_B[:, None], step, axis=1),

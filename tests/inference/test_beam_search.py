@@ -131,8 +131,8 @@ def test_texts_and_scores_are_those_of_a_loop_over_lists(early_stopping, length_
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("length_penalty", [-1.0, -0.3, 1.0])
-def test_texts_and_scores_are_those_of_transformers(length_penalty):
+@pytest.mark.parametrize("length_penalty, least", [(-1.0, 0), (-0.3, 4), (1.0, 0)])
+def test_texts_and_scores_are_those_of_transformers(length_penalty, least):
     """Of a small T5 with random weights, whose logits are not too sharp."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -146,10 +146,11 @@ def test_texts_and_scores_are_those_of_transformers(length_penalty):
     with torch.no_grad():
         theirs.lm_head.weight *= 0.3
     sources = [[5, 9, 3, 14, 1], [7, 7, 20, 4, 1], [11, 2, 18, 6, 1]]
-    config = DecodingConfig(8, beam_size=3, length_penalty=length_penalty)
+    config = DecodingConfig(8, beam_size=3, length_penalty=length_penalty, min_new_tokens=least)
     want = theirs.generate(
         torch.tensor(sources), num_beams=3, num_return_sequences=3, max_new_tokens=8,
         length_penalty=length_penalty, return_dict_in_generate=True, output_scores=True,
+        min_new_tokens=least or None,
     )  # fmt: skip
 
     def logits_of(prefixes):

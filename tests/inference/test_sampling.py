@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The next token: settings, top-k, what is sampled and how often, greedy hypotheses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,8 +129,8 @@ def equations(jaxpr):
 
 def test_nothing_of_the_size_of_the_vocabulary_is_sorted():
     V = 512 * BLOCK
-    settings = settings_of(2, temperature=1.0)
-    program = jax.make_jaxpr(next_token)(np.zeros((2, V), np.float32), np.zeros(2), settings)
+    settings, logits_BV = settings_of(2, temperature=1.0), np.zeros((2, V), np.float32)
+    program = jax.make_jaxpr(next_token)(logits_BV, logits_BV, np.zeros(2), settings)
     sorting = [
         equation.invars[0].aval.size
         for equation in equations(program.jaxpr)
@@ -143,7 +145,7 @@ def settings_of(size: int, **settings) -> RowSettings:
 
 def test_the_likeliest_token_and_its_log_probability():
     logits_BV = np.log(PROB_V)[None] + 5.0
-    token_B, log_prob_B = choose(logits_BV, None, settings_of(1))
+    token_B, log_prob_B = choose(logits_BV, logits_BV, None, settings_of(1))
     assert token_B.tolist() == [1] and token_B.dtype == jnp.int32
     assert float(log_prob_B[0]) == pytest.approx(np.log(0.4), rel=1e-5)
 
@@ -257,6 +259,18 @@ def test_a_text_ends_with_its_end_or_with_its_room():
     np.testing.assert_array_equal(hypotheses.length_B, [2, 3])
 
 
+def test_a_text_does_not_end_before_it_may():
+    """The second likeliest is said in the place of an early end."""
+    config = dataclasses.replace(CONFIG, min_new_tokens=2)
+    hypotheses, _, live = advance_all([[1, 3], [1, 1], [1, 1]], config)
+    assert live == [[True, True], [True, True], [False, False]]
+    token_BT = np.asarray(hypotheses.token_BT)
+    assert 1 not in token_BT[:, :2] and token_BT[:, 2].tolist() == [1, 1]
+    # log-probabilities are the model's own: of a third of the other half
+    want = np.log(0.5 / 3) * 2 + np.log(0.5)
+    assert float(hypotheses.log_prob_B[0]) == pytest.approx(want, rel=1e-5)
+
+
 def test_scores_are_log_probabilities_over_length_to_the_penalty():
     hypotheses, _, _ = advance_all([[2, 3], [1, 3], [3, 2]])
     settings = RowSettings.of([CONFIG] * 2)
@@ -300,6 +314,10 @@ def test_a_sample_is_its_sentences_own():
         ({"pruning": "all"}, "use one of none, experts, compact"),
         ({"temperature": 1.0, "beam_size": 2}, "beam_size=2; temperature=1.0 samples"),
         ({"top_k": 3}, "temperature=0 does not sample"),
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 8},
+            "min_new_tokens=9; use 0 to max_new_tokens=8",
+        ),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, message):
