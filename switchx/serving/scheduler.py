@@ -158,6 +158,8 @@ class Worker(threading.Thread):
         self._generators: dict[Group, Generator] = {}
         # The largest batch that the programs of a group are compiled for.
         self._compiled: dict[Group, int] = {}
+        # Groups of which no batch was decoded since they were compiled.
+        self._unused: set[Group] = set()
         # Experts outside of the device are moved for one batch at a time.
         self._moving = threading.Lock()
         self.is_ready, self.error = False, None
@@ -193,6 +195,7 @@ class Worker(threading.Thread):
         return contextlib.nullcontext() if self._model.experts is None else self._moving
 
     def _decode(self, batch: list[QueuedInput]) -> None:
+        self._unused.discard(batch[0].group)
         running = self._start(batch)
         # A search has no first token before its end.
         is_search = batch[0].group.beam_size > 1
@@ -260,13 +263,21 @@ class Worker(threading.Thread):
         for number, length in enumerate(lengths, 1):
             LOG.info("compiling for prompts up to %d tokens (%d of %d)", length, number, total)
             group = Group(length, answer, 1, is_sampling=False)
-            while self._num_compiled(group) < limits.batch_size and not self.queue.is_closed:
+            while self._compiled.get(group, 0) < limits.batch_size:
+                if self.queue.is_closed:
+                    return
                 self.compile_more(group)
 
     def _num_compiled(self, group: Group) -> int:
-        """How many inputs of a group the programs that are compiled, and kept, take."""
+        """How many inputs of a group the programs that are compiled, and kept, take.
+
+        Those that are new count as kept, so that each compilation is followed by a batch
+        also where not even one group's programs can be kept.
+        """
         size = self._compiled.get(group, 0)
-        if size and not are_compiled(self._generator(group), size, group.prompt_length):
+        if not size or group in self._unused:
+            return size
+        if not are_compiled(self._generator(group), size, group.prompt_length):
             size = self._compiled[group] = 0
         return size
 
@@ -285,6 +296,7 @@ class Worker(threading.Thread):
             while running.waiting:
                 running.advance(STEPS[0])
         self._compiled[group] = size
+        self._unused.add(group)
         self.queue.look_again()
 
 

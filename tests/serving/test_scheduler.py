@@ -13,6 +13,7 @@ import pytest
 from switchx.api import Model
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.inference.programs import PROGRAMS
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
@@ -158,23 +159,37 @@ def test_different_settings_in_one_batch_are_each_ones_own(service):
 
 def test_a_new_group_is_compiled_while_others_are_answered(service, monkeypatch):
     """A batch of the compiled group is answered while the compiler is held up."""
-    compile_more, begun, go_on = type(service.worker).compile_more, [], threading.Event()
+    compile_more, begun = type(service.worker).compile_more, threading.Event()
+    go_on = threading.Event()
 
     def held_up(worker, group):
-        begun.append(group)
-        assert go_on.wait(WAIT_S)
+        if group.beam_size == 2:
+            begun.set()
+            assert go_on.wait(WAIT_S)
         compile_more(worker, group)
 
     monkeypatch.setattr(type(service.worker), "compile_more", held_up)
     prompts = service.model.prompts(served.TEXTS[:2])
     _, searches = ask(service, prompts[:1], [DecodingConfig(8, beam_size=2)])
+    assert begun.wait(WAIT_S)
     _, others = ask(service, prompts)
     assert len(answers(others, 2)) == 2 and searches.empty()
-    assert [group.beam_size for group in begun] == [2]
     go_on.set()
     (got,) = answers(searches, 1)
     ((_, (want, *_)),) = service.model.generator(max_new_tokens=8, beam_size=2)(prompts[:1])
     same(got, want)
+
+
+def test_inputs_are_answered_where_not_even_their_programs_are_kept(service, monkeypatch):
+    prompts = service.model.prompts(served.TEXTS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(PROGRAMS, "most", 1)
+        _, events = ask(service, prompts)
+        (got,) = answers(events, 1)
+        _, events = ask(service, prompts)
+        same(answers(events, 1)[0], got)
+    want = served.said()[served.TEXTS[0]]
+    assert service.model.vocabulary.decode(got.tokens) == want.output
 
 
 def test_a_group_that_cannot_be_compiled_is_answered_so(service, monkeypatch, caplog):
