@@ -91,11 +91,11 @@ def test_a_compiler_that_takes_long_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(serve.os, "_exit", exits.append)
     worker = threading.Thread(target=is_over.wait)
     worker.start()
-    serve._leave(worker, 0)
+    serve._leave([worker], 0)
     assert exits == [0]
     is_over.set()
     worker.join()
-    assert serve._leave(worker, 1) == 1 and exits == [0]
+    assert serve._leave([worker], 1) == 1 and exits == [0]
 
 
 def metrics_of(address, headers) -> bytes:
