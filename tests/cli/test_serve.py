@@ -58,10 +58,10 @@ def test_a_process_serves_drains_and_ends_well(folder, start_cli):
     assert served.post(address, {"inputs": "gate"})[0] == 401
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        # Its program is compiled first, which takes a while.
+        # They wait for their program, which takes a while to compile.
         request = {"inputs": ["gate", "of"], "beam_size": 2, "max_new_tokens": 4}
         asking = pool.submit(served.post, address, request, headers=headers)
-        while b"num_requests_running 2.0" not in metrics_of(address, headers):
+        while b"num_requests_waiting 2.0" not in metrics_of(address, headers):
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         line_of(process, r"stopping: 1 requests are still answered")
