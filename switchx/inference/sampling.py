@@ -81,11 +81,11 @@ class Rows:
     max_new_tokens_B: jax.Array
     settings: RowSettings
 
-    def without_early_end(self, x_BLV, step, eos_id: int):
+    def without_early_end(self, x_BLV, number_B, eos_id: int):
         """Logits or log-probabilities with -inf for the end where it is too soon for it."""
         if not 0 <= eos_id < x_BLV.shape[-1]:
             return x_BLV  # no token ends a text
-        is_early_B1 = (step < self.settings.min_new_tokens_B)[:, None]
+        is_early_B1 = (number_B < self.settings.min_new_tokens_B)[:, None]
         end_BL = jnp.where(is_early_B1, -jnp.inf, x_BLV[:, :, eos_id])
         return x_BLV.at[:, :, eos_id].set(end_BL)
 
@@ -279,29 +279,41 @@ class Greedy:
 
     @property
     def ancestor_BLT(self):
-        """The place of a row's ancestor at each step: there is one place alone."""
+        """Whose each place of the ring is: there is one hypothesis alone."""
         return jnp.zeros_like(self.token_BT)[:, None]
 
-    def advance(self, logits_BLV, step, rows: Rows, program: DecodingProgram):
-        """Chooses token number `step` of every live sentence.
+    def begun_at(self, place) -> "Greedy":
+        """The same, where the first token is written at another place of the ring."""
+        return self
+
+    def with_room(self, program: DecodingProgram) -> "Greedy":
+        """The same with places for `max_new_tokens`."""
+        return dataclasses.replace(self, token_BT=lengthened(self.token_BT, program))
+
+    def advance(self, logits_BLV, number_B, place, rows: Rows, program: DecodingProgram):
+        """Chooses token number `number_B` of every live sentence.
+
+        Args:
+            place: of the ring, where the chosen tokens will be written.
 
         Returns:
             the hypotheses, token_BL, is_live_B.
         """
-        uniform_B = _uniform_numbers(step, rows) if program.is_sampling else None
-        allowed_BLV = rows.without_early_end(logits_BLV, step, program.eos_id)
+        uniform_B = _uniform_numbers(number_B, rows) if program.is_sampling else None
+        allowed_BLV = rows.without_early_end(logits_BLV, number_B, program.eos_id)
         token_B, log_prob_B = next_token(
             logits_BLV[:, 0], allowed_BLV[:, 0], uniform_B, rows.settings
         )
         token_B = jnp.where(rows.is_live_B, token_B, program.pad_id)
+        is_here_BT = jnp.arange(program.max_new_tokens)[None] == number_B[:, None]
+        is_here_BT = is_here_BT & rows.is_live_B[:, None]
         chosen = Greedy(
-            jax.lax.dynamic_update_slice_in_dim(self.token_BT, token_B[:, None], step, axis=1),
+            jnp.where(is_here_BT, token_B[:, None], self.token_BT),
             self.log_prob_B + jnp.where(rows.is_live_B, log_prob_B, 0),
             self.length_B + rows.is_live_B,
         )
-        is_live_B = (
-            rows.is_live_B & (token_B != program.eos_id) & (step + 1 < rows.max_new_tokens_B)
-        )
+        has_room_B = number_B + 1 < rows.max_new_tokens_B
+        is_live_B = rows.is_live_B & (token_B != program.eos_id) & has_room_B
         return chosen, token_B[:, None], is_live_B
 
     def results(self, rows: Rows):
@@ -311,11 +323,18 @@ class Greedy:
         return self.token_BT[:, None], score_B[:, None]
 
 
-def _uniform_numbers(step, rows: Rows):
-    """A number of [0, 1) a row: of the seed, the step and the sentence's number alone."""
+def lengthened(token_BT, program: DecodingProgram):
+    """Texts `[..., T]` with places for `max_new_tokens`."""
+    more = program.max_new_tokens - token_BT.shape[-1]
+    widths = [(0, 0)] * (token_BT.ndim - 1) + [(0, more)]
+    return jnp.pad(token_BT, widths, constant_values=program.pad_id)
 
-    def number_of(seed, sentence):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), sentence)
+
+def _uniform_numbers(number_B, rows: Rows):
+    """A number of [0, 1) a row: of the seed, the token's and the sentence's number alone."""
+
+    def number_of(seed, number, sentence):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), sentence)
         return jax.random.uniform(key)
 
-    return jax.vmap(number_of)(rows.settings.seed_B, rows.sentence_B)
+    return jax.vmap(number_of)(rows.settings.seed_B, number_B, rows.sentence_B)

@@ -21,7 +21,14 @@ def tables(seed: int, steps: int, sharpness=1.5):
 
 
 start = jax.jit(Beams.start, static_argnums=(0, 1))
-advance = jax.jit(Beams.advance, static_argnames="program")
+_advance = jax.jit(Beams.advance, static_argnames="program")
+
+
+def advance(beams, logits_BLV, step, rows, *, program):
+    """Token number `step` of every sentence, all of which began at place 0 of the ring."""
+    number_B = np.full(rows.sentence_B.shape, step, np.int32)
+    place = np.int32((step + 1) % program.max_new_tokens)
+    return _advance(beams, logits_BLV, number_B, place, rows, program=program)
 
 
 def search(log_prob_BTVV, config: DecodingConfig):
@@ -35,7 +42,7 @@ def search(log_prob_BTVV, config: DecodingConfig):
         beams, last_BL, is_live_B = advance(
             beams,
             logits_BLV.astype(np.float32),
-            np.int32(step),
+            step,
             rows_of(is_live_B, config),
             program=config.program_of(config.max_new_tokens),
         )
@@ -210,7 +217,7 @@ def test_a_sentence_that_is_done_stays_as_it_is():
     after, _, still_B = advance(
         start(2, config.program_of(4)),
         logits_BLV,
-        np.int32(0),
+        0,
         rows,
         program=config.program_of(4),
     )
@@ -228,12 +235,13 @@ def test_ancestors_are_the_places_of_a_texts_tokens():
     last_BL, rows = np.zeros((1, 3), np.int32), rows_of([True], config)
     for step in range(4):
         logits_BLV = log_prob_TVV[step].astype(np.float32)[np.asarray(last_BL)]
-        beams, last_BL, _ = advance(beams, logits_BLV, np.int32(step), rows, program=program)
+        beams, last_BL, _ = advance(beams, logits_BLV, step, rows, program=program)
         placed.append(np.asarray(last_BL[0]))
         ancestor_LT, token_LT = (
             np.asarray(beams.ancestor_BLT[0]),
             np.asarray(beams.token_BLT[0]),
         )
         for beam in range(3):
-            got = [placed[t][ancestor_LT[beam, t]] for t in range(step + 1)]
+            # A token is at the place after its number's: the first is the prompt's last.
+            got = [placed[t][ancestor_LT[beam, t + 1]] for t in range(step + 1)]
             assert got == token_LT[beam, : step + 1].tolist()

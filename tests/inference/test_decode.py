@@ -11,7 +11,8 @@ import pytest
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import (
-    _row_bias_of_step,
+    Decoding,
+    _biases_of_step,
     position_terms,
     run_until,
     step_logits,
@@ -190,26 +191,36 @@ TUPE = ModelConfig(
 
 
 def test_a_step_s_bias_of_untied_positions_is_a_row_of_the_whole():
-    """Of prompts of 4 and of 2 tokens: 7 and 5 positions with the new ones, in 4 + 3 places."""
-    is_prompt_BP = jnp.array([[True] * 4, [False, False, True, True]])
-    program = DecodingConfig(max_new_tokens=3, beam_size=2).program_of(3)
+    """Of prompts of 4 and of 2 tokens: 7 and 5 positions with the new ones.
+
+    The prompts' last tokens are in the ring, of 4 places here, that the steps before began.
+    """
+    is_prompt_BP = jnp.array([[True] * 3 + [False], [False, False, True, False]])
+    program = DecodingConfig(max_new_tokens=4, beam_size=2).program_of(4)
     position_1L = np.arange(7)[None]
 
     @jax.jit
     def both(params, step):
         decoder = bind(TUPE, params)
-        bias_HM, untied = position_terms(decoder, program, 4)
-        assert bias_HM is None
+        positions = position_terms(decoder, program, 4)
         whole_HLM = decoder.decoder.row_bias(position_1L, position_1L)[0]
-        return whole_HLM, _row_bias_of_step(untied, is_prompt_BP, step, program)
+        state = Decoding((), step, jnp.array([2, 2]), None, None, None, is_prompt_BP, None)
+        behind_T = (step % 4 - jnp.arange(4)) % 4
+        bias_HLM, row_bias_BHLM = _biases_of_step(positions, state, behind_T, 2)
+        assert bias_HLM is None
+        return whole_HLM, row_bias_BHLM
 
     params = init_params(TUPE, jax.random.key(0))
-    for step in range(3):
+    for step in range(2, 6):
         whole_HLM, got = map(np.asarray, both(params, step))
-        assert got.shape == (2, 2, 1, 4 + 3 * 2)
-        for row, length in ((0, 4), (1, 2)):
-            bias_HM = whole_HLM[:, length + step]
-            prompt_HM, new_HM = bias_HM[:, :length], bias_HM[:, length : length + 3]
-            np.testing.assert_allclose(got[row, :, 0, 4 - length : 4], prompt_HM, rtol=1e-5)
+        assert got.shape == (2, 2, 1, 4 + 4 * 2)
+        for row, before in ((0, 3), (1, 1)):
+            bias_HM = whole_HLM[:, before + step - 2]
+            np.testing.assert_allclose(
+                got[row, :, 0, 3 - before : 3], bias_HM[:, :before], rtol=1e-5
+            )
             for beam in (0, 1):
-                np.testing.assert_allclose(got[row, :, 0, 4 + beam :: 2], new_HM, rtol=1e-5)
+                for number in range(step - 1):  # of those that have been written
+                    place = 4 + 2 * ((2 + number) % 4) + beam
+                    want_H = bias_HM[:, before + number]
+                    np.testing.assert_allclose(got[row, :, 0, place], want_H, rtol=1e-5)

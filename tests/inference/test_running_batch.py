@@ -18,14 +18,14 @@ NEVER_ENDS = -1
 
 
 def running(decoding, settings=None, numbers=None, token_limits=None, inputs=INPUTS):
-    return RunningBatch(
-        *tiny.model(),
-        decoding,
+    batch = RunningBatch(*tiny.model(), decoding)
+    batch.admit(
         inputs,
         numbers=numbers or range(len(inputs)),
         token_limits=token_limits or [decoding.max_new_tokens] * len(inputs),
         settings=settings,
     )
+    return batch
 
 
 def all_of(batch, most_steps=None):
@@ -57,6 +57,41 @@ def test_step_by_step_gives_what_one_run_gives(beam_size):
     batch = running(decoding, token_limits=token_limits)
     same(all_of(batch, most_steps=1), generated(decoding, token_limits=token_limits))
     assert len(batch._sentence_B) == 1  # of eight rows at first
+
+
+@pytest.mark.parametrize("beam_size", [1, 2])
+def test_sentences_join_at_any_step_and_say_what_they_say_alone(beam_size):
+    """In rows of others, in more rows, with longer inputs and answers than there were."""
+    rooms = [3, 40, 20, 2, 33]
+    decoding = DecodingConfig(40, beam_size=beam_size, eos_id=NEVER_ENDS)
+    want = generated(decoding, token_limits=rooms)
+    batch, names, said = RunningBatch(*tiny.model(), decoding), {}, {}
+
+    def admit(*indices, length):
+        admitted = batch.admit(
+            [INPUTS[index] for index in indices],
+            numbers=indices,
+            token_limits=[rooms[index] for index in indices],
+            length=length,
+        )
+        names.update(zip(admitted, indices, strict=True))
+
+    def advance(steps):
+        ended = batch.advance(steps, is_compacting=False)
+        said.update((names[name], hypotheses) for name, hypotheses in ended.items())
+
+    admit(0, length=4)
+    advance(2)
+    admit(2, 3, length=4)  # more rows, a longer ring
+    advance(20)
+    advance(11)
+    admit(1, length=6)
+    advance(7)
+    admit(4, length=4)  # where another one was
+    assert len(batch._sentence_B) == 4
+    while batch.waiting:
+        advance(5)
+    same([said[index] for index in range(5)], want)
 
 
 @pytest.mark.parametrize("num_alone", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -108,7 +143,7 @@ def test_tokens_so_far_grow_to_the_text():
         seen.append(batch.tokens_so_far())
         batch.advance(2)
     # The first piece ends as soon as a smaller batch is enough.
-    assert [{len(tokens) for tokens in each.values()} for each in seen] == [{1}, {2}, {4}]
+    assert [{len(tokens) for tokens in each.values()} for each in seen] == [{0}, {2}, {4}]
     assert 2 in seen[0] and 2 not in seen[1]
     for tokens in seen:
         for index, so_far in tokens.items():

@@ -27,7 +27,13 @@ NO_K, NO_P = MAX_INT32, 1.0
 least = jax.jit(least_likely)
 draw = jax.jit(drawn)
 choose = jax.jit(next_token)
-advance = jax.jit(Greedy.advance, static_argnames="program")
+_advance = jax.jit(Greedy.advance, static_argnames="program")
+
+
+def advance(hypotheses, logits_BLV, step, rows, *, program):
+    """Token number `step` of every sentence."""
+    number_B = np.full(rows.sentence_B.shape, step, np.int32)
+    return _advance(hypotheses, logits_BLV, number_B, np.int32(0), rows, program=program)
 
 
 def kept(logits_BV, top_k, top_p):
@@ -245,7 +251,7 @@ def advance_all(steps, config=CONFIG):
         settings = RowSettings.of([config] * 2)
         rows = Rows(np.arange(2), np.asarray(is_live_B), max_new_tokens_B, settings)
         hypotheses, token_BL, is_live_B = advance(
-            hypotheses, logits(tokens), np.int32(step), rows, program=program
+            hypotheses, logits(tokens), step, rows, program=program
         )
         live.append(is_live_B.tolist())
     return hypotheses, token_BL, live
@@ -291,9 +297,7 @@ def test_a_sample_is_its_sentences_own():
         rows = Rows(np.array(sentences), np.ones(2, bool), np.array([8, 8]), settings)
         zeros_BLV = np.zeros((2, 1, 4), np.float32)
         for step in range(8):
-            hypotheses, _, _ = advance(
-                hypotheses, zeros_BLV, np.int32(step), rows, program=program
-            )
+            hypotheses, _, _ = advance(hypotheses, zeros_BLV, step, rows, program=program)
         return np.asarray(hypotheses.token_BT)
 
     forward, backward = sampled(5, 9), sampled(9, 5)

@@ -29,7 +29,7 @@ def model():
 
 
 def start(decoding: DecodingConfig, of=None):
-    """Four sentences after their first token, of `(config, params)`; None is `model()`."""
+    """Four sentences before their first token, of `(config, params)`; None is `model()`."""
     config, params = model() if of is None else of
     return prefill(
         config,
