@@ -98,7 +98,7 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
         reporter.note(f"listening on http://{address}:{port}")
         service = Service(model, limits)
         is_all_answered = Server(service, token).run_until_stopped(listener)
-    return _leave([service.worker, service.compiler], 0 if is_all_answered else 1)
+    return _leave([service.worker, service.worker.compiler], 0 if is_all_answered else 1)
 
 
 def _leave(threads: Sequence[threading.Thread], status: int) -> int:

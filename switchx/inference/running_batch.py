@@ -97,6 +97,7 @@ class RunningBatch:
         token_limits: Sequence[int],
         settings: RowSettings | None = None,
         length: int | None = None,
+        places: int = 1,
     ) -> list[int]:
         """Reads inputs, to be decoded beside those that are running; says their names.
 
@@ -108,9 +109,10 @@ class RunningBatch:
             token_limits: most new tokens of each.
             settings: NumPy arrays with an entry a sentence; None is those of `decoding`.
             length: that inputs are padded to, if not to more; None is the next of `LENGTHS`.
+            places: least number of those for new tokens, which are one of `NEW_TOKENS`.
         """
         length = length or rounded_up(max(map(len, inputs)), LENGTHS)
-        places = rounded_up(max(token_limits), NEW_TOKENS)
+        places = rounded_up(max(places, *token_limits), NEW_TOKENS)
         if self.waiting:
             length = max(length, self._length)
             places = max(places, self._program.max_new_tokens)
@@ -295,15 +297,14 @@ class RunningBatch:
 
 
 def are_compiled(generator, size: int, length: int) -> bool:
-    """Whether a `Generator`'s programs are kept for batches of so many inputs, padded to
-    `length`, and for the smaller ones that these become."""
+    """Whether a `Generator`'s programs are kept for batches of up to so many inputs, which are
+    padded to `length`."""
     if generator.experts is not None:
         return True  # they have programs of their own
     settings = generator.config, generator.decoding.program
     batches = generator.devices.batches(generator.config, BATCHES)
     sizes = batches[: batches.index(rounded_up(size, batches)) + 1]
-    wanted = [(prefill, sizes[-1]), *((run_until, B) for B in sizes)]
-    return all(PROGRAMS.holds(function, settings, (B, length)) for function, B in wanted)
+    return all(PROGRAMS.holds(run_until, settings, (B, length)) for B in sizes)
 
 
 def _taken(batch: Decoding, row_B) -> Decoding:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request queue: inputs that wait, in groups that one compiled program answers.
-
-It is bounded. A batch is of one group; inputs whose group has no compiled program yet wait
-until it has, and others go before them.
-"""
+"""The request queue: inputs that wait to join those that are decoded. It is bounded."""
 
 import dataclasses
 import threading
@@ -45,7 +41,7 @@ Event = NewTokens | Answer | Failure
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What inputs of one batch have in common.
+    """What a batch's programs are compiled for, but the number of its rows.
 
     Attributes:
         prompt_length, answer_length: that prompts and answers are padded to.
@@ -63,6 +59,19 @@ class Group:
             limits.answer_length(settings.max_new_tokens),
             settings.beam_size,
             settings.is_sampling,
+        )
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Inputs of one kind can be in one batch."""
+        return self.beam_size, self.is_sampling
+
+    def joined(self, other: "Group") -> "Group":
+        """The group of a batch with inputs of both, which are of one kind."""
+        return dataclasses.replace(
+            self,
+            prompt_length=max(self.prompt_length, other.prompt_length),
+            answer_length=max(self.answer_length, other.answer_length),
         )
 
 
@@ -91,18 +100,12 @@ class RequestQueue:
 
     Attributes:
         is_closed: nothing is taken any more.
+        num_changes: how often something changed that `wait` waits for.
     """
 
-    def __init__(self, limits: Limits, compiled: Callable[[Group], int] | None = None):
-        """An empty queue.
-
-        Args:
-            compiled: how many inputs of a group the compiled programs decode together; 0 where
-                there are none. None is any number of any group.
-        """
+    def __init__(self, limits: Limits):
         self._limits, self._inputs = limits, []
-        self._compiled = compiled or (lambda group: limits.batch_size)
-        self.is_closed = False
+        self.is_closed, self.num_changes = False, 0
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -114,7 +117,7 @@ class RequestQueue:
             if self.is_closed or len(self._inputs) + len(inputs) > self._limits.max_waiting:
                 return False
             self._inputs += inputs
-            self._changed.notify_all()
+            self._note_change()
             return True
 
     def abandon(self, inputs: Sequence[QueuedInput]) -> None:
@@ -124,60 +127,46 @@ class RequestQueue:
                 each.is_abandoned = True
             self._inputs = [each for each in self._inputs if not each.is_abandoned]
 
-    def take(self) -> list[QueuedInput]:
-        """The next batch, when it is full or has waited; empty when the queue is closed.
+    def waiting(self) -> list[QueuedInput]:
+        """The inputs that wait, the oldest first."""
+        with self._changed:
+            return list(self._inputs)
 
-        It is of the group of the oldest input that has programs.
+    def take(self, inputs: Sequence[QueuedInput]) -> list[QueuedInput]:
+        """Takes inputs out of the queue; says which were there still."""
+        with self._changed:
+            there = [each for each in inputs if each in self._inputs]
+            self._inputs = [each for each in self._inputs if each not in there]
+            return there
+
+    def wait(self, num_changes: int, most_s: float | None) -> None:
+        """Waits until inputs come, until `look_again` or `close`, or for so many seconds.
+
+        Args:
+            num_changes: that were seen; where there are more it does not wait.
         """
         with self._changed:
-            while not self.is_closed:
-                limits, most, oldest = self._limits, 0, None
-                for group, inputs in self._groups().items():
-                    if most := min(self._compiled(group), limits.batch_size):
-                        batch, oldest = inputs[:most], inputs[0]
-                        break
-                if oldest is None:
-                    self._changed.wait()
-                    continue
-                wait_s = oldest.arrival_s + limits.batch_wait_ms / 1e3 - time.monotonic()
-                if wait_s <= 0 or len(batch) >= most:
-                    self._inputs = [each for each in self._inputs if each not in batch]
-                    return batch
-                self._changed.wait(wait_s)
-            return []
+            if not self.is_closed and self.num_changes == num_changes:
+                self._changed.wait(most_s)
 
-    def next_to_compile(self) -> tuple[Group, int] | None:
-        """A group of which more inputs wait than programs take, and how many these take; waits
-        for one. None when the queue is closed."""
+    def patience_s(self) -> float:
+        """How long the inputs are to wait for others, where nothing is decoded."""
         with self._changed:
-            while not self.is_closed:
-                for group, inputs in self._groups().items():
-                    most = self._compiled(group)
-                    if most < min(len(inputs), self._limits.batch_size):
-                        return group, most
-                self._changed.wait()
-            return None
+            if not 0 < len(self._inputs) < self._limits.batch_size:
+                return 0.0
+            wait_s = self._limits.batch_wait_ms / 1e3
+            return max(0.0, self._inputs[0].arrival_s + wait_s - time.monotonic())
 
     def look_again(self) -> None:
-        """Says that other programs are compiled now."""
+        """Ends the waiting of `wait`."""
         with self._changed:
-            self._changed.notify_all()
-
-    def drop(self, group: Group) -> list[QueuedInput]:
-        """Takes all inputs of a group out of the queue."""
-        with self._changed:
-            gone = [each for each in self._inputs if each.group == group]
-            self._inputs = [each for each in self._inputs if each.group != group]
-            return gone
+            self._note_change()
 
     def close(self) -> None:
         with self._changed:
             self.is_closed = True
-            self._changed.notify_all()
+            self._note_change()
 
-    def _groups(self) -> dict[Group, list[QueuedInput]]:
-        """The inputs by their groups, the oldest first."""
-        groups: dict[Group, list[QueuedInput]] = {}
-        for each in self._inputs:
-            groups.setdefault(each.group, []).append(each)
-        return groups
+    def _note_change(self) -> None:
+        self.num_changes += 1
+        self._changed.notify_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches that are taken from the request queue, and the threads that answer them.
+"""The batches that inputs of the request queue join, and the threads that answer them.
 
 `Service` is the event loop's side: requests in, what happens to them out, as events. `Worker`
 is the thread that runs the model, `Compiler` the one that compiles what new groups of inputs
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -35,8 +36,10 @@ from switchx.serving.requests import GenerateRequest, Refusal
 
 LOG = logging.getLogger(__name__)
 
-# Decoding steps between two looks at who disconnected: without streams, and with some.
-STEPS = (16, 4)
+# Decoding steps between two looks at who comes and who left: without streams, and with some.
+STEPS = (8, 4)
+# Inputs that are read at once, so that the others' next tokens do not wait for long.
+MOST_JOINING = 8
 
 
 class Service:
@@ -56,12 +59,12 @@ class Service:
         model.generator()
         self.model, self.limits, self.metrics = model, limits, Metrics()
         self.worker = Worker(model, limits, self.metrics)
-        self._queue, self.compiler = self.worker.queue, Compiler(self.worker)
+        self._queue = self.worker.queue
         self.metrics.waiting.set_function(lambda: len(self._queue))
         self.metrics.running.set_function(lambda: len(self.worker.running))
         self.num_open, self.is_draining = 0, False
         self.worker.start()
-        self.compiler.start()
+        self.worker.compiler.start()
 
     @property
     def is_ready(self) -> bool:
@@ -137,95 +140,160 @@ class Service:
             self.metrics.abandoned.inc(len(unanswered))
 
     def close(self) -> None:
-        """Stops the worker after its batch, and the compiler after its program."""
+        """Stops the worker after its batches, and the compiler after its program."""
         self._queue.close()
+        self.worker.compiler.close()
 
 
 class Worker(threading.Thread):
     """Answers what is in its queue, until it is closed.
 
+    Inputs of one kind are decoded together, in a batch that they join and leave one by one.
+    Those whose batch would need programs that are not compiled yet wait until they are, and
+    others go before them.
+
     Attributes:
         queue: of the inputs that wait.
         is_ready: the programs of short prompts are compiled.
         error: why it is not alive any more.
-        running: the inputs being answered.
+        compiler: the thread that compiles what inputs wait for.
     """
 
     def __init__(self, model: Model, limits: Limits, metrics: Metrics):
         super().__init__(name="switchx-worker", daemon=True)
         self._model, self._limits, self._metrics = model, limits, metrics
-        self.queue = RequestQueue(limits, self._num_compiled)
+        self.queue, self.compiler = RequestQueue(limits), Compiler(self)
         self._generators: dict[Group, Generator] = {}
+        # By kind.
+        self._batches: dict[tuple[int, bool], Batch] = {}
         # The largest batch that the programs of a group are compiled for.
         self._compiled: dict[Group, int] = {}
         # Groups of which no batch was decoded since they were compiled.
         self._unused: set[Group] = set()
-        # Experts outside of the device are moved for one batch at a time.
+        # Experts outside of the device are moved by one thread at a time.
         self._moving = threading.Lock()
         self.is_ready, self.error = False, None
-        self.running: Sequence[QueuedInput] = ()
+
+    @property
+    def running(self) -> list[QueuedInput]:
+        """The inputs being answered."""
+        return [each for batch in list(self._batches.values()) for each in batch.inputs]
 
     def run(self) -> None:
         try:
             self._warm_up()
             self.is_ready = not self.queue.is_closed
-            while batch := self.queue.take():
-                self.running = batch
-                try:
-                    self._answer(batch)
-                except Exception:
-                    LOG.exception("a batch of %d inputs failed", len(batch))
-                    for each in batch:
-                        each.deliver(Failure(each.number))
-                self.running = ()
+            while self._batches or not self.queue.is_closed:
+                num_changes, is_idle = self.queue.num_changes, not self._batches
+                patience_s = self.queue.patience_s() if is_idle else 0
+                has_admitted = not patience_s and self._admit()
+                for kind, batch in list(self._batches.items()):
+                    self._advance(kind, batch)
+                if is_idle and not has_admitted:
+                    self.queue.wait(num_changes, patience_s or None)
         except BaseException as error:
             self.error = error
             LOG.exception("the worker ended")
         finally:
-            self.is_ready, self.running = False, ()
+            self.is_ready = False
+            self._batches.clear()
 
-    def _answer(self, batch: list[QueuedInput]) -> None:
-        self._metrics.batch_size.observe(len(batch))
-        self._observe_seconds(self._metrics.queue_s, batch)
-        with self._alone():
-            self._decode(batch)
+    def _admit(self) -> bool:
+        """Takes inputs into the batches that have room and programs for them; says if any."""
+        joining: dict[tuple[int, bool], list[QueuedInput]] = {}
+        groups = {kind: batch.group for kind, batch in self._batches.items()}
+        for batch in self._batches.values():
+            batch.is_full = False
+        for each in [] if self.queue.is_closed else self.queue.waiting():
+            kind = each.group.kind
+            batch, others = self._batches.get(kind), joining.setdefault(kind, [])
+            size = len(others) + 1 + (len(batch.inputs) if batch else 0)
+            if size > self._limits.batch_size:
+                if batch:
+                    batch.is_full = True
+                continue
+            group = groups.get(kind, each.group).joined(each.group)
+            if self._num_compiled(group) < size:
+                self.compiler.ask(group)
+                continue
+            groups[kind] = group
+            others.append(each)
+        for kind, inputs in joining.items():
+            for first in range(0, len(inputs), MOST_JOINING):
+                if there := self.queue.take(inputs[first : first + MOST_JOINING]):
+                    self._join(kind, there, groups[kind])
+        return any(joining.values())
+
+    def _join(self, kind, inputs: list[QueuedInput], group: Group) -> None:
+        self._observe_seconds(self._metrics.queue_s, inputs)
+        with self._failing(kind, inputs), self._alone():
+            if kind not in self._batches:
+                self._batches[kind] = Batch(self._running_batch(group), group)
+            batch = self._batches[kind]
+            batch.group = group
+            self._unused.discard(group)
+            self._read(batch.running, inputs, group, batch.inputs_by_name)
+            batch.beginning += inputs
+            self._metrics.batch_size.observe(len(batch.inputs))
+
+    def _read(self, running: RunningBatch, inputs, group: Group, by_name: dict) -> None:
+        settings = [each.settings for each in inputs]
+        names = running.admit(
+            [each.prompt for each in inputs],
+            numbers=[each.number for each in inputs],
+            token_limits=[each.max_new_tokens for each in settings],
+            settings=RowSettings.of(settings),
+            length=group.prompt_length,
+            places=group.answer_length,
+        )
+        by_name.update(zip(names, inputs, strict=True))
+
+    def _advance(self, kind, batch: "Batch") -> None:
+        """Some steps of a batch, and what they give."""
+        batch.abandon()
+        # A search has no first token before its end.
+        is_search = kind[0] > 1
+        is_begun = is_search or not batch.beginning
+        has_streams = any(each.is_streaming for each in batch.inputs)
+        steps = STEPS[has_streams] if is_begun else 1
+        with self._failing(kind):
+            with self._alone():
+                ended = batch.running.advance(steps, is_compacting=not batch.is_full)
+            if not is_search:
+                beginning, batch.beginning = batch.beginning, []
+                self._observe_seconds(self._metrics.first_token_s, beginning)
+                if has_streams:
+                    batch.deliver_tokens()
+            for name, hypotheses in ended.items():
+                each = batch.inputs_by_name.pop(name)
+                if is_search:
+                    self._observe_seconds(self._metrics.first_token_s, [each])
+                self._deliver_answer(each, hypotheses[0])
+        if not batch.running.waiting:
+            self._batches.pop(kind, None)
+
+    @contextlib.contextmanager
+    def _failing(self, kind, joining: Sequence[QueuedInput] = ()):
+        """Where an exception ends one batch, and what was joining it."""
+        try:
+            yield
+        except Exception:
+            batch = self._batches.pop(kind, None)
+            inputs = [*(batch.inputs if batch else ()), *joining]
+            LOG.exception("a batch of %d inputs failed", len(inputs))
+            for each in inputs:
+                each.deliver(Failure(each.number))
 
     def _alone(self):
         """A context in which experts outside of the device are this thread's alone."""
         return contextlib.nullcontext() if self._model.experts is None else self._moving
 
-    def _decode(self, batch: list[QueuedInput]) -> None:
-        self._unused.discard(batch[0].group)
-        running = self._start(batch)
-        # A search has no first token before its end.
-        is_search = batch[0].group.beam_size > 1
-        has_streams = any(each.is_streaming for each in batch)
-        if not is_search:
-            running.tokens_so_far()  # waits for the device
-            self._observe_seconds(self._metrics.first_token_s, batch)
-        while running.waiting:
-            running.abandon(i for i, each in enumerate(batch) if each.is_abandoned)
-            if has_streams and not is_search:
-                for i, tokens in running.tokens_so_far().items():
-                    if batch[i].is_streaming:
-                        batch[i].deliver(NewTokens(batch[i].number, tokens))
-            for i, hypotheses in running.advance(STEPS[has_streams]).items():
-                if is_search:
-                    self._observe_seconds(self._metrics.first_token_s, [batch[i]])
-                self._deliver_answer(batch[i], hypotheses[0])
-
-    def _start(self, batch: Sequence[QueuedInput]) -> RunningBatch:
-        group, settings = batch[0].group, [each.settings for each in batch]
+    def _running_batch(self, group: Group) -> RunningBatch:
         generator = self._generator(group)
         return RunningBatch(
             generator.config,
             generator.params,
             generator.decoding,
-            [each.prompt for each in batch],
-            numbers=[each.number for each in batch],
-            token_limits=[each.max_new_tokens for each in settings],
-            settings=RowSettings.of(settings),
-            length=group.prompt_length,
             devices=generator.devices,
             experts=generator.experts,
         )
@@ -287,17 +355,61 @@ class Worker(threading.Thread):
         size = next(size for size in sizes if size > self._num_compiled(group))
         # All but one end at once, and it soon after: the batch shrinks to all smaller sizes.
         longest = min(2, group.answer_length)
-        batch = [
+        inputs = [
             QueuedInput([1], DecodingConfig(1 if i else longest), i, group, id)
             for i in range(size)
         ]
         with self._alone():
-            running = self._start(batch)
+            running = self._running_batch(group)
+            for first in range(0, size, MOST_JOINING):
+                self._read(running, inputs[first : first + MOST_JOINING], group, {})
             while running.waiting:
                 running.advance(STEPS[0])
         self._compiled[group] = size
         self._unused.add(group)
         self.queue.look_again()
+
+    def drop(self, group: Group) -> None:
+        """Fails the inputs that wait for a group's programs."""
+        gone = [each for each in self.queue.waiting() if each.group.joined(group) == group]
+        for each in self.queue.take(gone):
+            each.deliver(Failure(each.number))
+
+
+@dataclasses.dataclass
+class Batch:
+    """What is decoded together.
+
+    Attributes:
+        group: that the batch's programs are compiled for.
+        inputs_by_name: by the names that `running` gives them.
+        beginning: inputs that have no first token yet.
+        is_full: more inputs wait for it than it has room for.
+    """
+
+    running: RunningBatch
+    group: Group
+    inputs_by_name: dict[int, QueuedInput] = dataclasses.field(default_factory=dict)
+    beginning: list[QueuedInput] = dataclasses.field(default_factory=list)
+    is_full: bool = False
+
+    @property
+    def inputs(self) -> list[QueuedInput]:
+        return list(self.inputs_by_name.values())
+
+    def abandon(self) -> None:
+        """Decodes those no further whose clients left."""
+        gone = [name for name, each in self.inputs_by_name.items() if each.is_abandoned]
+        self.running.abandon(gone)
+        for name in gone:
+            del self.inputs_by_name[name]
+
+    def deliver_tokens(self) -> None:
+        """Gives streams what they have so far."""
+        for name, tokens in self.running.tokens_so_far().items():
+            each = self.inputs_by_name[name]
+            if each.is_streaming:
+                each.deliver(NewTokens(each.number, tokens))
 
 
 class Compiler(threading.Thread):
@@ -309,15 +421,27 @@ class Compiler(threading.Thread):
 
     def __init__(self, worker: Worker):
         super().__init__(name="switchx-compiler", daemon=True)
-        self._worker, self._queue = worker, worker.queue
+        self._worker = worker
+        self._wanted: queue.Queue[Group | None] = queue.Queue()
+        self._asked: set[Group] = set()
+
+    def ask(self, group: Group) -> None:
+        """Has the programs of the group's next larger batch compiled, if they are not being."""
+        if group not in self._asked:
+            self._asked.add(group)
+            self._wanted.put(group)
+
+    def close(self) -> None:
+        """Ends it after its program."""
+        self._wanted.put(None)
 
     def run(self) -> None:
-        while (wanted := self._queue.next_to_compile()) is not None:
-            group, most = wanted
-            LOG.info("compiling for batches of more than %d of %s", most, group)
+        while (group := self._wanted.get()) is not None:
+            LOG.info("compiling for a larger batch of %s", group)
             try:
                 self._worker.compile_more(group)
             except Exception:
                 LOG.exception("no program could be compiled for %s", group)
-                for each in self._queue.drop(group):
-                    each.deliver(Failure(each.number))
+                self._worker.drop(group)
+            self._asked.discard(group)
+            self._worker.queue.look_again()

@@ -5,7 +5,6 @@ import asyncio
 import dataclasses
 import queue
 import threading
-import time
 
 import jax
 import pytest
@@ -74,41 +73,51 @@ def test_all_or_none_are_taken_in():
     assert not queued.put([])
 
 
-def test_the_oldest_group_is_next_in_order():
-    queued = queue_of(99, 3)
-    queued.put([waiting(0, 16), waiting(1, 32), waiting(2, 16), waiting(3, 16), waiting(4, 16)])
-    assert numbers(queued.take()) == [0, 2, 3]
-    assert numbers(queued.take()) == [1]
-    assert numbers(queued.take()) == [4]
+def test_groups_of_a_kind_are_joined_to_one_that_has_room_for_both():
+    long, many = Group(64, 16, 2, False), Group(16, 256, 2, False)
+    assert long.joined(many) == many.joined(long) == Group(64, 256, 2, False)
+    assert long.kind == many.kind != Group(64, 16, 1, True).kind
 
 
 def test_an_input_waits_for_others_but_not_for_ever():
     queued = queue_of(99, 2, batch_wait_ms=200)
+    assert not queued.patience_s()
     queued.put([waiting(0)])
-    timer = threading.Timer(0.02, lambda: queued.put([waiting(1)]))
-    timer.start()
-    start_s = time.monotonic()
-    assert numbers(queued.take()) == [0, 1] and time.monotonic() - start_s < 0.2
+    assert 0 < queued.patience_s() <= 0.2
+    threading.Timer(0.02, lambda: queued.put([waiting(1)])).start()
+    queued.wait(queued.num_changes, 60)
+    assert not queued.patience_s()
+    assert numbers(queued.take(queued.waiting())) == [0, 1]
     queued.put([waiting(2)])
-    assert numbers(queued.take()) == [2] and time.monotonic() - start_s > 0.2
+    queued.wait(queued.num_changes, queued.patience_s())
+    assert queued.patience_s() < 0.01
+
+
+def test_a_change_that_was_not_seen_is_not_waited_for():
+    queued = queue_of(9, 8)
+    seen = queued.num_changes
+    queued.look_again()
+    queued.wait(seen, None)
 
 
 def test_abandoned_inputs_leave_the_queue():
     queued = queue_of(2, 8)
     gone = waiting(0)
     queued.put([gone, waiting(1)])
+    seen = queued.waiting()
     queued.abandon([gone])
     assert gone.is_abandoned and len(queued) == 1
-    assert queued.put([waiting(2)]) and numbers(queued.take()) == [1, 2]
+    assert queued.put([waiting(2)]) and numbers(queued.waiting()) == [1, 2]
+    assert numbers(queued.take(seen)) == [1]
 
 
-def test_a_closed_queue_lets_its_worker_end():
-    queued, taken = queue_of(9, 8), []
-    thread = threading.Thread(target=lambda: taken.append(queued.take()))
+def test_a_closed_queue_ends_its_worker_s_waiting():
+    queued = queue_of(9, 8)
+    thread = threading.Thread(target=lambda: queued.wait(queued.num_changes, None))
     thread.start()
     queued.close()
     thread.join(5)
-    assert taken == [[]]
+    assert not thread.is_alive()
 
 
 WAIT_S = 60
