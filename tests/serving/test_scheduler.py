@@ -178,6 +178,8 @@ def test_a_new_group_is_compiled_while_others_are_answered(service, monkeypatch)
         compile_more(worker, group)
 
     monkeypatch.setattr(type(service.worker), "compile_more", held_up)
+    greedy = {g: size for g, size in service.worker._compiled.items() if g.beam_size == 1}
+    monkeypatch.setattr(service.worker, "_compiled", greedy)
     prompts = service.model.prompts(served.TEXTS[:2])
     _, searches = ask(service, prompts[:1], [DecodingConfig(8, beam_size=2)])
     assert begun.wait(WAIT_S)
@@ -210,10 +212,10 @@ def test_a_group_that_cannot_be_compiled_is_answered_so(service, monkeypatch, ca
 
     prompts = service.model.prompts(["x"])
     monkeypatch.setattr(type(service.worker), "compile_more", fail)
-    monkeypatch.setattr(service._queue, "_compiled", lambda group: 0)
+    monkeypatch.setattr(service.worker, "_compiled", {})
     _, events = ask(service, prompts)
     assert events.get(timeout=WAIT_S) == Failure(0)
-    assert "no memory to compile, say" in caplog.text and service.compiler.is_alive()
+    assert "no memory to compile, say" in caplog.text and service.worker.compiler.is_alive()
 
 
 def test_streams_grow_to_their_answers(service):
