@@ -304,6 +304,8 @@ def are_compiled(generator, size: int, length: int) -> bool:
     settings = generator.config, generator.decoding.program
     batches = generator.devices.batches(generator.config, BATCHES)
     sizes = batches[: batches.index(rounded_up(size, batches)) + 1]
+    if generator.decoding.pruning != "compact":
+        sizes = sizes[-1:]
     return all(PROGRAMS.holds(run_until, settings, (B, length)) for B in sizes)
 
 
