@@ -174,7 +174,8 @@ def check_options(config) -> None:
     """Raises FieldError where a number is out of its option's bounds; None is no number."""
     for name, each in options(type(config)).items():
         value = getattr(config, name)
-        if each.choices is None and value is not None and not each.allows(value):
+        is_number = each.choices is None and each.type is not str
+        if is_number and value is not None and not each.allows(value):
             raise FieldError(config, name, f"use {each.range}")
 
 

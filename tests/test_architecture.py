@@ -178,6 +178,11 @@ def test_sizes():
     later = (
         "switchx/storage/",
         "switchx/serving/completions.py",
+        "switchx/serving/request_queue.py",
+        "switchx/inference/programs.py",
+        "switchx/bench/decode_programs.py",
+        "switchx/partitioning/optimizer_slices.py",
+        "switchx/planner/slice_comm.py",
         "switchx/serving/protocol.py",
         "switchx/cli/simulate.py",
         "switchx/deploy/",

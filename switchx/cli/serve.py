@@ -10,6 +10,8 @@ import os
 import pathlib
 import sys
 import threading
+import time
+from collections.abc import Sequence
 
 from switchx.cli import arguments as shared
 from switchx.cli import expert_slots as slots
@@ -37,8 +39,8 @@ SIGTERM or Ctrl-C: new requests get 503, those that run are answered, and the ex
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
 TOKEN_VARIABLE = "SWITCHX_TOKEN"
 LEAST_TOKEN_LENGTH = 16
-# For the worker to look up from what it compiles.
-STOPPING_S = 2.0
+# For the threads to look up from what they compile.
+STOPPING_S = 5.0
 
 
 def add_command(commands) -> None:
@@ -86,7 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
     token = read_token(arguments.token_file)
     with access_log(arguments.access_log), TerminalReporter() as reporter:
         reporter.note("loading JAX and the model")
-        return _serve(arguments, token, reporter)
+        from switchx.training.compilation_cache import compiled_programs_kept
+
+        with compiled_programs_kept(None, reporter.note):
+            return _serve(arguments, token, reporter)
 
 
 def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
@@ -120,16 +125,18 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
         service = Service(model, limits)
         server = Server(service, token, None if token or not is_here_alone else hosts, name)
         is_all_answered = server.run_until_stopped(listener)
-    return _leave(service.worker, 0 if is_all_answered else 1)
+    return _leave([service.worker, service.worker.compiler], 0 if is_all_answered else 1)
 
 
-def _leave(worker: threading.Thread, status: int) -> int:
-    """Waits for the worker; the status, or the end of the process where it does not end.
+def _leave(threads: Sequence[threading.Thread], status: int) -> int:
+    """Waits for threads; the status, or the end of the process where one does not end.
 
     The interpreter cannot end around a thread that is in the compiler: it would abort.
     """
-    worker.join(STOPPING_S)
-    if worker.is_alive():
+    until_s = time.monotonic() + STOPPING_S
+    for each in threads:
+        each.join(max(0.0, until_s - time.monotonic()))
+    if any(each.is_alive() for each in threads):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

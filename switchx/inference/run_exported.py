@@ -123,8 +123,8 @@ class ExportedModel:
         token_BLT, score_BL = np.asarray(said["token_BLT"]), np.asarray(said["score_BL"])
         return [
             [
-                self._hypothesis(token_T[:limit], float(score))
-                for token_T, score in zip(token_BLT[b], score_BL[b], strict=True)
+                self._hypothesis(token_BLT[b, beam, :limit], float(score_BL[b, beam]))
+                for beam in np.flatnonzero(np.isfinite(score_BL[b]))  # those that were found
             ]
             for b in range(len(inputs))
         ]

@@ -17,8 +17,8 @@ from starlette import responses
 from switchx.api import Model
 from switchx.data.tokenizers import Vocabulary
 from switchx.serving.limits import Limits
+from switchx.serving.request_queue import Answer, Event
 from switchx.serving.requests import GenerateRequest, Refusal, read_request
-from switchx.serving.scheduler import Answer, Event
 from switchx.serving.service import Events
 
 # What a vocabulary writes for bytes that are no character yet.

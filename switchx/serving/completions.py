@@ -15,6 +15,7 @@ from typing import Any
 from switchx.api import Model
 from switchx.serving.answers import GrowingText, encoded, tokens_of
 from switchx.serving.limits import Limits
+from switchx.serving.request_queue import Answer, Event
 from switchx.serving.requests import (
     OPTIONS,
     GenerateRequest,
@@ -28,7 +29,6 @@ from switchx.serving.requests import (
     shown,
     wrong,
 )
-from switchx.serving.scheduler import Answer, Event
 from switchx.serving.service import Events
 
 DEFAULT_TOKENS, MAX_STOPS = 16, 4

@@ -20,7 +20,9 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from switchx.inference.programs import COMPILATIONS, PROGRAMS
 from switchx.manifest import git_commit
 
 # Seconds; vLLM's, thinned.
@@ -70,6 +72,7 @@ class Metrics:
         left = "Inputs whose clients left or ran out of time."
         self.abandoned = counter("request_abandoned", left)
         self.responses = counter("http_responses", "Responses by status.", "status")
+        self._registry.register(_Compiled())
 
         ProcessCollector(registry=self._registry)
         GCCollector(registry=self._registry)
@@ -86,6 +89,18 @@ class Metrics:
     def text(self) -> bytes:
         """In Prometheus' format."""
         return generate_latest(self._registry)
+
+
+class _Compiled:
+    """What this process has compiled, the programs that were read from a cache included."""
+
+    def collect(self):
+        number, seconds = COMPILATIONS.number, COMPILATIONS.seconds
+        yield CounterMetricFamily("switchx:compilations", "Compiled programs.", number)
+        what = "Of compilations, or of reading their results from the persistent cache."
+        yield CounterMetricFamily("switchx:compilation_seconds", what, seconds)
+        what = "Decoding programs that are kept, of a bounded number."
+        yield GaugeMetricFamily("switchx:decoding_programs", what, len(PROGRAMS))
 
 
 @functools.cache

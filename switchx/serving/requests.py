@@ -223,9 +223,12 @@ def generator_of(values: dict[str, Any], model: Model, limits: Limits):
         if settings.get(name, 1) > number:
             raise wrong(name, f"{name} is {shown(settings[name])}; expected 1 to {number}")
     try:
-        return model.generator(**settings)
+        generator = model.generator(**settings)
     except FieldError as error:
         raise wrong(error.field, str(error).removeprefix("DecodingConfig.")) from None
+    if refused := limits.refusal(generator.decoding):
+        raise wrong(*refused)
+    return generator
 
 
 def number_of(option: Option, value) -> int | float:

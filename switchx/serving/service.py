@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that answers requests, seen from the event loop: requests in, events out.
 
-`Service` admits requests and puts their inputs into the queue of scheduler.py, whose worker
+`Service` admits requests and puts their inputs into the queue whose worker (scheduler.py)
 answers them; `Events` is what comes back for one of them.
 """
 
@@ -13,16 +13,9 @@ from collections.abc import AsyncIterator, Callable
 from switchx.api import Model
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
+from switchx.serving.request_queue import Answer, Event, Failure, Group, QueuedInput
 from switchx.serving.requests import GenerateRequest, Refusal
-from switchx.serving.scheduler import (
-    Answer,
-    Event,
-    Failure,
-    Group,
-    QueuedInput,
-    RequestQueue,
-    Worker,
-)
+from switchx.serving.scheduler import Worker
 
 
 class Service:
@@ -41,13 +34,14 @@ class Service:
         """
         model.generator()
         self.model, self.limits, self.metrics = model, limits, Metrics()
-        self._queue = RequestQueue(limits)
-        self.worker = Worker(model, limits, self._queue, self.metrics)
+        self.worker = Worker(model, limits, self.metrics)
+        self._queue = self.worker.queue
         self.metrics.waiting.set_function(lambda: len(self._queue))
         self.metrics.running.set_function(lambda: len(self.worker.running))
         self.num_open, self.is_draining = 0, False
         self._open: set[Events] = set()
         self.worker.start()
+        self.worker.compiler.start()
 
     @property
     def is_ready(self) -> bool:
@@ -124,8 +118,9 @@ class Service:
             events.refuse(Refusal(503, message, retry_after_s=10))
 
     def close(self) -> None:
-        """Stops the worker after its batch."""
+        """Stops the worker after its batches, and the compiler after its program."""
         self._queue.close()
+        self.worker.compiler.close()
 
 
 class Events:

@@ -60,10 +60,10 @@ def test_a_process_serves_drains_and_ends_well(folder, start_cli, tmp_path):
     assert served.post(address, {"inputs": "gate"})[0] == 401
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        # Its program is compiled first, which takes a while.
+        # They wait for their program, which takes a while to compile.
         request = {"inputs": ["gate", "of"], "beam_size": 2, "max_new_tokens": 4}
         asking = pool.submit(served.post, address, request, headers=headers)
-        while b"num_requests_running 2.0" not in metrics_of(address, headers):
+        while b"num_requests_waiting 2.0" not in metrics_of(address, headers):
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         line_of(process, r"stopping: 1 requests are still answered")
@@ -96,11 +96,11 @@ def test_a_compiler_that_takes_long_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(serve.os, "_exit", exits.append)
     worker = threading.Thread(target=is_over.wait)
     worker.start()
-    serve._leave(worker, 0)
+    serve._leave([worker], 0)
     assert exits == [0]
     is_over.set()
     worker.join()
-    assert serve._leave(worker, 1) == 1 and exits == [0]
+    assert serve._leave([worker], 1) == 1 and exits == [0]
 
 
 def metrics_of(address, headers) -> bytes:

@@ -179,7 +179,7 @@ def test_health_says_that_a_step_does_not_end(client, service, limited, monkeypa
     monkeypatch.setattr(service.worker, "_limits", service.limits)
     monkeypatch.setattr(service.worker, "heartbeat_s", time.monotonic() - 6.0)
     assert client.get("/healthz").json()["alive"]  # it has nothing to do
-    monkeypatch.setattr(service.worker, "running", (None,))
+    monkeypatch.setattr(service.worker, "_batches", {"some": None})
     response = client.get("/healthz")
     assert response.status_code == 503 and not response.json()["alive"]
     monkeypatch.setattr(service.worker, "heartbeat_s", time.monotonic() - 4.0)

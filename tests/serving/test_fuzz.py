@@ -142,9 +142,9 @@ def test_clients_that_disconnect_leave_a_batch(service, address, limited, monkey
     """Of two inputs in one batch, the other one is answered as if it were alone."""
     left, advance = threading.Event(), RunningBatch.advance
 
-    def advance_later(batch, most_steps):
+    def advance_later(batch, most_steps, **options):
         assert left.wait(20)
-        return advance(batch, 1)
+        return advance(batch, 1, **options)
 
     limited(batch_wait_ms=200)
     monkeypatch.setattr(RunningBatch, "advance", advance_later)

@@ -97,14 +97,23 @@ def refusal(body, **options) -> Refusal:
 def test_a_request_with_everything():
     settings = {
         "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 1, "seed": 9,
-        "length_penalty": -1,
+        "length_penalty": -1, "min_new_tokens": 2,
     }  # fmt: skip
     got = read({"inputs": ["ab", [70, 1, 0, 0]], "stream": True} | settings)
     assert got.prompts == [[100, 101, 1], [70, 1]]
-    assert got.settings == DecodingConfig(3, 1, 0.5, 4, 1.0, 9, -1.0)
+    assert got.settings == DecodingConfig(3, 1, 0.5, 4, 1.0, 9, -1.0, min_new_tokens=2)
     assert got.is_streaming
     assert set(settings) | {"inputs", "stream", "beam_size"} == set(FIELDS)
     assert options(DecodingConfig).keys() - set(FIELDS) == {"pruning"}
+
+
+def test_a_way_of_decoding_that_is_not_answered():
+    limits = dataclasses.replace(LIMITS, decodings="greedy,beam2")
+    body = b'{"inputs": "ab", "beam_size": 2}'
+    assert read_request(body, model(), limits).settings.beam_size == 2
+    with pytest.raises(Refusal, match="this server answers greedy, beam2") as caught:
+        read_request(b'{"inputs": "ab", "temperature": 0.5}', model(), limits)
+    assert (caught.value.status, caught.value.field) == (400, "temperature")
 
 
 def test_one_text_and_defaults():
