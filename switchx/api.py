@@ -37,6 +37,7 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, of_task
 from switchx.models.stages import without_experts
 from switchx.partitioning.mesh import MeshSpec
+from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.start import params_of_job
 from switchx.tree import num_elements
 
@@ -210,9 +211,10 @@ class Model:
         tokens, is_text = self._read(inputs, "inputs")
         generator = self.generator(batch_size=batch_size, dropless=dropless, **decoding)
         results = [None] * len(tokens)
-        for number, (best, *_) in generator([self.prompt(each) for each in tokens]):
-            output = self.vocabulary.decode(best.tokens) if is_text else best.tokens
-            results[number] = Generated(output, best.score, best.is_finished)
+        with compiled_programs_kept(None):
+            for number, (best, *_) in generator([self.prompt(each) for each in tokens]):
+                output = self.vocabulary.decode(best.tokens) if is_text else best.tokens
+                results[number] = Generated(output, best.score, best.is_finished)
         return results if with_scores else [each.output for each in results]
 
     def score(
@@ -239,7 +241,8 @@ class Model:
         if len(read) != len(wanted):
             raise ValueError(f"{len(read)} inputs for {len(wanted)} targets; give a pair each")
         scorer = self.scorer(batch_size=batch_size, dropless=dropless)
-        return [score for _, score in sorted(scorer(list(zip(read, wanted, strict=True))))]
+        with compiled_programs_kept(None):
+            return [score for _, score in sorted(scorer(list(zip(read, wanted, strict=True))))]
 
     def generator(self, *, batch_size: int = 32, dropless: bool = True, **decoding):
         """The `Generator` of prompts; `decoding` are fields of `DecodingConfig`."""
@@ -381,12 +384,17 @@ def _load_artifact(folder: pathlib.Path, step, devices: ModelMesh | None) -> Mod
     if step is not None:
         raise ValueError(f"step={step!r} of {folder}, which is a quantized model and has one")
     artifact = read_artifact(folder) if devices else open_artifact(folder)
+    try:
+        step, text_format = artifact.about["step"], TextFormat(**artifact.about["text_format"])
+    except (KeyError, TypeError) as error:
+        wrong = f"{folder}: artifact.json does not say how texts are read ({error})"
+        raise ValueError(f"{wrong}; make it again with `switchx quantize`") from error
     return Model(
         artifact.config,
         devices.place(native(artifact.params)) if devices else artifact.params,
         load_vocabulary(folder) if (folder / DESCRIPTION_FILE).exists() else None,
-        artifact.about["step"],
-        TextFormat(**artifact.about["text_format"]),
+        step,
+        text_format,
         artifact.fingerprint,
         devices or ONE_DEVICE,
     )

@@ -29,7 +29,7 @@ def require_choice(name: str, value, choices) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     require(
         value in choices,
-        f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}",
+        f"{name}={value!r:.80} is unknown; use one of {', '.join(map(str, choices))}",
     )
 
 
@@ -64,7 +64,7 @@ def _require_each(config, names, holds: Callable[[Any], bool], allowed: str) -> 
     for name in names:
         if (value := getattr(config, name)) is not None and not holds(value):
             way_out = f"use {allowed.format(name=name)}"
-            raise ValueError(f"{type(config).__name__}.{name}={value}; {way_out}")
+            raise ValueError(f"{type(config).__name__}.{name}={value!s:.40}; {way_out}")
 
 
 def require_patterns(name: str, patterns) -> None:
@@ -174,7 +174,8 @@ def check_options(config) -> None:
     """Raises FieldError where a number is out of its option's bounds; None is no number."""
     for name, each in options(type(config)).items():
         value = getattr(config, name)
-        if each.choices is None and value is not None and not each.allows(value):
+        is_number = each.choices is None and each.type is not str
+        if is_number and value is not None and not each.allows(value):
             raise FieldError(config, name, f"use {each.range}")
 
 
@@ -244,7 +245,11 @@ def from_description(cls: type, description: dict[str, Any], where: str):
         ValueError: fields are missing or unknown, their values are refused, or the class
             cannot be imported.
     """
-    if "." in (name := description.get("type", cls.__name__)):
+    if not isinstance(name := description.get("type", cls.__name__), str):
+        raise ValueError(
+            f"{where}: a {cls.__name__} has the type {name!r:.80}; correct the file"
+        )
+    if "." in name:
         cls = _import_named(name, cls, where)
     values = {name: value for name, value in description.items() if name != "type"}
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -252,6 +257,11 @@ def from_description(cls: type, description: dict[str, Any], where: str):
         inner = [each for each in _alternatives(hint) if dataclasses.is_dataclass(each)]
         if inner and isinstance(values.get(name), dict):
             values[name] = from_description(inner[0], values[name], where)
+        elif inner and name in values and not isinstance(values[name], _classes(hint)):
+            raise ValueError(
+                f"{where}: {cls.__name__}.{name}={values[name]!r:.80} is no "
+                f"{inner[0].__name__}; correct the file"
+            )
     required = {
         name
         for name, field in fields.items()
@@ -269,10 +279,15 @@ def from_description(cls: type, description: dict[str, Any], where: str):
     for name, hint in _hints(cls).items():
         if name in values and not _fits(values[name], hint):
             raise ValueError(
-                f"{where}: {cls.__name__}.{name}={values[name]!r} is of type "
+                f"{where}: {cls.__name__}.{name}={values[name]!r:.80} is of type "
                 f"{type(values[name]).__name__}, not what is written there; correct the file"
             )
     return cls(**values)
+
+
+def _classes(hint) -> tuple[type, ...]:
+    """The classes among a hint's alternatives."""
+    return tuple(each for each in _alternatives(hint) if isinstance(each, type))
 
 
 def _fits(value, hint) -> bool:

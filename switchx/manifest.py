@@ -5,8 +5,9 @@ A manifest is JSON: what its writer says, size and checksum of every other file 
 and a checksum of itself. It is written last, into a folder that is then renamed, so a folder
 without one is half-written whatever else it holds. Checkpoints take CRC-32, which finds every
 flipped byte and costs far less than the disk (zlib: 1 to 7 GB/s on one core); folders that are
-handed on take SHA-256, whose value is their fingerprint too. Neither proves who wrote them;
-what a folder says of its origin has the commit of the code that wrote it.
+handed on take SHA-256, whose value is their fingerprint too. Neither proves who wrote them: who
+changes a file can write a manifest that fits it, so its readers check what it says, too. What a
+folder says of its origin has the commit of the code that wrote it.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from switchx.object_store import Folder, files_in, is_address
+from switchx.object_store import Folder, files_in, is_address, read_json_object
 
 Checksum = Literal["crc32", "sha256"]
 
@@ -75,13 +76,13 @@ def read_manifest(folder: Folder, name: str, checksum: Checksum) -> dict[str, An
         ValueError: it is missing or damaged; a clause that begins with "it".
     """
     try:
-        content = json.loads((folder / name).read_bytes())
+        content = read_json_object(folder / name)
         claimed = content.pop(checksum)
         if claimed != checksum_of(content, checksum) or not isinstance(content["files"], dict):
             raise ValueError("checksum")
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"it has no {name}, so it was not written to its end") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, KeyError):
         raise ValueError(f"its {name} is damaged") from None
     return content | {checksum: claimed}
 
@@ -99,7 +100,12 @@ def damages(folder: Folder, files: dict[str, list], checksum: Checksum | None) -
     except OSError as error:
         yield f"it cannot be read ({error})"
         return
-    for name, (num_bytes, expected) in files.items():
+    for name, entry in files.items():
+        is_pair = isinstance(entry, list | tuple) and len(entry) == 2
+        if not is_pair or type(entry[0]) is not int:
+            yield f"its manifest has no size and checksum of {name!r:.80}"
+            continue
+        num_bytes, expected = entry
         path = folder / name
         try:
             if not is_address(folder) and not path.resolve().is_relative_to(folder.resolve()):

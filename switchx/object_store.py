@@ -290,3 +290,39 @@ def small_files(path: str | os.PathLike) -> pathlib.Path:
     """
     folder = as_folder(path)
     return mirror(str(folder)).folder if is_address(folder) else folder
+
+
+# Of lists and objects in each other. json's own limit depends on how deep its caller stands.
+MAX_JSON_DEPTH, MAX_JSON_BYTES = 64, 1 << 28
+
+
+def is_nested_deeper(value, most: int) -> bool:
+    """Whether lists and dictionaries are in each other more than `most` times."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(most):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+    return bool(level)
+
+
+def read_json_object(file: Folder, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file, which may come from anybody.
+
+    Raises:
+        ValueError: it is too large, nested too deeply, no UTF-8, no JSON or no object; the
+            message is a clause.
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as opened:
+        data = opened.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes; expected that at most")
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} times") from None
+    if is_nested_deeper(content, MAX_JSON_DEPTH):
+        raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} times")
+    if not isinstance(content, dict):
+        raise ValueError(f"expected an object, got a {type(content).__name__}")
+    return content

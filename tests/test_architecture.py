@@ -177,6 +177,13 @@ def test_sizes():
     own = [path for path in TREES if path.startswith("switchx/")]
     later = (
         "switchx/storage/",
+        "switchx/serving/completions.py",
+        "switchx/serving/request_queue.py",
+        "switchx/inference/programs.py",
+        "switchx/bench/decode_programs.py",
+        "switchx/partitioning/optimizer_slices.py",
+        "switchx/planner/slice_comm.py",
+        "switchx/serving/protocol.py",
         "switchx/cli/simulate.py",
         "switchx/deploy/",
         "switchx/cli/deploy.py",

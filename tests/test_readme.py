@@ -87,6 +87,8 @@ VARIANTS = {
     f"{EIGHT} {TINY} --gin_file=configs/meshes/data_expert.gin --model_dir=runs/mesh": T5,
     f"{EIGHT} {TINY} --gin_file=configs/meshes/pipeline_moe_stages.gin "
     "--gin.SwitchConfig.group_size=64 --model_dir=runs/stages": T5_OF_2,
+    f"{EIGHT} {TINY} --gin_file=configs/meshes/zero1.gin "
+    "--gin.SwitchConfig.group_size=64 --model_dir=runs/zero1": T5,
     f"{EIGHT} {TINY} --gin_file=configs/meshes/fsdp_fused.gin "
     "--gin.SwitchConfig.group_size=64 --model_dir=runs/fused": T5,
     f"{EIGHT} {TINY} --gin_file=configs/meshes/data_expert.gin "

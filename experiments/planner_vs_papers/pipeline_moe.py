@@ -118,6 +118,7 @@ def _orders() -> list[Cell]:
 
 def forward_seconds(workload: Workload, layout: Layout, hardware: Hardware) -> dict:
     """Seconds of the parts of a forward pass, on one device of an average stage."""
+    layout = dataclasses.replace(layout, is_ours=False)
     model = dataclasses.replace(workload.model, remat="none")
     workload = dataclasses.replace(workload, model=model)
     flops = flops_per_sequence(model, 0, workload.decoder_length)

@@ -45,7 +45,7 @@ LARGE = dict(layers=32, d_model=4096, heads=32, vocab_size=VOCABULARY)
 SMALL_ROWS, LARGE_ROWS = 256, 1024
 HARDWARE = load_hardware("v100")
 LOGITS_OF_STAGES = (
-    "outputs to all stages, for their part of the logits",
+    "outputs to all stages, for their logits",
     "gradients of the outputs",
 )
 REMATERIALIZED = 4  # passes through the blocks
@@ -164,7 +164,11 @@ def needed_bytes(row: Row, workload: Workload, layout: Layout) -> float:
 
 
 def step_seconds(workload: Workload, layout: Layout, is_scattered: bool = True) -> float:
-    """Seconds of a step; gradients are added up before they are sent."""
+    """Seconds of a step; gradients are added up before they are sent.
+
+    Megatron's stages keep what they need to go backward, and wait where they have no op.
+    """
+    layout = dataclasses.replace(layout, is_ours=False)
     once = dataclasses.replace(layout, num_microbatches=1)
     found = [each for each in step_collectives(workload, layout) if each.part != "weights"]
     found += [each for each in step_collectives(workload, once) if each.part == "weights"]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx bench decode`: output tokens a second, against transformers with the same weights.
 
-It also measures what pruning of finished sentences gains, what int4 experts save, and a
-server's requests a second where the extra `serve` is installed.
+It also measures what pruning of finished sentences gains, what int4 experts save, what a step
+that samples costs, whether programs of a thousand settings are bounded, and a server's requests
+a second where the extra `serve` is installed.
 Dims: B rows of a batch, M tokens of a source, P tokens of a prompt
 """
 
@@ -17,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import serving, torch_peer
+from switchx.bench import decode_programs, serving, torch_peer
 from switchx.bench.report import Check, Report
 from switchx.bench.train import DENSE, MEBIBYTE, in_ms, switch_model
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
 from switchx.inference.generate import Generator, Hypothesis, for_decoding
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, RowSettings
 from switchx.interop import huggingface
 from switchx.models.params import init_params
 
@@ -84,7 +85,8 @@ def run(rounds: int) -> Report:
     checks = [
         Check(name, ratios[name], f">={least}") for _, name, least in CASES if name in ratios
     ]
-    parts = [pruning(rounds), quantized_bytes()]
+    parts = [pruning(rounds), quantized_bytes(), decode_programs.sampling(rounds)]
+    parts.append(decode_programs.programs())
     if serving.is_available():
         config = switch_model(NUM_EXPERTS[0])
         params = init_params(config, jax.random.key(0))
@@ -182,15 +184,21 @@ def loop_bytes(config, params) -> int:
     decoding = DecodingConfig(NEW_TOKENS, eos_id=NO_END)
     source_BM = jnp.array(inputs(1))
     state = jax.eval_shape(
-        functools.partial(prefill, config, decoding),
+        functools.partial(prefill, config, decoding.program),
         params,
         prompt_BP=jnp.zeros((1, 1), jnp.int32),
         is_prompt_BP=jnp.ones((1, 1), bool),
-        rows=Rows(jnp.zeros(1, jnp.int32), jnp.ones(1, bool), jnp.full(1, NEW_TOKENS)),
+        rows=Rows(
+            jnp.zeros(1, jnp.int32),
+            jnp.ones(1, bool),
+            jnp.full(1, NEW_TOKENS),
+            RowSettings.of([decoding]),
+        ),
         source_BM=source_BM,
         is_source_BM=source_BM > 0,
     )
-    memory = run_until.lower(config, decoding, params, state, 0).compile().memory_analysis()
+    loop = run_until.lower(config, decoding.program, params, state, 0, NEW_TOKENS)
+    memory = loop.compile().memory_analysis()
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 

@@ -6,13 +6,19 @@ every mesh of configs/meshes that has replicas (`partitioning/replicas.py`): sim
 of a v5e where the TPU compiler is installed. All that one device sends along these axes is
 counted, loops by their trips, and divided by one reduction of its part of the gradients. XLA's
 all-reduce is a reduce-scatter and an all-gather, so each of these counts half.
+
+`expert_gradients_across_experts`: of the same programs, the bytes of sums of expert weights'
+gradients over devices that have different experts. There are to be none: the gradient of an
+expert is complete where it is.
 """
 
 import dataclasses
 import json
+import math
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -21,9 +27,14 @@ import numpy as np
 from pallas_kernels.aot import tpu_compiler
 from switchx.bench.report import Check
 from switchx.gin_config.building import job_from_gin
-from switchx.partitioning.hlo_collectives import HloCollective, executed_collectives
+from switchx.partitioning.hlo_collectives import (
+    HloCollective,
+    array_bytes,
+    executed_collectives,
+)
 from switchx.partitioning.mesh import named_axes
 from switchx.partitioning.replicas import replica_axes
+from switchx.partitioning.rules import MeshAxes
 from switchx.partitioning.topology import Topology
 from switchx.training.aot import batch_shapes, bytes_on_one_device
 from switchx.training.aot_devices import describe_devices, has_compiler, run_with_compiler
@@ -43,8 +54,11 @@ BINDINGS = (
     "SwitchConfig.group_size = 16",
     "ModelConfig.d_model = 64",
     "ModelConfig.d_ff = 128",
-    "ModelConfig.d_head = 16",
+    # So large that a slice of each matrix fills the TPU's vectors (`optimizer_slices.py`).
+    "ModelConfig.d_head = 64",
     "ModelConfig.scan_layers = True",
+    # Divisible by 3, as no other size here is: by it an expert's weight is told from the rest.
+    "SwitchConfig.d_ff = 96",
 )
 
 
@@ -85,7 +99,11 @@ def compare(case: Case, devices: Sequence) -> dict[str, Any]:
         is_cpu = devices[0].platform == "cpu"
         options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
         executed = executed_collectives(step.compile(compiler_options=options).as_text())
-    axes = replica_axes(program.mesh, job.mesh.rules)
+    rules = job.mesh.rules
+    axes, experts = (
+        replica_axes(program.mesh, rules),
+        rules.axes("E", program.mesh, table="expert_params"),
+    )
     sent = sum(
         count * one.num_bytes * (1 if one.kind == "all-reduce" else 0.5)
         for one, count in executed.items()
@@ -99,10 +117,42 @@ def compare(case: Case, devices: Sequence) -> dict[str, Any]:
         "compiled_bytes": round(sent),
         "one_reduction_bytes": gradients,
         "ratio": sent / gradients,
+        "expert_axes": " ".join(experts),
+        "across_experts_bytes": bytes_across_experts(
+            executed, program.mesh.shape, experts, job.model.switch.d_ff
+        ),
     }
 
 
-def crossed_axes(one: HloCollective, sizes: dict[str, int]) -> set[str]:
+def bytes_across_experts(
+    executed: Mapping[HloCollective, int],
+    sizes: Mapping[str, int],
+    experts: MeshAxes,
+    d_ff: int,
+) -> int:
+    """Bytes of sums of experts' weights over devices that have different experts.
+
+    Args:
+        executed: the collectives of a step.
+        sizes: of the mesh's axes.
+        experts: the axes that experts are split over.
+        d_ff: F of an expert. What has a dimension of it, or of a part of it along some axes, is
+            the gradient of a weight: values within experts are not summed over axes at all.
+    """
+    parts = {math.prod(some) for n in range(3) for some in combinations(sizes.values(), n)}
+    found = {d_ff // each for each in parts if d_ff % each == 0 and (d_ff // each) % 3 == 0}
+    total = 0
+    for one, count in executed.items():
+        is_sum = one.kind in ("all-reduce", "reduce-scatter")
+        if is_sum and crossed_axes(one, sizes) & set(experts):
+            scale = len(one.groups[0]) if one.kind == "reduce-scatter" else 1
+            for array in one.arrays:
+                if found & set(array[1]):
+                    total += scale * array_bytes(array) * count
+    return total
+
+
+def crossed_axes(one: HloCollective, sizes: Mapping[str, int]) -> set[str]:
     """The mesh axes along which the devices of some group differ."""
     shape, found = tuple(sizes.values()), set()
     for group in one.groups:
@@ -142,6 +192,12 @@ def check(rows: list[dict[str, Any]]) -> Check:
     """The largest ratio of all meshes, numbers of microbatches and platforms."""
     worst = max(row["ratio"] for row in rows)
     return Check("gradient_bytes_vs_one_reduction", worst, f"<={MOST}")
+
+
+def check_experts(rows: list[dict[str, Any]]) -> Check:
+    """The bytes of all programs together."""
+    total = sum(row["across_experts_bytes"] for row in rows)
+    return Check("expert_gradients_across_experts", total, "==0")
 
 
 def main() -> int:

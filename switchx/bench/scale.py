@@ -70,6 +70,7 @@ def run(note: Callable[[str], None] = lambda text: None) -> Report:
         pipelines.holds_whole_model(programs),
         *planned.checks,
         gradient_bytes.check(reduced),
+        gradient_bytes.check_experts(reduced),
         extra_collectives(layers),
         Check("embedding_bytes_vs_replicated", table_ratio, f"<={TABLE_BOUND:g}"),
         Check("buckets_vs_collectives", bucket_ratio, "==1"),

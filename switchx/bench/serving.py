@@ -61,8 +61,8 @@ def serving(
     from switchx.api import Model
     from switchx.data.tasks import TextFormat
     from switchx.serving.limits import Limits
-    from switchx.serving.scheduler import Service
     from switchx.serving.server import Server, open_socket
+    from switchx.serving.service import Service
 
     model = Model(config, params, None, 0, TextFormat(True, False, True), "")
     length = max(map(len, inputs))

@@ -13,7 +13,6 @@ Dims: N layers of a scanned stack, E experts
 
 import base64
 import collections
-import json
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -32,7 +31,7 @@ from switchx.checkpoint.parts import (
     require_unchanged,
 )
 from switchx.manifest import checksum_of, damages
-from switchx.object_store import Folder, kvstore
+from switchx.object_store import Folder, kvstore, read_json_object
 from switchx.storage.record import RecordError
 from switchx.storage.snapshot import Snapshot
 from switchx.tree import Tree, named_leaves, nested
@@ -328,7 +327,7 @@ def read_data_states(path: Folder) -> list[Any]:
 
 def _data_content(file: Folder) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        content = read_json_object(file)
         claimed = content.pop("crc32", None)  # earlier versions had it in the manifest alone
         is_same = claimed in (None, checksum_of(content, "crc32"))
         if not is_same or content.keys() not in ({"json"}, {"base64"}):

@@ -30,8 +30,19 @@ from switchx.data.vocabularies import save_vocabulary
 from switchx.fields import describe, require
 from switchx.models.config import ModelConfig, model_from_description
 from switchx.models.params import abstract_params
-from switchx.object_store import Folder, as_folder, files_in, is_address, mirror, small_files
+from switchx.object_store import (
+    Folder,
+    as_folder,
+    files_in,
+    is_address,
+    mirror,
+    read_json_object,
+    small_files,
+)
 from switchx.tree import named_leaves
+
+# More than any description of a run needs.
+_MOST_CONFIG_BYTES = 1 << 24
 
 
 def _inside(name: str) -> property:
@@ -201,9 +212,11 @@ def read_config(run: RunFolder) -> dict[str, Any]:
         ValueError: it is missing or damaged.
     """
     try:
-        config = json.loads(run.config.read_text(encoding="utf-8"))
-        if not (isinstance(config, dict) and isinstance(config.get("model"), dict)):
+        config = read_json_object(run.config, _MOST_CONFIG_BYTES)
+        if not isinstance(config.get("model"), dict):
             raise ValueError("it describes no model")
+        if not isinstance(config.get("step", {}), dict):
+            raise ValueError("its step is no object")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{run.where} is not a run folder, its config.json cannot be read ({error}): "

@@ -151,7 +151,7 @@ def add_options(
             type=each.type,
             choices=each.choices,
             default=default,
-            metavar=None if each.choices else "N",
+            metavar=None if each.choices else "N" if each.type is not str else "NAMES",
             help=f"{each.help}{shown}".replace("%", "%%"),
         )
 

@@ -50,8 +50,8 @@ Checks a promise and prints the largest errors; the exit status is 1 where one d
                                        losses, raw gradients, global gradient norm
   switchx check equivalence --sample   each router with each dispatcher on one mesh
   switchx check equivalence --json     one JSON object on the last line
-  switchx check planned_bytes          bytes that compiled training steps communicate on
-                                       several meshes against the planner's
+  switchx check planned_bytes          bytes that compiled training steps communicate,
+                                       and their FLOPs, against the planner's
   switchx check elastic                losses and tokens of a run that loses devices, eight
                                        to six to two, against those of one that does not
 

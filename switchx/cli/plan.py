@@ -9,6 +9,7 @@ from typing import Any
 from switchx.cli import arguments as shared
 
 COLUMNS = ("", "mesh", "step", "tokens/s", "products", "collectives", "bubble", "memory")
+LAYOUT_FIELDS = ("dispatcher", "is_spread", "has_optimizer_slices")
 MEMORY_PARTS = (
     "state",
     "gradients",
@@ -225,8 +226,7 @@ def row(rank: int, plan, workload) -> dict[str, Any]:
     return {
         "rank": rank,
         **plan.layout.shape,
-        "dispatcher": plan.layout.dispatcher,
-        "is_spread": plan.layout.is_spread,
+        **{name: getattr(plan.layout, name) for name in LAYOUT_FIELDS},
         "imbalance": workload.uneven(plan.layout),
         "microbatches": plan.layout.num_microbatches,
         "step_s": time.step_s,

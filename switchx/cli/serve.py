@@ -2,11 +2,16 @@
 """`switchx serve`: a trained model over HTTP."""
 
 import argparse
+import contextlib
 import importlib.util
+import logging
+import logging.handlers
 import os
 import pathlib
 import sys
 import threading
+import time
+from collections.abc import Sequence
 
 from switchx.cli import arguments as shared
 from switchx.cli import expert_slots as slots
@@ -21,10 +26,12 @@ Answers requests over HTTP until it is stopped:
 POST /v1/generate takes inputs (a text, or a list of texts or of lists of token ids), stream,
 and the options of `switchx generate` from max_new_tokens to length_penalty. An answer is what
 that command gives: it does not depend on the requests that it is batched with.
+POST /v1/completions and GET /v1/models are for OpenAI's clients.
 GET / is a page to try it in, /healthz says whether it is ready, /metrics is for Prometheus.
 
 It listens on this machine alone unless --host says otherwise. A token, from --token_file or
-the environment's SWITCHX_TOKEN, is then asked for as `Authorization: Bearer TOKEN`.
+the environment's SWITCHX_TOKEN, is then asked for as `Authorization: Bearer TOKEN`. Without
+one, and listening on this machine alone, it answers to this machine's names only.
 
 SIGTERM or Ctrl-C: new requests get 503, those that run are answered, and the exit status is
 0; a second one does not wait.
@@ -32,7 +39,7 @@ SIGTERM or Ctrl-C: new requests get 503, those that run are answered, and the ex
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
 TOKEN_VARIABLE = "SWITCHX_TOKEN"
 LEAST_TOKEN_LENGTH = 16
-# For the worker to look up from what it compiles.
+# For the threads to look up from what they compile.
 STOPPING_S = 5.0
 
 
@@ -51,6 +58,22 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--token_file", metavar="FILE", help="its first line is the token that clients send"
     )
+    parser.add_argument(
+        "--allowed_hosts",
+        default="",
+        metavar="NAME,NAME",
+        help="names that `Host` may have, beside localhost, where no token is asked for",
+    )
+    parser.add_argument(
+        "--access_log",
+        metavar="FILE",
+        help="a line of JSON for each request; - is the standard output (default: none)",
+    )
+    parser.add_argument(
+        "--served_model_name",
+        metavar="NAME",
+        help="what OpenAI's clients call the model (default: that of its folder)",
+    )
     shared.add_options(parser, Limits)
 
 
@@ -63,15 +86,19 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.port < 1 << 16:
         raise ValueError(f"--port={arguments.port}; use 0 to 65535")
     token = read_token(arguments.token_file)
-    with TerminalReporter() as reporter:
+    with access_log(arguments.access_log), TerminalReporter() as reporter:
         reporter.note("loading JAX and the model")
-        return _serve(arguments, token, reporter)
+        from switchx.training.compilation_cache import compiled_programs_kept
+
+        with compiled_programs_kept(None, reporter.note):
+            return _serve(arguments, token, reporter)
 
 
 def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     from switchx import api
-    from switchx.serving.scheduler import Service
-    from switchx.serving.server import Server, is_loopback, open_socket
+    from switchx.serving.app import is_loopback
+    from switchx.serving.server import Server, open_socket
+    from switchx.serving.service import Service
 
     limits = Limits(**shared.options_of(arguments, Limits))
     asked = slots.expert_slots(arguments)
@@ -84,29 +111,65 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
     # Before it compiles: an address that is taken is said at once.
     with open_socket(arguments.host, arguments.port) as listener:
         host, port = listener.getsockname()[:2]
-        if token is None and not is_loopback(arguments.host):
+        is_here_alone = is_loopback(arguments.host)
+        if token is None and not is_here_alone:
             reporter.note(
                 f"warning: {host} can be reached from other machines, and no token is asked "
                 f"for; give --token_file, or set {TOKEN_VARIABLE}"
             )
         address = f"[{host}]" if ":" in host else host
         reporter.note(f"listening on http://{address}:{port}")
+        hosts = [name.strip() for name in arguments.allowed_hosts.lower().split(",") if name]
+        folder = pathlib.Path(arguments.model_dir).expanduser().absolute()
+        name = arguments.served_model_name or folder.name
         service = Service(model, limits)
-        is_all_answered = Server(service, token).run_until_stopped(listener)
-    return _leave(service.worker, 0 if is_all_answered else 1)
+        server = Server(service, token, None if token or not is_here_alone else hosts, name)
+        is_all_answered = server.run_until_stopped(listener)
+    return _leave([service.worker, service.worker.compiler], 0 if is_all_answered else 1)
 
 
-def _leave(worker: threading.Thread, status: int) -> int:
-    """Waits for the worker; the status, or the end of the process where it does not end.
+def _leave(threads: Sequence[threading.Thread], status: int) -> int:
+    """Waits for threads; the status, or the end of the process where one does not end.
 
     The interpreter cannot end around a thread that is in the compiler: it would abort.
     """
-    worker.join(STOPPING_S)
-    if worker.is_alive():
+    until_s = time.monotonic() + STOPPING_S
+    for each in threads:
+        each.join(max(0.0, until_s - time.monotonic()))
+    if any(each.is_alive() for each in threads):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+@contextlib.contextmanager
+def access_log(file: str | None):
+    """Lines of requests go to a file, which may be moved away (logrotate), or to `-`.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    if file is None:
+        yield
+        return
+    log = logging.getLogger("switchx.access")
+    try:
+        to_output = logging.StreamHandler(sys.stdout)
+        handler = to_output if file == "-" else logging.handlers.WatchedFileHandler(file)
+    except OSError as error:
+        raise ValueError(f"--access_log={file} cannot be written: {error}") from error
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.propagate, before = False, log.level
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+        log.setLevel(before)
+        handler.close()
 
 
 def read_token(file: str | None) -> str | None:

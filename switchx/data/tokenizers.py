@@ -185,10 +185,17 @@ class SentencePieceVocabulary(Vocabulary):
         for is_piece, run in itertools.groupby(map(int, ids), self._is_plain_piece):
             if is_piece:
                 shown = [i for i in run if i not in (PAD_ID, EOS_ID)]
-                texts.append(self._processor.decode(shown))
+                text = self._processor.decode(shown)
+                # SentencePiece drops the spaces that a text begins with, here a part of one.
+                texts.append(self._spaces_before(shown) + text.lstrip(" ") if texts else text)
             else:
                 texts += [_sentinel_text(self._sentinels.get(i)) for i in run]
         return "".join(texts)
+
+    def _spaces_before(self, ids: list[int]) -> str:
+        """The spaces that pieces begin with."""
+        pieces = "".join(map(self._processor.id_to_piece, ids))
+        return " " * (len(pieces) - len(pieces.lstrip(_SPACE)))
 
     def fingerprint(self) -> str:
         model = self._processor.serialized_model_proto()

@@ -34,7 +34,7 @@ from switchx.data.vocabulary_training import (
     train_model,
 )
 from switchx.fields import describe, from_description, require
-from switchx.object_store import small_files
+from switchx.object_store import read_json_object, small_files
 
 DESCRIPTION_FILE = "vocabulary.json"
 
@@ -45,6 +45,9 @@ _KINDS = {
     "bytes": (ByteVocabulary, ("num_sentinels",)),
     "token_ids": (TokenIdVocabulary, ("size",)),
 }
+
+# More than any description of a vocabulary needs, and than any vocabulary has ids.
+_MOST_BYTES, _MOST_IDS = 1 << 20, 1 << 31
 
 # Examples of a corpus that are looked at, of one that has more.
 _MAX_EXAMPLES = 100_000
@@ -202,7 +205,7 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     """
     file = small_files(directory) / DESCRIPTION_FILE
     try:
-        description = json.loads(file.read_text())
+        description = read_json_object(file, _MOST_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no vocabulary can be read from {directory}: {error}; name a run folder, or save "
@@ -213,7 +216,7 @@ def load_vocabulary(directory: str | Path) -> Vocabulary:
     require(
         found == written,
         f"the vocabulary in {directory} has the fingerprint {found}, its description says "
-        f"{written}; restore {MODEL_FILE} from where the run was trained",
+        f"{written!s:.80}; restore {MODEL_FILE} from where the run was trained",
     )
     return vocabulary
 
@@ -246,10 +249,10 @@ def _from_description(description, file: Path) -> Vocabulary:
     numbers = {name: description.get(name) for name in names}
     is_known = names and set(description) == {"kind", "fingerprint", *names}
     require(
-        is_known and all(type(number) is int for number in numbers.values()),
+        is_known and all(type(n) is int and abs(n) < _MOST_IDS for n in numbers.values()),
         f"{file} does not describe a vocabulary: expected the kind {', '.join(_KINDS)} with a "
         "fingerprint and whole numbers, or a user's class with its fields, got "
-        f"{description!r}; restore the file",
+        f"{description!r:.300}; restore the file",
     )
     if cls is not SentencePieceVocabulary:
         return cls(**numbers)

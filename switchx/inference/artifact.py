@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.flax import load_file, save_file
 
 from pallas_kernels import QTensor
@@ -130,7 +130,7 @@ def _read(folder: str | os.PathLike, load: Callable[[pathlib.Path], dict]) -> Ar
     path = pathlib.Path(folder).expanduser().absolute()
     content = _read_manifest(path)
     if damage := next(damages(path, content["files"], "sha256"), None):
-        raise ValueError(f"{path} is no whole artifact: {damage}; {AGAIN}")
+        raise ValueError(f"{path} is no whole artifact: {damage:.300}; {AGAIN}")
     where = str(path / MANIFEST)
     try:
         config = model_from_description(content["model"], where)
@@ -149,14 +149,36 @@ def _read_manifest(path: pathlib.Path) -> dict[str, Any]:
         for name, ours in HEADER.items():
             if content.get(name) != ours:
                 raise ValueError(
-                    f"its {name} is {content.get(name)!r}, this switchx reads {ours!r}; it was "
-                    f"written by {content.get('about', {}).get('versions')}"
+                    f"its {name} is {content.get(name)!r:.80}, this switchx reads {ours!r}; "
+                    f"it was written by {_writer(content)}"
                 )
         if WEIGHTS not in content["files"]:
             raise ValueError(f"its {MANIFEST} names no {WEIGHTS}")
+        _check_form(content)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} is no whole artifact: {error}; {AGAIN}") from error
     return content
+
+
+def _writer(content: dict[str, Any]) -> str:
+    about = content.get("about")
+    return str(about.get("versions") if isinstance(about, dict) else None)[:200]
+
+
+def _check_form(content: dict[str, Any]) -> None:
+    """Raises ValueError, a clause, where a value that is read is none that is written."""
+    for name in ("model", "quantized", "about"):
+        if not isinstance(content.get(name), dict):
+            raise ValueError(f"its {MANIFEST} has no object {name!r}")
+    for name, each in content["quantized"].items():
+        has_form = isinstance(each, dict) and each.keys() == {"bits", "group_size"}
+        sizes = each.values() if has_form else ()
+        if not has_form or not all(n is None or (type(n) is int and n >= 1) for n in sizes):
+            raise ValueError(f"its {MANIFEST} quantizes {name!r:.80} to {each!r:.80}")
+    # A class of a user's own would be imported, and so run.
+    described = [content["model"], *content["model"].values()]
+    if any(isinstance(each, dict) and "type" in each for each in described):
+        raise ValueError(f"its {MANIFEST} names a class; a quantized model is one of ours")
 
 
 def _params(path: pathlib.Path, config: ModelConfig, quantized: dict, arrays: dict) -> dict:
@@ -200,6 +222,8 @@ def _arrays_without_experts(path: pathlib.Path) -> dict:
     The file begins with the length of a header, 8 bytes, little-endian, and the header: JSON of
     dtype, shape and place behind the header of each array.
     """
+    with safe_open(path, "np"):  # which checks the header: its size, and every place in it
+        pass
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -207,6 +231,8 @@ def _arrays_without_experts(path: pathlib.Path) -> dict:
     for name, each in header.items():
         if name == "__metadata__":
             continue
+        if each["dtype"] not in _DTYPES:
+            raise SafetensorError(f"{name} is of {each['dtype']}, no dtype of switchx")
         dtype, offset = np.dtype(_DTYPES[each["dtype"]]), 8 + length + each["data_offsets"][0]
         array = expert_source.FileArray(path, offset, tuple(each["shape"]), dtype)
         is_expert = expert_source.EXPERTS in name

@@ -12,10 +12,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from switchx.inference.config import DecodingConfig
-from switchx.inference.sampling import Rows, top_k
+from switchx.inference.config import DecodingProgram
+from switchx.inference.sampling import EARLY_STOPPING, Rows, lengthened, top_k
 
-NEVER = -1e9
+NEVER = -jnp.inf
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +25,7 @@ class Beams:
 
     Attributes:
         token_BLT, log_prob_BL: running; `pad_id` after the last token.
-        ancestor_BLT: the place that held a hypothesis' ancestor at each step.
+        ancestor_BLT: which beam held a hypothesis' ancestor at each place of the ring.
         finished_BLT, score_BL, is_finished_BL: ended ones, the best first.
     """
 
@@ -37,54 +37,76 @@ class Beams:
     is_finished_BL: jax.Array
 
     @classmethod
-    def start(cls, batch: int, config: DecodingConfig) -> "Beams":
-        L, T = config.beam_size, config.max_new_tokens
-        pads_BLT = jnp.full((batch, L, T), config.pad_id, jnp.int32)
+    def start(cls, batch: int, program: DecodingProgram) -> "Beams":
+        L, T = program.beam_size, program.max_new_tokens
+        pads_BLT = jnp.full((batch, L, T), program.pad_id, jnp.int32)
         # All beams begin with the same prompt: only the first may be continued.
         first_L = jnp.where(jnp.arange(L) == 0, 0.0, NEVER)
         return cls(
             pads_BLT,
             jnp.broadcast_to(first_L, (batch, L)),
-            jnp.zeros((batch, L, T), jnp.int32),
+            jnp.zeros((batch, L, T), jnp.int32).at[:, :, 0].set(jnp.arange(L)[None]),
             pads_BLT,
             jnp.full((batch, L), NEVER),
             jnp.zeros((batch, L), bool),
         )
 
-    def advance(self, logits_BLV, step, rows: Rows, config: DecodingConfig):
-        """Chooses token number `step` of every beam.
+    def begun_at(self, place) -> "Beams":
+        """The same, where the first token is written at another place of the ring."""
+        ancestor_BLT = jnp.roll(self.ancestor_BLT, place, axis=2)
+        return dataclasses.replace(self, ancestor_BLT=ancestor_BLT)
+
+    def with_room(self, program: DecodingProgram) -> "Beams":
+        """The same with places for `max_new_tokens`; the ring is laid end to end."""
+        times = program.max_new_tokens // self.ancestor_BLT.shape[2]
+        return dataclasses.replace(
+            self,
+            token_BLT=lengthened(self.token_BLT, program),
+            ancestor_BLT=jnp.concatenate([self.ancestor_BLT] * times, axis=2),
+            finished_BLT=lengthened(self.finished_BLT, program),
+        )
+
+    def advance(self, logits_BLV, number_B, place, rows: Rows, program: DecodingProgram):
+        """Chooses token number `number_B` of every beam.
+
+        Args:
+            place: of the ring, where the chosen tokens will be written.
 
         Returns:
             the hypotheses, token_BL, is_live_B.
         """
         B, L, V = logits_BLV.shape
         log_prob_BLV = self.log_prob_BL[..., None] + jax.nn.log_softmax(logits_BLV, axis=-1)
+        log_prob_BLV = rows.without_early_end(log_prob_BLV, number_B, program.eos_id)
         log_prob_BJ, place_BJ = top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
         parent_BJ, token_BJ = place_BJ // V, place_BJ % V
-        text_BJT = _of(self.token_BLT, parent_BJ).at[:, :, step].set(token_BJ)
-        ends_BJ = (token_BJ == config.eos_id) | (step + 1 >= rows.max_new_tokens_B[:, None])
+        is_here_BT = jnp.arange(program.max_new_tokens)[None] == number_B[:, None]
+        text_BJT = _of(self.token_BLT, parent_BJ)
+        text_BJT = jnp.where(is_here_BT[:, None], token_BJ[..., None], text_BJT)
+        length_B = number_B + 1
+        ends_BJ = (token_BJ == program.eos_id) | (length_B >= rows.max_new_tokens_B)[:, None]
 
-        finished = self._with_finished(text_BJT, log_prob_BJ, ends_BJ, step, rows, config)
-        going_BJ = jnp.where(ends_BJ, log_prob_BJ + NEVER, log_prob_BJ)
+        finished = self._with_finished(text_BJT, log_prob_BJ, ends_BJ, length_B, rows, program)
+        going_BJ = jnp.where(ends_BJ, NEVER, log_prob_BJ)
         log_prob_BL, chosen_BL = jax.lax.top_k(going_BJ, L)
         parent_BL = jnp.take_along_axis(parent_BJ, chosen_BL, axis=1)
-        ancestor_BLT = _of(self.ancestor_BLT, parent_BL).at[:, :, step].set(jnp.arange(L)[None])
+        own_1L = jnp.arange(L)[None]
+        ancestor_BLT = _of(self.ancestor_BLT, parent_BL).at[:, :, place].set(own_1L)
         beams = dataclasses.replace(
             finished,
             token_BLT=_of(text_BJT, chosen_BL),
             log_prob_BL=log_prob_BL,
             ancestor_BLT=ancestor_BLT,
         )
-        is_live_B = rows.is_live_B & beams._can_improve(step + 1, rows, config)
+        is_live_B = rows.is_live_B & beams._can_improve(length_B, rows, program)
         return beams, jnp.take_along_axis(token_BJ, chosen_BL, axis=1), is_live_B
 
-    def _with_finished(self, text_BJT, log_prob_BJ, ends_BJ, step, rows: Rows, config):
+    def _with_finished(self, text_BJT, log_prob_BJ, ends_BJ, length_B, rows: Rows, program):
         """With those among the first L candidates that end, where they are good enough."""
-        L = config.beam_size
+        L = program.beam_size
         is_new_BJ = ends_BJ & (jnp.arange(2 * L) < L)[None] & rows.is_live_B[:, None]
-        length = (step + 1).astype(jnp.float32)
-        penalty_B = length ** rows.length_penalty_B(config)
-        score_BJ = jnp.where(is_new_BJ, log_prob_BJ / penalty_B[:, None], NEVER)
+        is_new_BJ &= log_prob_BJ > NEVER
+        score_BJ = jnp.where(is_new_BJ, _score(log_prob_BJ, length_B, rows), NEVER)
         score_BL, best_BL = jax.lax.top_k(jnp.concatenate([self.score_BL, score_BJ], 1), L)
         all_texts = jnp.concatenate([self.finished_BLT, text_BJT], axis=1)
         all_finished = jnp.concatenate([self.is_finished_BL, is_new_BJ], axis=1)
@@ -95,22 +117,28 @@ class Beams:
             is_finished_BL=jnp.take_along_axis(all_finished, best_BL, axis=1),
         )
 
-    def _can_improve(self, length, rows: Rows, config: DecodingConfig):
-        """Whether a sentence's search goes on, after `length` new tokens."""
-        exponent_B = rows.length_penalty_B(config)
-        best_length_B = jnp.full_like(rows.max_new_tokens_B, length)
-        if config.early_stopping == "never":
-            best_length_B = jnp.where(exponent_B > 0, rows.max_new_tokens_B, best_length_B)
-        best_B = self.log_prob_BL[:, 0] / best_length_B.astype(jnp.float32) ** exponent_B
-        worst_BL = jnp.where(self.is_finished_BL, self.score_BL.min(1, keepdims=True), NEVER)
-        goes_on_B = jnp.any(best_B[:, None] > worst_BL, axis=1)
-        if config.early_stopping is True:
-            goes_on_B = goes_on_B & ~jnp.all(self.is_finished_BL, axis=1)
-        return goes_on_B & (length < rows.max_new_tokens_B)
+    def _can_improve(self, length_B, rows: Rows, program: DecodingProgram):
+        """Whether a sentence's search goes on, after `length_B` new tokens."""
+        settings, log_prob_BL = rows.settings, self.log_prob_BL[:, :1]
+        rule_B = settings.early_stopping_B
+        is_looking_ahead_B = rule_B == EARLY_STOPPING.index("never")
+        is_looking_ahead_B &= settings.length_penalty_B > 0
+        most_B = jnp.where(is_looking_ahead_B, rows.max_new_tokens_B, length_B)
+        best_BL = jnp.where(log_prob_BL > NEVER, _score(log_prob_BL, most_B, rows), NEVER)
+        # As long as not all beams are finished, the last score is NEVER.
+        goes_on_B = best_BL[:, 0] > self.score_BL[:, -1]
+        are_enough_B = (rule_B == EARLY_STOPPING.index(True)) & self.is_finished_BL[:, -1]
+        return goes_on_B & ~are_enough_B & (length_B < rows.max_new_tokens_B)
 
-    def results(self, config: DecodingConfig, rows: Rows):
+    def results(self, rows: Rows):
         """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
         return self.finished_BLT, self.score_BL
+
+
+def _score(log_prob_BJ, length_B, rows: Rows):
+    """log p / length ** penalty, a finite number: an exponent below 0 may make it huge."""
+    divisor_B1 = (length_B.astype(jnp.float32) ** rows.settings.length_penalty_B)[:, None]
+    return jnp.maximum(log_prob_BJ / divisor_B1, jnp.finfo(jnp.float32).min)
 
 
 def _of(x_BLT, index_BJ):

@@ -24,6 +24,8 @@ from switchx.storage import PolicyName
 LENGTHS = tuple(sorted({base << shift for base in (2, 3) for shift in range(16)} | {1}))
 # Of batches: a program is compiled for each that a shrinking batch passes.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# Of new tokens: places of the cache, which are masked until they are written.
+NEW_TOKENS = tuple(1 << shift for shift in range(4, 21))
 # A divisor; below it logits overflow.
 LEAST_TEMPERATURE = 0.01
 MAX_INT32 = 2**31 - 1
@@ -115,6 +117,7 @@ class DecodingConfig:
         "makes the batch smaller",
     )
     early_stopping: Literal[True, False, "never"] = False
+    min_new_tokens: int = option(0, "tokens of an output before its end", 0, 2**20)
     eos_id: int = 1
     pad_id: int = 0
     start_id: int = 0
@@ -133,6 +136,8 @@ class DecodingConfig:
         bounds = f"use 0 for the likeliest token, or {LEAST_TEMPERATURE} to 100 to sample"
         refuse("temperature", 0 < temperature < LEAST_TEMPERATURE, bounds)
         refuse("top_p", self.top_p == 0, "use more than 0, up to 1, or None for all tokens")
+        most = self.max_new_tokens
+        refuse("min_new_tokens", self.min_new_tokens > most, f"use 0 to max_new_tokens={most}")
         alone = f"temperature={temperature} samples; use beam_size=1 with it, or temperature=0"
         refuse("beam_size", is_sampling and self.beam_size > 1, alone)
         for field in ("top_k", "top_p"):
@@ -142,3 +147,41 @@ class DecodingConfig:
     @property
     def is_sampling(self) -> bool:
         return self.temperature > 0
+
+    @property
+    def program(self) -> "DecodingProgram":
+        """What a program that decodes so is compiled for; it has places for more new tokens."""
+        return self.program_of(rounded_up(self.max_new_tokens, NEW_TOKENS))
+
+    def program_of(self, places: int) -> "DecodingProgram":
+        """`program` with places for exactly so many new tokens."""
+        return DecodingProgram(
+            places,
+            self.beam_size,
+            self.is_sampling,
+            self.pruning != "none",
+            self.eos_id,
+            self.pad_id,
+            self.is_prompt_bidirectional,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingProgram:
+    """The part of a `DecodingConfig` that is constant in a compiled program.
+
+    All else is data, an entry a row (`sampling.RowSettings`): another seed, temperature or
+    penalty, or another number of new tokens of the same bucket, compiles nothing.
+
+    Attributes:
+        max_new_tokens: places of the cache for new tokens; a row may have fewer.
+        is_pruning: finished sentences take part in no Switch layer.
+    """
+
+    max_new_tokens: int
+    beam_size: int
+    is_sampling: bool
+    is_pruning: bool
+    eos_id: int
+    pad_id: int
+    is_prompt_bidirectional: bool

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding of one batch: prefill, then a compiled loop of steps until few are unfinished.
+"""Decoding of a batch whose rows start and end on their own: prefill, insert, compiled steps.
 
 A step runs all beams of a sentence as L tokens side by side, whose keys and values share the
-sentence's row of the cache: the prompt's P places, then a place for every beam at every step.
-Which of them a beam may see is a mask (its ancestors), so beams are never moved or copied.
+sentence's row of the cache: the prompt's P places, then a ring of T places a beam, in which all
+rows write at one place, the step's number modulo T. So a write is one contiguous update, and
+how far a place lies behind is the same for all rows; a row's own is where it began, which
+masks, positions and samples read. Which beam's places a beam may see is a mask (its ancestors),
+so beams are never moved or copied. Iteration-level scheduling is Yu et al.'s (Orca, OSDI 2022).
 Pruning has two levels (Kim et al. 2022, arXiv:2211.10017, section 3.5): finished sentences take
 part in no Switch layer, and the loop ends as soon as the unfinished ones fit the next smaller
 batch.
@@ -21,7 +24,7 @@ import jax.numpy as jnp
 from switchx import tree
 from switchx.axes import dims_of
 from switchx.inference.beam_search import Beams
-from switchx.inference.config import DecodingConfig
+from switchx.inference.config import DecodingProgram
 from switchx.inference.sampling import Greedy, Rows
 from switchx.models.block import BlockCache, BlockInputs
 from switchx.models.config import ModelConfig
@@ -35,27 +38,35 @@ class Decoding:
     """The state of a batch between two steps.
 
     Attributes:
-        cache: of the decoder.
-        step: new tokens so far.
-        token_BL: the newest ones, not yet in the cache.
+        cache: of the decoder: the prompt but its last token, then the ring.
+        step: steps of the batch so far; the next writes at place `step % T` of the ring.
+        begin_B: the step that each sentence began with, its prompt's last token.
+        token_BL: the newest tokens, not yet in the cache.
         hypotheses: `Greedy` or `Beams`.
-        is_prompt_BP: which places of the prompt are text: it ends at the last place.
+        is_prompt_BP: which places of the prompt a step reads: all of the text but its last
+            token, which is in the ring. P is 0 where prompts are one token.
         is_source_BM: which of the encoder's output is text; None without an encoder.
     """
 
     cache: tuple[BlockCache, ...]
     step: jax.Array
+    begin_B: jax.Array
     token_BL: jax.Array
     rows: Rows
     hypotheses: Any
     is_prompt_BP: jax.Array
     is_source_BM: jax.Array | None
 
+    @property
+    def number_B(self) -> jax.Array:
+        """New tokens that each sentence has had time for."""
+        return self.step - self.begin_B
+
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"))
 def prefill(
     config: ModelConfig,
-    decoding: DecodingConfig,
+    decoding: DecodingProgram,
     params,
     *,
     prompt_BP,
@@ -64,7 +75,7 @@ def prefill(
     source_BM=None,
     is_source_BM=None,
 ) -> Decoding:
-    """Reads sources and prompts, and chooses the first token of every sentence.
+    """Reads sources and prompts; the first step goes on from each prompt's last token.
 
     Args:
         prompt_BP, is_prompt_BP: what a decoder-only model goes on from, padded on the left;
@@ -72,46 +83,54 @@ def prefill(
         source_BM, is_source_BM: what the encoder reads, padded on the right.
     """
     model = bind(config, params)
-    B, P = prompt_BP.shape
+    B = prompt_BP.shape[0]
+    P = 0 if prompt_BP.shape[1] == 1 else prompt_BP.shape[1]
     L, T = decoding.beam_size, decoding.max_new_tokens
     memory_BMD = None
     if source_BM is not None:
         position_BM = jnp.broadcast_to(jnp.arange(source_BM.shape[1]), source_BM.shape)
         memory_BMD, _ = model.encode(source_BM, is_source_BM.astype(jnp.int32), position_BM)
     cache = model.decoder.new_cache(B, P + T * L, memory_BMD)
-    sees_PP = jnp.tril(jnp.ones((P, P), bool))
-    if decoding.is_prompt_bidirectional:
-        sees_PP = jnp.ones((P, P), bool)
-    position_BP = jnp.maximum(jnp.cumsum(is_prompt_BP, axis=1) - 1, 0)
-    inputs = BlockInputs(
-        is_token_BL=is_prompt_BP & rows.is_live_B[:, None],
-        mask_BLM=sees_PP[None] & is_prompt_BP[:, None],
-        bias_HLM=model.decoder.position_bias(P, P),
-        memory_mask_BLM=None if is_source_BM is None else is_source_BM[:, None],
-        token_BL=prompt_BP,
-        row_bias_BHLM=model.decoder.row_bias(position_BP, position_BP),
-        place=jnp.int32(0),
-    )
-    logits_BPV, cache = _extend(model, cache, prompt_BP, position_BP, inputs)
-    start = (Beams if L > 1 else Greedy).start(B, decoding)
-    logits_BLV = jnp.broadcast_to(logits_BPV[:, -1:], (B, L, logits_BPV.shape[-1]))
-    hypotheses, token_BL, is_live_B = start.advance(logits_BLV, jnp.int32(0), rows, decoding)
-    rows = dataclasses.replace(rows, is_live_B=is_live_B)
+    if P:
+        sees_PP = jnp.tril(jnp.ones((P, P), bool))
+        if decoding.is_prompt_bidirectional:
+            sees_PP = jnp.ones((P, P), bool)
+        position_BP = jnp.maximum(jnp.cumsum(is_prompt_BP, axis=1) - 1, 0)
+        inputs = BlockInputs(
+            is_token_BL=is_prompt_BP & rows.is_live_B[:, None],
+            mask_BLM=sees_PP[None] & is_prompt_BP[:, None],
+            bias_HLM=model.decoder.position_bias(P, P),
+            memory_mask_BLM=None if is_source_BM is None else is_source_BM[:, None],
+            token_BL=prompt_BP,
+            row_bias_BHLM=model.decoder.row_bias(position_BP, position_BP),
+            place=jnp.int32(0),
+        )
+        x_BPD = constrain(model.embedding.embed(prompt_BP, position_BP), "BLD")
+        _, cache = model.decoder.extend(x_BPD, inputs, cache)
     return constrain_named(
-        Decoding(cache, jnp.int32(1), token_BL, rows, hypotheses, is_prompt_BP, is_source_BM)
+        Decoding(
+            cache,
+            step=jnp.int32(0),
+            begin_B=jnp.zeros(B, jnp.int32),
+            token_BL=jnp.broadcast_to(prompt_BP[:, -1:], (B, L)),
+            rows=rows,
+            hypotheses=(Beams if L > 1 else Greedy).start(B, decoding),
+            is_prompt_BP=is_prompt_BP[:, :P] & (jnp.arange(P) < P - 1)[None],
+            is_source_BM=is_source_BM,
+        )
     )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"), donate_argnames="state")
 def run_until(
     config: ModelConfig,
-    decoding: DecodingConfig,
+    decoding: DecodingProgram,
     params,
     state: Decoding,
     num_live,
-    last_step=None,
+    last_step,
 ) -> Decoding:
-    """Steps until no more than `num_live` sentences live, or until `last_step` new tokens."""
+    """Steps until no more than `num_live` sentences live, or until step `last_step`."""
     model = bind(config, params)
     positions = position_terms(model, decoding, state.is_prompt_BP.shape[1])
 
@@ -122,31 +141,31 @@ def run_until(
     )
 
 
-def run_until_by(run, config: ModelConfig, decoding, params, state, num_live, last_step=None):
+def run_until_by(run, config: ModelConfig, decoding, params, state, num_live, last_step):
     """`run_until`, its loop on the host; `run` runs each step's program."""
     while goes_on(state, num_live, last_step):
         state = run(run_step, config, decoding, params=params, state=state)
     return state
 
 
-def goes_on(state: Decoding, num_live, last_step=None):
+def goes_on(state: Decoding, num_live, last_step):
     """Whether `run_until` takes another step."""
-    are_many = jnp.sum(state.rows.is_live_B) > num_live
-    return are_many if last_step is None else are_many & (state.step < last_step)
+    return (jnp.sum(state.rows.is_live_B) > num_live) & (state.step < last_step)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "decoding"))
-def run_step(config: ModelConfig, decoding: DecodingConfig, params, state: Decoding):
+def run_step(config: ModelConfig, decoding: DecodingProgram, params, state: Decoding):
     """One step, for a loop that runs elsewhere."""
     model = bind(config, params)
     positions = position_terms(model, decoding, state.is_prompt_BP.shape[1])
     return _advance(model, decoding, state, positions)
 
 
-def _advance(model, decoding: DecodingConfig, state: Decoding, positions: tuple) -> Decoding:
+def _advance(model, decoding: DecodingProgram, state: Decoding, positions: tuple) -> Decoding:
     logits_BLV, cache = step_logits(model, decoding, state, positions)
+    place = (state.step + 1) % decoding.max_new_tokens  # of the tokens that are chosen now
     hypotheses, token_BL, is_live_B = state.hypotheses.advance(
-        logits_BLV, state.step, state.rows, decoding
+        logits_BLV, state.number_B, place, state.rows, decoding
     )
     return constrain_named(
         dataclasses.replace(
@@ -160,7 +179,7 @@ def _advance(model, decoding: DecodingConfig, state: Decoding, positions: tuple)
     )
 
 
-def step_logits(model, decoding: DecodingConfig, state: Decoding, positions: tuple):
+def step_logits(model, decoding: DecodingProgram, state: Decoding, positions: tuple):
     """Logits `[B, L, V]` after the newest tokens, and the cache with them.
 
     Args:
@@ -168,39 +187,35 @@ def step_logits(model, decoding: DecodingConfig, state: Decoding, positions: tup
     """
     B, P = state.is_prompt_BP.shape
     L, T = decoding.beam_size, decoding.max_new_tokens
-    step = state.step - 1  # the newest tokens' number
-    is_past_T = jnp.arange(T) <= step
-    ancestor_BLT = state.hypotheses.ancestor_BLT
-    is_place_BLTL = ancestor_BLT[..., None] == jnp.arange(L)[None, None, None]
-    is_ancestor_BLTL = is_place_BLTL & is_past_T[None, None, :, None]
-    is_ancestor_BLM = is_ancestor_BLTL.reshape(B, L, T * L)
+    place, number_B = state.step % T, state.number_B
+    behind_T = (place - jnp.arange(T)) % T
+    is_past_BT = behind_T[None] <= number_B[:, None]
+    is_place_BLTL = state.hypotheses.ancestor_BLT[..., None] == jnp.arange(L)[None, None, None]
+    is_ancestor_BLM = (is_place_BLTL & is_past_BT[:, None, :, None]).reshape(B, L, T * L)
     is_prompt_BLP = jnp.broadcast_to(state.is_prompt_BP[:, None], (B, L, P))
     is_live_B1 = jnp.ones((B, 1), bool)
-    if decoding.pruning != "none":
+    if decoding.is_pruning:
         is_live_B1 = state.rows.is_live_B[:, None]
-    is_source_BM, (bias_HM, untied) = state.is_source_BM, positions
+    bias_HLM, row_bias_BHLM = _biases_of_step(positions, state, behind_T, L)
+    is_source_BM = state.is_source_BM
     inputs = BlockInputs(
         is_token_BL=jnp.broadcast_to(is_live_B1, (B, L)),
         mask_BLM=jnp.concatenate([is_prompt_BLP, is_ancestor_BLM], axis=2),
-        bias_HLM=_bias_of_step(bias_HM, P, step, decoding),
+        bias_HLM=bias_HLM,
         memory_mask_BLM=None if is_source_BM is None else is_source_BM[:, None],
         token_BL=state.token_BL,
-        row_bias_BHLM=_row_bias_of_step(untied, state.is_prompt_BP, step, decoding),
-        place=P + step * L,
+        row_bias_BHLM=row_bias_BHLM,
+        place=P + place * L,
     )
-    num_prompt_B1 = jnp.sum(state.is_prompt_BP, axis=1, keepdims=True)
-    position_BL = jnp.broadcast_to(num_prompt_B1 + step, (B, L))
-    return _extend(model, state.cache, state.token_BL, position_BL, inputs)
-
-
-def _extend(model, cache, token_BL, position_BL, inputs: BlockInputs):
-    """Logits `[B, L, V]` of L more tokens of every row, and the cache with them."""
-    x_BLD = constrain(model.embedding.embed(token_BL, position_BL), "BLD")
-    x_BLD, cache = model.decoder.extend(x_BLD, inputs, cache)
+    # The prompt's last token is in the ring: it is at the position after those of the others.
+    position_B = jnp.sum(state.is_prompt_BP, axis=1) + number_B
+    position_BL = jnp.broadcast_to(position_B[:, None], (B, L))
+    x_BLD = constrain(model.embedding.embed(state.token_BL, position_BL), "BLD")
+    x_BLD, cache = model.decoder.extend(x_BLD, inputs, state.cache)
     return constrain(model.embedding.logits(x_BLD), "BLV"), cache
 
 
-def position_terms(model, decoding: DecodingConfig, prompt_length: int) -> tuple:
+def position_terms(model, decoding: DecodingProgram, prompt_length: int) -> tuple:
     """What the model's positions add to scores, as far as all steps share it.
 
     Returns:
@@ -216,35 +231,48 @@ def position_terms(model, decoding: DecodingConfig, prompt_length: int) -> tuple
     return None if bias_HLM is None else bias_HLM[:, 0], untied
 
 
-def _bias_of_step(bias_HM, P: int, step, decoding: DecodingConfig):
-    """The bias of step `step`'s queries for all places of the cache, `[H, 1, P + T * L]`."""
-    if bias_HM is None:
-        return None
-    N = bias_HM.shape[1]
-    # Shifted so that the query, at place P + step, is the last; what comes after is not read.
-    padded_HM = jnp.pad(bias_HM, ((0, 0), (0, N)))
-    bias_HM = jax.lax.dynamic_slice_in_dim(padded_HM, N - 1 - P - step, N, axis=1)
-    new_HM = jnp.repeat(bias_HM[:, P:], decoding.beam_size, axis=1)
-    return jnp.concatenate([bias_HM[:, :P], new_HM], axis=1)[:, None]
+def _biases_of_step(positions: tuple, state: Decoding, behind_T, L: int) -> tuple:
+    """What positions add to a step's scores: `bias_HLM` of all rows, and each row's own.
+
+    A place of the ring is as far behind in every row; a prompt's is in each row's own.
+
+    Args:
+        behind_T: how many steps ago each place of the ring was written.
+    """
+    bias_HN, untied = positions
+    P, T = state.is_prompt_BP.shape[1], behind_T.shape[0]
+    bias_HLM, own_BHM = None, []
+    if bias_HN is not None:
+        N = bias_HN.shape[1]
+        new_HM = jnp.repeat(jnp.take(bias_HN, N - 1 - behind_T, axis=1), L, axis=1)
+        bias_HLM = jnp.pad(new_HM, ((0, 0), (P, 0)))[:, None]
+        if P:
+            # A row's ring goes on from the prompt's last place.
+            behind_BP = P - 1 + state.number_B[:, None] - jnp.arange(P)[None]
+            old_HBP = jnp.take(bias_HN, jnp.maximum(N - 1 - behind_BP, 0), axis=1)
+            old_BHP = jnp.moveaxis(old_HBP, 0, 1)
+            own_BHM.append(jnp.pad(old_BHP, ((0, 0), (0, 0), (0, T * L))))
+    if untied is not None:
+        own_BHM.append(_untied_bias(untied, state, behind_T, L))
+    return bias_HLM, sum(own_BHM)[:, :, None] if own_BHM else None
 
 
-def _row_bias_of_step(untied, is_prompt_BP, step, decoding: DecodingConfig):
-    """What TUPE's positions add to the scores of step `step`, `[B, H, 1, P + T * L]`."""
-    if untied is None:
-        return None
+def _untied_bias(untied, state: Decoding, behind_T, L: int):
+    """What TUPE's positions add to a step's scores, `[B, H, P + T * L]`."""
     query_MHK, key_MHK = untied
-    P = is_prompt_BP.shape[1]
-    num_prompt_B = jnp.sum(is_prompt_BP, axis=1)
-    query_BHK = jnp.take(query_MHK, num_prompt_B + step, axis=0, mode="clip")
+    P = state.is_prompt_BP.shape[1]
+    before_B = jnp.sum(state.is_prompt_BP, axis=1)
+    position_B = before_B + state.number_B
+    query_BHK = jnp.take(query_MHK, position_B, axis=0, mode="clip")
     score_BHM = jnp.einsum(
         "BHK,MHK->BHM", query_BHK, key_MHK, preferred_element_type=jnp.float32
     )
-    # From positions to places: the text begins where its padding on the left ends.
-    place_1M = jnp.arange(P + decoding.max_new_tokens)[None]
-    position_BM = jnp.maximum(place_1M - (P - num_prompt_B)[:, None], 0)
-    bias_BHM = jnp.take_along_axis(score_BHM, position_BM[:, None], axis=2, mode="clip")
-    new_BHM = jnp.repeat(bias_BHM[:, :, P:], decoding.beam_size, axis=2)
-    return jnp.concatenate([bias_BHM[:, :, :P], new_BHM], axis=2)[:, :, None]
+    # From positions to places: the text begins where its padding on the left ends, and its
+    # last token is in the ring.
+    old_BP = jnp.arange(P)[None] - (P - 1 - before_B)[:, None]
+    new_BM = jnp.repeat(position_B[:, None] - behind_T[None], L, axis=1)
+    position_BM = jnp.maximum(jnp.concatenate([old_BP, new_BM], axis=1), 0)
+    return jnp.take_along_axis(score_BHM, position_BM[:, None], axis=2, mode="clip")
 
 
 @jax.jit
@@ -252,7 +280,74 @@ def take_rows(state: Decoding, row_B) -> Decoding:
     """The batch of these rows alone."""
 
     def take(name, leaf):
-        dims = dims_of(name.rsplit("/", 1)[-1], leaf.ndim)
+        dims = _dims(name, leaf)
         return jnp.take(leaf, row_B, axis=dims.index("B")) if "B" in dims else leaf
 
     return constrain_named(tree.map_named(take, state))
+
+
+def insert(state: Decoding, fresh: Decoding, row_B) -> Decoding:
+    """The batch with the rows of another, which was just prefilled, in the place of its own.
+
+    Args:
+        fresh: of the same room for prompts, sources and answers.
+        row_B: where its rows go, each another place; numbers from B of `state` on go nowhere.
+    """
+    P, T = state.is_prompt_BP.shape[1], state.hypotheses.ancestor_BLT.shape[-1]
+    fresh = dataclasses.replace(
+        fresh,
+        begin_B=fresh.begin_B + state.step,
+        hypotheses=fresh.hypotheses.begun_at(state.step % T),
+    )
+
+    def put(name, leaf, new):
+        if "B" not in (dims := _dims(name, leaf)):
+            return leaf
+        if "/past/" in name:
+            # The ring's places are not read before the row has written them.
+            new = jax.lax.slice_in_dim(new, 0, P, axis=dims.index("M"))
+        places = [slice(size) for size in new.shape]
+        places[dims.index("B")] = row_B
+        return leaf.at[tuple(places)].set(new, mode="drop")
+
+    return constrain_named(tree.map_named(put, state, fresh))
+
+
+def enlarged(
+    decoding: DecodingProgram, prompt: int, source: int | None, batch: Decoding
+) -> Decoding:
+    """The batch with room for longer prompts, sources and answers.
+
+    Args:
+        decoding: of the new `max_new_tokens`, a multiple of what it was: the ring is laid end
+            to end, where each token of the last T steps is at its new place, too.
+        prompt, source: P, and M of the encoder.
+    """
+    P, T = batch.is_prompt_BP.shape[1], batch.hypotheses.ancestor_BLT.shape[-1]
+
+    def longer(leaf, axis: int, before: int, after: int):
+        widths = [(0, 0)] * leaf.ndim
+        widths[axis] = before, after
+        return jnp.pad(leaf, widths)
+
+    def enlarge(name, leaf):
+        dims = _dims(name, leaf)
+        if "/memory/" in name or name == "is_source_BM":
+            axis = dims.index("M")
+            return longer(leaf, axis, 0, source - leaf.shape[axis])
+        if name == "is_prompt_BP":
+            return longer(leaf, 1, prompt - P, 0)
+        if "/past/" in name:
+            axis = dims.index("M")
+            old, ring = jnp.split(leaf, [P], axis=axis)
+            ring = jnp.concatenate([ring] * (decoding.max_new_tokens // T), axis=axis)
+            return jnp.concatenate([longer(old, axis, prompt - P, 0), ring], axis=axis)
+        return leaf
+
+    batch = tree.map_named(enlarge, batch)
+    texts = batch.hypotheses.with_room(decoding)
+    return constrain_named(dataclasses.replace(batch, hypotheses=texts))
+
+
+def _dims(name: str, leaf) -> str:
+    return dims_of(name.rsplit("/", 1)[-1], leaf.ndim)

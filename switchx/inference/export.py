@@ -38,7 +38,7 @@ from switchx.inference.model_mesh import ModelMesh
 from switchx.inference.quantize import native, packed
 from switchx.inference.ring_decode import check_ring
 from switchx.inference.ring_program import Bank, run_with_ring
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, RowSettings
 from switchx.manifest import new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
@@ -222,22 +222,26 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
     else:
         bound = _Streamed(config, params, ring_slots, devices.mesh)
     inputs, weights = _split(devices, _inputs(config, shapes)), bound.weights
+    # What rows ask for is the same for all, constants of the program.
+    program = decoding.program_of(decoding.max_new_tokens)
+    settings = RowSettings.of([decoding] * shapes.batch_size)
 
     def read(weights, inputs):
-        rows = Rows(*(inputs[name] for name in ("sentence_B", "is_live_B", "max_new_tokens_B")))
+        names = "sentence_B", "is_live_B", "max_new_tokens_B"
+        rows = Rows(*(inputs[name] for name in names), jax.tree.map(jnp.array, settings))
         texts = {name: x for name, x in inputs.items() if name.endswith(("_BP", "_BM"))}
-        return bound.run(prefill, (config, decoding), weights, rows=rows, **texts)
+        return bound.run(prefill, (config, program), weights, rows=rows, **texts)
 
     def first(weights, inputs):
-        return _outputs(read(weights, inputs), decoding)
+        return _outputs(read(weights, inputs))
 
     with devices.use():
         form = jax.eval_shape(read, weights, inputs)
 
     def step(weights, state):
         state = tree.map_named(lambda name, _: state[name], form)
-        state = bound.run(run_step, (config, decoding), weights, state=state)
-        return _outputs(state, decoding)
+        state = bound.run(run_step, (config, program), weights, state=state)
+        return _outputs(state)
 
     state = _split(devices, tree.named_leaves(form))
     programs = {
@@ -331,9 +335,9 @@ def _lowered(function, arguments, weights, target: Target, devices: ModelMesh):
     }
 
 
-def _outputs(state: Decoding, decoding: DecodingConfig):
+def _outputs(state: Decoding):
     """The state, and what it says so far."""
-    token_BLT, score_BL = state.hypotheses.results(decoding, state.rows)
+    token_BLT, score_BL = state.hypotheses.results(state.rows)
     said = {"token_BLT": token_BLT, "score_BL": score_BL}
     return tree.named_leaves(state), said | {"is_live_B": state.rows.is_live_B}
 

@@ -138,11 +138,13 @@ class Generator:
                 self.config,
                 self.params,
                 self.decoding,
+                devices=self.devices,
+                experts=self.experts,
+            )
+            batch.admit(
                 [inputs[index] for index in indices],
                 numbers=numbers,
                 token_limits=[token_limits[index] for index in indices],
-                devices=self.devices,
-                experts=self.experts,
             )
             while batch.waiting:
                 for index, hypotheses in batch.advance().items():

@@ -123,8 +123,8 @@ class ExportedModel:
         token_BLT, score_BL = np.asarray(said["token_BLT"]), np.asarray(said["score_BL"])
         return [
             [
-                self._hypothesis(token_T[:limit], float(score))
-                for token_T, score in zip(token_BLT[b], score_BL[b], strict=True)
+                self._hypothesis(token_BLT[b, beam, :limit], float(score_BL[b, beam]))
+                for beam in np.flatnonzero(np.isfinite(score_BL[b]))  # those that were found
             ]
             for b in range(len(inputs))
         ]
@@ -354,8 +354,8 @@ def _read_manifest(folder: pathlib.Path) -> dict:
             raise ValueError("it has changed since it was written")
     except FileNotFoundError:
         raise ValueError(f"{file} is missing; {again}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); {again}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read ({error!s:.300}); {again}") from error
     return content
 
 

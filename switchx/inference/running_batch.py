@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of sentences that are decoded together: advanced, read while it runs, left early.
+"""A batch of sentences that are decoded together: joined, read and left while it runs.
 
 Lengths and batches are rounded up to the next of a few buckets, so that few programs are
 compiled.
@@ -8,7 +8,6 @@ Dims: B batch, L beams, M input length, P prompt, T new tokens
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -16,9 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.inference.chosen_experts import ChosenExperts
-from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
-from switchx.inference.decode import Decoding, prefill, run_until, run_until_by, take_rows
+from switchx.inference.config import (
+    BATCHES,
+    LENGTHS,
+    NEW_TOKENS,
+    DecodingConfig,
+    rounded_up,
+)
+from switchx.inference.decode import (
+    Decoding,
+    enlarged,
+    insert,
+    prefill,
+    run_until,
+    run_until_by,
+    take_rows,
+)
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.programs import PROGRAMS
 from switchx.inference.sampling import Rows, RowSettings
 from switchx.models.config import ModelConfig
 
@@ -39,9 +53,9 @@ class Hypothesis:
 
 
 class RunningBatch:
-    """Sentences that are decoded together; the first token of each is there from the start.
+    """Sentences that are decoded together, each of which starts and ends on its own.
 
-    A sentence is named by its place in `inputs`.
+    A sentence is named by the number that `admit` gives it.
 
     Attributes:
         waiting: those whose hypotheses `advance` has not given yet, and that were not
@@ -53,23 +67,14 @@ class RunningBatch:
         config: ModelConfig,
         params: dict,
         decoding: DecodingConfig,
-        inputs: Sequence[Sequence[int]],
         *,
-        numbers: Sequence[int],
-        token_limits: Sequence[int],
-        settings: RowSettings | None = None,
-        length: int | None = None,
         devices: ModelMesh = ONE_DEVICE,
         experts: ChosenExperts | None = None,
     ):
-        """Reads the inputs.
+        """A batch without sentences.
 
         Args:
             config, params: from `for_decoding`.
-            numbers: of the sentences: samples depend on them. They may occur twice.
-            token_limits: most new tokens of each, up to `max_new_tokens`.
-            settings: NumPy arrays with an entry a sentence.
-            length: that inputs are padded to; None is the next of `LENGTHS`.
             devices: where `params` are; `config` is the one for them.
             experts: that come to the device when they are chosen, whose `params` these are;
                 None where `params` has all.
@@ -77,35 +82,78 @@ class RunningBatch:
         self._experts = experts
         self._config, self._params, self._decoding = config, params, decoding
         self._devices, self._batches = devices, devices.batches(config, BATCHES)
-        self.waiting = set(range(len(inputs)))
-        # The sentence of each row; the others fill the batch up.
-        self._sentence_B = np.full(rounded_up(len(inputs), self._batches), -1)
-        self._sentence_B[: len(inputs)] = np.arange(len(inputs))
-        length = length or rounded_up(max(map(len, inputs)), LENGTHS)
-        self._state = self._prefilled(
-            inputs, length, self._rows(numbers, token_limits, settings)
-        )
+        self.waiting: set[int] = set()
+        self._num_admitted = 0
+        # Of the state: what its programs are compiled for, and what inputs are padded to.
+        self._state, self._program, self._length = None, decoding.program, 0
+        # The sentence of each row; of others, one that does not wait any more, or -1.
+        self._sentence_B = np.full(0, -1)
 
-    def advance(self, most_steps: int | None = None) -> dict[int, list[Hypothesis]]:
+    def admit(
+        self,
+        inputs: Sequence[Sequence[int]],
+        *,
+        numbers: Sequence[int],
+        token_limits: Sequence[int],
+        settings: RowSettings | None = None,
+        length: int | None = None,
+        places: int = 1,
+    ) -> list[int]:
+        """Reads inputs, to be decoded beside those that are running; says their names.
+
+        A running batch is enlarged where it has no place for as many, as long inputs, or as
+        long answers; it stays so until it has no sentences.
+
+        Args:
+            numbers: of the sentences: samples depend on them. They may occur twice.
+            token_limits: most new tokens of each.
+            settings: NumPy arrays with an entry a sentence; None is those of `decoding`.
+            length: that inputs are padded to, if not to more; None is the next of `LENGTHS`.
+            places: least number of those for new tokens, which are one of `NEW_TOKENS`.
+        """
+        length = length or rounded_up(max(map(len, inputs)), LENGTHS)
+        places = rounded_up(max(places, *token_limits), NEW_TOKENS)
+        if self.waiting:
+            length = max(length, self._length)
+            places = max(places, self._program.max_new_tokens)
+        else:
+            self._state = None
+        program = self._decoding.program_of(places)
+        settings = settings or RowSettings.of([self._decoding] * len(inputs))
+        fresh = self._prefilled(program, inputs, length, numbers, token_limits, settings)
+        names = list(range(self._num_admitted, self._num_admitted + len(inputs)))
+        if self._state is None:
+            self._state, B = fresh, fresh.begin_B.shape[0]
+            self._sentence_B = np.pad(names, (0, B - len(names)), constant_values=-1)
+        else:
+            self._insert(program, fresh, length, names)
+        self._program, self._length = program, length
+        self._num_admitted += len(names)
+        self.waiting.update(names)
+        return names
+
+    def advance(
+        self, most_steps: int | None = None, *, is_compacting: bool = True
+    ) -> dict[int, list[Hypothesis]]:
         """Decodes until sentences enough have ended for a smaller batch, or all have.
 
         Args:
             most_steps: no longer than so many steps; None sets no limit.
+            is_compacting: the batch becomes smaller, where its pruning is `compact`. False
+                where others wait to be admitted: it ends as soon as one sentence has.
 
         Returns:
             The hypotheses of those that ended, the best first.
         """
-        B = len(self._sentence_B)
-        is_compacting = self._decoding.pruning == "compact" and self._batches[0] < B
-        smaller = self._batches[self._batches.index(B) - 1] if is_compacting else 0
-        last_step = None if most_steps is None else int(self._state.step) + most_steps
-        run = run_until
-        if self._experts is not None:
-            run = functools.partial(run_until_by, self._experts.run)
-        with self._devices.use():
-            self._state = run(
-                self._config, self._decoding, self._params, self._state, smaller, last_step
-            )
+        if not self.waiting:
+            return {}
+        B, num_live = len(self._sentence_B), 0
+        if not is_compacting:
+            num_live = len(self.waiting) - 1
+        elif is_compacting := self._decoding.pruning == "compact" and self._batches[0] < B:
+            num_live = self._batches[self._batches.index(B) - 1]
+        steps = self._program.max_new_tokens if most_steps is None else most_steps
+        self._state = self._until(num_live, int(self._state.step) + steps)
         is_live_B = self._devices.fetch(self._state.rows.is_live_B)
         ended = self._results(~is_live_B)
         self.waiting -= ended.keys()
@@ -119,13 +167,12 @@ class RunningBatch:
         if not gone:
             return
         self.waiting -= gone
-        rows = self._state.rows
-        is_wanted_B = jnp.array(~np.isin(self._sentence_B, list(gone)))
-        rows = dataclasses.replace(rows, is_live_B=rows.is_live_B & is_wanted_B)
-        self._state = dataclasses.replace(self._state, rows=rows)
+        self._keep_live(~np.isin(self._sentence_B, list(gone)))
 
     def tokens_so_far(self) -> dict[int, list[int]]:
         """New tokens, without the end, of those who wait; for greedy decoding and samples."""
+        if not self.waiting:
+            return {}
         token_BT, length_B = self._devices.fetch(
             (self._state.hypotheses.token_BT, self._state.hypotheses.length_B)
         )
@@ -135,47 +182,92 @@ class RunningBatch:
             if sentence in self.waiting
         }
 
-    def _rows(self, numbers, token_limits, settings) -> Rows:
-        B, size = len(self._sentence_B), len(numbers)
+    def _prefilled(self, program, inputs, length: int, numbers, token_limits, settings):
+        """The state of these sentences; other rows fill it up to one of the batches."""
+        size, B = len(inputs), rounded_up(len(inputs), self._batches)
         number_B, max_new_tokens_B = np.full(B, -1, np.int32), np.ones(B, np.int32)
         number_B[:size], max_new_tokens_B[:size] = numbers, token_limits
         # A row that fills up has the settings of the last one, whatever they are.
         settings = jax.tree.map(lambda leaf: np.pad(leaf, (0, B - size), mode="edge"), settings)
-        return Rows(number_B, self._sentence_B >= 0, max_new_tokens_B, settings)
-
-    def _prefilled(self, inputs, length: int, rows: Rows) -> Decoding:
-        B, decoding = len(self._sentence_B), self._decoding
+        rows = Rows(number_B, np.arange(B) < size, max_new_tokens_B, settings)
         has_encoder = self._config.is_encoder_decoder
         token_BM, is_token_BM = padded(
-            inputs, B, length, decoding.pad_id, on_the_left=not has_encoder
+            inputs, B, length, program.pad_id, on_the_left=not has_encoder
         )
         # A row that fills up attends to something: softmax over nothing is an average of all.
-        is_token_BM[len(inputs) :, 0 if has_encoder else -1] = True
+        is_token_BM[size:, 0 if has_encoder else -1] = True
         texts = {"prompt_BP": token_BM, "is_prompt_BP": is_token_BM}
         if has_encoder:
             texts = {
                 "source_BM": token_BM,
                 "is_source_BM": is_token_BM,
-                "prompt_BP": np.full((B, 1), decoding.start_id, np.int32),
+                "prompt_BP": np.full((B, 1), self._decoding.start_id, np.int32),
                 "is_prompt_BP": np.ones((B, 1), bool),
             }
         arrays = {"params": self._params, "rows": rows, **texts}
+        settings = self._config, program
         if self._experts is not None:
-            return self._experts.run(prefill, self._config, decoding, **arrays)
+            return self._experts.run(prefill, *settings, **arrays)
         with self._devices.use():
-            return prefill(self._config, decoding, **arrays)
+            return PROGRAMS.run(prefill, settings, (B, length), **arrays)
+
+    def _insert(self, program, fresh: Decoding, length: int, names: list[int]) -> None:
+        """Puts prefilled rows where none are running, making room for what they need."""
+        is_free_B = ~np.isin(self._sentence_B, list(self.waiting))
+        B = rounded_up(np.sum(~is_free_B) + len(names), self._batches)
+        if (program, length) != (self._program, self._length):
+            source = length if self._config.is_encoder_decoder else None
+            sizes = program, fresh.is_prompt_BP.shape[1], source
+            self._change(enlarged, sizes, batch=self._state)
+        if (more := B - len(is_free_B)) > 0:
+            is_live_B = np.pad(~is_free_B, (0, more))
+            row_B = np.minimum(np.arange(B), len(is_free_B) - 1)
+            self._change(_taken, (), batch=self._state, row_B=row_B.astype(np.int32))
+            self._keep_live(is_live_B)
+            is_free_B = ~is_live_B
+            self._sentence_B = np.pad(self._sentence_B, (0, more), constant_values=-1)
+        row_B = np.full(fresh.begin_B.shape[0], len(is_free_B), np.int32)
+        row_B[: len(names)] = np.flatnonzero(is_free_B)[: len(names)]
+        self._change(insert, (), state=self._state, fresh=fresh, row_B=row_B)
+        self._sentence_B[row_B[: len(names)]] = names
+
+    def _change(self, function, sizes: tuple, **arrays) -> None:
+        """Makes the state another one, by a function without the model."""
+        shapes = tuple(x.shape for x in jax.tree.leaves(arrays))
+        with self._devices.use():
+            self._state = PROGRAMS.run(function, sizes, (self._config, shapes), **arrays)
+
+    def _keep_live(self, is_live_B) -> None:
+        """Ends the sentences of the other rows."""
+        rows = self._state.rows
+        rows = dataclasses.replace(rows, is_live_B=rows.is_live_B & jnp.array(is_live_B))
+        self._state = dataclasses.replace(self._state, rows=rows)
+
+    def _until(self, num_live: int, last_step: int) -> Decoding:
+        settings, params, state = (self._config, self._program), self._params, self._state
+        limits = {"num_live": np.int32(num_live), "last_step": np.int32(last_step)}
+        arrays = {"params": params, "state": state, **limits}
+        if self._experts is not None:
+            return run_until_by(self._experts.run, *settings, **arrays)
+        shape = len(self._sentence_B), self._length
+        with self._devices.use():
+            return PROGRAMS.run(run_until, settings, shape, **arrays)
 
     def _compact(self, is_live_B) -> None:
-        """Gathers the live rows into the smallest batch that holds them."""
-        live = np.flatnonzero(is_live_B)
-        B = rounded_up(len(live), self._batches)
-        if len(is_live_B) == B:
-            return
-        # Some finished row fills the batch up: it stays finished, and has no sentence.
-        fill = np.flatnonzero(~is_live_B)[:1].repeat(B - len(live))
-        with self._devices.use():
-            self._state = take_rows(self._state, np.concatenate([live, fill]))
-        self._sentence_B = np.concatenate([self._sentence_B[live], np.full_like(fill, -1)])
+        """Gathers the live rows into the smallest batch that holds them.
+
+        Size by size: a program for each two sizes that follow each other, not for any two.
+        """
+        size = rounded_up(np.count_nonzero(is_live_B), self._batches)
+        while (B := len(is_live_B)) > size:
+            smaller = self._batches[self._batches.index(B) - 1]
+            live = np.flatnonzero(is_live_B)
+            # Some finished row fills the batch up: it stays finished, and has no sentence.
+            fill = np.flatnonzero(~is_live_B)[:1].repeat(max(0, smaller - len(live)))
+            row_B = np.concatenate([live, fill]).astype(np.int32)
+            self._change(_taken, (), batch=self._state, row_B=row_B)
+            self._sentence_B = np.concatenate([self._sentence_B[live], np.full_like(fill, -1)])
+            is_live_B = np.arange(smaller) < len(live)
 
     def _results(self, is_ended_B) -> dict[int, list[Hypothesis]]:
         ended = {
@@ -187,12 +279,13 @@ class RunningBatch:
             return {}
         rows = self._state.rows
         token_BLT, score_BL, max_new_tokens_B = self._devices.fetch(
-            (*self._state.hypotheses.results(self._decoding, rows), rows.max_new_tokens_B)
+            (*self._state.hypotheses.results(rows), rows.max_new_tokens_B)
         )
         return {
             sentence: [
                 self._hypothesis(tokens[: max_new_tokens_B[row]], float(score))
                 for tokens, score in zip(token_BLT[row], score_BL[row], strict=True)
+                if np.isfinite(score)  # a search may have found fewer texts than beams
             ]
             for sentence, row in ended.items()
         }
@@ -201,6 +294,23 @@ class RunningBatch:
         ends = np.flatnonzero(token_T == self._decoding.eos_id)
         length = int(ends[0]) if len(ends) else len(token_T)
         return Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
+
+
+def are_compiled(generator, size: int, length: int) -> bool:
+    """Whether a `Generator`'s programs are kept for batches of up to so many inputs, which are
+    padded to `length`."""
+    if generator.experts is not None:
+        return True  # they have programs of their own
+    settings = generator.config, generator.decoding.program
+    batches = generator.devices.batches(generator.config, BATCHES)
+    sizes = batches[: batches.index(rounded_up(size, batches)) + 1]
+    if generator.decoding.pruning != "compact":
+        sizes = sizes[-1:]
+    return all(PROGRAMS.holds(run_until, settings, (B, length)) for B in sizes)
+
+
+def _taken(batch: Decoding, row_B) -> Decoding:
+    return take_rows(batch, row_B)
 
 
 def padded(inputs, B: int, length: int, pad_id: int = 0, *, on_the_left: bool = False):

@@ -2,35 +2,40 @@
 """The rows of a batch in decoding, and how each chooses its next token: greedily, or a sample.
 
 Top-k: Fan et al. 2018 (arXiv:1805.04833); top-p: Holtzman et al. 2020 (arXiv:1904.09751).
-Dims: B batch, L hypotheses of a sentence (1 here), T new tokens, V vocabulary, J candidates; C
-blocks of the vocabulary, X numbers of a block
+Nothing of the size of the vocabulary is sorted. Dims: B batch, L hypotheses of a sentence (1
+here), T new tokens, V vocabulary, J candidates; C blocks of the vocabulary, X numbers of one
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from switchx.inference.config import DecodingConfig
+from switchx.inference.config import MAX_INT32, DecodingConfig, DecodingProgram
 
-EXCLUDED = -1e9
-BLOCK = 128  # numbers of a block of `top_k`
+BLOCK = 128  # numbers of a block of the vocabulary
+CANDIDATES = 128  # the largest logits of a row, in which most thresholds are found
+# Codes of `early_stopping`.
+EARLY_STOPPING = (False, True, "never")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """What each sentence asks for by itself, where a batch is of different people's.
+    """What each sentence asks for by itself: data of the compiled program.
 
-    They are fields of `DecodingConfig`, as numbers of the compiled program instead of
-    constants: another seed or temperature compiles nothing.
+    They are fields of `DecodingConfig`; sentences of one batch may be of different people.
 
     Attributes:
         seed_B: int32.
-        temperature_B: float32, above 0; read where the configuration samples.
+        temperature_B: float32, above 0; read where the program samples.
         top_k_B: int32; the vocabulary's size, or more, for all tokens.
         top_p_B: float32; 1 for all tokens.
         length_penalty_B: float32.
+        early_stopping_B: int32, a place in `EARLY_STOPPING`; read where the program searches.
+        min_new_tokens_B: int32.
     """
 
     seed_B: jax.Array
@@ -38,6 +43,25 @@ class RowSettings:
     top_k_B: jax.Array
     top_p_B: jax.Array
     length_penalty_B: jax.Array
+    early_stopping_B: jax.Array
+    min_new_tokens_B: jax.Array
+
+    @classmethod
+    def of(cls, decodings: Sequence[DecodingConfig]) -> "RowSettings":
+        """NumPy arrays with an entry for each of the configurations."""
+
+        def column(dtype, values):
+            return np.array(list(values), dtype)
+
+        return cls(
+            column(np.int32, (each.seed for each in decodings)),
+            column(np.float32, (each.temperature or 1.0 for each in decodings)),
+            column(np.int32, (each.top_k or MAX_INT32 for each in decodings)),
+            column(np.float32, (1 if each.top_p is None else each.top_p for each in decodings)),
+            column(np.float32, (each.length_penalty for each in decodings)),
+            column(np.int32, (EARLY_STOPPING.index(each.early_stopping) for each in decodings)),
+            column(np.int32, (each.min_new_tokens for each in decodings)),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -49,42 +73,40 @@ class Rows:
         sentence_B: its number; -1 of rows that fill the batch up.
         is_live_B: false for finished sentences and for rows that fill up.
         max_new_tokens_B: most new tokens of each sentence.
-        settings: of each sentence; None where all have the configuration's.
+        settings: of each sentence.
     """
 
     sentence_B: jax.Array
     is_live_B: jax.Array
     max_new_tokens_B: jax.Array
-    settings: RowSettings | None = None
+    settings: RowSettings
 
-    def length_penalty_B(self, config: DecodingConfig) -> jax.Array:
-        """float32; how long texts are weighed, see `DecodingConfig.length_penalty`."""
-        if self.settings is not None:
-            return self.settings.length_penalty_B
-        return jnp.full(self.max_new_tokens_B.shape, config.length_penalty, jnp.float32)
+    def without_early_end(self, x_BLV, number_B, eos_id: int):
+        """Logits or log-probabilities with -inf for the end where it is too soon for it."""
+        if not 0 <= eos_id < x_BLV.shape[-1]:
+            return x_BLV  # no token ends a text
+        is_early_B1 = (number_B < self.settings.min_new_tokens_B)[:, None]
+        end_BL = jnp.where(is_early_B1, -jnp.inf, x_BLV[:, :, eos_id])
+        return x_BLV.at[:, :, eos_id].set(end_BL)
 
 
-def next_token(logits_BV, key_B, config: DecodingConfig, settings: RowSettings | None = None):
+def next_token(logits_BV, allowed_BV, uniform_B, settings: RowSettings):
     """The chosen token of each row and its log-probability under the model.
 
     Args:
         logits_BV: float32.
-        key_B: a key a row; read where the configuration samples.
-        settings: of each row, instead of the configuration's numbers.
+        allowed_BV: the same, with -inf for tokens that must not be chosen.
+        uniform_B: a number of [0, 1) a row, with which it samples; None takes the likeliest.
 
     Returns:
         token_B (int32), log_prob_B (of the softmax without temperature or exclusions).
     """
-    if config.is_sampling and settings is not None:
-        warm_BV = logits_BV / settings.temperature_B[:, None]
-        likely_BV = likely_logits_by_row(warm_BV, settings.top_k_B, settings.top_p_B)
-        token_B = jax.vmap(jax.random.categorical)(key_B, likely_BV)
-    elif config.is_sampling:
-        likely_BV = likely_logits(logits_BV / config.temperature, config.top_k, config.top_p)
-        token_B = jax.vmap(jax.random.categorical)(key_B, likely_BV)
+    if uniform_B is None:
+        token_B = top_k(allowed_BV, 1)[1][:, 0].astype(jnp.int32)
     else:
-        token_B = top_k(logits_BV, 1)[1][:, 0]
-    token_B = token_B.astype(jnp.int32)
+        warm_BV = allowed_BV / settings.temperature_B[:, None]
+        least_B = least_likely(warm_BV, settings.top_k_B, settings.top_p_B)
+        token_B = drawn(warm_BV, least_B, uniform_B)
     # Of one token alone: nothing of the size of the vocabulary is written.
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
@@ -100,49 +122,135 @@ def top_k(x_BV, k: int):
     B, V = x_BV.shape
     num_blocks = V // BLOCK
     if V % BLOCK or num_blocks <= 2 * k:
-        return jax.lax.top_k(x_BV, k)
+        return _largest(x_BV, k)
     x_BCX = x_BV.reshape(B, num_blocks, BLOCK)
-    block_BC = jnp.sort(jax.lax.top_k(jnp.max(x_BCX, axis=2), k)[1], axis=1)
+    block_BC = jnp.sort(_largest(jnp.max(x_BCX, axis=2), k)[1], axis=1)
     candidate_BCX = jnp.take_along_axis(x_BCX, block_BC[:, :, None], axis=1)
-    value_BJ, index_BJ = jax.lax.top_k(candidate_BCX.reshape(B, k * BLOCK), k)
+    value_BJ, index_BJ = _largest(candidate_BCX.reshape(B, k * BLOCK), k)
     block_BJ = jnp.take_along_axis(block_BC, index_BJ // BLOCK, axis=1)
     return value_BJ, block_BJ * BLOCK + index_BJ % BLOCK
 
 
-def likely_logits(logits_BV, most: int | None, top_p: float | None):
-    """The logits with unlikely tokens at -1e9: first all but k, then all but those of p.
+def _largest(x_BV, k: int):
+    # Do not simplify: a slice of the result would be merged with top-k's own, and XLA's CPU
+    # compiler then sorts whole rows, 160 ms for 8 of 32,128 instead of 1.
+    return jax.lax.optimization_barrier(jax.lax.top_k(x_BV, k))
 
-    A token stays in top-p while the likelier ones together have less than p, so the first
-    always stays; of equals at the edge, all stay.
+
+def drawn(logits_BV, least_B, uniform_B):
+    """A token of each row, drawn from the softmax of its logits that are at least `least_B`.
+
+    The inverse of the distribution function at one uniform number a row: first the block of
+    tokens in which it falls, then the token within. float32 sums may assign a share of 1e-7 to
+    a neighbour; a token that is excluded is never drawn.
     """
-    V = logits_BV.shape[-1]
-    if most is not None and most < V:
-        least_B1 = top_k(logits_BV, most)[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < least_B1, EXCLUDED, logits_BV)
-    if top_p is not None and top_p < 1:
-        sorted_BV = -jnp.sort(-logits_BV, axis=-1)
-        prob_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        before_BV = jnp.cumsum(prob_BV, axis=-1) - prob_BV
-        least_B1 = jnp.min(
-            jnp.where(before_BV < top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True
+    B, V = logits_BV.shape
+    padding = ((0, 0), (0, -V % BLOCK))
+    logits_BV = jnp.pad(logits_BV, padding, constant_values=-jnp.inf)
+    weight_BV = _weights(logits_BV, jnp.max(logits_BV, axis=1), least_B)
+    weight_BCX = weight_BV.reshape(B, -1, BLOCK)
+    end_BC = jnp.cumsum(jnp.sum(weight_BCX, axis=2), axis=1)
+    # Less than the sum of all, as the number is less than 1.
+    point_B = uniform_B * end_BC[:, -1]
+    block_B = jnp.sum(end_BC <= point_B[:, None], axis=1, dtype=jnp.int32)
+    weight_BX = jnp.take_along_axis(weight_BCX, block_B[:, None, None], axis=1)[:, 0]
+    begin_B = jnp.take_along_axis(jnp.pad(end_BC, ((0, 0), (1, 0))), block_B[:, None], axis=1)
+    is_before_BX = jnp.cumsum(weight_BX, axis=1) <= point_B[:, None] - begin_B
+    place_B = jnp.sum(is_before_BX, axis=1, dtype=jnp.int32)
+    # Sums of a block in another order may be a little less than its part of `end_BC`.
+    last_B = BLOCK - 1 - jnp.argmax(weight_BX[:, ::-1] > 0, axis=1).astype(jnp.int32)
+    return block_B * BLOCK + jnp.minimum(place_B, last_B)
+
+
+def least_likely(logits_BV, top_k_B, top_p_B):
+    """The threshold of each row: tokens with smaller logits are excluded.
+
+    Of top-k, then of top-p among those that are left. A token stays in top-k while fewer than
+    k have larger logits, and in top-p while those with larger logits have less than p together:
+    the likeliest always stays, whatever p is, and of equal ones all stay or none.
+    `transformers` keeps the same, but of equal ones at the edge of top-p those that its sort
+    puts last.
+
+    Returns:
+        least_B: float32; -inf where a row excludes nothing.
+    """
+    V = logits_BV.shape[1]
+    has_k_B, has_p_B = top_k_B < V, top_p_B < 1
+
+    def found(_):
+        candidate_BJ = top_k(logits_BV, min(CANDIDATES, V))[0]
+        ones_BV, ones_BJ = jnp.ones_like(logits_BV), jnp.ones_like(candidate_BJ)
+        target_B = jnp.minimum(top_k_B, V).astype(jnp.float32)
+        least_B = _threshold(logits_BV, ones_BV, candidate_BJ, ones_BJ, target_B, has_k_B)
+        most_B = candidate_BJ[:, 0]
+        weight_BV = _weights(logits_BV, most_B, least_B)
+        weight_BJ = _weights(candidate_BJ, most_B, least_B)
+        target_B = top_p_B * jnp.sum(weight_BV, axis=1)
+        return jnp.maximum(
+            least_B,
+            _threshold(logits_BV, weight_BV, candidate_BJ, weight_BJ, target_B, has_p_B),
         )
-        logits_BV = jnp.where(logits_BV < least_B1, EXCLUDED, logits_BV)
-    return logits_BV
+
+    nothing_B = jnp.full(logits_BV.shape[:1], -jnp.inf)
+    return jax.lax.cond(jnp.any(has_k_B | has_p_B), found, lambda _: nothing_B, None)
 
 
-def likely_logits_by_row(logits_BV, top_k_B, top_p_B):
-    """`likely_logits` where each row has its own k and p: it sorts, whatever they are."""
-    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
-    place_B1 = jnp.clip(top_k_B - 1, 0, logits_BV.shape[-1] - 1)[:, None]
-    least_B1 = jnp.take_along_axis(sorted_BV, place_B1, axis=-1)
-    sorted_BV = jnp.where(sorted_BV < least_B1, EXCLUDED, sorted_BV)
-    prob_BV = jax.nn.softmax(sorted_BV, axis=-1)
-    before_BV = jnp.cumsum(prob_BV, axis=-1) - prob_BV
-    top_p_B1 = top_p_B[:, None]
-    # Of a row with p = 1, rounding may let the sum reach it too soon.
-    is_kept_BV = (before_BV < top_p_B1) | (top_p_B1 >= 1)
-    least_of_p_B1 = jnp.min(jnp.where(is_kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits_BV < jnp.maximum(least_B1, least_of_p_B1), EXCLUDED, logits_BV)
+def _weights(logits_BV, most_B, least_B):
+    """Shares of a softmax, those of logits below `least_B` apart; the largest's is 1."""
+    weight_BV = jnp.exp(logits_BV - most_B[:, None])
+    return jnp.where(logits_BV < least_B[:, None], 0.0, weight_BV)
+
+
+def _threshold(logits_BV, weight_BV, candidate_BJ, weight_BJ, target_B, is_wanted_B):
+    """The least number of each row above which weights are less than `target_B`.
+
+    Most rows have it among their largest logits, in their order. Where those do not reach the
+    target, the numbers below are bisected, a bit of float32 at a time: at most 32 sums over the
+    vocabulary for the whole batch.
+
+    Args:
+        candidate_BJ, weight_BJ: the largest logits, the first one first.
+
+    Returns:
+        float32; -inf where it is not wanted.
+    """
+    # Of equal ones the first counts what is above all of them.
+    above_BJ = jnp.cumsum(weight_BJ, axis=1) - weight_BJ
+    is_first_BJ = candidate_BJ != jnp.pad(
+        candidate_BJ[:, :-1], ((0, 0), (1, 0)), constant_values=jnp.inf
+    )
+    is_kept_BJ = is_first_BJ & (above_BJ < target_B[:, None])
+    kept_BJ = jnp.where(is_kept_BJ, candidate_BJ, candidate_BJ[:, :1])
+    is_found_B = jnp.any(is_first_BJ & ~is_kept_BJ, axis=1) | ~is_wanted_B
+    least_B = jnp.where(is_wanted_B, jnp.min(kept_BJ, axis=1), -jnp.inf)
+    ordered_BV = _ordered(logits_BV)
+    low_B = jnp.where(is_found_B, 0, jnp.min(ordered_BV, axis=1))
+    high_B = jnp.where(is_found_B, 0, _ordered(jnp.min(kept_BJ, axis=1)))
+
+    def halve(bounds):
+        low_B, high_B = bounds
+        middle_B = (low_B & high_B) + ((low_B ^ high_B) >> 1)  # no sum of two, which overflows
+        above_B = jnp.sum(jnp.where(ordered_BV > middle_B[:, None], weight_BV, 0), axis=1)
+        is_enough_B = above_B >= target_B
+        return jnp.where(is_enough_B, middle_B + 1, low_B), jnp.where(
+            is_enough_B, high_B, middle_B
+        )
+
+    low_B, _ = jax.lax.while_loop(
+        lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (low_B, high_B)
+    )
+    return jnp.where(is_found_B, least_B, _from_ordered(low_B))
+
+
+def _ordered(x):
+    """int32 in the order of float32."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return jnp.where(bits < 0, bits ^ MAX_INT32, bits)
+
+
+def _from_ordered(ordered):
+    bits = jnp.where(ordered < 0, ordered ^ MAX_INT32, ordered)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @jax.tree_util.register_dataclass
@@ -161,51 +269,72 @@ class Greedy:
     length_B: jax.Array
 
     @classmethod
-    def start(cls, batch: int, config: DecodingConfig) -> "Greedy":
-        shape = (batch, config.max_new_tokens)
+    def start(cls, batch: int, program: DecodingProgram) -> "Greedy":
+        shape = (batch, program.max_new_tokens)
         return cls(
-            jnp.full(shape, config.pad_id, jnp.int32),
+            jnp.full(shape, program.pad_id, jnp.int32),
             jnp.zeros(batch, jnp.float32),
             jnp.zeros(batch, jnp.int32),
         )
 
     @property
     def ancestor_BLT(self):
-        """The place of a row's ancestor at each step: there is one place alone."""
+        """Whose each place of the ring is: there is one hypothesis alone."""
         return jnp.zeros_like(self.token_BT)[:, None]
 
-    def advance(self, logits_BLV, step, rows: Rows, config: DecodingConfig):
-        """Chooses token number `step` of every live sentence.
+    def begun_at(self, place) -> "Greedy":
+        """The same, where the first token is written at another place of the ring."""
+        return self
+
+    def with_room(self, program: DecodingProgram) -> "Greedy":
+        """The same with places for `max_new_tokens`."""
+        return dataclasses.replace(self, token_BT=lengthened(self.token_BT, program))
+
+    def advance(self, logits_BLV, number_B, place, rows: Rows, program: DecodingProgram):
+        """Chooses token number `number_B` of every live sentence.
+
+        Args:
+            place: of the ring, where the chosen tokens will be written.
 
         Returns:
             the hypotheses, token_BL, is_live_B.
         """
-        key_B = _sample_keys(step, rows, config) if config.is_sampling else None
-        token_B, log_prob_B = next_token(logits_BLV[:, 0], key_B, config, rows.settings)
-        token_B = jnp.where(rows.is_live_B, token_B, config.pad_id)
+        uniform_B = _uniform_numbers(number_B, rows) if program.is_sampling else None
+        allowed_BLV = rows.without_early_end(logits_BLV, number_B, program.eos_id)
+        token_B, log_prob_B = next_token(
+            logits_BLV[:, 0], allowed_BLV[:, 0], uniform_B, rows.settings
+        )
+        token_B = jnp.where(rows.is_live_B, token_B, program.pad_id)
+        is_here_BT = jnp.arange(program.max_new_tokens)[None] == number_B[:, None]
+        is_here_BT = is_here_BT & rows.is_live_B[:, None]
         chosen = Greedy(
-            jax.lax.dynamic_update_slice_in_dim(self.token_BT, token_B[:, None], step, axis=1),
+            jnp.where(is_here_BT, token_B[:, None], self.token_BT),
             self.log_prob_B + jnp.where(rows.is_live_B, log_prob_B, 0),
             self.length_B + rows.is_live_B,
         )
-        is_live_B = (
-            rows.is_live_B & (token_B != config.eos_id) & (step + 1 < rows.max_new_tokens_B)
-        )
+        has_room_B = number_B + 1 < rows.max_new_tokens_B
+        is_live_B = rows.is_live_B & (token_B != program.eos_id) & has_room_B
         return chosen, token_B[:, None], is_live_B
 
-    def results(self, config: DecodingConfig, rows: Rows):
+    def results(self, rows: Rows):
         """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
         length_B = jnp.maximum(self.length_B, 1).astype(jnp.float32)
-        score_B = self.log_prob_B / length_B ** rows.length_penalty_B(config)
+        score_B = self.log_prob_B / length_B**rows.settings.length_penalty_B
         return self.token_BT[:, None], score_B[:, None]
 
 
-def _sample_keys(step, rows: Rows, config: DecodingConfig):
-    """A key a row: of the seed, the step and the sentence's number alone."""
-    seed = config.seed if rows.settings is None else rows.settings.seed_B
-    seed_B = jnp.broadcast_to(jnp.int32(seed), rows.sentence_B.shape)
+def lengthened(token_BT, program: DecodingProgram):
+    """Texts `[..., T]` with places for `max_new_tokens`."""
+    more = program.max_new_tokens - token_BT.shape[-1]
+    widths = [(0, 0)] * (token_BT.ndim - 1) + [(0, more)]
+    return jnp.pad(token_BT, widths, constant_values=program.pad_id)
 
-    def key_of(seed, sentence):
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), sentence)
 
-    return jax.vmap(key_of)(seed_B, rows.sentence_B)
+def _uniform_numbers(number_B, rows: Rows):
+    """A number of [0, 1) a row: of the seed, the token's and the sentence's number alone."""
+
+    def number_of(seed, number, sentence):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), sentence)
+        return jax.random.uniform(key)
+
+    return jax.vmap(number_of)(rows.settings.seed_B, number_B, rows.sentence_B)

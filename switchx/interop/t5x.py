@@ -16,7 +16,6 @@ run, U buckets of relative positions
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -37,12 +36,15 @@ from switchx.interop.tensor_folder import (
     shape_of,
 )
 from switchx.models.config import ModelConfig, require_our_blocks
+from switchx.object_store import read_json_object
 from switchx.tree import nested
 
 INDEX = "checkpoint"
 _VERSION = 3
 _DTYPES = {name: jnp.dtype(name) for name in ("<f4", "<f8", "<f2", "bfloat16")}
-_MOST_CHUNKS = 1 << 20
+# What a hostile file may not exceed.
+_MOST_CHUNKS, _MOST_HEADER_BYTES, _MOST_LEVELS = 1 << 20, 1 << 20, 64
+_MOST_SIZE = 1 << 62
 _SCAN_AXIS = 1
 
 
@@ -85,7 +87,14 @@ class T5XFolder:
         try:
             content = serialization.msgpack_restore(file.read_bytes())
         # A damaged index fails wherever the damage is.
-        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OSError,
+            RecursionError,
+        ) as error:
             raise ValueError(
                 f"{file} cannot be read as msgpack ({error}); it is damaged or cut short: "
                 "fetch it again"
@@ -117,18 +126,20 @@ class T5XFolder:
         )
         file = self.folder / plain / ".zarray"
         try:
-            header = json.loads(file.read_text(encoding="utf-8"))
+            header = read_json_object(file, _MOST_HEADER_BYTES)
             shape, chunks = tuple(header["shape"]), tuple(header["chunks"])
-            numbers = [type(n) is int and n >= 1 for n in (*shape, *chunks)]
+            numbers = [type(n) is int and 1 <= n <= _MOST_SIZE for n in (*shape, *chunks)]
             if not all(numbers) or len(shape) != len(chunks):
                 raise ValueError(f"shape {shape} in chunks {chunks}")
             dtype = _DTYPES[header["dtype"]]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            if (separator := header.get("dimension_separator", ".")) not in (".", "/"):
+                raise ValueError(f"dimension_separator {separator!r:.80}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{file} describes no array of floats that can be read ({error!r}); fetch the "
-                "folder again"
+                f"{file} describes no array of floats that can be read ({error!r:.300}); fetch "
+                "the folder again"
             ) from error
-        return file.parent, shape, dtype, chunks, header.get("dimension_separator", ".")
+        return file.parent, shape, dtype, chunks, separator
 
     def _read_zarr(self, name: str, spec: dict[str, Any]) -> np.ndarray:
         folder, shape, dtype, chunks, separator = self._header(name, spec)
@@ -159,6 +170,8 @@ class T5XFolder:
 
 def _leaves(tree: dict[str, Any], prefix: str = ""):
     """Names of arrays and of descriptions of arrays; what else there is is refused."""
+    if prefix.count("/") > _MOST_LEVELS:
+        raise ValueError(f"target/{prefix:.60} is nested too deeply: do not use it")
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and not {"driver", "kvstore", "metadata"} <= value.keys():

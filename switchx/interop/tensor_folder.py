@@ -24,6 +24,7 @@ from switchx.axes import matrix_dims
 from switchx.fields import require
 from switchx.interop.torch_file import TorchFile
 from switchx.models.config import ModelConfig
+from switchx.object_store import read_json_object
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -139,15 +140,9 @@ def read_json(path: pathlib.Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[s
         ValueError: it is missing, larger, or something else.
     """
     try:
-        size = path.stat().st_size
-        if size > most_bytes:
-            raise ValueError(f"it has {size} bytes, expected {most_bytes} at most")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"expected an object, got a {type(content).__name__}")
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json_object(path, most_bytes)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); restore the file") from error
-    return content
 
 
 def write_safetensors(

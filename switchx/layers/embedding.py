@@ -20,7 +20,12 @@ from jax.sharding import PartitionSpec
 from switchx.layers.dense import weight
 from switchx.layers.positions import sinusoids
 from switchx.partitioning.collectives import vary
-from switchx.partitioning.constrain import current_rules, num_devices, open_axes
+from switchx.partitioning.constrain import (
+    current_rules,
+    gathered_where_used,
+    num_devices,
+    open_axes,
+)
 from switchx.partitioning.rules import MeshAxes
 from switchx.partitioning.vocab import RowOwners, look_up
 
@@ -146,6 +151,7 @@ def project(x_BLD, weight, dims: str):
     """
     equation = f"BLD,{dims}->BLV"
     if not _is_split(x_BLD.shape[0]):
+        weight = gathered_where_used({f"w_{dims}": weight})[f"w_{dims}"]
         return jnp.einsum(equation, x_BLD, weight)
     batch = _axes("B", "activations")
 

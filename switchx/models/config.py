@@ -22,6 +22,21 @@ from switchx.moe.config import RouterConfig, SwitchConfig
 
 __all__ = ["ModelConfig", "Precision", "RouterConfig", "SwitchConfig"]
 
+# What a file from elsewhere may not exceed: the largest model there is has 30 blocks of 2048
+# experts. Nothing is built, nor counted through, before.
+_SIZES = (
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "num_heads",
+    "d_head",
+    "max_length",
+    "relative_buckets",
+)
+MOST_OF_MODEL = dict.fromkeys(_SIZES, 1 << 31) | dict.fromkeys(
+    ("num_encoder_layers", "num_decoder_layers"), 1000
+)
+MOST_OF_SWITCH = {"num_experts": 1 << 16, "every": 1000}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -311,9 +326,16 @@ def model_from_description(description: dict[str, Any], where: str) -> ModelConf
         where: the file that it was read from, for messages.
 
     Raises:
-        ValueError: see `fields.from_description`.
+        ValueError: see `fields.from_description`; or a size is one that no model has.
     """
     switch = description.get("switch")
+    for part, most in ((description, MOST_OF_MODEL), (switch, MOST_OF_SWITCH)):
+        for name in most.keys() & (part.keys() if isinstance(part, dict) else ()):
+            value = part[name]
+            require(
+                not isinstance(value, int | float) or abs(value) <= most[name],
+                f"{where}: {name}={value!r:.40}; expected {most[name]} at most: do not use it",
+            )
     if isinstance(switch, dict) and switch.get("dispatcher") == "sort":
         # The name of `gather` in files written before it was renamed.
         description = description | {"switch": switch | {"dispatcher": "gather"}}

@@ -20,7 +20,7 @@ from switchx.layers.dense import Norm, dropout, split_key
 from switchx.layers.positions import RelativeBias, UntiedPositions
 from switchx.models.block import Block, BlockCache, BlockInputs
 from switchx.partitioning.buckets import whole
-from switchx.partitioning.constrain import constrain, constrain_named
+from switchx.partitioning.constrain import constrain, constrain_named, gathered_where_used
 from switchx.partitioning.host_ring import layer_numbers, ring_scan
 from switchx.partitioning.host_stack import host_stacks
 
@@ -34,7 +34,7 @@ class BlockRun(nnx.Module):
     """The blocks `layer_0`, `layer_1`, ... of one run, applied one after the other."""
 
     def __init__(self, config, *, length: int, stack: str, key):
-        self.length = length
+        self.length, self.is_scanned = length, config.scan_layers
         self.has_own_biases = config.relative_bias_per_layer
         has_memory = stack == "decoder" and config.is_encoder_decoder
         for i, key_i in enumerate(jax.random.split(key, length)):
@@ -51,8 +51,13 @@ class BlockRun(nnx.Module):
     ):
         """Output, the sparse blocks' statistics stacked over them (None if none is), cache."""
 
+        # A scan without remat would keep what was gathered for each of its blocks.
+        is_gathered = remat != "none" or not self.is_scanned
+
         def run_block(block, x_BLD, inputs, cache, key):
             block = whole(block)  # in here, to be freed after use and gathered again
+            if is_gathered:
+                block = gathered_where_used(block)
             x_BLD = constrain(x_BLD, "BLD")
             return block(x_BLD, inputs, cache, is_training=is_training, key=key)
 
@@ -78,8 +83,13 @@ class BlockRun(nnx.Module):
         """What each block reads: where biases are the layers' own, its heads of them."""
         if not self.has_own_biases:
             return [inputs] * self.length
-        biases = jnp.split(inputs.bias_HLM, self.length)
-        return [dataclasses.replace(inputs, bias_HLM=bias_HLM) for bias_HLM in biases]
+        biases, rows = jnp.split(inputs.bias_HLM, self.length), [None] * self.length
+        if inputs.row_bias_BHLM is not None:  # in decoding, of a prompt's places
+            rows = jnp.split(inputs.row_bias_BHLM, self.length, axis=1)
+        return [
+            dataclasses.replace(inputs, bias_HLM=bias_HLM, row_bias_BHLM=row_bias_BHLM)
+            for bias_HLM, row_bias_BHLM in zip(biases, rows, strict=True)
+        ]
 
 
 class Stack(nnx.Module):

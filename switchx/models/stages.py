@@ -25,7 +25,7 @@ from switchx.models.params import abstract_params, bind, params_of
 from switchx.models.stack import BlockRun
 from switchx.partitioning.constrain import constrain_named
 from switchx.partitioning.rules import param_table
-from switchx.partitioning.ticks import Op
+from switchx.partitioning.ticks import IF_FIRST, Op
 
 BLOCKS = "blocks"
 
@@ -196,7 +196,8 @@ class Chunk:
             )
             return jnp.where(op.is_first, stack.enter(embedded_BLD, key=key), x_BLD)
 
-        x_BLD = jax.lax.cond(op.any_first, embedded, lambda x_BLD: x_BLD, message["x_BLD"])
+        with jax.named_scope(IF_FIRST):
+            x_BLD = jax.lax.cond(op.any_first, embedded, lambda x_BLD: x_BLD, message["x_BLD"])
         x_BLD, stats, _ = stack.run(
             x_BLD,
             inputs,

@@ -4,7 +4,7 @@
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Protocol
 
 import jax
@@ -110,6 +110,21 @@ def has_letters(name: str, shape, param_shapes: dict[str, tuple[int, ...]]) -> b
     paths = ("/".join(parts[i:]) for i in range(len(parts)))
     mirrored = next((param_shapes[path] for path in paths if path in param_shapes), shape)
     return mirrored == shape and re.search("_[A-Z]+$", parts[-1]) is not None
+
+
+def param_of(name: str, params: Container[str]) -> str | None:
+    """The path of the parameter that an array of an optimizer's state is kept for, or None.
+
+    Args:
+        name: a path that ends in the parameter's, or in that and a statistic's name.
+        params: the parameters' paths.
+    """
+    parts = name.split("/")
+    for end in (len(parts), len(parts) - 1):
+        for start in range(end):
+            if (path := "/".join(parts[start:end])) in params:
+                return path
+    return None
 
 
 def apply_updates(params, updates):

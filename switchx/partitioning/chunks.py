@@ -49,6 +49,15 @@ def chunk_moves(
     return rounds
 
 
+def moved_share(num_stages: int, num_chunks: int) -> float:
+    """The share of a stage's chunks that `move_chunks` sends to another stage."""
+    if num_chunks == 1:
+        return 0.0
+    rounds = chunk_moves(num_stages, num_chunks)
+    sent = [np.any(to_P != np.arange(num_stages)) for to_P, _, _ in rounds]
+    return sum(sent) / num_chunks
+
+
 def move_chunks(x, num_stages: int, num_chunks: int, axis: str, *, is_back: bool = False):
     """Moves chunks `[v, ...]` from the order of the blocks to their stages, or back.
 

@@ -5,6 +5,7 @@ The letters are the global ones of `switchx/axes.py`; `Rules` says which mesh ax
 """
 
 import contextlib
+import functools
 import math
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.partitioning.rules import Rules, param_dims, param_spec
+from switchx.partitioning.rules import Rules, param_dims, param_spec, param_table
 
 # A user context, so that a program that was traced under other rules is traced again.
 _rules = jax.make_user_context(None)
@@ -92,6 +93,51 @@ def constrain_params(params):
     return tree.map_named(split, params)
 
 
+def gathered_where_used(params):
+    """The parameters of one block, or one of another kind, with all of D on each device.
+
+    Said at the place of use: where `fsdp` stands between axes of other kinds, the compiler
+    gathers twice, and permutes slices. Backward, a device gets the gradients of its slices.
+    Those of experts stay as they are: a dispatcher gathers them (`moe/sharded_dispatch.py`).
+
+    Args:
+        params: a tree or a module, whose names end in their dimensions.
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    if num_devices() == 1 or not rules.axes("D", mesh, table="params"):
+        return params
+
+    def gather(name, x):
+        name = name.removesuffix("/value")  # of a module's parameter
+        dims = param_dims(name, x.shape)
+        if "D" not in dims or param_table(dims) == "expert_params":
+            return x
+        return _gathered(x, name)
+
+    return tree.map_named(gather, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(x, name: str):
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    return jax.lax.with_sharding_constraint(x, _without_d(rules, mesh, name, x.shape))
+
+
+def _backward(name: str, _, gradient):
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+    spec = param_spec(rules, mesh, name, gradient.shape)
+    return (jax.lax.with_sharding_constraint(gradient, spec),)
+
+
+_gathered.defvjp(lambda x, name: (_gathered(x, name), None), _backward)
+
+
+def _without_d(rules: Rules, mesh, name: str, shape) -> PartitionSpec:
+    """The partition of a parameter, all of whose D is on each device."""
+    spec = zip(param_dims(name, shape), param_spec(rules, mesh, name, shape), strict=True)
+    return PartitionSpec(*(None if letter == "D" else axes for letter, axes in spec))
+
+
 def gathered_params(params):
     """The parameters with all of D on each device; None where none has slices of D.
 
@@ -102,10 +148,7 @@ def gathered_params(params):
         return None
 
     def gather(name, x):
-        spec = zip(
-            param_dims(name, x.shape), param_spec(rules, mesh, name, x.shape), strict=True
-        )
-        spec = PartitionSpec(*(None if letter == "D" else axes for letter, axes in spec))
+        spec = _without_d(rules, mesh, name, x.shape)
         return jax.lax.with_sharding_constraint(x, spec)
 
     return tree.map_named(gather, params)

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec
 from switchx.partitioning.chunks import add_to_chunk, chunk_of
 from switchx.partitioning.schedule import Schedule
 from switchx.partitioning.ticks import (
+    IF_ACTIVE,
+    IF_LAST,
     PIPE,
     Lane,
     Op,
@@ -107,9 +109,11 @@ class _Forward(Stage):
                 lambda old, x: old + jnp.where(op.is_active, x, 0), result.total, new.total
             )
             if self.lanes[s].head is not None:
-                total = run_if(op.any_last, head, total, shared, new.message["x_BLD"], total)
+                total = run_if(
+                    IF_LAST, op.any_last, head, total, shared, new.message["x_BLD"], total
+                )
             measured = (*result.measured[:s], mine, *result.measured[s + 1 :])
             return new.message, ForwardResult(measured, total)
 
         kept = received[s], result
-        return run_if(op.any_active, run, kept, blocks[s], shared, *kept)
+        return run_if(IF_ACTIVE, op.any_active, run, kept, blocks[s], shared, *kept)

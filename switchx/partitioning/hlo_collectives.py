@@ -9,6 +9,9 @@ import collections
 import dataclasses
 import math
 import re
+import types
+from collections.abc import Mapping
+from fractions import Fraction
 
 import numpy as np
 
@@ -42,7 +45,12 @@ _CALLED = re.compile(
 )
 _EXCHANGE_START = re.compile(r"%?([\w.-]+) = \(.*\) all-to-all-start\(")
 _EXCHANGE_END = re.compile(r" all-to-all-done\(.*?%?([\w.-]+)\)")
+# The TPU compiler runs some beside others' products: a computation with `_FUSED_START` begins
+# one, and the computations that it goes on in name it again.
+_FUSED_PART, _FUSED_START = 'chain_id="', 'custom_call_target="AsyncCollectiveStart"'
 _PRODUCT = re.compile(r" (?:dot|convolution)\(")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+NO_SHARES: Mapping[str, Fraction] = types.MappingProxyType({})
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # The TPU compiler does not say; a condition then compares a counter with a constant.
 _CONDITION = re.compile(r" condition=%?([\w.-]+)")
@@ -72,16 +80,26 @@ def collectives(hlo: str) -> list[HloCollective]:
     """Lists all collectives of an HLO text (`compiled.as_text()`), in its order.
 
     One in a loop's body is listed once, however often it runs (`executed_collectives` counts
-    its trips); one over groups of a single device moves nothing and is left out.
+    its trips); one that moves nothing from device to device is left out.
     """
     all_devices = _all_devices(hlo)
-    return [one for line in hlo.splitlines() if (one := _collective(line, all_devices))]
+    return [
+        one
+        for lines in computations_of(hlo)[0].values()
+        for line in lines
+        if (one := _collective(line, all_devices)) and _begins(line, lines)
+    ]
 
 
-def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
+def executed_collectives(
+    hlo: str, shares: Mapping[str, Fraction] = NO_SHARES
+) -> collections.Counter[HloCollective]:
     """Counts how often one run of the program executes each of its collectives.
 
     Of a conditional's branches the one that moves the most bytes counts.
+
+    Args:
+        shares: see `branch_share`.
 
     Raises:
         ValueError: a loop with collectives in it has no known trip count.
@@ -92,7 +110,8 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
 
     def of(name: str) -> collections.Counter:
         if name not in known:
-            known[name] = sum(map(of_line, computations[name]), collections.Counter())
+            lines = [line for line in computations[name] if _begins(line, computations[name])]
+            known[name] = sum(map(of_line, lines), collections.Counter())
         return known[name]
 
     def of_line(line: str) -> collections.Counter:
@@ -102,6 +121,8 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
         if _ENDED.search(line) or not (names := called_by(line)):
             return collections.Counter()
         inside = max((of(name) for name in names), key=total_bytes)
+        if " conditional(" in line and (share := branch_share(line, shares)) != 1:
+            return collections.Counter({one: n * share for one, n in inside.items()})
         if " while(" not in line or not inside:
             return inside
         if (trips := trip_count(line, computations)) is None:
@@ -110,7 +131,12 @@ def executed_collectives(hlo: str) -> collections.Counter[HloCollective]:
             )
         return collections.Counter({one: n * trips for one, n in inside.items()})
 
-    return of(entry)
+    return collections.Counter({one: round(n) for one, n in of(entry).items()})
+
+
+def _begins(line: str, lines: list[str]) -> bool:
+    """Whether an instruction is no later part of a collective that another one began."""
+    return _FUSED_PART not in line or any(_FUSED_START in each for each in lines)
 
 
 def overlapped_exchanges(hlo: str, product: str) -> int:
@@ -146,9 +172,17 @@ def total_bytes(executed: collections.Counter[HloCollective]) -> int:
     return sum(one.num_bytes * count for one, count in executed.items())
 
 
+def array_bytes(array: tuple[str, tuple[int, ...]]) -> int:
+    """The bytes of one of `HloCollective.arrays`."""
+    dtype, shape = array
+    bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+    return math.prod(shape) * bits // 8
+
+
 def computations_of(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation, and the name of the entry."""
-    computations, current, entry = {}, [], ""
+    """The lines of each computation, those before the first under "", and the entry's name."""
+    current, entry = [], ""
+    computations = {entry: current}
     for line in hlo.splitlines():
         if match := _COMPUTATION.match(line):
             current = computations[match[2]] = []
@@ -162,6 +196,19 @@ def called_by(line: str) -> list[str]:
     """Names of the computations that an instruction runs."""
     called = _CALLED.search(line)
     return [name.strip().lstrip("%") for name in called[1].split(",")] if called else []
+
+
+def branch_share(line: str, shares: Mapping[str, Fraction]) -> Fraction:
+    """Of the times a `conditional` is reached, those that run its most expensive branch.
+
+    1 unless it stands in a scope of names (`jax.named_scope`) that is one of `shares`: a
+    pipeline's ticks read from a table what they do (`partitioning/ticks.branch_shares`).
+    """
+    if not (traced_from := _OP_NAME.search(line)):
+        return Fraction(1)
+    # Its own scopes, behind those of the branch that it is in.
+    own = re.split(r"/cond/|/body/", traced_from[1])[-1]
+    return next((share for name, share in shares.items() if name in own), Fraction(1))
 
 
 def trip_count(line: str, computations: dict[str, list[str]]) -> int | None:
@@ -205,13 +252,10 @@ def _collective(line: str, all_devices) -> HloCollective | None:
             arrays = arrays[:-2]
         arrays = arrays[len(arrays) // 2 :]
     groups = _groups(line) or all_devices
-    if match["kind"] != "collective-permute" and len(groups[0]) == 1:
+    if all(len(set(group)) == 1 for group in groups):
         return None
     scale = len(groups[0]) if match["kind"] == "reduce-scatter" else 1
-    num_bytes = 0
-    for dtype, shape in arrays:
-        bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
-        num_bytes += scale * (math.prod(shape) * bits // 8)
+    num_bytes = scale * sum(map(array_bytes, arrays))
     return HloCollective(match["kind"], arrays, groups, num_bytes)
 
 

@@ -21,10 +21,13 @@ from jax.sharding import PartitionSpec
 
 from switchx.partitioning.chunks import add_to_chunk, chunk_of
 from switchx.partitioning.constrain import constrain_named
+from switchx.partitioning.optimizer_slices import is_scattered, scattered_sums
 from switchx.partitioning.replicas import on_own_rows
 from switchx.partitioning.rules import MeshAxes
 from switchx.partitioning.schedule import NONE, Schedule
 from switchx.partitioning.ticks import (
+    IF_ACTIVE,
+    IF_LAST,
     PIPE,
     Lane,
     Op,
@@ -78,7 +81,8 @@ def run_pipeline(
             split over `pipe`.
         shared: parameters that every stage has a copy of.
         inputs: what else the lanes read, whole in every stage.
-        replicas: axes of `replicas.py`; gradients are summed over them after the last tick.
+        replicas: axes of `replicas.py`; gradients are summed over them after the last tick, to
+            slices where an optimizer has these (`optimizer_slices.py`).
         input_specs: how the inputs are split over `replicas`.
 
     Raises:
@@ -86,24 +90,38 @@ def run_pipeline(
     """
     schedule.require_stages(jax.sharding.get_abstract_mesh().shape.get(PIPE, 1))
     gradients = _Gradients(schedule, tuple(lanes), link)
+    everywhere, has_slices = (PIPE, *replicas), is_scattered(replicas)
 
     def body(*arguments):
         with on_own_rows(replicas):
             own = gradients(*arguments)
-        blocks, measured = jax.lax.psum((own.blocks, own.measured), replicas)
-        shared, total = jax.lax.psum((own.shared, own.total), (PIPE, *replicas))
-        return PipelineResult(blocks, shared, measured, total)
+        blocks, shared = own.blocks, own.shared
+        if has_slices:  # summed below
+            blocks, shared = jax.tree.map(lambda g: g[None], (blocks, shared))
+        else:
+            blocks = jax.lax.psum(blocks, replicas)
+            shared = jax.lax.psum(shared, everywhere)
+        measured = jax.lax.psum(own.measured, replicas)
+        return PipelineResult(blocks, shared, measured, jax.lax.psum(own.total, everywhere))
 
     whole, split, second = PartitionSpec(), PartitionSpec(PIPE), PartitionSpec(None, PIPE)
+    gradient_specs = split, whole
+    if has_slices:
+        gradient_specs = PartitionSpec(replicas, PIPE), PartitionSpec(everywhere)
     sharded = jax.shard_map(
         body,
         in_specs=(split, split, whole, input_specs, whole),
-        out_specs=PipelineResult(split, whole, second, whole),
+        out_specs=PipelineResult(*gradient_specs, second, whole),
         axis_names={PIPE, *replicas},
         check_vma=False,
     )
     stages = jnp.arange(schedule.num_stages)
     result = sharded(stages, tuple(blocks), shared, inputs, jnp.asarray(scale, jnp.float32))
+    if has_slices:
+        result = result._replace(
+            blocks=scattered_sums(result.blocks, replicas),
+            shared=scattered_sums(result.shared, everywhere),
+        )
     return result._replace(measured=in_order_of_blocks(result.measured))
 
 
@@ -167,6 +185,7 @@ class _Gradients(Stage):
 
     def _forward(self, lane, blocks, shared, inputs, message, op: Op):
         return run_if(
+            IF_ACTIVE,
             op.any_active,
             lambda blocks, shared, message: lane.forward(
                 chunk_of(blocks, op.chunk), shared, inputs, message, op
@@ -219,9 +238,10 @@ class _Gradients(Stage):
                 )
                 return state, d_kept
 
-            state, d_received = jax.lax.cond(
-                op.any_active, run, lambda *unchanged: unchanged, state, d_message
-            )
+            with jax.named_scope(IF_ACTIVE):
+                state, d_received = jax.lax.cond(
+                    op.any_active, run, lambda *unchanged: unchanged, state, d_message
+                )
             sent.append(d_received)
         of_blocks, measured, of_shared, total = state
         return carry._replace(
@@ -283,7 +303,7 @@ def differentiate(
 
         shapes = jax.eval_shape(run, shared, x_BLD)
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        of_head, d_x_BLD = run_if(op.any_last, run, none, shared, x_BLD)
+        of_head, d_x_BLD = run_if(IF_LAST, op.any_last, run, none, shared, x_BLD)
         d_message = d_message | {"x_BLD": d_message["x_BLD"] + d_x_BLD}
     return transpose((d_message, scale)), result, of_head
 

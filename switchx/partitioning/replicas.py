@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from switchx.partitioning.constrain import current_rules, use_rules
+from switchx.partitioning.optimizer_slices import is_scattered, scattered_sums
 from switchx.partitioning.rules import MeshAxes, Rules
 
 # A user context, so that a program that was traced on other axes is traced again.
@@ -48,6 +49,9 @@ def on_own_rows(axes: MeshAxes):
 def run_on_replicas(function: Callable, axes: MeshAxes, rows, others):
     """`function(rows, others)` on every replica with its rows, and the sum of what they return.
 
+    Where an optimizer has slices along `axes`, `function` returns a pair whose first part are
+    gradients by their parameters' names: these are reduce-scattered to the slices.
+
     To be differentiated inside and not from outside: with gradients among what `function`
     returns, they cross `axes` once. Nothing that is differentiated may be summed over `axes`
     inside, since its gradient would be summed once more.
@@ -60,19 +64,27 @@ def run_on_replicas(function: Callable, axes: MeshAxes, rows, others):
     if not axes:
         return function(rows, others)
 
+    whole, has_slices = PartitionSpec(), is_scattered(axes)
+
     def body(rows, others):
         with on_own_rows(axes):
-            return jax.lax.psum(function(rows, others), axes)
+            result = function(rows, others)
+        if not has_slices:
+            return jax.lax.psum(result, axes)
+        gradients, measured = result
+        return jax.tree.map(lambda g: g[None], gradients), jax.lax.psum(measured, axes)
 
-    whole = PartitionSpec()
     sharded = jax.shard_map(
         body,
         in_specs=(PartitionSpec(axes), whole),
-        out_specs=whole,
+        out_specs=(PartitionSpec(axes), whole) if has_slices else whole,
         axis_names=set(axes),
         check_vma=False,
     )
-    return sharded(rows, others)
+    if not has_slices:
+        return sharded(rows, others)
+    gradients, measured = sharded(rows, others)
+    return scattered_sums(gradients, axes), measured
 
 
 def replica_number():

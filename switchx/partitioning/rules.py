@@ -40,6 +40,9 @@ class Rules:
         vocab_room: where V of parameters is split over axes of the batch
             (`layers/embedding.py`), the size of the buffers of the exchange, in even shares of
             tokens that are all different. A buffer too small for a text costs time, never rows.
+        optimizer_slices: axes of the batch along which what an optimizer keeps is sliced,
+            beside the parameter's own axes; parameters are whole there (ZeRO-1,
+            `optimizer_slices.py`).
     """
 
     activations: tuple[tuple[str, MeshAxes], ...] = (
@@ -66,6 +69,7 @@ class Rules:
     )
     may_stay_whole: tuple[str, ...] = ("V",)
     vocab_room: float = 1.0
+    optimizer_slices: MeshAxes = ()
 
     def __post_init__(self):
         for name in TABLES:
@@ -79,6 +83,13 @@ class Rules:
             self.vocab_room > 0, f"Rules.vocab_room={self.vocab_room}; use a factor above 0"
         )
         self._check_vocabulary()
+        batch = dict(self.activations).get("B", ())
+        others = [axis for axis in self.optimizer_slices if axis not in batch]
+        require(
+            not others and len(set(self.optimizer_slices)) == len(self.optimizer_slices),
+            f"Rules.optimizer_slices={self.optimizer_slices!r}; use axes that split the batch, "
+            f"each once, out of {', '.join(batch)}: gradients are summed over these",
+        )
 
     def _check_vocabulary(self) -> None:
         """Checks that axes of V split the batch all or none, and that no such V stays whole."""
@@ -108,7 +119,16 @@ class Rules:
             )
             for name in TABLES
         }
-        return dataclasses.replace(self, **tables)
+        slices = tuple(axis for axis in self.optimizer_slices if axis not in axes)
+        return dataclasses.replace(self, **tables, optimizer_slices=slices)
+
+    def slice_axes(self, mesh) -> MeshAxes:
+        """The axes of `optimizer_slices` that `mesh` has, outermost first."""
+        return tuple(
+            axis
+            for axis, size in mesh.shape.items()
+            if size > 1 and axis in self.optimizer_slices
+        )
 
     def axes(self, letter: str, mesh, *, table: str) -> MeshAxes:
         """The axes of `mesh`, of more than one device, that a dimension is split over."""

@@ -75,6 +75,12 @@ class ScheduleSpec:
             )
         return _build(self, num_stages, num_microbatches, num_lanes)
 
+    def num_ticks(self, num_stages: int, num_microbatches: int, num_lanes: int = 1) -> int:
+        """`Schedule.num_ticks` of the table that `build` makes, without it."""
+        P, M, S, v = num_stages, num_microbatches, num_lanes, self.num_chunks
+        forward = (S - 1) * v * P + v * M + P - 1
+        return 2 * forward if self.kind == "gpipe" else forward + S * v * P - 1
+
     def check_blocks(self, num_stages: int, repeats: int, period: int, stack: str) -> None:
         """Checks that a stack's blocks divide over the chunks of all stages.
 

@@ -7,6 +7,7 @@ Dims: T ticks, P stages, S lanes, v chunks of a stage
 
 import dataclasses
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from switchx.partitioning.constrain import constrain_named
 from switchx.partitioning.schedule import Ops, Schedule
 
 PIPE = "pipe"
+# What a conditional of a tick asks, as a scope of names: programs are counted by them.
+IF_ACTIVE, IF_FIRST, IF_LAST = "if_any_active", "if_any_first", "if_any_last"
 
 
 class Op(NamedTuple):
@@ -147,18 +150,37 @@ class Stage:
         return move_chunks(x, P, v, PIPE, is_back=True).reshape(-1, *x.shape[2:])
 
 
-def run_if(condition, function, otherwise, *args):
+def run_if(name: str, condition, function, otherwise, *args):
     """Returns `function(*args)` where `condition`, equal on all devices, holds, or `otherwise`.
 
     `otherwise` is passed in and not made in a branch: XLA has to split both results alike.
+
+    Args:
+        name: what the condition asks, one of the names above.
     """
-    return jax.lax.cond(
-        condition,
-        lambda otherwise, *args: function(*args),
-        lambda otherwise, *args: otherwise,
-        otherwise,
-        *args,
-    )
+    with jax.named_scope(name):
+        return jax.lax.cond(
+            condition,
+            lambda otherwise, *args: function(*args),
+            lambda otherwise, *args: otherwise,
+            otherwise,
+            *args,
+        )
+
+
+def branch_shares(schedule: Schedule) -> dict[str, Fraction]:
+    """Of the times a conditional of a gradients' tick is reached, those in which it has an op.
+
+    They are what a compiled program does not say, as it reads them from tables.
+    """
+    active_TS = np.any(schedule.forward.is_active_TPS, axis=1)
+    num_active = int(np.sum(active_TS[:, 0]))  # of each lane, and backward as many
+    at_end = Fraction(schedule.num_microbatches, num_active)
+    return {
+        IF_ACTIVE: Fraction(num_active, schedule.num_ticks),
+        IF_FIRST: at_end,
+        IF_LAST: at_end,
+    }
 
 
 def where(condition, new, old):

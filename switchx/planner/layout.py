@@ -19,8 +19,10 @@ from switchx.fields import require_at_least
 from switchx.models.config import ModelConfig
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.mesh import AXES, named_axes
+from switchx.partitioning.optimizer_slices import optimizer_slice, with_slice
 from switchx.partitioning.replicas import replica_axes
 from switchx.partitioning.rules import MeshAxes, Rules, param_table
+from switchx.partitioning.schedule import ScheduleSpec
 
 STACKS = ("encoder", "decoder")
 # Pipeline MoE (section 3.3): whole experts inside of the tensor-parallel group.
@@ -43,6 +45,8 @@ SPREAD_RULES = Rules(
     ),
     expert_params=(("N", ("pipe",)), ("E", ("fsdp", "node", "expert")), ("F", ("model",))),
 )
+# ZeRO-1, as configs/meshes/zero1.gin has it.
+OPTIMIZER_SLICES = ("data",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,7 @@ class StateArray:
         name: as `decoder/blocks/1/ffn/w_in_EDF`; of a statistic, that of its parameter.
         dims: its dimension letters; `""` where it is whole on every device.
         itemsize: bytes of an element; half of one of int4.
+        param: of a statistic with letters, those of its parameter and their sizes.
     """
 
     name: str
@@ -60,6 +65,7 @@ class StateArray:
     shape: tuple[int, ...]
     itemsize: float
     kind: Literal["params", "optimizer"]
+    param: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def table(self) -> str:
@@ -153,6 +159,12 @@ class Layout:
         dispatcher: of Switch layers; None for a dense model.
         num_microbatches: parts a batch is split into, one after the other.
         is_spread: experts are split over `fsdp`, too (`SPREAD_RULES`).
+        has_optimizer_slices: what the optimizer keeps is sliced over `data` (ZeRO-1).
+        schedule: of the stages.
+        is_ours: steps run as ours do: all stages in every tick, with or without an op of
+            their own, and once more before they go backward (`partitioning/pipeline.py`);
+            remat without the products that XLA sees no use of. False: another system's, whose
+            stages wait and keep what they need, and whose remat runs all of a layer again.
     """
 
     pipe: int = 1
@@ -164,6 +176,9 @@ class Layout:
     dispatcher: str | None = None
     num_microbatches: int = 1
     is_spread: bool = False
+    has_optimizer_slices: bool = False
+    schedule: ScheduleSpec = ScheduleSpec()
+    is_ours: bool = True
 
     def __post_init__(self):
         require_at_least(self, 1, *AXES, "num_microbatches")
@@ -183,19 +198,32 @@ class Layout:
         """The number of devices."""
         return math.prod(self.shape.values())
 
-    @property
+    @functools.cached_property
     def rules(self) -> Rules:
         """Whole experts on `model` where the dispatcher slices; `SPREAD_RULES`; or Switch's."""
-        if self.is_spread:
-            return SPREAD_RULES
         is_sliced = self.dispatcher is not None and DISPATCHERS[self.dispatcher].is_sliced
-        return SLICED_RULES if is_sliced else Rules()
+        rules = SPREAD_RULES if self.is_spread else SLICED_RULES if is_sliced else Rules()
+        if not self.has_optimizer_slices:
+            return rules
+        return dataclasses.replace(rules, optimizer_slices=OPTIMIZER_SLICES)
 
     def of_teacher(self, teacher: Workload) -> "Layout":
         """The same mesh and rules, as a teacher runs there: its Switch layers by `gather`."""
         if teacher.model.switch is None or DISPATCHERS[self.dispatcher or "gather"].is_sliced:
             return self
         return dataclasses.replace(self, dispatcher="gather")
+
+    @property
+    def rounds(self) -> float:
+        """How often a device runs its layers in a step, with a microbatch or without one."""
+        M, chunks = self.num_microbatches, self.schedule.num_chunks
+        is_in_ticks = self.pipe > 1 and self.is_ours
+        return M + (self.pipe - 1) / chunks if is_in_ticks else M
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of a round, remat apart: a stage keeps its inputs alone."""
+        return 2 if self.pipe > 1 and self.is_ours else 1
 
     @property
     def has_equal_blocks(self) -> bool:
@@ -229,6 +257,7 @@ class Layout:
         """`data=2 expert=4 all_to_all`: axes of more than one device, and the dispatcher."""
         words = [named_axes(self.shape) or "data=1", self.dispatcher]
         words += ["spread"] if self.is_spread else []
+        words += ["zero1"] if self.has_optimizer_slices else []
         if self.num_microbatches > 1:
             words.append(f"microbatches={self.num_microbatches}")
         return " ".join(filter(None, words))
@@ -237,10 +266,11 @@ class Layout:
 def own_rows_axes(workload: Workload, layout: Layout) -> MeshAxes:
     """The axes of replicas, over which microbatches' gradients are summed once a step.
 
-    () for one microbatch, and where routing groups are on several replicas.
+    () for one microbatch without slices of the optimizer's state, and where routing groups are
+    on several replicas.
     """
     axes = replica_axes(layout, layout.rules)
-    if layout.num_microbatches * layout.pipe == 1:
+    if layout.num_microbatches * layout.pipe == 1 and not layout.has_optimizer_slices:
         return ()
     rows, parts = workload.batch_size // layout.num_microbatches, layout.parts(axes)
     for stack in workload.stacks if workload.model.switch is not None else ():
@@ -250,3 +280,25 @@ def own_rows_axes(workload: Workload, layout: Layout) -> MeshAxes:
         if workload.model.num_sparse_layers_of(stack) and not is_whole:
             return ()
     return axes
+
+
+def local_shape(array: StateArray, layout: Layout) -> tuple[tuple[int, ...], MeshAxes]:
+    """A state array's shape on one device, with all of its stage's layers, and its axes.
+
+    Raises:
+        ValueError: the layout does not divide it.
+    """
+    if not array.dims:
+        return array.shape, ()
+    spec = layout.rules.spec(array.dims, array.shape, layout.stage, table=array.table)
+    if array.param is not None:
+        own = optimizer_slice(layout.rules, layout.stage, *array.param)
+        spec = with_slice(spec, array.dims, own)
+    split = [axes_of(entry) for entry in spec]
+    shape = tuple(n // layout.parts(a) for n, a in zip(array.shape, split, strict=True))
+    return shape, tuple(axis for axes in split for axis in axes)
+
+
+def axes_of(entry) -> MeshAxes:
+    """The axes of one entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -14,10 +14,9 @@ import functools
 import math
 
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.planner.layout import Layout, Workload
+from switchx.planner.layout import Layout, StateArray, Workload, local_shape
 from switchx.planner.step_comm import (
     activation_bytes,
-    local_shape,
     rows_on_device,
     sparse_layer,
 )
@@ -137,13 +136,23 @@ def state_bytes(workload: Workload, layout: Layout, kind: str) -> float:
 
     Of a pipeline, on the first stage: its share of the blocks, and all that is in no block.
     """
-    total = 0.0
-    for array in workload.state:
-        if array.kind == kind:
-            shape, _ = local_shape(array, layout)
-            num_bytes = math.prod(shape) * array.itemsize
-            total += num_bytes / (layout.pipe if array.is_in_blocks else 1)
-    return total
+    arrays = (array for array in workload.state if array.kind == kind)
+    return sum(_local_bytes(array, layout) for array in arrays)
+
+
+def updated_bytes(workload: Workload, layout: Layout) -> float:
+    """Bytes of the parameters that one device updates: its slices, where there are any."""
+    arrays = (array for array in workload.state if array.kind == "params")
+    return sum(
+        _local_bytes(dataclasses.replace(array, param=(array.dims, array.shape)), layout)
+        for array in arrays
+    )
+
+
+def _local_bytes(array: StateArray, layout: Layout) -> float:
+    shape, _ = local_shape(array, layout)
+    num_bytes = math.prod(shape) * array.itemsize
+    return num_bytes / (layout.pipe if array.is_in_blocks else 1)
 
 
 def _kept(workload: Workload, layout: Layout, stack: str) -> float:

@@ -9,11 +9,19 @@ Dims: E expert, R rows of an expert's block, D model, F feed-forward
 
 import math
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 
 import numpy as np
 
 from switchx.models.config import ModelConfig
-from switchx.partitioning.hlo_collectives import called_by, computations_of, trip_count
+from switchx.partitioning.hlo_collectives import (
+    NO_SHARES,
+    branch_share,
+    called_by,
+    computations_of,
+    trip_count,
+)
 from switchx.partitioning.ticks import PIPE
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (?:\w+\[([\d,]*)\]|\()")
@@ -24,7 +32,9 @@ _CONVOLUTION = re.compile(
 _DOT = re.compile(r" dot\(%?([\w.-]+), .*lhs_contracting_dims=\{([\d,]*)\}")
 
 
-def matrix_flops(hlo: str, *, trips: int | None = None) -> int:
+def matrix_flops(
+    hlo: str, *, trips: int | None = None, shares: Mapping[str, Fraction] = NO_SHARES
+) -> int:
     """Adds up 2 m n k of every matrix product that a run of the program executes.
 
     TPUs have convolutions where there were products; these count what they multiply, without
@@ -34,20 +44,27 @@ def matrix_flops(hlo: str, *, trips: int | None = None) -> int:
         hlo: of `compiled.as_text()`.
         trips: of loops that end when the data says so; of nested ones, of the innermost
             altogether, as loops over experts and over each one's rows run once a row.
+        shares: of conditionals that tables decide (`hlo_collectives.branch_share`).
 
     Raises:
         ValueError: there is such a loop with a product in it, and `trips` is None.
     """
     computations, entry = computations_of(hlo)
-    return sum(_Counter(computations, trips).flops(entry))
+    return round(sum(_Counter(computations, trips, shares).flops(entry)))
 
 
 class _Counter:
     """FLOPs of a computation: outside of loops that the data ends, and inside of them."""
 
-    def __init__(self, computations: dict[str, list[str]], trips: int | None):
+    def __init__(
+        self,
+        computations: dict[str, list[str]],
+        trips: int | None,
+        shares: Mapping[str, Fraction],
+    ):
         self._computations = computations
         self._trips = trips
+        self._shares = shares
         self._known: dict[str, tuple[int, int]] = {}
 
     def flops(self, name: str) -> tuple[int, int]:
@@ -72,6 +89,9 @@ class _Counter:
         if not (names := called_by(line)):
             return 0, 0
         outside, inside = max((self.flops(name) for name in names), key=sum)
+        if " conditional(" in line:
+            share = branch_share(line, self._shares)
+            return outside * share, inside * share
         if " while(" not in line or outside + inside == 0:
             return outside, inside
         if (trips := trip_count(line, self._computations)) is not None:

@@ -71,7 +71,9 @@ def search(
 ) -> Search:
     """Predicts every layout over `devices` and ranks those that fit by time.
 
-    Of several numbers of microbatches a layout has the fastest that fits.
+    Of several numbers of microbatches a layout has the fastest that fits. What the optimizer
+    keeps is whole in every replica where that fits, and in slices where it does not (ZeRO-1):
+    so many bytes travel either way.
 
     Args:
         storage: where the experts are.
@@ -85,6 +87,10 @@ def search(
                 break
             try:
                 plan = predict(workload, candidate, hardware, storage)
+                may_slice = layout.data > 1 and storage.tier == "device"
+                if may_slice and does_not_fit(plan, hardware):
+                    candidate = dataclasses.replace(candidate, has_optimizer_slices=True)
+                    plan = predict(workload, candidate, hardware, storage)
             except ValueError as error:
                 problem = str(error).split(";")[0]
                 break
@@ -312,6 +318,8 @@ def explain(plan: Plan, hardware: Hardware, first: Plan) -> str:
         text += f", Switch layers by {layout.dispatcher}"
     if layout.is_spread:
         text += ", experts spread over slices and outer parts, too"
+    if layout.has_optimizer_slices:
+        text += ", the optimizer's state in slices over replicas"
     if layout.num_microbatches > 1:
         text += f", {layout.num_microbatches} microbatches"
     text += (

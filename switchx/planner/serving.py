@@ -21,8 +21,7 @@ from switchx.fields import require, require_at_least
 from switchx.models.config import ModelConfig
 from switchx.partitioning.mesh import AXES
 from switchx.planner.hardware import Hardware
-from switchx.planner.layout import Layout, StateArray
-from switchx.planner.step_comm import local_shape
+from switchx.planner.layout import Layout, StateArray, local_shape
 from switchx.planner.streaming import most_slots, streamed_layers
 
 MOST_DEVICES = 2**12

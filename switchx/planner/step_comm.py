@@ -14,8 +14,17 @@ import functools
 import math
 
 from switchx.moe.config import DISPATCHERS
+from switchx.partitioning.chunks import moved_share
 from switchx.partitioning.rules import MeshAxes
-from switchx.planner.layout import Layout, StateArray, Workload, own_rows_axes
+from switchx.planner.layout import (
+    Layout,
+    StateArray,
+    Workload,
+    axes_of,
+    local_shape,
+    own_rows_axes,
+)
+from switchx.planner.slice_comm import into_slices
 from switchx.planner.sparse_comm import (
     SparseLayer,
     gather_forward_collectives,
@@ -75,7 +84,8 @@ def step_collectives(workload: Workload, layout: Layout) -> list[StepCollective]
         found += _sparse(workload, layout, stack)
     found += _embedding(workload, layout)
     found += _weights(workload, layout)
-    found = _reduced_once(found, workload, layout) + _pipeline(workload, layout)
+    found += _pipeline(workload, layout)
+    found = into_slices(found, workload, layout)
     if (teacher := workload.taught_by) is not None:
         found += forward_collectives(teacher, layout.of_teacher(teacher))
     return [each for each in found if each.axes and each.count and each.num_bytes]
@@ -93,41 +103,6 @@ def forward_collectives(workload: Workload, layout: Layout) -> list[StepCollecti
         found += _dense_ffn(workload, layout, stack)
         found += _gathered(workload, layout, stack)
     return [dataclasses.replace(each, count=each.forward) for each in found]
-
-
-def compiled_on_cpu(planned: list[StepCollective], layout: Layout) -> list[StepCollective]:
-    """The same collectives as XLA's CPU compiler has them.
-
-    It reduces the terms of a sum one by one, makes an all-reduce over all replicas and a slice
-    where others reduce-scatter, and has no ragged all-to-all.
-    """
-
-    def on_cpu(each: StepCollective) -> StepCollective:
-        kind, axes, num_bytes = each.kind, each.axes, each.num_bytes
-        if each.by_compiler and kind == "reduce-scatter":
-            kind, axes = "all-reduce", layout.batch_axes
-        if kind == "ragged-all-to-all":  # emulated, `partitioning/collectives.py`
-            kind, num_bytes = "all-gather", num_bytes * layout.parts(axes)
-        count = each.count * each.terms
-        return dataclasses.replace(
-            each, kind=kind, axes=axes, num_bytes=num_bytes, count=count, terms=1
-        )
-
-    return [on_cpu(each) for each in planned]
-
-
-def local_shape(array: StateArray, layout: Layout) -> tuple[tuple[int, ...], MeshAxes]:
-    """A state array's shape on one device, with all of its stage's layers, and its axes.
-
-    Raises:
-        ValueError: the layout does not divide it.
-    """
-    if not array.dims:
-        return array.shape, ()
-    spec = layout.rules.spec(array.dims, array.shape, layout.stage, table=array.table)
-    split = [_axes_of(entry) for entry in spec]
-    shape = tuple(n // layout.parts(a) for n, a in zip(array.shape, split, strict=True))
-    return shape, tuple(axis for axes in split for axis in axes)
 
 
 def rows_on_device(workload: Workload, layout: Layout) -> int:
@@ -165,37 +140,36 @@ def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
     )
 
 
-def _axes_of(entry) -> MeshAxes:
-    """The axes of one entry of a `PartitionSpec`."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+def _gradient_sums(
+    what: str, axes: MeshAxes, own: MeshAxes, num_bytes: float, once: float, rounds: float,
+    terms: int = 1, stages: MeshAxes = (),
+) -> list[StepCollective]:  # fmt: skip
+    """Sums of gradients of a parameter: in every round, over replicas once for all of them.
 
-
-def _reduced_once(
-    found: list[StepCollective], workload: Workload, layout: Layout
-) -> list[StepCollective]:
-    """Gradients' sums of every microbatch as they are: over replicas once for all of them."""
-    axes, done = own_rows_axes(workload, layout), []
-    for each in found:
-        once = tuple(axis for axis in each.axes if axis in axes)
-        if (each.kind, each.part) == ("all-reduce", "weights") and once:
-            rest = tuple(axis for axis in each.axes if axis not in once)
-            done.append(dataclasses.replace(each, axes=rest))
-            count = each.count / layout.num_microbatches
-            each = dataclasses.replace(each, axes=once, count=count, terms=1)
-        done.append(each)
-    return done
+    Args:
+        own: of `own_rows_axes`.
+        once: how many such parameters a device has.
+        rounds: how often they are used in a step.
+        stages: the axis of stages that all have it.
+    """
+    own, rest = (
+        tuple(axis for axis in axes if (axis in own) is here) for here in (True, False)
+    )
+    summed = functools.partial(StepCollective, "all-reduce", what, num_bytes=num_bytes)
+    found = [summed(axes=rest, count=once * rounds, part="weights", terms=terms)]
+    return found + [summed(axes=stages + own, count=once, part="weights")]
 
 
 def _passes(layout: Layout, layers: float) -> float:
     """How often something of each of the layers happens on one device in a step."""
-    return layers * layout.num_microbatches / layout.pipe
+    return layers * layout.rounds / layout.pipe
 
 
 def _attention(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
     """A sum after the heads; before them the gradient's, of queries, keys and values."""
     axes = layout.rules.axes("H", layout, table="params")
     count = _passes(layout, workload.num_layers(stack))
-    again = count * (2 if workload.model.remat == "full" else 1)
+    again = count * (layout.forwards + (workload.model.remat == "full"))
     own = activation_bytes(workload, layout, stack)
 
     def summed(what, num_bytes, times, terms=1, forward=0.0):
@@ -222,10 +196,10 @@ def _relative_bias(workload: Workload, layout: Layout, stack: str) -> list[StepC
     if not workload.model.has_relative_bias:
         return []
     heads = workload.model.num_heads // layout.parts_of("H")
-    count = _passes(layout, workload.num_layers(stack))
     num_bytes = heads * workload.length(stack) ** 2 * SUM_BYTES
     what, own = "gradient of the relative bias", own_rows_axes(workload, layout)
     axes = tuple(axis for axis in layout.batch_axes if axis not in own)
+    count = _passes(layout, workload.num_layers(stack))
     return [StepCollective("all-reduce", what, axes, num_bytes, count, "weights")]
 
 
@@ -239,10 +213,13 @@ def _dense_ffn(workload: Workload, layout: Layout, stack: str) -> list[StepColle
         dense += sparse
     count = _passes(layout, dense)
     own = activation_bytes(workload, layout, stack)
+    summed = functools.partial(StepCollective, "all-reduce", axes=axes, num_bytes=own)
     gradients, terms = "gradients of FFN inputs", 2 if model.is_gated else 1
+    # The sum that it is a term of is kept: remat does not need it again.
+    times = count * layout.forwards
     return [
-        StepCollective("all-reduce", "FFN outputs", axes, own, count, "layers", forward=count),
-        StepCollective("all-reduce", gradients, axes, own, count, "layers", terms),
+        summed("FFN outputs", count=times, part="layers", forward=count),
+        summed(gradients, count=count, part="layers", terms=terms),
     ]
 
 
@@ -260,9 +237,8 @@ def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollecti
     dispatcher = layout.dispatcher
     if DISPATCHERS[dispatcher].is_automatic and layout.node == layout.expert == 1:
         dispatcher = "dropless"  # all experts are on every device: only weights travel
-    layer = sparse_layer(workload, layout, stack)
-    count = _passes(layout, layers)
-    found = []
+    layer, own_axes = sparse_layer(workload, layout, stack), own_rows_axes(workload, layout)
+    count, found = _passes(layout, layers), []
     for each in sparse_layer_collectives(dispatcher, layer, layout, layout.rules):
         is_weight = "w_" in each.what
         is_again = each.phase == "forward" and (
@@ -270,10 +246,18 @@ def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollecti
         )
         # The layer's output is a term of a sum whose other term is kept: not needed again.
         is_again = is_again and each.what != "outputs"
-        part, times = "weights" if is_weight else "exchange", count * (2 if is_again else 1)
-        found.append(
-            StepCollective(each.kind, each.what, each.axes, each.num_bytes, times, part)
+        times = 1 if each.phase == "backward" else layout.forwards + is_again
+        if is_weight and each.kind == "all-reduce":
+            times = layers / layout.pipe, layout.rounds
+            found += _gradient_sums(each.what, each.axes, own_axes, each.num_bytes, *times)
+            continue
+        part = "weights" if is_weight else "exchange"
+        same = functools.partial(
+            StepCollective, axes=each.axes, num_bytes=each.num_bytes, count=count * times
         )
+        found.append(same(each.kind, each.what, part=part))
+        if each.kind == "reduce-scatter" and not is_weight:  # the rest of the model has all
+            found.append(same("all-gather", f"whole {each.what}", part=part))
     return found
 
 
@@ -297,7 +281,7 @@ def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
     model, steps = workload.model, layout.num_microbatches
     table = _token_table(workload)
     rows, columns = map(
-        _axes_of, layout.rules.spec(table.dims, table.shape, layout, table="params")
+        axes_of, layout.rules.spec(table.dims, table.shape, layout, table="params")
     )
     found = []
     collective = functools.partial(StepCollective, part="embedding")
@@ -306,12 +290,14 @@ def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
         values = tokens * model.d_model * table.itemsize
         ids = tokens * ID_BYTES * layout.parts(columns)
         forward = (2 if model.positions == "learned" else 1) * steps
+        again = forward * layout.forwards
         columns_moved = functools.partial(collective, "all-to-all", "looked up columns")
         found += [
-            collective("all-reduce", "looked up rows", rows, values, steps, forward=steps),
-            collective("all-gather", "token ids", columns, ids, forward, forward=forward),
-            columns_moved(columns, values, forward + steps, forward=forward),
-        ]
+            collective("all-reduce", "looked up rows", rows, values,
+                       steps * layout.forwards, forward=steps),
+            collective("all-gather", "token ids", columns, ids, again, forward=forward),
+            columns_moved(columns, values, again + steps, forward=forward),
+        ]  # fmt: skip
     targets = rows_on_device(workload, layout) * workload.decoder_length * SUM_BYTES
     inputs = targets * model.d_model
     return found + [
@@ -329,7 +315,7 @@ def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
 
 def _weights(workload: Workload, layout: Layout) -> list[StepCollective]:
     """Dense parameters: columns gathered where they are used, gradients summed."""
-    batch = layout.batch_axes
+    batch, own_axes = layout.batch_axes, own_rows_axes(workload, layout)
     model, found = workload.model, []
     collective = functools.partial(StepCollective, part="weights")
     for array in workload.state:
@@ -338,14 +324,17 @@ def _weights(workload: Workload, layout: Layout) -> list[StepCollective]:
         shape, split = local_shape(array, layout)
         stacked = array.shape[0] if array.dims.startswith("N") else 1
         one = math.prod(shape) // stacked * array.itemsize
-        uses = stacked * layout.num_microbatches / (layout.pipe if array.is_in_blocks else 1)
+        once, rounds = stacked, layout.num_microbatches
+        if array.is_in_blocks:
+            once, rounds = stacked / layout.pipe, layout.rounds
+        uses = once * rounds
         gathered = tuple(axis for axis in split if axis in batch)
         what = array.name.rsplit("/", 1)[-1]
         gradient = f"gradient of {what}"
         if gathered and array.name != "embedding/positions_LD":  # looked up (`_embedding`)
             whole = one * layout.parts(gathered)
             is_again = array.is_in_blocks and (model.remat != "none" or model.scan_layers)
-            times = uses * (2 if is_again else 1)
+            times = uses * ((layout.forwards if array.is_in_blocks else 1) + is_again)
             compiled = functools.partial(collective, by_compiler=True)
             found += [
                 compiled("all-gather", what, gathered, whole, times, forward=uses),
@@ -355,7 +344,10 @@ def _weights(workload: Workload, layout: Layout) -> list[StepCollective]:
         # Of the token table's gradient, the lookups', and that of tied logits.
         is_table = array.name == TOKEN_TABLE
         terms = len(workload.stacks) + model.tie_embeddings if is_table else 1
-        found.append(collective("all-reduce", gradient, replicas, one, uses, terms=terms))
+        # All stages have what is in no block; those of other systems only the tied table.
+        is_shared = not array.is_in_blocks and (layout.is_ours or is_table)
+        stages = ("pipe",) if layout.pipe > 1 and is_shared else ()
+        found += _gradient_sums(gradient, replicas, own_axes, one, once, rounds, terms, stages)
     return found
 
 
@@ -364,27 +356,33 @@ def _token_table(workload: Workload) -> StateArray:
 
 
 def _pipeline(workload: Workload, layout: Layout) -> list[StepCollective]:
-    """Activations to the next stage and gradients back; a tied table's two gradients."""
+    """Activations to the next stage and gradients back; outputs to all, for the logits."""
     if layout.pipe == 1:
         return []
     values = sum(activation_bytes(workload, layout, stack) for stack in workload.stacks)
     sends = layout.num_microbatches * (layout.pipe - 1) / layout.pipe
-    collective = functools.partial(StepCollective, part="pipeline", axes=("pipe",))
-    found = [
-        collective("collective-permute", what, num_bytes=values, count=sends)
-        for what in ("activations to the next stage", "gradients to the last stage")
-    ]
-    outputs = activation_bytes(workload, layout, "decoder")
-    found += [
-        collective(kind, what, num_bytes=outputs, count=layout.num_microbatches)
-        for kind, what in (
-            ("reduce-scatter", "outputs to all stages, for their part of the logits"),
-            ("all-gather", "gradients of the outputs"),
+    if layout.is_ours:
+        sends = layout.schedule.num_ticks(
+            layout.pipe, layout.num_microbatches, len(workload.stacks)
         )
+        if workload.model.is_encoder_decoder:  # whose decoder's messages have the memory
+            values += activation_bytes(workload, layout, "encoder")
+    collective = functools.partial(StepCollective, part="pipeline", axes=("pipe",))
+    blocks = sum(
+        math.prod(local_shape(array, layout)[0]) * array.itemsize / layout.pipe
+        for array in workload.state
+        if array.kind == "params" and array.is_in_blocks
+    )
+    moved = blocks * moved_share(layout.pipe, layout.schedule.num_chunks)
+    outputs = activation_bytes(workload, layout, "decoder")
+    once = (("collective-permute", "chunks of blocks to their stages", moved),
+            ("collective-permute", "gradients of chunks back", moved))  # fmt: skip
+    ticks = (("collective-permute", "activations to the next stage", values),
+             ("collective-permute", "gradients to the last stage", values))  # fmt: skip
+    logits = (("reduce-scatter", "outputs to all stages, for their logits", outputs),
+              ("all-gather", "gradients of the outputs", outputs))  # fmt: skip
+    return [
+        collective(kind, what, num_bytes=num_bytes, count=count)
+        for these, count in ((once, 1), (ticks, sends), (logits, layout.num_microbatches))
+        for kind, what, num_bytes in these
     ]
-    if workload.model.tie_embeddings:
-        table = _token_table(workload)
-        num_bytes = math.prod(local_shape(table, layout)[0]) * table.itemsize
-        what = "gradient of the tied table"
-        found.append(collective("all-reduce", what, num_bytes=num_bytes, count=1))
-    return found

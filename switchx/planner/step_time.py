@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of a training step: products, collectives, the pipeline's bubble, the update.
 
-    step = (products + collectives of the layers) / (1 - bubble)
-           + collectives once a step + update
+    step = products / (1 - bubble) + collectives + update
 
 Nothing overlaps: XLA and NCCL hide some communication behind products, so this is a bound
 from above, and `overlapped_s` (the longer of the two) one from below. The bubble is
-(P-1)/(M+P-1) of the pipelined part (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+(P-1)/(v M+P-1) of the pipelined part (Narayanan et al. 2021, arXiv:2104.04473, section 2.2):
+the logits are not in it. Our stages run collectives in it, too, which are counted
+(`Layout.is_ours`); those of other systems wait as long.
 
 A collective takes its bytes over the achieved bandwidth, and its messages' latencies. Switches
 join rings as NCCL runs them: with n devices of a group, g of them in each node, m bytes where
@@ -22,7 +23,7 @@ both ways through each ring it lies along and one way and back through a line, a
 all-to-all's bytes pass n/4 links of a ring on average, a quarter of what an all-gather of the
 same array takes. Shen et al. 2022 (SE-MoE,
 arXiv:2205.10034), section 4.2, says why the hierarchical all-to-all sends fewer messages.
-Symbols: P stages, M microbatches
+Symbols: P stages, M microbatches, v chunks of a stage
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ import functools
 
 from switchx.planner.hardware import Hardware, Network
 from switchx.planner.layout import Layout, Workload
-from switchx.planner.memory import state_bytes, vocabulary_parts
+from switchx.planner.memory import state_bytes, updated_bytes, vocabulary_parts
 from switchx.planner.model_cost import flops_per_sequence
 from switchx.planner.step_comm import StepCollective, step_collectives
 from switchx.planner.torus import Line, lines_of, slice_sides
@@ -103,32 +104,62 @@ def step_time(
         is_sent = each.part == "pipeline" and each.kind != "all-reduce"
         in_ticks += spent if is_sent or each.part in ("layers", "exchange") else 0.0
     compute = device_flops(workload, layout) / hardware.compute.flops_per_s
-    bubble = bubble_fraction(layout.pipe, layout.num_microbatches)
+    chunks = layout.schedule.num_chunks
+    bubble = bubble_fraction(layout.pipe, chunks * layout.num_microbatches)
+    waiting = (compute + in_ticks) * bubble / (1 - bubble)
+    if layout.is_ours:
+        waiting = executed_flops(workload, layout) / hardware.compute.flops_per_s - compute
     # The optimizer reads and writes parameters and its state, and reads gradients.
-    update_bytes = 3 * state_bytes(workload, layout, "params")
+    update_bytes = 3 * updated_bytes(workload, layout)
     update_bytes += 2 * state_bytes(workload, layout, "optimizer")
     return StepTime(
         compute_s=compute,
         collectives_s=seconds,
         between_s=between,
         update_s=update_bytes / hardware.memory.achieved_bytes_per_s,
-        bubble_s=(compute + in_ticks) * bubble / (1 - bubble),
+        bubble_s=waiting,
         bubble=bubble,
     )
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:
-    """The bubble of GPipe and of 1F1B as a share of their time: (P-1)/(M+P-1)."""
+    """The bubble of GPipe and of 1F1B as a share of their time: (P-1)/(M+P-1).
+
+    Args:
+        microbatches: M; times v chunks of an interleaved schedule.
+    """
     return (stages - 1) / (microbatches + stages - 1)
 
 
 def device_flops(workload: Workload, layout: Layout) -> float:
     """FLOPs of a step on one device of a stage: forward, backward, recomputed; and
     a teacher's forward pass."""
-    flops = _flops(workload, layout, 4 if workload.model.remat == "full" else 3, 3)
+    flops = _trained_flops(workload, layout)
     if (teacher := workload.taught_by) is not None:
         flops += _flops(teacher, layout.of_teacher(teacher), 1, 1)
     return flops
+
+
+def executed_flops(workload: Workload, layout: Layout) -> float:
+    """`device_flops`, with what a stage computes in ticks in which it has no microbatch."""
+    rounds = layout.rounds / layout.num_microbatches
+    idle = _trained_flops(workload, layout, has_logits=False) * (rounds - 1)
+    return device_flops(workload, layout) + idle
+
+
+def _trained_flops(workload: Workload, layout: Layout, has_logits: bool = True) -> float:
+    """FLOPs of the trained model: backward takes two products where forward takes one."""
+    is_again = workload.model.remat == "full"
+    flops = _flops(workload, layout, layout.forwards + 2 + is_again, 3 if has_logits else 0)
+    return flops - (_not_again(workload) / layout.size if is_again and layout.is_ours else 0)
+
+
+def _not_again(workload: Workload) -> float:
+    """FLOPs of a forward pass that remat does not need again: the last product of a dense FFN
+    is a term of a sum that is kept."""
+    model = workload.model
+    flops = flops_per_sequence(model, workload.encoder_length, workload.decoder_length)
+    return flops.dense_ffn * workload.batch_size / (3 if model.is_gated else 2)
 
 
 def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: int) -> float:
@@ -138,11 +169,12 @@ def _flops(workload: Workload, layout: Layout, passes: int, passes_of_logits: in
     rows = workload.batch_size
     # Of slots both full and empty ones.
     blocks = flops.attention + flops.scores + flops.weighted_values + flops.cross_memory
-    blocks += flops.dense_ffn + (
-        flops.expert_slots
-        if layout.has_equal_blocks
-        else flops.experts * workload.uneven(layout)
-    )
+    blocks += flops.dense_ffn
+    if layout.has_equal_blocks:
+        slots = 1 + model.switch.num_replicas / model.switch.num_experts
+        blocks += flops.expert_slots * slots
+    else:
+        blocks += flops.experts * workload.uneven(layout)
     blocks = blocks * passes * rows / layout.size
     # Not on `model`, whose devices all route the same tokens.
     blocks += flops.router * passes * rows / (layout.size / layout.model)

@@ -28,9 +28,8 @@ from typing import Literal
 
 from switchx.models.config import ModelConfig
 from switchx.planner.hardware import Hardware
-from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.layout import Layout, StateArray, Workload, local_shape
 from switchx.planner.memory import MemoryUse
-from switchx.planner.step_comm import local_shape
 from switchx.planner.step_time import StepTime
 from switchx.planner.streaming import touched_experts
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes: `POST /v1/generate`, `/healthz`, `/metrics`, and a page to try it in.
+"""The routes, who may ask them, and what is written down of each request.
 
-An answer is sent whole, or streamed as server-sent events (https://html.spec.whatwg.org,
-section 9.2): `tokens` for new ones, `answer` for what an input got, `done` at the end, `error`
-instead of it. A search has no tokens before its end, so it sends answers alone.
+POST /v1/generate                       texts or token ids in, answers out
+POST /v1/completions, GET /v1/models    as OpenAI's clients ask
+/healthz, /health, /healthz/ready       of probes: no limit and no token holds them up
+/metrics, /version, /                   Prometheus' text, versions, a page to try it in
 """
 
 import asyncio
@@ -11,82 +12,116 @@ import contextlib
 import dataclasses
 import hmac
 import importlib.resources
+import ipaddress
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+import re
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Sequence
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette import responses
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from switchx.api import Model
-from switchx.data.tokenizers import Vocabulary
-from switchx.serving.requests import (
-    GenerateRequest,
-    Refusal,
-    read_body,
-    read_request,
-    until_disconnected,
-)
-from switchx.serving.scheduler import Answer, Event, Service
+from switchx.serving.answers import GenerateForm, JSONResponse
+from switchx.serving.completions import CompletionForm
+from switchx.serving.limits import READING_S
+from switchx.serving.metrics import versions
+from switchx.serving.requests import Refusal, read_body, until_disconnected
+from switchx.serving.service import Service
 
 LOG = logging.getLogger(__name__)
+# A line of JSON for each request; `switchx serve --access_log` says where they go.
+ACCESS_LOG = logging.getLogger("switchx.access")
 PAGE = importlib.resources.files("switchx.serving").joinpath("page.html").read_text("utf-8")
 # Nothing that the page loads comes from elsewhere.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# For a client to read what it was sent.
-READING_S = 30.0
 # Of a client that disconnected before the answer: it is counted, not sent.
 DISCONNECTED = 499
-# What a vocabulary writes for bytes that are no character yet.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+HEALTH = ("/healthz", "/healthz/ready", "/health")
+_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
-def make_app(service: Service, token: str | None = None):
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def make_app(
+    service: Service,
+    token: str | None = None,
+    hosts: Sequence[str] | None = None,
+    num_connections: Callable[[], int] = lambda: 0,
+    name: str = "switchx",
+):
     """The ASGI application of a service.
 
     Args:
-        token: that `/v1/generate` and `/metrics` ask for, as `Authorization: Bearer TOKEN`;
-            None asks for none.
+        token: that all routes but those of health, `/version` and the page ask for, as
+            `Authorization: Bearer TOKEN`; None asks for none.
+        hosts: names of this server, beside those of this machine alone, that a request's
+            `Host` may have; None allows any. A server without a token that listens on this
+            machine alone has to look at it: a page in a browser may have a name that leads
+            here (DNS rebinding).
+        num_connections: how many are open.
+        name: of the model, for `/v1/models`.
     """
 
     def require_token(request: Request) -> None:
         given = request.headers.get("authorization", "")
         if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise Refusal(401, "send the server's token, as Authorization: Bearer TOKEN")
-
-    async def show_health(request: Request) -> Response:
-        """200 while the worker lives; what it is doing."""
-        is_alive, is_ready = service.worker.error is None, service.is_ready
-        status = {"alive": is_alive, "ready": is_ready, "draining": service.is_draining}
-        return JSONResponse(status, 200 if is_alive else 500)
-
-    async def show_readiness(request: Request) -> Response:
-        """200 while requests are taken."""
-        return JSONResponse({"ready": service.is_ready}, 200 if service.is_ready else 503)
+            raise Refusal(
+                401,
+                "send the server's token, as Authorization: Bearer TOKEN",
+                code="invalid_api_key",
+            )
 
     async def show_metrics(request: Request) -> Response:
         require_token(request)
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    async def show_version(request: Request) -> Response:
+        return JSONResponse(versions())
+
     async def show_page(request: Request) -> Response:
         return HTMLResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
 
+    completions = CompletionForm(service.model, name)
+
+    async def show_models(request: Request) -> Response:
+        require_token(request)
+        return JSONResponse({"object": "list", "data": [completions.model_json()]})
+
+    async def show_model(request: Request) -> Response:
+        require_token(request)
+        completions.require_model(request.path_params["name"])
+        return JSONResponse(completions.model_json())
+
+    def answering(form) -> Endpoint:
+        return Endpoint(service, require_token, form)
+
     app = Starlette(
         routes=[
-            Route("/v1/generate", GenerateEndpoint(service, require_token), methods=["POST"]),
-            Route("/healthz", show_health),
-            Route("/healthz/ready", show_readiness),
+            Route("/v1/generate", answering(GenerateForm(service.model)), methods=["POST"]),
+            Route("/v1/completions", answering(completions), methods=["POST"]),
+            Route("/v1/models", show_models),
+            Route("/v1/models/{name:path}", show_model),
+            *_health_routes(service),
             Route("/metrics", show_metrics),
+            Route("/version", show_version),
             Route("/", show_page),
         ],
         exception_handlers={
@@ -96,16 +131,112 @@ def make_app(service: Service, token: str | None = None):
             Exception: _failed,
         },
     )
+    return Entrance(app, service, hosts, num_connections)
 
-    async def counting(scope, receive, send):
-        async def send_and_count(message):
+
+def _health_routes(service: Service) -> list[Route]:
+    async def show_health(request: Request) -> Response:
+        """200 while the worker lives; what it is doing."""
+        worker = service.worker
+        is_alive = worker.error is None and not worker.is_stuck
+        status = {"alive": is_alive, "ready": service.is_ready, "draining": service.is_draining}
+        return JSONResponse(status, 200 if is_alive else 503)
+
+    async def show_readiness(request: Request) -> Response:
+        """200 while requests are taken."""
+        return JSONResponse({"ready": service.is_ready}, 200 if service.is_ready else 503)
+
+    views = (show_health, show_readiness, show_health)
+    return [Route(path, view) for path, view in zip(HEALTH, views, strict=True)]
+
+
+class Entrance:
+    """An ASGI application around the routes: every request passes it, and every response.
+
+    A request gets an id, its own `X-Request-Id` or a new one, and is counted and written down.
+    Without one of the allowed hosts, or with too many connections, it gets no further. A
+    connection whose request has not been read to its end closes with the response, since what
+    comes next on it is the rest of a body.
+    """
+
+    def __init__(self, app, service: Service, hosts, num_connections: Callable[[], int]):
+        self._app, self._service = app, service
+        self._hosts, self._num_connections = hosts, num_connections
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, is_health = Headers(scope=scope), scope["path"] in HEALTH
+        given_id = headers.get("x-request-id", "")
+        record = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "request_id": given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex,
+            "client": ":".join(map(str, scope.get("client") or ())),
+            "method": scope["method"][:20],
+            "path": scope["path"][:200],
+            "status": DISCONNECTED,
+            "bytes": 0,
+            "is_complete": False,
+        }
+        scope.setdefault("state", {})["record"] = record
+        start_s = time.monotonic()
+        has_length = headers.get("content-length", "0") != "0"
+        has_body = has_length or "transfer-encoding" in headers
+        is_read = not has_body
+
+        async def receive_and_note():
+            nonlocal is_read
+            message = await receive()
+            is_read |= message["type"] == "http.request" and not message.get("more_body")
+            return message
+
+        async def send_and_note(message):
             if message["type"] == "http.response.start":
-                service.metrics.responses.labels(str(message["status"])).inc()
+                record["status"] = message["status"]
+                self._service.metrics.responses.labels(str(message["status"])).inc()
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = record["request_id"]
+                if not is_read or self._service.is_draining:
+                    sent["connection"] = "close"
+            else:
+                record["bytes"] += len(message.get("body", b""))
+                record["is_complete"] = not message.get("more_body", False)
             await send(message)
 
-        await app(scope, receive, send_and_count)
+        try:
+            refusal = None if is_health else self._refusal(headers)
+            app = self._app
+            if refusal is not None:
+                app = await _refused(Request(scope), refusal)
+            await app(scope, receive_and_note, send_and_note)
+        finally:
+            if not is_health and ACCESS_LOG.isEnabledFor(logging.INFO):
+                record["seconds"] = round(time.monotonic() - start_s, 6)
+                ACCESS_LOG.info("%s", json.dumps(record))
 
-    return counting
+    def _refusal(self, headers: Headers) -> Refusal | None:
+        """Why a request may not pass."""
+        if self._hosts is not None:
+            host = _host_name(headers.get("host", ""))
+            if not is_loopback(host) and host not in self._hosts:
+                return Refusal(
+                    403,
+                    f"Host is {host!r:.80}, which is no name of this server; ask 127.0.0.1, or "
+                    "start it with --allowed_hosts, or with a token",
+                )
+        most = self._service.limits.max_connections
+        if self._num_connections() > most:
+            return Refusal(503, f"{most} connections are open; try later", retry_after_s=1)
+        return None
+
+
+def _host_name(header: str) -> str:
+    """The name or address in a `Host` header, without its port."""
+    try:
+        return urllib.parse.urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
 
 
 async def _refused(request: Request, refusal: Refusal) -> Response:
@@ -114,16 +245,13 @@ async def _refused(request: Request, refusal: Refusal) -> Response:
         headers["retry-after"] = str(refusal.retry_after_s)
     if refusal.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if refusal.status in (401, 408, 413, 415, 429, 503):
-        headers["connection"] = "close"  # the rest of the body is not waited for
     return JSONResponse(refusal.as_json(), refusal.status, headers)
 
 
 async def _no_such_route(request: Request, error: HTTPException) -> Response:
     message = f"{request.method:.20} {request.url.path:.60}: {error.detail}"
-    refusal = Refusal(error.status_code, f"{message}; use POST /v1/generate")
-    headers = dict(error.headers or {}) | {"connection": "close"}
-    return JSONResponse(refusal.as_json(), refusal.status, headers)
+    refusal = Refusal(error.status_code, f"{message}; use POST /v1/generate or /v1/completions")
+    return JSONResponse(refusal.as_json(), refusal.status, error.headers)
 
 
 async def _disconnected(request: Request, error: ClientDisconnect) -> Response:
@@ -135,11 +263,20 @@ async def _failed(request: Request, error: Exception) -> Response:
     return await _refused(request, Refusal(500, "the server failed; its log says how"))
 
 
-class GenerateEndpoint:
-    """An ASGI application; see `Route`."""
+class Endpoint:
+    """An ASGI application that answers texts; see `Route`.
 
-    def __init__(self, service: Service, require_token: Callable[[Request], None]):
-        self._service, self._require_token = service, require_token
+    Args:
+        form: how a body is read, and how its answers are sent, whole or as a stream.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        require_token: Callable[[Request], None],
+        form: GenerateForm | CompletionForm,
+    ):
+        self._service, self._require_token, self._form = service, require_token, form
 
     async def __call__(self, scope, receive, send) -> None:
         request = Request(scope, receive)
@@ -148,136 +285,39 @@ class GenerateEndpoint:
         with service.admitted():
             body = await read_body(request, service.limits)
             # Beside the loop: a long text does not keep others waiting.
-            wanted = await run_in_threadpool(read_request, body, service.model, service.limits)
-            deadline_s = asyncio.get_running_loop().time() + service.limits.request_timeout_s
+            wanted = await run_in_threadpool(self._form.read, body, service.limits)
+            wanted = dataclasses.replace(wanted, request_id=request.state.record["request_id"])
             async with service.events(wanted) as events:
-                events = self._until(deadline_s, events)
                 if wanted.is_streaming:
                     response = StreamingResponse(
-                        self._stream(events, wanted),
+                        self._form.stream(wanted, events),
                         headers={"cache-control": "no-store"},
                         media_type="text/event-stream",
                     )
                 else:
-                    response = await self._whole(request, events, wanted)
-                # A client that reads too slowly is cut off.
-                async with asyncio.timeout_at(deadline_s + READING_S):
-                    await response(scope, receive, send)
+                    response = await self._whole(request, wanted, events)
+                try:
+                    # A client that reads too slowly is cut off.
+                    async with asyncio.timeout_at(events.deadline_s + READING_S):
+                        await response(scope, receive, send)
+                finally:
+                    request.state.record |= {
+                        "inputs": len(wanted.prompts),
+                        "prompt_tokens": sum(map(len, wanted.prompts)),
+                        "generation_tokens": events.num_tokens,
+                    }
 
-    async def _until(self, deadline_s: float, events) -> AsyncIterator[Event]:
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    event = await anext(events)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                seconds = self._service.limits.request_timeout_s
-                raise Refusal(
-                    504, f"there was no answer within {seconds:g} s; ask for less, or later"
-                ) from None
-            yield event
-
-    async def _whole(
-        self, request: Request, events: AsyncIterator[Event], wanted: GenerateRequest
-    ) -> Response:
+    async def _whole(self, request: Request, wanted, events) -> Response:
         """All answers in one object; stops when the client disconnects."""
-
-        async def all_answers() -> list[Answer]:
-            answers = [event async for event in events if isinstance(event, Answer)]
-            return sorted(answers, key=lambda answer: answer.number)
-
-        answering = asyncio.ensure_future(all_answers())
+        answering = asyncio.ensure_future(self._form.whole(wanted, events))
         leaving = asyncio.ensure_future(until_disconnected(request))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 return Response(status_code=DISCONNECTED)
-            answers = answering.result()
+            return JSONResponse(answering.result())
         finally:
             for task in (answering, leaving):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Refusal):
                     await task
-        results = [answer_json(self._service.model, answer) for answer in answers]
-        return JSONResponse({"results": results, "usage": usage_json(wanted, answers)})
-
-    async def _stream(
-        self, events: AsyncIterator[Event], wanted: GenerateRequest
-    ) -> AsyncIterator[bytes]:
-        model = self._service.model
-        streams = [TextStream(model.vocabulary) for _ in wanted.prompts]
-        is_search, answers = wanted.settings.beam_size > 1, []
-        try:
-            async for event in events:
-                is_last, which = isinstance(event, Answer), {"input": event.number}
-                tokens = event.hypothesis.tokens if is_last else event.tokens
-                piece = streams[event.number].piece(tokens, is_last=is_last)
-                if piece and not is_search:
-                    yield event_bytes("tokens", which | piece)
-                if is_last:
-                    answers.append(event)
-                    yield event_bytes("answer", which | answer_json(model, event))
-            yield event_bytes("done", {"usage": usage_json(wanted, answers)})
-        except Refusal as refusal:
-            yield event_bytes("error", refusal.as_json())
-
-
-def event_bytes(name: str, content: Any) -> bytes:
-    """A server-sent event."""
-    return b"event: " + name.encode() + b"\ndata: " + encoded(content) + b"\n\n"
-
-
-def answer_json(model: Model, answer: Answer) -> dict[str, Any]:
-    values = dataclasses.asdict(answer.hypothesis)
-    vocabulary = model.vocabulary
-    return {"text": vocabulary and vocabulary.decode(values["tokens"])} | values
-
-
-def usage_json(wanted: GenerateRequest, answers: list[Answer]) -> dict[str, int]:
-    return {
-        "prompt_tokens": sum(map(len, wanted.prompts)),
-        "generation_tokens": sum(len(answer.hypothesis.tokens) for answer in answers),
-    }
-
-
-class TextStream:
-    """An input's answer in pieces: which tokens and which characters are new.
-
-    The pieces together are the whole. Where a later token changes the text of earlier ones,
-    no further text is sent until the end, and the answer has it.
-    """
-
-    def __init__(self, vocabulary: Vocabulary | None):
-        self._vocabulary = vocabulary
-        self._num_tokens, self._text = 0, ""
-
-    def piece(self, tokens: Sequence[int], *, is_last: bool = False) -> dict | None:
-        """What is new in all tokens so far, `tokens` and `text`; None where nothing is."""
-        new_tokens = list(tokens[self._num_tokens :])
-        self._num_tokens = max(self._num_tokens, len(tokens))
-        piece = {"tokens": new_tokens, "text": None}
-        if self._vocabulary is not None:
-            text = self._vocabulary.decode(list(tokens))
-            # Half of a character is kept until the other half is there.
-            text = text if is_last else text.rstrip(INCOMPLETE)
-            is_longer = text.startswith(self._text)
-            piece["text"] = text[len(self._text) :] if is_longer else ""
-            self._text = text if is_longer else self._text
-        return piece if new_tokens or piece["text"] else None
-
-
-def encoded(content: Any) -> bytes:
-    """JSON in UTF-8, half of a surrogate pair as its escape.
-
-    Raises:
-        ValueError: there is an infinity or a NaN in it.
-    """
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
-    # What cannot be encoded occurs in texts alone, where a backslash escapes it.
-    return text.encode("utf-8", errors="backslashreplace")
-
-
-class JSONResponse(responses.JSONResponse):
-    def render(self, content: Any) -> bytes:
-        return encoded(content) + b"\n"

@@ -13,6 +13,8 @@ from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_u
 # compiled for each pair that occurs. A prompt is at most half padding, or short.
 PROMPT_LENGTHS = tuple(length for length in LENGTHS if length >= 16 and length.bit_count() == 1)
 ANSWER_LENGTHS = (16, 64, 256, 1024, 4096)
+# For a client to read the rest of a response, once its answers are there.
+READING_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +32,52 @@ class Limits:
     max_connections: int = option(512, "connections that are open at once", 1)
     body_timeout_s: float = option(10.0, "for a request's head, and for its body", 0.01)
     request_timeout_s: float = option(60.0, "for a request to be answered", 0.01)
-    drain_timeout_s: float = option(60.0, "for requests that run when it is stopped", 0.01)
+    send_timeout_s: float = option(10.0, "without a byte that the client reads", 0.01)
+    worker_timeout_s: float = option(
+        300.0, "without a step of the worker, the compilation of a program among them", 0.01
+    )
+    drain_timeout_s: float = option(25.0, "for requests that run when it is stopped", 0.01)
     warm_up_tokens: int = option(
         64, "programs for inputs of up to so many tokens are compiled before it is ready", 0
+    )
+
+    decodings: str | None = option(
+        None,
+        "ways of decoding that are answered, of greedy, sample, beam2, beam3 and so on, with "
+        "commas; others are refused, and compile nothing; all where none is named",
     )
 
     def __post_init__(self):
         """Raises ValueError: a value is out of its bounds."""
         check_options(self)
+        known = ["greedy", "sample", *(f"beam{n}" for n in range(2, self.max_beam_size + 1))]
+        for name in self.allowed or ():
+            require(
+                name in known,
+                f"Limits.decodings={self.decodings!r}: there is no {name!r}; use of "
+                f"{', '.join(known)}, with commas",
+            )
         require(
             self.max_inputs <= self.max_waiting,
             f"Limits.max_inputs={self.max_inputs}; use at most max_waiting={self.max_waiting}",
+        )
+
+    @property
+    def allowed(self) -> tuple[str, ...] | None:
+        """Names of the ways of decoding that are answered; None is all."""
+        return None if self.decodings is None else tuple(self.decodings.split(","))
+
+    def refusal(self, settings: DecodingConfig) -> tuple[str, str] | None:
+        """The field of a request that asks for a way of decoding that is not answered, and
+        what is wrong with it."""
+        search = f"beam{settings.beam_size}" if settings.beam_size > 1 else "greedy"
+        name = "sample" if settings.is_sampling else search
+        if self.allowed is None or name in self.allowed:
+            return None
+        field = "temperature" if settings.is_sampling else "beam_size"
+        value, answered = getattr(settings, field), ", ".join(self.allowed)
+        return field, (
+            f"{field} is {value}, which is {name!r} decoding; this server answers {answered}"
         )
 
     @property

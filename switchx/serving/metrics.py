@@ -1,15 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server counts, for Prometheus: vLLM's names where it has them, after `switchx:`.
 
-As there, a request is one input: a call with three inputs counts three.
+As there, a request is one input: a call with three inputs counts three. The process's memory,
+time, files and collections of garbage are under Prometheus' own names, `process_...`.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import functools
+import importlib.metadata
+import time
+
+import jax
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    Info,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from switchx.inference.programs import COMPILATIONS, PROGRAMS
+from switchx.manifest import git_commit
 
 # Seconds; vLLM's, thinned.
 FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
     40, 80,
+)  # fmt: skip
+INTER_TOKEN = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5,
 )  # fmt: skip
 LATENCY = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -34,6 +56,8 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Inputs in the queue.")
         to_first = "From arrival to the first token; with beams, to the answer."
         self.first_token_s = histogram("time_to_first_token_seconds", to_first, FIRST_TOKEN)
+        between = "Between an answer's tokens, its mean for each of them; not of beams."
+        self.inter_token_s = histogram("inter_token_latency_seconds", between, INTER_TOKEN)
         to_answer = "From arrival to the answer."
         self.latency_s = histogram("e2e_request_latency_seconds", to_answer, LATENCY)
         to_start = "From arrival to being decoded."
@@ -48,7 +72,47 @@ class Metrics:
         left = "Inputs whose clients left or ran out of time."
         self.abandoned = counter("request_abandoned", left)
         self.responses = counter("http_responses", "Responses by status.", "status")
+        self._registry.register(_Compiled())
+
+        ProcessCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+        build = Info("switchx:build", "What answers.", registry=self._registry)
+        build.info(versions())
+
+    def count_answer(self, each, num_tokens: int, reason: str) -> None:
+        """Counts an answer to a `QueuedInput`."""
+        self.latency_s.observe(time.monotonic() - each.arrival_s)
+        self.prompt_tokens.inc(len(each.prompt))
+        self.generation_tokens.inc(num_tokens)
+        self.success.labels(reason).inc()
 
     def text(self) -> bytes:
         """In Prometheus' format."""
         return generate_latest(self._registry)
+
+
+class _Compiled:
+    """What this process has compiled, the programs that were read from a cache included."""
+
+    def collect(self):
+        number, seconds = COMPILATIONS.number, COMPILATIONS.seconds
+        yield CounterMetricFamily("switchx:compilations", "Compiled programs.", number)
+        what = "Of compilations, or of reading their results from the persistent cache."
+        yield CounterMetricFamily("switchx:compilation_seconds", what, seconds)
+        what = "Decoding programs that are kept, of a bounded number."
+        yield GaugeMetricFamily("switchx:decoding_programs", what, len(PROGRAMS))
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What a server is made of, as texts."""
+    try:
+        version = importlib.metadata.version("switchx")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    return {
+        "version": version,
+        "commit": git_commit(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+    }

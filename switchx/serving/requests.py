@@ -9,21 +9,24 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import time
+import secrets
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from switchx.api import Model
 from switchx.fields import FieldError, Option, options
-from switchx.inference.config import DecodingConfig
+from switchx.inference.config import MAX_INT32, DecodingConfig
+from switchx.object_store import is_nested_deeper
 from switchx.serving.limits import Limits
 
 # What is decoded together is pruned together: the server's choice.
 OPTIONS = {name: each for name, each in options(DecodingConfig).items() if name != "pruning"}
 FIELDS = ("inputs", "stream", *OPTIONS)
-# What is read of a body that is too big, so that its sender gets to read why.
-DISCARDED_BYTES, DISCARDING_S = 1 << 26, 2.0
+# Of lists and objects in each other: a request needs three.
+MAX_DEPTH = 16
+# OpenAI's names of kinds of errors, where it is neither the request nor the server.
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,18 +38,31 @@ class Refusal(Exception):
         message: expected, got, and the way out.
         field: of the request's JSON that is wrong, or None.
         retry_after_s: when to try again; None says nothing.
+        code: OpenAI's name of the fault, where it has one.
     """
 
     status: int
     message: str
     field: str | None = None
     retry_after_s: int | None = None
+    code: str | None = None
 
     def __str__(self) -> str:
         return self.message
 
     def as_json(self) -> dict[str, Any]:
-        return {"error": {"status": self.status, "field": self.field, "message": self.message}}
+        """One form for all routes: what OpenAI's clients read is in it."""
+        is_ours = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "status": self.status,
+                "field": self.field,
+                "message": self.message,
+                "type": _KINDS.get(self.status, is_ours),
+                "param": self.field,
+                "code": self.code,
+            }
+        }
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -68,32 +84,22 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if not length.isascii() or not length.isdigit():
         raise Refusal(400, f"Content-Length is {length!r:.40}; expected a number")
     parts, size = [], 0
+    # What is left unread of a body is the connection's business.
+    too_big = Refusal(413, f"the body is too big; send {limits.max_body_bytes} bytes at most")
+    if int(length[:20]) > limits.max_body_bytes:
+        raise too_big
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            if int(length[:20]) > limits.max_body_bytes:
-                await _refuse_size(request, limits)
             async for part in request.stream():
                 size += len(part)
                 parts.append(part)
                 if size > limits.max_body_bytes:
-                    await _refuse_size(request, limits)
+                    raise too_big
     except TimeoutError:
         raise Refusal(
             408, f"the body did not arrive within {limits.body_timeout_s:g} s; send it at once"
         ) from None
     return b"".join(parts)
-
-
-async def _refuse_size(request: Request, limits: Limits) -> None:
-    end_s, left = time.monotonic() + DISCARDING_S, DISCARDED_BYTES
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARDING_S):
-            while left > 0 and time.monotonic() < end_s:
-                message = await request.receive()
-                if message["type"] == "http.disconnect" or not message.get("more_body"):
-                    break
-                left -= len(message["body"])
-    raise Refusal(413, f"the body is too big; send {limits.max_body_bytes} bytes at most")
 
 
 async def until_disconnected(request: Request) -> None:
@@ -111,11 +117,18 @@ class GenerateRequest:
         prompts: what the model reads, for each input.
         settings: how all of them are answered.
         is_streaming: tokens are sent as they come.
+        request_id: what the log calls it.
     """
 
     prompts: list[list[int]]
     settings: DecodingConfig
     is_streaming: bool
+    request_id: str = ""
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether new tokens are looked at before the answer."""
+        return self.is_streaming
 
 
 def read_request(body: bytes, model: Model, limits: Limits) -> GenerateRequest:
@@ -124,48 +137,64 @@ def read_request(body: bytes, model: Model, limits: Limits) -> GenerateRequest:
     Raises:
         Refusal: 400; it names the field that is wrong.
     """
-    values = _object(body)
-    for name in values:
-        if name not in FIELDS:
-            raise _wrong(name[:40], f"{name!r:.40} is no field; fields are {', '.join(FIELDS)}")
-    # An optional field that is null is as if it were not there.
-    values = {name: value for name, value in values.items() if value is not None}
+    values = json_object(body)
+    values = fields_of(values, FIELDS)
     if "inputs" not in values:
-        raise _wrong("inputs", "inputs is missing; give a text, or a list of texts")
-    generator = _generator(values, model, limits)
-    is_streaming = values.get("stream", False)
-    if not isinstance(is_streaming, bool):
-        raise _wrong("stream", f"stream is {_shown(is_streaming)}; expected true or false")
+        raise wrong("inputs", "inputs is missing; give a text, or a list of texts")
+    generator = generator_of(values, model, limits)
+    is_streaming = flag(values, "stream")
     inputs = values["inputs"]
     inputs = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(inputs, list):
-        raise _wrong("inputs", f"inputs is {_shown(inputs)}; expected a text, or a list")
+        raise wrong("inputs", f"inputs is {shown(inputs)}; expected a text, or a list")
     if not 1 <= len(inputs) <= limits.max_inputs:
         expected = f"expected 1 to {limits.max_inputs}"
-        raise _wrong("inputs", f"inputs has {len(inputs)} items; {expected}")
+        raise wrong("inputs", f"inputs has {len(inputs)} items; {expected}")
     prompts = [
-        _prompt(model, limits, generator.fault, f"inputs[{i}]", item)
+        prompt_of(model, limits, generator.fault, f"inputs[{i}]", item)
         for i, item in enumerate(inputs)
     ]
     return GenerateRequest(prompts, generator.decoding, is_streaming)
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Any]:
+    """The object that a body is."""
     if not body:
-        raise _wrong(None, 'the body is empty; send JSON such as {"inputs": ["a text"]}')
+        raise wrong(None, 'the body is empty; send JSON such as {"inputs": ["a text"]}')
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _wrong(None, f"the body is not UTF-8 at byte {error.start}; encode it") from None
+        raise wrong(None, f"the body is not UTF-8 at byte {error.start}; encode it") from None
     try:
         values = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_no_constant)
     except RecursionError:
-        raise _wrong(None, "the body is nested too deeply; send one JSON object") from None
+        raise _too_deep() from None
     except ValueError as error:
-        raise _wrong(None, f"the body is not JSON: {str(error)[:200]}") from None
+        raise wrong(None, f"the body is not JSON: {str(error)[:200]}") from None
+    if is_nested_deeper(values, MAX_DEPTH):
+        raise _too_deep()
     if not isinstance(values, dict):
-        raise _wrong(None, f"the body is {_shown(values)}; expected a JSON object")
+        raise wrong(None, f"the body is {shown(values)}; expected a JSON object")
     return values
+
+
+def _too_deep() -> Refusal:
+    return wrong(None, f"the body is nested more than {MAX_DEPTH} times; send one JSON object")
+
+
+def fields_of(values: dict[str, Any], names) -> dict[str, Any]:
+    """The fields of an object that are not null: such a one is as if it were not there."""
+    for name in values:
+        if name not in names:
+            raise wrong(name[:40], f"{name!r:.40} is no field; fields are {', '.join(names)}")
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def flag(values: dict[str, Any], name: str) -> bool:
+    value = values.get(name, False)
+    if not isinstance(value, bool):
+        raise wrong(name, f"{name} is {shown(value)}; expected true or false")
+    return value
 
 
 def _without_twins(pairs):
@@ -179,21 +208,30 @@ def _no_constant(name: str):
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _generator(values: dict[str, Any], model: Model, limits: Limits):
-    """The model's generator with the settings of a request."""
-    given = {name: _number(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
-    settings = {"max_new_tokens": limits.default_new_tokens} | given
+def generator_of(values: dict[str, Any], model: Model, limits: Limits):
+    """The model's generator with the settings of a request.
+
+    Samples of a request without a seed differ from those of the next one.
+    """
+    given = {name: number_of(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
+    drawn = {"max_new_tokens": limits.default_new_tokens}
+    if given.get("temperature"):
+        drawn["seed"] = secrets.randbelow(MAX_INT32 + 1)
+    settings = drawn | given
     most = {"max_new_tokens": limits.max_new_tokens, "beam_size": limits.max_beam_size}
     for name, number in most.items():
         if settings.get(name, 1) > number:
-            raise _wrong(name, f"{name} is {_shown(settings[name])}; expected 1 to {number}")
+            raise wrong(name, f"{name} is {shown(settings[name])}; expected 1 to {number}")
     try:
-        return model.generator(**settings)
+        generator = model.generator(**settings)
     except FieldError as error:
-        raise _wrong(error.field, str(error).removeprefix("DecodingConfig.")) from None
+        raise wrong(error.field, str(error).removeprefix("DecodingConfig.")) from None
+    if refused := limits.refusal(generator.decoding):
+        raise wrong(*refused)
+    return generator
 
 
-def _number(option: Option, value) -> int | float:
+def number_of(option: Option, value) -> int | float:
     """The value of a field; its bounds are checked by `DecodingConfig`."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if option.type is int and is_whole:
@@ -203,41 +241,41 @@ def _number(option: Option, value) -> int | float:
         return value if abs(value) > 2**53 else float(value)
     kind = "a whole number" if option.type is int else "a number"
     expected = f"expected {kind}, {option.range}"
-    raise _wrong(option.name, f"{option.name} is {_shown(value)}; {expected}")
+    raise wrong(option.name, f"{option.name} is {shown(value)}; {expected}")
 
 
-def _prompt(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
+def prompt_of(model: Model, limits: Limits, fault, name: str, item) -> list[int]:
     """What the model reads of one input, a text or a list of token ids."""
 
     def require_short(tokens: list[int]) -> None:
         if len(tokens) > limits.max_input_tokens:
             expected = f"expected {limits.max_input_tokens} at most"
-            raise _wrong(name, f"{name} has {len(tokens)} tokens; {expected}")
+            raise wrong(name, f"{name} has {len(tokens)} tokens; {expected}")
 
     if isinstance(item, str):
         if not item.strip():
-            raise _wrong(name, f"{name} is empty; give a text")
+            raise wrong(name, f"{name} is empty; give a text")
     elif not isinstance(item, list) or not all(
         isinstance(token, int) and not isinstance(token, bool) for token in item
     ):
-        raise _wrong(name, f"{name} is {_shown(item)}; expected a text, or a list of token ids")
+        raise wrong(name, f"{name} is {shown(item)}; expected a text, or a list of token ids")
     else:
         require_short(item)
     try:
         (prompt,) = model.prompts([item])
     except ValueError as error:
-        raise _wrong(name, f"{name} cannot be read: {str(error)[:200]}") from None
+        raise wrong(name, f"{name} cannot be read: {str(error)[:200]}") from None
     require_short(prompt)
-    if wrong := fault(prompt):
-        raise _wrong(name, f"{name} {wrong}")
+    if fault_of_prompt := fault(prompt):
+        raise wrong(name, f"{name} {fault_of_prompt}")
     return prompt
 
 
-def _wrong(field: str | None, message: str) -> Refusal:
+def wrong(field: str | None, message: str) -> Refusal:
     return Refusal(400, message, field=field)
 
 
-def _shown(value) -> str:
+def shown(value) -> str:
     """A value as JSON, cut where it is long."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "", type(None): ""}
     kind = kinds.get(type(value), "a number")

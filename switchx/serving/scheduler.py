@@ -1,340 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request queue, the batches that are taken from it, and the thread that decodes them.
+"""The batches that inputs of the request queue join, and the threads that answer them.
 
-`Service` is the event loop's side: requests in, what happens to them out, as events. `Worker`
-is the thread that runs the model. `RequestQueue` stands between them: it is bounded, and a
-batch is of inputs that one compiled program answers, the oldest input's first.
+`Worker` is the thread that runs the model, `Compiler` the one that compiles what new groups of
+inputs need, while the worker goes on with others. `RequestQueue` stands between them and the
+event loop (service.py).
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
-import math
+import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from switchx.api import Model
 from switchx.inference.config import BATCHES, DecodingConfig, rounded_up
 from switchx.inference.generate import Generator
-from switchx.inference.running_batch import Hypothesis, RunningBatch
+from switchx.inference.running_batch import Hypothesis, RunningBatch, are_compiled
 from switchx.inference.sampling import RowSettings
 from switchx.serving.limits import PROMPT_LENGTHS, Limits
 from switchx.serving.metrics import Metrics
-from switchx.serving.requests import GenerateRequest, Refusal
+from switchx.serving.request_queue import (
+    Answer,
+    Failure,
+    Group,
+    NewTokens,
+    QueuedInput,
+    RequestQueue,
+)
 
 LOG = logging.getLogger(__name__)
 
-# Decoding steps between two looks at who disconnected: without streams, and with some.
-STEPS = (16, 4)
-
-
-# What happens to an input; `number` is its place in the request, on which samples depend.
-
-
-@dataclasses.dataclass(frozen=True)
-class NewTokens:
-    """All tokens of an input's answer so far."""
-
-    number: int
-    tokens: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """The best hypothesis of an input."""
-
-    number: int
-    hypothesis: Hypothesis
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The model failed on an input's batch; the log says how."""
-
-    number: int
-
-
-Event = NewTokens | Answer | Failure
-
-
-class Service:
-    """A model that answers requests.
-
-    Attributes:
-        num_open: requests that are being read or answered.
-        is_draining: no new ones are taken.
-    """
-
-    def __init__(self, model: Model, limits: Limits):
-        """Starts the worker, which compiles first.
-
-        Raises:
-            ValueError: the model cannot generate.
-        """
-        model.generator()
-        self.model, self.limits, self.metrics = model, limits, Metrics()
-        self._queue = RequestQueue(limits)
-        self.worker = Worker(model, limits, self._queue, self.metrics)
-        self.metrics.waiting.set_function(lambda: len(self._queue))
-        self.metrics.running.set_function(lambda: len(self.worker.running))
-        self.num_open, self.is_draining = 0, False
-        self.worker.start()
-
-    @property
-    def is_ready(self) -> bool:
-        return self.worker.is_ready and not self.is_draining
-
-    @contextlib.contextmanager
-    def admitted(self):
-        """A request from its head to its response.
-
-        Raises:
-            Refusal: 503; the server stops, the worker ended, or it is still compiling.
-        """
-        if self.is_draining:
-            raise Refusal(503, "the server is stopping; ask another one", retry_after_s=10)
-        if self.worker.error is not None:
-            raise Refusal(503, "the model is not running any more; the server's log says why")
-        if not self.worker.is_ready:
-            raise Refusal(503, "the server is still compiling; try later", retry_after_s=5)
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-
-    @contextlib.asynccontextmanager
-    async def events(self, request: GenerateRequest) -> AsyncIterator[AsyncIterator[Event]]:
-        """What happens to a request's inputs, until each has its answer.
-
-        On leaving the context before that the inputs are abandoned: they leave the queue, or
-        are decoded no further.
-
-        Raises:
-            Refusal: 429, the queue is full; 500, the model failed.
-        """
-        events, loop = asyncio.Queue(), asyncio.get_running_loop()
-
-        def deliver(event: Event) -> None:
-            # A loop that is closed has no clients any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        settings, inputs = request.settings, []
-        for number, prompt in enumerate(request.prompts):
-            group = Group.of(prompt, settings, self.limits)
-            is_streaming = request.is_streaming
-            inputs.append(QueuedInput(prompt, settings, number, group, deliver, is_streaming))
-        if not self._queue.put(inputs):
-            waiting = len(self._queue)
-            raise Refusal(
-                429,
-                f"the queue has {waiting} of {self.limits.max_waiting} inputs, and "
-                f"{len(inputs)} more do not fit; try later",
-                # A guess: all that waits, at a second a batch.
-                retry_after_s=max(1, math.ceil(waiting / self.limits.batch_size)),
-            )
-        unanswered = set(range(len(inputs)))
-
-        async def each_event() -> AsyncIterator[Event]:
-            while unanswered:
-                event = await events.get()
-                if event.number not in unanswered:
-                    continue  # its batch failed after it had its answer
-                if isinstance(event, Failure):
-                    raise Refusal(500, "the model failed; the server's log says how")
-                if isinstance(event, Answer):
-                    unanswered.discard(event.number)
-                yield event
-
-        try:
-            yield each_event()
-        finally:
-            self._queue.abandon(inputs)
-            self.metrics.abandoned.inc(len(unanswered))
-
-    def close(self) -> None:
-        """Stops the worker after its batch."""
-        self._queue.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """What inputs of one batch have in common.
-
-    Attributes:
-        prompt_length, answer_length: that prompts and answers are padded to.
-    """
-
-    prompt_length: int
-    answer_length: int
-    beam_size: int
-    is_sampling: bool
-
-    @classmethod
-    def of(cls, prompt: Sequence[int], settings: DecodingConfig, limits: Limits) -> "Group":
-        return cls(
-            limits.prompt_length(len(prompt)),
-            limits.answer_length(settings.max_new_tokens),
-            settings.beam_size,
-            settings.is_sampling,
-        )
-
-
-@dataclasses.dataclass(eq=False)
-class QueuedInput:
-    """One input of a request, in the queue or being answered.
-
-    Attributes:
-        deliver: called by the worker's thread with what happens to it.
-        arrival_s: of the clock `time.monotonic`.
-        is_abandoned: its client disconnected or ran out of time.
-    """
-
-    prompt: list[int]
-    settings: DecodingConfig
-    number: int
-    group: Group
-    deliver: Callable[[Event], None]
-    is_streaming: bool = False
-    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
-    is_abandoned: bool = False
-
-
-class RequestQueue:
-    """Inputs that wait to be decoded; any thread may call anything.
-
-    Attributes:
-        is_closed: nothing is taken any more.
-    """
-
-    def __init__(self, limits: Limits):
-        self._limits, self._inputs = limits, []
-        self.is_closed = False
-        self._changed = threading.Condition()
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def put(self, inputs: Sequence[QueuedInput]) -> bool:
-        """Adds all of them or, where they do not fit, none; says which."""
-        with self._changed:
-            if self.is_closed or len(self._inputs) + len(inputs) > self._limits.max_waiting:
-                return False
-            self._inputs += inputs
-            self._changed.notify_all()
-            return True
-
-    def abandon(self, inputs: Sequence[QueuedInput]) -> None:
-        """Takes inputs out of the queue; those in a batch are decoded no further."""
-        with self._changed:
-            for each in inputs:
-                each.is_abandoned = True
-            self._inputs = [each for each in self._inputs if not each.is_abandoned]
-
-    def take(self) -> list[QueuedInput]:
-        """The next batch, when it is full or has waited; empty when the queue is closed."""
-        with self._changed:
-            while not self.is_closed:
-                limits = self._limits
-                if not self._inputs:
-                    self._changed.wait()
-                    continue
-                oldest = self._inputs[0]
-                batch = [each for each in self._inputs if each.group == oldest.group]
-                wait_s = oldest.arrival_s + limits.batch_wait_ms / 1e3 - time.monotonic()
-                if wait_s <= 0 or len(batch) >= limits.batch_size:
-                    batch = batch[: limits.batch_size]
-                    self._inputs = [each for each in self._inputs if each not in batch]
-                    return batch
-                self._changed.wait(wait_s)
-            return []
-
-    def close(self) -> None:
-        with self._changed:
-            self.is_closed = True
-            self._changed.notify_all()
+# Decoding steps between two looks at who comes and who left: without streams, and with some.
+STEPS = (8, 4)
+# Inputs that are read at once, so that the others' next tokens do not wait for long.
+MOST_JOINING = 8
 
 
 class Worker(threading.Thread):
-    """Answers what is in a queue, until it is closed.
+    """Answers what is in its queue, until it is closed.
+
+    Inputs of one kind are decoded together, in a batch that they join and leave one by one.
+    Those whose batch would need programs that are not compiled yet wait until they are, and
+    others go before them.
 
     Attributes:
+        queue: of the inputs that wait.
         is_ready: the programs of short prompts are compiled.
         error: why it is not alive any more.
-        running: the inputs being answered.
+        compiler: the thread that compiles what inputs wait for.
+        heartbeat_s: when it last did steps, of the clock `time.monotonic`.
     """
 
-    def __init__(self, model: Model, limits: Limits, queue: RequestQueue, metrics: Metrics):
+    def __init__(self, model: Model, limits: Limits, metrics: Metrics):
         super().__init__(name="switchx-worker", daemon=True)
-        self._model, self._limits, self._queue = model, limits, queue
-        self._metrics = metrics
+        self._model, self._limits, self._metrics = model, limits, metrics
+        self.queue, self.compiler = RequestQueue(limits), Compiler(self)
         self._generators: dict[Group, Generator] = {}
+        # By kind.
+        self._batches: dict[tuple[int, bool], Batch] = {}
+        # The largest batch that the programs of a group are compiled for.
+        self._compiled: dict[Group, int] = {}
+        # Groups of which no batch was decoded since they were compiled.
+        self._unused: set[Group] = set()
+        # Experts outside of the device are moved by one thread at a time.
+        self._moving = threading.Lock()
         self.is_ready, self.error = False, None
-        self.running: Sequence[QueuedInput] = ()
+        self.heartbeat_s = time.monotonic()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether some steps take longer than any should."""
+        waited_s = time.monotonic() - self.heartbeat_s
+        return bool(self._batches) and waited_s > self._limits.worker_timeout_s
+
+    @property
+    def running(self) -> list[QueuedInput]:
+        """The inputs being answered."""
+        return [each for batch in list(self._batches.values()) for each in batch.inputs]
 
     def run(self) -> None:
         try:
             self._warm_up()
-            self.is_ready = not self._queue.is_closed
-            while batch := self._queue.take():
-                self.running = batch
-                try:
-                    self._answer(batch)
-                except Exception:
-                    LOG.exception("a batch of %d inputs failed", len(batch))
-                    for each in batch:
-                        each.deliver(Failure(each.number))
-                self.running = ()
+            self.is_ready = not self.queue.is_closed
+            while self._batches or not self.queue.is_closed:
+                self.heartbeat_s = time.monotonic()
+                num_changes, is_idle = self.queue.num_changes, not self._batches
+                patience_s = self.queue.patience_s() if is_idle else 0
+                has_admitted = not patience_s and self._admit()
+                for kind, batch in list(self._batches.items()):
+                    self._advance(kind, batch)
+                if is_idle and not has_admitted:
+                    self.queue.wait(num_changes, patience_s or None)
         except BaseException as error:
             self.error = error
             LOG.exception("the worker ended")
         finally:
-            self.is_ready, self.running = False, ()
+            self.is_ready = False
+            self._batches.clear()
 
-    def _answer(self, batch: list[QueuedInput]) -> None:
-        self._metrics.batch_size.observe(len(batch))
-        self._observe_seconds(self._metrics.queue_s, batch)
-        running = self._start(batch)
+    def _admit(self) -> bool:
+        """Takes inputs into the batches that have room and programs for them; says if any."""
+        joining: dict[tuple[int, bool], list[QueuedInput]] = {}
+        groups = {kind: batch.group for kind, batch in self._batches.items()}
+        for batch in self._batches.values():
+            batch.is_full = False
+        for each in [] if self.queue.is_closed else self.queue.waiting():
+            kind = each.group.kind
+            batch, others = self._batches.get(kind), joining.setdefault(kind, [])
+            size = len(others) + 1 + (len(batch.inputs) if batch else 0)
+            if size > self._limits.batch_size:
+                if batch:
+                    batch.is_full = True
+                continue
+            group = groups.get(kind, each.group).joined(each.group)
+            if self._num_compiled(group) < size:
+                self.compiler.ask(group)
+                continue
+            groups[kind] = group
+            others.append(each)
+        for kind, inputs in joining.items():
+            for first in range(0, len(inputs), MOST_JOINING):
+                if there := self.queue.take(inputs[first : first + MOST_JOINING]):
+                    self._join(kind, there, groups[kind])
+        return any(joining.values())
+
+    def _join(self, kind, inputs: list[QueuedInput], group: Group) -> None:
+        self._observe_seconds(self._metrics.queue_s, inputs)
+        with self._failing(kind, inputs), self._alone():
+            if kind not in self._batches:
+                self._batches[kind] = Batch(self._running_batch(group), group)
+            batch = self._batches[kind]
+            batch.group = group
+            self._unused.discard(group)
+            self._read(batch.running, inputs, group, batch.inputs_by_name)
+            batch.beginning += inputs
+            self._metrics.batch_size.observe(len(batch.inputs))
+
+    def _read(self, running: RunningBatch, inputs, group: Group, by_name: dict) -> None:
+        settings = [each.settings for each in inputs]
+        names = running.admit(
+            [each.prompt for each in inputs],
+            numbers=[each.number for each in inputs],
+            token_limits=[each.max_new_tokens for each in settings],
+            settings=RowSettings.of(settings),
+            length=group.prompt_length,
+            places=group.answer_length,
+        )
+        by_name.update(zip(names, inputs, strict=True))
+
+    def _advance(self, kind, batch: "Batch") -> None:
+        """Some steps of a batch, and what they give."""
+        batch.abandon()
         # A search has no first token before its end.
-        is_search = batch[0].group.beam_size > 1
-        has_streams = any(each.is_streaming for each in batch)
-        if not is_search:
-            running.tokens_so_far()  # waits for the device
-            self._observe_seconds(self._metrics.first_token_s, batch)
-        while running.waiting:
-            running.abandon(i for i, each in enumerate(batch) if each.is_abandoned)
-            if has_streams and not is_search:
-                for i, tokens in running.tokens_so_far().items():
-                    if batch[i].is_streaming:
-                        batch[i].deliver(NewTokens(batch[i].number, tokens))
-            for i, hypotheses in running.advance(STEPS[has_streams]).items():
+        is_search = kind[0] > 1
+        is_begun = is_search or not batch.beginning
+        has_streams = any(each.is_streaming for each in batch.inputs)
+        steps = STEPS[has_streams] if is_begun else 1
+        with self._failing(kind):
+            with self._alone():
+                ended = batch.running.advance(steps, is_compacting=not batch.is_full)
+            if not is_search:
+                beginning, batch.beginning = batch.beginning, []
+                self._observe_seconds(self._metrics.first_token_s, beginning)
+                for each in beginning:
+                    each.first_token_s = time.monotonic()
+                if has_streams:
+                    batch.deliver_tokens()
+            for name, hypotheses in ended.items():
+                each = batch.inputs_by_name.pop(name)
                 if is_search:
-                    self._observe_seconds(self._metrics.first_token_s, [batch[i]])
-                self._deliver_answer(batch[i], hypotheses[0])
+                    self._observe_seconds(self._metrics.first_token_s, [each])
+                self._deliver_answer(each, hypotheses[0])
+        if not batch.running.waiting:
+            self._batches.pop(kind, None)
 
-    def _start(self, batch: Sequence[QueuedInput]) -> RunningBatch:
-        group, settings = batch[0].group, [each.settings for each in batch]
-        generator, all_tokens = self._generator(group), self._model.config.vocab_size
+    @contextlib.contextmanager
+    def _failing(self, kind, joining: Sequence[QueuedInput] = ()):
+        """Where an exception ends one batch, and what was joining it."""
+        try:
+            yield
+        except Exception:
+            batch = self._batches.pop(kind, None)
+            inputs = [*(batch.inputs if batch else ()), *joining]
+            LOG.exception("a batch of %d inputs failed", len(inputs))
+            for each in inputs:
+                each.deliver(Failure(each.number))
+
+    def _alone(self):
+        """A context in which experts outside of the device are this thread's alone."""
+        return contextlib.nullcontext() if self._model.experts is None else self._moving
+
+    def _running_batch(self, group: Group) -> RunningBatch:
+        generator = self._generator(group)
         return RunningBatch(
             generator.config,
             generator.params,
             generator.decoding,
-            [each.prompt for each in batch],
-            numbers=[each.number for each in batch],
-            token_limits=[each.max_new_tokens for each in settings],
-            settings=RowSettings(
-                np.array([each.seed for each in settings], np.int32),
-                np.array([each.temperature for each in settings], np.float32),
-                np.array([each.top_k or all_tokens for each in settings], np.int32),
-                np.array([each.top_p or 1.0 for each in settings], np.float32),
-                np.array([each.length_penalty for each in settings], np.float32),
-            ),
-            length=group.prompt_length,
             devices=generator.devices,
             experts=generator.experts,
         )
@@ -358,35 +221,135 @@ class Worker(threading.Thread):
             histogram.observe(now_s - each.arrival_s)
 
     def _deliver_answer(self, each: QueuedInput, best: Hypothesis) -> None:
-        self._observe_seconds(self._metrics.latency_s, [each])
-        self._metrics.prompt_tokens.inc(len(each.prompt))
-        self._metrics.generation_tokens.inc(len(best.tokens))
-        self._metrics.success.labels("stop" if best.is_finished else "length").inc()
+        reason = "stop" if best.is_finished else "length"
+        self._metrics.count_answer(each, len(best.tokens), reason)
+        if each.first_token_s is not None:
+            # The time between tokens, each with their mean.
+            seconds = time.monotonic() - each.first_token_s
+            later = len(best.tokens) - 1 + best.is_finished
+            for _ in range(later):
+                self._metrics.inter_token_s.observe(seconds / later)
         each.deliver(Answer(each.number, best))
 
     def _warm_up(self) -> None:
         """Compiles greedy decoding of short prompts, for all batches and ways to shrink."""
         limits = self._limits
         lengths = [length for length in PROMPT_LENGTHS if length <= limits.warm_up_tokens]
-        sizes = [size for size in BATCHES if size <= rounded_up(limits.batch_size, BATCHES)]
         answer, total = limits.answer_length(limits.default_new_tokens), len(lengths)
         for number, length in enumerate(lengths, 1):
             LOG.info("compiling for prompts up to %d tokens (%d of %d)", length, number, total)
             group = Group(length, answer, 1, is_sampling=False)
-            for size in sizes:
-                for left in [0, *(other for other in sizes if other < size)]:
-                    if self._queue.is_closed:
-                        return
-                    self._run_down(group, size, left)
+            while self._compiled.get(group, 0) < limits.batch_size:
+                if self.queue.is_closed:
+                    return
+                self.compile_more(group)
 
-    def _run_down(self, group: Group, size: int, left: int) -> None:
-        """A batch of `size` of which all but `left` end at once, and those soon after."""
+    def _num_compiled(self, group: Group) -> int:
+        """How many inputs of a group the programs that are compiled, and kept, take.
+
+        Those that are new count as kept, so that each compilation is followed by a batch
+        also where not even one group's programs can be kept.
+        """
+        size = self._compiled.get(group, 0)
+        if not size or group in self._unused:
+            return size
+        if not are_compiled(self._generator(group), size, group.prompt_length):
+            size = self._compiled[group] = 0
+        return size
+
+    def compile_more(self, group: Group) -> None:
+        """Compiles what the next larger batch of a group needs."""
+        sizes = BATCHES[: BATCHES.index(rounded_up(self._limits.batch_size, BATCHES)) + 1]
+        size = next(size for size in sizes if size > self._num_compiled(group))
+        # All but one end at once, and it soon after: the batch shrinks to all smaller sizes.
         longest = min(2, group.answer_length)
-        batch = [
-            QueuedInput([1], DecodingConfig(1 if 0 < left <= i else longest), i, group, id)
+        inputs = [
+            QueuedInput([1], DecodingConfig(1 if i else longest), i, group, id)
             for i in range(size)
         ]
-        running = self._start(batch)
-        running.tokens_so_far()
-        while running.waiting:
-            running.advance(STEPS[0])
+        with self._alone():
+            running = self._running_batch(group)
+            for first in range(0, size, MOST_JOINING):
+                self._read(running, inputs[first : first + MOST_JOINING], group, {})
+            while running.waiting:
+                running.advance(STEPS[0])
+        self._compiled[group] = size
+        self._unused.add(group)
+        self.queue.look_again()
+
+    def drop(self, group: Group) -> None:
+        """Fails the inputs that wait for a group's programs."""
+        gone = [each for each in self.queue.waiting() if each.group.joined(group) == group]
+        for each in self.queue.take(gone):
+            each.deliver(Failure(each.number))
+
+
+@dataclasses.dataclass
+class Batch:
+    """What is decoded together.
+
+    Attributes:
+        group: that the batch's programs are compiled for.
+        inputs_by_name: by the names that `running` gives them.
+        beginning: inputs that have no first token yet.
+        is_full: more inputs wait for it than it has room for.
+    """
+
+    running: RunningBatch
+    group: Group
+    inputs_by_name: dict[int, QueuedInput] = dataclasses.field(default_factory=dict)
+    beginning: list[QueuedInput] = dataclasses.field(default_factory=list)
+    is_full: bool = False
+
+    @property
+    def inputs(self) -> list[QueuedInput]:
+        return list(self.inputs_by_name.values())
+
+    def abandon(self) -> None:
+        """Decodes those no further whose clients left."""
+        gone = [name for name, each in self.inputs_by_name.items() if each.is_abandoned]
+        self.running.abandon(gone)
+        for name in gone:
+            del self.inputs_by_name[name]
+
+    def deliver_tokens(self) -> None:
+        """Gives streams what they have so far."""
+        for name, tokens in self.running.tokens_so_far().items():
+            each = self.inputs_by_name[name]
+            if each.is_streaming:
+                each.deliver(NewTokens(each.number, tokens))
+
+
+class Compiler(threading.Thread):
+    """Compiles what inputs wait for, while the worker answers those that have programs.
+
+    A group begins with the programs of one input, and gets those of larger batches when more
+    inputs wait than its programs take.
+    """
+
+    def __init__(self, worker: Worker):
+        super().__init__(name="switchx-compiler", daemon=True)
+        self._worker = worker
+        self._wanted: queue.Queue[Group | None] = queue.Queue()
+        self._asked: set[Group] = set()
+
+    def ask(self, group: Group) -> None:
+        """Has the programs of the group's next larger batch compiled, if they are not being."""
+        if group not in self._asked:
+            self._asked.add(group)
+            self._wanted.put(group)
+
+    def close(self) -> None:
+        """Ends it after its program."""
+        self._wanted.put(None)
+
+    def run(self) -> None:
+        while (group := self._wanted.get()) is not None:
+            LOG.info("compiling for a larger batch of %s", group)
+            try:
+                self._worker.compile_more(group)
+            except Exception:
+                LOG.exception("no program could be compiled for %s", group)
+                self._worker.drop(group)
+            self._asked.discard(group)
+            self._worker.queue.look_again()

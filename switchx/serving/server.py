@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process: a socket, uvicorn with a time limit for heads, and an end that loses no answer.
+"""The process: a socket, uvicorn, and an end that loses no answer.
 
 SIGTERM (or Ctrl-C) stops new requests, which get 503, and waits for those that run; a second
 one does not wait.
 """
 
-import asyncio
-import ipaddress
-import json
 import logging
+import resource
 import socket
 import time
+from collections.abc import Sequence
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from switchx.serving.app import make_app
-from switchx.serving.requests import Refusal
-from switchx.serving.scheduler import Service
+from switchx.serving.protocol import RESERVED_CONNECTIONS, BoundedProtocol, num_staying
+from switchx.serving.service import Service
 
 LOG = logging.getLogger(__name__)
+SEND_BUFFER_BYTES = 256 << 10
+# Beside connections: of the model, the log, libraries.
+OTHER_FILES = 256
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -31,20 +31,16 @@ def open_socket(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         option = "--host" if isinstance(error, socket.gaierror) else "--port"
         raise OSError(
             f"cannot listen on {host}:{port}: {error}; use another {option}"
         ) from error
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    # Connections have it from their listener. The system's own choice is up to megabytes, which
+    # a client that reads nothing would hold.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    return listener
 
 
 class Server(uvicorn.Server):
@@ -54,20 +50,30 @@ class Server(uvicorn.Server):
         is_cut_short: it stopped before all was answered.
     """
 
-    def __init__(self, service: Service, token: str | None = None):
-        class Protocol(HeadTimeoutProtocol):
-            head_timeout_s = service.limits.body_timeout_s
+    def __init__(
+        self,
+        service: Service,
+        token: str | None = None,
+        hosts: Sequence[str] | None = None,
+        name: str = "switchx",
+    ):
+        """`token`, `hosts` and `name` as in `make_app`."""
+
+        class Protocol(BoundedProtocol):
+            limits = service.limits
+
+            def count(self, status: int) -> None:
+                service.metrics.responses.labels(str(status)).inc()
 
         config = uvicorn.Config(
-            make_app(service, token),
+            make_app(service, token, hosts, self._num_connections, name),
             http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=service.limits.max_connections,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=1,
         )
         super().__init__(config)
         # Faults of clients are not logged; failures of ours are, by the routes.
@@ -89,19 +95,30 @@ class Server(uvicorn.Server):
         LOG.info("stopping: %d requests are still answered", self._service.num_open)
 
     async def on_tick(self, counter: int) -> bool:
+        now_s = time.monotonic()
+        for connection in list(self.server_state.connections):
+            connection.check(now_s)
         if not self._was_ready and self._service.is_ready:
             self._was_ready = True
             LOG.info("ready")
         if self._service.worker.error is not None:
             self.is_cut_short = self.should_exit = True
         if self._drain_until_s is not None:
-            is_late = time.monotonic() > self._drain_until_s
-            self.is_cut_short |= is_late and self._service.num_open > 0
+            is_late = now_s > self._drain_until_s
+            if is_late and self._service.num_open:
+                self.is_cut_short = True
+                self._service.refuse_open(
+                    "the server stopped before the answer; ask another one"
+                )
             self.should_exit |= is_late or not self._service.num_open
         return await super().on_tick(counter)
 
+    def _num_connections(self) -> int:
+        return num_staying(self.server_state.connections)
+
     def run_until_stopped(self, listener: socket.socket) -> bool:
         """Serves; returns whether all that was taken was answered."""
+        allow_open_files(self._service.limits.max_connections + RESERVED_CONNECTIONS)
         try:
             self.run(sockets=[listener])
         finally:
@@ -109,60 +126,15 @@ class Server(uvicorn.Server):
         return not self.is_cut_short
 
 
-class HeadTimeoutProtocol(H11Protocol):
-    """Uvicorn's HTTP/1.1, which closes connections whose next head has not arrived in time.
+def allow_open_files(number: int) -> None:
+    """Raises the process's soft limit of open files so that `number` connections fit.
 
-    Uvicorn itself has no time limit for a head: clients that send a byte now and then would
-    hold all connections.
-
-    Attributes:
-        head_timeout_s: from the connection, or the head's first byte, to its end.
+    Where the hard limit is lower, connections beyond it wait to be accepted.
     """
-
-    head_timeout_s = 10.0
-
-    def connection_made(self, transport) -> None:
-        super().connection_made(transport)
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._watch_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def _watch_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._stop_timer()
-        elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_timeout_s, self._give_up)
-
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _give_up(self) -> None:
-        self._head_timer = None
-        if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
-            self._say_and_close(408, "the request head did not arrive in time; send it at once")
-
-    def send_400_response(self, msg: str) -> None:
-        self._say_and_close(400, "this is no HTTP request, or its head is too long")
-
-    def _say_and_close(self, status: int, message: str) -> None:
-        body = json.dumps(Refusal(status, message).as_json()).encode() + b"\n"
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
-        # A response may be on its way already: then the connection just ends.
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            head = h11.Response(status_code=status, headers=headers)
-            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event))
-        self.transport.close()
+    needed = number + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if most < needed:
+            LOG.warning("%d files may be open; %d connections need %d", most, number, needed)

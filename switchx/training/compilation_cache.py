@@ -27,7 +27,7 @@ _CPU_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 
 @contextlib.contextmanager
 def compiled_programs_kept(
-    shared: pathlib.Path | None, note: Callable[[str], None]
+    shared: pathlib.Path | None, note: Callable[[str], None] = lambda text: None
 ) -> Iterator[None]:
     """Within, JAX keeps compiled programs, and reads those that are kept; `note` says where.
 

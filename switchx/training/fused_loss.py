@@ -135,6 +135,12 @@ def check_fused(
             f"{asked} with rules that slice other dimensions than D over data or fsdp; use "
             "the default Rules, or bucket_bytes=None"
         )
+    if slices := rules.slice_axes(mesh):
+        raise ValueError(
+            f"{asked} with Rules.optimizer_slices={slices!r}: buckets reduce gradients for "
+            "replicas that have the whole of each slice of D; use optimizer_slices=(), or "
+            "bucket_bytes=None"
+        )
     if config.remat == "none":
         raise ValueError(
             f"{asked} with ModelConfig.remat='none': all gathered parameters would be kept "

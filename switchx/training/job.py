@@ -220,6 +220,12 @@ class TrainingJob:
                 f"{self.storage.experts!r}: experts in storage are updated apart from all "
                 "else, without it; use experts='device', or leave it out",
             )
+        require(
+            not self.mesh.rules.optimizer_slices,
+            f"Rules.optimizer_slices={self.mesh.rules.optimizer_slices!r} with "
+            f"StorageSpec.experts={self.storage.experts!r}: experts in storage are updated "
+            "where their parameters are; use experts='device', or optimizer_slices=()",
+        )
         reason = storage_refusal(
             self.model,
             self.storage.experts,

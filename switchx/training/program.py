@@ -20,13 +20,14 @@ from switchx.data.mixtures import as_mixture
 from switchx.fields import require
 from switchx.moe.capacity import layer_groups
 from switchx.moe.config import SwitchConfig
-from switchx.optim.protocol import has_letters
+from switchx.optim.protocol import has_letters, param_of
 from switchx.partitioning.constrain import use_mesh
 from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import batch_axes, batch_parts, device_kind_of, platform_of
+from switchx.partitioning.optimizer_slices import optimizer_slices, whole_notes, with_slice
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.replicas import replica_axes
-from switchx.partitioning.rules import Rules, param_sharding
+from switchx.partitioning.rules import Rules, param_spec
 from switchx.partitioning.schedule import Schedule, ScheduleSpec
 from switchx.partitioning.ticks import PIPE
 from switchx.planner.replica_placement import place_replicas, place_tasks
@@ -186,7 +187,12 @@ class TrainingProgram:
     def notes(self) -> tuple[str, ...]:
         experts, unused = self.job.storage.experts, ", ".join(self.job.unused_storage)
         said = f"{unused}: without effect with StorageSpec.experts={experts!r}"
-        return ((said,) if unused else ()) + self._task_notes() + self._replica_notes()
+        return (
+            *((said,) if unused else ()),
+            *self._task_notes(),
+            *self._replica_notes(),
+            *whole_notes(self.job.mesh.rules, self.mesh, self.abstract_state.params),
+        )
 
     def _replica_notes(self) -> tuple[str, ...]:
         job, axes = self.job, replica_axes(self.mesh, self.job.mesh.rules)
@@ -298,16 +304,21 @@ class TrainingProgram:
         """Shape structs with shardings.
 
         Parameters follow the rules by their names' dimension letters; so do the optimizer's
-        statistics whose names end in letters too. Everything else is whole everywhere.
+        statistics whose names end in letters too, and these may be sliced further
+        (`Rules.optimizer_slices`). Everything else is whole everywhere.
         """
-        state = jax.eval_shape(self._init)
+        state, rules = jax.eval_shape(self._init), self.job.mesh.rules
         letters = state_letters(state)
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        slices = optimizer_slices(rules, self.mesh, state.params)
 
         def with_sharding(name, leaf):
-            sharding = whole
+            spec = PartitionSpec()
             if name in letters:
-                sharding = param_sharding(self.job.mesh.rules, self.mesh, name, leaf)
+                spec = param_spec(rules, self.mesh, name, leaf.shape)
+            if name in letters and not name.startswith("params/"):
+                own = slices.get(param_of(name, slices))
+                spec = with_slice(spec, letters[name], own)
+            sharding = NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         return tree.map_named(with_sharding, state)

@@ -33,6 +33,7 @@ from switchx.partitioning.host_stack import (
     with_totals,
     zero_gradients,
 )
+from switchx.partitioning.optimizer_slices import has_slices, into_slices, out_of_slices
 from switchx.partitioning.replicas import run_on_replicas
 from switchx.partitioning.schedule import Schedule
 from switchx.training.distillation import Teacher, WrittenTeacher, distilled_batch_loss
@@ -125,10 +126,15 @@ class TrainState:
 
     @property
     def evaluated_params(self):
-        """The average where there is one, in the parameters' dtypes; otherwise these."""
+        """The average where there is one, in the parameters' dtypes and shardings; otherwise
+        these."""
         if self.average is None:
             return self.params
-        return jax.tree.map(lambda a, w: a.astype(w.dtype), self.average, self.params)
+
+        def as_param(average, w):
+            return jax.device_put(average.astype(w.dtype), w.sharding)
+
+        return jax.tree.map(as_param, self.average, self.params)
 
     @property
     def key(self):
@@ -222,13 +228,18 @@ def gradients(
         return value * loss_scale, (value, *aux)
 
     microbatch_gradients = jax.grad(scaled_loss, has_aux=True)
-    if step.num_microbatches == 1:
+    is_one = step.num_microbatches == 1
+    # A replica's slots of tasks are the whole mesh's.
+    if is_one and not (has_slices() and expert_of_slot_NR is None):
         grads, (value, sums, stats) = microbatch_gradients(params, None, batch, key)
         return grads, value, sums, stats
     rows = into_microbatches(config, batch, step.num_microbatches)
     keys = jax.random.split(key, step.num_microbatches)
 
     def added_up(rows, params):
+        if is_one:
+            batch = jax.tree.map(lambda x: x[:, 0], rows)
+            return microbatch_gradients(params, None, batch, key)
         batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
         first = jax.tree.map(lambda x: x[0], (batches, keys))
         no_grads = zero_gradients(params)
@@ -286,6 +297,7 @@ def train_step(
     grads, value, sums, stats = compute(
         state.params, batch, key=state.key, loss_scale=state.loss_scale if is_half else 1.0
     )
+    grads = into_slices(grads)
     norm_of = global_norm if step.bucket_bytes is None else sliced_global_norm
     # A frozen parameter's gradient has no other use, and is not computed where XLA sees it.
     raw_norm = norm_of(without_frozen(step.rate_multipliers, grads))
@@ -327,15 +339,16 @@ def take_step(
     clip = 1.0 if step.clip_norm is None else clip_scale(grad_norm, step.clip_norm)
 
     def update(params, opt_state, average):
+        own = into_slices(params)  # whole where the optimizer's state is
         updates, opt_state = optimizer.update(
-            grads, opt_state, params, gradient_scale=unscale * clip
+            grads, opt_state, own, gradient_scale=unscale * clip
         )
-        updated = apply_updates(params, updates)
+        updated = out_of_slices(into_slices(apply_updates(own, updates)))
         if stats is not None and config.switch.router.has_bias:
             updated = with_balanced_biases(config, params, updated, stats.load_E)
         updated = keep_frozen(step.rate_multipliers, params, updated)
         if average is not None:
-            average = moved_average(average, updated, step.ema_decay)
+            average = moved_average(average, into_slices(updated), step.ema_decay)
         return updated, opt_state, average
 
     # A conditional keeps the update in place; `jnp.where` afterwards would copy everything.

@@ -17,9 +17,10 @@ from switchx.models.params import abstract_params
 from switchx.moe.capacity import layer_groups, layer_shape
 from switchx.moe.config import slots_refusal
 from switchx.moe.dispatchers import refusal
+from switchx.optim.protocol import param_of
 from switchx.partitioning.placement import Placement
 from switchx.partitioning.ticks import PIPE
-from switchx.planner.layout import Layout, StateArray, Workload
+from switchx.planner.layout import OPTIMIZER_SLICES, Layout, StateArray, Workload
 from switchx.training.distilled_logits import has_logits
 from switchx.training.distilled_program import teacher_config
 from switchx.training.job import TrainingJob
@@ -65,18 +66,19 @@ def workload_of(job: TrainingJob) -> Workload:
 
 
 def layout_of(job: TrainingJob, sizes: Mapping[str, int]) -> Layout:
-    """The job's mesh, dispatcher and microbatches as the planner has them.
+    """The job's mesh, dispatcher, microbatches and schedule as the planner has them.
 
     Args:
         sizes: devices along each axis of the mesh, once built.
     """
     rules, switch = job.mesh.rules, job.model.switch
-    is_spread = "fsdp" in dict(rules.expert_params).get("E", ())
     return Layout(
         **sizes,
         dispatcher=None if switch is None else switch.dispatcher,
         num_microbatches=job.step.num_microbatches,
-        is_spread=switch is not None and is_spread,
+        is_spread="fsdp" in dict(rules.expert_params).get("E", ()),
+        has_optimizer_slices=rules.optimizer_slices == OPTIMIZER_SLICES,
+        schedule=job.pipeline,
     )
 
 
@@ -130,11 +132,13 @@ def state_arrays(job: TrainingJob) -> tuple[StateArray, ...]:
     """Every array of the parameters and the optimizer's state; scalars are not worth it."""
     of_state = job.model, job.transformation, job.seed, None, job.step.has_average
     state = jax.eval_shape(lambda: init_state(*of_state))
-    letters, found = state_letters(state), []
+    letters, params, found = state_letters(state), tree.named_leaves(state.params), []
     for name, leaf in tree.named_leaves(state).items():
         kind, _, path = name.partition("/")
         if kind in ("params", "opt_state", "average") and leaf.shape:
             kind = "params" if kind == "params" else "optimizer"
-            dims = letters.get(name, "")
-            found.append(StateArray(path, dims, leaf.shape, leaf.dtype.itemsize, kind))
+            dims, param = letters.get(name, ""), None
+            if kind == "optimizer" and (owner := param_of(path, params)) is not None:
+                param = letters[f"params/{owner}"], params[owner].shape
+            found.append(StateArray(path, dims, leaf.shape, leaf.dtype.itemsize, kind, param))
     return tuple(found)

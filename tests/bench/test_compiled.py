@@ -197,14 +197,7 @@ def test_a_step_that_is_refused_is_shown_and_fails(elsewhere, capsys):
     assert set(sends.removeprefix("| switch-c")) == {"|", " "}
 
 
-# Switch-C's are of 2,048 cores of a v4, which are 1,024 devices; docs/scale.md says so.
-OLDER = pytest.mark.xfail(reason="to be compiled again for 1,024 devices", strict=True)
-
-
-@pytest.mark.parametrize(
-    ("run_file", "topology"),
-    [pytest.param(*pod, marks=OLDER if "switch_c" in pod[0] else ()) for pod in PODS],
-)
+@pytest.mark.parametrize(("run_file", "topology"), PODS)
 def test_results_are_of_this_configuration_and_hold(run_file, topology):
     report = REPORTS[compiled.name_of(run_file)]
     [row] = report["results"]

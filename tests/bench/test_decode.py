@@ -7,7 +7,7 @@ import json
 import pytest
 
 from switchx.bench import decode as bench
-from switchx.bench import serving, torch_peer, train
+from switchx.bench import decode_programs, serving, torch_peer, train
 from switchx.cli.main import main
 from switchx.models.config import SwitchConfig
 
@@ -24,6 +24,9 @@ def small(monkeypatch):
     for name, value in (("BATCH", 2), ("INPUTS", 4), ("NEW_TOKENS", 4), ("PRUNED_BATCH", 2)):
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(bench, "NUM_EXPERTS", (64,))
+    for name, value in (("VOCABULARY", 512), ("STEPS", 1), ("SETTINGS", 4), ("FIRST", 3)):
+        monkeypatch.setattr(decode_programs, name, value)
+    monkeypatch.setattr(decode_programs, "switch_model", lambda num_experts: SMALL)
     monkeypatch.setattr(bench, "PRUNINGS", ("none", "compact"))
     monkeypatch.setattr(bench, "switch_model", lambda num_experts: SMALL)
     monkeypatch.setattr(bench, "CASES", (((2, 1), "greedy_b16_vs_torch", 2.5),))
@@ -36,13 +39,19 @@ def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
     assert main(["bench", "decode", "--rounds=1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed["command"] == "bench decode"
-    names = [row["decoding"] for row in printed["results"]]
+    names = [row.get("decoding", "") for row in printed["results"]]
     assert names[0] == "ours, 64 experts, batch 2, 1 beams"
     assert sum(name.startswith("pruning") for name in names) == 2
     checks = {check["name"]: check for check in printed["checks"]}
     assert checks["pruning_tokens_identical"]["holds"]
     assert checks["int4_bytes_vs_f32"]["holds"]
-    assert set(checks) == {"pruning_gain", "pruning_tokens_identical", "int4_bytes_vs_f32"}
+    assert set(checks) == {
+        "pruning_gain", "pruning_tokens_identical", "int4_bytes_vs_f32",
+        "sampling_vs_greedy_step", "programs_bounded",
+    }  # fmt: skip
+    assert [row["settings"] for row in printed["results"] if "settings" in row] == [
+        "after 3 random ones", "after 4 random ones",
+    ]  # fmt: skip
 
 
 def test_lengths_are_spread_and_within_the_room():

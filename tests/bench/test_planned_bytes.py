@@ -1,68 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled training steps communicate what the planner says, kind by kind."""
+"""Compiled training steps communicate and compute what the planner says."""
 
 import collections
 
+import jax
 import pytest
 
 from switchx.bench import planned_bytes
-from switchx.bench.planned_bytes import BOUND, CASES, LEFT_OVER, compare, make_job
+from switchx.bench.planned_bytes import BOUND, CASES, NUM_DEVICES, Compiled, compare
 
 BRIEF = (
     "dense data=8",
-    "dense model=8",
+    "dense data=2 fsdp=2 model=2",
+    "1f1b pipe=2 data=4",
     "replicas all_to_all data=2 expert=2 model=2",
 )
 
 
+def assert_planned(case) -> None:
+    row = compare(case, jax.devices()[:NUM_DEVICES])
+    assert row["relative_error_of_bytes"] <= BOUND
+    assert abs(row["relative_error_of_flops"]) <= BOUND
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in BRIEF], ids=lambda c: c.name)
-def test_bytes_are_the_planned_ones(case):
-    assert compare(case)["relative_error"] <= BOUND
+def test_bytes_and_flops_are_the_planned_ones(case):
+    assert_planned(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.name not in BRIEF], ids=lambda c: c.name
 )
-def test_bytes_of_other_meshes_are_the_planned_ones(case):
-    assert compare(case)["relative_error"] <= BOUND
+def test_bytes_and_flops_of_other_cases_are_the_planned_ones(case):
+    assert_planned(case)
 
 
-def test_kinds_do_not_make_up_for_each_other(monkeypatch):
+@pytest.fixture
+def counted(monkeypatch):
+    """`counted(compiled, planned)`: the first case's row, of such bytes by kind."""
+
+    def row(compiled: dict, planned: dict) -> dict:
+        step = Compiled("", planned_bytes.Layout(data=NUM_DEVICES), {})
+        monkeypatch.setattr(planned_bytes, "compile_step", lambda *arguments: step)
+        monkeypatch.setattr(Compiled, "num_bytes", collections.Counter(compiled))
+        monkeypatch.setattr(Compiled, "flops", lambda self, tiles: 1)
+        counter = collections.Counter(planned)
+        monkeypatch.setattr(planned_bytes, "planned_bytes", lambda *_, **__: counter)
+        return compare(CASES[0], jax.devices()[:NUM_DEVICES])
+
+    return row
+
+
+def test_kinds_do_not_make_up_for_each_other(counted):
     """As many bytes of another kind are wrong twice."""
-    counts = {"all-reduce": 100, "all-gather": 0}, {"all-reduce": 0, "all-gather": 100}
-    for name, count in zip(("compiled_bytes", "planned_bytes"), counts, strict=True):
-        monkeypatch.setattr(
-            planned_bytes, name, lambda job, count=count: collections.Counter(count)
-        )
-    assert compare(CASES[0])["relative_error"] == 2.0
+    row = counted({"all-reduce": 100, "all-gather": 0}, {"all-reduce": 0, "all-gather": 100})
+    assert row["relative_error_of_bytes"] == 2.0
 
 
-def test_a_missing_formula_is_found(monkeypatch):
-    """The planner without its gradients is more than 5% off."""
-    monkeypatch.setattr(planned_bytes, "compiled_bytes", planned_bytes.planned_bytes)
-    assert compare(CASES[0])["relative_error"] == 0
-    whole = planned_bytes.planned_bytes(make_job(CASES[0]))
-    less = collections.Counter({"all-reduce": round(0.9 * whole["all-reduce"])})
-    monkeypatch.setattr(planned_bytes, "compiled_bytes", lambda job: less)
-    assert compare(CASES[0])["relative_error"] > BOUND
-
-
-def test_what_is_left_over_says_why():
-    assert LEFT_OVER and all(case.left_over for case in LEFT_OVER)
-    assert not any(case.left_over for case in CASES)
-
-
-def test_what_is_left_over_fails_a_check_of_its_own(monkeypatch):
-    errors = {case.name: 0.3 for case in LEFT_OVER}
-    monkeypatch.setattr(
-        planned_bytes,
-        "compare",
-        lambda case: {"case": case.name, "relative_error": errors.get(case.name, 0.0)},
-    )
-    report = planned_bytes.run()
-    assert {each.name: each.holds for each in report.checks} == {
-        "hlo_vs_planner_bytes": True,
-        "hlo_vs_planner_bytes_left_over": False,
-    }
-    assert len(report.results) == len(CASES) + len(LEFT_OVER)
+def test_a_missing_formula_fails_the_check(counted):
+    rows = [counted({"all-reduce": 100}, {"all-reduce": 90})]
+    bytes_check, flops_check = planned_bytes.checks(rows)
+    assert (bytes_check.name, bytes_check.value) == ("hlo_vs_planner_bytes", 0.1)
+    assert not bytes_check.holds
+    # The compiled program has one operation, and the planner a model's.
+    assert (flops_check.name, flops_check.holds) == ("hlo_vs_planner_flops", False)

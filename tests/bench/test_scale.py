@@ -39,7 +39,7 @@ def small(monkeypatch, tmp_path):
     rows = {False: {"case": "a mesh", "relative_error": 0.01},
             True: {"case": "left over", "relative_error": 0.3}}  # fmt: skip
     monkeypatch.setattr(planned_bytes, "compare", lambda case: rows[bool(case.left_over)])
-    ratio = {"case": "a mesh", "ratio": 1.01}
+    ratio = {"case": "a mesh", "ratio": 1.01, "across_experts_bytes": 0}
     monkeypatch.setattr(gradient_bytes, "measured_rows", lambda note: [ratio])
     monkeypatch.setattr(scale, "token_tables", lambda: (0.125, [{"case": "x"}]))
     monkeypatch.setattr(scale, "bucket_rows", lambda: (1.0, [{"case": "y"}]))
@@ -56,6 +56,7 @@ def test_names_of_the_checks_are_fixed(small):
         "hlo_vs_planner_bytes": True,
         "hlo_vs_planner_bytes_left_over": False,
         "gradient_bytes_vs_one_reduction": True,
+        "expert_gradients_across_experts": True,
         "ppmoe_extra_collectives": True,
         "embedding_bytes_vs_replicated": True,
         "buckets_vs_collectives": True,

@@ -46,10 +46,12 @@ def get(address, path: str):
     return response.status, json.loads(response.read())
 
 
-def test_a_process_serves_drains_and_ends_well(folder, start_cli):
+def test_a_process_serves_drains_and_ends_well(folder, start_cli, tmp_path):
     """The answer that is being computed at SIGTERM is given; a new request is refused."""
+    log = tmp_path / "access.jsonl"
     process = start_cli(
         "serve", f"--model_dir={folder}", "--port=0", "--warm_up_tokens=0", "--max_beam_size=2",
+        "--drain_timeout_s=200", "--request_timeout_s=200", f"--access_log={log}",
         env={serve.TOKEN_VARIABLE: TOKEN},
     )  # fmt: skip
     address = ("127.0.0.1", int(line_of(process, r"listening on http://127.0.0.1:(\d+)")[1]))
@@ -58,10 +60,10 @@ def test_a_process_serves_drains_and_ends_well(folder, start_cli):
     assert served.post(address, {"inputs": "gate"})[0] == 401
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        # Its program is compiled first, which takes a while.
+        # They wait for their program, which takes a while to compile.
         request = {"inputs": ["gate", "of"], "beam_size": 2, "max_new_tokens": 4}
         asking = pool.submit(served.post, address, request, headers=headers)
-        while b"num_requests_running 2.0" not in metrics_of(address, headers):
+        while b"num_requests_waiting 2.0" not in metrics_of(address, headers):
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         line_of(process, r"stopping: 1 requests are still answered")
@@ -72,6 +74,9 @@ def test_a_process_serves_drains_and_ends_well(folder, start_cli):
     assert process.wait(30) == 0
     want = switchx.load(folder).generate(["gate", "of"], beam_size=2, max_length=4)
     assert status == 200 and [each["text"] for each in body["results"]] == want
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    asked = [line["status"] for line in lines if line["path"] == "/v1/generate"]
+    assert asked == [401, 503, 200]
 
 
 @pytest.mark.slow
@@ -91,11 +96,11 @@ def test_a_compiler_that_takes_long_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(serve.os, "_exit", exits.append)
     worker = threading.Thread(target=is_over.wait)
     worker.start()
-    serve._leave(worker, 0)
+    serve._leave([worker], 0)
     assert exits == [0]
     is_over.set()
     worker.join()
-    assert serve._leave(worker, 1) == 1 and exits == [0]
+    assert serve._leave([worker], 1) == 1 and exits == [0]
 
 
 def metrics_of(address, headers) -> bytes:
@@ -110,6 +115,7 @@ def metrics_of(address, headers) -> bytes:
         (["--port=70000"], "--port=70000; use 0 to 65535"),
         (["--batch_size=0"], "Limits.batch_size=0; use 1 to 1024"),
         (["--token_file=nothing.txt"], "--token_file=nothing.txt cannot be read: "),
+        (["--access_log=no/folder/log"], "--access_log=no/folder/log cannot be written: "),
         (["--model_dir=nothing"], "nothing is not a run folder"),
     ],
 )

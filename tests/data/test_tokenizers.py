@@ -65,6 +65,29 @@ def test_t5_layout(t5):
     assert vocabulary.decode(vocabulary.encode(SENTENCES[0])) == SENTENCES[0]
 
 
+@pytest.mark.hf
+def test_texts_around_sentinels_are_those_of_transformers(t5):
+    transformers = pytest.importorskip("transformers")
+    path, processor = t5
+    vocabulary, pieces = SentencePieceVocabulary(path), range(processor.get_piece_size())
+    scores = [(processor.id_to_piece(i), processor.get_score(i)) for i in pieces]
+    theirs = transformers.T5Tokenizer(
+        vocab=scores + [(f"<extra_id_{i}>", 0.0) for i in reversed(range(100))]
+    )
+    first, second = vocabulary.sentinel_id(0), vocabulary.sentinel_id(1)
+    assert theirs.convert_tokens_to_ids("<extra_id_0>") == first
+    words, inside = vocabulary.encode("The dog"), [processor.piece_to_id("s")]
+    space = [processor.piece_to_id("\u2581")]
+    assert processor.unk_id() not in inside + space
+    for ids in (
+        [first, *words, second], [*words, first, *words], [first, second, *words],
+        [*words, first], [first, *inside, *words], [first, *inside], [first, *space, *words],
+        [first, *words, second, *inside],
+    ):  # fmt: skip
+        assert vocabulary.decode(ids) == theirs.decode(ids)
+    assert vocabulary.decode([first, *words]) == "<extra_id_0> The dog"
+
+
 def test_padded_size_leaves_the_sentinels(t5):
     path, processor = t5
     padded = SentencePieceVocabulary(path, pad_to_multiple_of=128)
@@ -89,7 +112,7 @@ def test_decode_shows_every_id(t5):
         10**6,
         -1,
     ]
-    assert vocabulary.decode(ids) == "The<extra_id_0>dog<extra_id_12>The ⁇  ⁇ "
+    assert vocabulary.decode(ids) == "The<extra_id_0> dog<extra_id_12> The ⁇  ⁇ "
     assert vocabulary.decode([]) == vocabulary.decode([0, 1, 0]) == ""
 
 
@@ -107,7 +130,7 @@ def test_own_sentinels_are_kept(tmp_path):
     vocabulary = SentencePieceVocabulary(str(path), num_sentinels=10)
     assert vocabulary.size == processor.get_piece_size()
     assert [vocabulary.sentinel_id(i) for i in range(10)] == list(range(3, 13))
-    assert vocabulary.decode([4, *vocabulary.encode("dog")]) == "<extra_id_1>dog"
+    assert vocabulary.decode([4, *vocabulary.encode("dog")]) == "<extra_id_1> dog"
     with refused(f"vocabulary {path} has 10 pieces <extra_id_*> and num_sentinels=100; use 10"):
         SentencePieceVocabulary(str(path)).sentinel_id(0)
 

@@ -405,5 +405,5 @@ def test_nothing_to_load(tmp_path):
     ):
         load_vocabulary(tmp_path)
     (tmp_path / "vocabulary.json").write_text("[]")
-    with refused("<any>does not describe a vocabulary: <any>, got []; restore the file"):
+    with refused("<any>: expected an object, got a list; name a run folder<any>"):
         load_vocabulary(tmp_path)

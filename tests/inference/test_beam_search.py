@@ -9,7 +9,7 @@ import pytest
 
 from switchx.inference.beam_search import Beams
 from switchx.inference.config import DecodingConfig
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, RowSettings
 
 EOS, V = 1, 6
 
@@ -21,13 +21,20 @@ def tables(seed: int, steps: int, sharpness=1.5):
 
 
 start = jax.jit(Beams.start, static_argnums=(0, 1))
-advance = jax.jit(Beams.advance, static_argnames="config")
+_advance = jax.jit(Beams.advance, static_argnames="program")
+
+
+def advance(beams, logits_BLV, step, rows, *, program):
+    """Token number `step` of every sentence, all of which began at place 0 of the ring."""
+    number_B = np.full(rows.sentence_B.shape, step, np.int32)
+    place = np.int32((step + 1) % program.max_new_tokens)
+    return _advance(beams, logits_BLV, number_B, place, rows, program=program)
 
 
 def search(log_prob_BTVV, config: DecodingConfig):
     """Our search over models that are tables, a row each: the hypotheses of every row."""
     batch = len(log_prob_BTVV)
-    beams, step = start(batch, config), 0
+    beams, step = start(batch, config.program_of(config.max_new_tokens)), 0
     last_BL = np.zeros((batch, config.beam_size), np.int32)
     is_live_B = np.ones(batch, bool)
     while is_live_B.any():
@@ -35,13 +42,13 @@ def search(log_prob_BTVV, config: DecodingConfig):
         beams, last_BL, is_live_B = advance(
             beams,
             logits_BLV.astype(np.float32),
-            np.int32(step),
+            step,
             rows_of(is_live_B, config),
-            config=config,
+            program=config.program_of(config.max_new_tokens),
         )
         last_BL, is_live_B = np.asarray(last_BL), np.asarray(is_live_B)
         step += 1
-    token_BLT, score_BL = map(np.asarray, beams.results(config, rows_of(is_live_B, config)))
+    token_BLT, score_BL = map(np.asarray, beams.results(rows_of(is_live_B, config)))
     return [
         [(text(tokens), float(score)) for tokens, score in zip(*row, strict=True)]
         for row in zip(token_BLT, score_BL, strict=True)
@@ -50,7 +57,12 @@ def search(log_prob_BTVV, config: DecodingConfig):
 
 def rows_of(is_live_B, config) -> Rows:
     B = len(is_live_B)
-    return Rows(np.arange(B), np.asarray(is_live_B), np.full(B, config.max_new_tokens))
+    return Rows(
+        np.arange(B),
+        np.asarray(is_live_B),
+        np.full(B, config.max_new_tokens),
+        RowSettings.of([config] * B),
+    )
 
 
 def text(tokens) -> tuple[int, ...]:
@@ -95,10 +107,12 @@ def search_by_lists(log_prob_TVV, config: DecodingConfig):
 
 
 # Each rule and each penalty by default.
-DEFAULT_RULES = [(0.0, True), (0.6, "never"), (1.0, False), (2.0, "never")]
+DEFAULT_RULES = [
+    (0.0, True), (0.6, "never"), (1.0, False), (2.0, "never"), (-1.5, False), (-10.0, "never"),
+]  # fmt: skip
 RULES = [
     pytest.param(*rule, marks=[] if rule in DEFAULT_RULES else pytest.mark.slow)
-    for rule in itertools.product((0.0, 0.6, 1.0, 2.0), (True, False, "never"))
+    for rule in itertools.product((0.0, 0.6, 1.0, 2.0, -1.5, -10.0), (True, False, "never"))
 ]
 
 
@@ -121,6 +135,53 @@ def test_texts_and_scores_are_those_of_a_loop_over_lists(early_stopping, length_
                 [score for _, score in want],
                 rtol=1e-5,
             )
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("length_penalty, least", [(-1.0, 0), (-0.3, 4), (1.0, 0)])
+def test_texts_and_scores_are_those_of_transformers(length_penalty, least):
+    """Of a small T5 with random weights, whose logits are not too sharp."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=24, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+            dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        theirs.lm_head.weight *= 0.3
+    sources = [[5, 9, 3, 14, 1], [7, 7, 20, 4, 1], [11, 2, 18, 6, 1]]
+    config = DecodingConfig(8, beam_size=3, length_penalty=length_penalty, min_new_tokens=least)
+    want = theirs.generate(
+        torch.tensor(sources), num_beams=3, num_return_sequences=3, max_new_tokens=8,
+        length_penalty=length_penalty, return_dict_in_generate=True, output_scores=True,
+        min_new_tokens=least or None,
+    )  # fmt: skip
+
+    def logits_of(prefixes):
+        with torch.no_grad():
+            out = theirs(
+                input_ids=torch.tensor(np.repeat(sources, 3, axis=0)),
+                decoder_input_ids=torch.tensor(prefixes),
+            )
+        return out.logits[:, -1].numpy().reshape(3, 3, -1)
+
+    program, is_live_B = config.program_of(8), np.ones(3, bool)
+    beams, step = start(3, program), 0
+    text_BLT = np.zeros((3, 3, 1), np.int64)
+    while is_live_B.any():
+        rows = rows_of(is_live_B, config)
+        logits_BLV = logits_of(text_BLT.reshape(9, -1))
+        beams, _, is_live_B = advance(beams, logits_BLV, np.int32(step), rows, program=program)
+        step, is_live_B = step + 1, np.asarray(is_live_B)
+        text_BLT = np.pad(np.asarray(beams.token_BLT)[:, :, :step], ((0, 0), (0, 0), (1, 0)))
+    token_BLT, score_BL = map(np.asarray, beams.results(rows))
+    assert np.all(np.isfinite(score_BL))  # no answer is empty
+    got = [text(tokens) for tokens in token_BLT.reshape(9, -1)]
+    assert got == [text(tokens) for tokens in want.sequences[:, 1:].tolist()]
+    np.testing.assert_allclose(score_BL.ravel(), want.sequences_scores, rtol=1e-4)
 
 
 def test_as_many_beams_as_there_are_texts_find_the_likeliest():
@@ -153,7 +214,13 @@ def test_a_sentence_that_is_done_stays_as_it_is():
     logits_BLV = log_prob_TVV[0].astype(np.float32)[np.zeros((2, 2), np.int32)]
     logits_BLV[:, :, EOS] = 9.0  # everything ends
     rows = rows_of([False, True], config)
-    after, _, still_B = advance(start(2, config), logits_BLV, np.int32(0), rows, config=config)
+    after, _, still_B = advance(
+        start(2, config.program_of(4)),
+        logits_BLV,
+        0,
+        rows,
+        program=config.program_of(4),
+    )
     np.testing.assert_array_equal(after.is_finished_BL[0], False)
     assert bool(after.is_finished_BL[1, 0])
     assert not bool(still_B[0])
@@ -163,16 +230,18 @@ def test_ancestors_are_the_places_of_a_texts_tokens():
     """Reading the token in each ancestor's place gives back the running text."""
     config = DecodingConfig(max_new_tokens=5, beam_size=3, eos_id=V)  # nothing ends
     log_prob_TVV = tables(1, 5)
-    beams, placed = start(1, config), []
+    program = config.program_of(5)
+    beams, placed = start(1, program), []
     last_BL, rows = np.zeros((1, 3), np.int32), rows_of([True], config)
     for step in range(4):
         logits_BLV = log_prob_TVV[step].astype(np.float32)[np.asarray(last_BL)]
-        beams, last_BL, _ = advance(beams, logits_BLV, np.int32(step), rows, config=config)
+        beams, last_BL, _ = advance(beams, logits_BLV, step, rows, program=program)
         placed.append(np.asarray(last_BL[0]))
         ancestor_LT, token_LT = (
             np.asarray(beams.ancestor_BLT[0]),
             np.asarray(beams.token_BLT[0]),
         )
         for beam in range(3):
-            got = [placed[t][ancestor_LT[beam, t]] for t in range(step + 1)]
+            # A token is at the place after its number's: the first is the prompt's last.
+            got = [placed[t][ancestor_LT[beam, t + 1]] for t in range(step + 1)]
             assert got == token_LT[beam, : step + 1].tolist()

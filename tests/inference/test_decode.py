@@ -11,7 +11,8 @@ import pytest
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import (
-    _row_bias_of_step,
+    Decoding,
+    _biases_of_step,
     position_terms,
     run_until,
     step_logits,
@@ -129,18 +130,19 @@ def test_what_is_masked_is_not_seen():
         )
 
 
-def _step_logits(decoder, decoding, state):
-    positions = position_terms(decoder, decoding, state.is_prompt_BP.shape[1])
-    return step_logits(decoder, decoding, state, positions)[0]
+def _step_logits(decoder, program, state):
+    positions = position_terms(decoder, program, state.is_prompt_BP.shape[1])
+    return step_logits(decoder, program, state, positions)[0]
 
 
 DECODING = DecodingConfig(max_new_tokens=6)
+PROGRAM = DECODING.program_of(6)
 
 
 def test_it_hands_back_as_soon_as_few_live():
     lengths = []
     for num_live in (3, 1, 0):
-        state = run_until(model()[0], DECODING, model()[1], start(DECODING), num_live)
+        state = run_until(model()[0], PROGRAM, model()[1], start(DECODING), num_live, 6)
         assert int(jnp.sum(state.rows.is_live_B)) <= num_live
         lengths.append(int(state.step))
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1] <= 6
@@ -154,9 +156,9 @@ def test_finished_sentences_are_seen_by_no_expert():
     state = dataclasses.replace(state, rows=rows)
 
     def logits(pruning):
-        decoding = dataclasses.replace(DECODING, pruning=pruning)
+        program = dataclasses.replace(DECODING, pruning=pruning).program_of(6)
         return jax.jit(
-            lambda params, state: _step_logits(bind(config, params), decoding, state)
+            lambda params, state: _step_logits(bind(config, params), program, state)
         )(params, state)
 
     whole_BLV, pruned_BLV = logits("none"), logits("experts")
@@ -178,8 +180,8 @@ def test_rows_of_a_batch_go_on_as_in_it():
     rows = jnp.array([2, 0])
     few = take_rows(state, rows)
     assert few.rows.sentence_B.tolist() == [2, 0] and int(few.step) == int(state.step)
-    got = run_until(config, DECODING, params, few, 0).hypotheses.token_BT
-    want = run_until(config, DECODING, params, state, 0).hypotheses.token_BT
+    got = run_until(config, PROGRAM, params, few, 0, 6).hypotheses.token_BT
+    want = run_until(config, PROGRAM, params, state, 0, 6).hypotheses.token_BT
     np.testing.assert_array_equal(got, want[np.array([2, 0])])
 
 
@@ -189,26 +191,36 @@ TUPE = ModelConfig(
 
 
 def test_a_step_s_bias_of_untied_positions_is_a_row_of_the_whole():
-    """Of prompts of 4 and of 2 tokens: 7 and 5 positions with the new ones, in 4 + 3 places."""
-    is_prompt_BP = jnp.array([[True] * 4, [False, False, True, True]])
-    decoding = DecodingConfig(max_new_tokens=3, beam_size=2)
+    """Of prompts of 4 and of 2 tokens: 7 and 5 positions with the new ones.
+
+    The prompts' last tokens are in the ring, of 4 places here, that the steps before began.
+    """
+    is_prompt_BP = jnp.array([[True] * 3 + [False], [False, False, True, False]])
+    program = DecodingConfig(max_new_tokens=4, beam_size=2).program_of(4)
     position_1L = np.arange(7)[None]
 
     @jax.jit
     def both(params, step):
         decoder = bind(TUPE, params)
-        bias_HM, untied = position_terms(decoder, decoding, 4)
-        assert bias_HM is None
+        positions = position_terms(decoder, program, 4)
         whole_HLM = decoder.decoder.row_bias(position_1L, position_1L)[0]
-        return whole_HLM, _row_bias_of_step(untied, is_prompt_BP, step, decoding)
+        state = Decoding((), step, jnp.array([2, 2]), None, None, None, is_prompt_BP, None)
+        behind_T = (step % 4 - jnp.arange(4)) % 4
+        bias_HLM, row_bias_BHLM = _biases_of_step(positions, state, behind_T, 2)
+        assert bias_HLM is None
+        return whole_HLM, row_bias_BHLM
 
     params = init_params(TUPE, jax.random.key(0))
-    for step in range(3):
+    for step in range(2, 6):
         whole_HLM, got = map(np.asarray, both(params, step))
-        assert got.shape == (2, 2, 1, 4 + 3 * 2)
-        for row, length in ((0, 4), (1, 2)):
-            bias_HM = whole_HLM[:, length + step]
-            prompt_HM, new_HM = bias_HM[:, :length], bias_HM[:, length : length + 3]
-            np.testing.assert_allclose(got[row, :, 0, 4 - length : 4], prompt_HM, rtol=1e-5)
+        assert got.shape == (2, 2, 1, 4 + 4 * 2)
+        for row, before in ((0, 3), (1, 1)):
+            bias_HM = whole_HLM[:, before + step - 2]
+            np.testing.assert_allclose(
+                got[row, :, 0, 3 - before : 3], bias_HM[:, :before], rtol=1e-5
+            )
             for beam in (0, 1):
-                np.testing.assert_allclose(got[row, :, 0, 4 + beam :: 2], new_HM, rtol=1e-5)
+                for number in range(step - 1):  # of those that have been written
+                    place = 4 + 2 * ((2 + number) % 4) + beam
+                    want_H = bias_HM[:, before + number]
+                    np.testing.assert_allclose(got[row, :, 0, place], want_H, rtol=1e-5)

@@ -124,17 +124,19 @@ def test_arguments_of_a_compiled_step_are_the_parts():
     """Experts and the cache by the compiler's account, bytes a device."""
     writer = generator(ModelMesh.of(MESHES["expert x model x data"]), None, 3, "tupe")
     numbers, token_limits = range(len(INPUTS)), [6] * len(INPUTS)
-    state = RunningBatch(
-        writer.config, writer.params, writer.decoding, INPUTS, numbers=numbers,
-        token_limits=token_limits, devices=writer.devices,
-    )._state  # fmt: skip
+    batch = RunningBatch(writer.config, writer.params, writer.decoding, devices=writer.devices)
+    batch.admit(INPUTS, numbers=numbers, token_limits=token_limits)
+    state = batch._state
     with writer.devices.use():
-        lowered = run_until.lower(writer.config, writer.decoding, writer.params, state, 0)
+        lowered = run_until.lower(
+            writer.config, writer.decoding.program, writer.params, state, 0, 6
+        )
     part = lowered.compile().memory_analysis().argument_size_in_bytes
     # Of 8 devices: rows over 4, heads and F over 2, experts over 2; D and the router whole.
     assert part < tree.num_bytes((writer.params, state)) / 3
     key_BHMK = state.cache[0].past.key_BHMK
-    assert {shard.data.shape for shard in key_BHMK.addressable_shards} == {(2, 2, 19, 8)}
+    places = 16 * 3  # of the start token and of new ones
+    assert {shard.data.shape for shard in key_BHMK.addressable_shards} == {(2, 2, places, 8)}
 
 
 def test_batches_divide_over_the_devices_where_nothing_is_dropped():

@@ -71,9 +71,9 @@ def test_tokens_are_those_of_the_resident_model(bits, beam_size, slots):
     layer = traffic.expert_bytes // (2 * L)
     # In both stacks K - 2 layers are resident, and all others share two slots.
     assert traffic.device_bytes == 2 * (slots - 1) * layer
-    # The encoder and the prompt once, then the decoder's step for each token after the first.
+    # The encoder once, then the decoder's step for each token.
     streamed = L - slots + 2
-    assert traffic.moved_bytes == streamed * layer * (traffic.calls + 1)
+    assert traffic.moved_bytes == streamed * layer * traffic.calls
     assert "a ring of" in str(traffic)
 
 
@@ -101,14 +101,12 @@ def test_switch_layers_may_be_anywhere(changes):
 def test_streaming_is_said_of_each_kind_of_call():
     ring, _ = ringed(*CASES[1])
     kinds = ring.kinds(load_hardware("h200"))
-    # The decoder's prompt, then two beams of each.
+    # Two beams of each.
     assert sorted((k.streaming.stack, k.streaming.num_tokens) for k in kinds) == [
-        ("decoder", 4),
         ("decoder", 4 * 2),
         ("encoder", 4 * 4),
     ]
-    of_decoder = [kind for kind in kinds if kind.streaming.stack == "decoder"]
-    assert sum(kind.count for kind in of_decoder) == ring.traffic.calls
+    assert sum(kind.count for kind in kinds) == ring.traffic.calls
     assert {kind.ran for kind in kinds} == {"ring"}
 
 

@@ -17,22 +17,15 @@ T = 6
 NEVER_ENDS = -1
 
 
-def settings_of(*rows) -> RowSettings:
-    """Of tuples: seed, temperature, top_k, top_p, length_penalty."""
-    types = (np.int32, np.float32, np.int32, np.float32, np.float32)
-    columns = zip(*rows, strict=True)
-    return RowSettings(*map(np.array, columns, types))
-
-
 def running(decoding, settings=None, numbers=None, token_limits=None, inputs=INPUTS):
-    return RunningBatch(
-        *tiny.model(),
-        decoding,
+    batch = RunningBatch(*tiny.model(), decoding)
+    batch.admit(
         inputs,
         numbers=numbers or range(len(inputs)),
         token_limits=token_limits or [decoding.max_new_tokens] * len(inputs),
         settings=settings,
     )
+    return batch
 
 
 def all_of(batch, most_steps=None):
@@ -66,32 +59,62 @@ def test_step_by_step_gives_what_one_run_gives(beam_size):
     assert len(batch._sentence_B) == 1  # of eight rows at first
 
 
+@pytest.mark.parametrize("beam_size", [1, 2])
+def test_sentences_join_at_any_step_and_say_what_they_say_alone(beam_size):
+    """In rows of others, in more rows, with longer inputs and answers than there were."""
+    rooms = [3, 40, 20, 2, 33]
+    decoding = DecodingConfig(40, beam_size=beam_size, eos_id=NEVER_ENDS)
+    want = generated(decoding, token_limits=rooms)
+    batch, names, said = RunningBatch(*tiny.model(), decoding), {}, {}
+
+    def admit(*indices, length):
+        admitted = batch.admit(
+            [INPUTS[index] for index in indices],
+            numbers=indices,
+            token_limits=[rooms[index] for index in indices],
+            length=length,
+        )
+        names.update(zip(admitted, indices, strict=True))
+
+    def advance(steps):
+        ended = batch.advance(steps, is_compacting=False)
+        said.update((names[name], hypotheses) for name, hypotheses in ended.items())
+
+    admit(0, length=4)
+    advance(2)
+    admit(2, 3, length=4)  # more rows, a longer ring
+    advance(20)
+    advance(11)
+    admit(1, length=6)
+    advance(7)
+    admit(4, length=4)  # where another one was
+    assert len(batch._sentence_B) == 4
+    while batch.waiting:
+        advance(5)
+    same([said[index] for index in range(5)], want)
+
+
 @pytest.mark.parametrize("num_alone", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_row_has_its_own_settings(num_alone):
     """Rows of different people in one compiled program, each as if it were alone."""
-    rows = [(7, 1.5, 5, 0.9, 2.0), (2, 0.5, 99, 1.0, 0.0)]
+    rows = [
+        {"seed": 7, "temperature": 1.5, "top_k": 5, "top_p": 0.9, "length_penalty": 2.0},
+        {"seed": 2, "temperature": 0.5, "length_penalty": 0.0},
+    ]
     inputs = INPUTS[:2]
     decoding = DecodingConfig(T, temperature=1.0, eos_id=NEVER_ENDS, pruning="experts")
-    batch = running(decoding, settings_of(*rows), numbers=[4, 4], inputs=inputs)
+    own = [dataclasses.replace(decoding, **row) for row in rows]
+    batch = running(decoding, RowSettings.of(own), numbers=[4, 4], inputs=inputs)
     got = all_of(batch, most_steps=2)
     for row, number in enumerate([4, 4][:num_alone]):
-        seed, temperature, top_k, top_p, penalty = rows[row]
-        alone = dataclasses.replace(
-            decoding,
-            seed=seed,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            length_penalty=penalty,
-        )
-        same([got[row]], generated(alone, [inputs[row]], first_number=number))
+        same([got[row]], generated(own[row], [inputs[row]], first_number=number))
 
 
 def test_each_search_has_its_own_length_penalty():
     decoding = DecodingConfig(T, beam_size=2, pruning="experts")
     penalties = [0.0, 1.0, 3.0, 1.0, 1.0]
-    rows = [(0, 1.0, 1, 1.0, penalty) for penalty in penalties]
-    got = all_of(running(decoding, settings_of(*rows)))
+    own = [dataclasses.replace(decoding, length_penalty=each) for each in penalties]
+    got = all_of(running(decoding, RowSettings.of(own)))
     want = generated(dataclasses.replace(decoding, length_penalty=3.0))
     same([got[2]], [want[2]])
     # The others have another one.
@@ -120,7 +143,7 @@ def test_tokens_so_far_grow_to_the_text():
         seen.append(batch.tokens_so_far())
         batch.advance(2)
     # The first piece ends as soon as a smaller batch is enough.
-    assert [{len(tokens) for tokens in each.values()} for each in seen] == [{1}, {2}, {4}]
+    assert [{len(tokens) for tokens in each.values()} for each in seen] == [{0}, {2}, {4}]
     assert 2 in seen[0] and 2 not in seen[1]
     for tokens in seen:
         for index, so_far in tokens.items():

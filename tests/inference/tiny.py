@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill
 from switchx.inference.generate import for_decoding
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, RowSettings
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 
@@ -29,15 +29,17 @@ def model():
 
 
 def start(decoding: DecodingConfig, of=None):
-    """Four sentences after their first token, of `(config, params)`; None is `model()`."""
+    """Four sentences before their first token, of `(config, params)`; None is `model()`."""
     config, params = model() if of is None else of
     return prefill(
         config,
-        decoding,
+        decoding.program_of(decoding.max_new_tokens),
         params,
         prompt_BP=jnp.zeros((4, 1), jnp.int32),
         is_prompt_BP=jnp.ones((4, 1), bool),
-        rows=Rows(jnp.arange(4), jnp.ones(4, bool), jnp.array(ROOMS)),
+        rows=Rows(
+            jnp.arange(4), jnp.ones(4, bool), jnp.array(ROOMS), RowSettings.of([decoding] * 4)
+        ),
         source_BM=SOURCE_BM,
         is_source_BM=SOURCE_BM > 0,
     )

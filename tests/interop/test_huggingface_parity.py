@@ -13,7 +13,7 @@ import pytest
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, RowSettings
 from switchx.interop.huggingface import read_checkpoint, tensor_names, write_checkpoint
 from switchx.interop.tensor_folder import from_torch
 from switchx.models.params import forward
@@ -272,15 +272,27 @@ def test_greedy_texts_with_biases_of_each_layer(tmp_path):
     B, decoding = len(LENGTHS), DecodingConfig(max_new_tokens=num_tokens)
     state = prefill(
         checkpoint.config,
-        decoding,
+        decoding.program_of(num_tokens),
         checkpoint.params,
         prompt_BP=jnp.zeros((B, 1), jnp.int32),
         is_prompt_BP=jnp.ones((B, 1), bool),
-        rows=Rows(jnp.arange(B), jnp.ones(B, bool), jnp.full(B, num_tokens)),
+        rows=Rows(
+            jnp.arange(B),
+            jnp.ones(B, bool),
+            jnp.full(B, num_tokens),
+            RowSettings.of([decoding] * B),
+        ),
         source_BM=jnp.asarray(source_BM, jnp.int32),
         is_source_BM=jnp.asarray(is_token_BM),
     )
-    state = run_until(checkpoint.config, decoding, checkpoint.params, state, 0)
+    state = run_until(
+        checkpoint.config,
+        decoding.program_of(num_tokens),
+        checkpoint.params,
+        state,
+        0,
+        num_tokens,
+    )
     np.testing.assert_array_equal(state.hypotheses.token_BT, want_BT)
     assert len(set(map(tuple, want_BT))) == 3
 

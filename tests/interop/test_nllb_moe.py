@@ -17,7 +17,7 @@ import pytest
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
-from switchx.inference.sampling import Rows
+from switchx.inference.sampling import Rows, RowSettings
 from switchx.interop.huggingface import read_checkpoint
 from switchx.interop.nllb_moe import our_id, tensor_names
 from switchx.interop.tensor_folder import from_torch
@@ -247,13 +247,25 @@ def translated(checkpoint, num_tokens: int):
     prompt_BP = np.tile(np.array([[0, LANGUAGE]], np.int32), (B, 1))
     state = prefill(
         checkpoint.config,
-        decoding,
+        decoding.program_of(num_tokens),
         checkpoint.params,
         prompt_BP=jnp.asarray(prompt_BP),
         is_prompt_BP=jnp.ones((B, 2), bool),
-        rows=Rows(jnp.arange(B), jnp.ones(B, bool), jnp.full(B, num_tokens)),
+        rows=Rows(
+            jnp.arange(B),
+            jnp.ones(B, bool),
+            jnp.full(B, num_tokens),
+            RowSettings.of([decoding] * B),
+        ),
         source_BM=jnp.asarray(batch_["encoder_input_tokens"]),
         is_source_BM=jnp.asarray(batch_["encoder_segment_ids"] > 0),
     )
-    state = run_until(checkpoint.config, decoding, checkpoint.params, state, 0)
+    state = run_until(
+        checkpoint.config,
+        decoding.program_of(num_tokens),
+        checkpoint.params,
+        state,
+        0,
+        num_tokens,
+    )
     return np.asarray(state.hypotheses.token_BT)

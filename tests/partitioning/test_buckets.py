@@ -20,6 +20,7 @@ from switchx.models.params import abstract_params
 from switchx.partitioning.buckets import SliceIndex, Slicing, sliced, whole
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.optimizer_slices import slice_spec
 from switchx.partitioning.rules import Rules, param_spec
 from switchx.training.job import TrainingJob
 from tests.data.refusals import refused
@@ -265,8 +266,8 @@ def switchx_words(command: str) -> list[str]:
 
 
 def test_commands_slice_parameters():
-    """The first splits D over `fsdp`, the second the token table's rows over `data`."""
-    tables = []
+    """The optimizer's state alone over `data`; D over `fsdp`; the table's rows over `data`."""
+    tables, kept = [], []
     for words in map(switchx_words, COMMANDS):
         files = [
             word.removeprefix("--gin_file=") for word in words if word.startswith("--gin_file")
@@ -281,8 +282,11 @@ def test_commands_slice_parameters():
         table = tree.named_leaves(abstract_params(job.model))["embedding/embedding_VD"]
         mesh, rules = job.mesh.build(), job.mesh.rules
         tables.append(param_spec(rules, mesh, "embedding_VD", table.shape))
+        kept.append(slice_spec(rules, mesh, "embedding_VD", table.shape))
     building.gin.clear_config()
-    assert tables == [PartitionSpec(None, "fsdp"), PartitionSpec("data", None)]
+    columns, rows = PartitionSpec(None, "fsdp"), PartitionSpec("data", None)
+    assert tables == [PartitionSpec(None, None), columns, rows]
+    assert kept == [rows, columns, rows]
 
 
 @pytest.mark.slow

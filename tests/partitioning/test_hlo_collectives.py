@@ -2,6 +2,7 @@
 """Collectives read off HLO: lines as XLA writes them, and a program that has known ones."""
 
 import collections
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +232,24 @@ def test_a_condition_says_the_trip_count():
     assert list(executed_collectives(hlo).values()) == [7]
 
 
+def test_a_gather_beside_several_products_is_one():
+    """The TPU compiler writes it in each computation that it goes on in (chain_id)."""
+    gather = "f32[8] all-gather(%x), replica_groups={{0,1}}"
+    computations = [("start", gather + ', frontend_attributes={chain_id="3"}'),
+                    ("goes_on", gather + ', frontend_attributes={chain_id="3"}'),
+                    ("other", gather)]  # fmt: skip
+    hlo = "".join(
+        f"%{name} (x: f32[4]) -> f32[8] {{\n  %g = {line}\n"
+        + '  ROOT %s = (f32[4]) custom-call(%g), custom_call_target="AsyncCollectiveStart"\n'
+        * (name == "start")
+        + "}\n"
+        for name, line in computations
+    )
+    calls = "".join(f"  %{n}.1 = f32[8] fusion(%x), calls=%{n}\n" for n, _ in computations)
+    hlo += "ENTRY %main (x: f32[4]) -> f32[8] {\n" + calls + "}\n"
+    assert sum(executed_collectives(hlo).values()) == len(collectives(hlo)) == 2
+
+
 EXCHANGES = """\
 %products (x: f32[2]) -> f32[2] {
   %c = f32[2] convolution(%x, %x)
@@ -259,3 +278,24 @@ ENTRY %main () -> f32[2] {
 def test_an_exchange_under_way_while_experts_compute_is_overlapped(name, op, number):
     hlo = EXCHANGES.replace("NAME", name).replace("OP", op)
     assert overlapped_exchanges(hlo, "RD,DF") == number
+
+
+def test_a_conditional_that_a_table_decides_counts_by_its_share():
+    mesh = MeshSpec(data=8).build()
+
+    def local(x, is_run_T):
+        def tick(x, is_run):
+            with jax.named_scope("if_table_says"):
+                x = jax.lax.cond(is_run, lambda x: jax.lax.psum(x, "data") * 0.5, jnp.sin, x)
+            return x, None
+
+        return jax.lax.scan(tick, x, is_run_T)[0]
+
+    spec, whole = PartitionSpec("data"), PartitionSpec()
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec, whole), out_specs=spec, check_vma=False
+    )
+    hlo = jax.jit(sharded).lower(jnp.ones((16, 3)), jnp.ones(6, bool)).compile().as_text()
+    assert sum(executed_collectives(hlo).values()) == 6
+    shares = {"if_table_says": Fraction(2, 3)}
+    assert sum(executed_collectives(hlo, shares).values()) == 4

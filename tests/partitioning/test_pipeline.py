@@ -20,7 +20,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.pipeline import run_pipeline
 from switchx.partitioning.rules import Rules
 from switchx.partitioning.schedule import ScheduleSpec
-from switchx.partitioning.ticks import Lane, Objective, run_if
+from switchx.partitioning.ticks import IF_LAST, Lane, Objective, run_if
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
@@ -83,7 +83,7 @@ def lane(*, is_first: bool, is_last: bool) -> Lane:
         value = jnp.zeros(())
         if is_last:
             square = functools.partial(_square, inputs=inputs, op=op)
-            value = run_if(op.any_last, square, value, message["x_BD"])
+            value = run_if(IF_LAST, op.any_last, square, value, message["x_BD"])
         measured = jnp.sum(blocks["w_NDF"] ** 2, axis=(1, 2))
         return Objective(message, value, measured, value)
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switchx.partitioning.schedule import NONE, Ops, Schedule, ScheduleSpec
+from switchx.partitioning.ticks import IF_ACTIVE, IF_LAST, branch_shares
 from tests.data.refusals import refused
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
@@ -222,3 +223,18 @@ def test_blocks_that_do_not_divide_are_refused_with_what_does():
     ):
         ScheduleSpec().check_blocks(4, 6, 2, "decoder")
     ScheduleSpec("interleaved", 2).check_blocks(4, 16, 2, "decoder")
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize(
+    "spec", [ScheduleSpec("gpipe"), ScheduleSpec("1f1b"), ScheduleSpec("interleaved", 3)]
+)
+def test_ticks_are_known_without_the_table(spec, lanes):
+    for stages, microbatches in ((2, 4), (4, 4), (3, 9)):
+        schedule = spec.build(stages, microbatches, lanes)
+        assert spec.num_ticks(stages, microbatches, lanes) == schedule.num_ticks
+        # What a conditional of a tick runs: v M + P - 1 times its ops, M times an end's.
+        shares, chunks = branch_shares(schedule), spec.num_chunks
+        active = chunks * microbatches + stages - 1
+        assert shares[IF_ACTIVE] * schedule.num_ticks == active
+        assert shares[IF_LAST] * active == microbatches

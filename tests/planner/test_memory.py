@@ -6,17 +6,29 @@ import dataclasses
 import jax
 import pytest
 
+from switchx.optim.adafactor import Adafactor
+from switchx.optim.adamw import AdamW
 from switchx.partitioning.mesh import MeshSpec
+from switchx.partitioning.rules import Rules
 from switchx.planner.layout import Layout
-from switchx.planner.memory import in_flight, memory_use, state_bytes
+from switchx.planner.memory import in_flight, memory_use, state_bytes, updated_bytes
 from switchx.training.program import TrainingProgram
 from switchx.training.workload import workload_of
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 from tests.training.jobs import make_job
 
 
-def test_state_is_the_programs_arguments():
-    job = make_job(SPARSE, mesh=MeshSpec(fsdp=2, expert=2, model=2), batch_size=16)
+@pytest.mark.parametrize(
+    ("sizes", "slices", "optimizer"),
+    [
+        (dict(data=1, fsdp=2, expert=2, model=2), (), Adafactor()),
+        (dict(data=2, fsdp=2, model=2), ("data",), AdamW()),
+        (dict(data=2, expert=4), ("data",), Adafactor(min_dim_size_to_factor=8, beta1=0.9)),
+    ],
+)
+def test_state_is_the_programs_arguments(sizes, slices, optimizer):
+    mesh = MeshSpec(**sizes, rules=Rules(optimizer_slices=slices))
+    job = make_job(SPARSE, mesh=mesh, batch_size=16, optimizer=optimizer)
     program = TrainingProgram(job, jax.devices()[:8])
     state, shardings = program.abstract_state, program.shardings
 
@@ -33,12 +45,16 @@ def test_state_is_the_programs_arguments():
         )
         return sum(jax.tree.leaves(sizes))
 
-    layout = Layout(fsdp=2, expert=2, model=2, dispatcher="all_to_all")
+    layout = Layout(**sizes, dispatcher="all_to_all", has_optimizer_slices=bool(slices))
     workload = workload_of(job)
     assert state_bytes(workload, layout, "params") == local(state.params, shardings.params)
-    assert state_bytes(workload, layout, "optimizer") == local(
-        state.opt_state, shardings.opt_state
-    )
+    kept = state_bytes(workload, layout, "optimizer")
+    assert kept == local(state.opt_state, shardings.opt_state)
+    whole = dataclasses.replace(layout, has_optimizer_slices=False)
+    assert updated_bytes(workload, whole) == state_bytes(workload, layout, "params")
+    if slices:  # nearly all of it divides
+        assert kept <= 0.51 * state_bytes(workload, whole, "optimizer")
+        assert updated_bytes(workload, layout) <= 0.51 * updated_bytes(workload, whole)
 
 
 @pytest.mark.parametrize("remat", [pytest.param("full", marks=pytest.mark.slow), "none"])

@@ -44,6 +44,12 @@ def test_sliced_experts_have_their_rules():
     assert table.splitlines()[-2:] == ['    ("E", ("model",)),', '    ("D", ("fsdp",)),']
 
 
+def test_slices_of_the_optimizers_state_are_bound():
+    assert "rules.Rules.optimizer_slices = ()" in text_of(Layout(data=8), DENSE).splitlines()
+    text = text_of(Layout(data=8, has_optimizer_slices=True), DENSE)
+    assert 'rules.Rules.optimizer_slices = ("data",)' in text.splitlines()
+
+
 def test_a_dense_model_has_no_dispatcher():
     text = text_of(Layout(data=8), dataclasses.replace(DENSE))
     assert "SwitchConfig" not in text and "models import config" not in text

@@ -14,6 +14,7 @@ from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use, state_bytes
 from switchx.planner.model_cost import count_parameters
+from switchx.planner.search import predict, search
 from switchx.planner.step_comm import StepCollective
 from tests.planner.workloads import shipped_model
 from tests.processes import ROOT
@@ -260,3 +261,41 @@ def test_hierarchical_all_to_all_saves_time_between_nodes(se_moe):
     assert se_moe.predicted(8, True).layout == se_moe.predicted(8, False).layout
     assert 0 < se_moe.hierarchical_saving() < se_moe.exchange_saving() < 0.5
     assert se_moe.exchange_saving(128) > se_moe.exchange_saving(16)
+
+
+@pytest.fixture(scope="module")
+def large(experiment):
+    """A step of Pipeline MoE's 143B model, 512 rows of 2,048 tokens."""
+    papers, table_2 = experiment["papers"], experiment["table_2"]
+    model = papers.gpt(**table_2.LARGE, experts=table_2.EXPERTS)
+    return papers.paper_workload(model, 512, optimizer_bytes=14)
+
+
+def test_stages_cost_the_143b_model_a_forward_pass_more(large):
+    """On 64 H200, 487.6 TFLOP/s each, 8 rows a device.
+
+    A row forward: 3 times 8.796 TFLOP of attention's matrices, dense FFNs and experts, twice
+    1.0995 of scores and values: 28.59; with 0.017 of the router and 0.859 of logits.
+    `fsdp=2 expert=32`: four passes (remat) but for half of the FFNs' 8.796, three of logits,
+    112.6 TFLOP, 8 x 112.6 / 487.6 = 1.85 s. 16 stages: one pass more, 8 x 141.2 / 487.6 =
+    2.32 s, and 15 idle rounds beside 256, 8 x 138.6 / 487.6 x 15 / 256 = 0.13 s. These
+    0.6 s, and 0.41 s of messages between stages, are more than the 0.87 s of weights and
+    gradients, mostly between nodes, less 0.03 s.
+    """
+    h200 = load_hardware("h200x8x8")
+    flat = predict(large, Layout(fsdp=2, expert=32, dispatcher="all_to_all"), h200).time
+    sizes = dict(pipe=16, data=2, model=2, dispatcher="sliced", num_microbatches=256)
+    staged = predict(large, Layout(**sizes), h200).time
+    assert flat.compute_s == pytest.approx(8 * 112.6 / 487.6, rel=0.002)
+    assert staged.compute_s == pytest.approx(8 * 141.2 / 487.6, rel=0.002)
+    assert staged.bubble_s == pytest.approx(8 * 138.6 / 487.6 * 15 / 256, rel=0.002)
+    assert flat.collectives_s["weights"] == pytest.approx(0.87, abs=0.01)
+    assert flat.step_s < staged.step_s
+
+
+@pytest.mark.slow
+def test_no_pipeline_of_the_143b_model_is_before_fsdp_and_experts(large):
+    """`test_stages_cost_the_143b_model_a_forward_pass_more` says why."""
+    names = [plan.layout.name for plan in search(large, load_hardware("h200x8x8"), 64).plans]
+    first = next(i for i, name in enumerate(names) if name.startswith("pipe="))
+    assert names.index("fsdp=2 expert=32 all_to_all") < first

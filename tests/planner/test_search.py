@@ -8,6 +8,7 @@ import functools
 import pytest
 
 from switchx.models.config import ModelConfig
+from switchx.optim.adamw import AdamW
 from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout
 from switchx.planner.search import (
@@ -95,6 +96,28 @@ def test_microbatches_make_room():
     plans = search(workload, hardware, 4).plans
     (data,) = (plan for plan in plans if plan.layout.data == 4)
     assert data.layout.num_microbatches > 1
+
+
+def test_optimizer_slices_are_taken_where_the_state_does_not_fit_whole():
+    workload = make_workload(dataclasses.replace(DENSE, remat="full"), optimizer=AdamW())
+    layout = Layout(data=8)
+    whole = predict(workload, layout, V5E)
+    cut = predict(workload, dataclasses.replace(layout, has_optimizer_slices=True), V5E)
+    # Two moments, in eight parts.
+    assert cut.memory.params == whole.memory.params
+    assert cut.memory.optimizer == pytest.approx(whole.memory.optimizer / 8, rel=0.01)
+    # But for the sums of relative biases, which replicas take over buckets before.
+    assert 0.8 <= cut.time.communication_s / whole.time.communication_s <= 1
+    assert cut.time.update_s < whole.time.update_s / 5
+
+    def found(num_bytes):
+        plans = search(workload, small(V5E, num_bytes), 8).plans
+        return [plan.layout for plan in plans if plan.layout.data == 8]
+
+    (taken,) = found((whole.memory.total + cut.memory.total) / 2)
+    assert taken.has_optimizer_slices and "zero1" in taken.name
+    assert not any(each.has_optimizer_slices for each in found(1.01 * whole.memory.total))
+    assert "slices over replicas" in explain(cut, V5E, cut)
 
 
 def test_the_fewest_devices_that_would_do():

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from switchx.planner.layout import Layout, StateArray
+from switchx.bench.planned_bytes import compiled_on_cpu
+from switchx.partitioning.schedule import ScheduleSpec
+from switchx.planner.layout import Layout, StateArray, local_shape
 from switchx.planner.step_comm import (
-    compiled_on_cpu,
-    local_shape,
     rows_on_device,
     step_collectives,
 )
@@ -76,6 +76,35 @@ def test_slices_are_gathered_and_their_gradients_scattered():
     assert {each.kind for each in on_cpu} == {"all-gather", "all-reduce"}
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_slices_of_the_optimizers_state_are_scattered_and_gathered_once(microbatches):
+    """As an all-reduce is two passes of a ring, in any number of microbatches."""
+    layout = Layout(data=4, num_microbatches=microbatches, has_optimizer_slices=True)
+    workload = make_workload(FLAT)
+    planned = step_collectives(workload, layout)
+    elements = sum(math.prod(each.shape) for each in workload.state if each.kind == "params")
+    for kind in ("reduce-scatter", "all-gather"):
+        assert sum(each.total_bytes for each in planned if each.kind == kind) == elements * 4
+    assert {each.kind for each in compiled_on_cpu(planned, layout)} == {
+        "reduce-scatter",
+        "all-gather",
+    }
+
+
+def test_what_is_no_experts_is_summed_over_experts_and_scattered_over_replicas():
+    layout = Layout(data=2, expert=4, dispatcher="all_to_all", has_optimizer_slices=True)
+    planned = step_collectives(make_workload(), layout)
+    dense = [each for each in planned if each.what == "gradient of w_in_DF"]
+    assert [(e.kind, e.axes, e.num_bytes, e.count) for e in dense] == [
+        ("all-reduce", ("expert",), D * F * 4, 2),
+        ("reduce-scatter", ("data",), D * F * 4, 2),
+    ]
+    experts = [each for each in planned if each.what == "gradient of w_EDF"]
+    assert [(e.kind, e.axes, e.num_bytes, e.count) for e in experts] == [
+        ("reduce-scatter", ("data",), E // 4 * D * F * 4, 2)
+    ]
+
+
 def test_experts_exchange_their_slots_four_times_a_layer():
     layout = Layout(expert=8, dispatcher="all_to_all")
     planned = step_collectives(make_workload(), layout)
@@ -98,10 +127,38 @@ def test_a_pipeline_sends_activations_and_splits_layers():
     layout = Layout(pipe=4, data=2, num_microbatches=4)
     planned = by_what(step_collectives(make_workload(DENSE), layout))
     values = ROWS // 4 // 2 * LENGTH * D * 4
-    assert planned["activations to the next stage"] == ("collective-permute", values, 3)
-    assert planned["gradient of the tied table"] == ("all-reduce", V * D * 4, 1)
+    # In each of 4 + 2 (4 - 1) ticks, whatever a stage has in it.
+    assert planned["activations to the next stage"] == ("collective-permute", values, 10)
+    assert planned["gradient of embedding_VD"] == ("all-reduce", V * D * 4, 1)
     # Four layers on four stages, gradients added up before they are summed.
     assert planned["gradient of w_in_DF"] == ("all-reduce", D * F * 4, 1)
+
+
+def test_stages_sum_over_other_axes_in_every_round():
+    """2 stages, 4 microbatches: 5 rounds of a run of 2 layers; `expert` has no replicas."""
+    layout = Layout(pipe=2, expert=4, num_microbatches=4, dispatcher="all_to_all")
+    planned = by_what(step_collectives(make_workload(), layout))
+    assert planned["gradient of w_out_HKD"] == ("all-reduce", 8 * 8 * D * 4, 5)
+    # Forward, again before backward, and backward.
+    assert planned["tokens to experts"][2] == 1 * 5 * 2
+    assert planned["gradients of tokens"][2] == 1 * 5
+
+
+def test_chunks_of_blocks_go_to_their_stages_and_gradients_back():
+    """2 stages of 2 chunks: chunks 0 and 3 of 0 to 3 are where they belong."""
+    schedule = ScheduleSpec("interleaved", 2)
+    layout = Layout(pipe=2, num_microbatches=4, schedule=schedule)
+    workload = make_workload(DENSE)
+    planned = by_what(step_collectives(workload, layout))
+    blocks = sum(
+        math.prod(each.shape) * each.itemsize
+        for each in workload.state
+        if each.kind == "params" and each.is_in_blocks
+    )
+    for what in ("chunks of blocks to their stages", "gradients of chunks back"):
+        assert planned[what] == ("collective-permute", blocks / 2 / 2, 1)
+    # 4 x 2 + 1 rounds of half a stage.
+    assert layout.rounds == 4.5
 
 
 def test_rows_and_shapes_on_a_device():

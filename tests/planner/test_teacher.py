@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from switchx.axes import dims_of
+from switchx.bench.planned_bytes import compiled_on_cpu
 from switchx.models.params import abstract_params, forward
 from switchx.partitioning.hlo_collectives import collectives
 from switchx.partitioning.mesh import MeshSpec
@@ -16,7 +17,7 @@ from switchx.planner.layout import Layout
 from switchx.planner.memory import memory_use
 from switchx.planner.model_cost import count_parameters, flops_per_sequence
 from switchx.planner.search import search
-from switchx.planner.step_comm import compiled_on_cpu, step_collectives
+from switchx.planner.step_comm import step_collectives
 from switchx.planner.step_time import device_flops, step_time
 from switchx.planner.storage_tiers import Storage
 from switchx.training.aot import batch_shapes, bytes_on_one_device

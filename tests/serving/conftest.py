@@ -33,6 +33,7 @@ def limited(service, monkeypatch):
         for name, value in changes.items():
             object.__setattr__(limits, name, value)
         monkeypatch.setattr(service, "limits", limits)
-        monkeypatch.setattr(service._queue, "_limits", limits)
+        for each in (service._queue, service.worker):
+            monkeypatch.setattr(each, "_limits", limits)
 
     return limited

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model that tests of serving share, what it says, and ways to ask it."""
 
+import concurrent.futures
 import contextlib
 import functools
 import http.client
@@ -17,8 +18,8 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
-from switchx.serving.scheduler import Service
 from switchx.serving.server import Server, open_socket
+from switchx.serving.service import Service
 
 CONFIG = ModelConfig(
     "encoder_decoder", 384, 8, 8, 1, 8, 1, 1, switch=SwitchConfig(2, every=1), init_scale=4.0
@@ -72,10 +73,10 @@ def is_said(result: dict, text: str) -> bool:
 
 
 @contextlib.contextmanager
-def listening(service: Service, token: str | None = None):
-    """A server in a thread; host and port."""
+def listening(service: Service, *arguments, **keywords):
+    """A server (`Server`'s arguments) in a thread; host and port."""
     with open_socket("127.0.0.1", 0) as listener:
-        server = Server(service, token)
+        server = Server(service, *arguments, **keywords)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         yield listener.getsockname()[:2]
@@ -94,6 +95,31 @@ def post(address, body, *, timeout_s: float = 60.0, headers=None):
         return response.status, json.loads(response.read())
     finally:
         connection.close()
+
+
+@contextlib.contextmanager
+def good_clients(address, number: int):
+    """Clients that ask all the while; on leaving, each answer was the model's own."""
+    is_over, counts = threading.Event(), []
+
+    def ask(first: int) -> int:
+        count = 0
+        while not is_over.is_set() or not count:
+            texts = [TEXTS[(first + count + i) % 8] for i in range(1 + count % 3)]
+            status, body = post(address, {"inputs": texts})
+            assert status == 200, body
+            assert all(map(is_said, body["results"], texts)), (texts, body)
+            count += 1
+        return count
+
+    said()  # compiled before the clock runs
+    with concurrent.futures.ThreadPoolExecutor(number) as pool:
+        asking = [pool.submit(ask, first) for first in range(number)]
+        try:
+            yield counts
+        finally:
+            is_over.set()
+        counts += [each.result() for each in asking]
 
 
 def events(text: str) -> list[tuple[str, dict]]:

@@ -3,16 +3,20 @@
 
 import dataclasses
 import json
+import logging
 import re
+import time
 
 import hypothesis
+import jax
 import pytest
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.inference.chosen_experts import ChosenExperts, on_host
-from switchx.serving.app import PAGE, JSONResponse, TextStream, encoded, make_app
+from switchx.serving.answers import JSONResponse, TextStream, encoded
+from switchx.serving.app import PAGE, make_app
 from tests.serving import served
 
 HEADERS = {"Content-Type": "application/json"}
@@ -122,6 +126,15 @@ def test_an_answer_that_takes_too_long_is_an_error(service, limited, is_streamin
     assert len(service._queue) == 0 and service.num_open == 0
 
 
+def test_requests_without_a_seed_get_other_samples(client):
+    def samples(**settings):
+        request = {"inputs": ["gate"] * 4, "temperature": 1.0} | settings
+        return client.post("/v1/generate", json=request).json()["results"]
+
+    assert samples() != samples()
+    assert samples(seed=5) == samples(seed=5) != samples(seed=6)
+
+
 def test_a_full_queue_says_when_to_come_again(client, limited):
     limited(max_waiting=0)
     for is_streaming in (False, True):
@@ -154,8 +167,23 @@ def test_health_says_what_it_does(client, service, monkeypatch):
     assert response.status_code == 200
     assert response.json() == {"alive": True, "ready": False, "draining": True}
     assert client.get("/healthz/ready").status_code == 503
-    monkeypatch.setattr(service.worker, "error", MemoryError())
-    assert client.get("/healthz").status_code == 500
+    with monkeypatch.context() as patch:
+        patch.setattr(service.worker, "error", MemoryError())
+        assert client.get("/healthz").status_code == 503
+    assert client.get("/health").json() == client.get("/healthz").json()
+    assert client.get("/healthz").json()["alive"]
+
+
+def test_health_says_that_a_step_does_not_end(client, service, limited, monkeypatch):
+    limited(worker_timeout_s=5.0)
+    monkeypatch.setattr(service.worker, "_limits", service.limits)
+    monkeypatch.setattr(service.worker, "heartbeat_s", time.monotonic() - 6.0)
+    assert client.get("/healthz").json()["alive"]  # it has nothing to do
+    monkeypatch.setattr(service.worker, "_batches", {"some": None})
+    response = client.get("/healthz")
+    assert response.status_code == 503 and not response.json()["alive"]
+    monkeypatch.setattr(service.worker, "heartbeat_s", time.monotonic() - 4.0)
+    assert client.get("/healthz").status_code == 200
 
 
 def test_metrics_count(client):
@@ -199,11 +227,34 @@ def test_the_page_loads_nothing_from_elsewhere(client):
         assert f'id="{field}"' in PAGE
 
 
+def test_each_request_is_a_line_of_json(client, caplog):
+    with caplog.at_level(logging.INFO, "switchx.access"):
+        client.post(
+            "/v1/generate", json={"inputs": ["gate", "of"]}, headers={"X-Request-Id": "a-1"}
+        )
+        client.post("/v1/generate", json={}, headers={"X-Request-Id": 'b"\\'})
+        client.get("/healthz")
+    first, second = (json.loads(record.getMessage()) for record in caplog.records)
+    assert (first["request_id"], first["status"], first["inputs"]) == ("a-1", 200, 2)
+    assert first["prompt_tokens"] == 5 + 3 and first["generation_tokens"] > 0
+    assert first["is_complete"] and first["seconds"] > 0 and first["bytes"] > 0
+    assert (first["method"], first["path"]) == ("POST", "/v1/generate")
+    assert second["status"] == 400 and re.fullmatch("[0-9a-f]{32}", second["request_id"])
+
+
+def test_versions(client):
+    got = client.get("/version").json()
+    assert got["jax"] == jax.__version__ and set(got) == {"version", "commit", "jax", "device"}
+    assert f'jax="{jax.__version__}"' in client.get("/metrics").text.partition("build_info{")[2]
+
+
 def test_other_routes_and_methods(client):
     for method, path, status in (("GET", "/x", 404), ("GET", "/v1/generate", 405)):
         response = client.request(method, path)
         assert response.status_code == status
-        assert response.json()["error"]["message"].endswith("; use POST /v1/generate")
+        assert response.json()["error"]["message"].endswith(
+            "; use POST /v1/generate or /v1/completions"
+        )
     assert client.get("/v1/generate").headers["allow"] == "POST"
 
 
@@ -211,7 +262,7 @@ def test_failures_of_ours_say_nothing_of_themselves(service, monkeypatch, caplog
     def fail(*arguments):
         raise ZeroDivisionError("a secret")
 
-    monkeypatch.setattr("switchx.serving.app.read_request", fail)
+    monkeypatch.setattr("switchx.serving.answers.read_request", fail)
     client = TestClient(make_app(service), raise_server_exceptions=False)
     response = client.post("/v1/generate", json={"inputs": "gate"})
     assert response.status_code == 500 and "secret" not in response.text

@@ -14,7 +14,7 @@ import pytest
 
 from switchx.cli.main import main
 from switchx.data.objectives import SpanCorruption
-from switchx.serving import server
+from switchx.serving import completions, server
 from switchx.serving.metrics import Metrics
 from switchx.serving.requests import FIELDS
 from tests.processes import ROOT
@@ -84,7 +84,8 @@ def test_commands_run(serve, tmp_path):
 
 
 def test_fields_metrics_and_options_are_those_of_the_code():
-    assert [name for name in FIELDS if f"`{name}`" not in PAGE] == []
+    fields = (*FIELDS, *completions.FIELDS)
+    assert [name for name in fields if f"`{name}`" not in PAGE] == []
     metrics = set(re.findall(r"^# TYPE switchx:(\S+)", Metrics().text().decode(), re.M))
     metrics = {name for name in metrics if not name.endswith("_created")}
     assert [name for name in metrics if f"`{name}`" not in PAGE] == []
@@ -97,4 +98,4 @@ def test_fields_metrics_and_options_are_those_of_the_code():
 
 def test_links_lead_somewhere():
     for link in re.findall(r"\]\((?!https?:)(\S+?)\)", PAGE):
-        assert (ROOT / "docs" / link).exists(), link
+        assert (ROOT / "docs" / link.partition("#")[0]).exists(), link

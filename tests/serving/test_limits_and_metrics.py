@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits that contradict each other, and what is counted, under vLLM's names."""
 
+import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from switchx.inference.config import DecodingConfig
+from switchx.inference.programs import COMPILATIONS
 from switchx.serving.limits import Limits
 from switchx.serving.metrics import Metrics
 from tests.data.refusals import refused
@@ -34,11 +37,24 @@ def test_what_cannot_be_is_refused(changes, message):
         Limits(**changes)
 
 
+def test_ways_of_decoding_that_are_not_answered():
+    limits = Limits(decodings="greedy,beam4")
+    assert limits.refusal(DecodingConfig()) is None
+    assert limits.refusal(DecodingConfig(beam_size=4)) is None
+    field, message = limits.refusal(DecodingConfig(beam_size=2))
+    assert field == "beam_size" and "beam2" in message and "greedy, beam4" in message
+    field, message = limits.refusal(DecodingConfig(temperature=0.5))
+    assert field == "temperature" and "sample" in message
+    assert Limits().refusal(DecodingConfig(temperature=0.5)) is None
+    with refused("there is no 'beam5'; use of greedy, sample, beam2, beam3, beam4"):
+        Limits(decodings="greedy,beam5")
+
+
 # Of vLLM's documentation, without its prefix.
 VLLM = {
     "num_requests_running", "num_requests_waiting", "time_to_first_token_seconds",
     "e2e_request_latency_seconds", "request_queue_time_seconds", "prompt_tokens",
-    "generation_tokens", "request_success",
+    "generation_tokens", "request_success", "inter_token_latency_seconds",
 }  # fmt: skip
 
 
@@ -47,18 +63,35 @@ def test_names_are_vllms_and_values_are_read_back():
     metrics.running.set(3)
     metrics.first_token_s.observe(0.03)
     metrics.success.labels("stop").inc()
+    jax.jit(lambda x: x + 17)(1.0)
     families = {
         family.name: family
         for family in text_string_to_metric_families(metrics.text().decode())
     }
     assert {f"switchx:{name}" for name in VLLM} <= set(families)
     assert families["switchx:num_requests_running"].samples[0].value == 3
+    (compiled,) = families["switchx:compilations"].samples
+    assert compiled.name == "switchx:compilations_total"
+    assert compiled.value == COMPILATIONS.number >= 1 and COMPILATIONS.seconds > 0
     values = {
         sample.labels.get("le"): sample.value
         for sample in families["switchx:time_to_first_token_seconds"].samples
         if sample.name.endswith("_bucket")
     }
     assert values["0.02"] == 0 and values["0.04"] == 1 == values["+Inf"]
+
+
+def test_the_process_and_what_it_is_made_of():
+    families = {
+        family.name: family.samples
+        for family in text_string_to_metric_families(Metrics().text().decode())
+    }
+    (build,) = families["switchx:build"] if "switchx:build" in families else (
+        families["switchx:build_info"]
+    )  # fmt: skip
+    assert build.name == "switchx:build_info" and build.value == 1 and build.labels["jax"]
+    (resident,) = families["process_resident_memory_bytes"]
+    assert resident.value > 1e6
 
 
 def test_servers_count_apart():

@@ -97,14 +97,23 @@ def refusal(body, **options) -> Refusal:
 def test_a_request_with_everything():
     settings = {
         "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 1, "seed": 9,
-        "length_penalty": -1,
+        "length_penalty": -1, "min_new_tokens": 2,
     }  # fmt: skip
     got = read({"inputs": ["ab", [70, 1, 0, 0]], "stream": True} | settings)
     assert got.prompts == [[100, 101, 1], [70, 1]]
-    assert got.settings == DecodingConfig(3, 1, 0.5, 4, 1.0, 9, -1.0)
+    assert got.settings == DecodingConfig(3, 1, 0.5, 4, 1.0, 9, -1.0, min_new_tokens=2)
     assert got.is_streaming
     assert set(settings) | {"inputs", "stream", "beam_size"} == set(FIELDS)
     assert options(DecodingConfig).keys() - set(FIELDS) == {"pruning"}
+
+
+def test_a_way_of_decoding_that_is_not_answered():
+    limits = dataclasses.replace(LIMITS, decodings="greedy,beam2")
+    body = b'{"inputs": "ab", "beam_size": 2}'
+    assert read_request(body, model(), limits).settings.beam_size == 2
+    with pytest.raises(Refusal, match="this server answers greedy, beam2") as caught:
+        read_request(b'{"inputs": "ab", "temperature": 0.5}', model(), limits)
+    assert (caught.value.status, caught.value.field) == (400, "temperature")
 
 
 def test_one_text_and_defaults():
@@ -159,6 +168,20 @@ def test_what_is_wrong_is_named(body, field, message):
     assert got.field == field and message in got.message
 
 
+@pytest.mark.parametrize("depth", [17, 100, 300, 600, 900, 990, 1000, 5000, 100_000])
+def test_no_nesting_depth_escapes(depth):
+    for begin, end in (("[", "]"), ('{"a": ', "}")):
+        inner = begin * depth + ("1" if begin != "[" else "") + end * depth
+        for body in (inner, f'{{"inputs": {inner}}}', f'{{"inputs": "a", "seed": {inner}}}'):
+            assert "the body is nested" in refusal(body.encode()).message
+
+
+def test_a_seed_is_drawn_for_samples_that_have_none():
+    seeds = {read({"inputs": "a", "temperature": 1}).settings.seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert read({"inputs": "a"}).settings.seed == 0  # greedy decoding reads none
+
+
 def test_long_values_are_cut():
     assert len(refusal({"inputs": "a", "seed": "x" * 9999}).message) < 200
     assert len(refusal({"inputs": "a", "y" * 9999: 1}).message) < 300
@@ -205,6 +228,10 @@ def test_whatever_is_sent_is_read_or_refused(body):
 
 def test_status_field_and_message():
     refusal = Refusal(400, "top_k is 0", field="top_k")
-    want = {"error": {"status": 400, "field": "top_k", "message": "top_k is 0"}}
-    assert refusal.as_json() == want
+    assert refusal.as_json()["error"] == {
+        "status": 400, "field": "top_k", "message": "top_k is 0",
+        "type": "invalid_request_error", "param": "top_k", "code": None,
+    }  # fmt: skip
+    kinds = [Refusal(status, "").as_json()["error"]["type"] for status in (401, 429, 503)]
+    assert kinds == ["authentication_error", "rate_limit_error", "server_error"]
     assert refusal.retry_after_s is None and str(refusal) == "top_k is 0"

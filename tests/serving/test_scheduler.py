@@ -5,7 +5,6 @@ import asyncio
 import dataclasses
 import queue
 import threading
-import time
 
 import jax
 import pytest
@@ -13,24 +12,26 @@ import pytest
 from switchx.api import Model
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.inference.programs import PROGRAMS
+from switchx.inference.running_batch import Hypothesis
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
-from switchx.serving.requests import (
-    DecodingConfig,
-    GenerateRequest,
-    Refusal,
-    read_request,
-)
-from switchx.serving.scheduler import (
+from switchx.serving.request_queue import (
     Answer,
     Failure,
     Group,
     NewTokens,
     QueuedInput,
     RequestQueue,
-    Service,
 )
+from switchx.serving.requests import (
+    DecodingConfig,
+    GenerateRequest,
+    Refusal,
+    read_request,
+)
+from switchx.serving.service import Events, Service
 from tests.serving import served
 
 
@@ -73,41 +74,51 @@ def test_all_or_none_are_taken_in():
     assert not queued.put([])
 
 
-def test_the_oldest_group_is_next_in_order():
-    queued = queue_of(99, 3)
-    queued.put([waiting(0, 16), waiting(1, 32), waiting(2, 16), waiting(3, 16), waiting(4, 16)])
-    assert numbers(queued.take()) == [0, 2, 3]
-    assert numbers(queued.take()) == [1]
-    assert numbers(queued.take()) == [4]
+def test_groups_of_a_kind_are_joined_to_one_that_has_room_for_both():
+    long, many = Group(64, 16, 2, False), Group(16, 256, 2, False)
+    assert long.joined(many) == many.joined(long) == Group(64, 256, 2, False)
+    assert long.kind == many.kind != Group(64, 16, 1, True).kind
 
 
 def test_an_input_waits_for_others_but_not_for_ever():
     queued = queue_of(99, 2, batch_wait_ms=200)
+    assert not queued.patience_s()
     queued.put([waiting(0)])
-    timer = threading.Timer(0.02, lambda: queued.put([waiting(1)]))
-    timer.start()
-    start_s = time.monotonic()
-    assert numbers(queued.take()) == [0, 1] and time.monotonic() - start_s < 0.2
+    assert 0 < queued.patience_s() <= 0.2
+    threading.Timer(0.02, lambda: queued.put([waiting(1)])).start()
+    queued.wait(queued.num_changes, 60)
+    assert not queued.patience_s()
+    assert numbers(queued.take(queued.waiting())) == [0, 1]
     queued.put([waiting(2)])
-    assert numbers(queued.take()) == [2] and time.monotonic() - start_s > 0.2
+    queued.wait(queued.num_changes, queued.patience_s())
+    assert queued.patience_s() < 0.01
+
+
+def test_a_change_that_was_not_seen_is_not_waited_for():
+    queued = queue_of(9, 8)
+    seen = queued.num_changes
+    queued.look_again()
+    queued.wait(seen, None)
 
 
 def test_abandoned_inputs_leave_the_queue():
     queued = queue_of(2, 8)
     gone = waiting(0)
     queued.put([gone, waiting(1)])
+    seen = queued.waiting()
     queued.abandon([gone])
     assert gone.is_abandoned and len(queued) == 1
-    assert queued.put([waiting(2)]) and numbers(queued.take()) == [1, 2]
+    assert queued.put([waiting(2)]) and numbers(queued.waiting()) == [1, 2]
+    assert numbers(queued.take(seen)) == [1]
 
 
-def test_a_closed_queue_lets_its_worker_end():
-    queued, taken = queue_of(9, 8), []
-    thread = threading.Thread(target=lambda: taken.append(queued.take()))
+def test_a_closed_queue_ends_its_worker_s_waiting():
+    queued = queue_of(9, 8)
+    thread = threading.Thread(target=lambda: queued.wait(queued.num_changes, None))
     thread.start()
     queued.close()
     thread.join(5)
-    assert taken == [[]]
+    assert not thread.is_alive()
 
 
 WAIT_S = 60
@@ -154,6 +165,58 @@ def test_different_settings_in_one_batch_are_each_ones_own(service):
         generator = service.model.generator(**dataclasses.asdict(settings[number]))
         ((_, (want, *_)),) = generator([prompt], first_number=number)
         same(got, want)
+
+
+def test_a_new_group_is_compiled_while_others_are_answered(service, monkeypatch):
+    """A batch of the compiled group is answered while the compiler is held up."""
+    compile_more, begun = type(service.worker).compile_more, threading.Event()
+    go_on = threading.Event()
+
+    def held_up(worker, group):
+        if group.beam_size == 2:
+            begun.set()
+            assert go_on.wait(WAIT_S)
+        compile_more(worker, group)
+
+    monkeypatch.setattr(type(service.worker), "compile_more", held_up)
+    greedy = {g: size for g, size in service.worker._compiled.items() if g.beam_size == 1}
+    monkeypatch.setattr(service.worker, "_compiled", greedy)
+    prompts = service.model.prompts(served.TEXTS[:2])
+    _, searches = ask(service, prompts[:1], [DecodingConfig(8, beam_size=2)])
+    assert begun.wait(WAIT_S)
+    _, others = ask(service, prompts)
+    assert len(answers(others, 2)) == 2 and searches.empty()
+    go_on.set()
+    (got,) = answers(searches, 1)
+    ((_, (want, *_)),) = service.model.generator(max_new_tokens=8, beam_size=2)(prompts[:1])
+    same(got, want)
+
+
+def test_inputs_are_answered_where_not_even_their_programs_are_kept(service, monkeypatch):
+    prompts = service.model.prompts(served.TEXTS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(PROGRAMS, "most", 1)
+        (asked,), events = ask(service, prompts)
+        (got,) = answers(events, 1)
+        _, events = ask(service, prompts)
+        same(answers(events, 1)[0], got)
+    # Other tests have the programs of whole batches.
+    while service.worker._num_compiled(asked.group) < served.LIMITS.batch_size:
+        service.worker.compile_more(asked.group)
+    want = served.said()[served.TEXTS[0]]
+    assert service.model.vocabulary.decode(got.tokens) == want.output
+
+
+def test_a_group_that_cannot_be_compiled_is_answered_so(service, monkeypatch, caplog):
+    def fail(worker, group):
+        raise RuntimeError("no memory to compile, say")
+
+    prompts = service.model.prompts(["x"])
+    monkeypatch.setattr(type(service.worker), "compile_more", fail)
+    monkeypatch.setattr(service.worker, "_compiled", {})
+    _, events = ask(service, prompts)
+    assert events.get(timeout=WAIT_S) == Failure(0)
+    assert "no memory to compile, say" in caplog.text and service.worker.compiler.is_alive()
 
 
 def test_streams_grow_to_their_answers(service):
@@ -247,6 +310,29 @@ def test_each_input_is_answered_once(service):
         assert served.model().vocabulary.decode(answers[number].tokens) == (
             served.said()[text].output
         )
+
+
+def test_a_slow_reader_keeps_one_event_an_input():
+    """A thousand events of two inputs: the newest of each, in the order of the inputs."""
+
+    async def read_late():
+        events = Events(2, 60.0, lambda number, num_tokens: None)
+        for length in range(1, 500):
+            for number in (1, 0):
+                events.put(NewTokens(number, [5] * length))
+        assert len(events._waiting) == 2
+        found = [await anext(events), await anext(events)]
+        events.put(NewTokens(0, [5] * 500))
+        events.put(Answer(0, Hypothesis([5] * 501, -1.0, True)))
+        events.put(Failure(0))
+        events.put(Answer(1, Hypothesis([5], -1.0, False)))
+        return found + [event async for event in events], events.num_tokens
+
+    found, num_tokens = asyncio.run(read_late())
+    assert [(event.number, type(event)) for event in found] == [
+        (1, NewTokens), (0, NewTokens), (0, Answer), (1, Answer),
+    ]  # fmt: skip
+    assert [len(event.tokens) for event in found[:2]] == [499, 499] and num_tokens == 502
 
 
 def test_an_answer_stands_though_its_batch_fails_later(service, limited, monkeypatch):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sockets: heads that are slow or no HTTP, connections, the end in two steps."""
 
-import contextlib
 import socket
 import threading
 import time
 
 import pytest
 
-from switchx.serving.server import Server, is_loopback, open_socket
+from switchx.serving.app import is_loopback
+from switchx.serving.server import Server, open_socket
 from tests.serving import served
 from tests.serving.served import exchange, request_bytes, status_and_json
 
@@ -35,6 +35,13 @@ def test_a_head_that_does_not_end_in_time(address):
     assert 3 * 0.9 < time.monotonic() - start_s < 30
 
 
+def test_responses_that_no_route_gives_are_counted(service, address):
+    counts = service.metrics.responses.labels("400")._value
+    before = counts.get()
+    assert exchange(address, b"GET\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert counts.get() == before + 1
+
+
 def test_a_second_head_on_a_connection_has_a_time_too(address):
     with socket.create_connection(address, timeout=60) as client:
         client.sendall(request_bytes(b'{"inputs": "gate"}'))
@@ -57,6 +64,55 @@ def test_what_is_no_http(address):
     for data in (tls, b"GET\r\n\r\n", long, GOOD[:40] + nul):
         status, body = status_and_json(exchange(address, data))
         assert status == 400 and "no HTTP request" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        GOOD.replace(b"\r\n", b"\n"),
+        GOOD.replace(b"Host: x\r\n", b"Host: x\n"),
+        GOOD.replace(b"close\r\n\r\n", b"close\n\r\n"),
+        request_bytes(b"2\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked"),
+        b"POST /v1/generate HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_heads_that_can_be_read_in_two_ways(address, data):
+    """h11 reads them; another program before this one may read another request in them."""
+    smuggled = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+    status, body = status_and_json(exchange(address, data + smuggled))
+    assert status == 400 and "can be read in two ways" in body["error"]["message"]
+
+
+def test_a_refused_head_is_told_so_though_more_is_sent(address):
+    with socket.create_connection(address, timeout=60) as client:
+        client.sendall(GOOD.replace(b"\r\n", b"\n"))
+        time.sleep(0.2)
+        client.sendall(b"x" * 1_000_000)
+        received = b""
+        while part := client.recv(65536):
+            received += part
+    assert received.startswith(b"HTTP/1.1 400")
+
+
+def test_a_body_may_have_bare_line_feeds(address):
+    data = request_bytes(b'{\n"inputs":\n"gate"}\n\n', "Connection: close")
+    assert status_and_json(exchange(address, data * 2))[0] == 200
+
+
+def test_only_names_of_this_machine_are_answered(service):
+    """A page whose name was made to lead here (DNS rebinding) has another Host."""
+    request = b"GET /metrics HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n"
+    with served.listening(service, None, ["gpu.example"]) as address:
+        for host, status in (
+            (b"localhost", 200), (b"127.0.0.1:8000", 200), (b"[::1]:80", 200),
+            (b"gpu.example:1", 200), (b"evil.example", 403), (b"", 403), (b"[", 403),
+            (b"localhost.evil.example", 403), (b"10.0.0.1", 403),
+        ):  # fmt: skip
+            received = exchange(address, request % host)
+            assert received.startswith(b"HTTP/1.1 %d" % status), host
+        assert b"--allowed_hosts" in received
+        health = request.replace(b"metrics", b"healthz") % b"10.0.0.1"
+        assert exchange(address, health).startswith(b"HTTP/1.1 200")
 
 
 def test_requests_in_a_row_are_answered_in_order(address):
@@ -91,16 +147,6 @@ def test_what_only_this_machine_reaches():
     assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 3
 
 
-def test_connections_that_send_nothing_are_closed(service, address):
-    request = request_bytes(b'{"inputs": "gate"}', "Connection: close")
-    with contextlib.ExitStack() as stack:
-        for _ in range(service.limits.max_connections):
-            stack.enter_context(socket.create_connection(address))
-        assert exchange(address, request).startswith(b"HTTP/1.1 503")
-        # They are still open on this side; the server has had enough of them.
-        wait_until(lambda: exchange(address, request).startswith(b"HTTP/1.1 200"))
-
-
 def test_draining_answers_the_old_and_refuses_the_new(service, limited, monkeypatch):
     limited(batch_wait_ms=700)
     monkeypatch.setattr(service, "close", lambda: None)  # others need its worker
@@ -127,6 +173,37 @@ def test_draining_answers_the_old_and_refuses_the_new(service, limited, monkeypa
     assert ends == [True]
     with pytest.raises(OSError):
         socket.create_connection(address, timeout=5)
+
+
+def test_a_drain_that_is_too_long_refuses_what_is_left(service, limited, monkeypatch):
+    limited(batch_wait_ms=20_000, drain_timeout_s=0.5)
+    monkeypatch.setattr(service, "close", lambda: None)
+    monkeypatch.setattr(service, "is_draining", False)
+    with open_socket("127.0.0.1", 0) as listener:
+        address, ends, answers = listener.getsockname(), [], []
+        server = Server(service)
+        serving = threading.Thread(
+            target=lambda: ends.append(server.run_until_stopped(listener))
+        )
+        asking = threading.Thread(
+            target=lambda: answers.append(served.post(address, {"inputs": "gate"}))
+        )
+        serving.start()
+        asking.start()
+        wait_until(lambda: service.num_open == 1)
+        start_s = time.monotonic()
+        server.handle_exit(15, None)
+        request = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+        received = exchange(address, request)  # the connection closes with the response
+        assert b'"ready": false, "draining": true' in received
+        asking.join(30)
+        serving.join(30)
+        # The half second, one for what is sent, and what a busy machine takes.
+        assert time.monotonic() - start_s < 10
+    ((status, body),) = answers
+    assert status == 503 and "stopped before the answer" in body["error"]["message"]
+    assert ends == [False]
+    wait_until(lambda: service.num_open == 0 and len(service._queue) == 0)
 
 
 def test_a_second_signal_does_not_wait(service, limited, monkeypatch):

@@ -7,6 +7,7 @@ in any order inside of one, and written in theirs.
 
 import argparse
 import codecs
+import contextlib
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -62,13 +63,17 @@ def run(arguments: argparse.Namespace, answer: Callable[..., None]) -> int:
     returns the exit status."""
     from switchx.progress import TerminalReporter
 
-    with TerminalReporter(unit="line") as reporter:
+    with contextlib.ExitStack() as stack:
+        reporter = stack.enter_context(TerminalReporter(unit="line"))
         if arguments.input == STANDARD_INPUT:
             reporter.note("reading standard input until its end")
         elif arguments.output and _is_same_file(arguments.input, arguments.output):
             raise ValueError(f"--output={arguments.output} is the input; give another file")
         lines = read_lines(arguments.input)
         reporter.note("loading JAX and the model")
+        from switchx.training.compilation_cache import compiled_programs_kept
+
+        stack.enter_context(compiled_programs_kept(None, reporter.note))
         model = load_model(arguments, reporter)
         answer(arguments, lines, model, reporter)
         if model.experts is not None:

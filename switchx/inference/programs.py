@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs of decoding: a bounded number of them, and a count of what was compiled.
+
+A process has a limited number of memory maps (Linux: `vm.max_map_count`, 65,530), and XLA's
+CPU programs take some hundred to a thousand each; one that runs out of them ends in a
+segmentation fault. So the least recently used program leaves before that.
+"""
+
+import collections
+import pathlib
+import threading
+
+import jax
+
+MOSTPROGRAMS = 64
+# Of the memory maps that a process may have.
+MOST_MAPS = 0.5
+
+_COMPILED_EVENT = "/jax/core/compile/backend_compile_duration"
+_MAPS = pathlib.Path("/proc/self/maps")
+_MAX_MAPS = pathlib.Path("/proc/sys/vm/max_map_count")
+
+
+class Programs:
+    """Jitted functions, of which the most recently used ones are kept with what they compiled.
+
+    Any thread may use it.
+    """
+
+    def __init__(self, most: int = MOSTPROGRAMS):
+        """Keeps `most` of them at most, or fewer where they have too many memory maps."""
+        self.most = most
+        self._lock = threading.Lock()
+        self._jitted: collections.OrderedDict[tuple, jax.stages.Wrapped] = (
+            collections.OrderedDict()
+        )
+
+    def __len__(self) -> int:
+        return len(self._jitted)
+
+    def run(self, function, settings: tuple, shape: tuple, **arrays):
+        """What a function returns, compiled.
+
+        Args:
+            function: of `settings` and then `arrays`; one named `state` is given away.
+            settings: constants of the program.
+            shape: what else distinguishes programs of the same settings.
+        """
+        key = function, settings, shape
+        with self._lock:
+            if (jitted := self._jitted.pop(key, None)) is None:
+                jitted = _jitted(function, settings)
+                self._make_space()
+            self._jitted[key] = jitted
+        return jitted(**arrays)
+
+    def holds(self, function, settings: tuple, shape: tuple) -> bool:
+        """Whether it has the program of such a call of `run`."""
+        return (function, settings, shape) in self._jitted
+
+    def _make_space(self) -> None:
+        while self._jitted and (len(self) >= self.most or share_of_maps() > MOST_MAPS):
+            self._jitted.popitem(last=False)
+
+
+def _jitted(function, settings: tuple):
+    function = getattr(function, "__wrapped__", function)  # what is in a `jax.jit`
+
+    # A function of its own: JAX keeps what it compiled as long as the function is there.
+    def program(**arrays):
+        return function(*settings, **arrays)
+
+    program.__name__ = program.__qualname__ = function.__name__
+    return jax.jit(program, donate_argnames="state")
+
+
+def num_maps() -> int:
+    """Memory maps of this process; 0 where the system does not say."""
+    try:
+        return _MAPS.read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def share_of_maps() -> float:
+    """Of the memory maps that this process may have, those that it has."""
+    try:
+        return num_maps() / int(_MAX_MAPS.read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
+class Compilations:
+    """What this process has compiled, or read from the persistent cache.
+
+    Attributes:
+        number: of programs.
+        seconds: of wall time, summed over threads.
+    """
+
+    def __init__(self):
+        """Counts from now on."""
+        self.number, self.seconds = 0, 0.0
+        self._lock = threading.Lock()
+        jax.monitoring.register_event_duration_secs_listener(self._count)
+
+    def _count(self, event: str, duration_s: float, **_) -> None:
+        if event == _COMPILED_EVENT:
+            with self._lock:
+                self.number += 1
+                self.seconds += duration_s
+
+
+# Of this process, as its memory maps are.
+PROGRAMS, COMPILATIONS = Programs(), Compilations()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer keeps, in slices over replicas; parameters are whole (ZeRO-1).
+
+Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), section 5.1. `Rules.optimizer_slices` names
+the axes. Gradients are reduce-scattered to the slices, each device computes the update of its
+own, and new parameters are gathered: on a ring as many bytes as one all-reduce of gradients.
+
+A parameter's slices are of its first dimension that no axis splits yet and that divides; where
+there is none, of the first one whose parts divide. Stacks (N, P) are not cut: a loop over
+layers goes through them. What divides nowhere stays whole. A statistic is cut along the same
+letter, and is whole where it does not have it.
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import PartitionSpec
+
+from switchx import tree
+from switchx.partitioning.constrain import constrain_params, current_rules, num_devices
+from switchx.partitioning.rules import MeshAxes, Rules, param_dims, param_spec, param_table
+
+# Of a TPU's vectors.
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSlice:
+    """The slices of a parameter: dimension `letter`, cut along `axes` within its own parts."""
+
+    letter: str
+    axes: MeshAxes
+
+
+def optimizer_slice(rules: Rules, mesh, dims: str, shape) -> OptimizerSlice | None:
+    """The slices of what an optimizer keeps of a parameter; None where it stays whole.
+
+    Args:
+        dims: the parameter's letters, as `NEDF`.
+        mesh: or anything with a `shape` like one's.
+
+    Raises:
+        ValueError: the parameter's own axes do not divide it.
+    """
+    spec = rules.spec(dims, shape, mesh, table=param_table(dims))
+    own = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    used = {axis for axes in own for axis in axes}
+    axes = tuple(a for a in rules.slice_axes(mesh) if a not in used)
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    if parts == 1:
+        return None
+    divided = [
+        (bool(axes_of), place)
+        for place, (letter, size, axes_of) in enumerate(zip(dims, shape, own, strict=True))
+        if letter not in "NP"
+        and size % (parts * math.prod(mesh.shape[axis] for axis in axes_of)) == 0
+    ]
+    return OptimizerSlice(dims[min(divided)[1]], axes) if divided else None
+
+
+def optimizer_slices(rules: Rules, mesh, params) -> dict[str, OptimizerSlice | None]:
+    """The slices of all parameters, arrays or shape structs, by their paths."""
+    return {
+        name: optimizer_slice(rules, mesh, param_dims(name, leaf.shape), leaf.shape)
+        for name, leaf in tree.named_leaves(params).items()
+    }
+
+
+def whole_notes(rules: Rules, mesh, params) -> tuple[str, ...]:
+    """What a user should be told of parameters that divide nowhere; () where all are cut."""
+    axes, leaves = rules.slice_axes(mesh), tree.named_leaves(params)
+    slices = optimizer_slices(rules, mesh, params)
+    sizes = {name: math.prod(leaves[name].shape) for name, own in slices.items() if own is None}
+    if not axes or not sizes:
+        return ()
+    largest = max(sizes, key=sizes.get)
+    return (
+        f"what the optimizer keeps of {len(sizes)} of {len(slices)} parameters "
+        f"({sum(sizes.values()):,} elements) is not sliced over {'*'.join(axes)}: no dimension "
+        f"divides; the largest is {largest} {leaves[largest].shape}",
+    )
+
+
+def with_slice(spec: PartitionSpec, dims: str, own: OptimizerSlice | None) -> PartitionSpec:
+    """The partition of an array that is cut into slices where it has their letter."""
+    if own is None or not own.axes or own.letter not in dims:
+        return spec
+    entries, place = list(spec), dims.index(own.letter)
+    before = entries[place]
+    before = (before,) if isinstance(before, str) else tuple(before or ())
+    axes = before + own.axes
+    entries[place] = axes if len(axes) > 1 else axes[0]
+    return PartitionSpec(*entries)
+
+
+def slice_spec(rules: Rules, mesh, name: str, shape) -> PartitionSpec:
+    """The partition of a parameter's gradient, of which an optimizer updates a slice."""
+    dims = param_dims(name, shape)
+    own = optimizer_slice(rules, mesh, dims, shape)
+    return with_slice(param_spec(rules, mesh, name, shape), dims, own)
+
+
+def has_slices() -> bool:
+    """Whether the rules in use slice what an optimizer keeps on the mesh in use."""
+    return bool(_slice_axes())
+
+
+def into_slices(params):
+    """Parameters, or gradients of them, of which each device has the slices that it updates."""
+    if not has_slices():
+        return params
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+
+    def split(name, x):
+        spec = slice_spec(rules, mesh, name, x.shape)
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    return tree.map_named(split, params)
+
+
+def out_of_slices(params):
+    """The parameters gathered from the slices, split as the rules say and no further."""
+    return constrain_params(params) if has_slices() else params
+
+
+def is_scattered(axes: MeshAxes) -> bool:
+    """Whether `scattered_sums` is how gradients are summed over replicas along `axes`."""
+    return bool(set(_slice_axes()) & set(axes))
+
+
+def scattered_sums(stacked, axes: MeshAxes):
+    """Sums of the devices' gradients along `axes`, of which each device receives its slice.
+
+    One reduce-scatter a parameter, inside of a `shard_map` over all axes of the mesh: where
+    some are left to the compiler, it gathers what these split before it reduces.
+
+    Args:
+        stacked: gradients `[R, ...]` by the parameters' names, one of each device along `axes`.
+    """
+    mesh, rules = jax.sharding.get_abstract_mesh(), current_rules()
+
+    def of_leaf(name, leaf):
+        shape, dims = leaf.shape[1:], param_dims(name, leaf.shape[1:])
+        own = optimizer_slice(rules, mesh, dims, shape)
+        if own is not None:
+            own = OptimizerSlice(own.letter, tuple(a for a in own.axes if a in axes))
+        spec = param_spec(rules, mesh, name, shape)
+        return dims, own, PartitionSpec(axes, *spec), with_slice(spec, dims, own)
+
+    leaves, structure = jax.tree.flatten(stacked)
+    names = tree.named_leaves(stacked)
+    found = [of_leaf(name, leaf) for name, leaf in names.items()]
+
+    def local(leaves):
+        sums = []
+        for leaf, (dims, own, *_) in zip(leaves, found, strict=True):
+            gradient, scattered = leaf[0], ()
+            if own is not None and own.axes:
+                scattered = own.axes
+                gradient = _scattered(gradient, dims.index(own.letter), scattered)
+            rest = tuple(axis for axis in axes if axis not in scattered)
+            sums.append(jax.lax.psum(gradient, rest))
+        return sums
+
+    sums = jax.shard_map(
+        local,
+        in_specs=([spec for *_, spec, _ in found],),
+        out_specs=[spec for *_, spec in found],
+        check_vma=False,
+    )(leaves)
+    return jax.tree.unflatten(structure, sums)
+
+
+def _scattered(gradient, place: int, axes: MeshAxes):
+    """The device's slice, along dimension `place`, of the sum of gradients along `axes`.
+
+    As rows of `LANES`: the TPU compiler makes an all-reduce and a slice of a reduce-scatter
+    along another dimension than the last two, or beside one of size 1. Each device's rows are
+    neighbours.
+    """
+    shape, parts = gradient.shape, jax.lax.axis_size(axes)
+    before, one = shape[:place], math.prod(shape[place:]) // parts
+    before = (math.prod(before),) if math.prod(before) > 1 else ()
+    if one % LANES:
+        return jax.lax.psum_scatter(gradient, axes, scatter_dimension=place, tiled=True)
+    rows = gradient.reshape(*before, parts * one // LANES, LANES)
+    rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=len(before), tiled=True)
+    return rows.reshape(*shape[:place], shape[place] // parts, *shape[place + 1 :])
+
+
+def _slice_axes() -> MeshAxes:
+    """The axes of slices of the mesh in use."""
+    if num_devices() == 1 or current_rules() is None:
+        return ()
+    return current_rules().slice_axes(jax.sharding.get_abstract_mesh())

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request queue: inputs that wait to join those that are decoded. It is bounded."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from switchx.inference.config import DecodingConfig
+from switchx.inference.running_batch import Hypothesis
+from switchx.serving.limits import Limits
+
+# What happens to an input; `number` is its place in the request, on which samples depend.
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """All tokens of an input's answer so far."""
+
+    number: int
+    tokens: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The best hypothesis of an input."""
+
+    number: int
+    hypothesis: Hypothesis
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The model failed on an input's batch; the log says how."""
+
+    number: int
+
+
+Event = NewTokens | Answer | Failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What a batch's programs are compiled for, but the number of its rows.
+
+    Attributes:
+        prompt_length, answer_length: that prompts and answers are padded to.
+    """
+
+    prompt_length: int
+    answer_length: int
+    beam_size: int
+    is_sampling: bool
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], settings: DecodingConfig, limits: Limits) -> "Group":
+        return cls(
+            limits.prompt_length(len(prompt)),
+            limits.answer_length(settings.max_new_tokens),
+            settings.beam_size,
+            settings.is_sampling,
+        )
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Inputs of one kind can be in one batch."""
+        return self.beam_size, self.is_sampling
+
+    def joined(self, other: "Group") -> "Group":
+        """The group of a batch with inputs of both, which are of one kind."""
+        return dataclasses.replace(
+            self,
+            prompt_length=max(self.prompt_length, other.prompt_length),
+            answer_length=max(self.answer_length, other.answer_length),
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class QueuedInput:
+    """One input of a request, in the queue or being answered.
+
+    Attributes:
+        deliver: called by the worker's thread with what happens to it.
+        arrival_s: of the clock `time.monotonic`.
+        is_abandoned: its client disconnected or ran out of time.
+        first_token_s: when it had its first token; None before, and where it is searched for.
+    """
+
+    prompt: list[int]
+    settings: DecodingConfig
+    number: int
+    group: Group
+    deliver: Callable[[Event], None]
+    is_streaming: bool = False
+    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+    is_abandoned: bool = False
+    first_token_s: float | None = None
+
+
+class RequestQueue:
+    """Inputs that wait to be decoded; any thread may call anything.
+
+    Attributes:
+        is_closed: nothing is taken any more.
+        num_changes: how often something changed that `wait` waits for.
+    """
+
+    def __init__(self, limits: Limits):
+        self._limits, self._inputs = limits, []
+        self.is_closed, self.num_changes = False, 0
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def put(self, inputs: Sequence[QueuedInput]) -> bool:
+        """Adds all of them or, where they do not fit, none; says which."""
+        with self._changed:
+            if self.is_closed or len(self._inputs) + len(inputs) > self._limits.max_waiting:
+                return False
+            self._inputs += inputs
+            self._note_change()
+            return True
+
+    def abandon(self, inputs: Sequence[QueuedInput]) -> None:
+        """Takes inputs out of the queue; those in a batch are decoded no further."""
+        with self._changed:
+            for each in inputs:
+                each.is_abandoned = True
+            self._inputs = [each for each in self._inputs if not each.is_abandoned]
+
+    def waiting(self) -> list[QueuedInput]:
+        """The inputs that wait, the oldest first."""
+        with self._changed:
+            return list(self._inputs)
+
+    def take(self, inputs: Sequence[QueuedInput]) -> list[QueuedInput]:
+        """Takes inputs out of the queue; says which were there still."""
+        with self._changed:
+            there = [each for each in inputs if each in self._inputs]
+            self._inputs = [each for each in self._inputs if each not in there]
+            return there
+
+    def wait(self, num_changes: int, most_s: float | None) -> None:
+        """Waits until inputs come, until `look_again` or `close`, or for so many seconds.
+
+        Args:
+            num_changes: that were seen; where there are more it does not wait.
+        """
+        with self._changed:
+            if not self.is_closed and self.num_changes == num_changes:
+                self._changed.wait(most_s)
+
+    def patience_s(self) -> float:
+        """How long the inputs are to wait for others, where nothing is decoded."""
+        with self._changed:
+            if not 0 < len(self._inputs) < self._limits.batch_size:
+                return 0.0
+            wait_s = self._limits.batch_wait_ms / 1e3
+            return max(0.0, self._inputs[0].arrival_s + wait_s - time.monotonic())
+
+    def look_again(self) -> None:
+        """Ends the waiting of `wait`."""
+        with self._changed:
+            self._note_change()
+
+    def close(self) -> None:
+        with self._changed:
+            self.is_closed = True
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self.num_changes += 1
+        self._changed.notify_all()

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that answers requests, seen from the event loop: requests in, events out.
+
+`Service` admits requests and puts their inputs into the queue whose worker (scheduler.py)
+answers them; `Events` is what comes back for one of them.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable
+
+from switchx.api import Model
+from switchx.serving.limits import Limits
+from switchx.serving.metrics import Metrics
+from switchx.serving.request_queue import Answer, Event, Failure, Group, QueuedInput
+from switchx.serving.requests import GenerateRequest, Refusal
+from switchx.serving.scheduler import Worker
+
+
+class Service:
+    """A model that answers requests.
+
+    Attributes:
+        num_open: requests that are being read or answered.
+        is_draining: no new ones are taken.
+    """
+
+    def __init__(self, model: Model, limits: Limits):
+        """Starts the worker, which compiles first.
+
+        Raises:
+            ValueError: the model cannot generate.
+        """
+        model.generator()
+        self.model, self.limits, self.metrics = model, limits, Metrics()
+        self.worker = Worker(model, limits, self.metrics)
+        self._queue = self.worker.queue
+        self.metrics.waiting.set_function(lambda: len(self._queue))
+        self.metrics.running.set_function(lambda: len(self.worker.running))
+        self.num_open, self.is_draining = 0, False
+        self._open: set[Events] = set()
+        self.worker.start()
+        self.worker.compiler.start()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.worker.is_ready and not self.is_draining
+
+    @contextlib.contextmanager
+    def admitted(self):
+        """A request from its head to its response.
+
+        Raises:
+            Refusal: 503; the server stops, the worker ended, or it is still compiling.
+        """
+        if self.is_draining:
+            raise Refusal(503, "the server is stopping; ask another one", retry_after_s=10)
+        if self.worker.error is not None:
+            raise Refusal(503, "the model is not running any more; the server's log says why")
+        if not self.worker.is_ready:
+            raise Refusal(503, "the server is still compiling; try later", retry_after_s=5)
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    @contextlib.asynccontextmanager
+    async def events(self, request: GenerateRequest) -> AsyncIterator["Events"]:
+        """What happens to a request's inputs, until each has its answer.
+
+        On leaving the context before that the inputs are abandoned: they leave the queue, or
+        are decoded no further.
+
+        Raises:
+            Refusal: 429, the queue is full.
+        """
+        loop = asyncio.get_running_loop()
+
+        def deliver(event: Event) -> None:
+            # A loop that is closed has no clients any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(events.put, event)
+
+        settings, inputs = request.settings, []
+        for number, prompt in enumerate(request.prompts):
+            group = Group.of(prompt, settings, self.limits)
+            has_events = request.wants_tokens
+            inputs.append(QueuedInput(prompt, settings, number, group, deliver, has_events))
+
+        def stop(number: int, num_tokens: int) -> None:
+            """Decodes an input no further; its client has what it wanted."""
+            self._queue.abandon([inputs[number]])
+            self.metrics.count_answer(inputs[number], num_tokens, "stop")
+
+        events = Events(len(inputs), self.limits.request_timeout_s, stop)
+        if not self._queue.put(inputs):
+            waiting = len(self._queue)
+            raise Refusal(
+                429,
+                f"the queue has {waiting} of {self.limits.max_waiting} inputs, and "
+                f"{len(inputs)} more do not fit; try later",
+                # A guess: all that waits, at a second a batch.
+                retry_after_s=max(1, math.ceil(waiting / self.limits.batch_size)),
+            )
+        self._open.add(events)
+        try:
+            yield events
+        finally:
+            self._open.discard(events)
+            self._queue.abandon(inputs)
+            self.metrics.abandoned.inc(len(events.unanswered))
+
+    def refuse_open(self, message: str) -> None:
+        """Ends every request that is not answered yet with 503."""
+        for events in self._open:
+            events.refuse(Refusal(503, message, retry_after_s=10))
+
+    def close(self) -> None:
+        """Stops the worker after its batches, and the compiler after its program."""
+        self._queue.close()
+        self.worker.compiler.close()
+
+
+class Events:
+    """What happens to a request's inputs, an asynchronous iterator; used in one event loop.
+
+    A later event of an input takes the place of one that has not been read yet, and says all
+    that that one said. So what waits for a client that reads slowly is an event an input.
+
+    Attributes:
+        unanswered: the inputs without an answer.
+        num_tokens: of the answers.
+        deadline_s: of the event loop's clock.
+    """
+
+    def __init__(self, size: int, timeout_s: float, on_stop: Callable[[int, int], None]):
+        self.unanswered, self.num_tokens = set(range(size)), 0
+        self._timeout_s = timeout_s
+        self.deadline_s = asyncio.get_running_loop().time() + timeout_s
+        self._waiting: dict[int, Event] = {}
+        self._has_news, self._on_stop = asyncio.Event(), on_stop
+        self._refusal: Refusal | None = None
+
+    def put(self, event: Event) -> None:
+        # An input whose batch fails after its answer has its answer.
+        is_answered = isinstance(self._waiting.get(event.number), Answer)
+        if event.number in self.unanswered and not is_answered:
+            self._waiting[event.number] = event
+            self._has_news.set()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Whatever is not answered is refused."""
+        self._refusal = refusal
+        self._has_news.set()
+
+    def stop(self, number: int, num_tokens: int) -> None:
+        """The reader has enough of an input that has not been answered: so many tokens."""
+        if number in self.unanswered:
+            self.unanswered.discard(number)
+            self._waiting.pop(number, None)
+            self.num_tokens += num_tokens
+            self._on_stop(number, num_tokens)
+
+    def __aiter__(self) -> "Events":
+        return self
+
+    async def __anext__(self) -> Event:
+        """Raises Refusal: the model failed, it took too long, or the request was refused."""
+        while self.unanswered:
+            if self._waiting:
+                number = next(iter(self._waiting))
+                event = self._waiting.pop(number)
+                if isinstance(event, Failure):
+                    raise Refusal(500, "the model failed; the server's log says how")
+                if isinstance(event, Answer):
+                    self.unanswered.discard(number)
+                    self.num_tokens += len(event.hypothesis.tokens)
+                return event
+            if self._refusal is not None:
+                raise self._refusal
+            self._has_news.clear()
+            try:
+                async with asyncio.timeout_at(self.deadline_s):
+                    await self._has_news.wait()
+            except TimeoutError:
+                message = f"there was no answer within {self._timeout_s:g} s"
+                raise Refusal(504, f"{message}; ask for less, or later") from None
+        raise StopAsyncIteration

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's own client asks `/v1/completions` and `/v1/models`; answers are `/v1/generate`'s."""
+
+import dataclasses
+import json
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from switchx.data.tokenizers import ByteVocabulary
+from switchx.serving.answers import GrowingText
+from switchx.serving.app import make_app
+from switchx.serving.completions import DEFAULT_TOKENS, FIELDS, UNSUPPORTED, CompletionForm
+from switchx.serving.requests import Refusal
+from tests.serving import served
+
+TOKEN = "0123456789abcdef"
+GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def openai(service):
+    """OpenAI's client of a server that asks for a token and calls its model `tiny`."""
+    package = pytest.importorskip("openai", reason="needs openai, of the extra dev")
+    with served.listening(service, TOKEN, name="tiny") as (host, port):
+        base_url = f"http://{host}:{port}/v1"
+        with package.OpenAI(base_url=base_url, api_key=TOKEN, max_retries=0) as client:
+            yield client
+
+
+@pytest.fixture
+def client(service):
+    return TestClient(make_app(service, name="tiny"))
+
+
+def test_a_completion_is_the_models_own(openai):
+    got = openai.completions.create(prompt=served.TEXTS[:3], **GREEDY)
+    assert (got.object, got.model) == ("text_completion", "tiny")
+    assert [choice.index for choice in got.choices] == [0, 1, 2]
+    for choice, text in zip(got.choices, served.TEXTS, strict=False):
+        want = served.said()[text]
+        assert choice.text == want.output
+        assert choice.finish_reason == ("stop" if want.is_finished else "length")
+    prompts = served.model().prompts(served.TEXTS[:3])
+    assert got.usage.prompt_tokens == sum(map(len, prompts))
+    assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
+
+
+def test_texts_and_token_ids_are_prompts(openai):
+    (tokens,) = served.model().prompts(["gate"])
+    for prompt in ("gate", ["gate"], tokens, [tokens]):
+        got = openai.completions.create(prompt=prompt, **GREEDY)
+        assert [choice.text for choice in got.choices] == [served.said()["gate"].output]
+
+
+def test_a_stream_is_the_completion_in_pieces(openai):
+    options = {"include_usage": True}
+    chunks = list(
+        openai.completions.create(
+            prompt=served.TEXTS[:2], stream=True, stream_options=options, **GREEDY
+        )
+    )
+    *pieces, last = chunks
+    assert last.choices == [] and last.usage.completion_tokens > 0
+    assert len({chunk.id for chunk in chunks}) == 1
+    for index, text in enumerate(served.TEXTS[:2]):
+        own = [chunk.choices[0] for chunk in pieces if chunk.choices[0].index == index]
+        assert "".join(choice.text for choice in own) == served.said()[text].output
+        assert [choice.finish_reason is None for choice in own] == [True] * (len(own) - 1) + [
+            False
+        ]
+
+
+def test_a_stream_ends_with_done(client):
+    response = client.post("/v1/completions", json=GREEDY | {"prompt": "gate", "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, last, end = response.text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    for chunk in chunks:
+        assert "usage" not in json.loads(chunk.removeprefix("data: "))
+
+
+def test_samples_are_of_the_seed_and_n_of_them_differ(openai):
+    def texts(**settings):
+        got = openai.completions.create(
+            model="tiny", prompt=["gate", "of"], n=2, max_tokens=8, **settings
+        )
+        assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
+        return [choice.text for choice in got.choices]
+
+    one = texts(seed=3, top_p=1)
+    assert one == texts(seed=3, temperature=1.0) != texts(seed=4)
+    assert one[0] != one[1] and texts() != texts()
+    # They are those of /v1/generate with the same inputs in the same places.
+    model = served.model()
+    generator = model.generator(max_new_tokens=8, temperature=1.0, seed=3)
+    prompts = model.prompts(["gate", "gate", "of", "of"])
+    want = {number: best.tokens for number, (best, *_) in generator(prompts)}
+    assert one == [model.vocabulary.decode(want[number]) for number in range(4)]
+
+
+def place_to_stop(text: str) -> tuple[str, str]:
+    """A string in a text, and what stands before it there first."""
+    stop = text[len(text) // 2 :][:2]
+    return stop, text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_stop_string_ends_a_text_before_it(client, service, is_streaming):
+    stop, before = place_to_stop(served.said()["gate"].output)
+    metrics = service.metrics
+    counts = metrics.abandoned._value.get(), metrics.success.labels("stop")._value.get()
+    request = GREEDY | {"prompt": "gate", "stop": ["\0", stop], "stream": is_streaming}
+    response = client.post("/v1/completions", json=request)
+    if is_streaming:
+        chunks = [line.removeprefix("data: ") for line in response.text.split("\n\n")[:-2]]
+        choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+        text, reason = "".join(c["text"] for c in choices), choices[-1]["finish_reason"]
+    else:
+        body = response.json()
+        (choice,) = body["choices"]
+        text, reason = choice["text"], choice["finish_reason"]
+        assert 0 < body["usage"]["completion_tokens"] <= 8
+    assert (text, reason) == (before, "stop")
+    after = metrics.abandoned._value.get(), metrics.success.labels("stop")._value.get()
+    assert after[0] == counts[0] and after[1] >= counts[1] + 1
+    assert service.num_open == 0
+
+
+def test_echo_puts_the_prompt_before_the_text(openai):
+    (tokens,) = served.model().prompts(["gate"])
+    for prompt in ("gate", tokens):
+        got = openai.completions.create(prompt=prompt, echo=True, **GREEDY)
+        assert got.choices[0].text == "gate" + served.said()["gate"].output
+    chunks = list(openai.completions.create(prompt="gate", echo=True, stream=True, **GREEDY))
+    assert chunks[0].choices[0].text == "gate"
+    text = "".join(chunk.choices[0].text for chunk in chunks)
+    assert text == "gate" + served.said()["gate"].output
+
+
+def test_models(openai):
+    import openai as package
+
+    (model,) = openai.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("tiny", "model", "switchx")
+    assert openai.models.retrieve("tiny") == model
+    for ask in (
+        lambda: openai.models.retrieve("other/model"),
+        lambda: openai.completions.create(model="other", prompt="gate"),
+    ):
+        with pytest.raises(package.NotFoundError) as caught:
+            ask()
+        assert caught.value.code == "model_not_found" and caught.value.param == "model"
+
+
+def test_errors_are_what_its_client_reads(openai):
+    import openai as package
+
+    with pytest.raises(package.AuthenticationError) as caught:
+        openai.with_options(api_key="another").completions.create(prompt="gate", **GREEDY)
+    assert caught.value.code == "invalid_api_key"
+    with pytest.raises(package.BadRequestError) as caught:
+        openai.completions.create(prompt="gate", logprobs=1, **GREEDY)
+    assert caught.value.param == "logprobs" and caught.value.type == "invalid_request_error"
+    assert "a `score` of /v1/generate" in caught.value.message
+    with pytest.raises(package.NotFoundError):
+        openai.chat.completions.create(model="tiny", messages=[])
+
+
+def test_an_error_in_a_stream_is_raised(openai, service, limited):
+    import openai as package
+
+    limited(batch_wait_ms=500, request_timeout_s=0.05)
+    with pytest.raises(package.APIError, match="no answer within 0.05 s"):
+        list(openai.completions.create(prompt="gate", stream=True, **GREEDY))
+    with pytest.raises(package.InternalServerError):
+        openai.completions.create(prompt="gate", **GREEDY)
+
+
+def test_a_full_queue_is_a_rate_limit(openai, limited):
+    import openai as package
+
+    limited(max_waiting=0)
+    with pytest.raises(package.RateLimitError) as caught:
+        openai.completions.create(prompt="gate", **GREEDY)
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+def test_request_ids(openai):
+    got = openai.completions.create(
+        prompt="gate", extra_headers={"X-Request-Id": "mine-7"}, **GREEDY
+    )
+    assert (got._request_id, got.id) == ("mine-7", "cmpl-mine-7")
+    other = openai.completions.create(prompt="gate", **GREEDY)
+    assert len(other._request_id) == 32 and other.id == f"cmpl-{other._request_id}"
+
+
+FORM = CompletionForm(served.model(), "tiny")
+
+
+def read(**values):
+    return FORM.read(json.dumps({"prompt": "ab"} | values).encode(), served.LIMITS)
+
+
+def test_defaults_are_openais():
+    got = read()
+    assert got.settings.temperature == 1.0 and got.settings.max_new_tokens == 8
+    limits = dataclasses.replace(served.LIMITS, max_new_tokens=64)
+    assert FORM.read(b'{"prompt": "ab"}', limits).settings.max_new_tokens == DEFAULT_TOKENS
+    assert read(temperature=0, top_p=0.5, top_k=3).settings.is_sampling is False
+    assert read(beam_size=2).settings.beam_size == 2
+    neutral = {name: values[0] for name, (values, _) in UNSUPPORTED.items() if values}
+    assert read(**neutral, user="me", stop=None, n=1).stops == ()
+    assert set(UNSUPPORTED) <= set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "message"),
+    [
+        ({"prompt": None}, "prompt", "prompt is missing"),
+        ({"prompt": {}}, "prompt", "prompt is an object"),
+        ({"prompt": []}, "prompt", "prompt has 0 items; expected 1 to 8"),
+        ({"prompt": ["a"] * 5, "n": 2}, "prompt", "5 items; expected 1 to 4, over n"),
+        ({"prompt": [1, "a"]}, "prompt[0]", "expected a text, or a list of token ids"),
+        ({"prompt": "a" * 99}, "prompt[0]", "prompt[0] has 100 tokens; expected 16 at most"),
+        ({"max_tokens": 0}, "max_tokens", "expected a whole number, 1 to 8"),
+        ({"max_tokens": 9}, "max_tokens", "max_tokens is a number (9); expected a whole"),
+        ({"n": 0}, "n", "n is a number (0)"),
+        ({"n": 2, "best_of": 3}, "best_of", "no samples are dropped"),
+        ({"echo": 1}, "echo", "expected true or false"),
+        ({"logprobs": 0}, "logprobs", "there are no log-probabilities of tokens"),
+        ({"suffix": "x"}, "suffix", "texts are not completed in their middle"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "tokens have no penalties"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "logits have no biases"),
+        ({"stop": ["a"] * 5}, "stop", "stop has 5 items; expected 4 at most"),
+        ({"stop": ""}, "stop", "expected a text, or a list of texts"),
+        ({"stop": "a", "beam_size": 2}, "stop", "stop with beam_size above 1"),
+        ({"top_p": "x", "temperature": 0}, "top_p", "expected a number"),
+        ({"stream_options": {}}, "stream_options", "is for streams"),
+        ({"messages": []}, "messages", "'messages' is no field"),
+        ({"user": 3}, "user", "expected a text"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_named(values, field, message):
+    with pytest.raises(Refusal) as caught:
+        read(**values)
+    assert (caught.value.status, caught.value.field) == (400, field)
+    assert message in caught.value.message
+
+
+def test_a_model_without_a_vocabulary():
+    form = CompletionForm(dataclasses.replace(served.model(), vocabulary=None), "tiny")
+    with pytest.raises(Refusal, match="came without a vocabulary; use /v1/generate"):
+        form.read(b'{"prompt": "ab"}', served.LIMITS)
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(
+    st.lists(st.sampled_from("abé🙂"), max_size=14).map("".join),
+    st.lists(st.lists(st.sampled_from("abé"), min_size=1, max_size=3).map("".join), max_size=3),
+    st.lists(st.integers(0, 60), max_size=6),
+)
+def test_pieces_up_to_a_stop_are_the_text_before_it(text, stops, cuts):
+    """Against str.find of the whole text."""
+    vocabulary = ByteVocabulary()
+    tokens, growing, pieces = vocabulary.encode(text), GrowingText(vocabulary, stops), ""
+    ends = [*sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
+    for end in ends:
+        pieces += growing.grow(tokens[:end], is_last=end == len(tokens))
+        if growing.is_stopped:
+            break
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    assert pieces == growing.text == text[: min(places, default=len(text))]
+    assert growing.is_stopped == bool(places)
+    used = growing.num_tokens(tokens[:end])
+    if places:
+        first_end = min(text.find(stop) + len(stop) for stop in stops if stop in text)
+        assert used == len(vocabulary.encode(text[:first_end]))
