@@ -12,7 +12,7 @@ import threading
 
 import jax
 
-MOSTPROGRAMS = 64
+MOST_PROGRAMS = 64
 # Of the memory maps that a process may have.
 MOST_MAPS = 0.5
 
@@ -27,7 +27,7 @@ class Programs:
     Any thread may use it.
     """
 
-    def __init__(self, most: int = MOSTPROGRAMS):
+    def __init__(self, most: int = MOST_PROGRAMS):
         """Keeps `most` of them at most, or fewer where they have too many memory maps."""
         self.most = most
         self._lock = threading.Lock()
