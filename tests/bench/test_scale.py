@@ -36,9 +36,12 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(pipelines, "program_rows", lambda: [program])
     layers = [{"case": name, "collectives": 2} for name in ("dense", "sliced")]
     monkeypatch.setattr(scale, "layer_rows", lambda note: layers)
-    rows = {False: {"case": "a mesh", "relative_error": 0.01},
-            True: {"case": "left over", "relative_error": 0.3}}  # fmt: skip
-    monkeypatch.setattr(planned_bytes, "compare", lambda case: rows[bool(case.left_over)])
+    compared = {
+        "case": "a mesh",
+        "relative_error_of_bytes": 0.3,
+        "relative_error_of_flops": 0.01,
+    }
+    monkeypatch.setattr(planned_bytes, "compare", lambda case, devices: compared)
     ratio = {"case": "a mesh", "ratio": 1.01, "across_experts_bytes": 0}
     monkeypatch.setattr(gradient_bytes, "measured_rows", lambda note: [ratio])
     monkeypatch.setattr(scale, "token_tables", lambda: (0.125, [{"case": "x"}]))
@@ -53,8 +56,8 @@ def test_names_of_the_checks_are_fixed(small):
         "mesh_loss_parity": True,
         "memory_1f1b_m128_vs_m8": True,
         "pipeline_program_holds_whole_model": False,
-        "hlo_vs_planner_bytes": True,
-        "hlo_vs_planner_bytes_left_over": False,
+        "hlo_vs_planner_bytes": False,
+        "hlo_vs_planner_flops": True,
         "gradient_bytes_vs_one_reduction": True,
         "expert_gradients_across_experts": True,
         "ppmoe_extra_collectives": True,
@@ -82,7 +85,6 @@ def test_each_part_has_a_table_of_its_own(small, capsys):
         "training schedule program layer communication gradients table fused processes torus"
     )
     assert [*first] == tables.split()
-    assert any("left over" in str(row) for row in report.results)
     report.print(as_json=False)
     assert "microbatches" in capsys.readouterr().out
 

@@ -194,13 +194,19 @@ def test_compiled_step_is_reported(simulated, in_a_folder, capsys):
     report = last_object(capsys)
     checks = {check["name"]: check for check in report["checks"]}
     assert list(checks) == [
-        "fits", "parameters", "devices", "tokens_per_batch", "slots_per_token",
+        "fits", "evaluation_fits", "initialization_fits", "parameters", "devices",
+        "tokens_per_batch", "slots_per_token",
     ]  # fmt: skip
     assert all(one["holds"] for one in checks.values())
     assert checks["devices"]["value"] == 8
     [row] = report["results"]
     assert row["collectives"]["all-to-all"]["count_per_step"] > 0
     assert row["needed_bytes_per_device"] < row["hbm_bytes_per_device"]
+    # Evaluation keeps all of the state, and initialization makes it.
+    state = row["argument_bytes_per_device"] // 2
+    assert state < row["initialization_bytes_per_device"]
+    assert state < row["evaluation_bytes_per_device"] < row["needed_bytes_per_device"]
+    assert row["planned_step_s"] > 0
 
 
 def refused(words, capsys) -> str:

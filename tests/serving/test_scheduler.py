@@ -5,8 +5,10 @@ import asyncio
 import dataclasses
 import queue
 import threading
+import time
 
 import jax
+import numpy as np
 import pytest
 
 from switchx.api import Model
@@ -390,3 +392,41 @@ def test_a_model_that_cannot_generate_is_refused_at_once():
     config = dataclasses.replace(model.config, switch=switch)
     with pytest.raises(ValueError, match="experts in self-attention have no cache"):
         Service(dataclasses.replace(model, config=config), served.LIMITS)
+
+
+SETTINGS = (
+    DecodingConfig(8),
+    DecodingConfig(3),
+    DecodingConfig(8, temperature=0.9, seed=4, top_k=20),
+    DecodingConfig(5, temperature=1.4, seed=9, top_p=0.7),
+    DecodingConfig(8, beam_size=2, length_penalty=0.5),
+    DecodingConfig(2, beam_size=2),
+)
+
+
+@pytest.mark.parametrize(
+    "num_requests",
+    [60, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+def test_an_answer_is_the_models_own_whatever_runs_beside_it(service, num_requests):
+    """Requests that come at random, of three kinds, longer and shorter than those that run."""
+    prompts, random = (
+        service.model.prompts(served.TEXTS[:3]),
+        np.random.default_rng(num_requests),
+    )
+    want = {}
+    for i, settings in enumerate(SETTINGS):
+        generator = service.model.generator(**dataclasses.asdict(settings))
+        for j, prompt in enumerate(prompts):
+            ((_, (best, *_)),) = generator([prompt])
+            want[i, j] = best
+    asked = []
+    for _ in range(num_requests):
+        i, j = random.integers(len(SETTINGS)), random.integers(len(prompts))
+        while len(service._queue) > 8:
+            time.sleep(0.001)
+        time.sleep(random.exponential(0.002))
+        asked.append((i, j, ask(service, [prompts[j]], [SETTINGS[i]])[1]))
+    for i, j, events in asked:
+        (got,) = answers(events, 1)
+        same(got, want[i, j])
