@@ -29,12 +29,7 @@ import tensorstore
 from flax import serialization
 
 from switchx.fields import require
-from switchx.interop.tensor_folder import (
-    in_dtype,
-    letters_of,
-    require_same_tensors,
-    shape_of,
-)
+from switchx.interop.tensor_folder import in_dtype, letters_of, require_same_tensors, shape_of
 from switchx.models.config import ModelConfig, require_our_blocks
 from switchx.object_store import read_json_object
 from switchx.tree import nested
@@ -46,6 +41,8 @@ _DTYPES = {name: jnp.dtype(name) for name in ("<f4", "<f8", "<f2", "bfloat16")}
 _MOST_CHUNKS, _MOST_HEADER_BYTES, _MOST_LEVELS = 1 << 20, 1 << 20, 64
 _MOST_SIZE = 1 << 62
 _SCAN_AXIS = 1
+# A damaged index fails wherever the damage is.
+_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError)
 
 
 class T5XFolder:
@@ -86,15 +83,7 @@ class T5XFolder:
             )
         try:
             content = serialization.msgpack_restore(file.read_bytes())
-        # A damaged index fails wherever the damage is.
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            OSError,
-            RecursionError,
-        ) as error:
+        except _DAMAGE as error:
             raise ValueError(
                 f"{file} cannot be read as msgpack ({error}); it is damaged or cut short: "
                 "fetch it again"

@@ -320,11 +320,8 @@ def _rows(served: ServedModel, layout: Layout) -> int:
 def _cache_bytes(served: ServedModel, layout: Layout) -> float:
     """Keys and values of the decoder's self-attention, and of its attention to the encoder."""
     config = served.config
-    places = served.max_new_tokens * served.num_beams
-    if config.is_encoder_decoder:
-        places += 1 + served.input_length  # the start token; the encoder's output
-    else:
-        places += served.input_length
+    # The encoder's output, or the prompt; the start token takes a new one's place.
+    places = served.max_new_tokens * served.num_beams + served.input_length
     heads = config.num_heads // layout.model
     elements = 2 * _rows(served, layout) * places * heads * config.d_head
     return elements * config.num_decoder_layers * config.precision.compute_dtype.itemsize

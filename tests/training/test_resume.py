@@ -287,7 +287,7 @@ def test_a_field_that_is_unknown_or_missing_is_named(run, edit, complaint):
     [
         (None, "[Errno 2] No such file or directory: <any>"),
         ('{"model": {"d_model"', "Expecting ':' delimiter: <any>"),
-        ("[]", "it describes no model"),
+        ("[]", "expected an object, got a list"),
         ('{"train_steps": 3}', "it describes no model"),
     ],
 )
