@@ -140,7 +140,7 @@ class RunningBatch:
         Args:
             most_steps: no longer than so many steps; None sets no limit.
             is_compacting: the batch becomes smaller, where its pruning is `compact`. False
-                where others wait to be admitted: it ends as soon as one sentence has.
+                where others wait to be admitted.
 
         Returns:
             The hypotheses of those that ended, the best first.
@@ -148,9 +148,8 @@ class RunningBatch:
         if not self.waiting:
             return {}
         B, num_live = len(self._sentence_B), 0
-        if not is_compacting:
-            num_live = len(self.waiting) - 1
-        elif is_compacting := self._decoding.pruning == "compact" and self._batches[0] < B:
+        is_compacting &= self._decoding.pruning == "compact" and self._batches[0] < B
+        if is_compacting:
             num_live = self._batches[self._batches.index(B) - 1]
         steps = self._program.max_new_tokens if most_steps is None else most_steps
         self._state = self._until(num_live, int(self._state.step) + steps)

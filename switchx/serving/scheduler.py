@@ -155,12 +155,11 @@ class Worker(threading.Thread):
         batch.abandon()
         # A search has no first token before its end.
         is_search = kind[0] > 1
-        is_begun = is_search or not batch.beginning
         has_streams = any(each.is_streaming for each in batch.inputs)
-        steps = STEPS[has_streams] if is_begun else 1
         with self._failing(kind):
             with self._alone():
-                ended = batch.running.advance(steps, is_compacting=not batch.is_full)
+                steps, is_full = STEPS[has_streams], batch.is_full
+                ended = batch.running.advance(steps, is_compacting=not is_full)
             if not is_search:
                 beginning, batch.beginning = batch.beginning, []
                 self._observe_seconds(self._metrics.first_token_s, beginning)

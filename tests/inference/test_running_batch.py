@@ -83,10 +83,10 @@ def test_sentences_join_at_any_step_and_say_what_they_say_alone(beam_size):
     admit(0, length=4)
     advance(2)
     admit(2, 3, length=4)  # more rows, a longer ring
-    advance(20)
+    advance(2)
     advance(11)
     admit(1, length=6)
-    advance(7)
+    advance(5)
     admit(4, length=4)  # where another one was
     assert len(batch._sentence_B) == 4
     while batch.waiting:

@@ -144,6 +144,7 @@ def test_gradients_are_scattered_and_parameters_gathered_once():
     assert across_data["all-reduce"] < 0.02 * sum(sizes.values())
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_depend_on_slices(tmp_path):
     """Saved of slices and restored whole, and back."""
     for saved, restored in ((1, 0), (0, 1)):
