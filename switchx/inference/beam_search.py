@@ -56,7 +56,7 @@ class Beams:
         ancestor_BLT = jnp.roll(self.ancestor_BLT, place, axis=2)
         return dataclasses.replace(self, ancestor_BLT=ancestor_BLT)
 
-    def with_room(self, program: DecodingProgram) -> "Beams":
+    def with_places(self, program: DecodingProgram) -> "Beams":
         """The same with places for `max_new_tokens`; the ring is laid end to end."""
         times = program.max_new_tokens // self.ancestor_BLT.shape[2]
         return dataclasses.replace(

@@ -290,7 +290,7 @@ def insert(state: Decoding, fresh: Decoding, row_B) -> Decoding:
     """The batch with the rows of another, which was just prefilled, in the place of its own.
 
     Args:
-        fresh: of the same room for prompts, sources and answers.
+        fresh: with as many places for prompts, sources and new tokens.
         row_B: where its rows go, each another place; numbers from B of `state` on go nowhere.
     """
     P, T = state.is_prompt_BP.shape[1], state.hypotheses.ancestor_BLT.shape[-1]
@@ -316,7 +316,7 @@ def insert(state: Decoding, fresh: Decoding, row_B) -> Decoding:
 def enlarged(
     decoding: DecodingProgram, prompt: int, source: int | None, batch: Decoding
 ) -> Decoding:
-    """The batch with room for longer prompts, sources and answers.
+    """The batch with more places for prompts, sources and new tokens.
 
     Args:
         decoding: of the new `max_new_tokens`, a multiple of what it was: the ring is laid end
@@ -345,7 +345,7 @@ def enlarged(
         return leaf
 
     batch = tree.map_named(enlarge, batch)
-    texts = batch.hypotheses.with_room(decoding)
+    texts = batch.hypotheses.with_places(decoding)
     return constrain_named(dataclasses.replace(batch, hypotheses=texts))
 
 

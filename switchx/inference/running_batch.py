@@ -211,7 +211,7 @@ class RunningBatch:
             return PROGRAMS.run(prefill, settings, (B, length), **arrays)
 
     def _insert(self, program, fresh: Decoding, length: int, names: list[int]) -> None:
-        """Puts prefilled rows where none are running, making room for what they need."""
+        """Puts prefilled rows into free ones; adds rows and places where there are too few."""
         is_free_B = ~np.isin(self._sentence_B, list(self.waiting))
         B = rounded_up(np.sum(~is_free_B) + len(names), self._batches)
         if (program, length) != (self._program, self._length):

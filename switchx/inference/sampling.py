@@ -286,7 +286,7 @@ class Greedy:
         """The same, where the first token is written at another place of the ring."""
         return self
 
-    def with_room(self, program: DecodingProgram) -> "Greedy":
+    def with_places(self, program: DecodingProgram) -> "Greedy":
         """The same with places for `max_new_tokens`."""
         return dataclasses.replace(self, token_BT=lengthened(self.token_BT, program))
 

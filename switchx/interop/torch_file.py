@@ -96,7 +96,7 @@ class TorchFile:
         # What a damaged archive or description ends in depends on where the damage is.
         except (
             zipfile.BadZipFile,
-            NotImplementedError,
+            RuntimeError,  # of records that are encrypted, or compressed in another way
             OSError,
             ValueError,
             LookupError,

@@ -159,7 +159,7 @@ class CompletionForm:
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
         """A chunk for each piece of a text, its end with the last one; then `[DONE]`."""
         choices = self._choices(wanted)
-        # Of chunks that do not have it; left out where nobody asked.
+        # OpenAI's form: null in all chunks but the last one, where `include_usage` asks for it.
         usage = {"usage": None} if wanted.has_usage else {}
         try:
             for i, echo in enumerate(wanted.echoes):

@@ -142,7 +142,7 @@ class RequestQueue:
             return there
 
     def wait(self, num_changes: int, most_s: float | None) -> None:
-        """Waits until inputs come, until `look_again` or `close`, or for so many seconds.
+        """Waits until inputs come, until `notify` or `close`, or for so many seconds.
 
         Args:
             num_changes: that were seen; where there are more it does not wait.
@@ -151,7 +151,7 @@ class RequestQueue:
             if not self.is_closed and self.num_changes == num_changes:
                 self._changed.wait(most_s)
 
-    def patience_s(self) -> float:
+    def wait_left_s(self) -> float:
         """How long the inputs are to wait for others, where nothing is decoded."""
         with self._changed:
             if not 0 < len(self._inputs) < self._limits.batch_size:
@@ -159,7 +159,7 @@ class RequestQueue:
             wait_s = self._limits.batch_wait_ms / 1e3
             return max(0.0, self._inputs[0].arrival_s + wait_s - time.monotonic())
 
-    def look_again(self) -> None:
+    def notify(self) -> None:
         """Ends the waiting of `wait`."""
         with self._changed:
             self._note_change()

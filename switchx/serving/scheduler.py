@@ -87,12 +87,12 @@ class Worker(threading.Thread):
             while self._batches or not self.queue.is_closed:
                 self.heartbeat_s = time.monotonic()
                 num_changes, is_idle = self.queue.num_changes, not self._batches
-                patience_s = self.queue.patience_s() if is_idle else 0
-                has_admitted = not patience_s and self._admit()
+                wait_left_s = self.queue.wait_left_s() if is_idle else 0
+                has_admitted = not wait_left_s and self._admit()
                 for kind, batch in list(self._batches.items()):
                     self._advance(kind, batch)
                 if is_idle and not has_admitted:
-                    self.queue.wait(num_changes, patience_s or None)
+                    self.queue.wait(num_changes, wait_left_s or None)
         except BaseException as error:
             self.error = error
             LOG.exception("the worker ended")
@@ -101,7 +101,7 @@ class Worker(threading.Thread):
             self._batches.clear()
 
     def _admit(self) -> bool:
-        """Takes inputs into the batches that have room and programs for them; says if any."""
+        """Takes inputs into batches with free rows and compiled programs; says if any."""
         joining: dict[tuple[int, bool], list[QueuedInput]] = {}
         groups = {kind: batch.group for kind, batch in self._batches.items()}
         for batch in self._batches.values():
@@ -128,14 +128,14 @@ class Worker(threading.Thread):
 
     def _join(self, kind, inputs: list[QueuedInput], group: Group) -> None:
         self._observe_seconds(self._metrics.queue_s, inputs)
-        with self._failing(kind, inputs), self._alone():
+        with self._failing(kind, inputs), self._moving_experts():
             if kind not in self._batches:
                 self._batches[kind] = Batch(self._running_batch(group), group)
             batch = self._batches[kind]
             batch.group = group
             self._unused.discard(group)
             self._read(batch.running, inputs, group, batch.inputs_by_name)
-            batch.beginning += inputs
+            batch.prefilled += inputs
             self._metrics.batch_size.observe(len(batch.inputs))
 
     def _read(self, running: RunningBatch, inputs, group: Group, by_name: dict) -> None:
@@ -157,13 +157,13 @@ class Worker(threading.Thread):
         is_search = kind[0] > 1
         has_streams = any(each.is_streaming for each in batch.inputs)
         with self._failing(kind):
-            with self._alone():
+            with self._moving_experts():
                 steps, is_full = STEPS[has_streams], batch.is_full
                 ended = batch.running.advance(steps, is_compacting=not is_full)
             if not is_search:
-                beginning, batch.beginning = batch.beginning, []
-                self._observe_seconds(self._metrics.first_token_s, beginning)
-                for each in beginning:
+                prefilled, batch.prefilled = batch.prefilled, []
+                self._observe_seconds(self._metrics.first_token_s, prefilled)
+                for each in prefilled:
                     each.first_token_s = time.monotonic()
                 if has_streams:
                     batch.deliver_tokens()
@@ -187,7 +187,7 @@ class Worker(threading.Thread):
             for each in inputs:
                 each.deliver(Failure(each.number))
 
-    def _alone(self):
+    def _moving_experts(self):
         """A context in which experts outside of the device are this thread's alone."""
         return contextlib.nullcontext() if self._model.experts is None else self._moving
 
@@ -266,7 +266,7 @@ class Worker(threading.Thread):
             QueuedInput([1], DecodingConfig(1 if i else longest), i, group, id)
             for i in range(size)
         ]
-        with self._alone():
+        with self._moving_experts():
             running = self._running_batch(group)
             for first in range(0, size, MOST_JOINING):
                 self._read(running, inputs[first : first + MOST_JOINING], group, {})
@@ -274,7 +274,7 @@ class Worker(threading.Thread):
                 running.advance(STEPS[0])
         self._compiled[group] = size
         self._unused.add(group)
-        self.queue.look_again()
+        self.queue.notify()
 
     def drop(self, group: Group) -> None:
         """Fails the inputs that wait for a group's programs."""
@@ -290,14 +290,14 @@ class Batch:
     Attributes:
         group: that the batch's programs are compiled for.
         inputs_by_name: by the names that `running` gives them.
-        beginning: inputs that have no first token yet.
-        is_full: more inputs wait for it than it has room for.
+        prefilled: inputs that have no first token yet.
+        is_full: more inputs wait for it than it has free rows.
     """
 
     running: RunningBatch
     group: Group
     inputs_by_name: dict[int, QueuedInput] = dataclasses.field(default_factory=dict)
-    beginning: list[QueuedInput] = dataclasses.field(default_factory=list)
+    prefilled: list[QueuedInput] = dataclasses.field(default_factory=list)
     is_full: bool = False
 
     @property
@@ -351,4 +351,4 @@ class Compiler(threading.Thread):
                 LOG.exception("no program could be compiled for %s", group)
                 self._worker.drop(group)
             self._asked.discard(group)
-            self._worker.queue.look_again()
+            self._worker.queue.notify()

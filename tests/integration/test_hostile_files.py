@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that a stranger wrote, checksums and all: read, or refused in one short line."""
+"""Files that someone else wrote, their checksums too: read, or refused in one short line."""
 
 import hashlib
 import json

@@ -84,22 +84,22 @@ def test_groups_of_a_kind_are_joined_to_one_that_has_room_for_both():
 
 def test_an_input_waits_for_others_but_not_for_ever():
     queued = queue_of(99, 2, batch_wait_ms=200)
-    assert not queued.patience_s()
+    assert not queued.wait_left_s()
     queued.put([waiting(0)])
-    assert 0 < queued.patience_s() <= 0.2
+    assert 0 < queued.wait_left_s() <= 0.2
     threading.Timer(0.02, lambda: queued.put([waiting(1)])).start()
     queued.wait(queued.num_changes, 60)
-    assert not queued.patience_s()
+    assert not queued.wait_left_s()
     assert numbers(queued.take(queued.waiting())) == [0, 1]
     queued.put([waiting(2)])
-    queued.wait(queued.num_changes, queued.patience_s())
-    assert queued.patience_s() < 0.01
+    queued.wait(queued.num_changes, queued.wait_left_s())
+    assert queued.wait_left_s() < 0.01
 
 
 def test_a_change_that_was_not_seen_is_not_waited_for():
     queued = queue_of(9, 8)
     seen = queued.num_changes
-    queued.look_again()
+    queued.notify()
     queued.wait(seen, None)
 
 

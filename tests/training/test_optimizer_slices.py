@@ -225,7 +225,7 @@ def test_steps_are_those_of_a_whole_state_on_the_shipped_meshes(name, optimizer)
     job = job_on(
         dataclasses.replace(shipped.mesh, rules=rules),
         optimizer,
-        dataclasses.replace(STACKED, switch=switch),
+        dataclasses.replace(STACKED, switch=switch, num_heads=4),  # a mesh has model=4
         num_microbatches=shipped.step.num_microbatches,
         clip_norm=0.1,
     )
