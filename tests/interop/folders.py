@@ -6,9 +6,13 @@ import json
 import pathlib
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from switchx.inference.config import DecodingConfig
+from switchx.inference.decode import prefill, run_until
+from switchx.inference.sampling import Rows, RowSettings
 from switchx.interop import huggingface
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from tests.training.jobs import make_params
@@ -67,3 +71,24 @@ def assert_same_params(got: dict, want: dict) -> None:
     for name, leaf in want.items():
         assert np.asarray(got[name]).dtype == leaf.dtype, name
         np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(leaf), err_msg=name)
+
+
+def greedy_tokens(
+    checkpoint, prompt_BP, source_BM, is_source_BM, num_tokens: int
+) -> np.ndarray:
+    """`[B, T]`: the likeliest tokens behind the prompts, step by step with a cache."""
+    B, decoding = len(prompt_BP), DecodingConfig(max_new_tokens=num_tokens)
+    program = decoding.program_of(num_tokens)
+    settings = RowSettings.of([decoding] * B)
+    state = prefill(
+        checkpoint.config,
+        program,
+        checkpoint.params,
+        prompt_BP=jnp.asarray(prompt_BP),
+        is_prompt_BP=jnp.ones(prompt_BP.shape, bool),
+        rows=Rows(jnp.arange(B), jnp.ones(B, bool), jnp.full(B, num_tokens), settings),
+        source_BM=jnp.asarray(source_BM, jnp.int32),
+        is_source_BM=jnp.asarray(is_source_BM),
+    )
+    state = run_until(checkpoint.config, program, checkpoint.params, state, 0, num_tokens)
+    return np.asarray(state.hypotheses.token_BT)

@@ -11,14 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.inference.config import DecodingConfig
-from switchx.inference.decode import prefill, run_until
-from switchx.inference.sampling import Rows, RowSettings
 from switchx.interop.huggingface import read_checkpoint, tensor_names, write_checkpoint
 from switchx.interop.tensor_folder import from_torch
 from switchx.models.params import forward
 from switchx.tree import named_leaves
-from tests.interop.folders import change_config, change_tensors
+from tests.interop.folders import change_config, change_tensors, greedy_tokens
 from tests.torch_weights import randomize
 
 pytestmark = pytest.mark.hf
@@ -269,31 +266,9 @@ def test_greedy_texts_with_biases_of_each_layer(tmp_path):
         do_sample=False,
         num_beams=1,
     ).numpy()[:, 1:]
-    B, decoding = len(LENGTHS), DecodingConfig(max_new_tokens=num_tokens)
-    state = prefill(
-        checkpoint.config,
-        decoding.program_of(num_tokens),
-        checkpoint.params,
-        prompt_BP=jnp.zeros((B, 1), jnp.int32),
-        is_prompt_BP=jnp.ones((B, 1), bool),
-        rows=Rows(
-            jnp.arange(B),
-            jnp.ones(B, bool),
-            jnp.full(B, num_tokens),
-            RowSettings.of([decoding] * B),
-        ),
-        source_BM=jnp.asarray(source_BM, jnp.int32),
-        is_source_BM=jnp.asarray(is_token_BM),
-    )
-    state = run_until(
-        checkpoint.config,
-        decoding.program_of(num_tokens),
-        checkpoint.params,
-        state,
-        0,
-        num_tokens,
-    )
-    np.testing.assert_array_equal(state.hypotheses.token_BT, want_BT)
+    prompt_BP = np.zeros((len(LENGTHS), 1), np.int32)
+    got_BT = greedy_tokens(checkpoint, prompt_BP, source_BM, is_token_BM, num_tokens)
+    np.testing.assert_array_equal(got_BT, want_BT)
     assert len(set(map(tuple, want_BT))) == 3
 
 

@@ -15,16 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.inference.config import DecodingConfig
-from switchx.inference.decode import prefill, run_until
-from switchx.inference.sampling import Rows, RowSettings
 from switchx.interop.huggingface import read_checkpoint
 from switchx.interop.nllb_moe import our_id, tensor_names
 from switchx.interop.tensor_folder import from_torch
 from switchx.models.params import forward
 from switchx.tree import named_leaves
 from tests.data.refusals import refused
-from tests.interop.folders import change_config, change_tensors
+from tests.interop.folders import change_config, change_tensors, greedy_tokens
 from tests.torch_weights import randomize
 
 pytestmark = pytest.mark.hf
@@ -242,30 +239,6 @@ def test_tensors_that_are_others(tmp_path):
 def translated(checkpoint, num_tokens: int):
     """Our greedy translations, behind the start and the language."""
     batch_ = batch()
-    B = len(LENGTHS)
-    decoding = DecodingConfig(max_new_tokens=num_tokens)
-    prompt_BP = np.tile(np.array([[0, LANGUAGE]], np.int32), (B, 1))
-    state = prefill(
-        checkpoint.config,
-        decoding.program_of(num_tokens),
-        checkpoint.params,
-        prompt_BP=jnp.asarray(prompt_BP),
-        is_prompt_BP=jnp.ones((B, 2), bool),
-        rows=Rows(
-            jnp.arange(B),
-            jnp.ones(B, bool),
-            jnp.full(B, num_tokens),
-            RowSettings.of([decoding] * B),
-        ),
-        source_BM=jnp.asarray(batch_["encoder_input_tokens"]),
-        is_source_BM=jnp.asarray(batch_["encoder_segment_ids"] > 0),
-    )
-    state = run_until(
-        checkpoint.config,
-        decoding.program_of(num_tokens),
-        checkpoint.params,
-        state,
-        0,
-        num_tokens,
-    )
-    return np.asarray(state.hypotheses.token_BT)
+    prompt_BP = np.tile(np.array([[0, LANGUAGE]], np.int32), (len(LENGTHS), 1))
+    sources = batch_["encoder_input_tokens"], batch_["encoder_segment_ids"] > 0
+    return greedy_tokens(checkpoint, prompt_BP, *sources, num_tokens)

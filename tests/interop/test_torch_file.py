@@ -249,6 +249,17 @@ def test_what_is_no_archive_of_tensors(tmp_path):
         TorchFile(archive(path, pickle.dumps({"a": 3}, 2)))
 
 
+def test_an_encrypted_record_is_refused(tmp_path):
+    path = archive(tmp_path / FILE, described(), SIX)
+    content = path.read_bytes()
+    for signature, flags_at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = content.index(signature) + flags_at
+        content = content[:at] + b"\x01" + content[at + 1 :]
+    path.write_bytes(content)
+    with refused(f"{path} <any>"):
+        TorchFile(path)
+
+
 def test_damage_is_refused_as_a_value_error(tmp_path):
     path = archive(tmp_path / FILE, described(), SIX)
     content, draw, num_refused = path.read_bytes(), random.Random(0), 0
