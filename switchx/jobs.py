@@ -31,6 +31,7 @@ from switchx.inference.artifact import is_artifact
 from switchx.inference.generate import Generator
 from switchx.manifest import git_commit
 from switchx.models.params import abstract_params
+from switchx.partitioning.mesh import MeshSpec
 from switchx.progress import reporter_here
 from switchx.text_evaluation import (
     Answers,
@@ -240,7 +241,8 @@ def _evaluated(
         )
         job = with_vocabulary_of(folder, job)
     if wanted:
-        model = api.load(model_dir, step, task=_only_task(job, wanted))
+        devices = _mesh_of_texts(job.mesh)
+        model = api.load(model_dir, step, mesh=devices, task=_only_task(job, wanted))
         measured = texts.measure(job, wanted, model, reporter)
         metrics = {"step": model.step} | metrics | {"texts": measured}
     return metrics
@@ -283,6 +285,16 @@ def _with_split(source: Task | Mixture, split: str | None) -> Task | Mixture:
         tasks = tuple(_with_split(task, split) for task in getattr(source, name))
         return dataclasses.replace(source, **{name: tasks})
     return dataclasses.replace(source, evaluation_split=split)
+
+
+def _mesh_of_texts(mesh: MeshSpec) -> MeshSpec | None:
+    """The mesh that texts are generated on: the job's, without stages; None is one device.
+
+    Decoding has no stages: their devices take a part of the batch each.
+    """
+    data = None if mesh.data is None else mesh.data * mesh.pipe
+    mesh = dataclasses.replace(mesh, data=data, pipe=1)
+    return None if mesh.num_devices(len(jax.devices())) == 1 else mesh
 
 
 def _only_task(job: TrainingJob, wanted: dict[str, tuple]) -> str | None:
