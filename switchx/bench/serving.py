@@ -61,6 +61,7 @@ def serving(
     from switchx.api import Model
     from switchx.data.tasks import TextFormat
     from switchx.serving.limits import Limits
+    from switchx.serving.models import Models
     from switchx.serving.server import Server, open_socket
     from switchx.serving.service import Service
 
@@ -75,10 +76,10 @@ def serving(
         _generate(model, inputs, number)
     service = Service(model, limits)
     with open_socket("127.0.0.1", 0) as listener:
-        server = Server(service)
+        server = Server(Models([service]))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        while not service.is_ready:
+        while not service.worker.is_ready:
             if service.worker.error is not None:
                 raise RuntimeError("the server's worker ended") from service.worker.error
             time.sleep(0.1)

@@ -8,6 +8,7 @@ import logging
 import logging.handlers
 import os
 import pathlib
+import re
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 from switchx.cli import arguments as shared
 from switchx.cli import expert_slots as slots
+from switchx.fields import require
 from switchx.serving.limits import Limits
 
 DESCRIPTION = """\
@@ -33,20 +35,41 @@ It listens on this machine alone unless --host says otherwise. A token, from --t
 the environment's SWITCHX_TOKEN, is then asked for as `Authorization: Bearer TOKEN`. Without
 one, and listening on this machine alone, it answers to this machine's names only.
 
+Several models, each under a name that requests give as `model`:
+
+  switchx serve --model=small=runs/small --model=base=runs/base
+
 SIGTERM or Ctrl-C: new requests get 503, those that run are answered, and the exit status is
-0; a second one does not wait.
+0; a second one does not wait. SIGHUP loads the newest checkpoint of each model's folder beside
+the one that runs, which answers until then, and what it has begun.
 """
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
 TOKEN_VARIABLE = "SWITCHX_TOKEN"
 LEAST_TOKEN_LENGTH = 16
 # For the threads to look up from what they compile.
 STOPPING_S = 5.0
+# It stands in addresses, labels of metrics and logs.
+_NAME = re.compile(r"[\w.:@+-]{1,100}", re.ASCII)
 
 
 def add_command(commands) -> None:
     parser = shared.add_command(commands, "serve", run, "serve a model over HTTP", DESCRIPTION)
-    shared.add_model_dir(parser, "run folder of `switchx train`, or of `switchx quantize`")
+    folders = parser.add_mutually_exclusive_group(required=True)
+    folders.add_argument(
+        "--model_dir",
+        type=shared.not_empty,
+        metavar="DIR",
+        help="run folder of `switchx train`, or of `switchx quantize`",
+    )
+    folders.add_argument(
+        "--model",
+        action="append",
+        type=_named_folder,
+        metavar="NAME=DIR",
+        help="such a folder, and what clients call its model; may be given several times",
+    )
     shared.add_step(parser, "checkpoint of a run folder")
+    shared.add_mesh(parser, "one device")
     slots.add_expert_slots(parser)
     shared.add_task(parser)
     parser.add_argument(
@@ -71,8 +94,9 @@ def add_command(commands) -> None:
     )
     parser.add_argument(
         "--served_model_name",
+        type=_model_name,
         metavar="NAME",
-        help="what OpenAI's clients call the model (default: that of its folder)",
+        help="what clients call the model of --model_dir (default: that of its folder)",
     )
     shared.add_options(parser, Limits)
 
@@ -95,19 +119,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
-    from switchx import api
     from switchx.serving.app import is_loopback
+    from switchx.serving.metrics import Metrics
+    from switchx.serving.models import Models, Reloader
     from switchx.serving.server import Server, open_socket
     from switchx.serving.service import Service
 
     limits = Limits(**shared.options_of(arguments, Limits))
-    asked = slots.expert_slots(arguments)
-    model = api.load(
-        arguments.model_dir, arguments.step, expert_slots=asked, task=arguments.task
-    )
-    switch = model.config.switch
-    if switch is not None and switch.router.kind == "expert_choice":
-        reporter.note("experts choose their tokens: an answer depends on those in its batch")
+    folders = model_folders(arguments)
+    loaded = {name: _loaded(name, folder, reporter) for name, folder in folders.items()}
     # Before it compiles: an address that is taken is said at once.
     with open_socket(arguments.host, arguments.port) as listener:
         host, port = listener.getsockname()[:2]
@@ -120,12 +140,75 @@ def _serve(arguments: argparse.Namespace, token: str | None, reporter) -> int:
         address = f"[{host}]" if ":" in host else host
         reporter.note(f"listening on http://{address}:{port}")
         hosts = [name.strip() for name in arguments.allowed_hosts.lower().split(",") if name]
+        metrics = Metrics()
+        # `loaded` keeps none: a model that is replaced goes.
+        models = Models([Service(loaded.pop(name), limits, name, metrics) for name in folders])
+        reloader = Reloader(models, folders)
+        hosts = None if token or not is_here_alone else hosts
+        is_all_answered = Server(models, token, hosts, reloader).run_until_stopped(listener)
+    threads = [part for each in models.all for part in (each.worker, each.worker.compiler)]
+    return _leave([*threads, reloader], 0 if is_all_answered else 1)
+
+
+def _loaded(name: str, folder, reporter):
+    model = folder.load()
+    switch = model.config.switch
+    if switch is not None and switch.router.kind == "expert_choice":
+        reporter.note(
+            f"{name}: experts choose their tokens: an answer depends on those in its batch"
+        )
+    return model
+
+
+def model_folders(arguments: argparse.Namespace) -> dict:
+    """The `ModelFolder`s to be served, by the names of their models.
+
+    Raises:
+        ValueError: two models have one name, or a name is given twice.
+    """
+    from switchx.serving.models import ModelFolder
+
+    if arguments.model is None:
         folder = pathlib.Path(arguments.model_dir).expanduser().absolute()
-        name = arguments.served_model_name or folder.name
-        service = Service(model, limits)
-        server = Server(service, token, None if token or not is_here_alone else hosts, name)
-        is_all_answered = server.run_until_stopped(listener)
-    return _leave([service.worker, service.worker.compiler], 0 if is_all_answered else 1)
+        named = [(arguments.served_model_name or folder.name, arguments.model_dir)]
+    else:
+        named = arguments.model
+        require(
+            arguments.served_model_name is None,
+            f"--served_model_name={arguments.served_model_name} is for --model_dir; --model "
+            "has names of its own",
+        )
+    names = [name for name, _ in named]
+    twins = sorted({name for name in names if names.count(name) > 1})
+    require(
+        not twins,
+        f"--model: {len(named)} models, of which several are called {', '.join(twins)}; give "
+        "each a name of its own",
+    )
+    settings = {
+        "step": arguments.step,
+        "mesh": shared.mesh_spec(arguments),
+        "expert_slots": slots.expert_slots(arguments),
+        "task": arguments.task,
+    }
+    return {name: ModelFolder(folder, **settings) for name, folder in named}
+
+
+def _named_folder(text: str) -> tuple[str, str]:
+    name, separator, folder = text.partition("=")
+    if not separator or not folder:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no model; write NAME=DIR, as small=runs/small"
+        )
+    return _model_name(name), folder
+
+
+def _model_name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no name of a model; use letters, digits and . _ : @ + -, at most 100"
+        )
+    return text
 
 
 def _leave(threads: Sequence[threading.Thread], status: int) -> int:

@@ -30,7 +30,7 @@ class Programs:
     def __init__(self, most: int = MOST_PROGRAMS):
         """Keeps `most` of them at most, or fewer where they have too many memory maps."""
         self.most = most
-        self._lock = threading.Lock()
+        self._lock, self._starting = threading.Lock(), threading.Lock()
         self._jitted: collections.OrderedDict[tuple, jax.stages.Wrapped] = (
             collections.OrderedDict()
         )
@@ -38,13 +38,18 @@ class Programs:
     def __len__(self) -> int:
         return len(self._jitted)
 
-    def run(self, function, settings: tuple, shape: tuple, **arrays):
+    def run(
+        self, function, settings: tuple, shape: tuple, *, is_on_mesh: bool = False, **arrays
+    ):
         """What a function returns, compiled.
 
         Args:
             function: of `settings` and then `arrays`; one named `state` is given away.
             settings: constants of the program.
             shape: what else distinguishes programs of the same settings.
+            is_on_mesh: it runs on several devices, which have to begin their programs in one
+                order. Two threads might begin two in different orders on two devices, whose
+                collectives would wait for each other for ever.
         """
         key = function, settings, shape
         with self._lock:
@@ -52,7 +57,11 @@ class Programs:
                 jitted = _jitted(function, settings)
                 self._make_space()
             self._jitted[key] = jitted
-        return jitted(**arrays)
+        if not is_on_mesh:
+            return jitted(**arrays)
+        jitted.lower(**arrays).compile()  # once, and not where other threads wait for it
+        with self._starting:
+            return jitted(**arrays)
 
     def holds(self, function, settings: tuple, shape: tuple) -> bool:
         """Whether it has the program of such a call of `run`."""

@@ -120,8 +120,8 @@ class GenerateForm:
     def __init__(self, model: Model):
         self._model = model
 
-    def read(self, body: bytes, limits: Limits) -> GenerateRequest:
-        return read_request(body, self._model, limits)
+    def read(self, values: dict[str, Any], limits: Limits) -> GenerateRequest:
+        return read_request(values, self._model, limits)
 
     async def whole(self, wanted: GenerateRequest, events: Events) -> dict[str, Any]:
         """All answers in one object."""

@@ -34,7 +34,8 @@ from switchx.serving.answers import GenerateForm, JSONResponse
 from switchx.serving.completions import CompletionForm
 from switchx.serving.limits import READING_S
 from switchx.serving.metrics import versions
-from switchx.serving.requests import Refusal, read_body, until_disconnected
+from switchx.serving.models import Models
+from switchx.serving.requests import Refusal, json_object, read_body, until_disconnected
 from switchx.serving.service import Service
 
 LOG = logging.getLogger(__name__)
@@ -61,13 +62,12 @@ def is_loopback(host: str) -> bool:
 
 
 def make_app(
-    service: Service,
+    models: Models,
     token: str | None = None,
     hosts: Sequence[str] | None = None,
     num_connections: Callable[[], int] = lambda: 0,
-    name: str = "switchx",
 ):
-    """The ASGI application of a service.
+    """The ASGI application of some models.
 
     Args:
         token: that all routes but those of health, `/version` and the page ask for, as
@@ -77,7 +77,6 @@ def make_app(
             machine alone has to look at it: a page in a browser may have a name that leads
             here (DNS rebinding).
         num_connections: how many are open.
-        name: of the model, for `/v1/models`.
     """
 
     def require_token(request: Request) -> None:
@@ -91,7 +90,7 @@ def make_app(
 
     async def show_metrics(request: Request) -> Response:
         require_token(request)
-        return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(models.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def show_version(request: Request) -> Response:
         return JSONResponse(versions())
@@ -99,27 +98,27 @@ def make_app(
     async def show_page(request: Request) -> Response:
         return HTMLResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
 
-    completions = CompletionForm(service.model, name)
-
     async def show_models(request: Request) -> Response:
         require_token(request)
-        return JSONResponse({"object": "list", "data": [completions.model_json()]})
+        data = [_model_json(each) for each in models.services.values()]
+        return JSONResponse({"object": "list", "data": data})
 
     async def show_model(request: Request) -> Response:
         require_token(request)
-        completions.require_model(request.path_params["name"])
-        return JSONResponse(completions.model_json())
+        return JSONResponse(_model_json(models.named(request.path_params["name"])))
 
-    def answering(form) -> Endpoint:
-        return Endpoint(service, require_token, form)
+    generate = Endpoint(models, require_token, lambda each: GenerateForm(each.model))
+    complete = Endpoint(
+        models, require_token, lambda each: CompletionForm(each.model, each.name)
+    )
 
     app = Starlette(
         routes=[
-            Route("/v1/generate", answering(GenerateForm(service.model)), methods=["POST"]),
-            Route("/v1/completions", answering(completions), methods=["POST"]),
+            Route("/v1/generate", generate, methods=["POST"]),
+            Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/models", show_models),
             Route("/v1/models/{name:path}", show_model),
-            *_health_routes(service),
+            *_health_routes(models),
             Route("/metrics", show_metrics),
             Route("/version", show_version),
             Route("/", show_page),
@@ -131,20 +130,30 @@ def make_app(
             Exception: _failed,
         },
     )
-    return Entrance(app, service, hosts, num_connections)
+    return Entrance(app, models, hosts, num_connections)
 
 
-def _health_routes(service: Service) -> list[Route]:
+def _model_json(service: Service) -> dict:
+    """A model as `/v1/models` lists it, and the step of its checkpoint."""
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "switchx",
+        "step": service.model.step,
+    }
+
+
+def _health_routes(models: Models) -> list[Route]:
     async def show_health(request: Request) -> Response:
-        """200 while the worker lives; what it is doing."""
-        worker = service.worker
-        is_alive = worker.error is None and not worker.is_stuck
-        status = {"alive": is_alive, "ready": service.is_ready, "draining": service.is_draining}
+        """200 while the workers live; what they are doing."""
+        is_alive = models.is_alive
+        status = {"alive": is_alive, "ready": models.is_ready, "draining": models.is_draining}
         return JSONResponse(status, 200 if is_alive else 503)
 
     async def show_readiness(request: Request) -> Response:
         """200 while requests are taken."""
-        return JSONResponse({"ready": service.is_ready}, 200 if service.is_ready else 503)
+        return JSONResponse({"ready": models.is_ready}, 200 if models.is_ready else 503)
 
     views = (show_health, show_readiness, show_health)
     return [Route(path, view) for path, view in zip(HEALTH, views, strict=True)]
@@ -159,8 +168,8 @@ class Entrance:
     comes next on it is the rest of a body.
     """
 
-    def __init__(self, app, service: Service, hosts, num_connections: Callable[[], int]):
-        self._app, self._service = app, service
+    def __init__(self, app, models: Models, hosts, num_connections: Callable[[], int]):
+        self._app, self._models = app, models
         self._hosts, self._num_connections = hosts, num_connections
 
     async def __call__(self, scope, receive, send) -> None:
@@ -194,10 +203,10 @@ class Entrance:
         async def send_and_note(message):
             if message["type"] == "http.response.start":
                 record["status"] = message["status"]
-                self._service.metrics.responses.labels(str(message["status"])).inc()
+                self._models.metrics.responses.labels(str(message["status"])).inc()
                 sent = MutableHeaders(scope=message)
                 sent["x-request-id"] = record["request_id"]
-                if not is_read or self._service.is_draining:
+                if not is_read or self._models.is_draining:
                     sent["connection"] = "close"
             else:
                 record["bytes"] += len(message.get("body", b""))
@@ -225,7 +234,7 @@ class Entrance:
                     f"Host is {host!r:.80}, which is no name of this server; ask 127.0.0.1, or "
                     "start it with --allowed_hosts, or with a token",
                 )
-        most = self._service.limits.max_connections
+        most = self._models.limits.max_connections
         if self._num_connections() > most:
             return Refusal(503, f"{most} connections are open; try later", retry_after_s=1)
         return None
@@ -267,49 +276,58 @@ class Endpoint:
     """An ASGI application that answers texts; see `Route`.
 
     Args:
-        form: how a body is read, and how its answers are sent, whole or as a stream.
+        make_form: how a body is read for a service, and how its answers are sent, whole or as
+            a stream.
     """
 
     def __init__(
         self,
-        service: Service,
+        models: Models,
         require_token: Callable[[Request], None],
-        form: GenerateForm | CompletionForm,
+        make_form: Callable[[Service], GenerateForm | CompletionForm],
     ):
-        self._service, self._require_token, self._form = service, require_token, form
+        self._models, self._require_token, self._make_form = models, require_token, make_form
 
     async def __call__(self, scope, receive, send) -> None:
         request = Request(scope, receive)
         self._require_token(request)
-        service = self._service
-        with service.admitted():
-            body = await read_body(request, service.limits)
+        with self._models.admitted():
+            body = await read_body(request, self._models.limits)
             # Beside the loop: a long text does not keep others waiting.
-            wanted = await run_in_threadpool(self._form.read, body, service.limits)
-            wanted = dataclasses.replace(wanted, request_id=request.state.record["request_id"])
-            async with service.events(wanted) as events:
-                if wanted.is_streaming:
-                    response = StreamingResponse(
-                        self._form.stream(wanted, events),
-                        headers={"cache-control": "no-store"},
-                        media_type="text/event-stream",
-                    )
-                else:
-                    response = await self._whole(request, wanted, events)
-                try:
-                    # A client that reads too slowly is cut off.
-                    async with asyncio.timeout_at(events.deadline_s + READING_S):
-                        await response(scope, receive, send)
-                finally:
-                    request.state.record |= {
-                        "inputs": len(wanted.prompts),
-                        "prompt_tokens": sum(map(len, wanted.prompts)),
-                        "generation_tokens": events.num_tokens,
-                    }
+            values = await run_in_threadpool(json_object, body)
+            # From here on the request is this service's, also when another takes its name.
+            service = self._models.named(values.get("model"))
+            with service.admitted():
+                await self._answer(request, values, service, send)
 
-    async def _whole(self, request: Request, wanted, events) -> Response:
+    async def _answer(self, request: Request, values: dict, service: Service, send) -> None:
+        form = self._make_form(service)
+        wanted = await run_in_threadpool(form.read, values, service.limits)
+        wanted = dataclasses.replace(wanted, request_id=request.state.record["request_id"])
+        async with service.events(wanted) as events:
+            if wanted.is_streaming:
+                response = StreamingResponse(
+                    form.stream(wanted, events),
+                    headers={"cache-control": "no-store"},
+                    media_type="text/event-stream",
+                )
+            else:
+                response = await self._whole(request, form.whole(wanted, events))
+            try:
+                # A client that reads too slowly is cut off.
+                async with asyncio.timeout_at(events.deadline_s + READING_S):
+                    await response(request.scope, request.receive, send)
+            finally:
+                request.state.record |= {
+                    "model": service.name,
+                    "inputs": len(wanted.prompts),
+                    "prompt_tokens": sum(map(len, wanted.prompts)),
+                    "generation_tokens": events.num_tokens,
+                }
+
+    async def _whole(self, request: Request, answers) -> Response:
         """All answers in one object; stops when the client disconnects."""
-        answering = asyncio.ensure_future(self._form.whole(wanted, events))
+        answering = asyncio.ensure_future(answers)
         leaving = asyncio.ensure_future(until_disconnected(request))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)

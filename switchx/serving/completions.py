@@ -23,7 +23,6 @@ from switchx.serving.requests import (
     fields_of,
     flag,
     generator_of,
-    json_object,
     number_of,
     prompt_of,
     shown,
@@ -84,36 +83,16 @@ class CompletionForm:
 
     def __init__(self, model: Model, name: str):
         self._model, self._name = model, name
-        self._created = int(time.time())
 
-    def model_json(self) -> dict[str, Any]:
-        return {
-            "id": self._name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "switchx",
-        }
-
-    def require_model(self, name) -> None:
-        """Raises Refusal: 404, there is no model of this name."""
-        if name != self._name:
-            raise Refusal(
-                404,
-                f"model is {shown(name)}; this server has {self._name!r}",
-                field="model",
-                code="model_not_found",
-            )
-
-    def read(self, body: bytes, limits: Limits) -> CompletionRequest:
-        """The request in a body.
+    def read(self, values: dict[str, Any], limits: Limits) -> CompletionRequest:
+        """The request in a body's object.
 
         Raises:
-            Refusal: 400, it names the field that is wrong; 404, there is no such model.
+            Refusal: 400, it names the field that is wrong.
         """
         if self._model.vocabulary is None:
             raise wrong(None, "the model came without a vocabulary; use /v1/generate")
-        values = fields_of(json_object(body), FIELDS)
-        self.require_model(values.get("model", self._name))
+        values = fields_of(values, FIELDS)
         num_choices = _count(values, "n", 1, limits.max_inputs)
         for name, (neutral, way_out) in UNSUPPORTED.items():
             value = values.get(name)

@@ -8,6 +8,7 @@ time, files and collections of garbage are under Prometheus' own names, `process
 import functools
 import importlib.metadata
 import time
+from collections.abc import Callable, Iterable
 
 import jax
 from prometheus_client import (
@@ -16,11 +17,10 @@ from prometheus_client import (
     Gauge,
     GCCollector,
     Histogram,
-    Info,
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from switchx.inference.programs import COMPILATIONS, PROGRAMS
 from switchx.manifest import git_commit
@@ -35,22 +35,34 @@ INTER_TOKEN = (
 )  # fmt: skip
 LATENCY = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# vLLM's label of what is one model's.
+MODEL = ("model_name",)
+REASONS, OUTCOMES = ("stop", "length"), ("loaded", "unchanged", "failed")
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own."""
+    """Counters of one server, in a registry of its own.
+
+    Attributes:
+        responses: of the server, by their status. The other families are by model; `of` gives
+            one model's.
+        built: names and steps of the models that take requests, for `build_info`.
+    """
 
     def __init__(self):
         self._registry = CollectorRegistry()
+        self._models: dict[str, ModelMetrics] = {}
+        self.built: Callable[[], Iterable[tuple[str, int]]] = tuple
 
         def gauge(name, text):
-            return Gauge(f"switchx:{name}", text, registry=self._registry)
+            return Gauge(f"switchx:{name}", text, MODEL, registry=self._registry)
 
         def counter(name, text, *labels):
             return Counter(f"switchx:{name}", text, labels, registry=self._registry)
 
         def histogram(name, text, buckets):
-            return Histogram(f"switchx:{name}", text, registry=self._registry, buckets=buckets)
+            name = f"switchx:{name}"
+            return Histogram(name, text, MODEL, registry=self._registry, buckets=buckets)
 
         self.running = gauge("num_requests_running", "Inputs being answered.")
         self.waiting = gauge("num_requests_waiting", "Inputs in the queue.")
@@ -64,31 +76,72 @@ class Metrics:
         self.queue_s = histogram("request_queue_time_seconds", to_start, FIRST_TOKEN)
         together = "Inputs that were decoded together."
         self.batch_size = histogram("batch_size", together, BATCH)
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of inputs.")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of inputs.", *MODEL)
         written = "Tokens of answers, without their ends."
-        self.generation_tokens = counter("generation_tokens", written)
+        self.generation_tokens = counter("generation_tokens", written, *MODEL)
         answered = "Answered inputs: `stop` came to an end, `length` was cut off."
-        self.success = counter("request_success", answered, "finished_reason")
+        self.success = counter("request_success", answered, *MODEL, "finished_reason")
         left = "Inputs whose clients left or ran out of time."
-        self.abandoned = counter("request_abandoned", left)
+        self.abandoned = counter("request_abandoned", left, *MODEL)
+        again = "Times that a model was loaded again, or was to be: SIGHUP."
+        self.reloads = counter("model_reloads", again, *MODEL, "outcome")
         self.responses = counter("http_responses", "Responses by status.", "status")
         self._registry.register(_Compiled())
-
+        self._registry.register(_Built(self))
         ProcessCollector(registry=self._registry)
         GCCollector(registry=self._registry)
-        build = Info("switchx:build", "What answers.", registry=self._registry)
-        build.info(versions())
+
+    def of(self, name: str) -> "ModelMetrics":
+        """Those of a model, which go on when it is loaded again."""
+        if name not in self._models:
+            self._models[name] = ModelMetrics(self, name)
+        return self._models[name]
+
+    def text(self) -> bytes:
+        """In Prometheus' format."""
+        return generate_latest(self._registry)
+
+
+class ModelMetrics:
+    """The counters of one model; all are there from the beginning, at 0.
+
+    Attributes:
+        server: the `Metrics` that have them.
+    """
+
+    def __init__(self, server: Metrics, name: str):
+        self.server = server
+        self.running, self.waiting = server.running.labels(name), server.waiting.labels(name)
+        self.first_token_s = server.first_token_s.labels(name)
+        self.inter_token_s = server.inter_token_s.labels(name)
+        self.latency_s = server.latency_s.labels(name)
+        self.queue_s = server.queue_s.labels(name)
+        self.batch_size = server.batch_size.labels(name)
+        self.prompt_tokens = server.prompt_tokens.labels(name)
+        self.generation_tokens = server.generation_tokens.labels(name)
+        self.success = {each: server.success.labels(name, each) for each in REASONS}
+        self.abandoned = server.abandoned.labels(name)
+        self.reloads = {each: server.reloads.labels(name, each) for each in OUTCOMES}
 
     def count_answer(self, each, num_tokens: int, reason: str) -> None:
         """Counts an answer to a `QueuedInput`."""
         self.latency_s.observe(time.monotonic() - each.arrival_s)
         self.prompt_tokens.inc(len(each.prompt))
         self.generation_tokens.inc(num_tokens)
-        self.success.labels(reason).inc()
+        self.success[reason].inc()
 
-    def text(self) -> bytes:
-        """In Prometheus' format."""
-        return generate_latest(self._registry)
+
+class _Built:
+    """What answers: the code, and the step of each model."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+
+    def collect(self):
+        family = InfoMetricFamily("switchx:build", "What answers.")
+        for name, step in self._metrics.built():
+            family.add_metric((), versions() | {MODEL[0]: name, "step": str(step)})
+        yield family
 
 
 class _Compiled:

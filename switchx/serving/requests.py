@@ -22,7 +22,7 @@ from switchx.serving.limits import Limits
 
 # What is decoded together is pruned together: the server's choice.
 OPTIONS = {name: each for name, each in options(DecodingConfig).items() if name != "pruning"}
-FIELDS = ("inputs", "stream", *OPTIONS)
+FIELDS = ("inputs", "model", "stream", *OPTIONS)
 # Of lists and objects in each other: a request needs three.
 MAX_DEPTH = 16
 # OpenAI's names of kinds of errors, where it is neither the request nor the server.
@@ -131,13 +131,12 @@ class GenerateRequest:
         return self.is_streaming
 
 
-def read_request(body: bytes, model: Model, limits: Limits) -> GenerateRequest:
-    """The request in a body.
+def read_request(values: dict[str, Any], model: Model, limits: Limits) -> GenerateRequest:
+    """The request in a body's object.
 
     Raises:
         Refusal: 400; it names the field that is wrong.
     """
-    values = json_object(body)
     values = fields_of(values, FIELDS)
     if "inputs" not in values:
         raise wrong("inputs", "inputs is missing; give a text, or a list of texts")

@@ -20,7 +20,7 @@ from switchx.inference.generate import Generator
 from switchx.inference.running_batch import Hypothesis, RunningBatch, are_compiled
 from switchx.inference.sampling import RowSettings
 from switchx.serving.limits import PROMPT_LENGTHS, Limits
-from switchx.serving.metrics import Metrics
+from switchx.serving.metrics import ModelMetrics
 from switchx.serving.request_queue import (
     Answer,
     Failure,
@@ -53,7 +53,7 @@ class Worker(threading.Thread):
         heartbeat_s: when it last did steps, of the clock `time.monotonic`.
     """
 
-    def __init__(self, model: Model, limits: Limits, metrics: Metrics):
+    def __init__(self, model: Model, limits: Limits, metrics: ModelMetrics):
         super().__init__(name="switchx-worker", daemon=True)
         self._model, self._limits, self._metrics = model, limits, metrics
         self.queue, self.compiler = RequestQueue(limits), Compiler(self)
@@ -258,8 +258,11 @@ class Worker(threading.Thread):
 
     def compile_more(self, group: Group) -> None:
         """Compiles what the next larger batch of a group needs."""
-        sizes = BATCHES[: BATCHES.index(rounded_up(self._limits.batch_size, BATCHES)) + 1]
-        size = next(size for size in sizes if size > self._num_compiled(group))
+        generator = self._generator(group)
+        # On a mesh they are multiples of the devices that split them.
+        sizes = generator.devices.batches(generator.config, BATCHES)
+        most = rounded_up(self._limits.batch_size, sizes)
+        size = next(size for size in sizes if self._num_compiled(group) < size <= most)
         # All but one end at once, and it soon after: the batch shrinks to all smaller sizes.
         longest = min(2, group.answer_length)
         inputs = [

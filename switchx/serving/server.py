@@ -2,20 +2,23 @@
 """The process: a socket, uvicorn, and an end that loses no answer.
 
 SIGTERM (or Ctrl-C) stops new requests, which get 503, and waits for those that run; a second
-one does not wait.
+one does not wait. SIGHUP has the models loaded again (models.py).
 """
 
+import contextlib
 import logging
 import resource
+import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 
 import uvicorn
 
 from switchx.serving.app import make_app
+from switchx.serving.models import Models, Reloader
 from switchx.serving.protocol import RESERVED_CONNECTIONS, BoundedProtocol, num_staying
-from switchx.serving.service import Service
 
 LOG = logging.getLogger(__name__)
 SEND_BUFFER_BYTES = 256 << 10
@@ -52,21 +55,26 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        service: Service,
+        models: Models,
         token: str | None = None,
         hosts: Sequence[str] | None = None,
-        name: str = "switchx",
+        reloader: Reloader | None = None,
     ):
-        """`token`, `hosts` and `name` as in `make_app`."""
+        """A server of some models.
+
+        Args:
+            token, hosts: as in `make_app`.
+            reloader: of the models, which SIGHUP asks; None leaves that signal alone.
+        """
 
         class Protocol(BoundedProtocol):
-            limits = service.limits
+            limits = models.limits
 
             def count(self, status: int) -> None:
-                service.metrics.responses.labels(str(status)).inc()
+                models.metrics.responses.labels(str(status)).inc()
 
         config = uvicorn.Config(
-            make_app(service, token, hosts, self._num_connections, name),
+            make_app(models, token, hosts, self._num_connections),
             http=Protocol,
             ws="none",
             lifespan="off",
@@ -78,7 +86,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         # Faults of clients are not logged; failures of ours are, by the routes.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        self._service, self._drain_until_s = service, None
+        self._models, self._reloader, self._drain_until_s = models, reloader, None
         self._was_ready = self.is_cut_short = False
 
     def handle_exit(self, sig, frame) -> None:
@@ -90,27 +98,28 @@ class Server(uvicorn.Server):
 
     def drain(self) -> None:
         """Takes no new requests, and stops when those that run are answered."""
-        self._service.is_draining = True
-        self._drain_until_s = time.monotonic() + self._service.limits.drain_timeout_s
-        LOG.info("stopping: %d requests are still answered", self._service.num_open)
+        self._models.is_draining = True
+        self._drain_until_s = time.monotonic() + self._models.limits.drain_timeout_s
+        LOG.info("stopping: %d requests are still answered", self._models.num_open)
 
     async def on_tick(self, counter: int) -> bool:
         now_s = time.monotonic()
+        self._models.look()
         for connection in list(self.server_state.connections):
             connection.check(now_s)
-        if not self._was_ready and self._service.is_ready:
+        if not self._was_ready and self._models.is_ready:
             self._was_ready = True
             LOG.info("ready")
-        if self._service.worker.error is not None:
+        if self._models.error is not None:
             self.is_cut_short = self.should_exit = True
         if self._drain_until_s is not None:
             is_late = now_s > self._drain_until_s
-            if is_late and self._service.num_open:
+            if is_late and self._models.num_open:
                 self.is_cut_short = True
-                self._service.refuse_open(
+                self._models.refuse_open(
                     "the server stopped before the answer; ask another one"
                 )
-            self.should_exit |= is_late or not self._service.num_open
+            self.should_exit |= is_late or not self._models.num_open
         return await super().on_tick(counter)
 
     def _num_connections(self) -> int:
@@ -118,12 +127,31 @@ class Server(uvicorn.Server):
 
     def run_until_stopped(self, listener: socket.socket) -> bool:
         """Serves; returns whether all that was taken was answered."""
-        allow_open_files(self._service.limits.max_connections + RESERVED_CONNECTIONS)
+        allow_open_files(self._models.limits.max_connections + RESERVED_CONNECTIONS)
         try:
-            self.run(sockets=[listener])
+            with self._reloading():
+                self.run(sockets=[listener])
         finally:
-            self._service.close()
+            self._models.close()
         return not self.is_cut_short
+
+    @contextlib.contextmanager
+    def _reloading(self):
+        """A context in which SIGHUP has the models loaded again."""
+        if self._reloader is None:
+            yield
+            return
+        self._reloader.start()
+        # Python runs handlers of signals in the main thread alone.
+        is_main = threading.current_thread() is threading.main_thread()
+        ask = self._reloader.ask
+        before = is_main and signal.signal(signal.SIGHUP, lambda *_: ask())
+        try:
+            yield
+        finally:
+            if is_main:
+                signal.signal(signal.SIGHUP, before)
+            self._reloader.close()
 
 
 def allow_open_files(number: int) -> None:

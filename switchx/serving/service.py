@@ -2,12 +2,13 @@
 """A model that answers requests, seen from the event loop: requests in, events out.
 
 `Service` admits requests and puts their inputs into the queue whose worker (scheduler.py)
-answers them; `Events` is what comes back for one of them.
+answers them; `Events` is what comes back for one of them. models.py has those of a server.
 """
 
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import AsyncIterator, Callable
 
 from switchx.api import Model
@@ -19,43 +20,50 @@ from switchx.serving.scheduler import Worker
 
 
 class Service:
-    """A model that answers requests.
+    """A model that answers requests, under a name.
 
     Attributes:
-        num_open: requests that are being read or answered.
-        is_draining: no new ones are taken.
+        created: when it began, in seconds of the epoch.
+        num_open: its requests that are being read or answered.
     """
 
-    def __init__(self, model: Model, limits: Limits):
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        name: str = "switchx",
+        metrics: Metrics | None = None,
+    ):
         """Starts the worker, which compiles first.
+
+        Args:
+            metrics: of the server; None makes new ones.
 
         Raises:
             ValueError: the model cannot generate.
         """
         model.generator()
-        self.model, self.limits, self.metrics = model, limits, Metrics()
+        self.model, self.limits, self.name, self.created = model, limits, name, int(time.time())
+        self.metrics = (metrics or Metrics()).of(name)
         self.worker = Worker(model, limits, self.metrics)
         self._queue = self.worker.queue
-        self.metrics.waiting.set_function(lambda: len(self._queue))
-        self.metrics.running.set_function(lambda: len(self.worker.running))
-        self.num_open, self.is_draining = 0, False
+        self.num_open = 0
         self._open: set[Events] = set()
         self.worker.start()
         self.worker.compiler.start()
 
     @property
-    def is_ready(self) -> bool:
-        return self.worker.is_ready and not self.is_draining
+    def num_waiting(self) -> int:
+        """Inputs in the queue."""
+        return len(self._queue)
 
     @contextlib.contextmanager
     def admitted(self):
-        """A request from its head to its response.
+        """A request of this model, until its response.
 
         Raises:
-            Refusal: 503; the server stops, the worker ended, or it is still compiling.
+            Refusal: 503; the worker ended, or it is still compiling.
         """
-        if self.is_draining:
-            raise Refusal(503, "the server is stopping; ask another one", retry_after_s=10)
         if self.worker.error is not None:
             raise Refusal(503, "the model is not running any more; the server's log says why")
         if not self.worker.is_ready:

@@ -59,11 +59,14 @@ def test_a_process_serves_drains_and_ends_well(folder, start_cli, tmp_path):
     assert get(address, "/healthz") == (200, {"alive": True, "ready": True, "draining": False})
     assert served.post(address, {"inputs": "gate"})[0] == 401
     headers = {"Authorization": f"Bearer {TOKEN}"}
+    process.send_signal(signal.SIGHUP)
+    line_of(process, f"{folder.name}: step 9 is the newest; it goes on")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         # They wait for their program, which takes a while to compile.
         request = {"inputs": ["gate", "of"], "beam_size": 2, "max_new_tokens": 4}
         asking = pool.submit(served.post, address, request, headers=headers)
-        while b"num_requests_waiting 2.0" not in metrics_of(address, headers):
+        waiting = f'num_requests_waiting{{model_name="{folder.name}"}} 2.0'.encode()
+        while waiting not in metrics_of(address, headers):
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         line_of(process, r"stopping: 1 requests are still answered")
@@ -117,10 +120,34 @@ def metrics_of(address, headers) -> bytes:
         (["--token_file=nothing.txt"], "--token_file=nothing.txt cannot be read: "),
         (["--access_log=no/folder/log"], "--access_log=no/folder/log cannot be written: "),
         (["--model_dir=nothing"], "nothing is not a run folder"),
+        (["--served_model_name=a/b"], "'a/b' is no name of a model; use letters, digits and"),
+        (["--model=a=x"], "--model: not allowed with argument --model_dir"),
     ],
 )
 def test_wrong_options_are_refused(folder, in_a_folder, capsys, options, message):
     assert main(["serve", f"--model_dir={folder}", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "one of the arguments --model_dir --model is required"),
+        (["--model=runs"], "'runs' is no model; write NAME=DIR, as small=runs/small"),
+        (["--model=a="], "'a=' is no model; write NAME=DIR"),
+        (["--model=a b=x"], "'a b' is no name of a model"),
+        (["--model=a/b=x"], "'a/b' is no name of a model"),
+        (["--model==x"], "'' is no name of a model"),
+        (
+            ["--model=a=x", "--model=b=x", "--model=a=y"],
+            "which several are called a; give each",
+        ),
+        (["--model=a=x", "--served_model_name=b"], "--served_model_name=b is for --model_dir"),
+        (["--model=a=nothing"], "nothing is not a run folder"),
+    ],
+)
+def test_wrong_models_are_refused(in_a_folder, capsys, options, message):
+    assert main(["serve", *options]) == 2
     assert message in capsys.readouterr().err
 
 

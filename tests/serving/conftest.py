@@ -12,7 +12,7 @@ from tests.serving import served
 @pytest.fixture(scope="session")
 def service(session_cache):
     with compiled_once(session_cache / "compiled"):
-        service = served.start()
+        service = served.start(name="tiny")
         yield service
         service.close()
 

@@ -18,6 +18,7 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
+from switchx.serving.models import Models
 from switchx.serving.server import Server, open_socket
 from switchx.serving.service import Service
 
@@ -47,9 +48,9 @@ def model() -> Model:
     return Model(CONFIG, params, ByteVocabulary(), 0, TextFormat(True, False, True), "")
 
 
-def start(limits: Limits = LIMITS, a_model: Model | None = None) -> Service:
+def start(limits: Limits = LIMITS, a_model: Model | None = None, **keywords) -> Service:
     """A service that is ready."""
-    service = Service(a_model or model(), limits)
+    service = Service(a_model or model(), limits, **keywords)
     while not service.worker.is_ready:
         assert service.worker.error is None, service.worker.error
         time.sleep(0.01)
@@ -73,10 +74,11 @@ def is_said(result: dict, text: str) -> bool:
 
 
 @contextlib.contextmanager
-def listening(service: Service, *arguments, **keywords):
+def listening(models: Models | Service, *arguments, **keywords):
     """A server (`Server`'s arguments) in a thread; host and port."""
+    models = Models([models]) if isinstance(models, Service) else models
     with open_socket("127.0.0.1", 0) as listener:
-        server = Server(service, *arguments, **keywords)
+        server = Server(models, *arguments, **keywords)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         yield listener.getsockname()[:2]

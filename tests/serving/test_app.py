@@ -17,14 +17,20 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.inference.chosen_experts import ChosenExperts, on_host
 from switchx.serving.answers import JSONResponse, TextStream, encoded
 from switchx.serving.app import PAGE, make_app
+from switchx.serving.models import Models
 from tests.serving import served
 
 HEADERS = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
-def client(service):
-    return TestClient(make_app(service))
+def models(service):
+    return Models([service])
+
+
+@pytest.fixture
+def client(models):
+    return TestClient(make_app(models))
 
 
 def test_answers_are_the_models_own(client):
@@ -62,7 +68,7 @@ def test_a_model_with_slots_for_experts_answers_the_same():
     model = dataclasses.replace(resident, config=config, params=params, experts=experts)
     service = served.start(a_model=model)
     try:
-        client = TestClient(make_app(service))
+        client = TestClient(make_app(Models([service])))
         body = client.post("/v1/generate", json={"inputs": served.TEXTS}).json()
         assert all(map(served.is_said, body["results"], served.TEXTS))
     finally:
@@ -113,7 +119,7 @@ def test_refusals_have_their_status(client, content, headers, status):
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_an_answer_that_takes_too_long_is_an_error(service, limited, is_streaming):
     limited(batch_wait_ms=500, request_timeout_s=0.05)
-    client = TestClient(make_app(service))
+    client = TestClient(make_app(Models([service])))
     request = {"inputs": "gate", "stream": is_streaming}
     response = client.post("/v1/generate", json=request)
     message = "there was no answer within 0.05 s; ask for less, or later"
@@ -159,10 +165,10 @@ def test_a_model_that_fails_is_an_error(client, service, monkeypatch, is_streami
 TOKEN = "0123456789abcdef"
 
 
-def test_health_says_what_it_does(client, service, monkeypatch):
+def test_health_says_what_it_does(client, models, service, monkeypatch):
     assert client.get("/healthz").json() == {"alive": True, "ready": True, "draining": False}
     assert client.get("/healthz/ready").status_code == 200
-    monkeypatch.setattr(service, "is_draining", True)
+    monkeypatch.setattr(models, "is_draining", True)
     response = client.get("/healthz")
     assert response.status_code == 200
     assert response.json() == {"alive": True, "ready": False, "draining": True}
@@ -201,7 +207,7 @@ def test_metrics_count(client):
 
 
 def test_a_token_is_asked_for(service):
-    client = TestClient(make_app(service, TOKEN))
+    client = TestClient(make_app(Models([service]), TOKEN))
     for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN},
                     {"Authorization": "Bearer é".encode()}):  # fmt: skip
         for response in (
@@ -263,7 +269,7 @@ def test_failures_of_ours_say_nothing_of_themselves(service, monkeypatch, caplog
         raise ZeroDivisionError("a secret")
 
     monkeypatch.setattr("switchx.serving.answers.read_request", fail)
-    client = TestClient(make_app(service), raise_server_exceptions=False)
+    client = TestClient(make_app(Models([service])), raise_server_exceptions=False)
     response = client.post("/v1/generate", json={"inputs": "gate"})
     assert response.status_code == 500 and "secret" not in response.text
     assert response.json()["error"]["message"] == "the server failed; its log says how"

@@ -13,6 +13,7 @@ from switchx.data.tokenizers import ByteVocabulary
 from switchx.serving.answers import GrowingText
 from switchx.serving.app import make_app
 from switchx.serving.completions import DEFAULT_TOKENS, FIELDS, UNSUPPORTED, CompletionForm
+from switchx.serving.models import Models
 from switchx.serving.requests import Refusal
 from tests.serving import served
 
@@ -24,7 +25,7 @@ GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 8}
 def openai(service):
     """OpenAI's client of a server that asks for a token and calls its model `tiny`."""
     package = pytest.importorskip("openai", reason="needs openai, of the extra dev")
-    with served.listening(service, TOKEN, name="tiny") as (host, port):
+    with served.listening(service, TOKEN) as (host, port):
         base_url = f"http://{host}:{port}/v1"
         with package.OpenAI(base_url=base_url, api_key=TOKEN, max_retries=0) as client:
             yield client
@@ -32,7 +33,7 @@ def openai(service):
 
 @pytest.fixture
 def client(service):
-    return TestClient(make_app(service, name="tiny"))
+    return TestClient(make_app(Models([service])))
 
 
 def test_a_completion_is_the_models_own(openai):
@@ -114,7 +115,7 @@ def test_a_stop_string_ends_a_text_before_it(client, service, is_streaming):
 
     def counted():
         # An answer that was there before its text was looked at counts as the model's own end.
-        ended = (metrics.success.labels(reason)._value.get() for reason in ("stop", "length"))
+        ended = (metrics.success[reason]._value.get() for reason in ("stop", "length"))
         return metrics.abandoned._value.get(), sum(ended)
 
     counts = counted()
@@ -207,14 +208,14 @@ FORM = CompletionForm(served.model(), "tiny")
 
 
 def read(**values):
-    return FORM.read(json.dumps({"prompt": "ab"} | values).encode(), served.LIMITS)
+    return FORM.read({"prompt": "ab"} | values, served.LIMITS)
 
 
 def test_defaults_are_openais():
     got = read()
     assert got.settings.temperature == 1.0 and got.settings.max_new_tokens == 8
     limits = dataclasses.replace(served.LIMITS, max_new_tokens=64)
-    assert FORM.read(b'{"prompt": "ab"}', limits).settings.max_new_tokens == DEFAULT_TOKENS
+    assert FORM.read({"prompt": "ab"}, limits).settings.max_new_tokens == DEFAULT_TOKENS
     assert read(temperature=0, top_p=0.5, top_k=3).settings.is_sampling is False
     assert read(beam_size=2).settings.beam_size == 2
     neutral = {name: values[0] for name, (values, _) in UNSUPPORTED.items() if values}
@@ -259,7 +260,7 @@ def test_what_cannot_be_done_is_named(values, field, message):
 def test_a_model_without_a_vocabulary():
     form = CompletionForm(dataclasses.replace(served.model(), vocabulary=None), "tiny")
     with pytest.raises(Refusal, match="came without a vocabulary; use /v1/generate"):
-        form.read(b'{"prompt": "ab"}', served.LIMITS)
+        form.read({"prompt": "ab"}, served.LIMITS)
 
 
 @hypothesis.settings(deadline=None)

@@ -25,6 +25,7 @@ from tests.training.saved_runs import save_run
 PAGE = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+EIGHT_DEVICES = "XLA_FLAGS=--xla_force_host_platform_device_count=8 "
 # A free port for each of the page's; small programs.
 BRIEF = ("--port=0", "--max_new_tokens=16", "--warm_up_tokens=0")
 
@@ -69,6 +70,7 @@ def test_commands_run(serve, tmp_path):
     save_run(tmp_path / "runs/tiny", served.CONFIG, source=task)
     port = ""
     for command in COMMANDS:
+        command = command.removeprefix(EIGHT_DEVICES)  # tests have them
         if command.startswith("pip"):
             continue
         if command.startswith("switchx"):

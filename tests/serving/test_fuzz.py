@@ -88,7 +88,7 @@ def attack(address, examples: int, timeout_s: float = 0.3):
 
 
 def assert_unharmed(service):
-    assert service.is_ready and service.worker.error is None
+    assert service.worker.is_ready and service.worker.error is None
     assert len(service._queue) == 0
 
 

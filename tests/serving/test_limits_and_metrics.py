@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits that contradict each other, and what is counted, under vLLM's names."""
 
+import time
+
 import jax
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -8,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from switchx.inference.config import DecodingConfig
 from switchx.inference.programs import COMPILATIONS
 from switchx.serving.limits import Limits
-from switchx.serving.metrics import Metrics
+from switchx.serving.metrics import Metrics, versions
 from tests.data.refusals import refused
 
 
@@ -60,16 +62,18 @@ VLLM = {
 
 def test_names_are_vllms_and_values_are_read_back():
     metrics = Metrics()
-    metrics.running.set(3)
-    metrics.first_token_s.observe(0.03)
-    metrics.success.labels("stop").inc()
+    model = metrics.of("tiny")
+    model.running.set(3)
+    model.first_token_s.observe(0.03)
+    model.success["stop"].inc()
     jax.jit(lambda x: x + 17)(1.0)
     families = {
         family.name: family
         for family in text_string_to_metric_families(metrics.text().decode())
     }
     assert {f"switchx:{name}" for name in VLLM} <= set(families)
-    assert families["switchx:num_requests_running"].samples[0].value == 3
+    (running,) = families["switchx:num_requests_running"].samples
+    assert (running.value, running.labels) == (3, {"model_name": "tiny"})
     (compiled,) = families["switchx:compilations"].samples
     assert compiled.name == "switchx:compilations_total"
     assert compiled.value == COMPILATIONS.number >= 1 and COMPILATIONS.seconds > 0
@@ -82,20 +86,27 @@ def test_names_are_vllms_and_values_are_read_back():
 
 
 def test_the_process_and_what_it_is_made_of():
+    metrics = Metrics()
+    metrics.built = lambda: [("tiny", 5), ("base", 9)]
     families = {
         family.name: family.samples
-        for family in text_string_to_metric_families(Metrics().text().decode())
+        for family in text_string_to_metric_families(metrics.text().decode())
     }
-    (build,) = families["switchx:build"] if "switchx:build" in families else (
-        families["switchx:build_info"]
-    )  # fmt: skip
-    assert build.name == "switchx:build_info" and build.value == 1 and build.labels["jax"]
-    (resident,) = families["process_resident_memory_bytes"]
-    assert resident.value > 1e6
+    built = families["switchx:build_info"]
+    assert [each.name for each in built] == ["switchx:build_info"] * 2
+    assert all(each.value == 1 and each.labels["jax"] == jax.__version__ for each in built)
+    assert {each.labels["version"] for each in built} == {versions()["version"]}
+    steps = {each.labels["model_name"]: each.labels["step"] for each in built}
+    assert steps == {"tiny": "5", "base": "9"}
+    values = {name: samples[0].value for name, samples in families.items() if samples}
+    assert values["process_resident_memory_bytes"] > 1e6
+    assert values["process_cpu_seconds"] > 0 and values["process_open_fds"] > 0
+    assert 0 < time.time() - values["process_start_time_seconds"] < 1e5
 
 
 def test_servers_count_apart():
     one, other = Metrics(), Metrics()
-    one.prompt_tokens.inc(5)
-    assert b"switchx:prompt_tokens_total 5.0" in one.text()
-    assert b"switchx:prompt_tokens_total 0.0" in other.text()
+    name = b'switchx:prompt_tokens_total{model_name="a"}'
+    one.of("a").prompt_tokens.inc(5)
+    other.of("a")
+    assert name + b" 5.0" in one.text() and name + b" 0.0" in other.text()

@@ -15,6 +15,7 @@ from switchx.inference.config import DecodingConfig
 from switchx.serving.requests import (
     FIELDS,
     Refusal,
+    json_object,
     read_body,
     read_request,
     until_disconnected,
@@ -84,7 +85,7 @@ def test_wrong_heads(headers, status):
 
 def read(body, limits=LIMITS, a_model=None):
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return read_request(body, a_model or model(), limits)
+    return read_request(json_object(body), a_model or model(), limits)
 
 
 def refusal(body, **options) -> Refusal:
@@ -103,16 +104,16 @@ def test_a_request_with_everything():
     assert got.prompts == [[100, 101, 1], [70, 1]]
     assert got.settings == DecodingConfig(3, 1, 0.5, 4, 1.0, 9, -1.0, min_new_tokens=2)
     assert got.is_streaming
-    assert set(settings) | {"inputs", "stream", "beam_size"} == set(FIELDS)
+    assert set(settings) | {"model", "inputs", "stream", "beam_size"} == set(FIELDS)
     assert options(DecodingConfig).keys() - set(FIELDS) == {"pruning"}
 
 
 def test_a_way_of_decoding_that_is_not_answered():
     limits = dataclasses.replace(LIMITS, decodings="greedy,beam2")
-    body = b'{"inputs": "ab", "beam_size": 2}'
-    assert read_request(body, model(), limits).settings.beam_size == 2
+    values = {"inputs": "ab", "beam_size": 2}
+    assert read_request(values, model(), limits).settings.beam_size == 2
     with pytest.raises(Refusal, match="this server answers greedy, beam2") as caught:
-        read_request(b'{"inputs": "ab", "temperature": 0.5}', model(), limits)
+        read_request({"inputs": "ab", "temperature": 0.5}, model(), limits)
     assert (caught.value.status, caught.value.field) == (400, "temperature")
 
 

@@ -19,6 +19,7 @@ from switchx.inference.running_batch import Hypothesis
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
+from switchx.serving.models import Models
 from switchx.serving.request_queue import (
     Answer,
     Failure,
@@ -281,7 +282,7 @@ def test_a_decoder_only_model_with_few_positions():
     service.close()
     assert got == want
     with pytest.raises(Refusal, match="needs 13 positions, the model has 12"):
-        read_request(b'{"inputs": "ab", "max_new_tokens": 10}', model, limits)
+        read_request({"inputs": "ab", "max_new_tokens": 10}, model, limits)
 
 
 def request_of(texts, is_streaming=False):
@@ -373,11 +374,12 @@ def test_clients_that_disconnect_are_counted_and_not_waited_for(service):
 
 def test_no_request_is_admitted_when_it_stops_or_has_not_begun(service, monkeypatch):
     admit(service)
-    assert service.is_ready and service.num_open == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(service, "is_draining", True)
-        assert "is stopping" in refusal(lambda: admit(service)).message
-        assert not service.is_ready
+    models = Models([service])
+    admit(models)
+    assert models.is_ready and service.num_open == models.num_open == 0
+    models.is_draining = True
+    assert "is stopping" in refusal(lambda: admit(models)).message
+    assert not models.is_ready
     with monkeypatch.context() as patch:
         patch.setattr(service.worker, "is_ready", False)
         early = refusal(lambda: admit(service))

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from switchx.serving.app import is_loopback
+from switchx.serving.models import Models
 from switchx.serving.server import Server, open_socket
 from tests.serving import served
 from tests.serving.served import exchange, request_bytes, status_and_json
@@ -36,7 +37,7 @@ def test_a_head_that_does_not_end_in_time(address):
 
 
 def test_responses_that_no_route_gives_are_counted(service, address):
-    counts = service.metrics.responses.labels("400")._value
+    counts = service.metrics.server.responses.labels("400")._value
     before = counts.get()
     assert exchange(address, b"GET\r\n\r\n").startswith(b"HTTP/1.1 400")
     assert counts.get() == before + 1
@@ -150,10 +151,9 @@ def test_what_only_this_machine_reaches():
 def test_draining_answers_the_old_and_refuses_the_new(service, limited, monkeypatch):
     limited(batch_wait_ms=700)
     monkeypatch.setattr(service, "close", lambda: None)  # others need its worker
-    monkeypatch.setattr(service, "is_draining", False)
     with open_socket("127.0.0.1", 0) as listener:
         address, ends, answers = listener.getsockname(), [], []
-        server = Server(service)
+        server = Server(Models([service]))
         serving = threading.Thread(
             target=lambda: ends.append(server.run_until_stopped(listener))
         )
@@ -178,10 +178,9 @@ def test_draining_answers_the_old_and_refuses_the_new(service, limited, monkeypa
 def test_a_drain_that_is_too_long_refuses_what_is_left(service, limited, monkeypatch):
     limited(batch_wait_ms=20_000, drain_timeout_s=0.5)
     monkeypatch.setattr(service, "close", lambda: None)
-    monkeypatch.setattr(service, "is_draining", False)
     with open_socket("127.0.0.1", 0) as listener:
         address, ends, answers = listener.getsockname(), [], []
-        server = Server(service)
+        server = Server(Models([service]))
         serving = threading.Thread(
             target=lambda: ends.append(server.run_until_stopped(listener))
         )
@@ -209,10 +208,9 @@ def test_a_drain_that_is_too_long_refuses_what_is_left(service, limited, monkeyp
 def test_a_second_signal_does_not_wait(service, limited, monkeypatch):
     limited(batch_wait_ms=1500)
     monkeypatch.setattr(service, "close", lambda: None)
-    monkeypatch.setattr(service, "is_draining", False)
     with open_socket("127.0.0.1", 0) as listener:
         address, ends = listener.getsockname(), []
-        server = Server(service)
+        server = Server(Models([service]))
         serving = threading.Thread(
             target=lambda: ends.append(server.run_until_stopped(listener))
         )

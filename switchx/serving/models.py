@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of a server: which one answers a request, and newer ones in their places.
+
+A request names its model; one that names none is the first model's. When the server is asked
+to reload, the newest checkpoint of each model's folder is loaded beside the one that runs. It
+takes the new requests when its programs are compiled; those that were admitted before are
+answered by the model that admitted them, which then goes. Until then both are in memory.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from switchx import api
+from switchx.checkpoint.manifest import find_damage
+from switchx.checkpoint.restore import checkpoint_paths
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.checkpoint.verify import checkpoint_faults
+from switchx.inference.artifact import is_artifact
+from switchx.inference.config import ExpertSlots
+from switchx.partitioning.mesh import MeshSpec
+from switchx.serving.limits import Limits
+from switchx.serving.metrics import Metrics
+from switchx.serving.requests import Refusal, shown
+from switchx.serving.service import Service
+
+LOG = logging.getLogger(__name__)
+# Between two looks at a thread.
+_LOOK_S = 0.05
+
+
+class Models:
+    """The services of a server's models, used in its event loop.
+
+    Attributes:
+        services: that take new requests, by name; the first one has those without a name.
+        num_open: requests of all models, from their heads to their responses.
+        is_draining: no new ones are taken.
+    """
+
+    def __init__(self, services: Sequence[Service]):
+        """Takes services of different names, with the same limits and `Metrics`."""
+        self.services = {each.name: each for each in services}
+        self._retired: list[Service] = []
+        self._newer: queue.SimpleQueue[Service] = queue.SimpleQueue()
+        self.num_open, self.is_draining = 0, False
+        for name, each in self.services.items():
+            each.metrics.running.set_function(lambda name=name: self._num_running(name))
+            each.metrics.waiting.set_function(lambda name=name: self._num_waiting(name))
+        self.metrics.built = lambda: [
+            (name, each.model.step) for name, each in self.services.items()
+        ]
+
+    @property
+    def first(self) -> Service:
+        return next(iter(self.services.values()))
+
+    @property
+    def limits(self) -> Limits:
+        return self.first.limits
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.first.metrics.server
+
+    @property
+    def all(self) -> list[Service]:
+        """Those that take new requests, and those that still answer old ones."""
+        return [*self.services.values(), *self._retired]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every model takes requests."""
+        is_each_ready = all(each.worker.is_ready for each in self.services.values())
+        return is_each_ready and not self.is_draining
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every worker is, and none of them is stuck."""
+        return self.error is None and not any(each.worker.is_stuck for each in self.all)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why a worker is not alive any more."""
+        return next((each.worker.error for each in self.all if each.worker.error), None)
+
+    def named(self, name: Any) -> Service:
+        """The service of a name; None is the first one's.
+
+        Raises:
+            Refusal: 404, there is no model of this name.
+        """
+        if name is None:
+            return self.first
+        if not isinstance(name, str) or name not in self.services:
+            names = ", ".join(map(repr, self.services))
+            raise Refusal(
+                404,
+                f"model is {shown(name)}; this server has {names}",
+                field="model",
+                code="model_not_found",
+            )
+        return self.services[name]
+
+    @contextlib.contextmanager
+    def admitted(self):
+        """A request from its head to its response.
+
+        Raises:
+            Refusal: 503, the server stops.
+        """
+        if self.is_draining:
+            raise Refusal(503, "the server is stopping; ask another one", retry_after_s=10)
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    def replace(self, service: Service) -> None:
+        """Has a service that is ready take the requests of its name, at the next `look`; any
+        thread may call it."""
+        self._newer.put(service)
+
+    def look(self) -> None:
+        """Puts new services in their places, and closes those that have answered everything."""
+        with contextlib.suppress(queue.Empty):
+            while newer := self._newer.get_nowait():
+                self._retired.append(self.services[newer.name])
+                self.services[newer.name] = newer
+                LOG.info("%s: step %d answers", newer.name, newer.model.step)
+        for each in [each for each in self._retired if not each.num_open]:
+            each.close()
+            self._retired.remove(each)
+
+    def refuse_open(self, message: str) -> None:
+        """Ends every request that is not answered yet with 503."""
+        for each in self.all:
+            each.refuse_open(message)
+
+    def close(self) -> None:
+        """Stops all workers after their batches."""
+        for each in self.all:
+            each.close()
+
+    def _num_running(self, name: str) -> int:
+        return sum(len(each.worker.running) for each in self.all if each.name == name)
+
+    def _num_waiting(self, name: str) -> int:
+        return sum(each.num_waiting for each in self.all if each.name == name)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """Where a model is loaded from: the arguments of `switchx.load`."""
+
+    model_dir: str | os.PathLike
+    step: int | Literal["best"] | None = None
+    mesh: MeshSpec | None = None
+    expert_slots: int | ExpertSlots | None = None
+    task: str | None = None
+
+    def load(self) -> api.Model:
+        """Raises ValueError as `switchx.load` does."""
+        return api.load(
+            self.model_dir,
+            self.step,
+            mesh=self.mesh,
+            expert_slots=self.expert_slots,
+            task=self.task,
+        )
+
+    def load_other(self, fingerprint: str) -> api.Model | None:
+        """The model that is there now; None where it is the one of the fingerprint.
+
+        Every byte of it is compared with its checksum, and no older checkpoint is taken for
+        a damaged one.
+
+        Raises:
+            ValueError: it is damaged, or as `switchx.load` does.
+            OSError: it cannot be read.
+        """
+        if is_artifact(self.model_dir):
+            model = self.load()
+            return None if model.fingerprint == fingerprint else model
+        run = RunFolder(self.model_dir)
+        newest = checkpoint_paths(run.checkpoints)[:1] if self.step is None else []
+        for path in newest:
+            if damage := find_damage(path, checksums=False):
+                raise ValueError(f"the newest checkpoint, {path}, is not whole: {damage}")
+        model = self.load()
+        if model.fingerprint == fingerprint:
+            return None
+        if faults := checkpoint_faults(run, model.step):
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            path = run.checkpoints / str(model.step)
+            raise ValueError(f"checkpoint {path} is damaged: {faults[0]}{more}")
+        return model
+
+
+class _ServerStopsError(Exception):
+    """Nothing is to be waited for any more."""
+
+
+class Reloader(threading.Thread):
+    """Loads models again when it is asked to: one after the other, beside those that run.
+
+    It goes on to the next one when the last one's predecessor has gone, so that no more than
+    one model is in memory twice.
+    """
+
+    def __init__(self, models: Models, folders: Mapping[str, ModelFolder]):
+        """`folders` are those of the models, by name."""
+        super().__init__(name="switchx-reloader", daemon=True)
+        self._models, self._folders = models, folders
+        # A signal may interrupt the handler of another one: this queue's `put` is reentrant.
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._is_closed = False
+
+    def ask(self) -> None:
+        """Has all models loaded again; also from a signal handler."""
+        self._asked.put(True)
+
+    def close(self) -> None:
+        """Ends it; what is being loaded is dropped."""
+        self._is_closed = True
+        self._asked.put(False)
+
+    def run(self) -> None:
+        with contextlib.suppress(_ServerStopsError):
+            while self._asked.get():
+                with contextlib.suppress(queue.Empty):
+                    while self._asked.get_nowait():  # asked several times: loaded once
+                        pass
+                for name, folder in self._folders.items():
+                    self._reload(name, folder)
+                    # Requests and exceptions are in circles of references, which have a model.
+                    gc.collect()
+
+    def _reload(self, name: str, folder: ModelFolder) -> None:
+        running = self._models.services[name]
+        step, outcome = running.model.step, "failed"
+        LOG.info("%s: loading %s again", name, folder.model_dir)
+        try:
+            model = folder.load_other(running.model.fingerprint)
+            if model is not None:
+                self._replace(running, model)
+                outcome = "loaded"
+            else:
+                LOG.info("%s: step %d is the newest; it goes on", name, step)
+                outcome = "unchanged"
+        except _ServerStopsError:
+            raise
+        except Exception as error:
+            LOG.error("%s: not loaded again, step %d goes on: %s", name, step, error)
+        running.metrics.reloads[outcome].inc()
+        if outcome == "loaded":
+            self._wait(lambda: running not in self._models.all)
+            running.worker.join()
+
+    def _replace(self, running: Service, model: api.Model) -> None:
+        """Has another model take the requests of a running one.
+
+        Raises:
+            Exception: whatever its worker failed with.
+        """
+        service = Service(model, running.limits, running.name, running.metrics.server)
+        try:
+            self._wait(lambda: service.worker.is_ready or service.worker.error)
+            if service.worker.error is not None:
+                raise service.worker.error
+        except BaseException:
+            service.close()
+            raise
+        self._models.replace(service)
+        self._wait(lambda: self._models.services[running.name] is service)
+
+    def _wait(self, is_done: Callable[[], Any]) -> None:
+        while not is_done():
+            if self._is_closed:
+                raise _ServerStopsError
+            time.sleep(_LOOK_S)
