@@ -122,6 +122,9 @@ def metrics_of(address, headers) -> bytes:
         (["--model_dir=nothing"], "nothing is not a run folder"),
         (["--served_model_name=a/b"], "'a/b' is no name of a model; use letters, digits and"),
         (["--model=a=x"], "--model: not allowed with argument --model_dir"),
+        (["--mesh=expert=3"], "mesh data=2 x expert=3 needs 6 devices, but there are 8 (cpu)"),
+        (["--mesh=pipe=2"], "'pipe=2' is no axis of a mesh"),
+        (["--mesh=model=2", "--expert_slots=1"], "expert_slots or ring_slots with a mesh"),
     ],
 )
 def test_wrong_options_are_refused(folder, in_a_folder, capsys, options, message):

@@ -2,7 +2,10 @@
 """Several models in one server, and newer ones in their places: each answer is its model's."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import http.client
+import json
 import logging
 import os
 import shutil
@@ -17,6 +20,8 @@ from starlette.testclient import TestClient
 
 import switchx
 from switchx.data.objectives import SpanCorruption
+from switchx.inference.artifact import write_artifact
+from switchx.inference.quantize import quantize_experts
 from switchx.models.params import init_params
 from switchx.serving.app import make_app
 from switchx.serving.models import ModelFolder, Models, Reloader
@@ -233,6 +238,81 @@ def test_every_answer_is_of_the_model_that_admitted_it(run):
     text = run.models.metrics.text().decode()
     assert 'switchx:num_requests_running{model_name="run"} 0.0' in text and 'step="9"' in text
     assert run.reload() == "unchanged" and run.step() == 9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_so_it_is_over_many_changes(run):
+    """Of whole answers, streams and searches; checkpoint 9 comes and goes."""
+    is_over, num_changes = threading.Event(), 0
+    run.add()
+    settings = {"max_length": 8, "pruning": "none", "beam_size": 2}
+    beams = {
+        step: switchx.load(run.folder, step).generate(served.TEXTS, **settings)
+        for step in (5, 9)
+    }
+
+    def keep_asking(kind: int) -> int:
+        number = 0
+        while not is_over.is_set():
+            index, number, before = number % 8, number + 1, (run.step(), num_changes)
+            if kind == 0:
+                (text,) = run.ask(served.TEXTS[index])
+            elif kind == 1:
+                body = {"inputs": served.TEXTS[index], "beam_size": 2}
+                text = served.post(run.address, body)[1]["results"][0]["text"]
+            else:
+                text = streamed(run.address, served.TEXTS[index])
+            want = beams if kind == 1 else run.want
+            if before == (run.step(), num_changes):
+                assert text == want[before[0]][index]
+            else:
+                assert text in {each[index] for each in want.values()}
+        return number
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        asking = [pool.submit(keep_asking, number % 3) for number in range(6)]
+        for number in range(8):
+            if number % 2:
+                shutil.rmtree(run.folder / "checkpoints/9")
+            elif number:
+                run.add()
+            num_changes += 1
+            assert run.reload() == "loaded" and run.step() == (5 if number % 2 else 9)
+            num_changes += 1
+            time.sleep(0.5)
+        is_over.set()
+        assert sum(each.result() for each in asking) > 100
+
+
+def streamed(address, text: str) -> str:
+    """An answer that came in pieces."""
+    connection = http.client.HTTPConnection(*address, timeout=60)
+    with contextlib.closing(connection):
+        body = json.dumps({"inputs": text, "stream": True})
+        connection.request("POST", "/v1/generate", body, {"Content-Type": "application/json"})
+        events = served.events(connection.getresponse().read().decode())
+    assert events[-1][0] == "done", events[-1]
+    return "".join(data["text"] for name, data in events if name == "tokens")
+
+
+def test_a_quantized_model_that_was_made_again(tmp_path):
+    about = {"step": 3, "text_format": dataclasses.asdict(served.model().text_format)}
+
+    def write(seed: int) -> None:
+        params = init_params(served.CONFIG, jax.random.key(seed))
+        config, params, *_ = quantize_experts(served.CONFIG, params, bits=8)
+        write_artifact(tmp_path / "int8", config, params, about)
+
+    write(1)
+    folder = ModelFolder(tmp_path / "int8")
+    first = folder.load()
+    assert folder.load_other(first.fingerprint) is None
+    shutil.rmtree(tmp_path / "int8")
+    write(2)
+    second = folder.load_other(first.fingerprint)
+    assert second.fingerprint != first.fingerprint
+    assert folder.load_other(second.fingerprint) is None
 
 
 def flip_a_byte(path) -> None:
