@@ -160,6 +160,11 @@ class RunningBatch:
             self._compact(is_live_B)
         return ended
 
+    @property
+    def num_steps(self) -> int:
+        """Steps since it had no sentences; each gives every sentence that runs a token."""
+        return int(self._state.step)
+
     def abandon(self, sentences: Iterable[int]) -> None:
         """Decodes these no further."""
         gone = self.waiting & set(sentences)

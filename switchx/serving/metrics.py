@@ -68,7 +68,7 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Inputs in the queue.")
         to_first = "From arrival to the first token; with beams, to the answer."
         self.first_token_s = histogram("time_to_first_token_seconds", to_first, FIRST_TOKEN)
-        between = "Between an answer's tokens, its mean for each of them; not of beams."
+        between = "Between an answer's tokens: the mean of some steps' for each; not of beams."
         self.inter_token_s = histogram("inter_token_latency_seconds", between, INTER_TOKEN)
         to_answer = "From arrival to the answer."
         self.latency_s = histogram("e2e_request_latency_seconds", to_answer, LATENCY)

@@ -83,7 +83,8 @@ class QueuedInput:
         deliver: called by the worker's thread with what happens to it.
         arrival_s: of the clock `time.monotonic`.
         is_abandoned: its client disconnected or ran out of time.
-        first_token_s: when it had its first token; None before, and where it is searched for.
+        num_tokens: that it has, its end included, and `token_s`, since when: of the same clock,
+            None before the first one, and where it is searched for.
     """
 
     prompt: list[int]
@@ -94,7 +95,8 @@ class QueuedInput:
     is_streaming: bool = False
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
     is_abandoned: bool = False
-    first_token_s: float | None = None
+    num_tokens: int = 0
+    token_s: float | None = None
 
 
 class RequestQueue:

@@ -135,7 +135,6 @@ class Worker(threading.Thread):
             batch.group = group
             self._unused.discard(group)
             self._read(batch.running, inputs, group, batch.inputs_by_name)
-            batch.prefilled += inputs
             self._metrics.batch_size.observe(len(batch.inputs))
 
     def _read(self, running: RunningBatch, inputs, group: Group, by_name: dict) -> None:
@@ -159,12 +158,12 @@ class Worker(threading.Thread):
         with self._failing(kind):
             with self._moving_experts():
                 steps, is_full = STEPS[has_streams], batch.is_full
+                begun_s, num_steps = time.monotonic(), batch.running.num_steps
                 ended = batch.running.advance(steps, is_compacting=not is_full)
             if not is_search:
-                prefilled, batch.prefilled = batch.prefilled, []
-                self._observe_seconds(self._metrics.first_token_s, prefilled)
-                for each in prefilled:
-                    each.first_token_s = time.monotonic()
+                num_steps = batch.running.num_steps - num_steps
+                for name, each in batch.inputs_by_name.items():
+                    self._observe_tokens(each, num_steps, ended.get(name), begun_s)
                 if has_streams:
                     batch.deliver_tokens()
             for name, hypotheses in ended.items():
@@ -219,15 +218,30 @@ class Worker(threading.Thread):
         for each in inputs:
             histogram.observe(now_s - each.arrival_s)
 
+    def _observe_tokens(self, each: QueuedInput, num_steps: int, ended, begun_s: float) -> None:
+        """Counts the times to the tokens that some steps gave an input: each with their mean.
+
+        Args:
+            ended: its hypotheses, if it ended.
+            begun_s: when the steps began, from which the first tokens' mean is taken; that of
+                later ones is taken from the last token, prefills of others included.
+        """
+        now_s, before_s, new = time.monotonic(), each.token_s, num_steps
+        if ended:
+            new = len(ended[0].tokens) + ended[0].is_finished - each.num_tokens
+        if new < 1:
+            return
+        later = new
+        if before_s is None:
+            self._observe_seconds(self._metrics.first_token_s, [each])
+            before_s, later = begun_s, new - 1
+        for _ in range(later):
+            self._metrics.inter_token_s.observe((now_s - before_s) / new)
+        each.num_tokens, each.token_s = each.num_tokens + new, now_s
+
     def _deliver_answer(self, each: QueuedInput, best: Hypothesis) -> None:
         reason = "stop" if best.is_finished else "length"
         self._metrics.count_answer(each, len(best.tokens), reason)
-        if each.first_token_s is not None:
-            # The time between tokens, each with their mean.
-            seconds = time.monotonic() - each.first_token_s
-            later = len(best.tokens) - 1 + best.is_finished
-            for _ in range(later):
-                self._metrics.inter_token_s.observe(seconds / later)
         each.deliver(Answer(each.number, best))
 
     def _warm_up(self) -> None:
@@ -293,14 +307,12 @@ class Batch:
     Attributes:
         group: that the batch's programs are compiled for.
         inputs_by_name: by the names that `running` gives them.
-        prefilled: inputs that have no first token yet.
         is_full: more inputs wait for it than it has free rows.
     """
 
     running: RunningBatch
     group: Group
     inputs_by_name: dict[int, QueuedInput] = dataclasses.field(default_factory=dict)
-    prefilled: list[QueuedInput] = dataclasses.field(default_factory=list)
     is_full: bool = False
 
     @property

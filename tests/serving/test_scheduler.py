@@ -15,10 +15,11 @@ from switchx.api import Model
 from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.inference.programs import PROGRAMS
-from switchx.inference.running_batch import Hypothesis
+from switchx.inference.running_batch import Hypothesis, RunningBatch
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 from switchx.serving.limits import Limits
+from switchx.serving.metrics import INTER_TOKEN
 from switchx.serving.models import Models
 from switchx.serving.request_queue import (
     Answer,
@@ -168,6 +169,30 @@ def test_different_settings_in_one_batch_are_each_ones_own(service):
         generator = service.model.generator(**dataclasses.asdict(settings[number]))
         ((_, (want, *_)),) = generator([prompt], first_number=number)
         same(got, want)
+
+
+def test_times_between_tokens_are_counted_for_each_and_show_a_pause(service, monkeypatch):
+    """A token a look, and 0.4 s before the third."""
+    metrics, advance, calls = service.metrics, RunningBatch.advance, []
+
+    def slower(batch, most_steps, **options):
+        calls.append(most_steps)
+        time.sleep(0.4 * (len(calls) == 3))
+        return advance(batch, 1, **options)
+
+    def counts(histogram):
+        return np.array([each.get() for each in histogram._buckets])
+
+    monkeypatch.setattr(RunningBatch, "advance", slower)
+    histograms = metrics.first_token_s, metrics.inter_token_s
+    before = [counts(each) for each in histograms]
+    _, events = ask(service, service.model.prompts(["gate"]))
+    (got,) = answers(events, 1)
+    number = len(got.tokens) + got.is_finished
+    first, later = (counts(each) - old for each, old in zip(histograms, before, strict=True))
+    assert number > 3 and (first.sum(), later.sum()) == (1, number - 1)
+    is_slow = np.array([*INTER_TOKEN, np.inf]) > 0.4
+    assert 1 <= later[is_slow].sum() < number - 1
 
 
 def test_a_new_group_is_compiled_while_others_are_answered(service, monkeypatch):
