@@ -16,6 +16,8 @@ from switchx.cli import evaluate
 from switchx.cli.main import main
 from switchx.data.text_metrics import METRICS
 from switchx.gin_config import building
+from switchx.jobs import _mesh_of_texts
+from switchx.partitioning.mesh import MeshSpec
 from switchx.text_evaluation import metrics_of
 from switchx.training.job import TrainingJob
 from switchx.training.program import TrainingProgram
@@ -181,6 +183,7 @@ config.ModelConfig.d_ff = 8
 config.ModelConfig.num_heads = 1
 config.ModelConfig.num_encoder_layers = 1
 config.ModelConfig.num_decoder_layers = 1
+config.ModelConfig.init_scale = 4.0
 config.SwitchConfig.num_experts = 2
 config.SwitchConfig.every = 1
 
@@ -281,6 +284,38 @@ def test_metrics_of_each_direction_are_sacrebleus_of_what_the_api_writes(run, ca
         }  # fmt: skip
     for each, pair in zip(written["mean"], zip(*means, strict=True), strict=True):
         assert each["score"] == pytest.approx(sum(pair) / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data_expert", "data"])
+def test_texts_and_metrics_are_the_same_on_a_mesh(run, capsys, tmp_path, mesh, monkeypatch):
+    def evaluate_into(file, *options):
+        options = [f"--model_dir={run}", *BRIEF, f"--predictions={file}", *options]
+        return evaluated(capsys, *options)["texts"], lines(file)
+
+    want = evaluate_into(tmp_path / "one.jsonl")
+    meshes, load = [], switchx.api.load
+    monkeypatch.setattr(
+        "switchx.api.load", lambda *a, **k: meshes.append(k["mesh"]) or load(*a, **k)
+    )
+    options = [f"--gin_file={run}/operative_config.gin", f"--gin_file=meshes/{mesh}.gin"]
+    if mesh == "data_expert":
+        options.append("--gin.EXPERT_PARTS=2")
+    with on_devices(8):
+        got = evaluate_into(tmp_path / "mesh.jsonl", *options)
+    assert got == want and len({each["prediction"] for each in want[1]}) > 1
+    (spec,) = meshes
+    assert spec.num_devices(8) == 8 and (spec.expert > 1) == (mesh == "data_expert")
+
+
+def test_the_mesh_of_texts_has_no_stages():
+    """Their devices take rows; `data` that is left open takes them anyway."""
+    with on_devices(8):
+        assert _mesh_of_texts(MeshSpec(data=2, model=2, pipe=2)) == MeshSpec(data=4, model=2)
+        assert _mesh_of_texts(MeshSpec(pipe=4)) == MeshSpec()
+        assert _mesh_of_texts(MeshSpec(data=1)) is None
+    with on_devices(1):
+        assert _mesh_of_texts(MeshSpec()) is None
 
 
 def test_metrics_may_be_named_or_left_out(run, capsys):
