@@ -31,6 +31,8 @@ class Programs:
         """Keeps `most` of them at most, or fewer where they have too many memory maps."""
         self.most = most
         self._lock, self._starting = threading.Lock(), threading.Lock()
+        # Of a mesh, and not compiled yet.
+        self._fresh: set[tuple] = set()
         self._jitted: collections.OrderedDict[tuple, jax.stages.Wrapped] = (
             collections.OrderedDict()
         )
@@ -56,10 +58,14 @@ class Programs:
             if (jitted := self._jitted.pop(key, None)) is None:
                 jitted = _jitted(function, settings)
                 self._make_space()
+                self._fresh |= {key} if is_on_mesh else set()
             self._jitted[key] = jitted
         if not is_on_mesh:
             return jitted(**arrays)
-        jitted.lower(**arrays).compile()  # once, and not where other threads wait for it
+        if key in self._fresh:
+            # JAX keeps what it compiles for the call below; others need not wait for it.
+            jitted.lower(**arrays).compile()
+            self._fresh.discard(key)
         with self._starting:
             return jitted(**arrays)
 

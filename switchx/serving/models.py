@@ -276,11 +276,14 @@ class Reloader(threading.Thread):
             self._wait(lambda: service.worker.is_ready or service.worker.error)
             if service.worker.error is not None:
                 raise service.worker.error
+            self._models.replace(service)
+            self._wait(lambda: self._models.services[running.name] is service)
         except BaseException:
             service.close()
+            # A process does not end well around a thread that is in the compiler.
+            for each in (service.worker, service.worker.compiler):
+                each.join()
             raise
-        self._models.replace(service)
-        self._wait(lambda: self._models.services[running.name] is service)
 
     def _wait(self, is_done: Callable[[], Any]) -> None:
         while not is_done():

@@ -366,6 +366,25 @@ def test_a_folder_that_has_gone_or_is_another_model_s(run, caplog, monkeypatch):
     assert run.reload() == "loaded" and run.ask("gate") == run.want[9][:1]
 
 
+def test_a_server_that_stops_does_not_wait_for_a_reload(run, monkeypatch):
+    run.add()
+    begun, threads = threading.Event(), set(threading.enumerate())
+
+    def compile_for_long(worker):
+        begun.set()
+        while not worker.queue.is_closed:
+            time.sleep(0.01)
+
+    monkeypatch.setattr("switchx.serving.scheduler.Worker._warm_up", compile_for_long)
+    run.reloader.ask()
+    assert begun.wait(60)
+    run.reloader.close()
+    run.reloader.join(30)
+    assert run.step() == 5 and run.ask("gate") == run.want[5][:1]
+    left = {each.name for each in set(threading.enumerate()) - threads}
+    assert not run.reloader.is_alive() and not left & {"switchx-worker", "switchx-compiler"}
+
+
 def test_sighup_asks_and_nothing_else_does(run):
     """Of a server in the main thread, where Python runs handlers."""
     asked, answers = [], []
