@@ -90,7 +90,9 @@ UNFINISHED = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "XX" + r"X\b"]))
 _FOLDERS = ("wo" + "rk/", "ro" + "ot/", "opt/", "mnt/", r"(?:home|Users)/(?!someone\b|user\b)")
 MACHINE_PATH = re.compile(rf"(?<![\w.~])/(?:{'|'.join(_FOLDERS)})")
 
-PATHS = sorted([*ROOT.glob("switchx/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
+FOUND = [*ROOT.glob("switchx/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
+# `pip install ./pallas_kernels` leaves a copy there.
+PATHS = sorted(path for path in FOUND if "build" not in path.relative_to(ROOT).parts)
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in PATHS}
 MODULES = {
     path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in TREES

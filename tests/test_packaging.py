@@ -5,6 +5,7 @@ import configparser
 import importlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -32,13 +33,22 @@ def entries(config, section: str, name: str) -> list[str]:
 def folders_with_python() -> set[str]:
     """Every folder of the packages that holds a Python file, as a dotted name."""
     files = [file for top in PACKAGES for file in ROOT.glob(f"{top}/**/*.py")]
-    return {".".join(file.parent.relative_to(ROOT).parts) for file in files}
+    folders = {file.parent.relative_to(ROOT).parts for file in files}
+    return {".".join(parts) for parts in folders if "build" not in parts}
 
 
 def package_files() -> set[str]:
     """Everything in the packages that is not made by Python: code and what it reads."""
     files = [file for top in PACKAGES for file in ROOT.glob(f"{top}/**/*") if file.is_file()]
-    return {f.relative_to(ROOT).as_posix() for f in files if "__pycache__" not in f.parts}
+    files = [file.relative_to(ROOT) for file in files if file.parent.name != "__pycache__"]
+    # What `pip install ./pallas_kernels` reads, and leaves behind.
+    own = ("pyproject.toml", "README.md")
+    return {
+        file.as_posix()
+        for file in files
+        if not (file.parts[0] == "pallas_kernels" and file.parts[1] in own)
+        and not any(part == "build" or part.endswith(".egg-info") for part in file.parts)
+    }
 
 
 def gin_files() -> set[str]:
@@ -90,6 +100,50 @@ def test_python_and_jax_are_those_that_are_promised(config):
     assert extras >= {"tpu", "gpu", "hf", "serve", "notebooks", "dev"}
     for extra in ("tpu", "gpu"):
         assert config["options.extras_require"][extra].endswith(">=0.10.2,<0.13")
+
+
+def test_the_kernels_are_a_distribution_of_their_own(config):
+    project = tomllib.loads((ROOT / "pallas_kernels/pyproject.toml").read_text())
+    packages = project["tool"]["setuptools"]["packages"]
+    assert packages == [name for name in sorted(folders_with_python()) if "switchx" not in name]
+    needed = project["project"]["dependencies"]
+    assert set(needed) == {"jax>=0.10.2,<0.13", "numpy"}
+    assert needed[0] in entries(config, "options", "install_requires")
+    assert project["project"]["requires-python"] == config["options"]["python_requires"]
+    module, _, function = project["project"]["scripts"]["pallas-kernels"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.slow
+def test_the_kernels_alone_are_installed_and_run(tmp_path):
+    """Without switchx, gin, Orbax, Flax, and away from the checkout."""
+    source, target, elsewhere = (tmp_path / name for name in ("source", "site", "elsewhere"))
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    shutil.copytree(ROOT / "pallas_kernels", source, ignore=skip)
+    elsewhere.mkdir()
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    install += ["--no-build-isolation", "--target", target, source]
+    subprocess.run(install, check=True)
+    readme = (ROOT / "pallas_kernels/README.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    program = (
+        "import sys\n"
+        "for name in ('switchx', 'flax', 'gin', 'orbax', 'optax'):\n"
+        "    sys.modules[name] = None\n"
+        f"{block}import pallas_kernels; print(pallas_kernels.__file__)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(target)}
+
+    def run(*command) -> str:
+        return subprocess.run(
+            [sys.executable, *command], cwd=elsewhere, env=environment,
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+
+    shapes, where = run("-c", program).splitlines()
+    assert shapes.startswith("(12, 128) (12, 128) 0.1")
+    assert where == str(target / "pallas_kernels/__init__.py")
+    assert "PALLAS_KERNELS_TILINGS" in run("-m", "pallas_kernels", "--help")
 
 
 def test_command_leads_to_main(config):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx bench kernels`: every cell's contenders in turns, as rows and checks.
+"""`pallas-kernels bench`: every cell's contenders in turns, as rows and checks.
 
 The form of Table 1 of Kim et al. 2022 (arXiv:2211.10017): speed-ups over unquantized weights
 by the number of active experts, and their geometric means.

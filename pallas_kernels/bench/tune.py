@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`switchx tune kernels`: the quickest of a back end's candidate tilings, into the cache.
+"""`pallas-kernels tune`: the quickest of a back end's candidate tilings, into the cache.
 
 A candidate that does not compile, for lack of memory or anything else, is dropped before
 anything is run; one whose result differs from float64 is refused. On CPU the loops of the

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of tuned tilings: what `switchx tune kernels` writes and the operations look up.
+"""The cache of tuned tilings: what `pallas-kernels tune` writes and the operations look up.
 
-A JSON file of the user, `$SWITCHX_KERNEL_TILINGS` or `kernel_tilings.json` in the user's
-cache folder. A file that is not there holds nothing. One that is damaged or of another format
-is an error that names it: otherwise tuning would be lost without a word.
+`switchx tune kernels` writes the same. A JSON file of the user, `$PALLAS_KERNELS_TILINGS` or
+`pallas_kernels/tilings.json` in the user's cache folder. A file that is not there holds
+nothing. One that is damaged or of another format is an error that names it: otherwise tuning
+would be lost without a word.
 Dims: R rows, D inputs, F outputs, E experts
 """
 
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.implementations import current_device
 
-VARIABLE = "SWITCHX_KERNEL_TILINGS"
+VARIABLE = "PALLAS_KERNELS_TILINGS"
 FORMAT = 1
 
 
@@ -74,7 +75,7 @@ def user_file() -> pathlib.Path:
     if os.environ.get(VARIABLE):
         return pathlib.Path(os.environ[VARIABLE])
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache) / "switchx" / "kernel_tilings.json"
+    return pathlib.Path(cache) / "pallas_kernels" / "tilings.json"
 
 
 def tuned_tiling(module, x_dtype, bits, group_size, R, D, F, E) -> Any:
@@ -101,8 +102,8 @@ def lookup(key: Key, tiling_type: type) -> Any:
     if unknown := set(fields) - known:
         raise ValueError(
             f"{path} has a tiling with {', '.join(sorted(unknown))} for {key.op} on "
-            f"{key.device}; this version knows {', '.join(sorted(known))}: run switchx tune "
-            "kernels again, or remove the file"
+            f"{key.device}; this version knows {', '.join(sorted(known))}: run `python -m "
+            "pallas_kernels tune` again, or remove the file"
         )
     return tiling_type(**fields)
 
@@ -123,7 +124,7 @@ def read(path: pathlib.Path) -> dict[Key, dict[str, int]]:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: pathlib.Path, mtime_ns: int, size: int) -> dict[Key, dict[str, int]]:
-    way_out = f"run switchx tune kernels again after removing it, or set {VARIABLE}"
+    way_out = f"run `python -m pallas_kernels tune` after removing it, or set {VARIABLE}"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:

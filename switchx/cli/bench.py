@@ -35,8 +35,8 @@ measured in the same run. Medians; the machine should have nothing else to do.
 """
 TUNE = """\
 Measures the candidate tilings of the grouped products on this machine, and writes the
-quickest ones to the file that `pallas_kernels` looks them up in: $SWITCHX_KERNEL_TILINGS,
-or switchx/kernel_tilings.json in the user's cache folder. The machine should have nothing
+quickest ones to the file that `pallas_kernels` looks them up in: $PALLAS_KERNELS_TILINGS,
+or pallas_kernels/tilings.json in the user's cache folder. The machine should have nothing
 else to do.
 
   switchx tune kernels          float, int8 and int4 weights; on CPU a minute

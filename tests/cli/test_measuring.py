@@ -114,7 +114,7 @@ def test_nonsense_is_refused(words, said, capsys):
 @pytest.fixture
 def file(monkeypatch, tmp_path):
     path = tmp_path / "folder" / "tilings.json"
-    monkeypatch.setenv("SWITCHX_KERNEL_TILINGS", str(path))
+    monkeypatch.setenv("PALLAS_KERNELS_TILINGS", str(path))
     monkeypatch.setattr(tune, "cells_to_tune", lambda: [Cell(8, 12, 4, 4, 3)])
     monkeypatch.setitem(products.ROTATED_BYTES, "cpu", 2**11)
     return path

@@ -8,5 +8,5 @@ import pytest
 def tilings_file(tmp_path, monkeypatch):
     """The cache of tuned tilings: a file of the test's own, not there yet."""
     path = tmp_path / "kernel_tilings.json"
-    monkeypatch.setenv("SWITCHX_KERNEL_TILINGS", str(path))
+    monkeypatch.setenv("PALLAS_KERNELS_TILINGS", str(path))
     return path

@@ -84,7 +84,7 @@ def test_both_operations_use_it_and_a_named_tiling_wins(tilings_file, monkeypatc
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no tuned tilings .Expecting value.*run switchx tune kernels again"),
+        ("", "holds no tuned tilings .Expecting value.*run `python -m pallas_kernels tune`"),
         ("{", "holds no tuned tilings"),
         ("[]", "holds no tuned tilings"),
         ('{"format": 2, "entries": []}', "format 2, expected 1"),
@@ -116,9 +116,9 @@ def test_a_tiling_of_other_fields_is_an_error(tilings_file):
 
 def test_where_the_users_file_is(tilings_file, monkeypatch, tmp_path):
     assert tuned.user_file() == tilings_file
-    monkeypatch.delenv("SWITCHX_KERNEL_TILINGS")
+    monkeypatch.delenv("PALLAS_KERNELS_TILINGS")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuned.user_file() == tmp_path / "switchx" / "kernel_tilings.json"
+    assert tuned.user_file() == tmp_path / "pallas_kernels" / "tilings.json"
 
 
 def test_the_version_of_jax_is_its_first_two_numbers():
