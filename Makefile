@@ -4,6 +4,7 @@
 #   make train ARGS=--gin.TRAIN_STEPS=100   further arguments of `switchx train`
 #   make test ARGS="tests/moe -x"           further arguments of pytest
 #   make test WORKERS=8                     so many files of tests at a time
+#   make experiments EXPERIMENT=NAME DATA=FOLDER QUICK=1   a smoke of one experiment
 #   make test PYTHON=python3.12             the Python that .venv is made of
 
 # The first of these that is new enough.
@@ -13,6 +14,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV ?= .venv
 MODEL_DIR ?= runs/pretrain_tiny
 ARGS ?=
+OUTPUT ?= runs/experiments
 # A test's compilation keeps one core busy, most of the time. Files are begun in our order.
 WORKERS ?= 2
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -22,7 +24,7 @@ BIN := $(VENV)/bin
 MALLOC := glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=100000000000$\
 	:glibc.malloc.trim_threshold=100000000000:glibc.malloc.arena_max=1
 
-.PHONY: help train test test-all test-aot scale lint clean
+.PHONY: help train test test-all test-aot scale experiments lint clean
 
 help:
 	@echo 'make train     pretrain a small Switch T5 on real text (MODEL_DIR=$(MODEL_DIR))'
@@ -30,6 +32,7 @@ help:
 	@echo 'make test-all  every test, those against PyTorch included (installs it)'
 	@echo 'make test-aot  kernels compiled for TPUs and an H200 (installs the compilers, 1.5 GB)'
 	@echo 'make scale     docs/scale.md: the Switch models compiled for pods again (an hour)'
+	@echo 'make experiments EXPERIMENT=NAME DATA=FOLDER  one of experiments/, hours'
 	@echo 'make lint      ruff: errors and formatting'
 	@echo 'make clean     remove $(VENV), builds and caches; run folders stay'
 
@@ -49,6 +52,11 @@ test-aot: $(VENV)/.installed-dev $(VENV)/aot_tpu/.installed $(VENV)/aot_gpu/.ins
 
 scale: $(VENV)/.installed $(VENV)/aot_tpu/.installed
 	SWITCHX_AOT_TPU=$(abspath $(VENV)/aot_tpu) $(BIN)/python -m switchx.bench.compiled $(ARGS)
+
+# Without EXPERIMENT: the pages made anew of results.json.
+experiments: $(VENV)/.installed
+	GLIBC_TUNABLES=$(MALLOC) $(BIN)/python -m experiments.$(if $(EXPERIMENT),$(EXPERIMENT).run \
+		--output=$(OUTPUT) $(if $(DATA),--data=$(DATA)) $(if $(QUICK),--quick),pages) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

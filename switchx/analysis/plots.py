@@ -12,7 +12,7 @@ Dims: N Switch layers, E experts; of a schedule T ticks, P stages, S lanes (its 
 import dataclasses
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
@@ -43,6 +43,7 @@ MAX_COLUMNS = 4
 MAX_NUMBERED_ROWS = 12
 # Loads from here on look alike.
 LOAD_LIMIT = 4.0
+DASHES = ("-", (0, (5, 1.5)), (0, (2, 1)), (0, (6, 1.5, 1, 1.5)))
 
 
 def load_figure(steps: np.ndarray, even_load: np.ndarray, layers: Sequence[str]) -> Figure:
@@ -119,6 +120,42 @@ def course_figure(
     for axis in grid[-1]:
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    return figure
+
+
+def curves_figure(
+    curves: Mapping[str, Sequence[Mapping[int, float]]], x: str, y: str
+) -> Figure:
+    """One number of several runs by step: the mean over seeds, and a band from least to most.
+
+    Later names are darker; dashes tell apart what grey does not.
+
+    Args:
+        curves: by name, one `{step: number}` a seed, of the same steps.
+        x, y: labels of the axes.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.8))
+        axis = figure.subplots()
+    ends = []
+    for i, (name, seeds) in enumerate(curves.items()):
+        steps = sorted(seeds[0])
+        values_SN = np.array([[seed[step] for step in steps] for seed in seeds])
+        shade = COLOURS(0.35 + 0.65 * (i + 1) / len(curves))
+        mean_N = values_SN.mean(0)
+        axis.plot(steps, mean_N, color=shade, linestyle=DASHES[i % len(DASHES)], label=name)
+        low_N, high_N = values_SN.min(0), values_SN.max(0)
+        axis.fill_between(steps, low_N, high_N, color=shade, alpha=0.15, linewidth=0)
+        ends.append(mean_N[len(steps) // 4 :])
+    # The first quarter of training would leave no room for what tells the runs apart.
+    shown = np.concatenate(ends)
+    low, high = float(shown.min()), float(shown.max())
+    room = 0.06 * (high - low) or 1.0
+    axis.set_ylim(low - room, high + room)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axis.legend(frameon=False, fontsize=8)
     return figure
 
 

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models trained from scratch on the same data in the same order, for the same steps.
+
+A contender is a name and gin bindings over `configs/runs/pretrain_english.gin`; all have the
+learning rate of that file (T5's, chosen for none of them). Quality is the validation negative
+log perplexity after the last step, higher is better. Differences are paired by seed. Times of
+steps are measured apart, all contenders taking turns in one process, so that they do not depend
+on what else the machine did during hours of training.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from experiments.study import (
+    ROOT,
+    Cells,
+    Interval,
+    Study,
+    bootstrap,
+    provenance,
+    run_name,
+    table,
+    write_page,
+)
+from pallas_kernels.bench.timing import Contender as Timed
+from pallas_kernels.bench.timing import speedup, take_turns
+from switchx.analysis.plots import curves_figure, write_svg
+from switchx.data.loader import evaluation_batches
+from switchx.data.mixtures import as_mixture
+from switchx.gin_config.building import job_from_gin
+from switchx.planner.model_cost import train_flops
+from switchx.training.job import TrainingJob
+from switchx.training.program import TrainingProgram
+
+GIN_FILE = "configs/runs/pretrain_english.gin"
+ENGLISH = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
+QUICK_STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A model, as gin bindings over the common run."""
+
+    name: str
+    bindings: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        contenders: the first is the one that the others are compared with.
+        seeds: of initialization and order of the data; contenders of a seed share both.
+        times: whether steps are timed; a precision's time on a CPU says nothing of a TPU's.
+    """
+
+    contenders: tuple[Contender, ...]
+    steps: int = 500
+    seeds: tuple[int, ...] = (0, 1, 2)
+    bindings: tuple[str, ...] = ()
+    gin_file: str = GIN_FILE
+    data: tuple[str, ...] = ENGLISH
+    times: bool = True
+
+    def quick(self) -> "Comparison":
+        """Two contenders, a seed, some steps."""
+        return dataclasses.replace(
+            self, contenders=self.contenders[:2], steps=QUICK_STEPS, seeds=self.seeds[:1]
+        )
+
+    def bindings_of(self, contender: Contender, seed: int) -> list[str]:
+        every = max(self.steps // 10, 1)
+        return [
+            f"TRAIN_STEPS={self.steps}",
+            f"EVAL_EVERY={every}",
+            f"LOG_EVERY={every}",
+            f"CHECKPOINT_EVERY={max(self.steps // 4, 1)}",
+            "checkpointer.Retention.keep_period=None",
+            f"SEED={seed}",
+            *self.bindings,
+            *contender.bindings,
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What came of a comparison, by contender.
+
+    Attributes:
+        curves: validation negative log perplexity by step, one curve a seed.
+        step_times: seconds of a step relative to the first contender's; None where not timed.
+        flops: of a token in training, relative to the first contender's.
+        skipped: steps that were skipped as their gradients were not finite, all seeds.
+    """
+
+    curves: dict[str, list[dict[int, float]]]
+    step_times: dict[str, float] | None
+    flops: dict[str, float]
+    skipped: dict[str, int]
+
+    def final(self, name: str) -> list[float]:
+        """Quality after the last step, one a seed."""
+        return [curve[max(curve)] for curve in self.curves[name]]
+
+    def gain(self, name: str, over: str) -> Interval:
+        """Final quality over another's, paired by seed, in nats a token."""
+        pairs = zip(self.final(name), self.final(over), strict=True)
+        return bootstrap([mine - other for mine, other in pairs])
+
+    def speedup_in_steps(self, name: str, over: str) -> float:
+        """Steps of `over` divided by those after which `name` has its final quality."""
+        gains = []
+        for mine, other in zip(self.curves[name], self.curves[over], strict=True):
+            step = first_step_at(mine, other[max(other)])
+            gains.append(max(other) / step if step else math.nan)
+        return statistics.mean(gains)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One a contender, for a page."""
+        first = next(iter(self.curves))
+        rows = []
+        for name in self.curves:
+            final = self.final(name)
+            row = {
+                "model": name,
+                "FLOPs a token": self.flops[name],
+                "negative log perplexity": statistics.mean(final),
+                "lowest seed": min(final),
+                "highest seed": max(final),
+                f"gain over {first} (95%)": dataclasses.asdict(self.gain(name, first)),
+                f"steps to its quality, {first}'s over": _known(
+                    self.speedup_in_steps(name, first)
+                ),
+            }
+            if self.step_times is not None:
+                row["step time"] = self.step_times[name]
+                in_time = self.speedup_in_steps(name, first) / self.step_times[name]
+                row[f"time to its quality, {first}'s over"] = _known(in_time)
+            rows.append(row | {"skipped steps": self.skipped[name]})
+        return rows
+
+
+def run_comparison(
+    study: Study,
+    comparison: Comparison,
+    verdict: Callable[[Trained], dict[str, Any]],
+) -> dict[str, Any]:
+    """Trains all contenders, tabulates them, writes results, figure and page.
+
+    Args:
+        verdict: the rule, written before the runs: `verdict`, `because`, `effect` and
+            `effect_of` of `Study.publish`.
+    """
+    if study.is_quick:
+        comparison = comparison.quick()
+    files, cells = study.files(*comparison.data), study.cells()
+    trained = train_all(study, cells, comparison, list(files.values()))
+    judged = _judged_quick() if study.is_quick else verdict(trained)
+    results = study.publish(
+        cells,
+        files,
+        **judged,
+        seeds=list(comparison.seeds),
+        steps=comparison.steps,
+        rows=trained.rows(),
+        curves={
+            name: [{str(step): value for step, value in curve.items()} for curve in curves]
+            for name, curves in trained.curves.items()
+        },
+    )
+    if not study.is_quick:
+        publish_page(study.folder)
+    return results
+
+
+def _judged_quick() -> dict[str, Any]:
+    return {
+        "verdict": "undecided", "because": "a quick run shows only that it runs",
+        "effect": Interval(0.0, 0.0, 0.0), "effect_of": "nothing",
+    }  # fmt: skip
+
+
+def publish_page(folder) -> None:
+    """Figure and page of a comparison's folder, of its results.json alone."""
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    curves = {
+        name: [{int(step): value for step, value in curve.items()} for curve in seeds]
+        for name, seeds in results["curves"].items()
+    }
+    figure = curves_figure(curves, "step", "validation negative log perplexity")
+    write_svg(figure, folder / "figure.svg")
+    write_page(folder, page(results))
+
+
+def page(results: dict[str, Any]) -> str:
+    """Verdict, table, figure and provenance of a comparison."""
+    return (
+        f"**Found: {results['verdict']}.** {results['because']}\n\n{table(results['rows'])}\n\n"
+        "![validation negative log perplexity by step](figure.svg)\n\n"
+        f"{len(results['seeds'])} seeds of {results['steps']:,} steps; higher is better. "
+        f"{provenance(results)}"
+    )
+
+
+def train_all(study: Study, cells: Cells, comparison: Comparison, files: Sequence) -> Trained:
+    """Every contender on every seed, seed by seed; then the times of steps."""
+    curves = {each.name: [] for each in comparison.contenders}
+    skipped = dict.fromkeys(curves, 0)
+    places = [f"FILES={tuple(map(str, files))}"]
+    for seed in comparison.seeds:
+        for each in comparison.contenders:
+            bindings = comparison.bindings_of(each, seed)
+            found = study.train(
+                cells, run_name(each.name, seed), comparison.gin_file, bindings, places
+            )
+            curve = {int(step): value for step, value in found["curve"].items()}
+            curves[each.name].append(curve)
+            skipped[each.name] += found["skipped_steps"]
+    jobs = {
+        each.name: job_from_gin(
+            ROOT / comparison.gin_file, [*comparison.bindings_of(each, 0), *places]
+        )
+        for each in comparison.contenders
+    }
+    flops = {name: train_flops(job.model, *job.sequence_lengths) for name, job in jobs.items()}
+    least = next(iter(flops.values()))
+    step_times = None
+    if comparison.times:
+        cell = {
+            "step_times": list(jobs),
+            "bindings": [list(c.bindings) for c in comparison.contenders],
+        }
+        rounds = 2 if study.is_quick else 9
+        step_times = cells.get(cell, lambda: _step_times(jobs, rounds))
+    relative = {name: each / least for name, each in flops.items()}
+    return Trained(curves, step_times, relative, skipped)
+
+
+def _step_times(jobs: dict[str, TrainingJob], rounds: int) -> dict[str, float]:
+    """Seconds of a training step relative to the first job's, measured in turns."""
+    timed = {name: _timed(name, job) for name, job in jobs.items()}
+    take_turns(list(timed.values()), rounds, num_steps=5)
+    first = next(iter(timed.values()))
+    return {name: 1 / speedup(each, first) for name, each in timed.items()}
+
+
+def _timed(name: str, job: TrainingJob) -> Timed:
+    """A job's own step on one of its batches, compiled and ready."""
+    program = TrainingProgram(job)
+    (task,) = as_mixture(job.source).tasks
+    batch = program.place(next(evaluation_batches(task, job.batches, num_batches=1)))
+    held = [program.init_state()]
+
+    def step():
+        with program.scope():
+            held[0], metrics = program.train_step(held[0], batch)
+        jax.block_until_ready((held[0], metrics))
+
+    return Timed(name, step)
+
+
+def first_step_at(curve: dict[int, float], quality: float) -> float | None:
+    """Step at which a curve first reaches a quality, interpolated between evaluations."""
+    points = sorted(curve.items())
+    for (step_0, value_0), (step_1, value_1) in zip(points, points[1:], strict=False):
+        if value_0 < quality <= value_1:
+            return step_0 + (quality - value_0) / (value_1 - value_0) * (step_1 - step_0)
+    return None
+
+
+def _known(value: float) -> float | None:
+    """None where some seed never came to the other's quality: JSON has no NaN."""
+    return None if math.isnan(value) else value

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all experiments share: data that is checked, runs that go on, results and their page.
+
+`make experiments EXPERIMENT=NAME DATA=FOLDER` runs `experiments/NAME/run.py`. What it trains
+and measures lies cell by cell below `--output`; the same command goes on after a kill. At the
+end it writes `experiments/NAME/results.json`, `figure.svg` and the page between two marks of
+README.md, all made of results.json alone.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import hashlib
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from switchx.bench.report import environment
+from switchx.checkpoint.run_folder import RunFolder
+from switchx.manifest import git_commit
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+HASHES = ROOT / "experiments/data.json"
+BEGIN, END = "<!-- made of results.json -->", "<!-- end -->"
+VERDICTS = ("reproduced", "not reproduced", "undecided", "reported")
+_CODE = ("switchx", "pallas_kernels", "configs", "experiments")
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean and the middle 95% of its bootstrap samples."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def bootstrap(values: Sequence[float], samples: int = 10_000) -> Interval:
+    """The mean of one value a seed (or sentence); of one value, that value without width."""
+    values_S = np.asarray(values, float)
+    drawn = np.random.default_rng(0).integers(0, len(values_S), (samples, len(values_S)))
+    low, high = np.percentile(values_S[drawn].mean(1), (2.5, 97.5))
+    return Interval(float(values_S.mean()), float(low), float(high))
+
+
+class Cells:
+    """JSON lines of `{"cell": settings, "value": found, "seconds": s}`: what has been done.
+
+    Settings say all that a value depends on, so that other settings are other cells.
+    """
+
+    def __init__(self, file: pathlib.Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # killed in the middle of a line
+            file.write_text(whole, encoding="utf-8")
+        self._lines = {_key(line["cell"]): line for line in map(json.loads, whole.splitlines())}
+
+    def get(self, cell: dict[str, Any], measure: Callable[[], Any]) -> Any:
+        """What is known of a cell; what it takes to know it is done the first time."""
+        if _key(cell) not in self._lines:
+            begin = time.perf_counter()
+            value = measure()
+            line = {"cell": cell, "value": value, "seconds": time.perf_counter() - begin}
+            # A run that was killed and went on has lasted longer than this call.
+            if isinstance(value, dict) and "seconds" in value:
+                line["seconds"] = value["seconds"]
+            with self._file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._lines[_key(cell)] = line
+        return self._lines[_key(cell)]["value"]
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """All that has been done, oldest first."""
+        return list(self._lines.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of all cells, whenever they were measured."""
+        return sum(line["seconds"] for line in self.lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """One experiment as it is run.
+
+    Attributes:
+        name: its folder below `experiments/`.
+        output: where runs of all experiments are.
+        data: folder of the data, such as `openstax/` and `movie_reviews/`.
+        is_quick: a smoke of some minutes; nothing is published.
+        takes_other_data: files may have other hashes than `data.json` says.
+    """
+
+    name: str
+    output: pathlib.Path
+    data: pathlib.Path | None
+    is_quick: bool = False
+    takes_other_data: bool = False
+
+    @property
+    def folder(self) -> pathlib.Path:
+        return ROOT / "experiments" / self.name
+
+    @property
+    def runs(self) -> pathlib.Path:
+        return self.output.absolute() / (self.name + "_quick" * self.is_quick)
+
+    def cells(self) -> Cells:
+        """What has been done.
+
+        Raises:
+            ValueError: it was done by other code.
+        """
+        file, code = self.runs / "begun.json", code_fingerprint()
+        now = {"commit": git_commit(), "code": code}
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(now) + "\n")
+        begun = json.loads(file.read_text())
+        if begun["code"] != code:
+            raise ValueError(
+                f"{self.runs} was begun by commit {begun['commit']} and this is "
+                f"{now['commit']}, whose code is another one; go on with `git checkout "
+                f"{begun['commit']}`, begin anew with --output=OTHER, or remove {file} to "
+                "have results of both in one table"
+            )
+        return Cells(self.runs / "cells.jsonl")
+
+    def files(self, *patterns: str) -> dict[str, pathlib.Path]:
+        """Data files by their names below the data folder, as sorted, each checked.
+
+        Args:
+            patterns: of names, such as `openstax/*.txt.gz`.
+
+        Raises:
+            ValueError: no folder is given, files are missing or have other hashes.
+        """
+        known = json.loads(HASHES.read_text())
+        wanted = [
+            name for name in known if any(pathlib.PurePath(name).match(p) for p in patterns)
+        ]
+        if not wanted:
+            raise ValueError(f"{HASHES.name} knows no file {' or '.join(patterns)}")
+        if self.data is None:
+            raise ValueError(f"no data folder; give --data=FOLDER with {', '.join(patterns)}")
+        found = {name: self.data.absolute() / name for name in sorted(wanted)}
+        missing = [name for name, path in found.items() if not path.is_file()]
+        if missing:
+            raise ValueError(
+                f"{self.data} has no {', '.join(missing)}; experiments/README.md says where "
+                "each is to be had"
+            )
+        changed = [name for name, path in found.items() if sha256(path) != known[name]]
+        if changed and not self.takes_other_data:
+            raise ValueError(
+                f"of {self.data}, {', '.join(changed)} have other hashes than experiments/"
+                "data.json: results would not be comparable; get them as experiments/README.md "
+                "says, or give --other_data"
+            )
+        return found
+
+    def train(
+        self,
+        cells: Cells,
+        name: str,
+        gin_file: str,
+        bindings: Sequence[str],
+        places: Sequence[str] = (),
+    ) -> dict:
+        """Trains a run to its end, by the command that a user would type.
+
+        Args:
+            places: further bindings, of where things are, on which nothing depends.
+
+        Returns:
+            `curve` (validation negative log perplexity by step), `skipped_steps` and
+            `seconds` of wall time, restarts included.
+
+        Raises:
+            SystemExit: interrupted or failed; the same command goes on.
+        """
+        run = RunFolder(self.runs / name)
+        command = [
+            *(sys.executable, "-m", "switchx", "train", f"--gin_file={gin_file}"),
+            *(f"--gin.{binding}" for binding in (*bindings, *places)),
+            f"--model_dir={run.root}",
+        ]
+        cell = {"run": name, "gin_file": gin_file, "bindings": list(bindings)}
+        return cells.get(cell, lambda: self._trained(run, command))
+
+    def _trained(self, run: RunFolder, command: Sequence[str]) -> dict:
+        print(f"[{self.name}] {shlex.join(command[1:])}", flush=True)
+        log = run.root.with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as lines:
+            status = subprocess.run(command, cwd=ROOT, stdout=lines, stderr=lines).returncode
+        if status:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+            raise SystemExit(f"{tail}\n{run.root}: status {status}; the same command goes on")
+        lines = [json.loads(line) for line in run.validation.read_text().splitlines()]
+        logged = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        goodput = json.loads((run.root / "goodput.json").read_text())
+        return {
+            "curve": {str(line["step"]): line["neg_log_perplexity"] for line in lines},
+            "skipped_steps": sum(line["skipped_steps"] for line in logged),
+            "seconds": sum(goodput["seconds"].values()),
+        }
+
+    def publish(self, cells: Cells, files: dict[str, pathlib.Path], **found) -> dict[str, Any]:
+        """Writes results.json, of a quick run beside its runs, otherwise into the folder.
+
+        Args:
+            found: what the experiment found; `verdict`, one of VERDICTS, `because`, a sentence,
+                and `effect`, an Interval with `effect_of`, are required.
+        """
+        if found["verdict"] not in VERDICTS:
+            raise ValueError(f"verdict={found['verdict']!r}; use one of {', '.join(VERDICTS)}")
+        results = {
+            "experiment": self.name,
+            "date": datetime.date.today().isoformat(),
+            "environment": environment(),
+            "data": {name: sha256(path) for name, path in files.items()},
+            "wall_seconds": round(cells.seconds),
+        } | {
+            k: dataclasses.asdict(v) if isinstance(v, Interval) else v for k, v in found.items()
+        }
+        target = (self.runs if self.is_quick else self.folder) / "results.json"
+        target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print(f"{self.name}: {results['verdict']}; {results['because']} ({target})")
+        return results
+
+
+def study_from_command_line(file: str, description: str) -> Study:
+    """The study of a folder's run.py, by its arguments."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    path = pathlib.Path
+    parser.add_argument("--data", type=path, help="folder of the data (experiments/README.md)")
+    parser.add_argument("--output", type=path, default=path("runs/experiments"))
+    parser.add_argument("--quick", action="store_true", help="a smoke; publishes nothing")
+    parser.add_argument("--other_data", action="store_true", help="take files of other hashes")
+    given = parser.parse_args()
+    name = path(file).resolve().parent.name
+    return Study(name, given.output, given.data, given.quick, given.other_data)
+
+
+def pretrained(study: Study, contender: str) -> RunFolder:
+    """A finished run of experiments/pretraining below the study's output, such as `dense`.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    runs = dataclasses.replace(study, name="pretraining").runs
+    name = run_name(contender, seed=0)
+    if not any(line["cell"].get("run") == name for line in Cells(runs / "cells.jsonl").lines):
+        quick = " QUICK=1" * study.is_quick
+        raise ValueError(
+            f"{runs / name} is not there or not finished; it is made by `make experiments "
+            f"EXPERIMENT=pretraining DATA=FOLDER OUTPUT={study.output}{quick}`"
+        )
+    return RunFolder(runs / name)
+
+
+def run_name(contender: str, seed: int) -> str:
+    """Folder of a contender's run of a seed."""
+    return f"{contender.replace(',', '').replace(' ', '_')}_seed{seed}"
+
+
+def write_page(folder: pathlib.Path, page: str) -> None:
+    """Puts a page between the marks of the folder's README.md."""
+    readme = folder / "README.md"
+    before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    readme.write_text(f"{before}{BEGIN}\n\n{page.strip()}\n\n{END}{after}", encoding="utf-8")
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Rows of the same columns as a table of Markdown; floats by four digits."""
+    rows = list(rows)
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[shown(value) for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def shown(value: Any) -> str:
+    """A value of results.json on a page."""
+    if isinstance(value, dict):  # an Interval
+        return f"{value['mean']:+.3f} ({value['low']:+.3f} to {value['high']:+.3f})"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "" if value is None else str(value)
+
+
+def provenance(results: dict[str, Any]) -> str:
+    """A line that says where and when results come from."""
+    where, hours = results["environment"], results["wall_seconds"] / 3600
+    return (
+        f"Run on {results['date']}, {where['device']}, {where['cores']} cores, JAX "
+        f"{where['jax']}, commit {where['commit'][:12]}; {hours:.1f} hours in all."
+    )
+
+
+def sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def code_fingerprint() -> str:
+    """Of all that a run depends on in this checkout: Python and gin files, not pages."""
+    digest = hashlib.sha256()
+    for top in _CODE:
+        for path in sorted((ROOT / top).rglob("*")):
+            if path.suffix in (".py", ".gin"):
+                digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _key(cell: dict[str, Any]) -> str:
+    return json.dumps(cell, sort_keys=True)
