@@ -245,8 +245,8 @@ class Study:
         return results
 
 
-def study_from_command_line(file: str, description: str) -> Study:
-    """The study of a folder's run.py, by its arguments."""
+def main(file: str, description: str, run: Callable[[Study], Any]) -> None:
+    """Runs a folder's run.py by its arguments; bad input ends it with a line and status 2."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -257,7 +257,10 @@ def study_from_command_line(file: str, description: str) -> Study:
     parser.add_argument("--other_data", action="store_true", help="take files of other hashes")
     given = parser.parse_args()
     name = path(file).resolve().parent.name
-    return Study(name, given.output, given.data, given.quick, given.other_data)
+    try:
+        run(Study(name, given.output, given.data, given.quick, given.other_data))
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
 
 
 def pretrained(study: Study, contender: str) -> RunFolder:

@@ -5,7 +5,7 @@ make experiments EXPERIMENT=capacity_factor DATA=FOLDER
 """
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import study_from_command_line
+from experiments.study import main
 
 FACTORS = (1.0, 1.25, 2.0)
 
@@ -53,4 +53,4 @@ def verdict(trained: Trained) -> dict:
 
 
 if __name__ == "__main__":
-    run_comparison(study_from_command_line(__file__, __doc__), COMPARISON, verdict)
+    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, verdict))

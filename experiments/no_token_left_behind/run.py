@@ -5,7 +5,7 @@ make experiments EXPERIMENT=no_token_left_behind DATA=FOLDER
 """
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import study_from_command_line
+from experiments.study import main
 
 COMPARISON = Comparison(
     contenders=(
@@ -38,4 +38,4 @@ def verdict(trained: Trained) -> dict:
 
 
 if __name__ == "__main__":
-    run_comparison(study_from_command_line(__file__, __doc__), COMPARISON, verdict)
+    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, verdict))

@@ -5,7 +5,7 @@ make experiments EXPERIMENT=selective_precision DATA=FOLDER
 """
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import study_from_command_line
+from experiments.study import main
 
 
 def _precision(name: str, params: str, compute: str, router: str) -> Contender:
@@ -52,4 +52,4 @@ def verdict(trained: Trained) -> dict:
 
 
 if __name__ == "__main__":
-    run_comparison(study_from_command_line(__file__, __doc__), COMPARISON, verdict)
+    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, verdict))

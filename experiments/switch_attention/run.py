@@ -5,7 +5,7 @@ make experiments EXPERIMENT=switch_attention DATA=FOLDER
 """
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import study_from_command_line
+from experiments.study import main
 
 _WHERE = ("ffn", "attention", "both")
 _SELECTIVE = (
@@ -46,4 +46,4 @@ def verdict(trained: Trained) -> dict:
 
 
 if __name__ == "__main__":
-    run_comparison(study_from_command_line(__file__, __doc__), COMPARISON, verdict)
+    main(__file__, __doc__, lambda study: run_comparison(study, COMPARISON, verdict))

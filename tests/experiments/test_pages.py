@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experiments/: pages say what results.json says, bad input is named, quick runs end."""
+
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import pytest
+
+from experiments import pages, study
+from experiments.comparison import Trained, first_step_at, page
+from experiments.study import BEGIN, END, ROOT, Cells, Interval, Study, bootstrap
+
+FOLDERS = [folder for folder in pages.folders() if folder.name not in pages.OWN_PAGES]
+NAMES = [folder.name for folder in FOLDERS]
+KEYS = {
+    "experiment": str, "date": str, "environment": dict, "data": dict, "wall_seconds": int,
+    "verdict": str, "because": str, "effect": dict, "effect_of": str, "seeds": list,
+    "rows": list,
+}  # fmt: skip
+
+
+def made_of_results(folder: pathlib.Path) -> str:
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    return text.split(BEGIN)[1].split(END)[0].strip()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_pages_are_made_of_results(folder):
+    results = pages.read_results(folder)
+    expected = pages.NOT_RUN if results is None else page(results)
+    assert made_of_results(folder) == expected
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert "**Question.**" in text and "arXiv:" in text or folder.name == "pretraining"
+    assert f"make experiments EXPERIMENT={folder.name} DATA=data\n" in text
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_results_have_their_form(folder):
+    results = pages.read_results(folder)
+    if results is None:
+        pytest.skip("not run in full")
+    for key, kind in KEYS.items():
+        assert isinstance(results[key], kind), key
+    assert results["verdict"] in study.VERDICTS and results["experiment"] == folder.name
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", results["environment"]["commit"])
+    known = json.loads(study.HASHES.read_text())
+    assert results["data"] and all(known[name] == of for name, of in results["data"].items())
+    effect = results["effect"]
+    assert effect["low"] <= effect["mean"] <= effect["high"]
+    xml.etree.ElementTree.parse(folder / "figure.svg")
+    for curves in results["curves"].values():
+        assert len(curves) == len(results["seeds"])
+        assert all(max(map(int, curve)) == results["steps"] for curve in curves)
+
+
+def test_the_overview_is_made_of_results():
+    assert made_of_results(ROOT / "experiments") == pages.overview()
+
+
+def trained(dense: list[float], sparse: list[float]) -> Trained:
+    """Two contenders, a seed each value, whose quality is reached on a straight line."""
+
+    def curves(finals):
+        return [{0: -9.0, 100: final} for final in finals]
+
+    names = ("dense", "sparse")
+    return Trained(
+        dict(zip(names, (curves(dense), curves(sparse)), strict=True)),
+        {"dense": 1.0, "sparse": 1.25}, dict.fromkeys(names, 1.0), dict.fromkeys(names, 0),
+    )  # fmt: skip
+
+
+def test_gains_are_paired_by_seed():
+    found = trained([-4.0, -5.0], [-3.9, -4.8])
+    gain = found.gain("sparse", "dense")
+    assert gain.mean == pytest.approx(0.15) and gain.excludes_zero
+    assert gain.low == pytest.approx(0.1) and gain.high == pytest.approx(0.2)
+    # The lines from -9 reach -4 and -5 after 5/5.1 and 4/4.2 of their steps.
+    speedup = (5.1 / 5 + 4.2 / 4) / 2
+    assert found.speedup_in_steps("sparse", "dense") == pytest.approx(speedup)
+    _, row = found.rows()
+    assert row["time to its quality, dense's over"] == pytest.approx(speedup / 1.25)
+
+
+def test_what_never_reaches_a_quality_has_no_speedup():
+    found = trained([-4.0, -5.0], [-4.1, -4.8])
+    assert math.isnan(found.speedup_in_steps("sparse", "dense"))
+    assert found.rows()[1]["steps to its quality, dense's over"] is None
+    assert not found.gain("sparse", "dense").excludes_zero
+    assert first_step_at({0: -9.0, 10: -8.0}, -7.0) is None
+
+
+def test_bootstrap_of_one_value_has_no_width():
+    assert bootstrap([0.25]) == Interval(0.25, 0.25, 0.25)
+
+
+def test_a_cell_is_measured_once_and_a_torn_line_again(tmp_path):
+    file, measured = tmp_path / "cells.jsonl", []
+
+    def measure():
+        measured.append(1)
+        return {"value": len(measured), "seconds": 7.0}
+
+    cells = Cells(file)
+    assert cells.get({"a": 1}, measure) == cells.get({"a": 1}, measure)
+    assert Cells(file).get({"a": 1}, measure)["value"] == 1
+    assert Cells(file).get({"a": 2}, measure)["value"] == 2
+    assert Cells(file).seconds == 14.0
+    with file.open("a") as lines:
+        lines.write('{"cell": {"a": 3}, "val')
+    assert Cells(file).get({"a": 3}, measure)["value"] == 3
+    assert len(file.read_text().splitlines()) == 3
+
+
+def test_other_code_is_named(tmp_path, monkeypatch):
+    mine = Study("exploration", tmp_path, None)
+    mine.cells()
+    monkeypatch.setattr(study, "code_fingerprint", lambda: "another")
+    with pytest.raises(
+        ValueError, match=r"was begun by commit .*`git checkout .*--output=OTHER"
+    ):
+        mine.cells()
+
+
+def test_data_that_is_not_there_or_not_the_same_is_named(tmp_path):
+    with pytest.raises(ValueError, match="give --data=FOLDER"):
+        Study("exploration", tmp_path, None).files("openstax/*.txt.gz")
+    with pytest.raises(ValueError, match=r"has no openstax/anatomy.txt.gz, .*README.md"):
+        Study("exploration", tmp_path, tmp_path).files("openstax/*.txt.gz")
+    (tmp_path / "movie_reviews").mkdir()
+    (tmp_path / "movie_reviews/reviews.txt.gz").write_bytes(b"other")
+    with pytest.raises(ValueError, match=r"reviews.txt.gz have other hashes .* --other_data"):
+        Study("exploration", tmp_path, tmp_path).files("movie_reviews/*.gz")
+    taken = Study("exploration", tmp_path, tmp_path, takes_other_data=True)
+    assert list(taken.files("movie_reviews/*.gz")) == ["movie_reviews/reviews.txt.gz"]
+
+
+def test_bad_input_ends_with_a_line_and_status_2(tmp_path):
+    command = [sys.executable, "-m", "experiments.exploration.run", f"--output={tmp_path}"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr.startswith("no data folder; give --data=FOLDER")
+
+
+def test_pretraining_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="make experiments EXPERIMENT=pretraining"):
+        study.pretrained(Study("fine_tuning", tmp_path, None), "32 experts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_quick_runs_end(name, tmp_path):
+    data = ROOT.parent / "shared/data"
+    if not (data / "openstax").is_dir():
+        pytest.skip("needs the textbooks of ../shared/data")
+    command = [
+        *(sys.executable, "-m", f"experiments.{name}.run", "--quick"),
+        *(f"--data={data}", f"--output={tmp_path}"),
+    ]
+    for _ in range(2):  # the second time there is nothing left to do
+        subprocess.run(command, cwd=ROOT, env=os.environ, check=True, timeout=280)
+    results = json.loads((tmp_path / f"{name}_quick/results.json").read_text())
+    assert len(results["rows"]) == 2 and results["steps"] == 4
