@@ -9,28 +9,24 @@ on what else the machine did during hours of training.
 """
 
 import dataclasses
-import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from experiments.pages import publish_page
 from experiments.study import (
     ROOT,
     Cells,
     Interval,
     Study,
     bootstrap,
-    provenance,
     run_name,
-    table,
-    write_page,
 )
 from pallas_kernels.bench.timing import Contender as Timed
 from pallas_kernels.bench.timing import speedup, take_turns
-from switchx.analysis.plots import curves_figure, write_svg
 from switchx.data.loader import evaluation_batches
 from switchx.data.mixtures import as_mixture
 from switchx.gin_config.building import job_from_gin
@@ -84,6 +80,7 @@ class Comparison:
             f"CHECKPOINT_EVERY={max(self.steps // 4, 1)}",
             "checkpointer.Retention.keep_period=None",
             f"SEED={seed}",
+            f"FILES=<data {' '.join(self.data)}>",
             *self.bindings,
             *contender.bindings,
         ]
@@ -161,7 +158,7 @@ def run_comparison(
     if study.is_quick:
         comparison = comparison.quick()
     files, cells = study.files(*comparison.data), study.cells()
-    trained = train_all(study, cells, comparison, list(files.values()))
+    trained = train_all(study, cells, comparison)
     judged = _judged_quick() if study.is_quick else verdict(trained)
     results = study.publish(
         cells,
@@ -169,7 +166,7 @@ def run_comparison(
         **judged,
         seeds=list(comparison.seeds),
         steps=comparison.steps,
-        rows=trained.rows(),
+        tables=[{"title": "", "rows": trained.rows()}],
         curves={
             name: [{str(step): value for step, value in curve.items()} for curve in curves]
             for name, curves in trained.curves.items()
@@ -187,45 +184,22 @@ def _judged_quick() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def publish_page(folder) -> None:
-    """Figure and page of a comparison's folder, of its results.json alone."""
-    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    curves = {
-        name: [{int(step): value for step, value in curve.items()} for curve in seeds]
-        for name, seeds in results["curves"].items()
-    }
-    figure = curves_figure(curves, "step", "validation negative log perplexity")
-    write_svg(figure, folder / "figure.svg")
-    write_page(folder, page(results))
-
-
-def page(results: dict[str, Any]) -> str:
-    """Verdict, table, figure and provenance of a comparison."""
-    return (
-        f"**Found: {results['verdict']}.** {results['because']}\n\n{table(results['rows'])}\n\n"
-        "![validation negative log perplexity by step](figure.svg)\n\n"
-        f"{len(results['seeds'])} seeds of {results['steps']:,} steps; higher is better. "
-        f"{provenance(results)}"
-    )
-
-
-def train_all(study: Study, cells: Cells, comparison: Comparison, files: Sequence) -> Trained:
+def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
     """Every contender on every seed, seed by seed; then the times of steps."""
     curves = {each.name: [] for each in comparison.contenders}
     skipped = dict.fromkeys(curves, 0)
-    places = [f"FILES={tuple(map(str, files))}"]
     for seed in comparison.seeds:
         for each in comparison.contenders:
             bindings = comparison.bindings_of(each, seed)
             found = study.train(
-                cells, run_name(each.name, seed), comparison.gin_file, bindings, places
+                cells, run_name(each.name, seed), [comparison.gin_file], bindings
             )
             curve = {int(step): value for step, value in found["curve"].items()}
             curves[each.name].append(curve)
             skipped[each.name] += found["skipped_steps"]
     jobs = {
         each.name: job_from_gin(
-            ROOT / comparison.gin_file, [*comparison.bindings_of(each, 0), *places]
+            ROOT / comparison.gin_file, study.placed(comparison.bindings_of(each, 0))
         )
         for each in comparison.contenders
     }

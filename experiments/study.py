@@ -13,11 +13,12 @@ import datetime
 import hashlib
 import json
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from switchx.manifest import git_commit
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HASHES = ROOT / "experiments/data.json"
-BEGIN, END = "<!-- made of results.json -->", "<!-- end -->"
 VERDICTS = ("reproduced", "not reproduced", "undecided", "reported")
 _CODE = ("switchx", "pallas_kernels", "configs", "experiments")
 
@@ -178,55 +178,97 @@ class Study:
         self,
         cells: Cells,
         name: str,
-        gin_file: str,
+        gin_files: Sequence[str],
         bindings: Sequence[str],
-        places: Sequence[str] = (),
     ) -> dict:
         """Trains a run to its end, by the command that a user would type.
 
         Args:
-            places: further bindings, of where things are, on which nothing depends.
+            gin_files: paths from the checkout's top; the later one wins.
+            bindings: of gin; places in them are as `placed` knows them.
 
         Returns:
-            `curve` (validation negative log perplexity by step), `skipped_steps` and
-            `seconds` of wall time, restarts included.
+            `curve` (validation negative log perplexity by step), `skipped_steps`,
+            `peaks` (the best of each metric of generated texts, by task) and `seconds` of wall
+            time, restarts included.
 
         Raises:
             SystemExit: interrupted or failed; the same command goes on.
         """
         run = RunFolder(self.runs / name)
-        command = [
-            *(sys.executable, "-m", "switchx", "train", f"--gin_file={gin_file}"),
-            *(f"--gin.{binding}" for binding in (*bindings, *places)),
+        arguments = [
+            *(f"--gin_file={file}" for file in gin_files),
+            *(f"--gin.{binding}" for binding in self.placed(bindings)),
             f"--model_dir={run.root}",
         ]
-        cell = {"run": name, "gin_file": gin_file, "bindings": list(bindings)}
-        return cells.get(cell, lambda: self._trained(run, command))
+        cell = {"run": name, "gin_files": list(gin_files), "bindings": list(bindings)}
+        return cells.get(cell, lambda: self._trained(run, arguments))
 
-    def _trained(self, run: RunFolder, command: Sequence[str]) -> dict:
-        print(f"[{self.name}] {shlex.join(command[1:])}", flush=True)
-        log = run.root.with_suffix(".log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as lines:
-            status = subprocess.run(command, cwd=ROOT, stdout=lines, stderr=lines).returncode
-        if status:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-            raise SystemExit(f"{tail}\n{run.root}: status {status}; the same command goes on")
+    def placed(self, texts: Sequence[str]) -> list[str]:
+        """The texts with this machine's places in them.
+
+        `<data PATTERNS>` is the tuple of files (`files`), `<data>` their folder, `<run NAME>` a
+        run of this experiment and `<pretrained NAME>` one of experiments/pretraining. What has
+        been done is known by the texts without places, so that folders may be moved.
+        """
+
+        def place(match: re.Match) -> str:
+            kind, _, name = match[1].partition(" ")
+            if kind == "data":
+                files = self.files(*name.split()) if name else None
+                return str(
+                    self.data.absolute() if files is None else tuple(map(str, files.values()))
+                )
+            return str(
+                pretrained(self, name).root if kind == "pretrained" else self.runs / name
+            )
+
+        return [re.sub(r"<((?:data|run|pretrained)[^>]*)>", place, text) for text in texts]
+
+    def _trained(self, run: RunFolder, arguments: Sequence[str]) -> dict:
+        self._switchx(run.root.name, "train", *arguments)
         lines = [json.loads(line) for line in run.validation.read_text().splitlines()]
         logged = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         goodput = json.loads((run.root / "goodput.json").read_text())
+        peaks = run.root / "peaks.json"
         return {
             "curve": {str(line["step"]): line["neg_log_perplexity"] for line in lines},
             "skipped_steps": sum(line["skipped_steps"] for line in logged),
+            "peaks": json.loads(peaks.read_text()) if peaks.exists() else {},
             "seconds": sum(goodput["seconds"].values()),
         }
+
+    def command(self, cells: Cells, name: str, *arguments: str) -> dict:
+        """What a command of switchx prints with --json.
+
+        Raises:
+            SystemExit: it failed.
+        """
+        cell = {"command": name, "arguments": list(arguments)}
+        placed = (*self.placed(arguments), "--json")
+        return cells.get(cell, lambda: json.loads(self._switchx(name, *placed)))
+
+    def _switchx(self, name: str, *arguments: str) -> str:
+        """Runs a command with a log of its own; the last line of what it printed."""
+        command = [sys.executable, "-m", "switchx", *arguments]
+        print(f"[{self.name}] {shlex.join(command[1:])}", flush=True)
+        log = self.runs / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as lines:
+            status = subprocess.run(command, cwd=ROOT, stdout=lines, stderr=lines).returncode
+        tail = log.read_text(errors="replace").splitlines()
+        if status:
+            said = "\n".join(tail[-5:])
+            raise SystemExit(f"{said}\n{log}: status {status}; the same command goes on")
+        return tail[-1]
 
     def publish(self, cells: Cells, files: dict[str, pathlib.Path], **found) -> dict[str, Any]:
         """Writes results.json, of a quick run beside its runs, otherwise into the folder.
 
         Args:
             found: what the experiment found; `verdict`, one of VERDICTS, `because`, a sentence,
-                and `effect`, an Interval with `effect_of`, are required.
+                `effect`, an Interval with `effect_of`, and `tables`, each a `title` and `rows`,
+                are required. `curves` or `intervals`, if there are, become the figure.
         """
         if found["verdict"] not in VERDICTS:
             raise ValueError(f"verdict={found['verdict']!r}; use one of {', '.join(VERDICTS)}")
@@ -283,40 +325,6 @@ def pretrained(study: Study, contender: str) -> RunFolder:
 def run_name(contender: str, seed: int) -> str:
     """Folder of a contender's run of a seed."""
     return f"{contender.replace(',', '').replace(' ', '_')}_seed{seed}"
-
-
-def write_page(folder: pathlib.Path, page: str) -> None:
-    """Puts a page between the marks of the folder's README.md."""
-    readme = folder / "README.md"
-    before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
-    after = rest.split(END)[1]
-    readme.write_text(f"{before}{BEGIN}\n\n{page.strip()}\n\n{END}{after}", encoding="utf-8")
-
-
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows of the same columns as a table of Markdown; floats by four digits."""
-    rows = list(rows)
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
-    lines += [[shown(value) for value in row.values()] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def shown(value: Any) -> str:
-    """A value of results.json on a page."""
-    if isinstance(value, dict):  # an Interval
-        return f"{value['mean']:+.3f} ({value['low']:+.3f} to {value['high']:+.3f})"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return "" if value is None else str(value)
-
-
-def provenance(results: dict[str, Any]) -> str:
-    """A line that says where and when results come from."""
-    where, hours = results["environment"], results["wall_seconds"] / 3600
-    return (
-        f"Run on {results['date']}, {where['device']}, {where['cores']} cores, JAX "
-        f"{where['jax']}, commit {where['commit'][:12]}; {hours:.1f} hours in all."
-    )
 
 
 def sha256(path: pathlib.Path) -> str:

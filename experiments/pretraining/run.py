@@ -10,7 +10,7 @@ from experiments.study import main
 COMPARISON = Comparison(
     contenders=(
         Contender("dense", ("ModelConfig.switch=None",)),
-        *(Contender(f"{n} experts", (f"NUM_EXPERTS={n}",)) for n in (8, 32, 64)),
+        *(Contender(f"{n} experts", (f"NUM_EXPERTS={n}",)) for n in (32, 8, 64)),
     ),
     steps=2000,
     seeds=(0,),

@@ -159,6 +159,27 @@ def curves_figure(
     return figure
 
 
+def intervals_figure(intervals: Mapping[str, Mapping[str, float]], x: str) -> Figure:
+    """Differences, a row each: a dot at `mean`, a bar from `low` to `high`, a line at 0.
+
+    A dot is filled where the interval leaves out 0.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 1.0 + 0.3 * len(intervals)))
+        axis = figure.subplots()
+    dark = COLOURS(0.9)
+    for row, each in enumerate(intervals.values()):
+        is_known = each["low"] > 0 or each["high"] < 0
+        axis.plot([each["low"], each["high"]], [row, row], color=dark, linewidth=1.5)
+        face = dark if is_known else "white"
+        axis.plot(each["mean"], row, "o", color=dark, markerfacecolor=face, markersize=6)
+    axis.axvline(0, color="0.4", linestyle=":", linewidth=1)
+    axis.set_yticks(range(len(intervals)), list(intervals))
+    axis.set_ylim(len(intervals) - 0.5, -0.5)
+    axis.set_xlabel(x)
+    return figure
+
+
 def transition_figure(shares: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]]) -> Figure:
     """Where the tokens of an expert go in the next Switch layer, a map a pair of layers.
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that begin as copies of a dense model's FFN, against training from scratch.
+
+    make experiments EXPERIMENT=upcycling DATA=FOLDER
+
+All go on, or begin, for 1,000 steps; the upcycled and the dense model begin with the dense run
+of experiments/pretraining.
+"""
+
+from experiments.comparison import GIN_FILE, Comparison, Contender, Trained, run_comparison
+from experiments.study import Study, main
+
+EXPERTS = 8
+
+COMPARISON = Comparison(
+    contenders=(
+        Contender(
+            "dense, goes on", ("ModelConfig.switch=None", "INIT_FROM='<pretrained dense>'")
+        ),
+        Contender(
+            f"upcycled, {EXPERTS} experts",
+            (
+                f"NUM_EXPERTS={EXPERTS}",
+                "RouterConfig.num_selected=2",
+                "RouterConfig.gate='normalized'",
+                "INIT_FROM='<run upcycled>'",
+            ),
+        ),
+        Contender(
+            f"from scratch, {EXPERTS} experts",
+            (
+                f"NUM_EXPERTS={EXPERTS}",
+                "RouterConfig.num_selected=2",
+                "RouterConfig.gate='normalized'",
+            ),
+        ),
+    ),
+    steps=1000,
+    # The rate at which the dense run ended: sqrt(1 / 2000).
+    bindings=("WARMUP_STEPS=2000",),
+)
+
+
+def verdict(trained: Trained) -> dict:
+    """Not of the papers: reported, upcycled over dense and over scratch."""
+    dense, upcycled, scratch = trained.curves
+    gain, over_scratch = (trained.gain(upcycled, other) for other in (dense, scratch))
+    return {
+        "verdict": "reported",
+        "because": f"After 1,000 more steps upcycled experts are {gain.mean:+.3f} nats from "
+        f"the dense model that goes on, and {over_scratch.mean:+.3f} from experts trained from "
+        "scratch for as many.",
+        "effect": gain,
+        "effect_of": "upcycled over dense, nats a token",
+    }
+
+
+def run(study: Study) -> dict:
+    output = study.runs / "upcycled"
+    study.command(
+        study.cells(),
+        "upcycled",
+        "reshape",
+        f"--gin_file={GIN_FILE}",
+        "--gin.ModelConfig.switch=None",
+        f"--gin.FILES=<data {' '.join(COMPARISON.data)}>",
+        "--model_dir=<pretrained dense>",
+        f"--output={output}",
+        f"--experts={EXPERTS}",
+        "--every=1",
+    )
+    return run_comparison(study, COMPARISON, verdict)
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, run)
