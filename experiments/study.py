@@ -188,7 +188,8 @@ class Study:
             bindings: of gin; places in them are as `placed` knows them.
 
         Returns:
-            `curve` (validation negative log perplexity by step), `skipped_steps`,
+            `curve` (validation negative log perplexity by step), `tasks` (the same by
+            task, of a mixture), `skipped_steps`,
             `peaks` (the best of each metric of generated texts, by task) and `seconds` of wall
             time, restarts included.
 
@@ -233,6 +234,7 @@ class Study:
         peaks = run.root / "peaks.json"
         return {
             "curve": {str(line["step"]): line["neg_log_perplexity"] for line in lines},
+            "tasks": _by_task(lines),
             "skipped_steps": sum(line["skipped_steps"] for line in logged),
             "peaks": json.loads(peaks.read_text()) if peaks.exists() else {},
             "seconds": sum(goodput["seconds"].values()),
@@ -325,6 +327,15 @@ def pretrained(study: Study, contender: str) -> RunFolder:
 def run_name(contender: str, seed: int) -> str:
     """Folder of a contender's run of a seed."""
     return f"{contender.replace(',', '').replace(' ', '_')}_seed{seed}"
+
+
+def _by_task(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Curves of a mixture's tasks, of the lines of validation.jsonl."""
+    curves: dict[str, dict[str, float]] = {}
+    for line in lines:
+        for task, metrics in line.get("tasks", {}).items():
+            curves.setdefault(task, {})[str(line["step"])] = metrics["neg_log_perplexity"]
+    return curves
 
 
 def sha256(path: pathlib.Path) -> str:
