@@ -27,7 +27,13 @@ from switchx.inference.artifact import is_artifact, open_artifact, read_artifact
 from switchx.inference.chosen_experts import experts_of_run, slices_of
 from switchx.inference.config import DecodingConfig, ExpertSlots
 from switchx.inference.expert_slots import slotted
-from switchx.inference.generate import Generator, for_decoding, with_capacity, without_capacity
+from switchx.inference.generate import (
+    Generated,
+    Generator,
+    for_decoding,
+    with_capacity,
+    without_capacity,
+)
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import native, separate_experts
 from switchx.inference.ring_or_chosen import OutsideExperts, outside_of_device
@@ -40,21 +46,6 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.training.compilation_cache import compiled_programs_kept
 from switchx.training.start import params_of_job
 from switchx.tree import num_elements
-
-
-@dataclasses.dataclass(frozen=True)
-class Generated:
-    """What a model wrote.
-
-    Attributes:
-        output: a text where texts were read, otherwise token ids without the end.
-        score: log-probability over length ** length_penalty, the end included.
-        is_finished: it came to an end; otherwise it was cut off.
-    """
-
-    output: str | list[int]
-    score: float
-    is_finished: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +152,7 @@ class Model:
         if len({len(token_BL) for token_BL in arrays.values()}) > 1:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise ValueError(f"got {shapes}; expected equally many rows")
-        config = self._config(dropless)
-        B = len(arrays["decoder_tokens"])
+        config, B = self._config(dropless), len(arrays["decoder_tokens"])
         (rows,) = self.devices.batches(config, (B,))
         padding = ((0, rows - B), (0, 0))
         arrays = {name: jnp.pad(token_BL, padding) for name, token_BL in arrays.items()}
@@ -198,7 +188,8 @@ class Model:
                 False experts have the capacity of evaluation, and where one is full, an
                 output depends on the inputs that it is batched with.
             with_scores: give `Generated`s instead of texts or lists of token ids.
-            decoding: fields of `DecodingConfig`, such as `beam_size=4`; greedy by default.
+            decoding: fields of `DecodingConfig`, such as `beam_size=4`; greedy by default. An
+                input has a list of outputs where `num_return_sequences` is above 1.
 
         Raises:
             ValueError: an input is empty, too long or has ids that are not the vocabulary's,
@@ -210,15 +201,19 @@ class Model:
             decoding["max_new_tokens"] = max_length
         tokens, is_text = self._read(inputs, "inputs")
         generator = self.generator(batch_size=batch_size, dropless=dropless, **decoding)
-        results = [None] * len(tokens)
+        results, number = [None] * len(tokens), generator.decoding.num_return_sequences
         with compiled_programs_kept(None):
-            for number, (best, *_) in generator([self.prompt(each) for each in tokens]):
-                output = self.vocabulary.decode(best.tokens) if is_text else best.tokens
-                results[number] = Generated(output, best.score, best.is_finished)
-        return results if with_scores else [each.output for each in results]
+            for index, hypotheses in generator([self.prompt(each) for each in tokens]):
+                results[index] = [
+                    Generated.of(each, self.vocabulary if is_text else None, generator.stops)
+                    for each in hypotheses[:number]
+                ]
+        if not with_scores:
+            results = [[each.output for each in outputs] for outputs in results]
+        return results if number > 1 else [outputs[0] for outputs in results]
 
     def score(
-        self, inputs: Texts | None, targets: Texts, *, batch_size: int = 32, dropless=True
+        self, inputs: Texts | None, targets: Texts, *, batch_size=32, dropless=True, **asked
     ) -> list[Score]:
         """Log-likelihoods of targets given inputs, in their order.
 
@@ -227,9 +222,9 @@ class Model:
                 none: targets are then scored from their first token on.
             targets: texts, each with its end, or token ids, scored as they are.
             batch_size, dropless: as in `generate`.
+            asked: `logprobs` and `forced_prefix` of `Scorer`.
 
-        Returns:
-            Natural logarithms, summed over a target's tokens, and how many there are.
+        Returns: natural logarithms, summed over a target's tokens, and their number.
 
         Raises:
             ValueError: as in `generate`, or there are not equally many of both.
@@ -240,7 +235,7 @@ class Model:
         wanted, _ = self._read(targets, "targets")
         if len(read) != len(wanted):
             raise ValueError(f"{len(read)} inputs for {len(wanted)} targets; give a pair each")
-        scorer = self.scorer(batch_size=batch_size, dropless=dropless)
+        scorer = self.scorer(batch_size=batch_size, dropless=dropless, **asked)
         with compiled_programs_kept(None):
             return [score for _, score in sorted(scorer(list(zip(read, wanted, strict=True))))]
 
@@ -249,12 +244,11 @@ class Model:
         bidirectional = {"is_prompt_bidirectional": self.text_format.is_prompt_bidirectional}
         settings = DecodingConfig(**(bidirectional | decoding))
         config = for_decoding(self.config, is_dropless=dropless)
-        return Generator(
-            config, self._separated, settings, batch_size, self.devices, self.experts
-        )
+        where = self.devices, self.experts, self.vocabulary
+        return Generator(config, self._separated, settings, batch_size, *where)
 
-    def scorer(self, *, batch_size: int = 32, dropless: bool = True) -> Scorer:
-        """The `Scorer` of pairs of token lists."""
+    def scorer(self, *, batch_size: int = 32, dropless: bool = True, **asked) -> Scorer:
+        """The `Scorer` of pairs of token lists; `asked` are its `logprobs`, `forced_prefix`."""
         return Scorer(
             self._config(dropless),
             self.params if self.experts is None else self.experts.params,
@@ -262,6 +256,7 @@ class Model:
             batch_size=batch_size,
             devices=self.devices,
             experts=self.experts,
+            **asked,
         )
 
     def save_vocabulary(self, folder) -> None:

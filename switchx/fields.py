@@ -125,10 +125,12 @@ class Option:
     """A field that users set: a flag of a command line, or a field of a request.
 
     Attributes:
-        type: of its values; where `choices` are listed, that of the first.
+        type: of its values; where `choices` are listed, that of the first; of a list, that of
+            its items.
         choices: all values of a `Literal`, otherwise None.
         help: one line.
         least, most: bounds of its numbers, both included; None is no bound.
+        is_list: its values are tuples of any length.
     """
 
     name: str
@@ -138,6 +140,7 @@ class Option:
     help: str
     least: float | None
     most: float | None
+    is_list: bool = False
 
     @property
     def range(self) -> str:
@@ -164,9 +167,10 @@ def options(cls: type) -> dict[str, Option]:
     for field in dataclasses.fields(cls):
         if said := field.metadata.get("option"):
             hint, *_ = _alternatives(_hints(cls)[field.name])
-            choices = typing.get_args(hint) or None
-            of = type(choices[0]) if choices else hint
-            found[field.name] = Option(field.name, of, choices, field.default, *said)
+            is_list, listed = typing.get_origin(hint) is tuple, typing.get_args(hint)
+            choices = None if is_list else listed or None
+            of = listed[0] if is_list else type(choices[0]) if choices else hint
+            found[field.name] = Option(field.name, of, choices, field.default, *said, is_list)
     return found
 
 
@@ -175,7 +179,8 @@ def check_options(config) -> None:
     for name, each in options(type(config)).items():
         value = getattr(config, name)
         is_number = each.choices is None and each.type is not str
-        if is_number and value is not None and not each.allows(value):
+        values = value if each.is_list else [] if value is None else [value]
+        if is_number and not all(map(each.allows, values)):
             raise FieldError(config, name, f"use {each.range}")
 
 

@@ -182,6 +182,7 @@ def test_sizes():
         "switchx/serving/completions.py",
         "switchx/serving/request_queue.py",
         "switchx/inference/programs.py",
+        "switchx/inference/rows.py",
         "switchx/bench/decode_programs.py",
         "switchx/partitioning/optimizer_slices.py",
         "switchx/planner/slice_comm.py",

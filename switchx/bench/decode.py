@@ -25,7 +25,7 @@ from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_until
 from switchx.inference.generate import Generator, Hypothesis, for_decoding
 from switchx.inference.quantize import quantize_experts
-from switchx.inference.sampling import Rows, RowSettings
+from switchx.inference.rows import Rows, RowSettings
 from switchx.interop import huggingface
 from switchx.models.params import init_params
 

@@ -21,7 +21,7 @@ from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill, run_step
 from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.programs import COMPILATIONS, PROGRAMS, num_maps
-from switchx.inference.sampling import Rows, RowSettings
+from switchx.inference.rows import Rows, RowSettings
 from switchx.models.config import ModelConfig
 from switchx.models.params import init_params
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from switchx.fields import options
+from switchx.fields import Option, options
 from switchx.gin_config.files import close_match, configuration_of, did_you_mean
 
 GIN_PREFIX = "--gin."
@@ -145,6 +145,9 @@ def add_options(
         if names is not None and name not in names:
             continue
         default = defaults.get(name, each.default)
+        if each.is_list:
+            _add_list(parser, each)
+            continue
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(
             f"--{name}",
@@ -154,6 +157,15 @@ def add_options(
             metavar=None if each.choices else "N" if each.type is not str else "NAMES",
             help=f"{each.help}{shown}".replace("%", "%%"),
         )
+
+
+def _add_list(parser: CommandParser, option: Option) -> None:
+    """Numbers with commas, or texts, each after the flag."""
+    settings = {"type": _numbers, "metavar": "N,N", "help": option.help}
+    if option.type is str:
+        settings = {"action": "append", "metavar": "TEXT"}
+        settings["help"] = f"{option.help}; may be given several times"
+    parser.add_argument(f"--{option.name}", default=[], **settings)
 
 
 def options_of(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
@@ -202,6 +214,15 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} are no whole numbers; write them with commas, as 256042,17"
+        ) from None
 
 
 def share(text: str) -> float:

@@ -65,8 +65,9 @@ def add_command(commands) -> None:
     number = functools.partial(parser.add_argument, metavar="N")
     number("--batch_size", type=int, default=8, help="inputs at once (default: %(default)s)")
     number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
-    # What makes a batch smaller makes another program of it.
-    shared.add_options(parser, DecodingConfig, options(DecodingConfig).keys() - {"pruning"})
+    # What makes a batch smaller makes another program of it, and there are no texts.
+    names = options(DecodingConfig).keys() - {"pruning", "stop"}
+    shared.add_options(parser, DecodingConfig, names)
     shared.add_json(parser)
 
 
@@ -134,6 +135,8 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     given["platform"] = ",".join(arguments.platform)
     if arguments.mesh:
         given["mesh"] = ",".join(f"{axis}={size}" for axis, size in arguments.mesh.items())
+    if prefix := given.pop("forced_prefix"):
+        given["forced_prefix"] = ",".join(map(str, prefix))
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return {
         "rebuild": shlex.join(["switchx", "export", *words]),

@@ -24,7 +24,8 @@ Writes what a model answers to each line of a file or of standard input, in thei
 A line becomes what training made of a text: eos ends it where the tasks of training did so,
 and <extra_id_0> is sentinel 0 where they had sentinels. A task's prefix, such as "translate
 English to German: ", stands in the line. Line breaks in an output become spaces; --json
-keeps them.
+keeps them. With --num_return_sequences above 1 the outputs of a line stand in one line, with
+tabs between them, or with --json in a list, `outputs`; with --logprobs, --json writes them.
 
 With --output, the same command goes on where a killed one left off, and also when lines were
 added to the input: FILE.progress.json says of which inputs and settings the lines are.
@@ -52,7 +53,11 @@ def add_command(commands) -> None:
     )
     text.add_arguments(generate, "text file, an input a line")
     shared.add_options(generate, DecodingConfig)
-    shared.add_json(generate, "write a JSON object a line: output, tokens, score, is_finished")
+    shared.add_json(
+        generate,
+        "write a JSON object a line: output, tokens, score, is_finished; with --logprobs "
+        "token_logprobs and top_logprobs",
+    )
     score = shared.add_command(
         commands, "score", run_score, "log-likelihoods of texts given others", SCORE
     )
@@ -69,10 +74,17 @@ def run_score(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
+    from switchx.inference.generate import text_of
+
+    decoding = shared.options_of(arguments, DecodingConfig)
+    if decoding["logprobs"] is not None and not arguments.json:
+        raise ValueError(
+            f"--logprobs={decoding['logprobs']} without --json, which writes them; give both"
+        )
     generator = model.generator(
         batch_size=arguments.batch_size,
         dropless=arguments.capacity == "dropless",
-        **shared.options_of(arguments, DecodingConfig),
+        **decoding,
     )
     encode = functools.partial(model.text_format.inputs, model.vocabulary)
 
@@ -82,16 +94,23 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
             raise ValueError(fault)
         return tokens
 
-    def written(hypothesis):
-        output = model.vocabulary.decode(hypothesis.tokens)
+    num_outputs = generator.decoding.num_return_sequences
+
+    def written(hypotheses):
+        outputs = [text_of(each, model.vocabulary, generator.stops) for each in hypotheses]
         if not arguments.json:
-            return re.sub(r"[\r\n]+", " ", output)
-        values = {"output": output} | dataclasses.asdict(hypothesis)
+            breaks = r"[\r\n]+" if num_outputs == 1 else r"[\t\r\n]+"
+            return "\t".join(re.sub(breaks, " ", output) for output in outputs)
+        values = [
+            {"output": output} | each.as_dict()
+            for output, each in zip(outputs, hypotheses, strict=True)
+        ]
+        values = values[0] if num_outputs == 1 else {"outputs": values}
         return json.dumps(values, ensure_ascii=False)
 
     def compute(shard, first):
-        for number, (best, *_) in generator(list(map(prompt, shard)), first_number=first):
-            yield number, written(best)
+        for number, hypotheses in generator(list(map(prompt, shard)), first_number=first):
+            yield number, written(hypotheses[:num_outputs])
 
     text.check(arguments.input, lines, prompt)
     settings = dataclasses.asdict(generator.decoding)

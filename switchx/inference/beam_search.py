@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from switchx.inference.config import DecodingProgram
-from switchx.inference.sampling import EARLY_STOPPING, Rows, lengthened, top_k
+from switchx.inference.rows import EARLY_STOPPING, Rows, lengthened
+from switchx.inference.sampling import LogProbs, likeliest_tokens, top_k
 
 NEVER = -jnp.inf
 
@@ -27,6 +28,7 @@ class Beams:
         token_BLT, log_prob_BL: running; `pad_id` after the last token.
         ancestor_BLT: which beam held a hypothesis' ancestor at each place of the ring.
         finished_BLT, score_BL, is_finished_BL: ended ones, the best first.
+        log_probs, finished_log_probs: of their tokens; None where none are kept.
     """
 
     token_BLT: jax.Array
@@ -35,6 +37,8 @@ class Beams:
     finished_BLT: jax.Array
     score_BL: jax.Array
     is_finished_BL: jax.Array
+    log_probs: LogProbs | None
+    finished_log_probs: LogProbs | None
 
     @classmethod
     def start(cls, batch: int, program: DecodingProgram) -> "Beams":
@@ -49,6 +53,8 @@ class Beams:
             pads_BLT,
             jnp.full((batch, L), NEVER),
             jnp.zeros((batch, L), bool),
+            LogProbs.start(batch, program),
+            LogProbs.start(batch, program),
         )
 
     def begun_at(self, place) -> "Beams":
@@ -59,11 +65,14 @@ class Beams:
     def with_places(self, program: DecodingProgram) -> "Beams":
         """The same with places for `max_new_tokens`; the ring is laid end to end."""
         times = program.max_new_tokens // self.ancestor_BLT.shape[2]
+        running, finished = self.log_probs, self.finished_log_probs
         return dataclasses.replace(
             self,
-            token_BLT=lengthened(self.token_BLT, program),
+            token_BLT=lengthened(self.token_BLT, program, program.pad_id),
             ancestor_BLT=jnp.concatenate([self.ancestor_BLT] * times, axis=2),
-            finished_BLT=lengthened(self.finished_BLT, program),
+            finished_BLT=lengthened(self.finished_BLT, program, program.pad_id),
+            log_probs=running and running.with_places(program),
+            finished_log_probs=finished and finished.with_places(program),
         )
 
     def advance(self, logits_BLV, number_B, place, rows: Rows, program: DecodingProgram):
@@ -76,17 +85,24 @@ class Beams:
             the hypotheses, token_BL, is_live_B.
         """
         B, L, V = logits_BLV.shape
-        log_prob_BLV = self.log_prob_BL[..., None] + jax.nn.log_softmax(logits_BLV, axis=-1)
-        log_prob_BLV = rows.without_early_end(log_prob_BLV, number_B, program.eos_id)
+        model_BLV = jax.nn.log_softmax(logits_BLV, axis=-1)
+        log_prob_BLV = rows.allowed(model_BLV, self.token_BLT, number_B, program)
+        log_prob_BLV = self.log_prob_BL[..., None] + log_prob_BLV
         log_prob_BJ, place_BJ = top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
         parent_BJ, token_BJ = place_BJ // V, place_BJ % V
         is_here_BT = jnp.arange(program.max_new_tokens)[None] == number_B[:, None]
         text_BJT = _of(self.token_BLT, parent_BJ)
         text_BJT = jnp.where(is_here_BT[:, None], token_BJ[..., None], text_BJT)
+        log_probs = self.log_probs
+        if log_probs is not None:
+            chosen_BJ = jnp.take_along_axis(model_BLV.reshape(B, L * V), place_BJ, axis=1)
+            likeliest = _of(likeliest_tokens(model_BLV, program.num_kept), parent_BJ)
+            log_probs = _of(log_probs, parent_BJ).put(is_here_BT[:, None], chosen_BJ, likeliest)
         length_B = number_B + 1
         ends_BJ = (token_BJ == program.eos_id) | (length_B >= rows.max_new_tokens_B)[:, None]
 
-        finished = self._with_finished(text_BJT, log_prob_BJ, ends_BJ, length_B, rows, program)
+        texts = text_BJT, log_probs
+        finished = self._with_finished(texts, log_prob_BJ, ends_BJ, length_B, rows, program)
         going_BJ = jnp.where(ends_BJ, NEVER, log_prob_BJ)
         log_prob_BL, chosen_BL = jax.lax.top_k(going_BJ, L)
         parent_BL = jnp.take_along_axis(parent_BJ, chosen_BL, axis=1)
@@ -97,24 +113,31 @@ class Beams:
             token_BLT=_of(text_BJT, chosen_BL),
             log_prob_BL=log_prob_BL,
             ancestor_BLT=ancestor_BLT,
+            log_probs=_of(log_probs, chosen_BL),
         )
         is_live_B = rows.is_live_B & beams._can_improve(length_B, rows, program)
         return beams, jnp.take_along_axis(token_BJ, chosen_BL, axis=1), is_live_B
 
-    def _with_finished(self, text_BJT, log_prob_BJ, ends_BJ, length_B, rows: Rows, program):
+    def _with_finished(self, texts, log_prob_BJ, ends_BJ, length_B, rows: Rows, program):
         """With those among the first L candidates that end, where they are good enough."""
         L = program.beam_size
         is_new_BJ = ends_BJ & (jnp.arange(2 * L) < L)[None] & rows.is_live_B[:, None]
         is_new_BJ &= log_prob_BJ > NEVER
         score_BJ = jnp.where(is_new_BJ, _score(log_prob_BJ, length_B, rows), NEVER)
         score_BL, best_BL = jax.lax.top_k(jnp.concatenate([self.score_BL, score_BJ], 1), L)
-        all_texts = jnp.concatenate([self.finished_BLT, text_BJT], axis=1)
+        all_texts = jax.tree.map(
+            lambda *both: jnp.concatenate(both, axis=1),
+            (self.finished_BLT, self.finished_log_probs),
+            texts,
+        )
+        finished_BLT, log_probs = _of(all_texts, best_BL)
         all_finished = jnp.concatenate([self.is_finished_BL, is_new_BJ], axis=1)
         return dataclasses.replace(
             self,
-            finished_BLT=_of(all_texts, best_BL),
+            finished_BLT=finished_BLT,
             score_BL=score_BL,
             is_finished_BL=jnp.take_along_axis(all_finished, best_BL, axis=1),
+            finished_log_probs=log_probs,
         )
 
     def _can_improve(self, length_B, rows: Rows, program: DecodingProgram):
@@ -134,6 +157,10 @@ class Beams:
         """Of each sentence its hypotheses, the best first: token_BLT, score_BL."""
         return self.finished_BLT, self.score_BL
 
+    @property
+    def result_log_probs(self) -> LogProbs | None:
+        return self.finished_log_probs
+
 
 def _score(log_prob_BJ, length_B, rows: Rows):
     """log p / length ** penalty, a finite number: an exponent below 0 may make it huge."""
@@ -141,5 +168,11 @@ def _score(log_prob_BJ, length_B, rows: Rows):
     return jnp.maximum(log_prob_BJ / divisor_B1, jnp.finfo(jnp.float32).min)
 
 
-def _of(x_BLT, index_BJ):
-    return jnp.take_along_axis(x_BLT, index_BJ[..., None], axis=1)
+def _of(arrays, index_BJ):
+    """The beams of these numbers of each array `[B, L, ...]`."""
+
+    def take(x):
+        index = index_BJ.reshape(*index_BJ.shape, *(1,) * (x.ndim - 2))
+        return jnp.take_along_axis(x, index, axis=1)
+
+    return jax.tree.map(take, arrays)

@@ -7,6 +7,7 @@ of `DecodingConfig`; adding one is a line here. No JAX is imported: help does no
 
 import bisect
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import Literal
 
@@ -28,6 +29,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 NEW_TOKENS = tuple(1 << shift for shift in range(4, 21))
 # A divisor; below it logits overflow.
 LEAST_TEMPERATURE = 0.01
+MAX_LOGPROBS = 5  # likeliest tokens beside a chosen one; as OpenAI's API allows
 MAX_INT32 = 2**31 - 1
 
 
@@ -99,6 +101,12 @@ class DecodingConfig:
         early_stopping: when a sentence's search ends, all beams being finished: `True` at
             once; `False` when the best running beam, as long as it is, scores no better than
             the worst finished one; `never` when it could not even at full length.
+        forced_prefix: token ids that each output begins with, whatever the model finds likely,
+            such as the language of a multilingual translation (`forced_bos_token_id`). They
+            count as tokens of the output, and nothing in its score.
+        stop: an output ends with the first of these texts, which is not part of it.
+        logprobs: natural logarithms of the model's own probabilities, before temperature,
+            penalties and bans.
         eos_id, pad_id, start_id: token ids. `start_id` begins a decoder's input where the
             model has an encoder.
         is_prompt_bidirectional: a decoder-only model's prompt sees itself whole (prefix LM).
@@ -118,6 +126,31 @@ class DecodingConfig:
     )
     early_stopping: Literal[True, False, "never"] = False
     min_new_tokens: int = option(0, "tokens of an output before its end", 0, 2**20)
+    repetition_penalty: float = option(
+        1.0,
+        "tokens that occurred: positive logits are divided by it, others multiplied",
+        0.01,
+        100,
+    )
+    no_repeat_ngram_size: int = option(
+        0, "no N tokens occur twice in the same order; 0 lets them", 0, 2**20
+    )
+    forced_prefix: tuple[int, ...] = option(
+        (), "ids of tokens that an output begins with, such as a language", 0, MAX_INT32
+    )
+    stop: tuple[str, ...] = option((), "text before which an output ends")
+    num_return_sequences: int = option(
+        1, "outputs of an input: best beams, or samples", 1, 1024
+    )
+    best_of: int | None = option(
+        None,
+        "samples of which the num_return_sequences with the best scores are given",
+        1,
+        1024,
+    )
+    logprobs: int | None = option(
+        None, "log-probabilities of tokens, and of the N likeliest beside each", 0, MAX_LOGPROBS
+    )
     eos_id: int = 1
     pad_id: int = 0
     start_id: int = 0
@@ -126,6 +159,8 @@ class DecodingConfig:
     def __post_init__(self):
         """Raises FieldError: a value is out of its bounds, or contradicts another one."""
         check_choices(self)
+        for name, of in (("forced_prefix", int), ("stop", str)):
+            object.__setattr__(self, name, self._listed(name, of))
         check_options(self)
 
         def refuse(field: str, is_wrong: bool, way_out: str) -> None:
@@ -140,13 +175,61 @@ class DecodingConfig:
         refuse("min_new_tokens", self.min_new_tokens > most, f"use 0 to max_new_tokens={most}")
         alone = f"temperature={temperature} samples; use beam_size=1 with it, or temperature=0"
         refuse("beam_size", is_sampling and self.beam_size > 1, alone)
-        for field in ("top_k", "top_p"):
+        for field in ("top_k", "top_p", "best_of"):
             is_unread = getattr(self, field) is not None and not is_sampling
             refuse(field, is_unread, "temperature=0 does not sample; set a temperature")
+        self._check_texts(refuse)
+
+    def _listed(self, name: str, of: type) -> tuple:
+        values = getattr(self, name)
+        values = (values,) if isinstance(values, str) else values
+        kind = numbers.Integral if of is int else str
+        if not isinstance(values, list | tuple) or not all(
+            isinstance(value, kind) and not isinstance(value, bool) and value != ""
+            for value in values
+        ):
+            what = "token ids" if of is int else "texts that are not empty"
+            raise FieldError(self, name, f"use a list of {what}")
+        return tuple(map(of, values))
+
+    def _check_texts(self, refuse) -> None:
+        """The settings of how an output begins and ends, and of how many there are."""
+        number, beams, most = self.num_return_sequences, self.beam_size, self.max_new_tokens
+        one = "greedy decoding has one output; set beam_size, or a temperature, or use 1"
+        refuse("num_return_sequences", number > 1 and beams == 1 and not self.is_sampling, one)
+        is_more = number > beams > 1
+        refuse("num_return_sequences", is_more, f"use 1 to beam_size={beams}, or more beams")
+        is_less = self.best_of is not None and self.best_of < number
+        refuse("best_of", is_less, f"use num_return_sequences={number}, or more")
+        way_out = "a search is not stopped by texts; use beam_size=1, or leave it out"
+        refuse("stop", bool(self.stop) and beams > 1, way_out)
+        prefix = self.forced_prefix
+        refuse("forced_prefix", len(prefix) > most, f"use max_new_tokens={most} ids at most")
+        has_end = self.eos_id in prefix
+        refuse("forced_prefix", has_end, f"id {self.eos_id} ends an output; leave it out")
 
     @property
     def is_sampling(self) -> bool:
         return self.temperature > 0
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the batch that an input has."""
+        return (self.best_of or self.num_return_sequences) if self.is_sampling else 1
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether logits are changed by what a text has so far; see `DecodingProgram`."""
+        is_penalized = self.repetition_penalty != 1
+        return is_penalized or self.no_repeat_ngram_size > 0 or bool(self.forced_prefix)
+
+    @property
+    def num_kept(self) -> int | None:
+        """Likeliest tokens kept of each step; None keeps no log-probabilities."""
+        if self.logprobs:
+            return MAX_LOGPROBS
+        # The score of a text that is stopped is the sum of its tokens'.
+        return 0 if self.logprobs == 0 or self.stop else None
 
     @property
     def program(self) -> "DecodingProgram":
@@ -163,6 +246,8 @@ class DecodingConfig:
             self.eos_id,
             self.pad_id,
             self.is_prompt_bidirectional,
+            self.has_processors,
+            self.num_kept,
         )
 
 
@@ -176,6 +261,10 @@ class DecodingProgram:
     Attributes:
         max_new_tokens: places of the cache for new tokens; a row may have fewer.
         is_pruning: finished sentences take part in no Switch layer.
+        has_processors: rows may have a repetition penalty, n-grams that do not repeat and
+            forced tokens; a program without reads none of these.
+        num_kept: likeliest tokens of each step whose log-probabilities are kept, beside the
+            chosen one's; None keeps neither.
     """
 
     max_new_tokens: int
@@ -185,3 +274,5 @@ class DecodingProgram:
     eos_id: int
     pad_id: int
     is_prompt_bidirectional: bool
+    has_processors: bool = False
+    num_kept: int | None = None

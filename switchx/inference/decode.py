@@ -25,7 +25,8 @@ from switchx import tree
 from switchx.axes import dims_of
 from switchx.inference.beam_search import Beams
 from switchx.inference.config import DecodingProgram
-from switchx.inference.sampling import Greedy, Rows
+from switchx.inference.rows import Rows
+from switchx.inference.sampling import Greedy
 from switchx.models.block import BlockCache, BlockInputs
 from switchx.models.config import ModelConfig
 from switchx.models.params import bind
@@ -86,6 +87,8 @@ def prefill(
     B = prompt_BP.shape[0]
     P = 0 if prompt_BP.shape[1] == 1 else prompt_BP.shape[1]
     L, T = decoding.beam_size, decoding.max_new_tokens
+    if decoding.has_processors:
+        rows = dataclasses.replace(rows, read_BP=jnp.where(is_prompt_BP, prompt_BP, -1))
     memory_BMD = None
     if source_BM is not None:
         position_BM = jnp.broadcast_to(jnp.arange(source_BM.shape[1]), source_BM.shape)
@@ -325,10 +328,10 @@ def enlarged(
     """
     P, T = batch.is_prompt_BP.shape[1], batch.hypotheses.ancestor_BLT.shape[-1]
 
-    def longer(leaf, axis: int, before: int, after: int):
+    def longer(leaf, axis: int, before: int, after: int, fill=0):
         widths = [(0, 0)] * leaf.ndim
         widths[axis] = before, after
-        return jnp.pad(leaf, widths)
+        return jnp.pad(leaf, widths, constant_values=fill)
 
     def enlarge(name, leaf):
         dims = _dims(name, leaf)
@@ -337,6 +340,11 @@ def enlarged(
             return longer(leaf, axis, 0, source - leaf.shape[axis])
         if name == "is_prompt_BP":
             return longer(leaf, 1, prompt - P, 0)
+        if name == "rows/read_BP":
+            return longer(leaf, 1, max(prompt, 1) - leaf.shape[1], 0, -1)
+        if name == "rows/settings/forced_BT":
+            # Without processors it has no places.
+            return longer(leaf, 1, 0, decoding.max_new_tokens - T if leaf.shape[1] else 0, -1)
         if "/past/" in name:
             axis = dims.index("M")
             old, ring = jnp.split(leaf, [P], axis=axis)

@@ -25,7 +25,7 @@ from pallas_kernels import QTensor
 from pallas_kernels.tpu_chip import is_tpu_kind
 from switchx import tree
 from switchx.axes import dims_of
-from switchx.fields import require, require_at_least
+from switchx.fields import FieldError, require, require_at_least
 from switchx.inference import run_exported
 from switchx.inference.chosen_experts import layer_path, without_bank
 from switchx.inference.config import DecodingConfig
@@ -33,12 +33,12 @@ from switchx.inference.cut_program import CutProgram, donated_leaves
 from switchx.inference.decode import Decoding, prefill, run_step
 from switchx.inference.expert_slots import slotted
 from switchx.inference.expert_source import EXPERTS
-from switchx.inference.generate import for_decoding, positions_needed
+from switchx.inference.generate import check_tokens, for_decoding, positions_needed
 from switchx.inference.model_mesh import ModelMesh
 from switchx.inference.quantize import native, packed
 from switchx.inference.ring_decode import check_ring
 from switchx.inference.ring_program import Bank, run_with_ring
-from switchx.inference.sampling import Rows, RowSettings
+from switchx.inference.rows import Rows, RowSettings
 from switchx.manifest import new_folder, num_bytes, write_manifest
 from switchx.models.config import ModelConfig
 from switchx.models.unroll import unrolled
@@ -136,14 +136,9 @@ def export_model(
     """
     decoding = dataclasses.replace(decoding, pruning="experts")
     config = for_decoding(config)
+    _check_settings(config, decoding, shapes)
     if ring_slots is not None:
         config, params = _for_ring(config, params, ring_slots, targets)
-    needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
-    if needed is not None and needed > config.max_length:
-        raise ValueError(
-            f"input_length={shapes.input_length} and max_new_tokens={decoding.max_new_tokens} "
-            f"need {needed} positions, the model has {config.max_length}; use less"
-        )
     programs = {
         target.platform: _export(config, params, decoding, shapes, target, ring_slots)
         for target in targets
@@ -166,6 +161,7 @@ def export_model(
         "model": dataclasses.asdict(config),
         "decoding": dataclasses.asdict(decoding),
         **dataclasses.asdict(shapes),
+        "num_outputs": [decoding.num_samples, decoding.num_return_sequences],
         "mesh": dict(targets[0].devices().mesh.shape),
         "ring": _ring(ring_slots, next(iter(programs.values()))["weights"]),
         "programs": programs,
@@ -179,6 +175,24 @@ def export_model(
         add_files(partial)
         content = write_manifest(partial, run_exported.MANIFEST, content, "sha256")
         return content, num_bytes(partial)
+
+
+def _check_settings(config: ModelConfig, decoding: DecodingConfig, shapes: Shapes) -> None:
+    """Raises ValueError: settings do not fit the model, or what an export can do."""
+    check_tokens(config, decoding)
+    if decoding.stop:
+        way_out = "an export has token ids alone, no texts; leave it out, and cut the texts"
+        raise FieldError(decoding, "stop", way_out)
+    if decoding.num_samples > shapes.batch_size:
+        way_out = f"use batch_size={shapes.batch_size} at most, or a larger one"
+        field = "num_return_sequences" if decoding.best_of is None else "best_of"
+        raise FieldError(decoding, field, way_out)
+    needed = positions_needed(config, shapes.input_length, decoding.max_new_tokens)
+    if needed is not None and needed > config.max_length:
+        raise ValueError(
+            f"input_length={shapes.input_length} and max_new_tokens={decoding.max_new_tokens} "
+            f"need {needed} positions, the model has {config.max_length}; use less"
+        )
 
 
 def _for_ring(config: ModelConfig, params: dict, slots: int, targets: list[Target]):
@@ -224,7 +238,7 @@ def _export(config: ModelConfig, params, decoding, shapes: Shapes, target: Targe
     inputs, weights = _split(devices, _inputs(config, shapes)), bound.weights
     # What rows ask for is the same for all, constants of the program.
     program = decoding.program_of(decoding.max_new_tokens)
-    settings = RowSettings.of([decoding] * shapes.batch_size)
+    settings = RowSettings.of([decoding] * shapes.batch_size).fitted(program)
 
     def read(weights, inputs):
         names = "sentence_B", "is_live_B", "max_new_tokens_B"
@@ -339,6 +353,8 @@ def _outputs(state: Decoding):
     """The state, and what it says so far."""
     token_BLT, score_BL = state.hypotheses.results(state.rows)
     said = {"token_BLT": token_BLT, "score_BL": score_BL}
+    if (log_probs := state.hypotheses.result_log_probs) is not None:
+        said |= vars(log_probs)
     return tree.named_leaves(state), said | {"is_live_B": state.rows.is_live_B}
 
 

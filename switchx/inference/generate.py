@@ -4,13 +4,19 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from switchx.data.tokenizers import Vocabulary
+from switchx.fields import FieldError
 from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig
 from switchx.inference.expert_slots import slotted
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.quantize import separate_experts
 from switchx.inference.running_batch import Hypothesis, RunningBatch
+from switchx.inference.texts import StopStrings
 from switchx.models.config import ModelConfig, require_one_task, require_our_blocks
+
+# Decoding steps between two looks at whether texts have stopped.
+STEPS_TO_STOPS = 8
 
 
 def for_decoding(config: ModelConfig, *, is_dropless: bool = True) -> ModelConfig:
@@ -66,13 +72,50 @@ def with_capacity(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, switch=switch)
 
 
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """What a model wrote.
+
+    Attributes:
+        output: a text where texts were read, otherwise token ids without the end, up to the
+            one that completes a text of `stop`.
+        score: log-probability over length ** length_penalty, the end included. Of a search it
+            is that of the changed logits, forced tokens apart, as in `transformers`.
+        is_finished: it came to an end, or to a text of `stop`; otherwise it was cut off.
+        token_logprobs, top_logprobs: see `Hypothesis`.
+    """
+
+    output: str | list[int]
+    score: float
+    is_finished: bool
+    token_logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+
+    @classmethod
+    def of(
+        cls, said: Hypothesis, vocabulary: Vocabulary | None, stops: StopStrings | None
+    ) -> "Generated":
+        """A hypothesis with its text, or without a vocabulary with its tokens."""
+        values = vars(said) | {"output": said.tokens}
+        if vocabulary is not None:
+            values["output"] = text_of(said, vocabulary, stops)
+        del values["tokens"]
+        return cls(**values)
+
+
+def text_of(said: Hypothesis, vocabulary: Vocabulary, stops: StopStrings | None) -> str:
+    text = vocabulary.decode(said.tokens)
+    return stops.cut(text) if stops else text
+
+
 class Generator:
     """`for number, hypotheses in generator(inputs): ...`, longest inputs first.
 
     Attributes:
         config, params: from `for_decoding`.
         decoding: how text is generated.
-        batch_size: most sentences at once.
+        batch_size: most sentences at once; a sample is one.
+        stops: texts that end an output, or None.
         devices: where `params` are.
         experts: whose `params` these are, where experts come to the device when they are
             chosen; None where `params` has all.
@@ -86,7 +129,9 @@ class Generator:
         batch_size: int = 32,
         devices: ModelMesh = ONE_DEVICE,
         experts: ChosenExperts | None = None,
+        vocabulary: Vocabulary | None = None,
     ):
+        """Raises ValueError: the model cannot be decoded so."""
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
         if not decoding.beam_size <= config.vocab_size:
@@ -94,6 +139,13 @@ class Generator:
                 f"beam_size={decoding.beam_size} with a vocabulary of {config.vocab_size}: a "
                 f"beam begins with a token of its own; use 1 to {config.vocab_size}"
             )
+        check_tokens(config, decoding)
+        if decoding.stop and vocabulary is None:
+            way_out = (
+                "the model came without a vocabulary, so its outputs are no texts; leave it out"
+            )
+            raise FieldError(decoding, "stop", way_out)
+        self.stops = StopStrings(vocabulary, decoding.stop) if decoding.stop else None
         devices.check(config, params)
         self.config = config if experts is None else slotted(config)
         self.params = separate_experts(params) if devices is ONE_DEVICE else params
@@ -107,7 +159,11 @@ class Generator:
         *,
         first_number: int = 0,
     ) -> Iterator[tuple[int, list[Hypothesis]]]:
-        """Yields an input's number and its hypotheses, the best first.
+        """Yields an input's number and its hypotheses.
+
+        Those of a search are all of its beams, the best first, and with `best_of` all samples,
+        so `num_return_sequences` are its first ones. Other samples are in the order of their
+        numbers: sample s of S of input n depends on the number n * S + s.
 
         Args:
             inputs: what the encoder reads, or what a decoder-only model goes on from.
@@ -131,9 +187,10 @@ class Generator:
                     f"{most}, or a larger max_new_tokens"
                 )
         order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index]))
-        for first in range(0, len(order), self.batch_size):
-            indices = order[first : first + self.batch_size]
-            numbers = [first_number + index for index in indices]
+        num_samples, said = self.decoding.num_samples, {}
+        rows = [(index, sample) for index in order for sample in range(num_samples)]
+        for first in range(0, len(rows), self.batch_size):
+            part = rows[first : first + self.batch_size]
             batch = RunningBatch(
                 self.config,
                 self.params,
@@ -142,13 +199,41 @@ class Generator:
                 experts=self.experts,
             )
             batch.admit(
-                [inputs[index] for index in indices],
-                numbers=numbers,
-                token_limits=[token_limits[index] for index in indices],
+                [inputs[index] for index, _ in part],
+                numbers=[
+                    (first_number + index) * num_samples + sample for index, sample in part
+                ],
+                token_limits=[token_limits[index] for index, _ in part],
             )
-            while batch.waiting:
-                for index, hypotheses in batch.advance().items():
-                    yield numbers[index], hypotheses
+            for row, hypotheses in self._until_ended(batch):
+                index, sample = part[row]
+                of_input = said.setdefault(index, {})
+                of_input[sample] = hypotheses
+                if len(of_input) == num_samples:
+                    yield first_number + index, self._answer(said.pop(index))
+
+    def _until_ended(self, batch: RunningBatch) -> Iterator[tuple[int, list[Hypothesis]]]:
+        """The rows of a batch, as they end."""
+        while batch.waiting:
+            for row, hypotheses in batch.advance(self.stops and STEPS_TO_STOPS).items():
+                whole = [self._stopped(each, is_last=True) or each for each in hypotheses]
+                yield row, whole
+            for row, so_far in batch.so_far().items() if self.stops else ():
+                if stopped := self._stopped(so_far, is_last=False):
+                    batch.abandon([row])
+                    yield row, [stopped]
+
+    def _stopped(self, said: Hypothesis, *, is_last: bool) -> Hypothesis | None:
+        """The hypothesis up to a text that ends it, if it has one."""
+        number = self.stops and self.stops.num_tokens(said.tokens, is_last=is_last)
+        return said.stopped(number, self.decoding) if number else None
+
+    def _answer(self, said: dict[int, list[Hypothesis]]) -> list[Hypothesis]:
+        """What is yielded for an input, of what its samples said."""
+        hypotheses = [each for sample in sorted(said) for each in said[sample]]
+        if self.decoding.best_of is not None:
+            hypotheses.sort(key=lambda each: -each.score)
+        return [each.with_logprobs(self.decoding.logprobs) for each in hypotheses]
 
     def fault(self, tokens: Sequence[int]) -> str | None:
         """Why an input cannot be read, to be said after its name; or None."""
@@ -163,6 +248,17 @@ class Generator:
                 "shorten it, or lower max_new_tokens"
             )
         return None
+
+
+def check_tokens(config: ModelConfig, decoding: DecodingConfig) -> None:
+    """Raises FieldError: a setting does not fit the vocabulary."""
+    V = config.vocab_size
+    if wrong := [token for token in decoding.forced_prefix if token >= V]:
+        way_out = f"the vocabulary has 0 to {V - 1}, not {wrong[0]}; is it this model's?"
+        raise FieldError(decoding, "forced_prefix", way_out)
+    if decoding.num_kept and decoding.num_kept > V:
+        way_out = f"the vocabulary has {V} tokens; use 0, or leave it out"
+        raise FieldError(decoding, "logprobs", way_out)
 
 
 def positions_needed(config: ModelConfig, input_length: int, new_tokens: int) -> int | None:

@@ -5,7 +5,8 @@ Every export has a copy of this file, `run.py`:
 
   echo "[69, 70, 258, 1]" | python DIR/run.py
 
-reads a JSON list of token ids a line and writes an object a line: tokens, score, is_finished.
+reads a JSON list of token ids a line and writes an object a line: tokens, score, is_finished
+(or a list of them, outputs, where several outputs of an input were exported).
 From Python, `ExportedModel(DIR).generate([[69, 70, 258, 1]])`. A decoder-only model's inputs
 begin with the start token, 0.
 
@@ -47,6 +48,7 @@ class ExportedModel:
         manifest: what `export.json` says.
         batch_size, input_length, max_new_tokens: what it was exported for; inputs may be
             fewer and shorter.
+        num_samples, num_outputs: of each input: rows of the batch, and what `main` writes.
     """
 
     def __init__(self, folder):
@@ -65,93 +67,90 @@ class ExportedModel:
         self.batch_size = self.manifest["batch_size"]
         self.input_length = self.manifest["input_length"]
         self.max_new_tokens = self.manifest["decoding"]["max_new_tokens"]
-        axes = self.manifest["mesh"]
-        self._mesh = Mesh(
-            np.array(devices).reshape(tuple(axes.values())),
-            tuple(axes),
-            axis_types=(AxisType.Auto,) * len(axes),
-        )
+        self.num_samples, self.num_outputs = self.manifest.get("num_outputs", (1, 1))
+        axes, kinds = self.manifest["mesh"], (AxisType.Auto,) * len(self.manifest["mesh"])
+        devices_of_mesh = np.array(devices).reshape(tuple(axes.values()))
+        self._mesh = Mesh(devices_of_mesh, tuple(axes), axis_types=kinds)
         self._programs = self.manifest["programs"][platform]
         self._host_kind = None
         if self.manifest["ring"] is not None:
             self._host_kind = host_memory_kind(devices[0], f"or {self._again} without the ring")
             if self._host_kind is None:
-                warnings.warn(
-                    f"{self.folder.name} keeps experts in host memory, which on a CPU is the "
-                    "device's: kinds of memory have no effect here",
-                    stacklevel=2,
-                )
+                has = f"{self.folder.name} keeps experts in host memory, which on a CPU is the"
+                no_effect = "device's: kinds of memory have no effect here"
+                warnings.warn(f"{has} {no_effect}", stacklevel=2)
         self._prefill, self._step = self._program("prefill"), self._program("step")
         self._weights = self._read_weights()
 
-    def generate(self, inputs, max_new_tokens: int | None = None) -> list[list[dict]]:
-        """Of each input its hypotheses, the best first: tokens, score, is_finished.
+    def generate(self, inputs, max_new_tokens: int | None = None, **asked) -> list[list[dict]]:
+        """Of each input its hypotheses, the best first, or samples in their order: tokens,
+        score, is_finished; token_logprobs and top_logprobs where those were exported, the
+        end's included.
 
         Args:
-            inputs: lists of token ids, `batch_size` of them at most.
+            inputs: lists of token ids, `batch_size` of them at most, over the samples of each.
             max_new_tokens: less than was exported for; None is that.
+            asked: other settings, such as `repetition_penalty`, which are those of the export.
 
         Raises:
             ValueError: too many inputs; one that is empty, too long or has ids that are not
-                the vocabulary's; too many new tokens. Nothing has been run.
+                the vocabulary's; too many new tokens; what was not exported. Nothing has run.
         """
+        for name, value in json.loads(json.dumps(asked)).items():  # where tuples are lists
+            if value != (own := self.manifest["decoding"].get(name)):
+                what = f"{name}={value!r:.60}, exported with {own!r:.60}"
+                raise ValueError(f"{what}; leave it out, or {self._again} with --{name}")
         inputs = [_token_list(tokens, i) for i, tokens in enumerate(inputs)]
-        if len(inputs) > self.batch_size:
-            raise ValueError(
-                f"got {len(inputs)} inputs, exported for batches of {self.batch_size}; give no "
-                "more at once, or export again with a larger --batch_size"
-            )
-        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        if not 1 <= limit <= self.max_new_tokens:
-            raise ValueError(
-                f"max_new_tokens={limit}; use 1 to {self.max_new_tokens}, or export again with "
-                "a larger --max_new_tokens"
-            )
+        if len(inputs) > (most := self.batch_size // self.num_samples):
+            got = f"got {len(inputs)} inputs, exported for batches of {most}"
+            way_out = "give no more at once, or export again with a larger --batch_size"
+            raise ValueError(f"{got}; {way_out}")
+        most = self.max_new_tokens
+        limit = most if max_new_tokens is None else max_new_tokens
+        if not 1 <= limit <= most:
+            way_out = f"use 1 to {most}, or export again with a larger --max_new_tokens"
+            raise ValueError(f"max_new_tokens={limit}; {way_out}")
         for i, tokens in enumerate(inputs):
             if fault := self.fault(tokens):
                 raise ValueError(f"input {i} {fault}")
         if not inputs:
             return []
+        rows = [tokens for tokens in inputs for _ in range(self.num_samples)]
         described = self._programs["prefill"]["in"]
         arrays = {
             name: jax.device_put(x, self._sharding(described[name]))
-            for name, x in self._arrays(inputs, limit).items()
+            for name, x in self._arrays(rows, limit).items()
         }
         state, said = self._prefill(self._weights, arrays)
         while np.any(said["is_live_B"]):
             state, said = self._step(self._weights, state)
-        token_BLT, score_BL = np.asarray(said["token_BLT"]), np.asarray(said["score_BL"])
-        return [
-            [
-                self._hypothesis(token_BLT[b, beam, :limit], float(score_BL[b, beam]))
-                for beam in np.flatnonzero(np.isfinite(score_BL[b]))  # those that were found
-            ]
-            for b in range(len(inputs))
-        ]
+        said = jax.device_get(said)
+        answers = [[] for _ in inputs]
+        for b, beam in np.argwhere(np.isfinite(said["score_BL"][: len(rows)])):  # were found
+            answers[b // self.num_samples].append(self._hypothesis(said, (b, beam), limit))
+        if self.manifest["decoding"].get("best_of") is not None:
+            answers = [sorted(each, key=lambda said: -said["score"]) for each in answers]
+        return answers
 
     def lowered_step(self):
         """The step for these devices, to be compiled: `.compile()` says what it takes."""
+
         state = {
-            name: jax.ShapeDtypeStruct(
-                each["shape"], each["dtype"], sharding=self._sharding(each)
-            )
-            for name, each in self._programs["step"]["in"].items()
+            name: jax.ShapeDtypeStruct(x["shape"], x["dtype"], sharding=self._sharding(x))
+            for name, x in self._programs["step"]["in"].items()
         }
         return self._step.lower(self._weights, state)
 
     def fault(self, tokens: list[int]) -> str | None:
         """Why an input cannot be read, to be said after its name; or None."""
-        V = self.manifest["model"]["vocab_size"]
+        V, most = self.manifest["model"]["vocab_size"], self.input_length
         if not tokens:
             return "is empty; give at least one token"
-        if len(tokens) > self.input_length:
-            return (
-                f"has {len(tokens)} tokens, exported for {self.input_length} at most; shorten "
-                "it, or export again with a larger --input_length"
-            )
-        if wrong := [token for token in tokens if not 0 <= token < V]:
-            return f"has token id {wrong[0]}, the vocabulary has 0 to {V - 1}"
-        return None
+        if len(tokens) > most:
+            what = f"has {len(tokens)} tokens, exported for {most} at most"
+            return f"{what}; shorten it, or export again with a larger --input_length"
+        wrong = [token for token in tokens if not 0 <= token < V]
+        return f"has token id {wrong[0]}, the vocabulary has 0 to {V - 1}" if wrong else None
 
     def _arrays(self, inputs, limit: int) -> dict[str, np.ndarray]:
         B, M, n = self.batch_size, self.input_length, len(inputs)
@@ -164,28 +163,40 @@ class ExportedModel:
             places = slice(len(tokens)) if has_encoder else slice(M - len(tokens), None)
             token_BM[b, places], is_token_BM[b, places] = tokens, True
         is_token_BM[n:, 0 if has_encoder else -1] = True
+        is_live_B = np.arange(B) < n
         arrays = {
-            "sentence_B": np.where(np.arange(B) < n, np.arange(B), -1).astype(np.int32),
-            "is_live_B": np.arange(B) < n,
+            "sentence_B": np.where(is_live_B, np.arange(B), -1).astype(np.int32),
+            "is_live_B": is_live_B,
             "max_new_tokens_B": np.full(B, limit, np.int32),
-            "prompt_BP": token_BM,
-            "is_prompt_BP": is_token_BM,
         }
-        if has_encoder:
-            arrays |= {
-                "source_BM": token_BM,
-                "is_source_BM": is_token_BM,
-                "prompt_BP": np.full((B, 1), decoding["start_id"], np.int32),
-                "is_prompt_BP": np.ones((B, 1), bool),
-            }
-        return arrays
+        if not has_encoder:
+            return arrays | {"prompt_BP": token_BM, "is_prompt_BP": is_token_BM}
+        start_B1 = np.full((B, 1), decoding["start_id"], np.int32)
+        prompts = {"prompt_BP": start_B1, "is_prompt_BP": np.ones((B, 1), bool)}
+        return arrays | prompts | {"source_BM": token_BM, "is_source_BM": is_token_BM}
 
-    def _hypothesis(self, token_T, score: float) -> dict:
-        ends = np.flatnonzero(token_T == self.manifest["decoding"]["eos_id"])
-        length = int(ends[0]) if len(ends) else len(token_T)
-        return {
-            "tokens": token_T[:length].tolist(), "score": score, "is_finished": bool(len(ends))
-        }  # fmt: skip
+    def _hypothesis(self, said: dict, place: tuple[int, int], limit: int) -> dict:
+        token_T, decoding = said["token_BLT"][place][:limit], self.manifest["decoding"]
+        ends = np.flatnonzero(token_T == decoding["eos_id"])
+        length, score = (
+            int(ends[0]) if len(ends) else len(token_T),
+            float(said["score_BL"][place]),
+        )
+        is_finished, number = bool(len(ends)), decoding.get("logprobs")
+        values = {
+            "tokens": token_T[:length].tolist(),
+            "score": score,
+            "is_finished": is_finished,
+        }
+        if number is None:
+            return values
+        length += is_finished
+        names = "likeliest_BLTS", "log_prob_BLTS"
+        top = [said[name][place][:length, :number].tolist() for name in names]
+        if number:
+            top = [dict(zip(*each, strict=True)) for each in zip(*top, strict=True)]
+            values["top_logprobs"] = top
+        return values | {"token_logprobs": said["chosen_BLT"][place][:length].tolist()}
 
     def _sharding(self, described: dict) -> NamedSharding:
         spec = PartitionSpec(*map(tuple, described["axes"]))
@@ -197,9 +208,8 @@ class ExportedModel:
         try:
             exported = export.deserialize(bytearray(file.read_bytes()))
         except Exception as error:
-            raise ValueError(
-                f"{file} cannot be read by jax {jax.__version__} ({error}); {self._again}"
-            ) from error
+            what = f"{file} cannot be read by jax {jax.__version__} ({error})"
+            raise ValueError(f"{what}; {self._again}") from error
         # A step's state is not read again: its memory is the next one's.
         return jax.jit(exported.call, donate_argnums=() if name == "prefill" else (1,))
 
@@ -225,13 +235,11 @@ class ExportedModel:
         return f"make the export again: {self.manifest['about']['rebuild']}"
 
     def _require_jax(self) -> None:
-        made_by = self.manifest["versions"]
+        made_by, programs = self.manifest["versions"], self.manifest["programs"]
         low = export.minimum_supported_calling_convention_version
         high = export.maximum_supported_calling_convention_version
-        programs = self.manifest["programs"].get(_platform_name(), {})
-        is_same = programs.get("needs_same_jax", False)
-        theirs = tuple(map(int, made_by["jax"].split(".")[:2]))
-        ours = jax.__version_info__[:2]
+        is_same = programs.get(_platform_name(), {}).get("needs_same_jax", False)
+        theirs, ours = tuple(map(int, made_by["jax"].split(".")[:2])), jax.__version_info__[:2]
         is_read = theirs == ours if is_same else theirs <= ours
         if not (is_read and low <= made_by["calling_convention"] <= high):
             later = "" if is_same else " or a later one that reads it"
@@ -242,19 +250,17 @@ class ExportedModel:
             )
 
     def _platform(self) -> str:
-        device, platform = jax.devices()[0], _platform_name()
-        programs = self.manifest["programs"]
+        platform, programs = _platform_name(), self.manifest["programs"]
         if platform not in programs:
             raise ValueError(
                 f"{self.folder} was exported for {', '.join(programs)}, JAX runs on {platform} "
                 f"here; run it there, set JAX_PLATFORMS, or {self._again} --platform={platform}"
             )
         kind = programs[platform]["device_kind"]
-        if platform != "cpu" and device.device_kind != kind:
+        if platform != "cpu" and (here := jax.devices()[0].device_kind) != kind:
+            what = f"exported for {kind!r}, this is {here!r}: its kernels may not"
             warnings.warn(
-                f"exported for {kind!r}, this is {device.device_kind!r}: its kernels may not "
-                "run or be slow here; export with --device_kind",
-                stacklevel=3,
+                f"{what} run or be slow here; export with --device_kind", stacklevel=3
             )
         return platform
 
@@ -287,17 +293,12 @@ class ExportedModel:
 
 def host_memory_kind(device, way_out: str) -> str | None:
     """The kind of host memory that programs read; None on a CPU, where kinds have no effect.
-
-    Raises:
-        ValueError: an accelerator without.
-    """
+    Raises ValueError: an accelerator without."""
     if device.platform == "cpu":
         return None
     if HOST not in {memory.kind for memory in device.addressable_memories()}:
-        raise ValueError(
-            f"{device.device_kind} has no memory of kind {HOST}, where experts are to be; use "
-            f"another device, {way_out}"
-        )
+        what = f"{device.device_kind} has no memory of kind {HOST}, where experts are to be"
+        raise ValueError(f"{what}; use another device, {way_out}")
     return HOST
 
 
@@ -336,8 +337,7 @@ def host_form(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def _platform_name() -> str:
     """As `jax.export` names it."""
-    name = jax.devices()[0].platform
-    return {"gpu": "cuda"}.get(name, name)
+    return {"gpu": "cuda"}.get(name := jax.devices()[0].platform, name)
 
 
 def _read_manifest(folder: pathlib.Path) -> dict:
@@ -363,9 +363,8 @@ def _token_list(tokens, index: int) -> list[int]:
     try:
         return list(map(operator.index, tokens))
     except TypeError:
-        raise ValueError(
-            f"input {index} is {tokens!r:.40}; expected a list of token ids"
-        ) from None
+        what = f"input {index} is {tokens!r:.40}"
+        raise ValueError(f"{what}; expected a list of token ids") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -386,10 +385,11 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError(f"line {number} is no JSON list of ids ({error})") from None
             if fault := model.fault(inputs[-1]):
                 raise ValueError(f"line {number} {fault}")
-        for first in range(0, len(inputs), model.batch_size):
-            batch = inputs[first : first + model.batch_size]
-            for best, *_ in model.generate(batch, arguments.max_new_tokens):
-                print(json.dumps(best), flush=True)
+        size = model.batch_size // model.num_samples
+        for first in range(0, len(inputs), size):
+            for said in model.generate(inputs[first : first + size], arguments.max_new_tokens):
+                many = {"outputs": said[: model.num_outputs]}
+                print(json.dumps(said[0] if model.num_outputs == 1 else many), flush=True)
     except ValueError as error:
         print(f"run.py: error: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,10 @@ Dims: B batch, L beams, M input length, P prompt, T new tokens
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +36,7 @@ from switchx.inference.decode import (
 )
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
 from switchx.inference.programs import PROGRAMS
-from switchx.inference.sampling import Rows, RowSettings
+from switchx.inference.rows import Rows, RowSettings
 from switchx.models.config import ModelConfig
 
 
@@ -45,11 +48,50 @@ class Hypothesis:
         tokens: new ones, without the end.
         score: log-probability over length ** length_penalty, the end included.
         is_finished: it came to an end; otherwise it was cut off.
+        token_logprobs: of each token under the model, and of the end where it is finished;
+            None where they were not asked for.
+        top_logprobs: in the place of each, those of the likeliest tokens, the first one first.
     """
 
     tokens: list[int]
     score: float
     is_finished: bool
+    token_logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+
+    def with_logprobs(self, number: int | None) -> "Hypothesis":
+        """The same with so many likeliest tokens in each place; None without any of both."""
+        if self.token_logprobs is None or number is None:
+            return dataclasses.replace(self, token_logprobs=None, top_logprobs=None)
+        top = [dict(itertools.islice(each.items(), number)) for each in self.top_logprobs]
+        return dataclasses.replace(self, top_logprobs=top if number else None)
+
+    def stopped(self, num_tokens: int, decoding: DecodingConfig) -> "Hypothesis":
+        """Its first tokens, which a text among them ends; without log-probabilities its score
+        is that of the whole."""
+        said = dataclasses.replace(self, tokens=self.tokens[:num_tokens], is_finished=True)
+        if self.token_logprobs is None:
+            return said
+        own, top = self.token_logprobs[:num_tokens], self.top_logprobs
+        score = math.fsum(own[len(decoding.forced_prefix) :])
+        score /= num_tokens**decoding.length_penalty
+        top = top and top[:num_tokens]
+        return dataclasses.replace(said, score=score, token_logprobs=own, top_logprobs=top)
+
+    def without_first(self, number: int) -> "Hypothesis":
+        """The same without its first tokens."""
+        own, top = self.token_logprobs, self.top_logprobs
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[number:],
+            token_logprobs=own and own[number:],
+            top_logprobs=top and top[number:],
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields, log-probabilities where it has some."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class RunningBatch:
@@ -173,15 +215,13 @@ class RunningBatch:
         self.waiting -= gone
         self._keep_live(~np.isin(self._sentence_B, list(gone)))
 
-    def tokens_so_far(self) -> dict[int, list[int]]:
-        """New tokens, without the end, of those who wait; for greedy decoding and samples."""
+    def so_far(self) -> dict[int, Hypothesis]:
+        """What those who wait have, for greedy decoding and samples."""
         if not self.waiting:
             return {}
-        token_BT, length_B = self._devices.fetch(
-            (self._state.hypotheses.token_BT, self._state.hypotheses.length_B)
-        )
+        texts, length_B = self._texts(), self._devices.fetch(self._state.hypotheses.length_B)
         return {
-            int(sentence): self._hypothesis(token_BT[row, : length_B[row]], 0.0).tokens
+            int(sentence): self._hypothesis(texts, (row, 0), length_B[row])
             for row, sentence in enumerate(self._sentence_B)
             if sentence in self.waiting
         }
@@ -192,7 +232,13 @@ class RunningBatch:
         number_B, max_new_tokens_B = np.full(B, -1, np.int32), np.ones(B, np.int32)
         number_B[:size], max_new_tokens_B[:size] = numbers, token_limits
         # A row that fills up has the settings of the last one, whatever they are.
-        settings = jax.tree.map(lambda leaf: np.pad(leaf, (0, B - size), mode="edge"), settings)
+        settings = settings.fitted(program)
+        settings = jax.tree.map(
+            lambda leaf: np.pad(
+                leaf, [(0, B - size), *[(0, 0)] * (leaf.ndim - 1)], mode="edge"
+            ),
+            settings,
+        )
         rows = Rows(number_B, np.arange(B) < size, max_new_tokens_B, settings)
         has_encoder = self._config.is_encoder_decoder
         token_BM, is_token_BM = padded(
@@ -283,23 +329,39 @@ class RunningBatch:
         }
         if not ended:
             return {}
-        rows = self._state.rows
-        token_BLT, score_BL, max_new_tokens_B = self._devices.fetch(
-            (*self._state.hypotheses.results(rows), rows.max_new_tokens_B)
-        )
+        texts = self._texts()
+        _, score_BL, _ = texts
+        max_new_tokens_B = self._devices.fetch(self._state.rows.max_new_tokens_B)
         return {
             sentence: [
-                self._hypothesis(tokens[: max_new_tokens_B[row]], float(score))
-                for tokens, score in zip(token_BLT[row], score_BL[row], strict=True)
-                if np.isfinite(score)  # a search may have found fewer texts than beams
+                self._hypothesis(texts, (row, beam), max_new_tokens_B[row])
+                for beam in np.flatnonzero(np.isfinite(score_BL[row]))  # those that were found
             ]
             for sentence, row in ended.items()
         }
 
-    def _hypothesis(self, token_T, score: float) -> Hypothesis:
+    def _texts(self) -> tuple:
+        """Of all rows: token_BLT, score_BL, `LogProbs` or None."""
+        hypotheses, rows = self._state.hypotheses, self._state.rows
+        return self._devices.fetch((*hypotheses.results(rows), hypotheses.result_log_probs))
+
+    def _hypothesis(self, texts: tuple, place: tuple[int, int], most: int) -> Hypothesis:
+        """The hypothesis of a row and a beam, of so many tokens at most."""
+        token_BLT, score_BL, log_probs = texts
+        token_T, score = token_BLT[place][:most], float(score_BL[place])
         ends = np.flatnonzero(token_T == self._decoding.eos_id)
         length = int(ends[0]) if len(ends) else len(token_T)
-        return Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
+        said = Hypothesis(token_T[:length].tolist(), score, bool(len(ends)))
+        if log_probs is None:
+            return said
+        own_T, token_TS, log_prob_TS = (
+            x[place][: length + len(ends[:1])] for x in jax.tree.leaves(log_probs)
+        )
+        top = [
+            dict(zip(tokens, values, strict=True))
+            for tokens, values in zip(token_TS.tolist(), log_prob_TS.tolist(), strict=True)
+        ]
+        return dataclasses.replace(said, token_logprobs=own_T.tolist(), top_logprobs=top)
 
 
 def are_compiled(generator, size: int, length: int) -> bool:

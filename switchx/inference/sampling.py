@@ -1,93 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a batch in decoding, and how each chooses its next token: greedily, or a sample.
+"""How a row chooses its next token, greedily or a sample, and log-probabilities that are kept.
 
 Top-k: Fan et al. 2018 (arXiv:1805.04833); top-p: Holtzman et al. 2020 (arXiv:1904.09751).
 Nothing of the size of the vocabulary is sorted. Dims: B batch, L hypotheses of a sentence (1
-here), T new tokens, V vocabulary, J candidates; C blocks of the vocabulary, X numbers of one
+in `Greedy`), T new tokens, V vocabulary, J candidates, S likeliest tokens that are kept;
+C blocks of the vocabulary, X numbers of one
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from switchx.inference.config import MAX_INT32, DecodingConfig, DecodingProgram
+from switchx.inference.config import MAX_INT32, DecodingProgram
+from switchx.inference.rows import Rows, RowSettings, lengthened
 
 BLOCK = 128  # numbers of a block of the vocabulary
 CANDIDATES = 128  # the largest logits of a row, in which most thresholds are found
-# Codes of `early_stopping`.
-EARLY_STOPPING = (False, True, "never")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSettings:
-    """What each sentence asks for by itself: data of the compiled program.
-
-    They are fields of `DecodingConfig`; sentences of one batch may be of different people.
-
-    Attributes:
-        seed_B: int32.
-        temperature_B: float32, above 0; read where the program samples.
-        top_k_B: int32; the vocabulary's size, or more, for all tokens.
-        top_p_B: float32; 1 for all tokens.
-        length_penalty_B: float32.
-        early_stopping_B: int32, a place in `EARLY_STOPPING`; read where the program searches.
-        min_new_tokens_B: int32.
-    """
-
-    seed_B: jax.Array
-    temperature_B: jax.Array
-    top_k_B: jax.Array
-    top_p_B: jax.Array
-    length_penalty_B: jax.Array
-    early_stopping_B: jax.Array
-    min_new_tokens_B: jax.Array
-
-    @classmethod
-    def of(cls, decodings: Sequence[DecodingConfig]) -> "RowSettings":
-        """NumPy arrays with an entry for each of the configurations."""
-
-        def column(dtype, values):
-            return np.array(list(values), dtype)
-
-        return cls(
-            column(np.int32, (each.seed for each in decodings)),
-            column(np.float32, (each.temperature or 1.0 for each in decodings)),
-            column(np.int32, (each.top_k or MAX_INT32 for each in decodings)),
-            column(np.float32, (1 if each.top_p is None else each.top_p for each in decodings)),
-            column(np.float32, (each.length_penalty for each in decodings)),
-            column(np.int32, (EARLY_STOPPING.index(each.early_stopping) for each in decodings)),
-            column(np.int32, (each.min_new_tokens for each in decodings)),
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """One sentence a row.
-
-    Attributes:
-        sentence_B: its number; -1 of rows that fill the batch up.
-        is_live_B: false for finished sentences and for rows that fill up.
-        max_new_tokens_B: most new tokens of each sentence.
-        settings: of each sentence.
-    """
-
-    sentence_B: jax.Array
-    is_live_B: jax.Array
-    max_new_tokens_B: jax.Array
-    settings: RowSettings
-
-    def without_early_end(self, x_BLV, number_B, eos_id: int):
-        """Logits or log-probabilities with -inf for the end where it is too soon for it."""
-        if not 0 <= eos_id < x_BLV.shape[-1]:
-            return x_BLV  # no token ends a text
-        is_early_B1 = (number_B < self.settings.min_new_tokens_B)[:, None]
-        end_BL = jnp.where(is_early_B1, -jnp.inf, x_BLV[:, :, eos_id])
-        return x_BLV.at[:, :, eos_id].set(end_BL)
 
 
 def next_token(logits_BV, allowed_BV, uniform_B, settings: RowSettings):
@@ -255,18 +184,77 @@ def _from_ordered(ordered):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class LogProbs:
+    """Log-probabilities under the model, before temperature, penalties and bans.
+
+    Attributes:
+        chosen_BLT: of each token of a text.
+        likeliest_BLTS, log_prob_BLTS: the likeliest tokens in its place, the first one first.
+    """
+
+    chosen_BLT: jax.Array
+    likeliest_BLTS: jax.Array
+    log_prob_BLTS: jax.Array
+
+    @classmethod
+    def start(cls, batch: int, program: DecodingProgram) -> "LogProbs | None":
+        """Of texts without tokens; None where the program keeps none."""
+        if program.num_kept is None:
+            return None
+        shape = batch, program.beam_size, program.max_new_tokens
+        zeros_BLTS = jnp.zeros((*shape, program.num_kept))
+        return cls(jnp.zeros(shape), zeros_BLTS.astype(jnp.int32), zeros_BLTS)
+
+    def with_places(self, program: DecodingProgram) -> "LogProbs":
+        def longer(x):
+            x = lengthened(jnp.moveaxis(x, 2, -1), program, 0)
+            return jnp.moveaxis(x, -1, 2)
+
+        return jax.tree.map(longer, self)
+
+    def put(self, is_here_BLT, chosen_BL, likeliest: tuple) -> "LogProbs":
+        """The same with a token more of each text.
+
+        Args:
+            is_here_BLT: its place.
+            likeliest: of `likeliest_tokens`.
+        """
+        token_BLS, log_prob_BLS = likeliest
+        is_here_BLT1 = is_here_BLT[..., None]
+        return LogProbs(
+            jnp.where(is_here_BLT, chosen_BL[..., None], self.chosen_BLT),
+            jnp.where(is_here_BLT1, token_BLS[:, :, None], self.likeliest_BLTS),
+            jnp.where(is_here_BLT1, log_prob_BLS[:, :, None], self.log_prob_BLTS),
+        )
+
+
+def likeliest_tokens(logits_BLV, number: int) -> tuple:
+    """So many tokens of each row, the likeliest first, and their log-probabilities."""
+    B, L, V = logits_BLV.shape
+    if number == 0:
+        return jnp.zeros((B, L, 0), jnp.int32), jnp.zeros((B, L, 0))
+    value_RS, token_RS = top_k(logits_BLV.reshape(B * L, V), number)
+    log_prob_RS = value_RS - jax.nn.logsumexp(logits_BLV, axis=-1).reshape(-1, 1)
+    shape = B, L, number
+    return token_RS.reshape(shape).astype(jnp.int32), log_prob_RS.reshape(shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Greedy:
     """What each sentence says so far.
 
     Attributes:
         token_BT: new tokens; `pad_id` after the end.
-        log_prob_B: sum of their log-probabilities.
+        log_prob_B: sum of their log-probabilities, those of forced ones apart.
         length_B: how many, the end included.
+        log_probs: of each; None where none are kept.
     """
 
     token_BT: jax.Array
     log_prob_B: jax.Array
     length_B: jax.Array
+    log_probs: LogProbs | None
 
     @classmethod
     def start(cls, batch: int, program: DecodingProgram) -> "Greedy":
@@ -275,6 +263,7 @@ class Greedy:
             jnp.full(shape, program.pad_id, jnp.int32),
             jnp.zeros(batch, jnp.float32),
             jnp.zeros(batch, jnp.int32),
+            LogProbs.start(batch, program),
         )
 
     @property
@@ -288,7 +277,9 @@ class Greedy:
 
     def with_places(self, program: DecodingProgram) -> "Greedy":
         """The same with places for `max_new_tokens`."""
-        return dataclasses.replace(self, token_BT=lengthened(self.token_BT, program))
+        token_BT = lengthened(self.token_BT, program, program.pad_id)
+        log_probs = self.log_probs and self.log_probs.with_places(program)
+        return dataclasses.replace(self, token_BT=token_BT, log_probs=log_probs)
 
     def advance(self, logits_BLV, number_B, place, rows: Rows, program: DecodingProgram):
         """Chooses token number `number_B` of every live sentence.
@@ -300,17 +291,24 @@ class Greedy:
             the hypotheses, token_BL, is_live_B.
         """
         uniform_B = _uniform_numbers(number_B, rows) if program.is_sampling else None
-        allowed_BLV = rows.without_early_end(logits_BLV, number_B, program.eos_id)
+        allowed_BLV = rows.allowed(logits_BLV, self.token_BT[:, None], number_B, program)
         token_B, log_prob_B = next_token(
             logits_BLV[:, 0], allowed_BLV[:, 0], uniform_B, rows.settings
         )
         token_B = jnp.where(rows.is_live_B, token_B, program.pad_id)
         is_here_BT = jnp.arange(program.max_new_tokens)[None] == number_B[:, None]
         is_here_BT = is_here_BT & rows.is_live_B[:, None]
+        log_probs, is_counted_B = self.log_probs, rows.is_live_B
+        if log_probs is not None:
+            likeliest = likeliest_tokens(logits_BLV, program.num_kept)
+            log_probs = log_probs.put(is_here_BT[:, None], log_prob_B[:, None], likeliest)
+        if program.has_processors:
+            is_counted_B &= rows.forced_B(number_B) < 0
         chosen = Greedy(
             jnp.where(is_here_BT, token_B[:, None], self.token_BT),
-            self.log_prob_B + jnp.where(rows.is_live_B, log_prob_B, 0),
+            self.log_prob_B + jnp.where(is_counted_B, log_prob_B, 0),
             self.length_B + rows.is_live_B,
+            log_probs,
         )
         has_room_B = number_B + 1 < rows.max_new_tokens_B
         is_live_B = rows.is_live_B & (token_B != program.eos_id) & has_room_B
@@ -322,12 +320,9 @@ class Greedy:
         score_B = self.log_prob_B / length_B**rows.settings.length_penalty_B
         return self.token_BT[:, None], score_B[:, None]
 
-
-def lengthened(token_BT, program: DecodingProgram):
-    """Texts `[..., T]` with places for `max_new_tokens`."""
-    more = program.max_new_tokens - token_BT.shape[-1]
-    widths = [(0, 0)] * (token_BT.ndim - 1) + [(0, more)]
-    return jnp.pad(token_BT, widths, constant_values=program.pad_id)
+    @property
+    def result_log_probs(self) -> LogProbs | None:
+        return self.log_probs
 
 
 def _uniform_numbers(number_B, rows: Rows):

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from switchx.inference.chosen_experts import ChosenExperts
-from switchx.inference.config import BATCHES, LENGTHS, rounded_up
+from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
 from switchx.inference.expert_slots import slotted
-from switchx.inference.generate import token_fault
+from switchx.inference.generate import check_tokens, token_fault
 from switchx.inference.model_mesh import ONE_DEVICE, ModelMesh
+from switchx.inference.programs import PROGRAMS
 from switchx.inference.running_batch import padded
+from switchx.inference.sampling import likeliest_tokens
 from switchx.models.config import ModelConfig
 from switchx.models.params import forward
 
@@ -35,10 +37,14 @@ class Score:
     Attributes:
         log_likelihood: natural logarithm, summed over its tokens.
         num_tokens: how many, an end that was given included.
+        token_logprobs: of each token; None where they were not asked for.
+        top_logprobs: in the place of each, those of the likeliest tokens, the first one first.
     """
 
     log_likelihood: float
     num_tokens: int
+    token_logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
 
 
 class Scorer:
@@ -49,6 +55,10 @@ class Scorer:
             batch exactly where the configuration has a capacity.
         is_prompt_bidirectional: a decoder-only model's inputs see themselves whole.
         batch_size: most pairs at once.
+        logprobs: likeliest tokens whose log-probabilities are given beside those of each token;
+            None gives neither.
+        forced_prefix: tokens that each target stands behind, as in generation; they are not
+            scored.
         devices: where `params` are.
         experts: see `Generator`.
     """
@@ -60,9 +70,18 @@ class Scorer:
         *,
         is_prompt_bidirectional: bool = False,
         batch_size: int = 32,
+        logprobs: int | None = None,
+        forced_prefix: Sequence[int] = (),
         devices: ModelMesh = ONE_DEVICE,
         experts: ChosenExperts | None = None,
     ):
+        """Raises ValueError: a setting is out of its bounds."""
+        # Of generation, whose bounds they have.
+        most = len(forced_prefix) or 1
+        asked = DecodingConfig(most, logprobs=logprobs, forced_prefix=forced_prefix, eos_id=-1)
+        check_tokens(config, asked)
+        self.logprobs, self.forced_prefix = asked.logprobs, list(asked.forced_prefix)
+        self._num_kept = asked.num_kept
         if not 1 <= batch_size <= BATCHES[-1]:
             raise ValueError(f"batch_size={batch_size}; use 1 to {BATCHES[-1]}")
         devices.check(config, params)
@@ -90,17 +109,39 @@ class Scorer:
         for first in range(0, len(order), self.batch_size):
             indices = order[first : first + self.batch_size]
             batch = self._batch([pairs[index] for index in indices])
-            log_likelihood_B = np.asarray(self._log_likelihoods(batch))
-            for index, value in zip(indices, log_likelihood_B, strict=False):
-                score = Score(float(value), len(pairs[index][1]))
-                yield first_number + index, score
+            log_likelihood_B, *kept = self.devices.fetch(self._log_likelihoods(batch))
+            for row, index in enumerate(indices):
+                inputs, targets = pairs[index]
+                score = Score(float(log_likelihood_B[row]), len(targets))
+                first_place = self._num_before(inputs)
+                places = slice(first_place, first_place + len(targets))
+                yield first_number + index, self._with_logprobs(score, kept, (row, places))
 
-    def _log_likelihoods(self, batch: dict):
+    def _with_logprobs(self, score: Score, kept: list, where: tuple) -> Score:
+        if self.logprobs is None:
+            return score
+        own_L, token_LS, log_prob_LS = (x[where].tolist() for x in kept)
+        top = [
+            dict(zip(tokens[: self.logprobs], values, strict=False))
+            for tokens, values in zip(token_LS, log_prob_LS, strict=True)
+        ]
+        return dataclasses.replace(
+            score, token_logprobs=own_L, top_logprobs=top if self.logprobs else None
+        )
+
+    def _num_before(self, inputs: Sequence[int]) -> int:
+        """Tokens of the decoder's text before the target."""
+        num_inputs = 0 if self.config.is_encoder_decoder else len(inputs)
+        return num_inputs + len(self.forced_prefix)
+
+    def _log_likelihoods(self, batch: dict) -> tuple:
         arrays = {"params": self.params, "batch": batch}
+        settings = self.config, self._num_kept
         if self.experts is not None:
-            return self.experts.run(_log_likelihoods, self.config, **arrays)
+            return self.experts.run(_log_likelihoods, *settings, **arrays)
+        shapes = tuple(x.shape for x in batch.values())
         with self.devices.use():
-            return _log_likelihoods(self.config, **arrays)
+            return PROGRAMS.run(_log_likelihoods, settings, shapes, **arrays)
 
     def fault(self, pair: Pair) -> str | None:
         """Why a pair cannot be read, to be said after its name; or None."""
@@ -119,19 +160,20 @@ class Scorer:
 
     def _size(self, pair: Pair) -> tuple[int, int]:
         """Negative lengths, so that the longest is the first to be sorted."""
-        lengths = list(map(len, pair))
+        lengths = [len(pair[0]), len(self.forced_prefix) + len(pair[1])]
         if not self.config.is_encoder_decoder:
             return -sum(lengths), 0
         return -max(lengths), -min(lengths)
 
     def _batch(self, pairs: Sequence[Pair]) -> dict:
         B = rounded_up(len(pairs), self.batches)
-        batch, texts = {}, [list(targets) for _, targets in pairs]
-        num_inputs_B1 = np.zeros((B, 1), np.int32)
+        batch, texts = {}, [[*self.forced_prefix, *targets] for _, targets in pairs]
+        num_inputs_B1, num_before_B1 = np.zeros((2, B, 1), np.int32)
+        num_before_B1[: len(pairs), 0] = [self._num_before(inputs) for inputs, _ in pairs]
         if self.config.is_encoder_decoder:
             batch = features("encoder", *_in_bucket([inputs for inputs, _ in pairs], B))
         else:
-            texts = [[*inputs, *targets] for inputs, targets in pairs]
+            texts = [[*inputs, *text] for (inputs, _), text in zip(pairs, texts, strict=True)]
             num_inputs_B1[: len(pairs), 0] = [len(inputs) for inputs, _ in pairs]
         target_BL, segment_BL = _in_bucket(texts, B)
         read_BL = np.pad(target_BL, ((0, 0), (1, 0)), constant_values=START_ID)[:, :-1]
@@ -141,17 +183,22 @@ class Scorer:
         is_prefix_BL = (place_BL <= num_inputs_B1) & (num_inputs_B1 > 0)
         batch["decoder_prefix_mask"] = is_prefix_BL * self.is_prompt_bidirectional
         batch["decoder_target_tokens"] = target_BL
-        batch["decoder_loss_weights"] = segment_BL * (place_BL >= num_inputs_B1)
+        batch["decoder_loss_weights"] = segment_BL * (place_BL >= num_before_B1)
         return {name: jnp.array(value, jnp.int32) for name, value in batch.items()}
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _log_likelihoods(config: ModelConfig, params, batch):
+@functools.partial(jax.jit, static_argnames=("config", "num_kept"))
+def _log_likelihoods(config: ModelConfig, num_kept: int | None, params, batch) -> tuple:
+    """Of each row; where `num_kept` is none, that alone, else also `LogProbs` of each place."""
     logits_BLV, _ = forward(config, params, batch, is_training=False)
     log_prob_BLV = jax.nn.log_softmax(logits_BLV.astype(jnp.float32), axis=-1)
     target_BL1 = batch["decoder_target_tokens"][..., None]
     log_prob_BL = jnp.take_along_axis(log_prob_BLV, target_BL1, axis=-1)[..., 0]
-    return jnp.sum(jnp.where(batch["decoder_loss_weights"] > 0, log_prob_BL, 0), axis=1)
+    is_scored_BL = batch["decoder_loss_weights"] > 0
+    log_likelihood_B = jnp.sum(jnp.where(is_scored_BL, log_prob_BL, 0), axis=1)
+    if num_kept is None:
+        return (log_likelihood_B,)
+    return log_likelihood_B, log_prob_BL, *likeliest_tokens(log_prob_BLV, num_kept)
 
 
 def features(stack: str, token_BL, is_token_BL) -> dict:

@@ -6,8 +6,7 @@ section 9.2): `tokens` for new ones, `answer` for what an input got, `done` at t
 instead of it. A search has no tokens before its end, so it sends answers alone.
 """
 
-import bisect
-import dataclasses
+import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -16,13 +15,13 @@ from starlette import responses
 
 from switchx.api import Model
 from switchx.data.tokenizers import Vocabulary
+from switchx.inference.generate import text_of
+from switchx.inference.running_batch import Hypothesis
+from switchx.inference.texts import INCOMPLETE, StopStrings
 from switchx.serving.limits import Limits
 from switchx.serving.request_queue import Answer, Event
 from switchx.serving.requests import GenerateRequest, Refusal, read_request
 from switchx.serving.service import Events
-
-# What a vocabulary writes for bytes that are no character yet.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def encoded(content: Any) -> bytes:
@@ -54,17 +53,17 @@ class GrowingText:
     """
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = ()):
-        self._vocabulary, self._stops = vocabulary, stops
+        self._stops = StopStrings(vocabulary, stops)
         self.text, self.is_stopped = "", False
 
     def grow(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         """What is new in all tokens so far."""
-        text = self._decoded(tokens, is_last=is_last)
-        place = self._place_of_stop(text)
+        text = self._stops.decoded(tokens, is_last=is_last)
+        place = self._stops.place(text)
         if place is not None:
             self.is_stopped, text = True, text[:place]
         elif not is_last:
-            text = text[: len(text) - self._num_kept(text)]
+            text = text[: len(text) - self._stops.num_kept(text)]
         if not text.startswith(self.text):
             return ""
         new, self.text = text[len(self.text) :], text
@@ -72,46 +71,41 @@ class GrowingText:
 
     def num_tokens(self, tokens: Sequence[int]) -> int:
         """Tokens up to the one that ended the stop string, or all."""
-        if not self.is_stopped:
-            return len(tokens)
-
-        def has_stop(number: int) -> bool:
-            text = self._decoded(tokens[:number], is_last=number == len(tokens))
-            return self._place_of_stop(text) is not None
-
-        return bisect.bisect_left(range(len(tokens)), True, key=has_stop)
-
-    def _decoded(self, tokens: Sequence[int], *, is_last: bool) -> str:
-        text = self._vocabulary.decode(list(tokens))
-        return text if is_last else text.rstrip(INCOMPLETE)
-
-    def _place_of_stop(self, text: str) -> int | None:
-        places = [text.find(stop) for stop in self._stops]
-        return min((place for place in places if place >= 0), default=None)
-
-    def _num_kept(self, text: str) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
-        lengths = range(max(map(len, self._stops), default=1) - 1, 0, -1)
-        for length in lengths:
-            end = text[-length:]
-            if len(end) == length and any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+        number = self._stops.num_tokens(tokens, is_last=True) if self.is_stopped else None
+        return len(tokens) if number is None else number
 
 
-class TextStream:
-    """An input's answer in pieces: which tokens and which characters are new."""
+class GrowingAnswer:
+    """The answer of one row while it grows: its text, and its tokens up to a stop string.
 
-    def __init__(self, vocabulary: Vocabulary | None):
-        self._text = vocabulary and GrowingText(vocabulary)
-        self._num_tokens = 0
+    Attributes:
+        hypotheses: what it says, the best first; empty before its end.
+        said: the best one so far.
+        num_tokens: that were given out.
+    """
 
-    def piece(self, tokens: Sequence[int], *, is_last: bool = False) -> dict | None:
-        """What is new in all tokens so far, `tokens` and `text`; None where nothing is."""
-        new_tokens = list(tokens[self._num_tokens :])
-        self._num_tokens = max(self._num_tokens, len(tokens))
-        text = self._text and self._text.grow(tokens, is_last=is_last)
-        return {"tokens": new_tokens, "text": text} if new_tokens or text else None
+    def __init__(self, vocabulary: Vocabulary | None, wanted: GenerateRequest):
+        self._text = vocabulary and GrowingText(vocabulary, wanted.stops)
+        self._settings = wanted.settings
+        self.hypotheses: list[Hypothesis] = []
+        self.said, self.num_tokens = Hypothesis([], 0.0, False), 0
+
+    def grow(self, event: Event, events: Events) -> tuple[Hypothesis, str | None]:
+        """What is new: tokens with their log-probabilities, and characters.
+
+        A stop string ends the decoding.
+        """
+        said, is_last = said_so_far(event), isinstance(event, Answer)
+        text = self._text and self._text.grow(said.tokens, is_last=is_last)
+        if self._text and self._text.is_stopped:
+            said = said.stopped(self._text.num_tokens(said.tokens), self._settings)
+            self.hypotheses = [said]
+            events.stop(event.number, len(said.tokens))
+        elif is_last:
+            self.hypotheses = [said, *event.others]
+        self.said = said
+        first, self.num_tokens = self.num_tokens, max(self.num_tokens, len(said.tokens))
+        return said.without_first(first), text
 
 
 class GenerateForm:
@@ -125,31 +119,102 @@ class GenerateForm:
 
     async def whole(self, wanted: GenerateRequest, events: Events) -> dict[str, Any]:
         """All answers in one object."""
-        answers = [event async for event in events if isinstance(event, Answer)]
-        answers.sort(key=lambda answer: answer.number)
-        results = [_answer_json(self._model, answer) for answer in answers]
-        return {"results": results, "usage": _usage_json(wanted, answers)}
+        rows, size = self._rows(wanted), wanted.num_rows
+        async for event in events:
+            rows[event.number].grow(event, events)
+        said = [each.hypotheses for each in rows]
+        results = [
+            self._result_json(wanted, sum(said[first : first + size], []))
+            for first in range(0, len(said), size)
+        ]
+        return {"results": results, "usage": _usage_json(wanted, events)}
 
     async def stream(self, wanted: GenerateRequest, events: Events) -> AsyncIterator[bytes]:
-        streams = [TextStream(self._model.vocabulary) for _ in wanted.prompts]
-        is_search, answers = wanted.settings.beam_size > 1, []
+        rows, is_search = self._rows(wanted), wanted.settings.beam_size > 1
         try:
             async for event in events:
-                is_last, which = isinstance(event, Answer), {"input": event.number}
-                piece = streams[event.number].piece(tokens_of(event), is_last=is_last)
-                if piece and not is_search:
+                number, sample = divmod(event.number, wanted.num_rows)
+                which = {"input": number} | ({"sample": sample} if wanted.num_rows > 1 else {})
+                row = rows[event.number]
+                new, text = row.grow(event, events)
+                if (new.tokens or text) and not is_search:
+                    piece = {"tokens": new.tokens, "text": text}
+                    if wanted.settings.logprobs is not None:
+                        kept = new.with_logprobs(wanted.settings.logprobs).as_dict()
+                        piece |= {n: x for n, x in kept.items() if n.endswith("logprobs")}
                     yield _event_bytes("tokens", which | piece)
-                if is_last:
-                    answers.append(event)
-                    yield _event_bytes("answer", which | _answer_json(self._model, event))
-            yield _event_bytes("done", {"usage": _usage_json(wanted, answers)})
+                if row.hypotheses:
+                    result = self._result_json(wanted, row.hypotheses, is_one=not is_search)
+                    yield _event_bytes("answer", which | result)
+            yield _event_bytes("done", {"usage": _usage_json(wanted, events)})
         except Refusal as refusal:
             yield _event_bytes("error", refusal.as_json())
 
+    def _rows(self, wanted: GenerateRequest) -> list[GrowingAnswer]:
+        return [GrowingAnswer(self._model.vocabulary, wanted) for _ in wanted.prompts]
 
-def tokens_of(event: Event) -> list[int]:
-    """All tokens of an input's answer so far."""
-    return event.hypothesis.tokens if isinstance(event, Answer) else event.tokens
+    def _result_json(
+        self, wanted: GenerateRequest, said: list[Hypothesis], *, is_one: bool = False
+    ) -> dict[str, Any]:
+        """Of one input, or `is_one` of its samples."""
+        settings, vocabulary = wanted.settings, self._model.vocabulary
+        stops = StopStrings(vocabulary, wanted.stops) if wanted.stops else None
+        if settings.best_of is not None:
+            said = sorted(said, key=lambda each: -each.score)
+        said = [each.with_logprobs(settings.logprobs) for each in said]
+        results = [
+            {"text": vocabulary and text_of(each, vocabulary, stops)} | each.as_dict()
+            for each in said[: settings.num_return_sequences]
+        ]
+        is_one |= settings.num_return_sequences == 1
+        return results[0] if is_one else {"hypotheses": results}
+
+
+def said_so_far(event: Event) -> Hypothesis:
+    """All of an input's answer so far; without log-probabilities its score is not known."""
+    if isinstance(event, Answer):
+        return event.hypothesis
+    return event.so_far or Hypothesis(event.tokens, 0.0, False)
+
+
+def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first: int = 0):
+    """OpenAI's form of tokens from `first` on: their texts, log-probabilities and places.
+
+    A token whose text is not its own, as half a character, is `token_id:N` among the likeliest.
+
+    Args:
+        said: a `Hypothesis` or `Score` of the tokens.
+        number: of likeliest tokens; the token itself is always among them.
+        offset: of the first character.
+    """
+
+    def text_up_to(*some) -> str:
+        return vocabulary.decode(list(some)).rstrip(INCOMPLETE)
+
+    texts = [text_up_to(*tokens[:end]) for end in range(first, len(tokens) + 1)]
+    own, top = said.token_logprobs[first : len(tokens)], said.top_logprobs or ()
+    top_texts = []
+    for place, token in enumerate(tokens[first:], first):
+        before = texts[place - first]
+        likeliest = dict(itertools.islice(top[place].items(), number)) if top else {}
+        likeliest.setdefault(token, own[place - first])
+        named: dict[str, float] = {}
+        for other, value in likeliest.items():
+            name = text_up_to(*tokens[:place], other)[len(before) :]
+            named[f"token_id:{other}" if not name or name in named else name] = value
+        top_texts.append(named)
+    return {
+        "tokens": [text[len(texts[i]) :] for i, text in enumerate(texts[1:])],
+        "token_logprobs": own,
+        "top_logprobs": top_texts,
+        "text_offset": [offset + len(text) for text in texts[:-1]],
+    }
+
+
+def joined_logprobs(before: dict | None, behind: dict | None) -> dict[str, Any]:
+    """`logprobs` of a prompt and of what follows it."""
+    parts = [part for part in (before, behind) if part is not None]
+    return {name: sum((part[name] for part in parts), []) for name in parts[0]}
 
 
 def _event_bytes(name: str, content: Any) -> bytes:
@@ -157,14 +222,8 @@ def _event_bytes(name: str, content: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encoded(content) + b"\n\n"
 
 
-def _answer_json(model: Model, answer: Answer) -> dict[str, Any]:
-    values = dataclasses.asdict(answer.hypothesis)
-    vocabulary = model.vocabulary
-    return {"text": vocabulary and vocabulary.decode(values["tokens"])} | values
-
-
-def _usage_json(wanted: GenerateRequest, answers: list[Answer]) -> dict[str, int]:
+def _usage_json(wanted: GenerateRequest, events: Events) -> dict[str, int]:
     return {
-        "prompt_tokens": sum(map(len, wanted.prompts)),
-        "generation_tokens": sum(len(answer.hypothesis.tokens) for answer in answers),
+        "prompt_tokens": wanted.num_prompt_tokens,
+        "generation_tokens": events.num_tokens,
     }

@@ -2,76 +2,74 @@
 """`/v1/completions` and `/v1/models` as OpenAI's clients ask (its API reference, Completions).
 
 What the server has no means for is refused by name, never read over. Beside OpenAI's fields
-there are three of `/v1/generate`: `top_k`, `beam_size`, `length_penalty`. A completion is what
-`/v1/generate` gives with the same settings; its defaults are OpenAI's: 16 tokens, sampled at
-temperature 1.
+there are those of `/v1/generate` in `OWN_FIELDS`. A completion is what `/v1/generate` gives
+with the same settings; its defaults are OpenAI's: 16 tokens, sampled at temperature 1.
 """
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from switchx.api import Model
-from switchx.serving.answers import GrowingText, encoded, tokens_of
+from switchx.inference.generate import text_of
+from switchx.inference.running_batch import Hypothesis
+from switchx.inference.texts import StopStrings
+from switchx.serving.answers import GrowingAnswer, encoded, joined_logprobs, logprobs_json
 from switchx.serving.limits import Limits
-from switchx.serving.request_queue import Answer, Event
 from switchx.serving.requests import (
+    MAX_STOPS,
     OPTIONS,
     GenerateRequest,
     Refusal,
     fields_of,
     flag,
     generator_of,
-    number_of,
     prompt_of,
     shown,
+    value_of,
     wrong,
 )
 from switchx.serving.service import Events
 
-DEFAULT_TOKENS, MAX_STOPS = 16, 4
-OWN_FIELDS = ("top_k", "beam_size", "length_penalty")
+DEFAULT_TOKENS = 16
+OWN_FIELDS = (
+    "top_k", "beam_size", "length_penalty", "min_new_tokens", "repetition_penalty",
+    "no_repeat_ngram_size", "forced_prefix",
+)  # fmt: skip
 # A field, its values that ask for nothing, and what to do instead of another one.
 UNSUPPORTED = {
-    "logprobs": ((), "there are no log-probabilities of tokens; a `score` of /v1/generate is "
-                     "that of a whole answer"),
     "suffix": (("",), "texts are not completed in their middle; leave it out"),
-    "best_of": ((1,), "no samples are dropped; ask for n of them"),
-    "presence_penalty": ((0,), "tokens have no penalties; leave it out"),
-    "frequency_penalty": ((0,), "tokens have no penalties; leave it out"),
+    "presence_penalty": ((0,), "use repetition_penalty, which divides logits; leave it out"),
+    "frequency_penalty": ((0,), "use repetition_penalty, which divides logits; leave it out"),
     "logit_bias": (({},), "logits have no biases; leave it out"),
 }  # fmt: skip
 FIELDS = (
-    "model", "prompt", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream",
-    "stream_options", "echo", "user", *UNSUPPORTED, *OWN_FIELDS,
+    "model", "prompt", "max_tokens", "temperature", "top_p", "n", "best_of", "stop", "logprobs",
+    "seed", "stream", "stream_options", "echo", "user", *UNSUPPORTED, *OWN_FIELDS,
 )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest(GenerateRequest):
-    """A request whose inputs are its prompts, each `num_choices` times in a row.
+    """A request whose inputs are its prompts.
 
     Attributes:
-        stops: a text ends before the first of these.
-        echoes: what stands before each text: the prompt, or nothing.
+        echoes: what stands before the texts of each prompt: the prompt, or nothing.
+        scored: prompts whose tokens get log-probabilities, too; without the start token.
+        num_choices: completions of each prompt, the best of `num_rows` where those are more.
+        logprobs: likeliest tokens beside each; None gives no log-probabilities.
         has_usage: a stream ends with counts of tokens.
         created: seconds of the epoch.
     """
 
-    stops: Sequence[str] = ()
     echoes: Sequence[str] = ()
+    scored: Sequence[list[int]] = ()
     num_choices: int = 1
+    logprobs: int | None = None
     has_usage: bool = False
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
-
-    @property
-    def wants_tokens(self) -> bool:
-        return self.is_streaming or bool(self.stops)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts[:: self.num_choices]))
 
 
 class CompletionForm:
@@ -93,71 +91,150 @@ class CompletionForm:
         if self._model.vocabulary is None:
             raise wrong(None, "the model came without a vocabulary; use /v1/generate")
         values = fields_of(values, FIELDS)
-        num_choices = _count(values, "n", 1, limits.max_inputs)
         for name, (neutral, way_out) in UNSUPPORTED.items():
             value = values.get(name)
-            is_neutral = any(value == each for each in neutral) or value is None
-            if not is_neutral and (name, value) != ("best_of", num_choices):
+            if value is not None and not any(value == each for each in neutral):
                 raise wrong(name, f"{name} is {shown(value)}; {way_out}")
         if not isinstance(values.get("user", ""), str):
             raise wrong("user", f"user is {shown(values['user'])}; expected a text")
-        generator = generator_of(_settings(values, limits), self._model, limits)
-        stops, is_streaming = _stops(values), flag(values, "stream")
-        if stops and generator.decoding.beam_size > 1:
-            raise wrong("stop", "stop with beam_size above 1; a search is not stopped by texts")
-        texts = _prompts(values, limits.max_inputs // num_choices)
+        is_streaming, has_echo = flag(values, "stream"), flag(values, "echo")
+        stops = _stops(values)
+        num_choices, num_rows = _numbers(values, limits.max_inputs, is_streaming=is_streaming)
+        settings = _settings(values, limits)
+        if settings.get("beam_size", 1) > 1:
+            if stops:
+                raise wrong(
+                    "stop", "stop with beam_size above 1; a search is not stopped by texts"
+                )
+            num_rows, settings["num_return_sequences"] = 1, num_choices
+        elif num_rows > num_choices and stops:
+            settings.setdefault("logprobs", 0)  # of which the scores are made that are compared
+        generator = generator_of(settings, self._model, limits)
+        texts = _prompts(values, limits.max_inputs // num_rows)
         prompts = [
             prompt_of(self._model, limits, generator.fault, f"prompt[{i}]", text)
             for i, text in enumerate(texts)
         ]
-        has_echo = flag(values, "echo")
-        echoes = [self._text(text) if has_echo else "" for text in texts]
+        logprobs = values.get("logprobs")
+        if has_echo and logprobs is not None:
+            self._require_scores()
         return CompletionRequest(
-            [prompt for prompt in prompts for _ in range(num_choices)],
+            [prompt for prompt in prompts for _ in range(num_rows)],
             generator.decoding,
             is_streaming,
+            num_rows=num_rows,
             stops=stops,
-            echoes=[echo for echo in echoes for _ in range(num_choices)],
+            echoes=[self._text(text) if has_echo else "" for text in texts],
+            scored=[prompt[1:] for prompt in prompts if has_echo and logprobs is not None],
             num_choices=num_choices,
+            logprobs=logprobs,
             has_usage=_has_usage(values, is_streaming),
         )
 
     async def whole(self, wanted: CompletionRequest, events: Events) -> dict[str, Any]:
         """All choices in one object."""
-        choices = self._choices(wanted)
+        rows, choices = self._rows(wanted), []
+        scored = await self._scored(wanted, events)
         async for event in events:
-            choices[event.number].grow(event, events)
-        return self._json(
-            wanted,
-            [
-                choice.json(i, wanted.echoes[i] + choice.text)
-                for i, choice in enumerate(choices)
-            ],
-        ) | {"usage": _usage_json(wanted, events)}
+            rows[event.number].grow(event, events)
+        for number, (echo, before) in enumerate(zip(wanted.echoes, scored, strict=True)):
+            first = number * wanted.num_rows
+            said = sum((row.hypotheses for row in rows[first : first + wanted.num_rows]), [])
+            if wanted.num_rows > wanted.num_choices:
+                said.sort(key=lambda each: -each.score)
+            for each in said[: wanted.num_choices]:
+                text = echo + text_of(each, self._model.vocabulary, self._stops_of(wanted))
+                kept = self._logprobs(wanted, each, len(echo), before)
+                choices.append(_choice(len(choices), text, kept, _reason(each)))
+        return self._json(wanted, choices) | {"usage": _usage_json(wanted, events)}
 
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
         """A chunk for each piece of a text, its end with the last one; then `[DONE]`."""
-        choices = self._choices(wanted)
+        rows, num_choices = self._rows(wanted), wanted.num_choices
         # OpenAI's form: null in all chunks but the last one, where `include_usage` asks for it.
         usage = {"usage": None} if wanted.has_usage else {}
+
+        def chunk(*choice) -> bytes:
+            return _data(self._json(wanted, [_choice(*choice)]) | usage)
+
         try:
+            scored = await self._scored(wanted, events)
             for i, echo in enumerate(wanted.echoes):
-                if echo:
-                    yield _data(self._json(wanted, [choices[i].json(i, echo)]) | usage)
+                kept = scored[i] and joined_logprobs(scored[i], None)
+                for choice in range(num_choices) if echo else ():
+                    yield chunk(i * num_choices + choice, echo, kept, None)
             async for event in events:
-                choice = choices[event.number]
-                if (new := choice.grow(event, events)) or choice.finish_reason:
-                    yield _data(self._json(wanted, [choice.json(event.number, new)]) | usage)
+                row, echo = rows[event.number], wanted.echoes[event.number // wanted.num_rows]
+                first, (_, new) = row.num_tokens, row.grow(event, events)
+                if wanted.settings.beam_size > 1:
+                    for i, each in enumerate(row.hypotheses):
+                        text = text_of(each, self._model.vocabulary, None)
+                        kept = self._logprobs(wanted, each, len(echo))
+                        index = event.number * num_choices + i
+                        yield chunk(index, text, kept, _reason(each))
+                elif new or row.hypotheses or (wanted.logprobs is not None and row.said.tokens):
+                    kept = self._logprobs(wanted, row.said, len(echo), first=first)
+                    reason = _reason(row.said) if row.hypotheses else None
+                    yield chunk(event.number, new, kept, reason)
             if wanted.has_usage:
                 yield _data(self._json(wanted, []) | {"usage": _usage_json(wanted, events)})
         except Refusal as refusal:
             yield _data(refusal.as_json())
         yield b"data: [DONE]\n\n"
 
-    def _choices(self, wanted: CompletionRequest) -> list["_Choice"]:
+    def _rows(self, wanted: CompletionRequest) -> list[GrowingAnswer]:
+        return [GrowingAnswer(self._model.vocabulary, wanted) for _ in wanted.prompts]
+
+    def _stops_of(self, wanted: CompletionRequest) -> StopStrings | None:
+        return StopStrings(self._model.vocabulary, wanted.stops) if wanted.stops else None
+
+    def _require_scores(self) -> None:
+        """Raises Refusal: tokens of a prompt have no log-probabilities."""
+        model, why = self._model, None
+        if model.config.is_encoder_decoder:
+            why = "this model's encoder reads the prompt, and predicts no token of it"
+        elif model.text_format.is_prompt_bidirectional:
+            why = "this model's prompts see themselves whole, so no token of one is predicted"
+        elif model.experts is not None:
+            why = "this server has experts outside of the device, which answers move alone"
+        if why is not None:
+            raise wrong("logprobs", f"logprobs with echo: {why}; leave one of the two out")
+
+    async def _scored(self, wanted: CompletionRequest, events: Events) -> list[dict | None]:
+        """Of each prompt, log-probabilities of its tokens, or None."""
+        if not wanted.scored:
+            return [None] * len(wanted.echoes)
+        scorer = self._model.scorer(logprobs=wanted.logprobs)
+
+        def compute():
+            return [
+                score for _, score in sorted(scorer([([], each) for each in wanted.scored]))
+            ]
+
+        try:
+            async with asyncio.timeout_at(events.deadline_s):
+                scores = await asyncio.to_thread(compute)
+        except TimeoutError:
+            message = "the prompts were not scored in time; ask for less, or later"
+            raise Refusal(504, message) from None
         return [
-            _Choice(GrowingText(self._model.vocabulary, wanted.stops)) for _ in wanted.prompts
+            logprobs_json(self._model.vocabulary, tokens, score, wanted.logprobs)
+            for tokens, score in zip(wanted.scored, scores, strict=True)
         ]
+
+    def _logprobs(self, wanted, said: Hypothesis, offset: int, before=None, first: int = 0):
+        """OpenAI's `logprobs` of a choice, from its token `first` on; or None.
+
+        Args:
+            offset: of the answer in the text.
+            before: those of the prompt, or None.
+        """
+        if wanted.logprobs is None:
+            return None
+        kept = logprobs_json(
+            self._model.vocabulary, said.tokens, said, wanted.logprobs, offset, first
+        )
+        return joined_logprobs(before, kept)
 
     def _json(self, wanted: CompletionRequest, choices: list) -> dict[str, Any]:
         return {
@@ -172,31 +249,12 @@ class CompletionForm:
         return prompt if isinstance(prompt, str) else self._model.vocabulary.decode(prompt)
 
 
-@dataclasses.dataclass
-class _Choice:
-    """One completion while it grows; `finish_reason` is None until its end."""
+def _choice(index: int, text: str, logprobs: dict | None, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    growing: GrowingText
-    finish_reason: str | None = None
 
-    @property
-    def text(self) -> str:
-        return self.growing.text
-
-    def grow(self, event: Event, events: Events) -> str:
-        """The new piece of its text; a stop string ends the decoding."""
-        tokens, is_last = tokens_of(event), isinstance(event, Answer)
-        new = self.growing.grow(tokens, is_last=is_last)
-        if self.growing.is_stopped:
-            self.finish_reason = "stop"
-            events.stop(event.number, self.growing.num_tokens(tokens))
-        elif is_last:
-            self.finish_reason = "stop" if event.hypothesis.is_finished else "length"
-        return new
-
-    def json(self, index: int, text: str) -> dict[str, Any]:
-        end = self.finish_reason
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": end}
+def _reason(said: Hypothesis) -> str:
+    return "stop" if said.is_finished else "length"
 
 
 def _data(content: Any) -> bytes:
@@ -222,9 +280,8 @@ def _count(values: dict[str, Any], name: str, default: int, most: int) -> int:
 
 def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """OpenAI's fields as those of `/v1/generate`."""
-    given = {name: values[name] for name in OPTIONS if name in values}
-    for name in given:
-        number_of(OPTIONS[name], given[name])
+    own = OPTIONS.keys() - {"stop", "best_of"}
+    given = {name: value_of(OPTIONS[name], values[name]) for name in own if name in values}
     is_search = given.get("beam_size", 1) > 1
     given.setdefault("temperature", 0.0 if is_search else 1.0)
     # Of one token, the likeliest, none is cut off, whatever the probability is.
@@ -235,6 +292,30 @@ def _settings(values: dict[str, Any], limits: Limits) -> dict[str, Any]:
     return given | {
         "max_new_tokens": _count(values, "max_tokens", min(DEFAULT_TOKENS, most), most)
     }
+
+
+def _numbers(values: dict[str, Any], most: int, *, is_streaming: bool) -> tuple[int, int]:
+    """Choices of each prompt, and how many there are to choose from."""
+    number = _count(values, "n", 1, most)
+    beams = values.get("beam_size", 1)
+    is_search = isinstance(beams, int) and beams > 1
+    if is_search and number > beams:
+        raise wrong("n", f"n is {number} with beam_size={beams}; expected 1 to {beams}")
+    best_of = _count(values, "best_of", number, most)
+    if best_of == number:
+        return number, number
+    way_out = None
+    if best_of < number:
+        way_out = f"expected n={number} or more"
+    elif is_search or values.get("temperature") == 0:
+        way_out = (
+            "it chooses among samples; leave it out, or leave out temperature and beam_size"
+        )
+    elif is_streaming:
+        way_out = "the best are known at the end; leave out stream"
+    if way_out:
+        raise wrong("best_of", f"best_of is {best_of}; {way_out}")
+    return number, best_of
 
 
 def _prompts(values: dict[str, Any], most: int) -> list[str | list[int]]:
@@ -253,14 +334,11 @@ def _prompts(values: dict[str, Any], most: int) -> list[str | list[int]]:
     return prompts
 
 
-def _stops(values: dict[str, Any]) -> tuple[str, ...]:
-    stop = values.get("stop", [])
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-        raise wrong("stop", f"stop is {shown(stop)}; expected a text, or a list of texts")
+def _stops(values: dict[str, Any]) -> list[str]:
+    stops = value_of(OPTIONS["stop"], values.get("stop", []))
     if len(stops) > MAX_STOPS:
         raise wrong("stop", f"stop has {len(stops)} items; expected {MAX_STOPS} at most")
-    return tuple(stops)
+    return stops
 
 
 def _has_usage(values: dict[str, Any], is_streaming: bool) -> bool:

@@ -44,13 +44,15 @@ class Limits:
     decodings: str | None = option(
         None,
         "ways of decoding that are answered, of greedy, sample, beam2, beam3 and so on, with "
-        "commas; others are refused, and compile nothing; all where none is named",
+        "commas; and processors (penalties, n-grams, forced tokens), logprobs (and a stop of "
+        "/v1/generate); others are refused, and compile nothing; all where none is named",
     )
 
     def __post_init__(self):
         """Raises ValueError: a value is out of its bounds."""
         check_options(self)
-        known = ["greedy", "sample", *(f"beam{n}" for n in range(2, self.max_beam_size + 1))]
+        beams = (f"beam{n}" for n in range(2, self.max_beam_size + 1))
+        known = ["greedy", "sample", *beams, "processors", "logprobs"]
         for name in self.allowed or ():
             require(
                 name in known,
@@ -70,15 +72,25 @@ class Limits:
     def refusal(self, settings: DecodingConfig) -> tuple[str, str] | None:
         """The field of a request that asks for a way of decoding that is not answered, and
         what is wrong with it."""
-        search = f"beam{settings.beam_size}" if settings.beam_size > 1 else "greedy"
-        name = "sample" if settings.is_sampling else search
-        if self.allowed is None or name in self.allowed:
+        if self.allowed is None:
             return None
+        search = f"beam{settings.beam_size}" if settings.beam_size > 1 else "greedy"
         field = "temperature" if settings.is_sampling else "beam_size"
-        value, answered = getattr(settings, field), ", ".join(self.allowed)
-        return field, (
-            f"{field} is {value}, which is {name!r} decoding; this server answers {answered}"
-        )
+        asked = {"sample" if settings.is_sampling else search: field}
+        if settings.has_processors:
+            penalized = settings.repetition_penalty != 1, settings.no_repeat_ngram_size > 0
+            fields = "repetition_penalty", "no_repeat_ngram_size", "forced_prefix"
+            asked["processors"] = fields[[*penalized, True].index(True)]
+        if settings.num_kept is not None:
+            asked["logprobs"] = "stop" if settings.logprobs is None else "logprobs"
+        for name, field in asked.items():
+            if name not in self.allowed:
+                value, answered = getattr(settings, field), ", ".join(self.allowed)
+                return field, (
+                    f"{field} is {value}, which is {name!r} decoding; this server answers "
+                    f"{answered}"
+                )
+        return None
 
     @property
     def default_new_tokens(self) -> int:

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.running_batch import Hypothesis
@@ -15,18 +16,20 @@ from switchx.serving.limits import Limits
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """All tokens of an input's answer so far."""
+    """All tokens of an input's answer so far, and with log-probabilities what has them."""
 
     number: int
     tokens: list[int]
+    so_far: Hypothesis | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The best hypothesis of an input."""
+    """The best hypothesis of an input, and of a search the next best that were asked for."""
 
     number: int
     hypothesis: Hypothesis
+    others: Sequence[Hypothesis] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +48,15 @@ class Group:
 
     Attributes:
         prompt_length, answer_length: that prompts and answers are padded to.
+        has_processors, num_kept: see `DecodingProgram`.
     """
 
     prompt_length: int
     answer_length: int
     beam_size: int
     is_sampling: bool
+    has_processors: bool = False
+    num_kept: int | None = None
 
     @classmethod
     def of(cls, prompt: Sequence[int], settings: DecodingConfig, limits: Limits) -> "Group":
@@ -59,12 +65,25 @@ class Group:
             limits.answer_length(settings.max_new_tokens),
             settings.beam_size,
             settings.is_sampling,
+            settings.has_processors,
+            settings.num_kept,
         )
 
     @property
-    def kind(self) -> tuple[int, bool]:
-        """Inputs of one kind can be in one batch."""
-        return self.beam_size, self.is_sampling
+    def kind(self) -> tuple:
+        """Inputs of one kind can be in one batch; the number of beams is the first of it."""
+        return self.beam_size, self.is_sampling, self.has_processors, self.num_kept
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of a `DecodingConfig` whose program is the group's."""
+        return {
+            "max_new_tokens": self.answer_length,
+            "beam_size": self.beam_size,
+            "temperature": float(self.is_sampling),
+            "no_repeat_ngram_size": int(self.has_processors),
+            "logprobs": self.num_kept,
+        }
 
     def joined(self, other: "Group") -> "Group":
         """The group of a batch with inputs of both, which are of one kind."""

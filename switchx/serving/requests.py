@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +24,7 @@ from switchx.serving.limits import Limits
 # What is decoded together is pruned together: the server's choice.
 OPTIONS = {name: each for name, each in options(DecodingConfig).items() if name != "pruning"}
 FIELDS = ("inputs", "model", "stream", *OPTIONS)
+MAX_STOPS = 4
 # Of lists and objects in each other: a request needs three.
 MAX_DEPTH = 16
 # OpenAI's names of kinds of errors, where it is neither the request nor the server.
@@ -114,21 +116,28 @@ class GenerateRequest:
     """A request that can be answered.
 
     Attributes:
-        prompts: what the model reads, for each input.
+        prompts: what the model reads, for each input `num_rows` times in a row: its samples.
         settings: how all of them are answered.
         is_streaming: tokens are sent as they come.
         request_id: what the log calls it.
+        stops: a text ends before the first of these.
     """
 
     prompts: list[list[int]]
     settings: DecodingConfig
     is_streaming: bool
     request_id: str = ""
+    num_rows: int = 1
+    stops: Sequence[str] = ()
 
     @property
     def wants_tokens(self) -> bool:
         """Whether new tokens are looked at before the answer."""
-        return self.is_streaming
+        return self.is_streaming or bool(self.stops)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts[:: self.num_rows]))
 
 
 def read_request(values: dict[str, Any], model: Model, limits: Limits) -> GenerateRequest:
@@ -146,14 +155,22 @@ def read_request(values: dict[str, Any], model: Model, limits: Limits) -> Genera
     inputs = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(inputs, list):
         raise wrong("inputs", f"inputs is {shown(inputs)}; expected a text, or a list")
-    if not 1 <= len(inputs) <= limits.max_inputs:
-        expected = f"expected 1 to {limits.max_inputs}"
+    settings = generator.decoding
+    num_rows, most = settings.num_samples, limits.max_inputs // settings.num_samples
+    if not 1 <= len(inputs) <= most:
+        each = "" if num_rows == 1 else f", as each has {num_rows} samples"
+        expected = f"expected 1 to {most}{each}" if most else "expected fewer samples of each"
         raise wrong("inputs", f"inputs has {len(inputs)} items; {expected}")
+    if is_streaming and settings.best_of is not None:
+        raise wrong("stream", "stream with best_of, which is known at the end; leave one out")
     prompts = [
         prompt_of(model, limits, generator.fault, f"inputs[{i}]", item)
         for i, item in enumerate(inputs)
     ]
-    return GenerateRequest(prompts, generator.decoding, is_streaming)
+    prompts = [prompt for prompt in prompts for _ in range(num_rows)]
+    return GenerateRequest(
+        prompts, settings, is_streaming, num_rows=num_rows, stops=settings.stop
+    )
 
 
 def json_object(body: bytes) -> dict[str, Any]:
@@ -212,7 +229,9 @@ def generator_of(values: dict[str, Any], model: Model, limits: Limits):
 
     Samples of a request without a seed differ from those of the next one.
     """
-    given = {name: number_of(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
+    given = {name: value_of(OPTIONS[name], values[name]) for name in OPTIONS if name in values}
+    if (number := len(given.get("stop", ()))) > MAX_STOPS:
+        raise wrong("stop", f"stop has {number} items; expected {MAX_STOPS} at most")
     drawn = {"max_new_tokens": limits.default_new_tokens}
     if given.get("temperature"):
         drawn["seed"] = secrets.randbelow(MAX_INT32 + 1)
@@ -228,6 +247,22 @@ def generator_of(values: dict[str, Any], model: Model, limits: Limits):
     if refused := limits.refusal(generator.decoding):
         raise wrong(*refused)
     return generator
+
+
+def value_of(option: Option, value):
+    """The value of a field, which may be a list; one text stands for a list of it."""
+    if not option.is_list:
+        return number_of(option, value)
+    items = [value] if option.type is str and isinstance(value, str) else value
+    kind = "texts" if option.type is str else "token ids"
+    if not isinstance(items, list) or not all(
+        isinstance(item, option.type) and not isinstance(item, bool) and item != ""
+        for item in items
+    ):
+        one = "a text, or " if kind == "texts" else ""
+        expected = f"expected {one}a list of {kind}"
+        raise wrong(option.name, f"{option.name} is {shown(value)}; {expected}")
+    return items
 
 
 def number_of(option: Option, value) -> int | float:

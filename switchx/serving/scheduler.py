@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from switchx.api import Model
 from switchx.inference.config import BATCHES, DecodingConfig, rounded_up
 from switchx.inference.generate import Generator
+from switchx.inference.rows import RowSettings
 from switchx.inference.running_batch import Hypothesis, RunningBatch, are_compiled
-from switchx.inference.sampling import RowSettings
 from switchx.serving.limits import PROMPT_LENGTHS, Limits
 from switchx.serving.metrics import ModelMetrics
 from switchx.serving.request_queue import (
@@ -59,7 +59,7 @@ class Worker(threading.Thread):
         self.queue, self.compiler = RequestQueue(limits), Compiler(self)
         self._generators: dict[Group, Generator] = {}
         # By kind.
-        self._batches: dict[tuple[int, bool], Batch] = {}
+        self._batches: dict[tuple, Batch] = {}
         # The largest batch that the programs of a group are compiled for.
         self._compiled: dict[Group, int] = {}
         # Groups of which no batch was decoded since they were compiled.
@@ -102,7 +102,7 @@ class Worker(threading.Thread):
 
     def _admit(self) -> bool:
         """Takes inputs into batches with free rows and compiled programs; says if any."""
-        joining: dict[tuple[int, bool], list[QueuedInput]] = {}
+        joining: dict[tuple, list[QueuedInput]] = {}
         groups = {kind: batch.group for kind, batch in self._batches.items()}
         for batch in self._batches.values():
             batch.is_full = False
@@ -170,7 +170,7 @@ class Worker(threading.Thread):
                 each = batch.inputs_by_name.pop(name)
                 if is_search:
                     self._observe_seconds(self._metrics.first_token_s, [each])
-                self._deliver_answer(each, hypotheses[0])
+                self._deliver_answer(each, hypotheses)
         if not batch.running.waiting:
             self._batches.pop(kind, None)
 
@@ -205,10 +205,7 @@ class Worker(threading.Thread):
         if key not in self._generators:
             # What is each input's own is given with it: one program for all.
             self._generators[key] = self._model.generator(
-                batch_size=self._limits.batch_size,
-                max_new_tokens=group.answer_length,
-                beam_size=group.beam_size,
-                temperature=float(group.is_sampling),
+                batch_size=self._limits.batch_size, **group.settings
             )
         return self._generators[key]
 
@@ -239,10 +236,11 @@ class Worker(threading.Thread):
             self._metrics.inter_token_s.observe((now_s - before_s) / new)
         each.num_tokens, each.token_s = each.num_tokens + new, now_s
 
-    def _deliver_answer(self, each: QueuedInput, best: Hypothesis) -> None:
+    def _deliver_answer(self, each: QueuedInput, hypotheses: list[Hypothesis]) -> None:
+        best, *others = hypotheses[: each.settings.num_return_sequences]
         reason = "stop" if best.is_finished else "length"
         self._metrics.count_answer(each, len(best.tokens), reason)
-        each.deliver(Answer(each.number, best))
+        each.deliver(Answer(each.number, best, others))
 
     def _warm_up(self) -> None:
         """Compiles greedy decoding of short prompts, for all batches and ways to shrink."""
@@ -328,10 +326,10 @@ class Batch:
 
     def deliver_tokens(self) -> None:
         """Gives streams what they have so far."""
-        for name, tokens in self.running.tokens_so_far().items():
+        for name, so_far in self.running.so_far().items():
             each = self.inputs_by_name[name]
             if each.is_streaming:
-                each.deliver(NewTokens(each.number, tokens))
+                each.deliver(NewTokens(each.number, so_far.tokens, so_far))
 
 
 class Compiler(threading.Thread):

@@ -184,7 +184,8 @@ class Events:
                     raise Refusal(500, "the model failed; the server's log says how")
                 if isinstance(event, Answer):
                     self.unanswered.discard(number)
-                    self.num_tokens += len(event.hypothesis.tokens)
+                    said = event.hypothesis, *event.others
+                    self.num_tokens += sum(len(each.tokens) for each in said)
                 return event
             if self._refusal is not None:
                 raise self._refusal

@@ -9,7 +9,7 @@ import pytest
 
 from switchx.inference.beam_search import Beams
 from switchx.inference.config import DecodingConfig
-from switchx.inference.sampling import Rows, RowSettings
+from switchx.inference.rows import Rows, RowSettings
 
 EOS, V = 1, 6
 
@@ -56,12 +56,13 @@ def search(log_prob_BTVV, config: DecodingConfig):
 
 
 def rows_of(is_live_B, config) -> Rows:
-    B = len(is_live_B)
+    B, program = len(is_live_B), config.program_of(config.max_new_tokens)
     return Rows(
         np.arange(B),
         np.asarray(is_live_B),
         np.full(B, config.max_new_tokens),
-        RowSettings.of([config] * B),
+        RowSettings.of([config] * B).fitted(program),
+        np.zeros((B, 1), np.int32) if program.has_processors else None,
     )
 
 
@@ -70,15 +71,25 @@ def text(tokens) -> tuple[int, ...]:
     return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
 
 
-def search_by_lists(log_prob_TVV, config: DecodingConfig):
-    """The rules of `generate`, one sentence, one list of (score, tokens) at a time."""
+def search_by_lists(log_prob_TVV, config: DecodingConfig, processed=None):
+    """The rules of `generate`, one sentence, one list of (score, tokens) at a time.
+
+    Args:
+        processed: changes the log-probabilities of the tokens after a text, [V].
+    """
     L, T = config.beam_size, config.max_new_tokens
     running, finished = [(0.0, ())], []
+
+    def next_V(tokens):
+        own_V = log_prob_TVV[len(tokens), tokens[-1] if tokens else 0]
+        return own_V if processed is None else processed(own_V, tokens)
+
     for step in range(T):
         candidates = [
-            (score + log_prob_TVV[step, tokens[-1] if tokens else 0, token], (*tokens, token))
+            (score + log_prob, (*tokens, token))
             for score, tokens in running
-            for token in range(V)
+            for token, log_prob in enumerate(next_V(tokens))
+            if log_prob > -np.inf
         ]
         candidates = sorted(candidates, key=lambda each: -each[0])[: 2 * L]
         length = step + 1

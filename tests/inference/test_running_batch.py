@@ -8,8 +8,8 @@ import pytest
 
 from switchx.inference.config import DecodingConfig
 from switchx.inference.generate import Generator
+from switchx.inference.rows import RowSettings
 from switchx.inference.running_batch import RunningBatch
-from switchx.inference.sampling import RowSettings
 from tests.inference import tiny
 
 INPUTS = [[3, 4, 5, 8], [6, 2, 7], [5, 5, 2], [11, 4, 4, 3], [9]]
@@ -135,12 +135,12 @@ def test_the_abandoned_say_nothing_and_change_nothing():
     assert not batch.waiting and batch.advance() == {}
 
 
-def test_tokens_so_far_grow_to_the_text():
+def test_what_is_there_so_far_grows_to_the_text():
     decoding = DecodingConfig(T, eos_id=NEVER_ENDS)
     want = generated(decoding)
     batch, seen = running(decoding, token_limits=[T, T, 2, T, T]), []
     while batch.waiting:
-        seen.append(batch.tokens_so_far())
+        seen.append({index: each.tokens for index, each in batch.so_far().items()})
         batch.advance(2)
     # The first piece ends as soon as a smaller batch is enough.
     assert [{len(tokens) for tokens in each.values()} for each in seen] == [{0}, {2}, {4}]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from switchx.inference.config import DecodingConfig
 from switchx.inference.decode import prefill
 from switchx.inference.generate import for_decoding
-from switchx.inference.sampling import Rows, RowSettings
+from switchx.inference.rows import Rows, RowSettings
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import init_params
 

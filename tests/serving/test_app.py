@@ -15,9 +15,13 @@ from starlette.testclient import TestClient
 
 from switchx.data.tokenizers import ByteVocabulary
 from switchx.inference.chosen_experts import ChosenExperts, on_host
-from switchx.serving.answers import JSONResponse, TextStream, encoded
+from switchx.inference.config import DecodingConfig
+from switchx.inference.running_batch import Hypothesis
+from switchx.serving.answers import GrowingAnswer, JSONResponse, encoded
 from switchx.serving.app import PAGE, make_app
 from switchx.serving.models import Models
+from switchx.serving.request_queue import Answer, NewTokens
+from switchx.serving.requests import GenerateRequest
 from tests.serving import served
 
 HEADERS = {"Content-Type": "application/json"}
@@ -274,6 +278,20 @@ def test_failures_of_ours_say_nothing_of_themselves(service, monkeypatch, caplog
     assert response.status_code == 500 and "secret" not in response.text
     assert response.json()["error"]["message"] == "the server failed; its log says how"
     assert "a secret" in caplog.text and service.num_open == 0
+
+
+class TextStream:
+    """A row's answer in pieces: which tokens and which characters are new."""
+
+    def __init__(self, vocabulary):
+        self._row = GrowingAnswer(vocabulary, GenerateRequest([], DecodingConfig(), True))
+
+    def piece(self, tokens, *, is_last=False):
+        event = NewTokens(0, tokens)
+        if is_last:
+            event = Answer(0, Hypothesis(tokens, -1.0, True))
+        new, text = self._row.grow(event, None)
+        return {"tokens": new.tokens, "text": text} if new.tokens or text else None
 
 
 @hypothesis.settings(deadline=None)

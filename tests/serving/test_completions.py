@@ -147,6 +147,48 @@ def test_echo_puts_the_prompt_before_the_text(openai):
     assert text == "gate" + served.said()["gate"].output
 
 
+def test_log_probabilities_are_the_models_own(openai):
+    request = {"prompt": "gate", "logprobs": 2, **GREEDY}
+    (choice,) = openai.completions.create(**request).choices
+    own = served.model().generate(["gate"], max_length=8, logprobs=2, with_scores=True)[0]
+    kept, length = choice.logprobs, len(choice.logprobs.tokens)
+    assert "".join(kept.tokens) == choice.text == own.output and length > 1
+    assert kept.token_logprobs == pytest.approx(own.token_logprobs[:length], abs=1e-4)
+    assert kept.text_offset == [len("".join(kept.tokens[:i])) for i in range(length)]
+    for token, value, top, want in zip(
+        kept.tokens, kept.token_logprobs, kept.top_logprobs, own.top_logprobs, strict=False
+    ):
+        assert len(top) == 2 and (not token or top[token] == value)
+        assert list(top.values()) == pytest.approx(list(want.values()), abs=1e-4)
+    chunks = openai.completions.create(stream=True, **request)
+    pieces = [chunk.choices[0].logprobs for chunk in chunks]
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        assert sum((getattr(piece, name) for piece in pieces), []) == getattr(kept, name)
+
+
+def test_n_best_of_a_search_and_of_samples(openai):
+    settings = {"prompt": ["gate", "of"], "n": 2, "max_tokens": 8}
+    got = openai.completions.create(model="tiny", extra_body={"beam_size": 2}, **settings)
+    want = served.model().generate(
+        ["gate", "of"], max_length=8, beam_size=2, num_return_sequences=2, pruning="none"
+    )
+    assert [choice.text for choice in got.choices] == sum(want, [])
+    got = openai.completions.create(model="tiny", best_of=3, seed=4, **settings)
+    want = served.model().generate(
+        ["gate", "of"], max_length=8, temperature=1.0, best_of=3, num_return_sequences=2, seed=4
+    )
+    assert [choice.text for choice in got.choices] == sum(want, [])
+    assert got.usage.prompt_tokens == sum(map(len, served.model().prompts(["gate", "of"])))
+
+
+def test_processors_are_the_models_own(openai):
+    settings = {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "forced_prefix": [80, 81]}
+    got = openai.completions.create(prompt="gate", extra_body=settings, **GREEDY)
+    (want,) = served.model().generate(["gate"], max_length=8, **settings)
+    assert got.choices[0].text == want != served.said()["gate"].output
+    assert want.startswith(served.model().vocabulary.decode([80, 81]))
+
+
 def test_models(openai):
     import openai as package
 
@@ -169,9 +211,9 @@ def test_errors_are_what_its_client_reads(openai):
         openai.with_options(api_key="another").completions.create(prompt="gate", **GREEDY)
     assert caught.value.code == "invalid_api_key"
     with pytest.raises(package.BadRequestError) as caught:
-        openai.completions.create(prompt="gate", logprobs=1, **GREEDY)
+        openai.completions.create(prompt="gate", logprobs=6, **GREEDY)
     assert caught.value.param == "logprobs" and caught.value.type == "invalid_request_error"
-    assert "a `score` of /v1/generate" in caught.value.message
+    assert "use 0 to 5" in caught.value.message
     with pytest.raises(package.NotFoundError):
         openai.chat.completions.create(model="tiny", messages=[])
 
@@ -219,7 +261,7 @@ def test_defaults_are_openais():
     assert read(temperature=0, top_p=0.5, top_k=3).settings.is_sampling is False
     assert read(beam_size=2).settings.beam_size == 2
     neutral = {name: values[0] for name, (values, _) in UNSUPPORTED.items() if values}
-    assert read(**neutral, user="me", stop=None, n=1).stops == ()
+    assert read(**neutral, user="me", stop=None, n=1).stops == []
     assert set(UNSUPPORTED) <= set(FIELDS)
 
 
@@ -235,11 +277,23 @@ def test_defaults_are_openais():
         ({"max_tokens": 0}, "max_tokens", "expected a whole number, 1 to 8"),
         ({"max_tokens": 9}, "max_tokens", "max_tokens is a number (9); expected a whole"),
         ({"n": 0}, "n", "n is a number (0)"),
-        ({"n": 2, "best_of": 3}, "best_of", "no samples are dropped"),
+        ({"n": 3, "best_of": 2}, "best_of", "expected n=3 or more"),
+        ({"best_of": 9}, "best_of", "expected a whole number, 1 to 8"),
+        ({"best_of": 2, "temperature": 0}, "best_of", "it chooses among samples"),
+        ({"best_of": 2, "beam_size": 2}, "best_of", "it chooses among samples"),
+        ({"best_of": 2, "stream": True}, "best_of", "leave out stream"),
+        ({"n": 3, "beam_size": 2}, "n", "expected 1 to 2"),
         ({"echo": 1}, "echo", "expected true or false"),
-        ({"logprobs": 0}, "logprobs", "there are no log-probabilities of tokens"),
+        ({"logprobs": -1}, "logprobs", "use 0 to 5"),
+        ({"logprobs": True}, "logprobs", "expected a whole number, 0 to 5"),
+        ({"logprobs": 1, "echo": True}, "logprobs", "this model's encoder reads the prompt"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "use 0.01 to 100"),
+        ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size", "use 0 to"),
+        ({"forced_prefix": "fr"}, "forced_prefix", "expected a list of token ids"),
+        ({"forced_prefix": [384]}, "forced_prefix", "the vocabulary has 0 to 383"),
+        ({"forced_prefix": [5] * 9}, "forced_prefix", "use max_new_tokens=8 ids at most"),
         ({"suffix": "x"}, "suffix", "texts are not completed in their middle"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "tokens have no penalties"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "use repetition_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "logits have no biases"),
         ({"stop": ["a"] * 5}, "stop", "stop has 5 items; expected 4 at most"),
         ({"stop": ""}, "stop", "expected a text, or a list of texts"),

@@ -98,13 +98,19 @@ def refusal(body, **options) -> Refusal:
 def test_a_request_with_everything():
     settings = {
         "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 1, "seed": 9,
-        "length_penalty": -1, "min_new_tokens": 2,
+        "length_penalty": -1, "min_new_tokens": 2, "repetition_penalty": 2,
+        "no_repeat_ngram_size": 3, "forced_prefix": [5, 6], "stop": "x", "logprobs": 1,
+        "num_return_sequences": 2,
     }  # fmt: skip
     got = read({"inputs": ["ab", [70, 1, 0, 0]], "stream": True} | settings)
-    assert got.prompts == [[100, 101, 1], [70, 1]]
-    assert got.settings == DecodingConfig(3, 1, 0.5, 4, 1.0, 9, -1.0, min_new_tokens=2)
-    assert got.is_streaming
-    assert set(settings) | {"model", "inputs", "stream", "beam_size"} == set(FIELDS)
+    assert got.prompts == [[100, 101, 1]] * 2 + [[70, 1]] * 2 and got.num_rows == 2
+    assert got.settings == DecodingConfig(
+        3, 1, 0.5, 4, 1.0, 9, -1.0, min_new_tokens=2, repetition_penalty=2.0, logprobs=1,
+        no_repeat_ngram_size=3, forced_prefix=(5, 6), stop=("x",), num_return_sequences=2,
+    )  # fmt: skip
+    assert got.is_streaming and got.stops == ("x",) and got.num_prompt_tokens == 5
+    others = {"model", "inputs", "stream", "beam_size", "best_of"}
+    assert set(settings) | others == set(FIELDS)
     assert options(DecodingConfig).keys() - set(FIELDS) == {"pruning"}
 
 
@@ -115,6 +121,12 @@ def test_a_way_of_decoding_that_is_not_answered():
     with pytest.raises(Refusal, match="this server answers greedy, beam2") as caught:
         read_request({"inputs": "ab", "temperature": 0.5}, model(), limits)
     assert (caught.value.status, caught.value.field) == (400, "temperature")
+    for field, value in {"forced_prefix": [3], "stop": "x", "logprobs": 0}.items():
+        with pytest.raises(Refusal, match="this server answers") as caught:
+            read_request({"inputs": "ab", field: value}, model(), limits)
+        assert caught.value.field == field
+    limits = dataclasses.replace(LIMITS, decodings="greedy,processors,logprobs")
+    assert read_request({"inputs": "ab", "stop": "x", "forced_prefix": [3]}, model(), limits)
 
 
 def test_one_text_and_defaults():
@@ -126,6 +138,13 @@ def test_one_text_and_defaults():
 @pytest.mark.parametrize(
     ("body", "field", "message"),
     [
+        ({"inputs": "a", "stop": [3]}, "stop", "expected a text, or a list of texts"),
+        ({"inputs": "a", "stop": ["x"] * 5}, "stop", "stop has 5 items; expected 4 at most"),
+        ({"inputs": "a", "stop": "x", "beam_size": 2}, "stop", "not stopped by texts"),
+        ({"inputs": "a", "forced_prefix": [1e3]}, "forced_prefix", "a list of token ids"),
+        ({"inputs": "a", "num_return_sequences": 2}, "num_return_sequences", "has one output"),
+        ({"inputs": "a", "temperature": 1, "best_of": 2, "stream": True}, "stream", "best_of"),
+        ({"inputs": "a", "temperature": 1, "best_of": 999}, "inputs", "fewer samples"),
         (b"", None, 'the body is empty; send JSON such as {"inputs": ["a text"]}'),
         (b'{"inputs": ["\xff"]}', None, "the body is not UTF-8 at byte 13; encode it"),
         (b'\xef\xbb\xbf{"inputs": "a"}', None, "the body is not JSON: Unexpected UTF-8 BOM"),
