@@ -161,17 +161,24 @@ def add_options(
 
 def _add_list(parser: CommandParser, option: Option) -> None:
     """Numbers with commas, or texts, each after the flag."""
-    settings = {"type": _numbers, "metavar": "N,N", "help": option.help}
+    how = {"type": _numbers, "metavar": "N,N", "help": option.help}
     if option.type is str:
-        settings = {"action": "append", "metavar": "TEXT"}
-        settings["help"] = f"{option.help}; may be given several times"
-    parser.add_argument(f"--{option.name}", default=[], **settings)
+        more = f"{option.help}; may be given several times"
+        how = {"action": "append", "metavar": "TEXT", "help": more}
+    parser.add_argument(f"--{option.name}", default=[], **how)
 
 
 def options_of(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
     """Values of those options of a configuration class that the command has as flags."""
     given = vars(arguments)
     return {name: given[name] for name in options(config) if name in given}
+
+
+def option_words(values: dict[str, Any]) -> list[str]:
+    """`--NAME=VALUE` of each value that is given; those of a list with commas."""
+    given = {name: x for name, x in values.items() if x not in (None, [])}
+    texts = {n: ",".join(map(str, x)) if isinstance(x, list) else x for n, x in given.items()}
+    return [f"--{name}={text}" for name, text in texts.items()]
 
 
 def add_mesh(parser: CommandParser, default: str) -> None:
@@ -220,9 +227,8 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} are no whole numbers; write them with commas, as 256042,17"
-        ) from None
+        what = f"{text!r} are no whole numbers; write them with commas, as 256042,17"
+        raise argparse.ArgumentTypeError(what) from None
 
 
 def share(text: str) -> float:

@@ -82,9 +82,11 @@ def add_command(commands) -> None:
     number("--batch_size", type=int, default=8, help="inputs at once (default: %(default)s)")
     number("--input_length", type=int, default=64, help="most tokens of an input (default: 64)")
     # Searched for, not sampled: tokens are compared.
-    shared.add_options(
-        parser, DecodingConfig, ("max_new_tokens", "beam_size", "length_penalty")
-    )
+    names = (
+        "max_new_tokens", "beam_size", "length_penalty", "min_new_tokens",
+        "repetition_penalty", "no_repeat_ngram_size", "forced_prefix",
+    )  # fmt: skip
+    shared.add_options(parser, DecodingConfig, names)
     shared.add_json(parser)
 
 
@@ -227,7 +229,7 @@ def _command(arguments: argparse.Namespace) -> str:
     )  # fmt: skip
     given = {name: getattr(arguments, name) for name in names}
     given |= shared.options_of(arguments, DecodingConfig)
-    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    words = shared.option_words(given)
     if arguments.mesh is not None:
         words += ["--mesh=" + ",".join(f"{axis}={n}" for axis, n in arguments.mesh.items())]
     words += shared.configuration_words(arguments)

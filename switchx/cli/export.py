@@ -135,11 +135,8 @@ def _provenance(arguments: argparse.Namespace, model) -> dict[str, Any]:
     given["platform"] = ",".join(arguments.platform)
     if arguments.mesh:
         given["mesh"] = ",".join(f"{axis}={size}" for axis, size in arguments.mesh.items())
-    if prefix := given.pop("forced_prefix"):
-        given["forced_prefix"] = ",".join(map(str, prefix))
-    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return {
-        "rebuild": shlex.join(["switchx", "export", *words]),
+        "rebuild": shlex.join(["switchx", "export", *shared.option_words(given)]),
         "fingerprint": model.fingerprint,
         "step": model.step,
         "switchx": git_commit(),

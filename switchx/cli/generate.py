@@ -41,7 +41,8 @@ the target's probability given the input, and the target's tokens, its end inclu
 
 It writes `log likelihood<TAB>tokens` a line, in the order of the input, and at the end what
 all of them together have, on standard error. A decoder-only model also scores a line without
-a tab, a text from its beginning. As with `switchx generate`, texts become what training made
+a tab, a text from its beginning. Targets stand behind the tokens of --forced_prefix, which are
+not scored. As with `switchx generate`, texts become what training made
 of them, --output goes on where a killed command left it, and wrong lines are errors before
 anything is scored.
 """
@@ -62,7 +63,12 @@ def add_command(commands) -> None:
         commands, "score", run_score, "log-likelihoods of texts given others", SCORE
     )
     text.add_arguments(score, "file of lines `input<TAB>target`")
-    shared.add_json(score, "write a JSON object a line: log_likelihood, num_tokens")
+    shared.add_options(score, DecodingConfig, ("forced_prefix", "logprobs"))
+    shared.add_json(
+        score,
+        "write a JSON object a line: log_likelihood, num_tokens; with --logprobs "
+        "token_logprobs and top_logprobs",
+    )
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -77,10 +83,7 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
     from switchx.inference.generate import text_of
 
     decoding = shared.options_of(arguments, DecodingConfig)
-    if decoding["logprobs"] is not None and not arguments.json:
-        raise ValueError(
-            f"--logprobs={decoding['logprobs']} without --json, which writes them; give both"
-        )
+    _require_json(arguments)
     generator = model.generator(
         batch_size=arguments.batch_size,
         dropless=arguments.capacity == "dropless",
@@ -120,8 +123,10 @@ def _generate(arguments: argparse.Namespace, lines: list[str], model, reporter) 
 
 
 def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> None:
+    asked = shared.options_of(arguments, DecodingConfig)
+    _require_json(arguments)
     scorer = model.scorer(
-        batch_size=arguments.batch_size, dropless=arguments.capacity == "dropless"
+        batch_size=arguments.batch_size, dropless=arguments.capacity == "dropless", **asked
     )
     read_input, read_target = (
         functools.partial(encode, model.vocabulary)
@@ -142,17 +147,24 @@ def _score(arguments: argparse.Namespace, lines: list[str], model, reporter) -> 
 
     def compute(shard, first):
         for number, score in scorer(list(map(pair, shard)), first):
-            values = {"log_likelihood": score.log_likelihood, "num_tokens": score.num_tokens}
+            values = {name: x for name, x in vars(score).items() if x is not None}
             plain = f"{score.log_likelihood:.6f}\t{score.num_tokens}"
             yield number, json.dumps(values) if arguments.json else plain
 
     text.check(arguments.input, lines, pair)
     scores = []
-    for line in text.write(arguments, model, lines, {}, compute, reporter):
-        values = json.loads(line).values() if arguments.json else line.split("\t")
-        scores.append([float(value) for value in values])
+    for line in text.write(arguments, model, lines, asked, compute, reporter):
+        values = list(json.loads(line).values()) if arguments.json else line.split("\t")
+        scores.append([float(value) for value in values[:2]])
     log_likelihood, num_tokens = map(sum, zip(*scores, strict=True))
     reporter.note(
         f"{len(scores):,} lines, {num_tokens:,.0f} target tokens: log-likelihood "
         f"{log_likelihood:,.4f}, {log_likelihood / num_tokens:.4f} a token"
     )
+
+
+def _require_json(arguments: argparse.Namespace) -> None:
+    if arguments.logprobs is not None and not arguments.json:
+        raise ValueError(
+            f"--logprobs={arguments.logprobs} without --json, which writes them; give both"
+        )

@@ -26,7 +26,7 @@ Answers requests over HTTP until it is stopped:
   curl --json '{"inputs": ["a red house"]}' http://127.0.0.1:8000/v1/generate
 
 POST /v1/generate takes inputs (a text, or a list of texts or of lists of token ids), stream,
-and the options of `switchx generate` from max_new_tokens to length_penalty. An answer is what
+and the options of `switchx generate`, from max_new_tokens on. An answer is what
 that command gives: it does not depend on the requests that it is batched with.
 POST /v1/completions and GET /v1/models are for OpenAI's clients.
 GET / is a page to try it in, /healthz says whether it is ready, /metrics is for Prometheus.

@@ -17,6 +17,7 @@ third on tokens are compared with those of the same weights in this process, on 
 
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import shutil
@@ -104,7 +105,8 @@ class Deployment:
     def _steps(self) -> list[Step]:
         settings, plan = self.plan.settings, self.plan
         mesh = plan.split.sizes if settings.devices > 1 else {}
-        decoding = dataclasses.asdict(plan.decoding)
+        # As it is read again, where tuples are lists.
+        decoding = json.loads(json.dumps(dataclasses.asdict(plan.decoding)))
         shapes = {"batch_size": settings.batch_size, "input_length": settings.input_length}
         how = None if settings.experts is None else settings.reduce
         target = {"platform": settings.platform, "device_kind": settings.device_kind}

@@ -90,6 +90,7 @@ def test_dense_and_quantized_models_are_refused(tmp_path, capsys):
 
 def test_the_recipe_in_an_export_makes_it_again(folder, tmp_path, capsys):
     options = ["--platform=cpu", "--batch_size=2", "--input_length=5", "--max_new_tokens=3"]
+    options += ["--forced_prefix=5,6", "--logprobs=1", "--repetition_penalty=1.5"]
     words = ["export", f"--model_dir={folder}", f"--output={tmp_path / 'a'}", *options]
     assert main([*words, "--json", "--mesh=expert=2"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -108,6 +109,7 @@ def test_the_recipe_in_an_export_makes_it_again(folder, tmp_path, capsys):
     for manifest in (first, again):
         for name in ("about", "sha256"):
             del manifest[name]
+    assert first["decoding"]["forced_prefix"] == [5, 6]
     # Programs name the lines that they come from, as does the order of their parts.
     for name in ("weights.safetensors", "run.py", "vocabulary.json"):
         assert first["files"][name] == again["files"][name]
@@ -122,6 +124,9 @@ def test_the_recipe_in_an_export_makes_it_again(folder, tmp_path, capsys):
         (["--platform=cpu,cpu"], "'cpu' is no platform; use cpu, tpu, cuda, each once"),
         ([], "give: --platform"),
         (["--platform=cpu", "--pruning=none"], "unknown option --pruning"),
+        (["--platform=cpu", "--stop=x"], "unknown option --stop"),
+        (["--platform=cpu", "--best_of=9", "--temperature=1"], "use batch_size=8 at most"),
+        (["--platform=cpu", "--forced_prefix=999"], "the vocabulary has 0 to"),
         (["--platform=cpu", "--output="], "--output: it is empty"),
         (["--platform=cpu", "--input_length=0"], "input_length=0; use at least 1"),
         (["--platform=cpu", "--top_k=3"], "temperature=0 does not sample"),

@@ -80,6 +80,58 @@ def test_lines_are_those_of_the_api(folder, model, lines, capsys, monkeypatch):
     assert "reading standard input until its end" in captured.err
 
 
+def test_the_n_best_and_log_probabilities(folder, model, lines, capsys):
+    options = [f"--input={lines}", "--beam_size=2", "--num_return_sequences=2"]
+    settings = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "forced_prefix": (70, 71)}
+    options += ["--repetition_penalty=1.4", "--no_repeat_ngram_size=2", "--forced_prefix=70,71"]
+    want = model.generate(
+        LINES, max_length=3, beam_size=2, num_return_sequences=2, logprobs=2, with_scores=True,
+        **settings,
+    )  # fmt: skip
+    assert main(words(folder, *options, "--json", "--logprobs=2")) == 0
+    got = [json.loads(line)["outputs"] for line in capsys.readouterr().out.splitlines()]
+    for outputs, wanted in zip(got, want, strict=True):
+        assert [each["output"] for each in outputs] == [each.output for each in wanted]
+        for each, own in zip(outputs, wanted, strict=True):
+            assert each["tokens"][:2] == [70, 71]
+            assert each["token_logprobs"] == pytest.approx(own.token_logprobs, rel=1e-4)
+            top = [{int(token): x for token, x in top.items()} for top in each["top_logprobs"]]
+            assert [list(x) for x in top] == [list(x) for x in own.top_logprobs]
+    assert main(words(folder, *options)) == 0
+    plain = [re.sub(r"[\t\r\n]+", " ", each.output) for wanted in want for each in wanted]
+    found = capsys.readouterr().out.removesuffix("\n").split("\n")
+    assert [text for line in found for text in line.split("\t")] == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--repetition_penalty=0"], "repetition_penalty=0.0; use 0.01 to 100"),
+        (["--no_repeat_ngram_size=-1"], "no_repeat_ngram_size=-1; use 0 to"),
+        (["--forced_prefix=384"], "the vocabulary has 0 to 383, not 384"),
+        (["--forced_prefix=a"], "'a' are no whole numbers; write them with commas"),
+        (["--forced_prefix=1"], "id 1 ends an output; leave it out"),
+        (["--num_return_sequences=3", "--beam_size=2"], "use 1 to beam_size=2"),
+        (["--num_return_sequences=2"], "greedy decoding has one output"),
+        (["--best_of=2"], "set a temperature"),
+        (["--logprobs=6", "--json"], "logprobs=6; use 0 to 5"),
+        (["--logprobs=1"], "without --json, which writes them; give both"),
+        (["--stop=x", "--beam_size=2"], "use beam_size=1, or leave it out"),
+    ],
+)
+def test_wrong_settings_are_refused(folder, lines, capsys, options, said):
+    assert main(words(folder, f"--input={lines}", *options)) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_stop_ends_an_output(folder, model, lines, capsys):
+    (whole, *_) = model.generate(LINES, max_length=3)
+    stop = whole[1]
+    assert main(words(folder, f"--input={lines}", f"--stop={stop}", "--stop=zz")) == 0
+    got = capsys.readouterr().out.split("\n")[0]
+    assert got == re.sub(r"[\r\n]+", " ", whole[: whole.index(stop)])
+
+
 def test_with_slots_for_experts_lines_are_the_same(folder, model, lines, capsys):
     want = model.generate(LINES, max_length=2)
     options = [f"--input={lines}", "--max_new_tokens=2", "--pruning=experts"]

@@ -18,6 +18,8 @@ import jax
 import pytest
 
 from switchx.cli.main import main
+from switchx.inference.config import DecodingConfig
+from switchx.inference.generate import Generator, for_decoding
 from switchx.inference.run_exported import ExportedModel
 from tests.data.refusals import refused
 from tests.inference.exports import (
@@ -123,6 +125,39 @@ def test_from_python_all_beams_are_there_and_batches_may_be_smaller(model):
 
 
 @pytest.mark.slow
+def test_settings_are_those_of_the_export(tmp_path):
+    """Of each row's text so far, with log-probabilities; another one is refused."""
+    settings = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "forced_prefix": (4, 4)}
+    model = trained(config=DECODER)
+    export(tmp_path / "x", model, ["cpu"], logprobs=2, **settings)
+    exported = ExportedModel(tmp_path / "x")
+    got = exported.generate(INPUTS, **settings)
+    decoding = DecodingConfig(5, pruning="experts", logprobs=2, **settings)
+    generator = Generator(for_decoding(model[0]), model[1], decoding, 4)
+    for number, hypotheses in generator(INPUTS):
+        ((want,), (said,)) = hypotheses, got[number]
+        assert said["tokens"] == want.tokens and want.tokens[:2] == [4, 4]
+        assert said["score"] == pytest.approx(want.score, rel=1e-5)
+        assert said["token_logprobs"] == pytest.approx(want.token_logprobs, rel=1e-4)
+        assert [list(x) for x in said["top_logprobs"]] == [list(x) for x in want.top_logprobs]
+    for name, value in {"repetition_penalty": 2.0, "logprobs": None, "stop": ["x"]}.items():
+        with pytest.raises(ValueError, match=f"{name}=.*, exported with .* --{name}"):
+            exported.generate(INPUTS, **{name: value})
+
+
+@pytest.mark.slow
+def test_samples_of_an_export(tmp_path):
+    settings = {"temperature": 1.0, "seed": 3, "best_of": 2, "num_return_sequences": 2}
+    export(tmp_path / "x", trained(), ["cpu"], **settings)
+    exported, want = ExportedModel(tmp_path / "x"), generated(trained(), **settings)
+    got = exported.generate(INPUTS[:2])
+    assert [[each["tokens"] for each in said] for said in got] == [
+        [tokens for tokens, _ in said] for said in want[:2]
+    ]
+    with pytest.raises(ValueError, match="got 3 inputs, exported for batches of 2"):
+        exported.generate(INPUTS)
+
+
 def test_a_decoder_only_model_goes_on_from_prompts(tmp_path):
     model = trained(None, DECODER)
     export(tmp_path / "a", model, ("cpu",))

@@ -59,6 +59,46 @@ def test_a_causal_prompt_gives_other_scores():
     assert abs(causal[0].log_likelihood - whole[0].log_likelihood) > 1e-3
 
 
+@pytest.mark.parametrize("config", [T5, pytest.param(SPARSE, marks=pytest.mark.slow)])
+def test_each_token_has_a_log_probability(config):
+    plain, scores = scores_of(config), scores_of(config, logprobs=2)
+    for whole, score, (_, targets) in zip(plain, scores, PAIRS, strict=True):
+        assert score.log_likelihood == pytest.approx(whole.log_likelihood, rel=1e-5)
+        assert sum(score.token_logprobs) == pytest.approx(score.log_likelihood, rel=1e-5)
+        for token, own, top in zip(
+            targets, score.token_logprobs, score.top_logprobs, strict=True
+        ):
+            assert len(top) == 2 and list(top.values()) == sorted(top.values(), reverse=True)
+            assert top.get(token, own) == pytest.approx(own, abs=1e-5) and own < 0
+            assert token in top or own < min(top.values())
+    assert whole.token_logprobs is whole.top_logprobs is None
+    assert scores_of(config, logprobs=0)[0].top_logprobs is None
+
+
+@pytest.mark.parametrize("config", [T5, pytest.param(SPARSE, marks=pytest.mark.slow)])
+def test_a_forced_prefix_is_read_and_not_scored(config):
+    """log p(target | prefix) is log p(prefix, target) - log p(prefix)."""
+    prefix = [4, 6]
+    got = scores_of(config, forced_prefix=prefix, logprobs=0)
+    both = scores_of(config, [(inputs, [*prefix, *targets]) for inputs, targets in PAIRS])
+    alone = scores_of(config, [(inputs, prefix) for inputs, _ in PAIRS])
+    for score, whole, first in zip(got, both, alone, strict=True):
+        want = whole.log_likelihood - first.log_likelihood
+        assert score.log_likelihood == pytest.approx(want, abs=2e-5)
+        assert sum(score.token_logprobs) == pytest.approx(want, abs=2e-5)
+        assert score.num_tokens == whole.num_tokens - 2
+
+
+def test_wrong_settings_are_refused():
+    for settings, said in (
+        ({"logprobs": 6}, "logprobs=6; use 0 to 5"),
+        ({"forced_prefix": [384]}, "the vocabulary has 0 to 383, not 384"),
+        ({"forced_prefix": [-1]}, "forced_prefix"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            scores_of(T5, **settings)
+
+
 def test_numbers_go_on():
     scorer = Scorer(without_capacity(T5), make_params(T5))
     assert sorted(number for number, _ in scorer(PAIRS, first_number=10)) == [10, 11, 12, 13]

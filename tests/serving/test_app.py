@@ -64,6 +64,66 @@ def test_so_they_are_with_beams(client):
         assert got["score"] == pytest.approx(each.score, rel=1e-4)
 
 
+def test_the_n_best_of_a_search(client):
+    texts, settings = served.TEXTS[:3], {"beam_size": 2, "num_return_sequences": 2}
+    body = client.post("/v1/generate", json={"inputs": texts} | settings).json()
+    want = served.model().generate(
+        texts, max_length=8, pruning="none", with_scores=True, **settings
+    )
+    for got, each in zip(body["results"], want, strict=True):
+        said = got["hypotheses"]
+        assert [one["text"] for one in said] == [one.output for one in each]
+        scores = [one.score for one in each]
+        assert [one["score"] for one in said] == pytest.approx(scores, rel=1e-4)
+    said = sum((got["hypotheses"] for got in body["results"]), [])
+    assert body["usage"]["generation_tokens"] == sum(len(one["tokens"]) for one in said)
+
+
+def test_samples_and_the_best_of_them(client):
+    settings = {"temperature": 1.0, "seed": 2, "num_return_sequences": 2}
+    request = {"inputs": served.TEXTS[:2]} | settings
+
+    def wanted(**more):
+        return served.model().generate(served.TEXTS[:2], max_length=8, **settings, **more)
+
+    body = client.post("/v1/generate", json=request).json()
+    got = [[one["text"] for one in each["hypotheses"]] for each in body["results"]]
+    assert got == wanted()
+    prompts = served.model().prompts(served.TEXTS[:2])
+    assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    body = client.post("/v1/generate", json=request | {"best_of": 3}).json()
+    best = [[one["text"] for one in each["hypotheses"]] for each in body["results"]]
+    assert best == wanted(best_of=3)
+    events = served.events(client.post("/v1/generate", json=request | {"stream": True}).text)
+    answers = {(x["input"], x["sample"]): x["text"] for name, x in events if name == "answer"}
+    assert [[answers[i, j] for j in range(2)] for i in range(2)] == got
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_stop_and_log_probabilities(client, is_streaming):
+    """The score of what is stopped is of its own tokens."""
+    text = served.said()["gate"].output
+    settings = {"stop": ["zz", text[2:4]], "logprobs": 2, "length_penalty": 0.5}
+    (want,) = served.model().generate(["gate"], max_length=8, with_scores=True, **settings)
+    assert want.output == text[: text.index(text[2:4])] and want.is_finished
+    request = {"inputs": "gate", "stream": is_streaming} | settings
+    response = client.post("/v1/generate", json=request)
+    if is_streaming:
+        events = served.events(response.text)
+        (got,) = [data for name, data in events if name == "answer"]
+        pieces = [data for name, data in events if name == "tokens"]
+        for name in ("tokens", "token_logprobs", "top_logprobs"):
+            assert sum((piece[name] for piece in pieces), []) == got[name]
+        assert "".join(piece["text"] for piece in pieces) == want.output
+    else:
+        (got,) = response.json()["results"]
+    assert (got["text"], got["is_finished"]) == (want.output, True)
+    assert got["score"] == pytest.approx(want.score, rel=1e-4)
+    assert got["token_logprobs"] == pytest.approx(want.token_logprobs, rel=1e-3, abs=1e-4)
+    for top, own in zip(got["top_logprobs"], want.top_logprobs, strict=True):
+        assert [int(token) for token in top] == list(own)
+
+
 @pytest.mark.slow
 def test_a_model_with_slots_for_experts_answers_the_same():
     resident = served.model()

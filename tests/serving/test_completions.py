@@ -5,11 +5,16 @@ import dataclasses
 import json
 
 import hypothesis
+import jax
 import pytest
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from switchx.api import Model
+from switchx.data.tasks import TextFormat
 from switchx.data.tokenizers import ByteVocabulary
+from switchx.models.config import ModelConfig
+from switchx.models.params import init_params
 from switchx.serving.answers import GrowingText
 from switchx.serving.app import make_app
 from switchx.serving.completions import DEFAULT_TOKENS, FIELDS, UNSUPPORTED, CompletionForm
@@ -187,6 +192,34 @@ def test_processors_are_the_models_own(openai):
     (want,) = served.model().generate(["gate"], max_length=8, **settings)
     assert got.choices[0].text == want != served.said()["gate"].output
     assert want.startswith(served.model().vocabulary.decode([80, 81]))
+
+
+@pytest.mark.slow
+def test_echo_with_log_probabilities_scores_the_prompt():
+    config = ModelConfig("decoder_only", 384, 8, 8, 1, 8, 1, init_scale=4.0)
+    params = init_params(config, jax.random.key(1))
+    format_ = TextFormat(False, False, False)
+    model = Model(config, params, ByteVocabulary(), 0, format_, "")
+    limits = dataclasses.replace(served.LIMITS, warm_up_tokens=0)
+    service = served.start(limits, model)
+    request = {"prompt": ["gate", "of"], "logprobs": 1, "echo": True} | GREEDY
+    try:
+        client = TestClient(make_app(service, name="tiny"))
+        choices = client.post("/v1/completions", json=request).json()["choices"]
+        streamed = client.post("/v1/completions", json=request | {"stream": True}).text
+    finally:
+        service.close()
+    chunks = [json.loads(line[6:]) for line in streamed.split("\n\n")[:-2]]
+    for index, (choice, prompt) in enumerate(zip(choices, request["prompt"], strict=True)):
+        kept = choice["logprobs"]
+        (score,) = model.score(None, [model.vocabulary.encode(prompt)], logprobs=1)
+        length = len(prompt)
+        assert kept["tokens"][:length] == list(prompt)
+        assert kept["token_logprobs"][:length] == pytest.approx(score.token_logprobs, abs=1e-4)
+        assert len(kept["tokens"]) > length and choice["text"].startswith(prompt)
+        own = [x["choices"][0] for x in chunks if x["choices"][0]["index"] == index]
+        assert sum((x["logprobs"]["tokens"] for x in own), []) == kept["tokens"]
+        assert "".join(x["text"] for x in own) == choice["text"]
 
 
 def test_models(openai):

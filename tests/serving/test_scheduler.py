@@ -413,6 +413,18 @@ def test_no_request_is_admitted_when_it_stops_or_has_not_begun(service, monkeypa
         assert "not running any more" in refusal(lambda: admit(service)).message
 
 
+def test_rows_with_processors_are_each_ones_own(service):
+    """In one batch, a row that asks for none of it among them."""
+    prompt = service.model.prompts(["gate"])[0]
+    settings = [*PROCESSED[:2], DecodingConfig(8, repetition_penalty=0.5)]
+    assert len({Group.of(prompt, own, service.limits) for own in settings}) == 1
+    _, events = ask(service, [prompt] * 3, settings)
+    for number, got in enumerate(answers(events, 3)):
+        generator = service.model.generator(**dataclasses.asdict(settings[number]))
+        ((_, (want, *_)),) = generator([prompt], first_number=number)
+        same(got, want)
+
+
 def test_a_model_that_cannot_generate_is_refused_at_once():
     model = served.model()
     switch = dataclasses.replace(model.config.switch, sublayers="attention")
@@ -429,6 +441,13 @@ SETTINGS = (
     DecodingConfig(8, beam_size=2, length_penalty=0.5),
     DecodingConfig(2, beam_size=2),
 )
+# Of a program with processors, or with log-probabilities, too.
+PROCESSED = (
+    DecodingConfig(8, repetition_penalty=1.6, no_repeat_ngram_size=2),
+    DecodingConfig(4, forced_prefix=(80, 81), no_repeat_ngram_size=1),
+    DecodingConfig(8, temperature=0.8, seed=6, no_repeat_ngram_size=3),
+    DecodingConfig(6, beam_size=2, repetition_penalty=1.9, logprobs=2),
+)
 
 
 @pytest.mark.parametrize(
@@ -436,24 +455,25 @@ SETTINGS = (
     [60, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
 def test_an_answer_is_the_models_own_whatever_runs_beside_it(service, num_requests):
-    """Requests that come at random, of three kinds, longer and shorter than those that run."""
+    """Requests that come at random, of several kinds, longer and shorter than others."""
+    settings = SETTINGS if num_requests < 100 else SETTINGS + PROCESSED
     prompts, random = (
         service.model.prompts(served.TEXTS[:3]),
         np.random.default_rng(num_requests),
     )
     want = {}
-    for i, settings in enumerate(SETTINGS):
-        generator = service.model.generator(**dataclasses.asdict(settings))
+    for i, own in enumerate(settings):
+        generator = service.model.generator(**dataclasses.asdict(own))
         for j, prompt in enumerate(prompts):
             ((_, (best, *_)),) = generator([prompt])
             want[i, j] = best
     asked = []
     for _ in range(num_requests):
-        i, j = random.integers(len(SETTINGS)), random.integers(len(prompts))
+        i, j = random.integers(len(settings)), random.integers(len(prompts))
         while len(service._queue) > 8:
             time.sleep(0.001)
         time.sleep(random.exponential(0.002))
-        asked.append((i, j, ask(service, [prompts[j]], [SETTINGS[i]])[1]))
+        asked.append((i, j, ask(service, [prompts[j]], [settings[i]])[1]))
     for i, j, events in asked:
         (got,) = answers(events, 1)
         same(got, want[i, j])
