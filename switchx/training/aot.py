@@ -14,6 +14,8 @@ import functools
 import math
 import re
 import time
+from collections.abc import Mapping
+from fractions import Fraction
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
@@ -25,10 +27,15 @@ from switchx.models.config import ModelConfig
 from switchx.models.params import abstract_params, forward
 from switchx.moe.config import DISPATCHERS
 from switchx.moe.experts import BLOCKS
-from switchx.partitioning.hlo_collectives import executed_collectives, overlapped_exchanges
+from switchx.partitioning.hlo_collectives import (
+    NO_SHARES,
+    executed_collectives,
+    overlapped_exchanges,
+)
 from switchx.partitioning.host_copies import host_copies, noted_strides, share_overlapped
 from switchx.partitioning.host_stack import HOST
 from switchx.partitioning.mesh import platform_of
+from switchx.partitioning.ticks import branch_shares
 from switchx.planner.model_cost import experts_per_token
 from switchx.planner.program_cost import executed_slots, matrix_flops
 from switchx.storage.cache import StorageSpec
@@ -169,6 +176,8 @@ def compile_step(
     encoder, decoder = (job.batch_size * length for length in job.sequence_lengths)
     own = list(mesh.devices.flat) if is_described else None
     memory, text, on_host = _measure(program, batch, hbm_bytes, own)
+    # Whose conditionals the program reads from tables.
+    shares = branch_shares(program.pipeline) if program.pipeline else NO_SHARES
     host = None
     if job.storage.experts == "host":
         resident = TrainingProgram(dataclasses.replace(job, storage=StorageSpec()), devices)
@@ -188,8 +197,8 @@ def compile_step(
         target_tokens_per_batch=decoder if encoder else 0,
         slots_per_token=slots_per_token(program),
         memory=memory,
-        flops=None if text is None else matrix_flops(text),
-        collectives=None if text is None else collectives_by_kind(text),
+        flops=None if text is None else matrix_flops(text, shares=shares),
+        collectives=None if text is None else collectives_by_kind(text, shares),
         seconds=seconds,
         host=host,
         teacher_parameters=num_elements(program.abstract_beside),
@@ -253,10 +262,16 @@ def bytes_on_one_device(arrays) -> int:
     )
 
 
-def collectives_by_kind(hlo: str) -> dict[str, tuple[int, int]]:
-    """Kind -> (how often a run executes it, bytes on one device)."""
+def collectives_by_kind(
+    hlo: str, shares: Mapping[str, Fraction] = NO_SHARES
+) -> dict[str, tuple[int, int]]:
+    """Kind -> (how often a run executes it, bytes on one device).
+
+    Args:
+        shares: of conditionals that tables decide (`hlo_collectives.branch_share`).
+    """
     counts, sizes = collections.Counter(), collections.Counter()
-    for one, count in executed_collectives(hlo).items():
+    for one, count in executed_collectives(hlo, shares).items():
         counts[one.kind] += count
         sizes[one.kind] += count * one.num_bytes
     return {kind: (counts[kind], sizes[kind]) for kind in sorted(counts)}

@@ -14,10 +14,14 @@ import pytest
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.bench import torus
+from switchx.bench.planned_bytes import BOUND, CASES
+from switchx.bench.planned_bytes import make_job as make_case_job
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters, flops_per_sequence
+from switchx.planner.step_time import executed_flops
 from switchx.training.aot import (
+    Memory,
     batch_shapes,
     bytes_on_one_device,
     compile_step,
@@ -34,6 +38,8 @@ from switchx.training.distillation import Distillation
 from switchx.training.distilled_logits import write_logits
 from switchx.training.distilled_program import DistilledProgram
 from switchx.training.program import TrainingProgram
+from switchx.training.step import StepConfig
+from switchx.training.workload import layout_of, workload_of
 from tests.training.jobs import DENSE, SPARSE, SWITCH, make_job
 from tests.training.saved_runs import save_run
 
@@ -122,6 +128,59 @@ def test_flops_are_those_of_the_model(step):
     one = flops_per_sequence(SCANNED, *job_on(MeshSpec()).sequence_lengths).executed
     # Not computed again: the logits, and the last product of a block.
     assert 3 * one * 16 / 8 < step.flops < 4 * one * 16 / 8
+
+
+CONDITIONAL = """\
+HloModule step, num_partitions=8
+
+%active (x: f32[4,2]) -> f32[4,2] {
+  %x = f32[4,2] parameter(0)
+  %y = f32[4,4] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %r = f32[4,2] all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+
+%otherwise (x: f32[4,2]) -> f32[4,2] {
+  %z = f32[4,2] negate(%x)
+}
+
+%tick (x: f32[4,2]) -> f32[4,2] {
+  %x = f32[4,2] parameter(0)
+  %c = f32[4,2] conditional(%p, %x, %x), branch_computations={%active, %otherwise}, \
+metadata={op_name="jit(train_step)/while/body/if_any_active/cond"}
+}
+
+ENTRY %main (x: f32[4,2]) -> f32[4,2] {
+  %w = f32[4,2] while(%x), condition=%c, body=%tick, \
+backend_config={"known_trip_count":{"n":"TICKS"}}
+}
+"""
+
+
+def test_ticks_without_an_op_do_not_count(monkeypatch):
+    """Nor what they would have sent."""
+    model = dataclasses.replace(DENSE, scan_layers=True)
+    job = dataclasses.replace(
+        job_on(MeshSpec(pipe=2), model), step=StepConfig(num_microbatches=4)
+    )
+    schedule = TrainingProgram(job).pipeline
+    text = CONDITIONAL.replace("TICKS", str(schedule.num_ticks))
+    monkeypatch.setattr(
+        "switchx.training.aot._measure", lambda *arguments: (Memory(0, 0, 0, 1), text, 0)
+    )
+    found = compile_step(job, jax.devices(), PLENTY)
+    with_op = int(schedule.forward.is_active_TPS.any(axis=1).sum())
+    assert with_op < schedule.num_ticks
+    assert found.flops == with_op * 2 * 4 * 4 * 2
+    assert found.collectives == {"all-reduce": (with_op, with_op * 8 * 4)}
+
+
+@pytest.mark.slow
+def test_flops_of_a_pipeline_are_the_planned_ones():
+    [case] = [case for case in CASES if case.name == "1f1b pipe=2 data=4"]
+    job = make_case_job(case)
+    found = compile_step(job, jax.devices(), PLENTY)
+    planned = executed_flops(workload_of(job), layout_of(job, job.mesh.sizes(8)))
+    assert found.flops == pytest.approx(planned, rel=BOUND)
 
 
 def test_what_is_too_large_is_said_without_compiling(monkeypatch):
