@@ -49,10 +49,30 @@ from switchx.training.step import StepConfig
 from switchx.training.workload import layout_of, workload_of
 
 NUM_DEVICES = 8
-ROWS, LENGTH = 16, 8
+ROWS = 16
 BOUND = 0.05
 TASK = Task("small", PythonStdlib(), ByteVocabulary(), CausalLM())
 ZERO1 = Rules(optimizer_slices=OPTIMIZER_SLICES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the cases' models, and L, the tokens of a row."""
+
+    length: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+    d_head: int
+    vocab_size: int
+
+
+SMALL = Sizes(length=8, d_model=64, d_ff=128, num_heads=8, d_head=8, vocab_size=96)
+# A slice of each matrix is of whole tiles of a TPU's memory, and most matrices are too large to
+# be combined with others: the TPU compiler reduces whole what is smaller.
+LARGE = Sizes(
+    length=64, d_model=1024, d_ff=2048, num_heads=8, d_head=128, vocab_size=2048
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +85,7 @@ class Case:
     dispatcher: str | None = None
     remat: str = "none"
     is_encoder_decoder: bool = False
-    group_size: int = 16
+    group_rows: int = 2
     num_replicas: int = 0
     task_rows: tuple[int, ...] = ()
     scan_layers: bool = False
@@ -99,7 +119,7 @@ CASES = (
     Case("dropless data=8", MeshSpec(), "dropless"),
     Case("dropless data=2 fsdp=4", MeshSpec(fsdp=4), "dropless"),
     Case("all_to_all fsdp=2 expert=4", MeshSpec(data=1, fsdp=2, expert=4), "all_to_all"),
-    Case("all_to_all of shared groups", MeshSpec(expert=4), "all_to_all", group_size=64),
+    Case("all_to_all of shared groups", MeshSpec(expert=4), "all_to_all", group_rows=8),
     Case(
         "replicas all_to_all data=2 expert=2 model=2",
         MeshSpec(expert=2, model=2),
@@ -132,7 +152,7 @@ CASES = (
         "spread fsdp=2 node=4 of shared groups",
         MeshSpec(data=1, fsdp=2, node=4, rules=SPREAD_RULES),
         "all_to_all",
-        group_size=64,
+        group_rows=8,
     ),
     Case("scanned data=8", MeshSpec(), **SCANNED),
     Case("scanned fsdp=8", MeshSpec(data=1, fsdp=8), **SCANNED),
@@ -182,7 +202,8 @@ def checks(rows: list[dict[str, Any]]) -> list[Check]:
 
 def compare(case: Case, devices: Sequence) -> dict[str, Any]:
     """A row: bytes of a case compiled and planned, by kind and altogether, and FLOPs."""
-    job, is_cpu = make_job(case), devices[0].platform == "cpu"
+    is_cpu = devices[0].platform == "cpu"
+    job = make_job(case, SMALL if is_cpu else LARGE)
     step, workload = compile_step(job, devices), workload_of(job)
     compiled, planned = step.num_bytes, planned_bytes(workload, step.layout, is_cpu=is_cpu)
     row = {"case": case.name, "devices": f"{len(devices)} {devices[0].device_kind}"}
@@ -223,7 +244,7 @@ def row_tiles(workload: Workload, layout: Layout) -> int | None:
     return experts * math.ceil(load / tile)
 
 
-def make_job(case: Case) -> TrainingJob:
+def make_job(case: Case, sizes: Sizes = SMALL) -> TrainingJob:
     """The job of a case. Blocks are not scanned: a loop's body is in the program once."""
     switch, changes = (
         None,
@@ -236,20 +257,21 @@ def make_job(case: Case) -> TrainingJob:
         router = RouterConfig("task", num_tasks=len(case.task_rows))
     if case.dispatcher is not None:
         switch = SwitchConfig(
-            8, every=2, group_size=case.group_size, capacity_factor=1.0, min_capacity=1,
+            8, every=2, group_size=case.group_rows * sizes.length, capacity_factor=1.0, min_capacity=1,
             dispatcher=case.dispatcher, num_replicas=case.num_replicas,
             router=router,
         )  # fmt: skip
-    shared = dict(vocab_size=96, d_model=64, d_ff=128, num_heads=8, d_head=8, remat=case.remat,
-                  num_decoder_layers=case.num_layers, scan_layers=case.scan_layers,
+    widths = dataclasses.asdict(sizes)
+    length = widths.pop("length")
+    shared = dict(**widths, remat=case.remat, num_decoder_layers=case.num_layers, scan_layers=case.scan_layers,
                   switch=switch)  # fmt: skip
     model = ModelConfig(
         "decoder_only", activation="gelu", norm="layer", positions="learned",
-        max_length=2 * LENGTH, scale_attention=True, **shared,
+        max_length=2 * length, scale_attention=True, **shared,
     )  # fmt: skip
     if case.is_encoder_decoder:
         model = ModelConfig("encoder_decoder", num_encoder_layers=case.num_layers, **shared)
-    return small_job(model, case.mesh, case.rows, LENGTH, **changes)
+    return small_job(model, case.mesh, case.rows, length, **changes)
 
 
 def small_job(

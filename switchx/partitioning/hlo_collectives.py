@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import TypeAlias
 
 import numpy as np
 
@@ -33,8 +34,10 @@ _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?
 _IOTA = re.compile(
     r"replica_groups=\[(?P<groups>[\d,]+)\]<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
 )
+# Of a mesh's devices: their numbers, or those of a transposed array.
+_TRANSPOSED = re.compile(r"\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
 _MESH = re.compile(
-    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<order>[\d,]*)\))? "
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<devices>[^ {]*)\))? "
     r"?\{(?P<axes>[^}]*)\}"
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -45,6 +48,7 @@ _CALLED = re.compile(
 )
 _EXCHANGE_START = re.compile(r"%?([\w.-]+) = \(.*\) all-to-all-start\(")
 _EXCHANGE_END = re.compile(r" all-to-all-done\(.*?%?([\w.-]+)\)")
+_REDUCE_SCATTER = "all-reduce-scatter"
 # The TPU compiler runs some beside others' products: a computation with `_FUSED_START` begins
 # one, and the computations that it goes on in name it again.
 _FUSED_PART, _FUSED_START = 'chain_id="', 'custom_call_target="AsyncCollectiveStart"'
@@ -55,6 +59,9 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # The TPU compiler does not say; a condition then compares a counter with a constant.
 _CONDITION = re.compile(r" condition=%?([\w.-]+)")
 _COMPARED = re.compile(r"ROOT .* compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT")
+
+# Types and shapes.
+Arrays: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +78,7 @@ class HloCollective:
     """
 
     kind: str
-    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    arrays: Arrays
     groups: tuple[tuple[int, ...], ...]
     num_bytes: int
 
@@ -85,9 +92,10 @@ def collectives(hlo: str) -> list[HloCollective]:
     all_devices = _all_devices(hlo)
     return [
         one
-        for lines in computations_of(hlo)[0].values()
+        for name, lines in computations_of(hlo)[0].items()
         for line in lines
-        if (one := _collective(line, all_devices)) and _begins(line, lines)
+        if (one := _collective(line, all_devices, _slices(name, lines)))
+        and _begins(line, lines)
     ]
 
 
@@ -111,11 +119,13 @@ def executed_collectives(
     def of(name: str) -> collections.Counter:
         if name not in known:
             lines = [line for line in computations[name] if _begins(line, computations[name])]
-            known[name] = sum(map(of_line, lines), collections.Counter())
+            slices = _slices(name, lines)
+            counted = (of_line(line, slices) for line in lines)
+            known[name] = sum(counted, collections.Counter())
         return known[name]
 
-    def of_line(line: str) -> collections.Counter:
-        if own := _collective(line, all_devices):
+    def of_line(line: str, slices: Arrays) -> collections.Counter:
+        if own := _collective(line, all_devices, slices):
             return collections.Counter([own])
         # The end of what was started names the same computation again.
         if _ENDED.search(line) or not (names := called_by(line)):
@@ -137,6 +147,17 @@ def executed_collectives(
 def _begins(line: str, lines: list[str]) -> bool:
     """Whether an instruction is no later part of a collective that another one began."""
     return _FUSED_PART not in line or any(_FUSED_START in each for each in lines)
+
+
+def _slices(name: str, lines: list[str]) -> Arrays:
+    """What a device keeps where a computation is a reduce-scatter; () in all others.
+
+    The TPU compiler writes one as a fusion of an all-reduce and of slices of its results.
+    """
+    if not name.startswith(_REDUCE_SCATTER):
+        return ()
+    [root] = (line for line in lines if line.lstrip().startswith("ROOT "))
+    return _arrays(re.match(r"\s*ROOT \S+ = (\(.*?\) |\S+)", root)[1])
 
 
 def overlapped_exchanges(hlo: str, product: str) -> int:
@@ -235,17 +256,23 @@ def _all_devices(hlo: str) -> tuple[tuple[int, ...], ...]:
     return (tuple(range(math.prod(map(int, sizes)))),)
 
 
-def _collective(line: str, all_devices) -> HloCollective | None:
+def _arrays(result: str) -> Arrays:
+    """The arrays that an instruction returns, as its text has them before its name."""
+    return tuple(
+        (m["dtype"], tuple(int(size) for size in m["shape"].split(",") if size))
+        for m in _ARRAY.finditer(result)
+    )
+
+
+def _collective(line: str, all_devices, slices: Arrays = ()) -> HloCollective | None:
+    """An instruction's collective; where it is fused with `slices` of it, a reduce-scatter."""
     match = _INSTRUCTION.search(line)
     if not match:
         return None
-    arrays = tuple(
-        (m["dtype"], tuple(int(size) for size in m["shape"].split(",") if size))
-        for m in _ARRAY.finditer(match["result"])
-    )
-    if match["start"] and match["kind"] == "ragged-all-to-all":
+    kind, arrays = match["kind"], _arrays(match["result"])
+    if match["start"] and kind == "ragged-all-to-all":
         arrays = arrays[:1]  # of (operand, output, offsets and sizes), output, ...
-    elif match["start"] and match["kind"] != "all-reduce":
+    elif match["start"] and kind != "all-reduce":
         # Its result is (operands, results): the results are the second half. A permute has two
         # counters behind them, and so has the TPU compiler's all-to-all.
         if len(arrays) > 2 and arrays[-2:] == (("u32", ()),) * 2:
@@ -254,9 +281,11 @@ def _collective(line: str, all_devices) -> HloCollective | None:
     groups = _groups(line) or all_devices
     if all(len(set(group)) == 1 for group in groups):
         return None
-    scale = len(groups[0]) if match["kind"] == "reduce-scatter" else 1
+    scale = len(groups[0]) if kind == "reduce-scatter" else 1
     num_bytes = scale * sum(map(array_bytes, arrays))
-    return HloCollective(match["kind"], arrays, groups, num_bytes)
+    if slices and kind == "all-reduce":
+        kind, arrays = "reduce-scatter", slices
+    return HloCollective(kind, arrays, groups, num_bytes)
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
@@ -268,20 +297,29 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
     if match := _MESH.search(line):
         return _mesh_groups(match)
     if match := _IOTA.search(line):
-        sizes, shape = ([int(n) for n in match[k].split(",")] for k in ("groups", "shape"))
-        numbers = np.arange(math.prod(shape)).reshape(shape)
-        if match["order"]:
-            numbers = numbers.transpose([int(n) for n in match["order"].split(",")])
-        return tuple(map(tuple, numbers.reshape(sizes[0], -1).tolist()))
+        num_groups = int(match["groups"].split(",")[0])
+        return tuple(map(tuple, _transposed(match).reshape(num_groups, -1).tolist()))
     return ()
+
+
+def _transposed(match: re.Match) -> np.ndarray:
+    """Device numbers in the order of an array `[2,4]T(1,0)`."""
+    shape = [int(n) for n in match["shape"].split(",")]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    if match["order"]:
+        numbers = numbers.transpose([int(n) for n in match["order"].split(",")])
+    return numbers
 
 
 def _mesh_groups(match: re.Match) -> tuple[tuple[int, ...], ...]:
     """Groups along named axes of a mesh, as the TPU compiler writes them."""
     sizes = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", match["sizes"])}
     numbers = np.arange(math.prod(sizes.values()))
-    if match["order"]:
-        numbers = np.array([int(n) for n in match["order"].split(",")])
+    if match["devices"]:
+        if transposed := _TRANSPOSED.fullmatch(match["devices"]):
+            numbers = _transposed(transposed)
+        else:
+            numbers = np.array([int(n) for n in match["devices"].split(",")])
     axes = re.findall(r"'([^']*)'", match["axes"])
     last = [list(sizes).index(name) for name in axes]
     first = [axis for axis in range(len(sizes)) if axis not in last]

@@ -218,6 +218,80 @@ def test_groups_along_the_axes_of_a_mesh(axes, groups):
     assert found.groups == groups
 
 
+@pytest.mark.parametrize(
+    ("mesh", "groups"),
+    [
+        # Of numbers [[0, 4], [1, 5], [2, 6], [3, 7]].
+        ("['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}",
+         ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}",
+         ((0, 4), (1, 5), (2, 6), (3, 7))),
+        # Of numbers [[0, 1, 4, 5], [2, 3, 6, 7]].
+        ("['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(1,0,2)) {'axis_1'}",
+         ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("['axis_0'=2,'axis_1'=2], device_ids=(0,2,1,3) {'axis_1'}", ((0, 2), (1, 3))),
+    ],
+)  # fmt: skip
+def test_groups_along_a_mesh_whose_devices_are_in_another_order(mesh, groups):
+    line = f"  %r = f32[4] all-reduce(%x), channel_id=9, replica_groups=mesh{mesh}, to_apply=%a"
+    [found] = collectives(HEADER + line)
+    assert found.groups == groups
+
+
+# Of a training step for v5e:2x4; layouts and backend_config left out.
+REDUCE_SCATTERS = """\
+HloModule jit_train_step, num_partitions=8
+
+%all-reduce-scatter.6 (input_0: f32[1024,8,128], input_1: f32[2048,64]) -> \
+(f32[128,8,128], f32[256,64]) {
+  %input_0 = f32[1024,8,128]{2,1,0:T(8,128)} parameter(0)
+  %input_1 = f32[2048,64]{1,0:T(8,128)} parameter(1)
+  %all-reduce.108 = (f32[1024,8,128]{2,1,0:T(8,128)}, f32[2048,64]{1,0:T(8,128)}) \
+all-reduce(%input_0, %input_1), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add.5
+  %get-tuple-element.870 = f32[1024,8,128]{2,1,0:T(8,128)} \
+get-tuple-element(%all-reduce.108), index=0
+  %dynamic-slice.72 = f32[128,8,128]{2,1,0:T(8,128)} \
+dynamic-slice(%get-tuple-element.870, %multiply.1, %constant.6, %constant.6), \
+dynamic_slice_sizes={128,8,128}
+  %get-tuple-element.871 = f32[2048,64]{1,0:T(8,128)} \
+get-tuple-element(%all-reduce.108), index=1
+  %dynamic-slice.73 = f32[256,64]{1,0:T(8,128)} \
+dynamic-slice(%get-tuple-element.871, %multiply.2, %constant.6), dynamic_slice_sizes={256,64}
+  ROOT %tuple.9 = (f32[128,8,128]{2,1,0:T(8,128)}, f32[256,64]{1,0:T(8,128)}) \
+tuple(%dynamic-slice.72, %dynamic-slice.73)
+}
+
+%all-reduce-scatter.7 (input_0: f32[1024]) -> f32[128] {
+  %input_0 = f32[1024]{0:T(1024)} parameter(0)
+  %all-reduce.109 = f32[1024]{0:T(1024)} all-reduce(%input_0), channel_id=2, \
+replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add.5
+  ROOT %dynamic-slice.74 = f32[128]{0:T(128)} dynamic-slice(%all-reduce.109, %multiply.3), \
+dynamic_slice_sizes={128}
+}
+
+ENTRY %main (x: f32[1024,8,128], y: f32[2048,64], z: f32[1024]) -> f32[128] {
+  %fusion.382 = (f32[128,8,128]{2,1,0:T(8,128)}, f32[256,64]{1,0:T(8,128)}) \
+fusion(%x, %y), kind=kCustom, calls=%all-reduce-scatter.6
+  %fusion.383 = f32[128]{0:T(128)} fusion(%z), kind=kCustom, calls=%all-reduce-scatter.7
+  %all-reduce.3 = f32[128]{0:T(128)} all-reduce(%fusion.383), channel_id=3, \
+replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add.5
+}
+"""
+
+
+def test_an_all_reduce_in_a_fusion_with_slices_of_it_is_a_reduce_scatter():
+    """So the TPU compiler writes them; an all-reduce stands outside of such fusions."""
+    of_all = tuple(range(8))
+    two, one, whole = collectives(REDUCE_SCATTERS)
+    arrays = (("f32", (128, 8, 128)), ("f32", (256, 64)))
+    num_bytes = 4 * (1024 * 8 * 128 + 2048 * 64)
+    assert two == HloCollective("reduce-scatter", arrays, (of_all,), num_bytes)
+    slices = (("f32", (128,)),)
+    assert one == HloCollective("reduce-scatter", slices, (of_all,), 4 * 1024)
+    assert whole == HloCollective("all-reduce", slices, (of_all,), 4 * 128)
+    assert executed_collectives(REDUCE_SCATTERS) == {two: 1, one: 1, whole: 1}
+
+
 def test_a_condition_says_the_trip_count():
     """On a TPU nothing else does."""
     hlo = (
