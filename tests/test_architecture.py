@@ -185,7 +185,6 @@ def test_sizes():
         "switchx/inference/rows.py",
         "switchx/bench/decode_programs.py",
         "switchx/partitioning/optimizer_slices.py",
-        "switchx/planner/slice_comm.py",
         "switchx/serving/protocol.py",
         "switchx/cli/simulate.py",
         "switchx/deploy/",

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 
 from switchx.bench import equivalence
-from switchx.bench.planned_bytes import NUM_DEVICES, small_job
 from switchx.bench.report import Check, Report
+from switchx.bench.step_cases import NUM_DEVICES, small_job
 from switchx.checkpoint.items import read_data_states
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.loader import TrainLoader, merge_states

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from switchx.bench.planned_bytes import NUM_DEVICES, small_job
 from switchx.bench.report import Check
+from switchx.bench.step_cases import NUM_DEVICES, small_job
 from switchx.data.features import DecoderOnlyFeatures, Example
 from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
 from switchx.optim.adafactor import Adafactor

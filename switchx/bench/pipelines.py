@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from switchx import tree
-from switchx.bench.planned_bytes import small_job
 from switchx.bench.report import Check
+from switchx.bench.step_cases import small_job
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params
 from switchx.models.stages import split_blocks

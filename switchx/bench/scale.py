@@ -29,8 +29,9 @@ from switchx.bench import (
     torus,
 )
 from switchx.bench.loss_parity import VOCABULARY_ROWS
-from switchx.bench.planned_bytes import compile_step, small_job
+from switchx.bench.planned_bytes import compile_step
 from switchx.bench.report import Check, Report
+from switchx.bench.step_cases import small_job
 from switchx.layers.dense import DenseFFN
 from switchx.models.config import ModelConfig, SwitchConfig
 from switchx.models.params import abstract_params, params_of, with_params

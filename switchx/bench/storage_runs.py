@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from switchx.bench.planned_bytes import small_job
+from switchx.bench.step_cases import small_job
 from switchx.checkpoint.run_folder import RunFolder
 from switchx.data.features import DecoderOnlyFeatures, EncoderDecoderFeatures, Example
 from switchx.models.config import ModelConfig, SwitchConfig

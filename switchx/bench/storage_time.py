@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench.planned_bytes import small_job
 from switchx.bench.report import Check
+from switchx.bench.step_cases import small_job
 from switchx.bench.storage_runs import (
     make_batch,
     of_child,

@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_atomically(pathlib.Path(arguments.output).expanduser(), text.encode())
     if arguments.json:
         plans = enumerate(found.plans[: arguments.top], 1)
-        rows = [row(i, plan, workload) for i, plan in plans]
+        rows = [row(i, plan, workload, hardware) for i, plan in plans]
         if arguments.storage:
             rows += tier_rows(found.plans[0].layout, workload, hardware, storage)
         Report("plan", rows, [fits]).print(as_json=True)
@@ -215,13 +215,14 @@ def _devices(hardware, asked: int | None) -> int:
     return asked
 
 
-def row(rank: int, plan, workload) -> dict[str, Any]:
+def row(rank: int, plan, workload, hardware) -> dict[str, Any]:
     """A plan as one JSON object; units are in the names."""
     from switchx.planner.step_comm import step_collectives
 
     time, memory = plan.time, plan.memory
     kinds: dict[str, float] = {}
-    for each in step_collectives(workload, plan.layout):
+    operand_bytes = hardware.compute.operand_bytes
+    for each in step_collectives(workload, plan.layout, operand_bytes):
         kinds[each.kind] = kinds.get(each.kind, 0.0) + each.total_bytes
     return {
         "rank": rank,

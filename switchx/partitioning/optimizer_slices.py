@@ -175,17 +175,16 @@ def scattered_sums(stacked, axes: MeshAxes):
 def _scattered(gradient, place: int, axes: MeshAxes):
     """The device's slice, along dimension `place`, of the sum of gradients along `axes`.
 
-    As rows of `LANES`: the TPU compiler makes an all-reduce and a slice of a reduce-scatter
-    along another dimension than the last two, or beside one of size 1. Each device's rows are
-    neighbours.
+    As rows of `LANES`, those of each device behind one another: the TPU compiler makes an
+    all-reduce and a slice of a reduce-scatter along the last dimension, beside one of size 1
+    and, where arrays are large, along any but the first.
     """
     shape, parts = gradient.shape, jax.lax.axis_size(axes)
-    before, one = shape[:place], math.prod(shape[place:]) // parts
-    before = (math.prod(before),) if math.prod(before) > 1 else ()
-    if one % LANES:
+    before, one = math.prod(shape[:place]), math.prod(shape[place:]) // parts
+    if before * one % LANES:
         return jax.lax.psum_scatter(gradient, axes, scatter_dimension=place, tiled=True)
-    rows = gradient.reshape(*before, parts * one // LANES, LANES)
-    rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=len(before), tiled=True)
+    rows = gradient.reshape(before, parts, one).swapaxes(0, 1).reshape(-1, LANES)
+    rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=0, tiled=True)
     return rows.reshape(*shape[:place], shape[place] // parts, *shape[place + 1 :])
 
 

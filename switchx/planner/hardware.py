@@ -38,11 +38,14 @@ class Compute:
     Attributes:
         peak_flops_per_s: of the dtype that models multiply in, by the vendor.
         efficiency: of the peak that a whole step's products reach, communication apart.
+        operand_bytes: the most of an element that is gathered or exchanged for products alone:
+            where matrix units read bfloat16, the TPU compiler rounds before it sends.
     """
 
     peak_flops_per_s: float
     efficiency: float
     source: str
+    operand_bytes: int = 4
 
     @property
     def flops_per_s(self) -> float:

@@ -29,28 +29,36 @@ _CONVOLUTION = re.compile(
     r" convolution\(%?([\w.-]+), %?([\w.-]+)\)(?:, window=\{([^}]*)\})?.*?"
     r" dim_labels=(\w+)_(\w+)->(\w+)"
 )
+# What a TPU's kernel says of itself (`pl.CostEstimate`).
+_KERNEL = re.compile(r'"tpu_custom_call".*"cost_estimate":\{"flops":"(\d+)"')
 _DOT = re.compile(r" dot\(%?([\w.-]+), .*lhs_contracting_dims=\{([\d,]*)\}")
 
 
 def matrix_flops(
-    hlo: str, *, trips: int | None = None, shares: Mapping[str, Fraction] = NO_SHARES
+    hlo: str,
+    *,
+    trips: int | None = None,
+    shares: Mapping[str, Fraction] = NO_SHARES,
+    kernel_share: Fraction = Fraction(1),
 ) -> int:
     """Adds up 2 m n k of every matrix product that a run of the program executes.
 
     TPUs have convolutions where there were products; these count what they multiply, without
-    padding and dilation. Of a conditional's branches the most expensive one counts.
+    padding and dilation. A TPU's kernels count as they say. Of a conditional's branches the
+    most expensive one counts.
 
     Args:
         hlo: of `compiled.as_text()`.
         trips: of loops that end when the data says so; of nested ones, of the innermost
             altogether, as loops over experts and over each one's rows run once a row.
         shares: of conditionals that tables decide (`hlo_collectives.branch_share`).
+        kernel_share: of the rows that kernels count, those that the data lets them multiply.
 
     Raises:
         ValueError: there is such a loop with a product in it, and `trips` is None.
     """
     computations, entry = computations_of(hlo)
-    return round(sum(_Counter(computations, trips, shares).flops(entry)))
+    return round(sum(_Counter(computations, trips, shares, kernel_share).flops(entry)))
 
 
 class _Counter:
@@ -61,10 +69,12 @@ class _Counter:
         computations: dict[str, list[str]],
         trips: int | None,
         shares: Mapping[str, Fraction],
+        kernel_share: Fraction,
     ):
         self._computations = computations
         self._trips = trips
         self._shares = shares
+        self._kernel_share = kernel_share
         self._known: dict[str, tuple[int, int]] = {}
 
     def flops(self, name: str) -> tuple[int, int]:
@@ -86,6 +96,8 @@ class _Counter:
         if convolution := _CONVOLUTION.search(line):
             name = _INSTRUCTION.match(line)[1]
             return _convolution_flops(convolution, shapes[name], shapes), 0
+        if kernel := _KERNEL.search(line):
+            return int(kernel[1]) * self._kernel_share, 0
         if not (names := called_by(line)):
             return 0, 0
         outside, inside = max((self.flops(name) for name in names), key=sum)

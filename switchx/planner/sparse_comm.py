@@ -10,6 +10,7 @@ C slots of an expert and group, D model, F feed-forward
 """
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -75,6 +76,7 @@ class PlannedCollective:
         axes: the mesh axes that it goes over.
         num_bytes: on one device, where the array is whole (`HloCollective.num_bytes`); of a
             ragged all-to-all its operand, of which only the rows with tokens travel.
+        is_operand: nothing but experts' products reads what it moves.
     """
 
     kind: str
@@ -82,6 +84,7 @@ class PlannedCollective:
     phase: Literal["forward", "backward"]
     axes: MeshAxes
     num_bytes: int
+    is_operand: bool = False
 
 
 def sparse_layer_collectives(
@@ -158,7 +161,12 @@ def _bank(layer: SparseLayer, place: Placement, mesh, rules: Rules) -> list[Plan
             of_one *= sizes[letter] // place.size(axes)
         found += [
             PlannedCollective(
-                "ragged-all-to-all", f"{what} of slots", phase, place.experts, rows * of_one
+                "ragged-all-to-all",
+                f"{what} of slots",
+                phase,
+                place.experts,
+                rows * of_one,
+                is_operand=phase == "forward",
             )
             for what, phase, rows in (
                 (f"w_{dims}", "forward", sent),
@@ -231,10 +239,12 @@ _EXCHANGES = {
 
 def _to_experts_and_back(kind: str, axes: MeshAxes, sent: int, received: int):
     """An exchange of `sent` bytes to the experts and `received` bytes back; both reversed."""
+    # Rows of a ragged exchange are put into slots before they are multiplied.
+    sent_as_read = functools.partial(PlannedCollective, is_operand=kind == "all-to-all")
     return [
-        PlannedCollective(kind, "tokens to experts", "forward", axes, sent),
+        sent_as_read(kind, "tokens to experts", "forward", axes, sent),
         PlannedCollective(kind, "results to tokens", "forward", axes, received),
-        PlannedCollective(kind, "gradients of results", "backward", axes, sent),
+        sent_as_read(kind, "gradients of results", "backward", axes, sent),
         PlannedCollective(kind, "gradients of tokens", "backward", axes, received),
     ]
 
@@ -287,7 +297,7 @@ def _weights(
         if "D" in dims and (axes := place.gathered):
             whole = num_bytes * place.size(axes)
             found += [
-                PlannedCollective("all-gather", what, "forward", axes, whole),
+                PlannedCollective("all-gather", what, "forward", axes, whole, is_operand=True),
                 PlannedCollective("reduce-scatter", gradient, "backward", axes, whole),
             ]
         used = {axis for axes in split.values() for axis in axes}

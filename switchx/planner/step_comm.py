@@ -15,7 +15,6 @@ import math
 
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.chunks import moved_share
-from switchx.partitioning.rules import MeshAxes
 from switchx.planner.layout import (
     Layout,
     StateArray,
@@ -24,54 +23,33 @@ from switchx.planner.layout import (
     local_shape,
     own_rows_axes,
 )
-from switchx.planner.slice_comm import into_slices
 from switchx.planner.sparse_comm import (
     SparseLayer,
     gather_forward_collectives,
     sparse_layer_collectives,
+)
+from switchx.planner.weight_comm import (
+    AS_IT_IS,
+    TOKEN_TABLE,
+    StepCollective,
+    gradient_sums,
+    into_slices,
+    weight_collectives,
 )
 
 ID_BYTES = SUM_BYTES = 4
 # Sums over the vocabulary that cross-entropy takes of each token: a maximum, a denominator,
 # the target's logit.
 SOFTMAX_SUMS = 3
-TOKEN_TABLE = "embedding/embedding_VD"
 
 
-@dataclasses.dataclass(frozen=True)
-class StepCollective:
-    """Equal collectives of one step.
-
-    Attributes:
-        kind: as HLO names it.
-        what: what they move, for people.
-        axes: mesh axes that they go over.
-        num_bytes: of one, on one device, where the array is whole.
-        count: in one step, on one device of an average stage.
-        part: `layers`, `exchange` (of tokens and experts), `weights` (gathered ones and
-            gradients), `embedding` or `pipeline`.
-        terms: terms of one sum that CPU reduces one by one; elsewhere XLA adds them first.
-        by_compiler: XLA makes it of a sharding; on CPU it has no reduce-scatter.
-        forward: of `count`, those of a forward pass, without what remat runs again.
-    """
-
-    kind: str
-    what: str
-    axes: MeshAxes
-    num_bytes: float
-    count: float
-    part: str
-    terms: int = 1
-    by_compiler: bool = False
-    forward: float = 0.0
-
-    @property
-    def total_bytes(self) -> float:
-        return self.num_bytes * self.count
-
-
-def step_collectives(workload: Workload, layout: Layout) -> list[StepCollective]:
+def step_collectives(
+    workload: Workload, layout: Layout, operand_bytes: int = AS_IT_IS
+) -> list[StepCollective]:
     """Everything a step communicates, on one device, batches split into microbatches.
+
+    Args:
+        operand_bytes: the target's (`hardware.Compute`).
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
@@ -81,23 +59,28 @@ def step_collectives(workload: Workload, layout: Layout) -> list[StepCollective]
         found += _attention(workload, layout, stack)
         found += _relative_bias(workload, layout, stack)
         found += _dense_ffn(workload, layout, stack)
-        found += _sparse(workload, layout, stack)
+        found += _sparse(workload, layout, stack, operand_bytes)
     found += _embedding(workload, layout)
-    found += _weights(workload, layout)
+    found += weight_collectives(workload, layout, operand_bytes)
     found += _pipeline(workload, layout)
     found = into_slices(found, workload, layout)
     if (teacher := workload.taught_by) is not None:
-        found += forward_collectives(teacher, layout.of_teacher(teacher))
+        found += forward_collectives(teacher, layout.of_teacher(teacher), operand_bytes)
     return [each for each in found if each.axes and each.count and each.num_bytes]
 
 
-def forward_collectives(workload: Workload, layout: Layout) -> list[StepCollective]:
+def forward_collectives(
+    workload: Workload, layout: Layout, operand_bytes: int = AS_IT_IS
+) -> list[StepCollective]:
     """Those of a teacher's forward pass, whose Switch layers run by `gather`.
+
+    Args:
+        operand_bytes: as `step_collectives` has it.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
     """
-    found = _embedding(workload, layout) + _weights(workload, layout)
+    found = _embedding(workload, layout) + weight_collectives(workload, layout, operand_bytes)
     for stack in workload.stacks:
         found += _attention(workload, layout, stack)
         found += _dense_ffn(workload, layout, stack)
@@ -138,26 +121,6 @@ def sparse_layer(workload: Workload, layout: Layout, stack: str) -> SparseLayer:
         num_slots=own or replicated,
         is_local=own is not None,
     )
-
-
-def _gradient_sums(
-    what: str, axes: MeshAxes, own: MeshAxes, num_bytes: float, once: float, rounds: float,
-    terms: int = 1, stages: MeshAxes = (),
-) -> list[StepCollective]:  # fmt: skip
-    """Sums of gradients of a parameter: in every round, over replicas once for all of them.
-
-    Args:
-        own: of `own_rows_axes`.
-        once: how many such parameters a device has.
-        rounds: how often they are used in a step.
-        stages: the axis of stages that all have it.
-    """
-    own, rest = (
-        tuple(axis for axis in axes if (axis in own) is here) for here in (True, False)
-    )
-    summed = functools.partial(StepCollective, "all-reduce", what, num_bytes=num_bytes)
-    found = [summed(axes=rest, count=once * rounds, part="weights", terms=terms)]
-    return found + [summed(axes=stages + own, count=once, part="weights")]
 
 
 def _passes(layout: Layout, layers: float) -> float:
@@ -223,7 +186,9 @@ def _dense_ffn(workload: Workload, layout: Layout, stack: str) -> list[StepColle
     ]
 
 
-def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollective]:
+def _sparse(
+    workload: Workload, layout: Layout, stack: str, operand_bytes: int
+) -> list[StepCollective]:
     """Those of `sparse_comm`; what remat computes again it communicates again."""
     model = workload.model
     layers = model.num_sparse_layers_of(stack)
@@ -239,6 +204,9 @@ def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollecti
         dispatcher = "dropless"  # all experts are on every device: only weights travel
     layer, own_axes = sparse_layer(workload, layout, stack), own_rows_axes(workload, layout)
     count, found = _passes(layout, layers), []
+    # Kernels, which multiply blocks of unequal sizes, read what the model computes in.
+    if not DISPATCHERS[dispatcher].has_equal_blocks and operand_bytes < AS_IT_IS:
+        operand_bytes = workload.activation_bytes
     for each in sparse_layer_collectives(dispatcher, layer, layout, layout.rules):
         is_weight = "w_" in each.what
         is_again = each.phase == "forward" and (
@@ -249,12 +217,15 @@ def _sparse(workload: Workload, layout: Layout, stack: str) -> list[StepCollecti
         times = 1 if each.phase == "backward" else layout.forwards + is_again
         if is_weight and each.kind == "all-reduce":
             times = layers / layout.pipe, layout.rounds
-            found += _gradient_sums(each.what, each.axes, own_axes, each.num_bytes, *times)
+            found += gradient_sums(each.what, each.axes, own_axes, each.num_bytes, *times)
             continue
         part = "weights" if is_weight else "exchange"
+        own = workload.param_bytes if is_weight else workload.activation_bytes
+        share = min(1, operand_bytes / own) if each.is_operand else 1
         same = functools.partial(
-            StepCollective, axes=each.axes, num_bytes=each.num_bytes, count=count * times
-        )
+            StepCollective, axes=each.axes, num_bytes=each.num_bytes * share,
+            count=count * times,
+        )  # fmt: skip
         found.append(same(each.kind, each.what, part=part))
         if each.kind == "reduce-scatter" and not is_weight:  # the rest of the model has all
             found.append(same("all-gather", f"whole {each.what}", part=part))
@@ -311,44 +282,6 @@ def _embedding(workload: Workload, layout: Layout) -> list[StepCollective]:
             forward=SOFTMAX_SUMS * steps,
         ),
     ]
-
-
-def _weights(workload: Workload, layout: Layout) -> list[StepCollective]:
-    """Dense parameters: columns gathered where they are used, gradients summed."""
-    batch, own_axes = layout.batch_axes, own_rows_axes(workload, layout)
-    model, found = workload.model, []
-    collective = functools.partial(StepCollective, part="weights")
-    for array in workload.state:
-        if array.kind != "params" or array.table == "expert_params":
-            continue
-        shape, split = local_shape(array, layout)
-        stacked = array.shape[0] if array.dims.startswith("N") else 1
-        one = math.prod(shape) // stacked * array.itemsize
-        once, rounds = stacked, layout.num_microbatches
-        if array.is_in_blocks:
-            once, rounds = stacked / layout.pipe, layout.rounds
-        uses = once * rounds
-        gathered = tuple(axis for axis in split if axis in batch)
-        what = array.name.rsplit("/", 1)[-1]
-        gradient = f"gradient of {what}"
-        if gathered and array.name != "embedding/positions_LD":  # looked up (`_embedding`)
-            whole = one * layout.parts(gathered)
-            is_again = array.is_in_blocks and (model.remat != "none" or model.scan_layers)
-            times = uses * ((layout.forwards if array.is_in_blocks else 1) + is_again)
-            compiled = functools.partial(collective, by_compiler=True)
-            found += [
-                compiled("all-gather", what, gathered, whole, times, forward=uses),
-                compiled("reduce-scatter", gradient, gathered, whole, uses),
-            ]
-        replicas = tuple(axis for axis in batch if axis not in split)
-        # Of the token table's gradient, the lookups', and that of tied logits.
-        is_table = array.name == TOKEN_TABLE
-        terms = len(workload.stacks) + model.tie_embeddings if is_table else 1
-        # All stages have what is in no block; those of other systems only the tied table.
-        is_shared = not array.is_in_blocks and (layout.is_ours or is_table)
-        stages = ("pipe",) if layout.pipe > 1 and is_shared else ()
-        found += _gradient_sums(gradient, replicas, own_axes, one, once, rounds, terms, stages)
-    return found
 
 
 def _token_table(workload: Workload) -> StateArray:

@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from switchx.bench import planned_bytes
-from switchx.bench.planned_bytes import BOUND, CASES, NUM_DEVICES, Compiled, compare
+from switchx.bench.planned_bytes import BOUND, Compiled, compare
+from switchx.bench.step_cases import CASES, NUM_DEVICES
 
 BRIEF = (
     "dense data=8",

@@ -247,7 +247,8 @@ HloModule jit_train_step, num_partitions=8
   %input_0 = f32[1024,8,128]{2,1,0:T(8,128)} parameter(0)
   %input_1 = f32[2048,64]{1,0:T(8,128)} parameter(1)
   %all-reduce.108 = (f32[1024,8,128]{2,1,0:T(8,128)}, f32[2048,64]{1,0:T(8,128)}) \
-all-reduce(%input_0, %input_1), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add.5
+all-reduce(%input_0, %input_1), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, \
+to_apply=%add.5
   %get-tuple-element.870 = f32[1024,8,128]{2,1,0:T(8,128)} \
 get-tuple-element(%all-reduce.108), index=0
   %dynamic-slice.72 = f32[128,8,128]{2,1,0:T(8,128)} \

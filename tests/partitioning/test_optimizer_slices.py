@@ -5,6 +5,7 @@ import functools
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -90,10 +91,13 @@ def test_replicas_reduce_to_slices_within_the_parts_of_other_axes():
     built = spec.build()
     x_BD = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     y_BF = np.random.default_rng(1).normal(size=(8, 32)).astype(np.float32)
+    of_layer_N = np.array([1, -2, 3], np.float32)
 
     def function(rows, others):
         x_BD, y_BF = rows
         sums = {"w_in_DF": x_BD.T @ y_BF, "scale_D": x_BD.sum(0), "bias_V": y_BF[:, :3].sum(0)}
+        # Whose slices are no neighbours: 3 layers of 16 / 8 of D, 128 / 2 of F.
+        sums["w_NDF"] = jnp.tile(of_layer_N[:, None, None] * sums["w_in_DF"][None], (1, 1, 4))
         return sums, {"rows": x_BD.sum()}
 
     def compute(rows):
@@ -108,11 +112,15 @@ def test_replicas_reduce_to_slices_within_the_parts_of_other_axes():
     assert param_spec(spec.rules, built, "w_in_DF", (16, 32)) == PartitionSpec("fsdp", "model")
     np.testing.assert_allclose(sums["w_in_DF"], x_BD.T @ y_BF, atol=1e-5)
     np.testing.assert_allclose(sums["scale_D"], x_BD.sum(0), atol=1e-5)
+    assert sums["w_NDF"].sharding.spec == PartitionSpec(None, ("fsdp", "data"), "model")
+    expected_NDF = np.tile(of_layer_N[:, None, None] * (x_BD.T @ y_BF), (1, 1, 4))
+    np.testing.assert_allclose(sums["w_NDF"], expected_NDF, atol=3e-5)
     np.testing.assert_allclose(sums["bias_V"], y_BF[:, :3].sum(0), atol=1e-5)  # 3 / 2: whole
     np.testing.assert_allclose(measured["rows"], x_BD.sum(), atol=1e-4)
     executed = executed_collectives(compiled.as_text())
     scattered = [one.num_bytes for one in executed if one.kind == "reduce-scatter"]
-    assert sorted(scattered) == [16 // 2 * 4, 16 // 2 * 32 // 2 * 4]
+    parts = [16 // 2, 16 // 2 * 32 // 2, 3 * 16 // 2 * 128 // 2]
+    assert sorted(scattered) == [4 * each for each in parts]
     summed = [one.num_bytes for one in executed if one.kind == "all-reduce"]
     assert sum(summed) < min(scattered)
 

@@ -14,8 +14,9 @@ import pytest
 
 from pallas_kernels.aot import gpu_compiler, tpu_compiler
 from switchx.bench import torus
-from switchx.bench.planned_bytes import BOUND, CASES
-from switchx.bench.planned_bytes import make_job as make_case_job
+from switchx.bench.planned_bytes import BOUND
+from switchx.bench.step_cases import CASES
+from switchx.bench.step_cases import make_job as make_case_job
 from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.model_cost import count_parameters, flops_per_sequence

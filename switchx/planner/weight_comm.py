@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of a step's dense weights: gathered where they are used, gradients summed.
+
+Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054): slices of D over `fsdp` are gathered and their
+gradients scattered (stage 3); what an optimizer keeps in slices over replicas has its gradients
+scattered to them, and new parameters gathered (stage 1, `into_slices`).
+Dims: N layers, L tokens, E experts, D model, F feed-forward
+"""
+
+import dataclasses
+import functools
+import math
+
+from switchx.partitioning.optimizer_slices import OptimizerSlice, optimizer_slice
+from switchx.partitioning.rules import MeshAxes
+from switchx.planner.layout import Layout, Workload, local_shape, own_rows_axes
+
+GRADIENT = "gradient of "
+TOKEN_TABLE = "embedding/embedding_VD"
+# What products read travels in the dtype that it has (`Compute.operand_bytes`).
+AS_IT_IS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCollective:
+    """Equal collectives of one step.
+
+    Attributes:
+        kind: as HLO names it.
+        what: what they move, for people.
+        axes: mesh axes that they go over.
+        num_bytes: of one, on one device, where the array is whole.
+        count: in one step, on one device of an average stage.
+        part: `layers`, `exchange` (of tokens and experts), `weights` (gathered ones and
+            gradients), `embedding` or `pipeline`.
+        terms: terms of one sum that CPU reduces one by one; elsewhere XLA adds them first.
+        by_compiler: XLA makes it of a sharding; on CPU it has no reduce-scatter.
+        forward: of `count`, those of a forward pass, without what remat runs again.
+    """
+
+    kind: str
+    what: str
+    axes: MeshAxes
+    num_bytes: float
+    count: float
+    part: str
+    terms: int = 1
+    by_compiler: bool = False
+    forward: float = 0.0
+
+    @property
+    def total_bytes(self) -> float:
+        return self.num_bytes * self.count
+
+
+def weight_collectives(
+    workload: Workload, layout: Layout, operand_bytes: int
+) -> list[StepCollective]:
+    """Dense parameters: columns gathered where they are used, gradients summed."""
+    batch, own_axes = layout.batch_axes, own_rows_axes(workload, layout)
+    model, found = workload.model, []
+    collective = functools.partial(StepCollective, part="weights")
+    for array in workload.state:
+        if array.kind != "params" or array.table == "expert_params":
+            continue
+        shape, split = local_shape(array, layout)
+        stacked = array.shape[0] if array.dims.startswith("N") else 1
+        one = math.prod(shape) // stacked * array.itemsize
+        once, rounds = stacked, layout.num_microbatches
+        if array.is_in_blocks:
+            once, rounds = stacked / layout.pipe, layout.rounds
+        uses = once * rounds
+        gathered = tuple(axis for axis in split if axis in batch)
+        what = array.name.rsplit("/", 1)[-1]
+        gradient = f"gradient of {what}"
+        if gathered and array.name != "embedding/positions_LD":  # looked up (`_embedding`)
+            whole = one * layout.parts(gathered)
+            # A scale or a bias is in no product; the router's are of float32's precision.
+            is_operand = len(array.dims.removeprefix("N")) > 1 and "router" not in what
+            share = min(1, operand_bytes / array.itemsize) if is_operand else 1
+            is_again = array.is_in_blocks and (model.remat != "none" or model.scan_layers)
+            times = uses * ((layout.forwards if array.is_in_blocks else 1) + is_again)
+            compiled = functools.partial(collective, by_compiler=True)
+            found += [
+                compiled("all-gather", what, gathered, whole * share, times, forward=uses),
+                compiled("reduce-scatter", gradient, gathered, whole, uses),
+            ]
+        replicas = tuple(axis for axis in batch if axis not in split)
+        # Of the token table's gradient, the lookups', and that of tied logits.
+        is_table = array.name == TOKEN_TABLE
+        terms = len(workload.stacks) + model.tie_embeddings if is_table else 1
+        # All stages have what is in no block; those of other systems only the tied table.
+        is_shared = not array.is_in_blocks and (layout.is_ours or is_table)
+        stages = ("pipe",) if layout.pipe > 1 and is_shared else ()
+        found += gradient_sums(gradient, replicas, own_axes, one, once, rounds, terms, stages)
+    return found
+
+
+def gradient_sums(
+    what: str, axes: MeshAxes, own: MeshAxes, num_bytes: float, once: float, rounds: float,
+    terms: int = 1, stages: MeshAxes = (),
+) -> list[StepCollective]:  # fmt: skip
+    """Sums of gradients of a parameter: in every round, over replicas once for all of them.
+
+    Args:
+        own: of `own_rows_axes`.
+        once: how many such parameters a device has.
+        rounds: how often they are used in a step.
+        stages: the axis of stages that all have it.
+    """
+    own, rest = (
+        tuple(axis for axis in axes if (axis in own) is here) for here in (True, False)
+    )
+    summed = functools.partial(StepCollective, "all-reduce", what, num_bytes=num_bytes)
+    found = [summed(axes=rest, count=once * rounds, part="weights", terms=terms)]
+    return found + [summed(axes=stages + own, count=once, part="weights")]
+
+
+def into_slices(found: list, workload: Workload, layout: Layout) -> list:
+    """A step's collectives with gradients scattered to slices, and new parameters gathered.
+
+    Scattered once a step; where routing groups are on several replicas, in every microbatch, as
+    the compiler has it.
+
+    Args:
+        found: of `step_comm.step_collectives`, which name what they sum.
+    """
+    if not layout.has_optimizer_slices:
+        return found
+    shapes = _shapes(workload)
+    own_rows, done = own_rows_axes(workload, layout), []
+    for each in found:
+        own = _slice_of(each, shapes, layout)
+        axes = tuple(axis for axis in own.axes if axis in each.axes) if own else ()
+        if axes:
+            is_once = set(axes) <= set(own_rows)
+            updates = each.count / (1 if is_once else layout.num_microbatches)
+            scattered = dataclasses.replace(
+                each, kind="reduce-scatter", axes=axes, by_compiler=not is_once
+            )
+            gathered = dataclasses.replace(
+                each,
+                kind="all-gather",
+                what="new parameters",
+                axes=axes,
+                count=updates,
+                terms=1,
+            )
+            done += [scattered, gathered]
+            rest = tuple(axis for axis in each.axes if axis not in axes)
+            part = each.num_bytes / layout.parts(axes)
+            each = dataclasses.replace(each, axes=rest, num_bytes=part)
+        done.append(each)
+    return done
+
+
+def _slice_of(each, shapes: dict, layout: Layout) -> OptimizerSlice | None:
+    """The slices of the parameter whose gradient is summed; None of all else."""
+    name = each.what.removeprefix(GRADIENT)
+    is_sum = (each.kind, each.part) == ("all-reduce", "weights")
+    if not is_sum or name == each.what or name not in shapes:
+        return None
+    return optimizer_slice(layout.rules, layout.stage, *shapes[name])
+
+
+def _shapes(workload: Workload) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Letters and sizes by the names that gradients have: `w_in_DF`; of experts `w_EDF`."""
+    shapes = {
+        array.name.rsplit("/", 1)[-1]: (array.dims, array.shape)
+        for array in workload.state
+        if array.kind == "params"
+    }
+    model, switch = workload.model, workload.model.switch
+    if switch is not None:
+        sizes = {"E": switch.num_experts, "D": model.d_model, "F": switch.d_ff or model.d_ff}
+        for dims in ("EDF", "EFD", "EF", "ED"):
+            shapes[f"w_{dims}"] = dims, tuple(sizes[letter] for letter in dims)
+    return shapes
