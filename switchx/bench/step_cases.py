@@ -41,6 +41,7 @@ SMALL = Sizes(length=8, d_model=64, d_ff=128, num_heads=8, d_head=8, vocab_size=
 # A slice of each matrix is of whole tiles of a TPU's memory, and most matrices are too large to
 # be combined with others: the TPU compiler reduces whole what is smaller.
 LARGE = Sizes(length=64, d_model=1024, d_ff=2048, num_heads=8, d_head=128, vocab_size=2048)
+LARGER = Sizes(length=64, d_model=2048, d_ff=8192, num_heads=16, d_head=128, vocab_size=8192)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,8 @@ class StepCollective:
         terms: terms of one sum that CPU reduces one by one; elsewhere XLA adds them first.
         by_compiler: XLA makes it of a sharding; on CPU it has no reduce-scatter.
         forward: of `count`, those of a forward pass, without what remat runs again.
+        narrower: of a parameter's bytes, those of its gradient, where they are summed in the
+            dtype of products.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class StepCollective:
     terms: int = 1
     by_compiler: bool = False
     forward: float = 0.0
+    narrower: float = 1.0
 
     @property
     def total_bytes(self) -> float:
@@ -73,6 +76,9 @@ def weight_collectives(
         gathered = tuple(axis for axis in split if axis in batch)
         what = array.name.rsplit("/", 1)[-1]
         gradient = f"gradient of {what}"
+        # A block's products are of the dtype that it computes in, and so are sums of them.
+        is_computed = array.is_in_blocks and "router" not in what
+        narrower = min(1, workload.activation_bytes / array.itemsize) if is_computed else 1
         if gathered and array.name != "embedding/positions_LD":  # looked up (`_embedding`)
             whole = one * layout.parts(gathered)
             # A scale or a bias is in no product; the router's are of float32's precision.
@@ -83,7 +89,7 @@ def weight_collectives(
             compiled = functools.partial(collective, by_compiler=True)
             found += [
                 compiled("all-gather", what, gathered, whole * share, times, forward=uses),
-                compiled("reduce-scatter", gradient, gathered, whole, uses),
+                compiled("reduce-scatter", gradient, gathered, whole * narrower, uses),
             ]
         replicas = tuple(axis for axis in batch if axis not in split)
         # Of the token table's gradient, the lookups', and that of tied logits.
@@ -92,13 +98,15 @@ def weight_collectives(
         # All stages have what is in no block; those of other systems only the tied table.
         is_shared = not array.is_in_blocks and (layout.is_ours or is_table)
         stages = ("pipe",) if layout.pipe > 1 and is_shared else ()
-        found += gradient_sums(gradient, replicas, own_axes, one, once, rounds, terms, stages)
+        found += gradient_sums(
+            gradient, replicas, own_axes, one, once, rounds, terms, stages, narrower
+        )
     return found
 
 
 def gradient_sums(
     what: str, axes: MeshAxes, own: MeshAxes, num_bytes: float, once: float, rounds: float,
-    terms: int = 1, stages: MeshAxes = (),
+    terms: int = 1, stages: MeshAxes = (), narrower: float = 1,
 ) -> list[StepCollective]:  # fmt: skip
     """Sums of gradients of a parameter: in every round, over replicas once for all of them.
 
@@ -107,12 +115,16 @@ def gradient_sums(
         once: how many such parameters a device has.
         rounds: how often they are used in a step.
         stages: the axis of stages that all have it.
+        narrower: of a round's sum; that of all rounds is in the parameter's dtype.
     """
     own, rest = (
         tuple(axis for axis in axes if (axis in own) is here) for here in (True, False)
     )
     summed = functools.partial(StepCollective, "all-reduce", what, num_bytes=num_bytes)
-    found = [summed(axes=rest, count=once * rounds, part="weights", terms=terms)]
+    found = [
+        summed(axes=rest, num_bytes=num_bytes * narrower, count=once * rounds, part="weights",
+               terms=terms, narrower=narrower)
+    ]  # fmt: skip
     return found + [summed(axes=stages + own, count=once, part="weights")]
 
 
@@ -143,6 +155,7 @@ def into_slices(found: list, workload: Workload, layout: Layout) -> list:
                 kind="all-gather",
                 what="new parameters",
                 axes=axes,
+                num_bytes=each.num_bytes / each.narrower,
                 count=updates,
                 terms=1,
             )
