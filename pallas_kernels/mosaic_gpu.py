@@ -39,6 +39,8 @@ PRODUCER_REGISTERS = 40
 def mosaic_gpu_kernel(body, *, out_type, scratch_types, grid, num_threads, interpret, name):
     """A Mosaic GPU kernel: `grid` blocks, axis `sm`, of `num_threads` warpgroups, axis `wg`.
 
+    Its results are a list, as `out_type` is.
+
     Interpreted, it runs on the CPU and looks for races between warpgroups, copies included.
     """
     kernel = plgpu.kernel(
@@ -56,8 +58,8 @@ def mosaic_gpu_kernel(body, *, out_type, scratch_types, grid, num_threads, inter
     def run(*operands):
         interpreter = force_gpu_interpret_mode(InterpretGPUParams(detect_races=True))
         with interpreter if interpret else contextlib.nullcontext():
-            # `plgpu.kernel` types its result as the same on all devices of a `shard_map`.
-            return vary_like(kernel(*operands), *operands)
+            # `plgpu.kernel` types its results as the same on all devices of a `shard_map`.
+            return [vary_like(result, *operands) for result in kernel(*operands)]
 
     return run
 

@@ -11,41 +11,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.epilogue import check_activation
 from pallas_kernels.quantization.qtensor import QTensor
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-ACTIVATIONS = (None, "relu")
 
 
-def check_grouped(x_RD, w_EDF, group_sizes_E, bias_EF) -> None:
+def check_grouped(x_RD, w_EDF, group_sizes_E, w_gate_EDF=None, **epilogue) -> None:
     """Raises ValueError where these are not the operands of `grouped_matmul`."""
-    _check_array("w_EDF", w_EDF, "[experts, inputs, outputs]", 3, DTYPES)
-    check_rows(x_RD, w_EDF.shape, group_sizes_E, bias_EF)
-
-
-def check_activation(activation: str | None) -> None:
-    """Raises ValueError where it is none that a kernel has."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}; use None or 'relu'")
-
-
-def check_quantized(x_RD, w: QTensor, group_sizes_E, bias_EF, activation, gate_R) -> None:
-    """Raises ValueError where these are not the operands of `quantized_grouped_matmul`."""
-    if not isinstance(w, QTensor):
+    meaning = "[experts, inputs, outputs]"
+    _check_array("w_EDF", w_EDF, meaning, 3, DTYPES)
+    if w_gate_EDF is not None:
+        _check_array("w_gate_EDF", w_gate_EDF, meaning, 3, DTYPES)
+    check_rows(x_RD, w_EDF.shape, group_sizes_E)
+    if w_gate_EDF is not None and w_gate_EDF.shape != w_EDF.shape:
         raise ValueError(
-            f"w is a {type(w).__name__}; expected a QTensor: use quantize(w_EDF, bits), or "
-            "grouped_matmul for weights that are not quantized"
+            f"w_gate_EDF has shape {w_gate_EDF.shape}; expected {w_EDF.shape}, that of w_EDF"
         )
-    w.check()
-    check_rows(x_RD, w.shape, group_sizes_E, bias_EF)
-    check_activation(activation)
-    if gate_R is not None:
-        _check_array("gate_R", gate_R, "one for each row of x_RD", 1, DTYPES)
-        if gate_R.shape[0] != x_RD.shape[0]:
+    check_epilogue(x_RD, w_EDF.shape, **epilogue)
+
+
+def check_quantized(x_RD, w: QTensor, group_sizes_E, w_gate=None, **epilogue) -> None:
+    """Raises ValueError where these are not the operands of `quantized_grouped_matmul`."""
+    for name, each in {"w": w, **({} if w_gate is None else {"w_gate": w_gate})}.items():
+        if not isinstance(each, QTensor):
             raise ValueError(
-                f"gate_R has {gate_R.shape[0]} elements; expected {x_RD.shape[0]}, one for "
-                "each row of x_RD"
+                f"{name} is a {type(each).__name__}; expected a QTensor: use quantize(w_EDF, "
+                "bits), or grouped_matmul for weights that are not quantized"
             )
+        each.check()
+    check_rows(x_RD, w.shape, group_sizes_E)
+    if w_gate is not None:
+        kinds = [(each.shape, each.bits, each.group_size) for each in (w_gate, w)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                "w_gate has shape {}, bits={} and group_size={}".format(*kinds[0])
+                + "; expected those of w, {}, {} and {}".format(*kinds[1])
+            )
+    check_epilogue(x_RD, w.shape, **epilogue)
+
+
+def check_epilogue(x_RD, shape_EDF, *, bias_EF, activation, gate_R) -> None:
+    """Raises ValueError where these are not of rows times matrices of this shape."""
+    (E, _, F), R = shape_EDF, x_RD.shape[0]
+    check_activation(activation)
+    for name, array, meaning, shape in (
+        ("bias_EF", bias_EF, "[experts, outputs]", (E, F)),
+        ("gate_R", gate_R, "one for each row of x_RD", (R,)),
+    ):
+        if array is None:
+            continue
+        _check_array(name, array, meaning, len(shape), DTYPES)
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; expected {shape}, {meaning}")
 
 
 def check_group_sizes(group_sizes_E, R: int, E: int) -> None:
@@ -73,7 +91,7 @@ def check_group_sizes(group_sizes_E, R: int, E: int) -> None:
         )
 
 
-def check_rows(x_RD, shape_EDF, group_sizes_E, bias_EF=None) -> None:
+def check_rows(x_RD, shape_EDF, group_sizes_E) -> None:
     """Raises ValueError where these are not rows for matrices of this shape."""
     E, D, F = shape_EDF
     _check_array("x_RD", x_RD, "[rows, inputs]", 2, DTYPES)
@@ -82,10 +100,6 @@ def check_rows(x_RD, shape_EDF, group_sizes_E, bias_EF=None) -> None:
             f"x_RD has {x_RD.shape[1]} columns, and the weights are E={E}, D={D}, F={F}; "
             f"expected {D} columns"
         )
-    if bias_EF is not None:
-        _check_array("bias_EF", bias_EF, "[experts, outputs]", 2, DTYPES)
-        if bias_EF.shape != (E, F):
-            raise ValueError(f"bias_EF has shape {bias_EF.shape}; expected {(E, F)}")
     check_group_sizes(group_sizes_E, x_RD.shape[0], E)
 
 
@@ -118,9 +132,12 @@ def vary_like(array, *operands):
 
 
 def sum_over_replicas(gradient, primal):
-    """The gradient of a primal that does not vary over all the mesh axes that it varies over.
+    """The gradient of a primal that does not vary over all the mesh axes that it varies over,
+    in the primal's dtype.
 
     Along such an axis every device used the same value, and has a part of its gradient.
     """
     replicas = varying_axes(gradient) - varying_axes(primal)
-    return jax.lax.psum(gradient, tuple(sorted(replicas))) if replicas else gradient
+    if replicas:
+        gradient = jax.lax.psum(gradient, tuple(sorted(replicas)))
+    return gradient.astype(primal.dtype)

@@ -33,7 +33,10 @@ class Case:
         bits: 8 or 4 for quantized weights; None for weights in `dtype`.
         group_size: channels of D that share a scale; None for one scale an output feature.
         direction: one of `PASSES`; quantized weights have the forward pass alone.
-        epilogue: with bias, ReLU and gate.
+        epilogue: of a forward pass, with bias, activation and the rows' gates; the activation
+            is a ReLU, in a gated linear unit GELU.
+        is_gated_unit: of a forward pass, with the second matrix of a gated linear unit.
+        has_residual: the forward pass of training, which also returns the residual.
         tiling: fields of the back end's `Tiling`; None for its default.
     """
 
@@ -47,6 +50,8 @@ class Case:
     group_size: int | None = None
     direction: str = "forward"
     epilogue: bool = False
+    is_gated_unit: bool = False
+    has_residual: bool = False
     tiling: dict[str, Any] | None = None
 
     def __post_init__(self):
@@ -88,6 +93,18 @@ def variant(op: str = "grouped_matmul", **changes) -> Case:
     return Case(op, **sizes | changes)
 
 
+# The first product of a layer, as inference and as training compile it.
+EPILOGUES = {
+    "geglu": {"epilogue": True, "is_gated_unit": True},
+    "geglu with residual": {"epilogue": True, "is_gated_unit": True, "has_residual": True},
+}
+
+
+def many(**changes) -> Case:
+    """A kernel at the first shape with many rows."""
+    return variant(R=ROWS["many"] * EXPERTS, **changes)
+
+
 def build(case: Case, implementation: str):
     """The function of a case on a back end, and the shapes of its arguments.
 
@@ -95,41 +112,35 @@ def build(case: Case, implementation: str):
         implementation: `tpu` or `gpu`, a module of the op's package.
 
     Returns:
-        (function, specs): `function(*arrays like specs)` runs the kernel.
+        (function, specs): `function(*arrays like specs)`, trees of them, runs the kernel.
     """
     module = importlib.import_module(f"pallas_kernels.{case.op}.{implementation}")
     tiling = None if case.tiling is None else module.Tiling(**case.tiling)
+    run, options = functools.partial(module.forward, tiling=tiling), {}
+    spec, dtype = jax.ShapeDtypeStruct, jnp.dtype(case.dtype)
+    R, D, F, E = case.R, case.D, case.F, case.E
+    counts = spec((E,), jnp.int32)
     if case.op == "quantized_grouped_matmul":
-        return _quantized(case, module, tiling)
-    R, D, F, E = case.R, case.D, case.F, case.E
-    dtype, run = jnp.dtype(case.dtype), module.forward
-    first, second, options = (R, D), (E, D, F), {}
-    if case.direction == "weight_gradient":
-        run, second, options = module.weight_gradient, (R, F), {"out_dtype": dtype}
-    if case.direction == "input_gradient":
-        first, options = (R, F), {"transpose_w": True}
-    specs = (jax.ShapeDtypeStruct(shape, dtype) for shape in (first, second))
-    counts = jax.ShapeDtypeStruct((E,), jnp.int32)
-    return functools.partial(run, tiling=tiling, **options), (*specs, counts)
+        G = 1 if case.group_size is None else D // case.group_size
+        values = spec((E, F, D), jnp.int8 if case.bits == 8 else jnp.int4)
+        w = values, spec((E, F, G), jnp.float32)
+        operands = spec((R, D), dtype), *w, counts
+    elif case.direction == "weight_gradient":
+        run = functools.partial(module.weight_gradient, tiling=tiling, out_dtype=dtype)
+        w, operands = None, (spec((R, D), dtype), spec((R, F), dtype), counts)
+    else:
+        w = spec((E, D, F), dtype)
+        is_backward = case.direction == "input_gradient"
+        options |= {"transpose_w": True} if is_backward else {}
+        operands = spec((R, F if is_backward else D), dtype), w, counts
+    named = {"w_gate": w} if case.is_gated_unit else {}
+    if case.epilogue:
+        named |= {"bias_EF": spec((E, F), jnp.float32), "gate_R": spec((R,), jnp.float32)}
+        options |= {"activation": "gelu" if case.is_gated_unit else "relu"}
+    if case.has_residual:
+        options |= {"has_residual": True}
 
+    def function(operands, named):
+        return run(*operands, **named, **options)
 
-def _quantized(case: Case, module, tiling):
-    R, D, F, E = case.R, case.D, case.F, case.E
-    G = 1 if case.group_size is None else D // case.group_size
-    spec = jax.ShapeDtypeStruct
-    specs = (
-        spec((R, D), jnp.dtype(case.dtype)),
-        spec((E, F, D), jnp.int8 if case.bits == 8 else jnp.int4),
-        spec((E, F, G), jnp.float32),
-        spec((E,), jnp.int32),
-    )
-    if not case.epilogue:
-        return functools.partial(module.forward, tiling=tiling), specs
-
-    def run(x_RD, values_EFD, scales_EFG, group_sizes_E, bias_EF, gate_R):
-        return module.forward(
-            x_RD, values_EFD, scales_EFG, group_sizes_E, bias_EF=bias_EF,
-            activation="relu", gate_R=gate_R, tiling=tiling,
-        )  # fmt: skip
-
-    return run, (*specs, spec((E, F), jnp.float32), spec((R,), jnp.float32))
+    return function, (operands, named)

@@ -22,7 +22,14 @@ from jax.experimental import topologies
 from jaxlib import _jax
 
 from pallas_kernels.aot import compiler
-from pallas_kernels.aot.case import Case, benchmark_cases, build, variant
+from pallas_kernels.aot.case import (
+    EPILOGUES,
+    Case,
+    benchmark_cases,
+    build,
+    many,
+    variant,
+)
 
 TARGETS = {"h200": "h200.txtpb"}
 FOLDER_VARIABLE = "SWITCHX_AOT_GPU"
@@ -44,6 +51,7 @@ def budget_cases() -> dict[str, Case]:
             f"int{bits} {name} 1024x4096 few": variant(quantized, bits=bits, **changes)
             for name, changes in variants.items()
         }
+    found |= {f"{name} 1024x4096 many": many(**fields) for name, fields in EPILOGUES.items()}
     # One row: sums in parts, so that every SM has a share of its expert's weights.
     return found | {
         "float16 forward 1024x4096 few": variant(dtype="float16"),
@@ -159,7 +167,9 @@ def compile_here(target: str, case: Case, dump: pathlib.Path) -> dict[str, int]:
     """Compiles in this process, whose environment is that of `child_variables`."""
     function, specs = build(case, "gpu")
     sharding = jax.sharding.SingleDeviceSharding(described_gpu(target))
-    specs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in specs]
+    specs = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), specs
+    )
     compiled = jax.jit(function).lower(*specs).compile()
     texts = (
         "\n".join(path.read_text() for path in sorted(dump.glob(pattern)))

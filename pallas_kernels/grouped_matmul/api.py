@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`grouped_matmul`: rows sorted by expert, each times its expert's matrix, and its gradients.
 
-Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3.
+Gale et al. 2022, MegaBlocks (arXiv:2211.15841), section 3. What follows the product, bias,
+activation, gated linear unit and the weight of the row, is done to its float32 sums
+(`epilogue.py`), and so are their gradients.
 Dims: R rows, D inputs, F outputs, E experts
 """
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.epilogue import epilogue_gradients
 from pallas_kernels.implementations import choose
 from pallas_kernels.operands import check_grouped, sum_over_replicas
 from pallas_kernels.sorted_rows import rows_of_groups
@@ -24,20 +27,31 @@ def grouped_matmul(
     w_EDF,
     group_sizes_E,
     *,
+    w_gate_EDF=None,
     bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
     implementation: str | None = None,
     tiling: Any = None,
     interpret: bool = False,
 ):
-    """`y_r = x_r w_e + bias_e` with e the expert of row r, `[R, F]` in the dtype of x.
+    """`y_r = gate_r act(x_r w_e + bias_e) (x_r w_gate_e)` with e the expert of row r.
 
-    The first `group_sizes_E[0]` rows are expert 0's, the next `group_sizes_E[1]` expert 1's.
-    Rows past the last group are not read and give zeros; matrices of empty groups are not
-    read. Products are added up in float32. Differentiable in x, w and bias; neither pass
-    transposes the weights in memory.
+    `[R, F]` in the dtype of x; every factor but the product with w is optional. The first
+    `group_sizes_E[0]` rows are expert 0's, the next `group_sizes_E[1]` expert 1's. Rows past
+    the last group are not read and give zeros; matrices of empty groups are not read. Products
+    are added up in float32 and rounded once, after the epilogue. Differentiable in x, w,
+    w_gate, bias and gate; neither pass transposes the weights in memory. For the gradient of
+    an activation the forward pass also returns its argument (and `x_r w_gate_e`) as the one
+    residual; for that of a ReLU alone the result is enough.
 
     Args:
-        x_RD, w_EDF, bias_EF: float32, bfloat16 or float16.
+        x_RD, bias_EF: float32, bfloat16 or float16.
+        w_EDF: floating point; multiplied in the dtype of x. Its gradient leaves the kernel in
+            its own dtype, so that of float32 parameters is never rounded to bfloat16.
+        w_gate_EDF: of a gated linear unit, as w. Each tile of rows meets both matrices.
+        activation: None, `relu`, `gelu` (tanh), `gelu_exact` or `silu`.
+        gate_R: the weight of each row's result, such as a router's gate.
         group_sizes_E: int32, summing to at most R. Checked where they are concrete. While they
             are traced they may sum to more: rows past R are neither read nor written.
         implementation: `reference`, `tpu`, `gpu`, or None: see `implementations.choose`.
@@ -47,48 +61,132 @@ def grouped_matmul(
         interpret: runs a named kernel by interpretation, on any machine and slowly.
 
     Raises:
-        ValueError: shapes that do not agree, an unsupported dtype or alignment, group sizes
-            below 0 or above R in sum, an implementation that cannot run here, a damaged file
-            of tuned tilings. Nothing has been launched then.
+        ValueError: shapes that do not agree, an unsupported dtype, activation or alignment,
+            group sizes below 0 or above R in sum, an implementation that cannot run here, a
+            damaged file of tuned tilings. Nothing has been launched then.
     """
-    check_grouped(x_RD, w_EDF, group_sizes_E, bias_EF)
+    check_grouped(
+        x_RD, w_EDF, group_sizes_E, w_gate_EDF,
+        bias_EF=bias_EF, activation=activation, gate_R=gate_R,
+    )  # fmt: skip
     (R, D), (E, _, F) = x_RD.shape, w_EDF.shape
     module = choose(
         "grouped_matmul",
         implementation,
-        (x_RD.dtype, w_EDF.dtype, R, D, F, E),
+        (x_RD.dtype, x_RD.dtype, R, D, F, E),
         interpret=interpret,
     )
-    if tiling is None and not interpret:
+    if tiling is None and not interpret and w_gate_EDF is None:
         tiling = tuned_tiling(module, x_RD.dtype, None, None, R, D, F, E)
     # Only kernels know the option.
     options = (("interpret", True),) if interpret else ()
-    y_RF = _grouped(module, tiling, options, x_RD, w_EDF, group_sizes_E)
-    if bias_EF is None:
-        return y_RF
-    expert_R, is_used_R = rows_of_groups(group_sizes_E, R)
-    bias_RF = jnp.where(is_used_R[:, None], bias_EF.astype(y_RF.dtype)[expert_R], 0)
-    return y_RF + bias_RF
+    operands = _Operands(x_RD, w_EDF, w_gate_EDF, bias_EF, gate_R, group_sizes_E)
+    return _grouped(module, activation, tiling, options, operands)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _grouped(module: ModuleType, tiling, options, x_RD, w_EDF, group_sizes_E):
-    return module.forward(x_RD, w_EDF, group_sizes_E, tiling=tiling, **dict(options))
+class _Operands(NamedTuple):
+    x_RD: Any
+    w_EDF: Any
+    w_gate_EDF: Any
+    bias_EF: Any
+    gate_R: Any
+    group_sizes_E: Any
+
+    def matrices(self) -> list:
+        """Those of the experts, in the dtype of the rows."""
+        matrices = (self.w_EDF, self.w_gate_EDF)
+        return [each.astype(self.x_RD.dtype) for each in matrices if each is not None]
 
 
-def _grouped_forward(module, tiling, options, x_RD, w_EDF, group_sizes_E):
-    y_RF = _grouped(module, tiling, options, x_RD, w_EDF, group_sizes_E)
-    return y_RF, (x_RD, w_EDF, group_sizes_E)
+def _run(module, activation, tiling, options, operands: _Operands, *, has_residual: bool):
+    w, *w_gate = operands.matrices()
+    return module.forward(
+        operands.x_RD, w, operands.group_sizes_E, w_gate=w_gate[0] if w_gate else None,
+        bias_EF=operands.bias_EF, activation=activation, gate_R=operands.gate_R,
+        has_residual=has_residual, tiling=tiling, **dict(options),
+    )  # fmt: skip
 
 
-def _grouped_backward(module, tiling, options, residuals, dy_RF):
-    x_RD, w_EDF, group_sizes_E = residuals
-    dx_RD = module.forward(dy_RF, w_EDF, group_sizes_E, transpose_w=True, **dict(options))
-    dw_EDF = module.weight_gradient(
-        x_RD, dy_RF, group_sizes_E, out_dtype=w_EDF.dtype, **dict(options)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _grouped(module: ModuleType, activation, tiling, options, operands: _Operands):
+    return _run(module, activation, tiling, options, operands, has_residual=False)
+
+
+def _grouped_forward(module, activation, tiling, options, operands: _Operands):
+    settings = module, activation, tiling, options
+    is_plain = operands.w_gate_EDF is None and operands.gate_R is None
+    if operands.w_gate_EDF is None and activation is None:
+        return _run(*settings, operands, has_residual=False), (operands, None)
+    if is_plain and activation == "relu":
+        y_RF = _run(*settings, operands, has_residual=False)
+        return y_RF, (operands, (y_RF,))  # above 0 where its argument is
+    y_RF, residual = _run(*settings, operands, has_residual=True)
+    return y_RF, (operands, residual)
+
+
+def _grouped_backward(module, activation, tiling, options, saved, dy_RF):
+    operands, residual = saved
+    x_RD, group_sizes_E, gate_R = operands.x_RD, operands.group_sizes_E, operands.gate_R
+    expert_R, is_used_R = rows_of_groups(group_sizes_E, len(x_RD))
+
+    def input_gradient(da_RF, w_EDF):
+        return module.forward(
+            da_RF.astype(x_RD.dtype), w_EDF, group_sizes_E, transpose_w=True, **dict(options)
+        )
+
+    if residual is None:
+        # The product is linear: the gates' gradient is that of the ungated rows times x.
+        dx_RD = input_gradient(dy_RF, operands.w_EDF.astype(x_RD.dtype))
+        da, dgate_R = [dy_RF], None
+        if gate_R is not None:
+            gate_R = jnp.where(is_used_R, gate_R.astype(jnp.float32), 0)
+            dgate_R = _row_dot(dx_RD, x_RD)
+            if operands.bias_EF is not None:
+                dgate_R += _row_dot(dy_RF, operands.bias_EF[expert_R])
+            da = [dy_RF.astype(jnp.float32) * gate_R[:, None]]
+            dx_RD = (dx_RD.astype(jnp.float32) * gate_R[:, None]).astype(x_RD.dtype)
+    else:
+        da, dgate_R = epilogue_gradients(residual, gate_R, dy_RF, activation)
+        dx_RD = sum(map(input_gradient, da, operands.matrices()))
+
+    gradients = {"x_RD": dx_RD}
+    if gate_R is not None:
+        gradients["gate_R"] = jnp.where(is_used_R, dgate_R, 0)
+    da = [each.astype(x_RD.dtype) for each in da]
+    if operands.bias_EF is not None:
+        gradients["bias_EF"] = _sum_by_group(da[0], group_sizes_E)
+    for name, da_RF in zip(("w_EDF", "w_gate_EDF"), da, strict=False):
+        gradients[name] = module.weight_gradient(
+            x_RD, da_RF, group_sizes_E, out_dtype=getattr(operands, name).dtype, **dict(options)
+        )
+    gradients = {
+        name: sum_over_replicas(each, getattr(operands, name))
+        for name, each in gradients.items()
+    }
+    none = _Operands(None, None, None, None, None, _no_gradient(group_sizes_E))
+    return (none._replace(**gradients),)
+
+
+def _row_dot(a_RX, b_RX):
+    return jnp.sum(a_RX.astype(jnp.float32) * b_RX.astype(jnp.float32), axis=1)
+
+
+def _sum_by_group(a_RF, group_sizes_E):
+    """float32 `[E, F]`, the sum of each group's rows: a product with one-hot rows."""
+    expert_R, is_used_R = rows_of_groups(group_sizes_E, len(a_RF))
+    is_of_RE = expert_R[:, None] == jnp.arange(group_sizes_E.shape[0])[None]
+    # Unused rows may be NaN, and 0 times NaN is NaN.
+    return jnp.einsum(
+        "RE,RF->EF",
+        (is_of_RE & is_used_R[:, None]).astype(a_RF.dtype),
+        jnp.where(is_used_R[:, None], a_RF, 0),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
-    dx_RD, dw_EDF = sum_over_replicas(dx_RD, x_RD), sum_over_replicas(dw_EDF, w_EDF)
-    return dx_RD, dw_EDF, np.zeros(group_sizes_E.shape, jax.dtypes.float0)
+
+
+def _no_gradient(integers):
+    return np.zeros(integers.shape, jax.dtypes.float0)
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

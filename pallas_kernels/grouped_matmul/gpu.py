@@ -8,7 +8,7 @@ What the interpreter of Mosaic GPU runs, in JAX 0.10.2, 0.11.2 and 0.12.0.1 alik
 stands in for the rest, with the same arithmetic in the same order:
 
     the schedule, the ring of stages, its barriers, the stores of a group's rows   as shipped
-    the masks of the weights' gradient, scales, bias, ReLU, gate, sums in parts    as shipped
+    the masks of the weights' gradient, the epilogue, sums in parts                 as shipped
     transposed views of tiles (0.10.2 reads none)              copies, `mosaic_gpu.transposed`
     swizzled tiles (0.10.2 slices none), register layouts       plain shared memory, no layouts
     registers as operand of wgmma                               through shared memory
@@ -24,9 +24,15 @@ import dataclasses
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.epilogue import apply_epilogue
 from pallas_kernels.grouped_matmul import gpu_weight_gradient
 from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab
-from pallas_kernels.grouped_matmul.tile_schedule import ROW_ALIGNMENT, row_tiles, summed_splits
+from pallas_kernels.grouped_matmul.tile_schedule import (
+    ROW_ALIGNMENT,
+    RowTiles,
+    row_tiles,
+    summed_splits,
+)
 from pallas_kernels.mosaic_gpu import transposed
 from pallas_kernels.tiling.gpu import (
     Tiling,
@@ -67,17 +73,22 @@ def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
     return None
 
 
-def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> Tiling:
+def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16,
+                   num_matrices: int = 1) -> Tiling:  # fmt: skip
     """The tiling by rows per expert: deep steps for few, wide tiles for many.
 
-    With few rows the time is that of reading the weights.
+    With few rows the time is that of reading the weights. Two matrices have an accumulator
+    each: tiles of at most 128 rows.
     """
-    tile_n = tile_of_rows(R, E)
+    tile_n = min(tile_of_rows(R, E), 256 // num_matrices)
     deep = 128 if D % 128 == 0 and tile_n <= 64 else 64
     tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=deep)
     tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
     panel = F if tile_n <= 64 else 16
-    return fitted(dataclasses.replace(tiling, panel=panel), dtype, dtype, most=6)
+    return fitted(
+        dataclasses.replace(tiling, panel=panel), dtype, dtype, most=6,
+        num_matrices=num_matrices,
+    )  # fmt: skip
 
 
 def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tiling]:
@@ -88,9 +99,14 @@ def candidates(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16) -> list[Tilin
     )  # fmt: skip
 
 
-def forward(x_RD, w, group_sizes_E, *, transpose_w: bool = False, tiling: Tiling | None = None,
+def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
+            activation: str | None = None, gate_R=None, has_residual: bool = False,
+            transpose_w: bool = False, tiling: Tiling | None = None,
             interpret: bool = False):  # fmt: skip
-    """`y_r = x_r w_e` as `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
+    """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
+
+    Args:
+        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
 
     Raises:
         ValueError: `refusal` has a reason, or the tiling cannot run.
@@ -100,21 +116,73 @@ def forward(x_RD, w, group_sizes_E, *, transpose_w: bool = False, tiling: Tiling
     sizes = (num_rows, depth, features, w.shape[0])
     if reason := refusal(x_RD.dtype, w.dtype, *sizes):
         raise ValueError(reason)
-    tiling = tiling or default_tiling(*sizes, x_RD.dtype)
-    tiling = checked(tiling, depth, x_RD.dtype, w.dtype)
+    matrices = [w] if w_gate is None else [w, w_gate]
+    tiling = tiling or default_tiling(*sizes, x_RD.dtype, len(matrices))
+    tiling = checked(tiling, depth, x_RD.dtype, w.dtype, num_matrices=len(matrices))
     tiling = dataclasses.replace(tiling, num_sms=tiling.num_sms or sm_count(interpret))
-    x_RD = padded_rows(x_RD, tiling, interpret)
+    x = padded_rows(x_RD, tiling, interpret)
     if interpret:
-        w = padded(w, 1 if transpose_w else 2, tiling.tile_m * tiling.warpgroups)
+        block = tiling.tile_m * tiling.warpgroups
+        matrices = [padded(each, 1 if transpose_w else 2, block) for each in matrices]
     tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
-    y = swap_ab(
-        x_RD, w, tiles, tiling, _weights(transpose_w, x_RD.dtype, tiling, interpret),
-        Epilogue(), interpret=interpret, name="grouped_matmul",
+    results = swap_ab(
+        x, matrices, tiles, tiling, _weights(transpose_w, x_RD.dtype, tiling, interpret),
+        epilogue_of(tiles, tiling, w.shape[0], (), bias_EF, activation, gate_R, has_residual),
+        interpret=interpret, name="grouped_matmul",
     )  # fmt: skip
+    y_RF, *residual = finished(
+        results, x_RD, features, tiles, tiling, w.shape[0], bias_EF, activation, gate_R
+    )
+    return (y_RF, tuple(residual)) if has_residual else y_RF
+
+
+def epilogue_of(tiles: RowTiles, tiling: Tiling, num_experts: int, scales, bias_EF, activation,
+                gate_R, has_residual: bool = False) -> Epilogue:  # fmt: skip
+    """The part of the epilogue that is the kernel's, its operands cut as the kernel reads them.
+
+    Args:
+        scales: of each matrix, `[E, F, G]`.
+    """
+    scales = tuple(_by_warpgroup(each, tiling) for each in scales)
+    if tiling.splits > 1:  # Only whole sums have a bias and an activation: `finished`.
+        return Epilogue(scales=scales)
+    return Epilogue(
+        scales=scales,
+        bias_ENM=None if bias_EF is None else _by_warpgroup(bias_EF, tiling),
+        activation=activation,
+        gate_PT=None if gate_R is None else _by_tile(gate_R, tiles, tiling.tile_n, num_experts),
+        has_residual=has_residual,
+    )
+
+
+def finished(results, x_RD, features: int, tiles: RowTiles, tiling: Tiling, num_experts: int,
+             bias_EF, activation, gate_R) -> list:  # fmt: skip
+    """The kernel's results as `[R, F]` arrays in the dtype of x; sums in parts are added up."""
+    num_rows = len(x_RD)
     if tiling.splits > 1:
-        y, expert_R = summed_splits(y, tiles, num_rows)
-        y = jnp.where((expert_R < w.shape[0])[:, None], y, 0.0)
-    return y[:num_rows, :features].astype(x_RD.dtype)
+        sums, expert_R = [], None
+        for parts_SPFT in results:
+            y_RF, expert_R = summed_splits(parts_SPFT, tiles, num_rows)
+            sums.append(y_RF[:, :features])
+        rows = jnp.minimum(expert_R, num_experts - 1), expert_R < num_experts
+        y_RF, residual = apply_epilogue(sums, *rows, bias_EF, activation, gate_R)
+        results = [y_RF, *residual]
+    return [each[:num_rows, :features].astype(x_RD.dtype) for each in results]
+
+
+def _by_warpgroup(value_EFx, tiling: Tiling):
+    """Features cut into those of a warpgroup: `[E, F, ...]` to `[E, N, M, ...]`, padded."""
+    block = tiling.tile_m * tiling.warpgroups
+    value_EFx = padded(value_EFx.astype(jnp.float32), 1, block)
+    E, F, *rest = value_EFx.shape
+    return value_EFx.reshape(E, F // tiling.tile_m, tiling.tile_m, *rest)
+
+
+def _by_tile(gate_R, tiles: RowTiles, block: int, num_experts: int):
+    """The gates of each tile's rows, `[P, T]` float32."""
+    row_PT = tiles.start_P[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
+    gate_PT = gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
+    return jnp.where((tiles.expert_P < num_experts)[:, None], gate_PT, 0.0)
 
 
 def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None,

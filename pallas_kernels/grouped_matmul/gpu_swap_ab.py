@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.epilogue import activated
 from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
 from pallas_kernels.mosaic_gpu import (
     copy_and_multiply,
@@ -60,37 +61,49 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The function of the float32 accumulator: `gate (relu(scale acc + bias))`.
+    """The function of the float32 accumulators (`pallas_kernels/epilogue.py`).
 
     Attributes:
-        scale_ENMG: float32, the features cut into those of a warpgroup, whole blocks of them.
-        bias_ENM: float32.
+        scales: for each matrix `[E, N, M, G]` float32, the features cut into those of a
+            warpgroup, whole blocks of them; none where weights are not quantized.
+        bias_ENM: float32, cut as the scales.
         gate_PT: float32, for the rows of each tile; finite for rows of no expert.
+        has_residual: the residual of the epilogue is a result too.
     """
 
-    scale_ENMG: jax.Array | None = None
+    scales: tuple[jax.Array, ...] = ()
     bias_ENM: jax.Array | None = None
-    relu: bool = False
+    activation: str | None = None
     gate_PT: jax.Array | None = None
+    has_residual: bool = False
 
     def operands(self) -> dict[str, jax.Array]:
-        named = {"scale": self.scale_ENMG, "bias": self.bias_ENM, "gate": self.gate_PT}
+        named = {f"scale{i}": scale_ENMG for i, scale_ENMG in enumerate(self.scales)}
+        named |= {"bias": self.bias_ENM, "gate": self.gate_PT}
         return {name: array for name, array in named.items() if array is not None}
 
 
-def swap_ab(x_RD, w, tiles: RowTiles, tiling: Tiling, weights: Weights, epilogue: Epilogue, *,
-            interpret: bool, name: str):  # fmt: skip
-    """The product, `[R, F]` in the dtype of x; R is a multiple of 8.
+def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
+            epilogue: Epilogue, *, interpret: bool, name: str):  # fmt: skip
+    """The product and, with `has_residual`, the residual: arrays `[R, F]` in the dtype of x.
 
-    With splits, the float32 sums of each instead, `[splits, P, F, T]`: tile by tile, the rows
-    of other groups among them.
+    With splits, the float32 sums of each matrix instead, `[splits, P, F, T]`: tile by tile, the
+    rows of other groups among them.
+
+    Args:
+        x_RD: R is a multiple of 8.
+        matrices: one, or two of a gated linear unit. A warpgroup has the same features of
+            both, in an accumulator each, so that a tile of rows is copied once for both.
     """
+    [w, *_] = matrices
     features = w.shape[1] if weights.is_depth_minor else w.shape[2]
     shape = (x_RD.shape[0], features)
-    dtype = x_RD.dtype
+    dtype, num_results = x_RD.dtype, 1
     if tiling.splits > 1:
         shape = (tiling.splits, tiles.expert_P.shape[0], features, tiling.tile_n)
-        dtype = jnp.float32
+        dtype, num_results = jnp.float32, len(matrices)
+    elif epilogue.has_residual:
+        num_results += len(matrices)
     extras = epilogue.operands()
     walk = _Walk(
         tiling=tiling,
@@ -99,22 +112,24 @@ def swap_ab(x_RD, w, tiles: RowTiles, tiling: Tiling, weights: Weights, epilogue
         num_experts=w.shape[0],
     )
     body = functools.partial(
-        _body, walk=walk, weights=weights, relu=epilogue.relu, extras=tuple(extras),
-        interpret=interpret,
+        _body, walk=walk, weights=weights, num_matrices=len(matrices),
+        activation=epilogue.activation, extras=tuple(extras), interpret=interpret,
     )  # fmt: skip
     run = mosaic_gpu_kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(shape, dtype),
-        scratch_types=_scratch(tiling, weights, x_RD.dtype, w.dtype, dtype, interpret),
+        out_type=[jax.ShapeDtypeStruct(shape, dtype)] * num_results,
+        scratch_types=_scratch(
+            tiling, weights, x_RD.dtype, w.dtype, dtype, len(matrices), interpret
+        ),
         grid=tiling.num_sms,
         num_threads=tiling.warpgroups + 1,
         interpret=interpret,
         name=name,
     )
-    return run(x_RD, w, *tiles.arrays(), *extras.values())
+    return run(x_RD, *matrices, *tiles.arrays(), *extras.values())
 
 
-def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, interpret) -> dict:
+def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, num_matrices, interpret) -> dict:
     stages, rows, depth, groups = tiling.stages, tiling.tile_n, tiling.tile_k, tiling.warpgroups
     minor = (tiling.tile_m, depth) if weights.is_depth_minor else (depth, tiling.tile_m)
 
@@ -131,26 +146,29 @@ def _scratch(tiling, weights, x_dtype, w_dtype, y_dtype, interpret) -> dict:
         own["x"] = ((depth, rows), x_dtype)
     return dict(
         x_smem=smem((stages, rows, depth), x_dtype),
-        w_smem=smem((stages, groups, *minor), w_dtype),
+        w_smem=smem((stages, groups, num_matrices, *minor), w_dtype),
         y_smem=y_smem,
-        full=plgpu.Barrier(num_arrivals=1 + groups, num_barriers=stages),
+        # One for each copy: the rows, and every matrix' features of every warpgroup.
+        full=plgpu.Barrier(num_arrivals=1 + groups * num_matrices, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         own={name: smem((groups, *shape), dtype) for name, (shape, dtype) in own.items()},
     )
 
 
 def _body(
-    x_gmem, w_gmem, *refs, walk, weights, relu, extras, interpret,
+    x_gmem, *refs, walk, weights, num_matrices, activation, extras, interpret,
     x_smem, w_smem, y_smem, full, empty, own,
 ):  # fmt: skip
+    w_gmem, refs = refs[:num_matrices], refs[num_matrices:]
     num_fields = len(dataclasses.fields(RowTiles))
-    tiles = RowTiles(*refs[:num_fields])
-    extra_gmem = dict(zip(extras, refs[num_fields:-1], strict=True))
+    tiles, refs = RowTiles(*refs[:num_fields]), refs[num_fields:]
+    extra_gmem = dict(zip(extras, refs, strict=False))
 
     def tile_loop(warpgroup):
         return _Consumer(
             rows=walk.tiling.tile_n, walk=walk, tiles=tiles, weights=weights,
-            extra_gmem=extra_gmem, relu=relu, y_gmem=refs[-1], x_smem=x_smem,
+            num_matrices=num_matrices, extra_gmem=extra_gmem, activation=activation,
+            results_gmem=refs[len(extras) :], x_smem=x_smem,
             w_smem=w_smem, y_smem=y_smem, full=full, empty=empty,
             own={name: ref.at[warpgroup] for name, ref in own.items()},
             warpgroup=warpgroup, interpret=interpret,
@@ -253,9 +271,10 @@ def _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
                 first = (feature_tile * tiling.warpgroups + warpgroup) * tiling.tile_m
                 f_slice = pl.ds(first, tiling.tile_m)
                 window = (f_slice, k_slice) if weights.is_depth_minor else (k_slice, f_slice)
-                plgpu.copy_gmem_to_smem(
-                    w_gmem.at[(expert, *window)], w_smem.at[slot, warpgroup], full.at[slot]
-                )
+                for i, w in enumerate(w_gmem):
+                    plgpu.copy_gmem_to_smem(
+                        w.at[(expert, *window)], w_smem.at[slot, warpgroup, i], full.at[slot]
+                    )
             return step + 1
 
         return lax.fori_loop(0, walk.steps(expert), copy_step, step)
@@ -271,9 +290,10 @@ class _Consumer:
     walk: _Walk
     tiles: RowTiles
     weights: Weights
+    num_matrices: int
     extra_gmem: dict
-    relu: bool
-    y_gmem: Any
+    activation: str | None
+    results_gmem: Any
     x_smem: Any
     w_smem: Any
     y_smem: Any
@@ -292,72 +312,76 @@ class _Consumer:
         def compute(rows):
             part = dataclasses.replace(self, rows=rows)
             if self.weights.depth_per_scale is None:
-                acc_MT = part._accumulate(steps, step)
+                sums = part._accumulate(steps, step)
             else:
-                acc_MT = part._accumulate_scaled(steps, step, expert, column, split)
-            y_MT = part._epilogue(acc_MT, expert, column, row_tile)
-            part._store(y_MT, row_tile, column, split)
+                sums = part._accumulate_scaled(steps, step, expert, column, split)
+            part._store_results(sums, expert, column, row_tile, split)
 
         end = self.tiles.offset_P[row_tile] + self.tiles.size_P[row_tile]
         for_rows(self.walk.tiling, end, compute)
         return step + steps
 
     @property
-    def _acc(self):
-        return plgpu.ACC((self.walk.tiling.tile_m, self.rows))
+    def _accumulators(self):
+        acc = plgpu.ACC((self.walk.tiling.tile_m, self.rows))
+        return [acc] * self.num_matrices
 
     def _accumulate(self, steps, first_step):
         stages = self.walk.tiling.stages
 
-        def accumulate(acc):
+        def accumulate(*accumulators):
             def multiply(k, step):
                 slot = lax.rem(step, stages)
                 plgpu.barrier_wait(self.full.at[slot])
-                self._multiply(acc, slot)
+                self._multiply(accumulators, slot)
                 if self.weights.waits:
                     plgpu.barrier_arrive(self.empty.at[slot])
                 else:
                     # The products of the step before are done; these still run.
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(len(accumulators))
                     pl.when(k > 0)(lambda: release_before(self.empty, step, stages))
                 return step + 1
 
             end = lax.fori_loop(0, steps, multiply, first_step)
-            result = acc[...]
+            results = [acc[...] for acc in accumulators]
             if not self.weights.waits:
                 pl.when(steps > 0)(lambda: release_before(self.empty, end, stages))
-            return result
+            return results
 
-        return pl.run_scoped(accumulate, self._acc)
+        return pl.run_scoped(accumulate, *self._accumulators)
 
     def _accumulate_scaled(self, steps, first_step, expert, column, split):
-        """The accumulator with a scale for each group of D, applied to each step's own sum."""
-        walk, scale_gmem = self.walk, self.extra_gmem["scale"]
+        """The accumulators with a scale for each group of D, applied to each step's own sum."""
+        walk = self.walk
         per_group = self.weights.depth_per_scale // walk.tiling.tile_k
 
-        def multiply(k, total_MT):
+        def multiply(k, totals):
             slot = lax.rem(first_step + k, walk.tiling.stages)
 
-            def once(acc):
+            def once(*accumulators):
                 plgpu.barrier_wait(self.full.at[slot])
-                self._multiply(acc, slot)
-                return acc[...]
+                self._multiply(accumulators, slot)
+                return [acc[...] for acc in accumulators]
 
-            acc_MT = pl.run_scoped(once, self._acc)
+            parts = pl.run_scoped(once, *self._accumulators)
             plgpu.barrier_arrive(self.empty.at[slot])
             group = lax.div(split * walk.depth_steps + k, per_group)
             index = (expert, column, slice(None), group)
-            return total_MT + acc_MT * self._of_feature(scale_gmem, index)
+            return [
+                total_MT + part_MT * self._of_feature(self.extra_gmem[f"scale{i}"], index)
+                for i, (total_MT, part_MT) in enumerate(zip(totals, parts, strict=True))
+            ]
 
         zero_MT = jnp.zeros((walk.tiling.tile_m, self.rows), jnp.float32)
         if not self.interpret:
             zero_MT = plgpu.layout_cast(zero_MT, plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, steps, multiply, zero_MT)
+        return lax.fori_loop(0, steps, multiply, [zero_MT] * self.num_matrices)
 
-    def _multiply(self, acc, slot):
-        w = self.w_smem.at[slot, self.warpgroup]
+    def _multiply(self, accumulators, slot):
         x = self.x_smem.at[slot, pl.ds(0, self.rows)]
-        self.weights.multiply(acc, w, x, self.own)
+        for i, acc in enumerate(accumulators):
+            w = self.w_smem.at[slot, self.warpgroup, i]
+            self.weights.multiply(acc, w, x, self.own)
 
     def _of_feature(self, ref, index):
         """Values of this warpgroup's features, down the rows of the accumulator."""
@@ -383,23 +407,37 @@ class _Consumer:
             return ref[...]
         return load_as(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
-    def _epilogue(self, acc_MT, expert, column, row_tile):
-        if "scale" in self.extra_gmem and self.weights.depth_per_scale is None:
-            acc_MT = acc_MT * self._of_feature_or_zero(
-                "scale", (expert, column, slice(None), 0)
-            )
+    def _store_results(self, sums, expert, column, row_tile, split):
+        """Stores the residual, then the result; with splits the sums, scaled."""
+        store = functools.partial(self._store, row_tile=row_tile, column=column, split=split)
+        if "scale0" in self.extra_gmem and self.weights.depth_per_scale is None:
+            index = expert, column, slice(None), 0
+            sums = [
+                acc_MT * self._of_feature_or_zero(f"scale{i}", index)
+                for i, acc_MT in enumerate(sums)
+            ]
+        if self.walk.tiling.splits > 1:
+            for parts_gmem, acc_MT in zip(self.results_gmem, sums, strict=True):
+                store(parts_gmem, acc_MT)
+            return
+        z_MT, *others = sums
         if "bias" in self.extra_gmem:
-            acc_MT = acc_MT + self._of_feature_or_zero("bias", (expert, column))
-        if self.relu:
-            acc_MT = jnp.maximum(acc_MT, 0.0)
+            z_MT = z_MT + self._of_feature_or_zero("bias", (expert, column))
+        y_gmem, *residual_gmem = self.results_gmem
+        # Before the result takes registers.
+        for residual, value_MT in zip(residual_gmem, [z_MT, *others], strict=False):
+            store(residual, value_MT)
+        y_MT = activated(self.activation, z_MT)
+        for each in others:
+            y_MT = y_MT * each
         if "gate" in self.extra_gmem:
             gate_T = self._load(
                 self.extra_gmem["gate"].at[row_tile, pl.ds(0, self.rows)], axis=1
             )
-            acc_MT = acc_MT * lax.broadcast_in_dim(gate_T, acc_MT.shape, [1])
-        return acc_MT
+            y_MT = y_MT * lax.broadcast_in_dim(gate_T, y_MT.shape, [1])
+        store(y_gmem, y_MT)
 
-    def _store(self, y_MT, row_tile, column, split):
+    def _store(self, y_gmem, y_MT, *, row_tile, column, split):
         # The last tile has left shared memory before this one overwrites it.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.walk.tiling.splits > 1:
@@ -407,7 +445,7 @@ class _Consumer:
             plgpu.commit_smem()
             features = pl.ds(column * self.walk.tiling.tile_m, self.walk.tiling.tile_m)
             plgpu.copy_smem_to_gmem(
-                self.y_smem.at[self.warpgroup], self.y_gmem.at[split, row_tile, features]
+                self.y_smem.at[self.warpgroup], y_gmem.at[split, row_tile, features]
             )
             return
         y_MT = y_MT.astype(self.y_smem.dtype)
@@ -421,10 +459,10 @@ class _Consumer:
             else:
                 plgpu.transpose_ref(y_smem, (1, 0))[...] = part_MT
         plgpu.commit_smem()
-        self._copy_group(row_tile, column)
+        self._copy_group(y_gmem, row_tile, column)
         plgpu.commit_smem_to_gmem_group()
 
-    def _copy_group(self, row_tile, column):
+    def _copy_group(self, y_gmem, row_tile, column):
         """The group's rows of a tile and no other.
 
         A copy has a fixed number of rows: one of 2^i rows for each bit of how many there are.
@@ -436,17 +474,17 @@ class _Consumer:
 
             @pl.when((size & length) != 0)
             def _(length=length, offset=offset):
-                self._copy_rows(start + offset, offset, length, column)
+                self._copy_rows(y_gmem, start + offset, offset, length, column)
 
             offset = offset + (size & length)
             length //= 2
 
-    def _copy_rows(self, first, offset, length, column):
+    def _copy_rows(self, y_gmem, first, offset, length, column):
         chunks = self.y_smem.shape[1]
         for chunk in range(chunks):
             features = pl.ds((column * chunks + chunk) * STORED, STORED)
             plgpu.copy_smem_to_gmem(
                 self.y_smem.at[self.warpgroup, chunk, pl.ds(offset, length)],
-                self.y_gmem.at[pl.ds(first, length), features],
+                y_gmem.at[pl.ds(first, length), features],
                 commit_group=False,
             )

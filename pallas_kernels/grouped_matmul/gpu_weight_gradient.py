@@ -69,14 +69,15 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, interpret)
     )
     run = mosaic_gpu_kernel(
         functools.partial(_body, walk=walk, interpret=interpret),
-        out_type=jax.ShapeDtypeStruct((walk.num_experts, walk.D, walk.F), out_dtype),
+        out_type=[jax.ShapeDtypeStruct((walk.num_experts, walk.D, walk.F), out_dtype)],
         scratch_types=_scratch(tiling, x_RD.dtype, out_dtype, interpret),
         grid=walk.tiling.num_sms,
         num_threads=tiling.warpgroups + 1,
         interpret=interpret,
         name="grouped_matmul_weight_gradient",
     )
-    return run(x_RD, dy_RF, first_E, begin_E, end_E, steps_E)[:, :D, :F]
+    [dw_EDF] = run(x_RD, dy_RF, first_E, begin_E, end_E, steps_E)
+    return dw_EDF[:, :D, :F]
 
 
 def _tiling(tiling: Tiling | None, D: int, F: int, dtype, out_dtype) -> Tiling:

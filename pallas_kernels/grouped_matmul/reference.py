@@ -16,8 +16,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.epilogue import apply_epilogue
 from pallas_kernels.operands import vary_like
-from pallas_kernels.sorted_rows import group_bounds, stable_argsort
+from pallas_kernels.sorted_rows import group_bounds, rows_of_groups, stable_argsort
 
 # Bytes of a block of a matrix. As large as caches hold where products are added up over
 # blocks, which costs a pass over the sums for each; smaller where every block has its own.
@@ -87,26 +88,55 @@ def _divisor(number: int, at_most: int) -> int:
     return largest if 4 * largest >= min(number, at_most) else number
 
 
-def forward(x_RD, w, group_sizes_E, *, transpose_w=False, tiling: Tiling | None = None):
-    """`y_r = x_r w_e` as `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
+def forward(
+    x_RD,
+    w,
+    group_sizes_E,
+    *,
+    w_gate=None,
+    bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
+    has_residual: bool = False,
+    transpose_w: bool = False,
+    tiling: Tiling | None = None,
+):
+    """As `api.grouped_matmul`, rounded once at the end; with `transpose_w` w is `[E, F, D]`.
+
+    Args:
+        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
 
     Raises:
         ValueError: `tiling` does not fit.
     """
     R, (E, *leading_columns) = x_RD.shape[0], w.shape
     F = leading_columns[0 if transpose_w else 1]
+    matrices = [w] if w_gate is None else [w, w_gate]
     if 0 in (R, E):
-        return jnp.zeros((R, F), x_RD.dtype)
+        y_RF = jnp.zeros((R, F), x_RD.dtype)
+        return (y_RF, (y_RF,) * len(matrices)) if has_residual else y_RF
     tiling = tiling or default_tiling(R, *leading_columns, E, transpose_w=transpose_w)
     tiling.check(leading_columns[0])
-    return jax.lax.platform_dependent(
-        x_RD,
-        w,
-        group_sizes_E,
-        # Not a `functools.partial`: its arguments would be traced.
-        cpu=lambda *operands: forward_on_cpu(*operands, transpose_w, tiling),
-        default=lambda *operands: forward_by_ragged_dot(*operands, transpose_w),
-    )
+    sums = [
+        jax.lax.platform_dependent(
+            x_RD,
+            each,
+            group_sizes_E,
+            # Not a `functools.partial`: its arguments would be traced.
+            cpu=lambda *operands: forward_on_cpu(*operands, transpose_w, tiling),
+            default=lambda *operands: forward_by_ragged_dot(*operands, transpose_w),
+        )
+        for each in matrices
+    ]
+    if w_gate is bias_EF is activation is gate_R is None:
+        [y_RF], residual = sums, sums
+    else:
+        rows = rows_of_groups(group_sizes_E, R)
+        y_RF, residual = apply_epilogue(sums, *rows, bias_EF, activation, gate_R)
+    y_RF = y_RF.astype(x_RD.dtype)
+    if not has_residual:
+        return y_RF
+    return y_RF, tuple(each.astype(x_RD.dtype) for each in residual)
 
 
 def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | None = None):
@@ -166,15 +196,14 @@ class _Groups:
 
 
 def forward_on_cpu(x_RD, w, group_sizes_E, transpose_w: bool, tiling: Tiling):
-    """The loops of the CPU; see the module."""
+    """The loops of the CPU, float32; see the module."""
 
     def weight_block(e, k):
         corner, shape = (e, k * tiling.weight_rows, 0), (1, tiling.weight_rows, w.shape[2])
         return jax.lax.dynamic_slice(w, corner, shape)[0]
 
     x_RD = vary_like(x_RD, w, group_sizes_E)
-    y_RF = add_up_blocks(x_RD, weight_block, w.shape[1:], group_sizes_E, transpose_w, tiling)
-    return y_RF.astype(x_RD.dtype)
+    return add_up_blocks(x_RD, weight_block, w.shape[1:], group_sizes_E, transpose_w, tiling)
 
 
 def add_up_blocks(x_RD, weight_block, shape, group_sizes_E, transpose_w, tiling: Tiling):
@@ -258,7 +287,7 @@ def _dot(a, b, contract_a: int, contract_b: int):
 
 
 def forward_by_ragged_dot(x_RD, w, group_sizes_E, transpose_w: bool):
-    """The product by `jax.lax.ragged_dot`, which TPU and GPU run; 0 past the groups."""
+    """By `jax.lax.ragged_dot`, which TPU and GPU run; float32, 0 past the groups."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transpose_w else 1,)), ((), ())),
         lhs_ragged_dimensions=(0,),
@@ -270,7 +299,7 @@ def forward_by_ragged_dot(x_RD, w, group_sizes_E, transpose_w: bool):
     y_RF = jax.lax.ragged_dot_general(
         x_RD, w, end_E - begin_E, numbers, preferred_element_type=jnp.float32
     )
-    return _zero_from(y_RF, end_E[-1]).astype(x_RD.dtype)
+    return _zero_from(y_RF, end_E[-1])
 
 
 def weight_gradient_by_ragged_dot(x_RD, dy_RF, group_sizes_E, out_dtype):

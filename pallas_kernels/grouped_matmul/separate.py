@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.operands import check_rows
+from pallas_kernels.epilogue import apply_epilogue
+from pallas_kernels.operands import check_epilogue, check_rows
+from pallas_kernels.sorted_rows import rows_of_groups
 
 # Tiles of more rows are multiplied with rows of other experts for nothing.
 MAX_ROWS = 32
@@ -50,13 +52,37 @@ class SeparateMatrices:
         return self.matrices[0].dtype
 
 
-def separate_matmul(x_RD, w: SeparateMatrices, group_sizes_E):
-    """`y_r = x_r w_e`, `[R, F]` in the dtype of x, as `grouped_matmul` without a bias.
+def separate_matmul(
+    x_RD,
+    w: SeparateMatrices,
+    group_sizes_E,
+    *,
+    w_gate: SeparateMatrices | None = None,
+    bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
+):
+    """As `grouped_matmul`, forward alone; w_gate as w.
+
+    The epilogue follows the loop: of a few rows it is little work, and each branch would be
+    compiled with it.
 
     Raises:
         ValueError: shapes that do not agree, or sizes below 0 or above R in sum.
     """
-    check_rows(x_RD, w.shape, group_sizes_E)
+    matrices = [w] if w_gate is None else [w, w_gate]
+    for each in matrices:
+        check_rows(x_RD, each.shape, group_sizes_E)
+    check_epilogue(x_RD, w.shape, bias_EF=bias_EF, activation=activation, gate_R=gate_R)
+    y_RF, *gate = (_multiply(x_RD, each, group_sizes_E) for each in matrices)
+    if not gate and bias_EF is activation is gate_R is None:
+        return y_RF
+    rows = rows_of_groups(group_sizes_E, len(x_RD))
+    sums = [each.astype(jnp.float32) for each in (y_RF, *gate)]
+    return apply_epilogue(sums, *rows, bias_EF, activation, gate_R)[0].astype(x_RD.dtype)
+
+
+def _multiply(x_RD, w: SeparateMatrices, group_sizes_E):
     (R, _), (E, _, F) = x_RD.shape, w.shape
     y_RF = jax.lax.full_like(x_RD, 0, shape=(R, F))
     if R == 0:

@@ -14,7 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_expert
-from pallas_kernels.grouped_matmul.tpu_rows import exact_dot, multiply_rows, pipelined
+from pallas_kernels.grouped_matmul.tpu_rows import (
+    Epilogue,
+    exact_dot,
+    multiply_rows,
+    pipelined,
+)
 from pallas_kernels.tiling import tpu as tpu_tiling
 from pallas_kernels.tiling.tpu import Problem, Tiling
 from pallas_kernels.tpu_chip import padded_shape, padded_to_tiles
@@ -53,13 +58,19 @@ def forward(
     w,
     group_sizes_E,
     *,
+    w_gate=None,
+    bias_EF=None,
+    activation: str | None = None,
+    gate_R=None,
+    has_residual: bool = False,
     transpose_w: bool = False,
     tiling: Tiling | None = None,
     interpret=False,
 ):
-    """`y_r = x_r w_e` as `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
+    """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
     Args:
+        has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:
@@ -67,10 +78,20 @@ def forward(
     """
     R, D = x_RD.shape
     F = w.shape[1] if transpose_w else w.shape[2]
-    tiling = tiling or candidates(R, D, F, w.shape[0], x_RD.dtype, w.dtype)[0]
+    if tiling is None:
+        num_matrices = 1 if w_gate is None else 2
+        problem = Problem.of(
+            R, D, F, w.shape[0], x_RD.dtype, w.dtype, num_matrices=num_matrices,
+            num_results=1 + num_matrices if has_residual else 1,
+        )  # fmt: skip
+        tiling = tpu_tiling.candidates(problem)[0]
     return multiply_rows(
-        x_RD, w, group_sizes_E, tiling=tiling, is_output_major=transpose_w, interpret=interpret
-    )
+        x_RD, w, group_sizes_E, tiling=tiling, is_output_major=transpose_w, w_gate=w_gate,
+        epilogue=Epilogue(
+            bias_EF=bias_EF, activation=activation, gate_R=gate_R, has_residual=has_residual
+        ),
+        interpret=interpret,
+    )  # fmt: skip
 
 
 def weight_gradient(
@@ -101,9 +122,10 @@ def weight_gradient(
     block = pltpu.VMEM((tiling.block_D, tiling.block_F), jnp.float32)
     num_bytes = R * D * num_blocks(F, tiling.block_F) * x_RD.dtype.itemsize
     num_bytes += R * F * num_blocks(D, tiling.block_D) * dy_RF.dtype.itemsize
-    dw_EDF = pipelined(
-        functools.partial(_kernel, tiling, D, F), tiles, (x_RD, dy_RF), (out_shape, out_dtype),
-        problem, tiling, scratch=[] if out_dtype == jnp.float32 else [block],
+    results = [(out_shape, out_dtype)]
+    [dw_EDF] = pipelined(
+        functools.partial(_kernel, tiling, D, F), tiles, (x_RD, dy_RF), results, problem,
+        tiling, scratch=[] if out_dtype == jnp.float32 else [block],
         bytes_accessed=num_bytes + E * D * F * out_dtype.itemsize, interpret=interpret,
         name="sum_outer_products",
     )  # fmt: skip

@@ -17,9 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.epilogue import activated
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_block
 from pallas_kernels.operands import result_type
-from pallas_kernels.tiling.tpu import Problem, Tiling, vmem_limit_bytes
+from pallas_kernels.tiling.tpu import LANES, Problem, Tiling, vmem_limit_bytes
 from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu, padded_shape, padded_to_tiles
 
 ROWS_OF_A_TILE = 8
@@ -27,24 +28,31 @@ ROWS_OF_A_TILE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The function of the float32 sums before they are rounded; all of it is optional.
+    """The function of the float32 sums before they are rounded (`pallas_kernels/epilogue.py`).
 
     Attributes:
-        scale_EGF: a factor a feature and group of D / G channels.
-        bias_EF: added after the scale.
-        gate_R: multiplied last.
-        relu: whether max(., 0) comes before the gate.
+        scales: for each matrix `[E, G, F]`, a factor a feature and group of D / G channels;
+            none where weights are not quantized.
+        bias_EF, activation, gate_R: as of `api.grouped_matmul`.
+        has_residual: the residual of the epilogue is a result too.
     """
 
-    scale_EGF: jax.Array | None = None
+    scales: tuple[jax.Array, ...] = ()
     bias_EF: jax.Array | None = None
+    activation: str | None = None
     gate_R: jax.Array | None = None
-    relu: bool = False
+    has_residual: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The constants of the kernel's body."""
+    """The constants of the kernel's body.
+
+    Attributes:
+        num_matrices: 2 in a gated linear unit.
+        chunk: columns of a block that are multiplied at a time.
+        names: of the operands after rows and matrices, in their order.
+    """
 
     tiling: Tiling
     D: int
@@ -53,7 +61,10 @@ class _Plan:
     is_output_major: bool
     group_size: int | None
     is_group_scaled: bool
-    relu: bool
+    activation: str | None
+    has_residual: bool
+    num_matrices: int
+    chunk: int
     names: tuple[str, ...]
 
     @property
@@ -68,6 +79,10 @@ class _Plan:
     @property
     def y_block(self) -> tuple[int, int]:
         return self.tiling.block_R, self.tiling.block_F
+
+    @property
+    def num_results(self) -> int:
+        return 1 + self.num_matrices if self.has_residual else 1
 
     @property
     def num_blocks_D(self) -> int:
@@ -85,6 +100,7 @@ def multiply_rows(
     *,
     tiling: Tiling,
     is_output_major: bool,
+    w_gate=None,
     epilogue: Epilogue | None = None,
     interpret=False,
 ):
@@ -92,6 +108,10 @@ def multiply_rows(
 
     Args:
         w: [E, D, F], or [E, F, D] if `is_output_major`; the dtype of x, int8 or int4.
+        w_gate: of a gated linear unit, as w.
+
+    Returns:
+        y_RF, with `has_residual` (y_RF, residual).
     """
     num_rows = len(x_RD)
     F = w.shape[1] if is_output_major else w.shape[2]
@@ -99,9 +119,9 @@ def multiply_rows(
     x_RD, epilogue = _with_whole_tiles(x_RD, epilogue)
     R, D = x_RD.shape
     tiling.check(D, F)
-    problem = Problem.of(R, D, F, w.shape[0], x_RD.dtype, w.dtype)
+    matrices = [w] if w_gate is None else [w, w_gate]
     operands, specs = _epilogue_operands(epilogue, tiling)
-    G = 1 if epilogue.scale_EGF is None else epilogue.scale_EGF.shape[1]
+    G = epilogue.scales[0].shape[1] if epilogue.scales else 1
     plan = _Plan(
         tiling=tiling,
         D=D,
@@ -110,26 +130,36 @@ def multiply_rows(
         is_output_major=is_output_major,
         group_size=D // G,
         is_group_scaled=G > 1,
-        relu=epilogue.relu,
+        activation=epilogue.activation,
+        has_residual=epilogue.has_residual,
+        num_matrices=len(matrices),
+        chunk=tiling.chunk,
         names=tuple(operands),
     )
+    problem = Problem.of(
+        R, D, F, w.shape[0], x_RD.dtype, w.dtype, num_matrices=len(matrices),
+        num_results=plan.num_results,
+    )  # fmt: skip
     tiles = tiles_by_block(group_sizes_E, R, tiling.block_R)
-    arrays = [x_RD, w, *operands.values()]
-    blocks = [plan.x_block, plan.w_block, *(block[-2:] for block, _ in specs.values())]
+    arrays = [x_RD, *matrices, *operands.values()]
+    blocks = [plan.x_block, *[plan.w_block] * len(matrices)]
+    blocks += [block[-2:] for block, _ in specs.values()]
     out_shape = R, F
     if interpret:
         arrays = [padded_to_tiles(*pair) for pair in zip(arrays, blocks, strict=True)]
         out_shape = padded_shape(out_shape, plan.y_block)
-    scratch = [pltpu.VMEM(plan.y_block, jnp.float32)] if plan.num_blocks_D > 1 else []
+    sums = [pltpu.VMEM(plan.y_block, jnp.float32)] * len(matrices)
     # As if every expert had rows.
-    num_bytes = R * (D * plan.num_blocks_F + F) * x_RD.dtype.itemsize
-    num_bytes += w.size * problem.w_bits // 8
-    y_RF = pipelined(
+    num_bytes = R * (D * plan.num_blocks_F + F * plan.num_results) * x_RD.dtype.itemsize
+    num_bytes += len(matrices) * w.size * problem.w_bits // 8
+    results = pipelined(
         functools.partial(_kernel, plan, tuple(specs.values())), tiles, arrays,
-        (out_shape, x_RD.dtype), problem, tiling, scratch=scratch, bytes_accessed=num_bytes,
+        [(out_shape, x_RD.dtype)] * plan.num_results, problem, tiling,
+        scratch=sums if plan.num_blocks_D > 1 else [], bytes_accessed=num_bytes,
         interpret=interpret, name="multiply_rows",
     )  # fmt: skip
-    return y_RF[:num_rows, :F]
+    y_RF, *residual = (each[:num_rows, :F] for each in results)
+    return (y_RF, tuple(residual)) if epilogue.has_residual else y_RF
 
 
 def _with_whole_tiles(x_RD, epilogue: Epilogue):
@@ -147,13 +177,13 @@ def _with_whole_tiles(x_RD, epilogue: Epilogue):
 
 
 def pipelined(
-    kernel, tiles, arrays, out, problem: Problem, tiling: Tiling, *, scratch,
+    kernel, tiles, arrays, results, problem: Problem, tiling: Tiling, *, scratch,
     bytes_accessed: int, interpret, name: str,
 ):  # fmt: skip
-    """The result, of shape and dtype `out`, of a kernel that runs a pipeline over tiles.
+    """The results, each of a shape and dtype, of a kernel that runs a pipeline over tiles.
 
     Args:
-        scratch: memory of the kernel, after the references of tiles, arrays and result.
+        scratch: memory of the kernel, after the references of tiles, arrays and results.
         bytes_accessed: for XLA's scheduler.
     """
     any_space = pl.BlockSpec(memory_space=pl.ANY)
@@ -163,16 +193,16 @@ def pipelined(
             num_scalar_prefetch=len(tiles),
             grid=(tiling.cores,),
             in_specs=[any_space] * len(arrays),
-            out_specs=any_space,
+            out_specs=[any_space] * len(results),
             scratch_shapes=scratch,
         ),
-        out_shape=result_type(*out, *tiles, *arrays),
+        out_shape=[result_type(*each, *tiles, *arrays) for each in results],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * problem.R * problem.D * problem.F,
+            flops=2 * problem.R * problem.D * problem.F * problem.num_matrices,
             bytes_accessed=bytes_accessed,
             transcendentals=0,
         ),
@@ -186,10 +216,10 @@ def pipelined(
 def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
     """Arrays as the kernel reads them, and the blocks of each, by name."""
     operands, specs = {}, {}
-    if epilogue.scale_EGF is not None:
+    for i, scale_EGF in enumerate(epilogue.scales):
         # All groups of a feature block at once: a row of them is no whole tile of memory.
-        operands["scale"] = epilogue.scale_EGF
-        specs["scale"] = ((None, epilogue.scale_EGF.shape[1], tiling.block_F), "expert")
+        operands[f"scale{i}"] = scale_EGF
+        specs[f"scale{i}"] = ((None, scale_EGF.shape[1], tiling.block_F), "expert")
     if epilogue.bias_EF is not None:
         operands["bias"] = epilogue.bias_EF.astype(jnp.float32)[:, None]
         specs["bias"] = ((None, 1, tiling.block_F), "expert")
@@ -199,10 +229,11 @@ def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
     return operands, specs
 
 
-def _kernel(plan: _Plan, specs, *refs):
-    num_tile_arrays, num_inputs = len(BlockTiles._fields), 2 + len(specs)
-    tiles, refs = BlockTiles(*refs[:num_tile_arrays]), refs[num_tile_arrays:]
-    inputs, y_RF, scratch = refs[:num_inputs], refs[num_inputs], refs[num_inputs + 1 :]
+def pipeline_specs(plan: _Plan, specs, tiles: BlockTiles):
+    """(grid, blocks of the operands, blocks of the results): what is copied, and when.
+
+    The kernel runs it over references; `copied_bytes` counts it over arrays.
+    """
     count, with_rows = tiles.count[0], tiles.count[1]
 
     def fetched(p):
@@ -223,76 +254,114 @@ def _kernel(plan: _Plan, specs, *refs):
         "expert": lambda f, p, d: (tiles.expert_P[p], 0, f),
         "rows": lambda f, p, d: (tiles.block_P[fetched(p)], 0),
     }
+    w_spec = pl.BlockSpec((None, *plan.w_block), w_index, pipeline_mode=pl.Buffered(3))
+    in_specs = [
+        pl.BlockSpec(plan.x_block, x_index),
+        *[w_spec] * plan.num_matrices,
+        *(pl.BlockSpec(block, indices[index]) for block, index in specs),
+    ]
+    y_spec = pl.BlockSpec(plan.y_block, lambda f, p, d: (tiles.block_P[p], f))
+    grid = (plan.num_blocks_F, count, plan.num_blocks_D)
+    return grid, in_specs, [y_spec] * plan.num_results
+
+
+def _kernel(plan: _Plan, specs, *refs):
+    num_tile_arrays, num_inputs = len(BlockTiles._fields), 1 + plan.num_matrices + len(specs)
+    tiles, refs = BlockTiles(*refs[:num_tile_arrays]), refs[num_tile_arrays:]
+    num_copied = num_inputs + plan.num_results
+    copied, scratch = refs[:num_copied], refs[num_copied:]
+    grid, in_specs, out_specs = pipeline_specs(plan, specs, tiles)
     pltpu.emit_pipeline(
         functools.partial(_multiply_tile, plan, tiles, scratch),
-        grid=(plan.num_blocks_F, count, plan.num_blocks_D),
-        in_specs=[
-            pl.BlockSpec(plan.x_block, x_index),
-            pl.BlockSpec((None, *plan.w_block), w_index, pipeline_mode=pl.Buffered(3)),
-            *(pl.BlockSpec(block, indices[index]) for block, index in specs),
-        ],
-        out_specs=[pl.BlockSpec(plan.y_block, lambda f, p, d: (tiles.block_P[p], f))],
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
         core_axis=0 if plan.tiling.cores > 1 else None,
         dimension_semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
-    )(*inputs, y_RF)
+    )(*copied)
 
 
-def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, w, *refs):
-    """One tile of rows with one block of its expert's matrix."""
-    extras, y_rf = dict(zip(plan.names, refs[:-1], strict=True)), refs[-1]
+def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, *refs):
+    """One tile of rows with one block of each of its expert's matrices."""
+    matrices, refs = refs[: plan.num_matrices], refs[plan.num_matrices :]
+    extras = dict(zip(plan.names, refs, strict=False))
+    results = refs[len(extras) :]
     p, d = pl.program_id(1), pl.program_id(2)
     begin, end = tiles.begin_P[p], tiles.end_P[p]
     is_first = (p == 0) | (tiles.block_P[jnp.maximum(p - 1, 0)] != tiles.block_P[p])
 
     # A block that is one expert's alone has every row stored below.
-    is_whole = (begin == 0) & (end == y_rf.shape[0])
+    is_whole = (begin == 0) & (end == x_rd.shape[0])
 
     @pl.when(is_first & (d == 0) & ~is_whole)
     def _():
-        y_rf[...] = jnp.zeros_like(y_rf)
-
-    def store(sum_rf):
-        y_new = _apply_epilogue(plan, extras, sum_rf).astype(plan.out_dtype)
-        row_r = lax.broadcasted_iota(jnp.int32, y_new.shape, 0)
-        # Rows of another expert, stored by the tile before this one, stay.
-        y_rf[...] = jnp.where((row_r >= begin) & (row_r < end), y_new, y_rf[...])
+        for result in results:
+            result[...] = jnp.zeros_like(result)
 
     has_rows = p < tiles.count[1]
     last = plan.num_blocks_D - 1
-    if last == 0:
-        pl.when(has_rows)(lambda: store(_product(plan, extras, x_rd, w, d)))
-        return
-    [sum_rf] = scratch
-
-    @pl.when(has_rows & (d == 0))
-    def _():
-        sum_rf[...] = jnp.zeros_like(sum_rf)
-
     is_cut = plan.D % plan.tiling.block_D != 0
 
-    @pl.when(has_rows & (d < last) if is_cut else has_rows)
-    def _():
-        sum_rf[...] += _product(plan, extras, x_rd, w, d)
+    def products(columns, width=None):
+        return [
+            _product(plan, extras, i, x_rd, w, d, columns, width)
+            for i, w in enumerate(matrices)
+        ]
 
-    @pl.when(has_rows & (d == last))
-    def _():
+    def store(sums, columns):
+        values = _apply_epilogue(plan, extras, sums, columns)
+        for result, value in zip(results, values, strict=False):
+            value = value.astype(plan.out_dtype)
+            row_r = lax.broadcasted_iota(jnp.int32, value.shape, 0)
+            # Rows of another expert, stored by the tile before this one, stay.
+            is_own = (row_r >= begin) & (row_r < end)
+            result[:, columns] = jnp.where(is_own, value, result[:, columns])
+
+    def multiply(columns):
+        if last == 0:
+            store(products(columns), columns)
+            return
+
+        def add(width=None):
+            for sum_rf, new_rf in zip(scratch, products(columns, width), strict=True):
+                sum_rf[:, columns] += new_rf
+
+        @pl.when(d == 0)
+        def _():
+            for sum_rf in scratch:
+                sum_rf[:, columns] = jnp.zeros((x_rd.shape[0], plan.chunk), jnp.float32)
+
         if is_cut:
-            width = plan.D - last * plan.tiling.block_D
-            sum_rf[...] += _product(plan, extras, x_rd, w, d, width)
-        store(sum_rf[...])
+            pl.when(d < last)(add)
+            pl.when(d == last)(lambda: add(plan.D - last * plan.tiling.block_D))
+        else:
+            add()
+        pl.when(d == last)(lambda: store([each[:, columns] for each in scratch], columns))
+
+    @pl.when(has_rows)
+    def _():
+        if plan.chunk == plan.tiling.block_F:
+            multiply(slice(None))
+            return
+
+        # A loop: the instructions of a whole block would fill the memory that they lie in.
+        @pl.loop(0, plan.tiling.block_F // plan.chunk)
+        def _(i):
+            multiply(pl.ds(pl.multiple_of(i * plan.chunk, LANES), plan.chunk))
 
 
-def _product(plan: _Plan, extras, x_rd, w, d, width: int | None = None):
-    """`[block_R, block_F]` in float32; of the first `width` channels if that is given."""
+def _product(plan: _Plan, extras, which: int, x_rd, w, d, columns, width: int | None):
+    """`[block_R, chunk]` in float32; of the first `width` channels if that is given."""
     if not plan.is_group_scaled:
-        return _dot(plan, x_rd[...], w[...], width)
+        w = w[columns, :] if plan.is_output_major else w[:, columns]
+        return _dot(plan, x_rd[...], w, width)
     size, block_D = plan.group_size, plan.tiling.block_D
-    total = jnp.zeros((x_rd.shape[0], plan.tiling.block_F), jnp.float32)
+    total = jnp.zeros((x_rd.shape[0], plan.chunk), jnp.float32)
     for start in range(0, width or block_D, size):
         channels = slice(start, start + size)
         group = pl.ds(d * (block_D // size) + start // size, 1)
-        part_rf = _dot(plan, x_rd[:, channels], w[:, channels], None)
-        total += part_rf * extras["scale"][group, :]
+        part_rf = _dot(plan, x_rd[:, channels], w[columns, channels], None)
+        total += part_rf * extras[f"scale{which}"][group, columns]
     return total
 
 
@@ -323,13 +392,16 @@ def _first(a, axis: int, width: int):
     return jnp.where(lax.broadcasted_iota(jnp.int32, a.shape, axis) < width, a, 0)
 
 
-def _apply_epilogue(plan: _Plan, extras, y_rf):
-    if "scale" in extras and not plan.is_group_scaled:
-        y_rf = y_rf * extras["scale"][...]
+def _apply_epilogue(plan: _Plan, extras, sums, columns):
+    """The result, and the residual if it is wanted."""
+    if not plan.is_group_scaled and "scale0" in extras:
+        sums = [each * extras[f"scale{i}"][:, columns] for i, each in enumerate(sums)]
+    z_rf, *others = sums
     if "bias" in extras:
-        y_rf = y_rf + extras["bias"][...]
-    if plan.relu:
-        y_rf = jnp.maximum(y_rf, 0)
+        z_rf = z_rf + extras["bias"][:, columns]
+    y_rf = activated(plan.activation, z_rf)
+    for each in others:
+        y_rf = y_rf * each
     if "gate" in extras:
         y_rf = y_rf * extras["gate"][...]
-    return y_rf
+    return [y_rf, z_rf, *others]

@@ -22,6 +22,7 @@ def quantized_grouped_matmul(
     w: QTensor,
     group_sizes_E,
     *,
+    w_gate: QTensor | None = None,
     bias_EF=None,
     activation: str | None = None,
     gate_R=None,
@@ -29,7 +30,7 @@ def quantized_grouped_matmul(
     tiling: Any = None,
     interpret: bool = False,
 ):
-    """`y_r = gate_r act(x_r w_e + bias_e)` with e the expert of row r, in the dtype of x.
+    """`y_r = gate_r act(x_r w_e + bias_e) (x_r w_gate_e)`, e the expert of row r, as x's dtype.
 
     Weights are dequantized inside of the product, a tile at a time. Products are added up in
     float32, the scale of a whole channel multiplies the sum. Rows past the last group are not
@@ -44,16 +45,17 @@ def quantized_grouped_matmul(
         x_RD: float32, bfloat16 or float16.
         w: of `quantize`. Kernels read native values: `w.native()` once, when weights are
             loaded, spares a conversion in every call.
-        bias_EF: added before the activation.
-        activation: None or `relu`.
-        gate_R: the weight of each row's result.
-        group_sizes_E, implementation, tiling, interpret: as of `grouped_matmul`.
+        w_gate: of a gated linear unit; quantized as w is.
+        bias_EF, activation, gate_R, group_sizes_E, implementation, tiling, interpret: as of
+            `grouped_matmul`.
 
     Raises:
         ValueError: as `grouped_matmul`, or an unsupported activation, or weights of another
             layout.
     """
-    check_quantized(x_RD, w, group_sizes_E, bias_EF, activation, gate_R)
+    check_quantized(
+        x_RD, w, group_sizes_E, w_gate, bias_EF=bias_EF, activation=activation, gate_R=gate_R
+    )
     R, (E, D, F) = x_RD.shape[0], w.shape
     module = choose(
         "quantized_grouped_matmul",
@@ -61,20 +63,23 @@ def quantized_grouped_matmul(
         (x_RD.dtype, w.bits, R, D, F, E, w.group_size),
         interpret=interpret,
     )
-    if tiling is None and not interpret:
+    if tiling is None and not interpret and w_gate is None:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
     options = (("activation", activation), ("tiling", tiling))
     options += (("interpret", True),) if interpret else ()
-    return _without_gradient(module, options, x_RD, w, group_sizes_E, bias_EF, gate_R)
+    return _without_gradient(module, options, x_RD, w, w_gate, group_sizes_E, bias_EF, gate_R)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _without_gradient(
-    module: ModuleType, options, x_RD, w: QTensor, group_sizes_E, bias_EF, gate_R
+    module: ModuleType, options, x_RD, w: QTensor, w_gate, group_sizes_E, bias_EF, gate_R
 ):
     options = dict(options, bias_EF=bias_EF, gate_R=gate_R)
     if module.__name__.endswith(f".{REFERENCE}"):
-        return module.forward(x_RD, w, group_sizes_E, **options)
+        return module.forward(x_RD, w, group_sizes_E, w_gate=w_gate, **options)
+    if w_gate is not None:
+        w_gate = w_gate.native()
+        options["w_gate"] = w_gate.values, w_gate.scales_EFG
     w = w.native()
     return module.forward(x_RD, w.values, w.scales_EFG, group_sizes_E, **options)
 

@@ -26,12 +26,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.epilogue import check_activation
 from pallas_kernels.grouped_matmul import gpu as plain
-from pallas_kernels.grouped_matmul.gpu_swap_ab import Epilogue, Weights, swap_ab
-from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, row_tiles, summed_splits
+from pallas_kernels.grouped_matmul.gpu_swap_ab import Weights, swap_ab
+from pallas_kernels.grouped_matmul.tile_schedule import row_tiles
 from pallas_kernels.mosaic_gpu import load_as
-from pallas_kernels.operands import check_activation
-from pallas_kernels.quantized_grouped_matmul.reference import apply_epilogue
 from pallas_kernels.tiling.gpu import (
     Tiling,
     candidates_around,
@@ -64,17 +63,17 @@ def refusal(x_dtype, bits: int, R: int, D: int, F: int, E: int,
 
 
 def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
-                   group_size: int | None = None) -> Tiling:  # fmt: skip
+                   group_size: int | None = None, num_matrices: int = 1) -> Tiling:  # fmt: skip
     """The tiling by rows per expert; a row of weights is copied in 128 bytes where it can."""
-    tile_n = tile_of_rows(R, E)
+    tile_n = min(tile_of_rows(R, E), 256 // num_matrices)
     most = group_size or D
     if group_size is not None and group_size < D:
-        tile_n = min(tile_n, 128)  # A second accumulator stands beside the first.
+        tile_n = min(tile_n, 128 // num_matrices)  # Each accumulator has a second beside it.
     wanted = 256 if bits == 4 and tile_n <= 64 else 128 if tile_n <= 128 else 64
     tile_k = next(k for k in (256, 128, 64) if k <= wanted and D % k == 0 and most % k == 0)
     tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=tile_k, panel=F if tile_n <= 64 else 16)
     tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
-    return fitted(tiling, dtype, _w_dtype(bits), most=8)
+    return fitted(tiling, dtype, _w_dtype(bits), most=8, num_matrices=num_matrices)
 
 
 def candidates(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16,
@@ -90,8 +89,9 @@ def _w_dtype(bits: int):
     return jnp.int8 if bits == 8 else jnp.int4
 
 
-def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None) -> Tiling:
-    tiling = checked(tiling, D, dtype, _w_dtype(bits))
+def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None,
+             num_matrices: int = 1) -> Tiling:  # fmt: skip
+    tiling = checked(tiling, D, dtype, _w_dtype(bits), num_matrices=num_matrices)
     if group_size is None or group_size == D:
         return tiling
     if group_size % tiling.tile_k:
@@ -99,80 +99,57 @@ def _checked(tiling: Tiling, D: int, dtype, bits: int, group_size: int | None) -
             f"tile_k={tiling.tile_k} reaches over groups of {group_size} channels; use a "
             f"tile_k that divides {group_size}"
         )
-    if tiling.tile_m * tiling.tile_n > 64 * 128:
+    if tiling.tile_m * tiling.tile_n > (most := 64 * 128 // num_matrices):
         raise ValueError(
             f"tile_m={tiling.tile_m} by tile_n={tiling.tile_n} leaves no registers for the sum "
-            "of each group; use tile_m * tile_n <= 8192"
+            f"of each group; use tile_m * tile_n <= {most}"
         )
     return tiling
 
 
-def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, bias_EF=None, activation=None,
-            gate_R=None, tiling: Tiling | None = None, interpret: bool = False):  # fmt: skip
-    """`y_r = gate_r act(scale_e (x_r . q_e) + bias_e)`, as `api.quantized_grouped_matmul`.
+def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF=None,
+            activation=None, gate_R=None, tiling: Tiling | None = None,
+            interpret: bool = False):  # fmt: skip
+    """As `api.quantized_grouped_matmul`.
 
     Args:
         values_EFD, scales_EFG: of a QTensor with native values.
+        w_gate: the same two of the matrices of a gated linear unit.
 
     Raises:
         ValueError: `refusal` has a reason, the activation is unknown, or the tiling cannot
             run.
     """
     (num_rows, D), (E, F, _) = x_RD.shape, values_EFD.shape
+    matrices = [(values_EFD, scales_EFG), *([] if w_gate is None else [w_gate])]
     G = scales_EFG.shape[2]
     group_size = D // G if G > 1 else None
     bits = jax.dtypes.itemsize_bits(values_EFD.dtype)
     if reason := refusal(x_RD.dtype, bits, num_rows, D, F, E, group_size):
         raise ValueError(reason)
     check_activation(activation)
-    tiling = tiling or default_tiling(num_rows, D, F, E, bits, x_RD.dtype, group_size)
-    tiling = _checked(tiling, D, x_RD.dtype, bits, group_size)
+    tiling = tiling or default_tiling(
+        num_rows, D, F, E, bits, x_RD.dtype, group_size, len(matrices)
+    )
+    tiling = _checked(tiling, D, x_RD.dtype, bits, group_size, len(matrices))
     tiling = dataclasses.replace(
         tiling,
         num_sms=tiling.num_sms or sm_count(interpret),
         through_smem=int(interpret) or tiling.through_smem,
     )
+    values = [each for each, _ in matrices]
     if interpret:
-        block = tiling.tile_m * tiling.warpgroups
-        values_EFD = plain.padded(values_EFD, 1, block)
+        values = [plain.padded(each, 1, tiling.tile_m * tiling.warpgroups) for each in values]
     tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
-    scale_ENMG = _by_warpgroup(scales_EFG, tiling)
-    if tiling.splits > 1:  # Only whole sums have a bias and an activation.
-        epilogue = Epilogue(scale_ENMG=scale_ENMG)
-    else:
-        epilogue = Epilogue(
-            scale_ENMG=scale_ENMG,
-            bias_ENM=None if bias_EF is None else _by_warpgroup(bias_EF, tiling),
-            relu=activation == "relu",
-            gate_PT=None if gate_R is None else _by_tile(gate_R, tiles, tiling.tile_n, E),
-        )
-    y = swap_ab(
-        plain.padded_rows(x_RD, tiling, interpret), values_EFD, tiles, tiling,
-        _weights(x_RD.dtype, bits, group_size, tiling, interpret), epilogue,
+    scales = [each for _, each in matrices]
+    results = swap_ab(
+        plain.padded_rows(x_RD, tiling, interpret), values, tiles, tiling,
+        _weights(x_RD.dtype, bits, group_size, tiling, interpret),
+        plain.epilogue_of(tiles, tiling, E, scales, bias_EF, activation, gate_R),
         interpret=interpret, name=f"grouped_matmul_int{bits}",
     )  # fmt: skip
-    if tiling.splits == 1:
-        y = y[:num_rows, :F]
-    else:
-        y, expert_R = summed_splits(y, tiles, num_rows)
-        expert_R, is_used_R = jnp.minimum(expert_R, E - 1), expert_R < E
-        y = apply_epilogue(y[:, :F], expert_R, is_used_R, bias_EF, activation, gate_R)
-    return y.astype(x_RD.dtype)
-
-
-def _by_warpgroup(value_EFx, tiling: Tiling):
-    """Features cut into those of a warpgroup: `[E, F, ...]` to `[E, N, M, ...]`, padded."""
-    block = tiling.tile_m * tiling.warpgroups
-    value_EFx = plain.padded(value_EFx.astype(jnp.float32), 1, block)
-    E, F, *rest = value_EFx.shape
-    return value_EFx.reshape(E, F // tiling.tile_m, tiling.tile_m, *rest)
-
-
-def _by_tile(gate_R, tiles: RowTiles, block: int, num_experts: int):
-    """The gates of each tile's rows, `[P, T]` float32."""
-    row_PT = tiles.start_P[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
-    gate_PT = gate_R.astype(jnp.float32)[jnp.minimum(row_PT, gate_R.shape[0] - 1)]
-    return jnp.where((tiles.expert_P < num_experts)[:, None], gate_PT, 0.0)
+    [y_RF, *_] = plain.finished(results, x_RD, F, tiles, tiling, E, bias_EF, activation, gate_R)
+    return y_RF
 
 
 def _weights(dtype, bits: int, group_size: int | None, tiling: Tiling, interpret) -> Weights:

@@ -11,6 +11,7 @@ of F of a block; X columns of the matrix as it is stored
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.epilogue import apply_epilogue
 from pallas_kernels.grouped_matmul import reference as unquantized
 from pallas_kernels.grouped_matmul.reference import Tiling
 from pallas_kernels.operands import vary_like
@@ -24,15 +25,15 @@ def forward(
     w: QTensor,
     group_sizes_E,
     *,
+    w_gate: QTensor | None = None,
     bias_EF=None,
     activation: str | None = None,
     gate_R=None,
     tiling: Tiling | None = None,
 ):
-    """`y_r = gate_r act(x_r w_e + bias_e)`, as `api.quantized_grouped_matmul`.
+    """As `api.quantized_grouped_matmul`; everything before the last rounding is float32.
 
-    Everything before the last rounding is float32. Packed weights are the quicker ones on CPU,
-    whose tiling it is.
+    Packed weights are the quicker ones on CPU, whose tiling it is.
 
     Raises:
         ValueError: `tiling` does not fit.
@@ -42,27 +43,19 @@ def forward(
         return jnp.zeros((R, F), x_RD.dtype)
     tiling = tiling or default_tiling(R, D, F, E)
     tiling.check(F)
-    y_RF = jax.lax.platform_dependent(
-        x_RD,
-        w,
-        group_sizes_E,
-        cpu=lambda *operands: product_on_cpu(*operands, tiling),
-        default=product_of_dequantized,
-    )
-    expert_R, is_used_R = rows_of_groups(group_sizes_E, R)
-    y_RF = apply_epilogue(y_RF, expert_R, is_used_R, bias_EF, activation, gate_R)
+    sums = [
+        jax.lax.platform_dependent(
+            x_RD,
+            each,
+            group_sizes_E,
+            cpu=lambda *operands: product_on_cpu(*operands, tiling),
+            default=product_of_dequantized,
+        )
+        for each in ([w] if w_gate is None else [w, w_gate])
+    ]
+    rows = rows_of_groups(group_sizes_E, R)
+    y_RF, _ = apply_epilogue(sums, *rows, bias_EF, activation, gate_R)
     return y_RF.astype(x_RD.dtype)
-
-
-def apply_epilogue(y_RF, expert_R, is_used_R, bias_EF, activation: str | None, gate_R):
-    """`gate_r act(y_r + bias_e)`, float32; 0 in unused rows."""
-    if bias_EF is not None:
-        y_RF = y_RF + bias_EF.astype(jnp.float32)[expert_R]
-    if activation == "relu":
-        y_RF = jax.nn.relu(y_RF)
-    if gate_R is not None:
-        y_RF = gate_R.astype(jnp.float32)[:, None] * y_RF
-    return jnp.where(is_used_R[:, None], y_RF, 0)
 
 
 def default_tiling(R: int, D: int, F: int, E: int) -> Tiling:

@@ -51,41 +51,47 @@ def forward(
     scales_EFG,
     group_sizes_E,
     *,
+    w_gate=None,
     bias_EF=None,
     activation: str | None = None,
     gate_R=None,
     tiling: Tiling | None = None,
     interpret=False,
 ):
-    """`y_r = gate_r act(scale_e (x_r . q_e) + bias_e)`, as `api.quantized_grouped_matmul`.
+    """As `api.quantized_grouped_matmul`.
 
     Args:
         values_EFD, scales_EFG: of a QTensor with native values.
+        w_gate: the same two of the matrices of a gated linear unit.
         interpret: True, or `pltpu.InterpretParams`, to run without a TPU.
 
     Raises:
         ValueError: a tiling that cannot be.
     """
     [R, D], [E, F, G] = x_RD.shape, scales_EFG.shape
+    matrices = [(values_EFD, scales_EFG), *([] if w_gate is None else [w_gate])]
     if tiling is None:
-        bits = 4 if values_EFD.dtype == jnp.int4 else 8
-        tiling = candidates(R, D, F, E, x_RD.dtype, bits, D // G)[0]
+        group_size = None if G == 1 else D // G
+        problem = Problem.of(
+            R, D, F, E, x_RD.dtype, values_EFD.dtype, group_size=group_size,
+            num_matrices=len(matrices),
+        )  # fmt: skip
+        tiling = tpu_tiling.candidates(problem)[0]
     if tiling.block_D % (D // G) and G > 1:
         raise ValueError(
             f"block_D={tiling.block_D} cuts groups of {D // G} channels with one scale; use "
             f"{D}, or a multiple of {D // G}"
         )
+    scales = (jnp.swapaxes(each, 1, 2).astype(jnp.float32) for _, each in matrices)
     return multiply_rows(
         x_RD,
         values_EFD,
         group_sizes_E,
         tiling=tiling,
         is_output_major=True,
+        w_gate=None if w_gate is None else w_gate[0],
         epilogue=Epilogue(
-            scale_EGF=jnp.swapaxes(scales_EFG, 1, 2).astype(jnp.float32),
-            bias_EF=bias_EF,
-            gate_R=gate_R,
-            relu=activation == "relu",
+            scales=tuple(scales), bias_EF=bias_EF, activation=activation, gate_R=gate_R
         ),
         interpret=interpret,
     )

@@ -63,19 +63,26 @@ def sm_count(interpret: bool) -> int:
     return H200_SMS
 
 
-def shared_bytes(tiling: Tiling, x_dtype, w_dtype, stored_bytes: int | None = None) -> int:
+def shared_bytes(
+    tiling: Tiling, x_dtype, w_dtype, stored_bytes: int | None = None, num_matrices: int = 1
+) -> int:
     """Shared memory of a block without its barriers; `stored_bytes` hold its results."""
     m, n, k = tiling.tile_m * tiling.warpgroups, tiling.tile_n, tiling.tile_k
-    stage_bits = n * k * itemsize_bits(x_dtype) + m * k * itemsize_bits(w_dtype)
+    stage_bits = n * k * itemsize_bits(x_dtype) + num_matrices * m * k * itemsize_bits(w_dtype)
     y_bytes = m * n * (4 if tiling.splits > 1 else 2) if stored_bytes is None else stored_bytes
     scratch = m * 64 * 2 if tiling.through_smem else 0
     return tiling.stages * stage_bits // 8 + y_bytes + scratch
 
 
 def checked(
-    tiling: Tiling, D: int, x_dtype, w_dtype, stored_bytes: int | None = None
+    tiling: Tiling,
+    D: int,
+    x_dtype,
+    w_dtype,
+    stored_bytes: int | None = None,
+    num_matrices: int = 1,
 ) -> Tiling:
-    """The tiling; `stored_bytes` as in `shared_bytes`.
+    """The tiling; `stored_bytes` and `num_matrices` as in `shared_bytes`.
 
     Raises:
         ValueError: the kernel cannot run with it.
@@ -86,10 +93,10 @@ def checked(
             f"tile_m={tiling.tile_m}, tile_n={n}; expected tile_m 64 or 128 and tile_n 8, 16, "
             "32, 64, 128 or 256"
         )
-    if tiling.tile_m * n // 128 > _ACCUMULATOR_REGISTERS:
+    if num_matrices * tiling.tile_m * n // 128 > _ACCUMULATOR_REGISTERS:
         raise ValueError(
             f"tile_m={tiling.tile_m} by tile_n={n} needs more registers than a warpgroup has; "
-            "use tile_m * tile_n <= 16384"
+            f"use tile_m * tile_n <= {128 * _ACCUMULATOR_REGISTERS // num_matrices}"
         )
     if tiling.tile_k % 64 or D % tiling.tile_k:
         raise ValueError(
@@ -106,7 +113,8 @@ def checked(
             f"warpgroups={tiling.warpgroups}, stages={tiling.stages}, panel={tiling.panel}; "
             "expected 1 to 3 warpgroups, 2 stages or more and a panel of at least 1"
         )
-    taken = shared_bytes(tiling, x_dtype, w_dtype, stored_bytes) + _BARRIER_BYTES
+    taken = shared_bytes(tiling, x_dtype, w_dtype, stored_bytes, num_matrices)
+    taken += _BARRIER_BYTES
     if taken > SHARED_BYTES:
         raise ValueError(
             f"the tiling takes {taken} bytes of shared memory, Hopper has {SHARED_BYTES}; "
@@ -116,13 +124,18 @@ def checked(
 
 
 def fitted(
-    tiling: Tiling, x_dtype, w_dtype, most: int, stored_bytes: int | None = None
+    tiling: Tiling,
+    x_dtype,
+    w_dtype,
+    most: int,
+    stored_bytes: int | None = None,
+    num_matrices: int = 1,
 ) -> Tiling:
     """The tiling with as many stages as fit, `most` at most."""
     none = dataclasses.replace(tiling, stages=0)
     one = dataclasses.replace(tiling, stages=1)
-    fixed = shared_bytes(none, x_dtype, w_dtype, stored_bytes)
-    stage = shared_bytes(one, x_dtype, w_dtype, stored_bytes) - fixed
+    fixed = shared_bytes(none, x_dtype, w_dtype, stored_bytes, num_matrices)
+    stage = shared_bytes(one, x_dtype, w_dtype, stored_bytes, num_matrices) - fixed
     stages = (SHARED_BYTES - _BARRIER_BYTES - fixed) // stage
     return dataclasses.replace(tiling, stages=max(2, min(most, stages)))
 

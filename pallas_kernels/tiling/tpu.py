@@ -29,7 +29,7 @@ PUSH_QUANTIZED_V4_S = 6.5e-12
 # A weight gradient's sum is loaded and stored once a step, half of it while the unit is busy.
 SUM_S = 4e-13
 # Larger bodies compile slowly, and spill: [4096, 1024] takes 3 times the bundles of
-# [4096, 512] on a v5e.
+# [4096, 512] on a v5e. So larger blocks are multiplied in chunks of their columns.
 MAX_MATRIX = 1 << 21
 MAX_PRODUCTS = 1 << 29
 ROWS = (16, 32, 64, 128, 256, 512)
@@ -53,6 +53,17 @@ class Tiling:
     block_D: int
     block_F: int
     cores: int = 1
+
+    @property
+    def chunk(self) -> int:
+        """Columns of a matrix block that are multiplied at a time; all, or a part of them."""
+        parts = 1
+        while self.block_F % (2 * parts * LANES) == 0 and (
+            self.block_D * self.block_F // parts > MAX_MATRIX
+            or self.block_R * self.block_D * self.block_F // parts > MAX_PRODUCTS
+        ):
+            parts *= 2
+        return self.block_F // parts
 
     def check(self, D: int, F: int) -> None:
         """Raises ValueError where no TPU can address the blocks."""
@@ -80,6 +91,8 @@ class Problem:
         x_bytes, w_bits: of an element of the rows and of the matrices.
         group_size: channels that share a scale where D has more than one group.
         is_weight_gradient: which of the two kernels.
+        num_matrices: 2 in a gated linear unit, whose tiles of rows meet both.
+        num_results: 1, and the arrays of a residual.
     """
 
     R: int
@@ -90,6 +103,8 @@ class Problem:
     w_bits: int
     group_size: int | None = None
     is_weight_gradient: bool = False
+    num_matrices: int = 1
+    num_results: int = 1
 
     @classmethod
     def of(cls, R, D, F, E, x_dtype, w_dtype, **fields) -> "Problem":
@@ -113,9 +128,7 @@ def candidates(problem: Problem) -> list[Tiling]:
     fitting = [
         tiling
         for tiling in tilings
-        if vmem_bytes(problem, tiling) <= chip.vmem_bytes // 2
-        and tiling.block_D * tiling.block_F <= MAX_MATRIX
-        and tiling.block_R * tiling.block_D * tiling.block_F <= MAX_PRODUCTS
+        if vmem_bytes(problem, tiling) <= chip.vmem_bytes // 2 and _is_small(problem, tiling)
     ]
     if not fitting:
         raise ValueError(
@@ -125,9 +138,16 @@ def candidates(problem: Problem) -> list[Tiling]:
     return sorted(fitting, key=lambda tiling: _seconds(problem, tiling, chip))
 
 
+def _is_small(problem: Problem, tiling: Tiling) -> bool:
+    """Whether the body that the compiler unrolls is small enough."""
+    columns = tiling.block_F if problem.is_weight_gradient else tiling.chunk
+    matrix = tiling.block_D * columns
+    return matrix <= MAX_MATRIX and tiling.block_R * matrix <= MAX_PRODUCTS
+
+
 def _columns(size: int) -> list[int]:
-    blocks = [block for block in (128, 256, 512, 1024, 2048) if block < size]
-    return [*blocks, size] if size <= 2048 else blocks
+    blocks = [block for block in (128, 256, 512, 1024, 2048, 4096) if block < size]
+    return [*blocks, size] if size <= 4096 else blocks
 
 
 def _depths(problem: Problem) -> list[int]:
@@ -145,9 +165,10 @@ def vmem_bytes(problem: Problem, tiling: Tiling) -> int:
     if problem.is_weight_gradient:
         buffers = 2 * r * (d + f) * problem.x_bytes + 2 * d * f * problem.w_bits // 8
         return buffers + 4 * d * f
-    buffers = 2 * r * (d + f) * problem.x_bytes + 3 * d * f * problem.w_bits // 8
+    buffers = 2 * r * (d + f * problem.num_results) * problem.x_bytes
+    buffers += problem.num_matrices * 3 * d * f * problem.w_bits // 8
     is_widened = problem.w_bits < 16 and current_chip().generation == 4
-    return buffers + 4 * r * f + 4 * d * f * is_widened
+    return buffers + 4 * r * f * problem.num_matrices + 4 * d * f * is_widened
 
 
 def vmem_limit_bytes(problem: Problem, tiling: Tiling) -> int:
@@ -180,13 +201,15 @@ def _seconds(problem: Problem, tiling: Tiling, chip: Chip) -> float:
         traffic += E * D * F * problem.w_bits // 8
         first = r * (d + f) * problem.x_bytes
     else:
-        step_s = STEP_S + products_s + passes * _push_s(problem, chip) * d * f
+        step_s = products_s + passes * _push_s(problem, chip) * d * f
+        step_s = STEP_S + problem.num_matrices * step_s
         # An uncut matrix block stays for all its rows, and rows for all their experts.
         times_w = min(E, R) if num_D == 1 else tiles
         rows_x = R if num_D == 1 else tiles * r
-        traffic = times_w * D * F * problem.w_bits // 8
-        traffic += (rows_x * D * num_F + R * F) * problem.x_bytes
-        first = r * d * problem.x_bytes + d * f * problem.w_bits // 8
+        traffic = problem.num_matrices * times_w * D * F * problem.w_bits // 8
+        traffic += (rows_x * D * num_F + R * F * problem.num_results) * problem.x_bytes
+        first = problem.num_matrices * d * f * problem.w_bits // 8
+        first += r * d * problem.x_bytes
     # Nothing is multiplied while the first blocks arrive.
     return max(steps * step_s, traffic / chip.bytes_per_s) / tiling.cores + (
         first / chip.bytes_per_s

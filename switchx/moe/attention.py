@@ -17,7 +17,7 @@ from switchx.layers.attention import AttentionOutput, KeysValues
 from switchx.layers.dense import split_key, weight
 from switchx.moe.capacity import out_of_groups
 from switchx.moe.dispatchers import FUNCTIONS
-from switchx.moe.experts import ExpertFFN, expert_matmul
+from switchx.moe.experts import ExpertFFN, blocks_product
 from switchx.moe.layer import RoutedLayer
 from switchx.partitioning.constrain import constrain
 
@@ -71,7 +71,7 @@ class ProjectionExperts(nnx.Module):
             return w.reshape(*w.shape[:2], -1)  # heads and head size as one dimension
 
         if self.config.switch.attention_experts == "linear":
-            return expert_matmul(x_ERD, of("EDHK"))
+            return blocks_product(x_ERD, of("EDHK"))
         gate_EDF = of("gate_EDF") if self.config.is_gated else None
         experts = ExpertFFN.of(self.config, of("in_EDF"), of("out_EFHK"), gate_EDF, key=key)
         return experts(x_ERD)

@@ -9,6 +9,7 @@ Dims: G groups, T tokens of a group, S choices of a token, E experts, C slots of
 model, R rows, Q places for rows
 """
 
+import functools
 from typing import Protocol
 
 import jax
@@ -32,8 +33,13 @@ class ExpertBank(Protocol):
     def __call__(self, x_ERD: jax.Array) -> jax.Array:
         """Every expert on its own block of R rows."""
 
-    def run_rows(self, x_RD: jax.Array, count_E: jax.Array) -> jax.Array:
-        """Rows sorted by expert, each through its expert; those past the last are not read."""
+    def run_rows(
+        self, x_RD: jax.Array, count_E: jax.Array, gate_R: jax.Array | None = None
+    ) -> jax.Array:
+        """Rows sorted by expert, each through its expert, times its gate; in its last product.
+
+        Rows past those of the last expert are not read, and give zeros.
+        """
 
     def on_device(self, index: jax.Array, is_first_part: jax.Array) -> "ExpertBank":
         """The experts of one device of a mesh.
@@ -130,28 +136,36 @@ def _by_groups(x_GQD):
     return constrain(x_GQD, "GQD") if placement.shared_by(len(x_GQD)) == () else x_GQD
 
 
-def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS):
+def gated_sum(y_GQD, token_GQ, place_GTS, gate_GTS=None):
     """Sum over a token's choices of gate times the row in the choice's place.
 
     Args:
         y_GQD: rows in Q places.
         token_GQ: the token of each place; T where there is none.
         place_GTS: the place of each choice, past the end for none; at most one choice a place.
+        gate_GTS: None where the rows have been multiplied by them.
     """
     T, S = place_GTS.shape[1:]
     if S > MOST_GATHERED:
-        return _add_rows(y_GQD * _gate_of_place(gate_GTS, place_GTS, y_GQD), token_GQ, T)
-    y_GTD = jax.lax.full_like(y_GQD, 0, shape=(y_GQD.shape[0], T, y_GQD.shape[-1]))
+        if gate_GTS is not None:
+            y_GQD = y_GQD * _gate_of_place(gate_GTS, place_GTS, y_GQD)
+        return _add_rows(y_GQD, token_GQ, T)
+    rows = []
     for s in range(S):
-        # A place holds one choice: for choice s, places of others point past the end.
-        is_choice_GQ = (
-            jnp.take_along_axis(place_GTS[..., s], jnp.minimum(token_GQ, T - 1), axis=1)
-            == jnp.arange(token_GQ.shape[1])[None]
-        )
-        index_GQ = jnp.where(is_choice_GQ, token_GQ, T)
+        index_GQ = token_GQ
+        if S > 1:
+            # A place holds one choice: for choice s, places of others point past the end.
+            token_of_choice_GQ = jnp.minimum(token_GQ, T - 1)
+            is_choice_GQ = (
+                jnp.take_along_axis(place_GTS[..., s], token_of_choice_GQ, axis=1)
+                == jnp.arange(token_GQ.shape[1])[None]
+            )
+            index_GQ = jnp.where(is_choice_GQ, token_GQ, T)
         row_GTD = gather_rows(y_GQD, place_GTS[..., s], index_GQ[..., None])
-        y_GTD = y_GTD + row_GTD * gate_GTS[..., s, None].astype(row_GTD.dtype)
-    return y_GTD
+        if gate_GTS is not None:
+            row_GTD = row_GTD * gate_GTS[..., s, None].astype(row_GTD.dtype)
+        rows.append(row_GTD)
+    return functools.reduce(jnp.add, rows)
 
 
 def _gate_of_place(gate_GTS, place_GTS, y_GQD):

@@ -125,8 +125,11 @@ def run_choices(x_GTD, gate_GTS, rows: ExpertRows, experts: ExpertBank):
     row_1TS = rows.row_X.reshape(1, G * T, S)
     x_1TD = x_GTD.reshape(1, G * T, -1)
     x_RD = gather_rows(x_1TD, token_1R, row_1TS)[0]
-    y_RD = experts.run_rows(x_RD, rows.count_E)
-    y_1TD = gated_sum(y_RD[None], token_1R, row_1TS, gate_GTS.reshape(1, G * T, S))
+    # Rows leave their experts gated: the combine weight is part of the last product.
+    gate_1X1 = gate_GTS.reshape(1, G * T * S, 1)
+    gate_R = gather_rows(gate_1X1, rows.choice_R[None], rows.row_X[None, :, None])[0, :, 0]
+    y_RD = experts.run_rows(x_RD, rows.count_E, gate_R)
+    y_1TD = gated_sum(y_RD[None], token_1R, row_1TS)
     return y_1TD.reshape(x_GTD.shape)
 
 

@@ -8,6 +8,7 @@ Dims: E experts, R rows, D model, F ffn; X any of D and F
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -22,13 +23,15 @@ from pallas_kernels import (
     quantized_grouped_matmul,
     separate_matmul,
 )
-from pallas_kernels.sorted_rows import rows_of_groups
 from switchx.layers.dense import activate, bernoulli, kept, weight, zeros
 from switchx.partitioning.replicas import random_rows
 
 Weight = jax.Array | QTensor | SeparateMatrices
 # In the order of `ExpertFFN`.
 WEIGHTS = ("w_in_EDF", "w_out_EFD", "w_gate_EDF", "b_in_EF", "b_out_ED")
+
+# The activation of a gated linear unit, as kernels name it.
+GATED = {"geglu": "gelu", "geglu_exact": "gelu_exact", "swiglu": "silu"}
 
 # The product of experts with blocks of rows; compiled programs name it so, and its gradients.
 BLOCKS = "ERD,EDF->ERF"
@@ -53,9 +56,10 @@ class AbsentExperts:
     ndim: ClassVar[int] = 3
     layer: int = dataclasses.field(metadata={"static": True})
 
-    def run_rows(self, x_RD, count_E):
-        """Rows sorted by expert, each through its expert."""
-        return absent_rows_p.bind(x_RD, count_E, layer=self.layer)
+    def run_rows(self, x_RD, count_E, gate_R=None):
+        """Rows sorted by expert, each through its expert, times its gate."""
+        y_RD = absent_rows_p.bind(x_RD, count_E, layer=self.layer)
+        return y_RD if gate_R is None else gated(y_RD, gate_R)
 
 
 @jax.tree_util.register_dataclass
@@ -143,16 +147,16 @@ class ExpertFFN:
 
     def __call__(self, x_ERD):
         """Every expert on its own block of R rows, `[E, R, D]`."""
-        return self._run(x_ERD, expert_matmul, lambda b_EX: b_EX[:, None])
+        return self._run(x_ERD, blocks_product)
 
-    def run_rows(self, x_RD, count_E):
-        """Rows sorted by expert, each through its expert; see `pallas_kernels`."""
-        expert_R, _ = rows_of_groups(count_E, len(x_RD))
+    def run_rows(self, x_RD, count_E, gate_R=None):
+        """Rows sorted by expert, each through its expert, times its gate.
 
-        def matmul(x_RD, w_EDF):
-            return rows_matmul(x_RD, w_EDF, count_E)
-
-        return self._run(x_RD, matmul, lambda b_EX: b_EX[expert_R])
+        Biases, activation, gating and gates are the epilogues of two products
+        (`pallas_kernels`), on every platform; only dropout stands between them.
+        """
+        product = functools.partial(rows_product, count_E=count_E)
+        return self._run(x_RD, product, **({} if gate_R is None else {"gate_R": gate_R}))
 
     def on_device(self, index, is_first_part) -> "ExpertFFN":
         """The experts of device `index`: dropout of its own, `b_out_ED` added by one part."""
@@ -163,36 +167,55 @@ class ExpertFFN:
             changes["b_out_ED"] = jnp.where(is_first_part, self.b_out_ED, 0)
         return dataclasses.replace(self, **changes)
 
-    def _run(self, x, matmul, bias_of_row):
-        h = matmul(x, self.w_in_EDF)
-        if self.b_in_EF is not None:
-            h = h + bias_of_row(self.b_in_EF.astype(x.dtype))
-        gate = None if self.w_gate_EDF is None else matmul(x, self.w_gate_EDF)
-        h = activate(self.activation, h, gate)
+    def _run(self, x, product, **combined):
+        h = product(
+            x, self.w_in_EDF, w_gate=self.w_gate_EDF, bias_EF=self.b_in_EF,
+            activation=self.activation,
+        )  # fmt: skip
         if self.key is not None:
             # Groups follow each other along R, so a slot's mask is that of its group and place.
             shape_RX = h.shape[-2], *h.shape[:-2], h.shape[-1]
             is_kept = random_rows(bernoulli(1.0 - self.dropout_rate), self.key, shape_RX)
             h = kept(h, jnp.moveaxis(is_kept, 0, -2), self.dropout_rate)
-        y = matmul(h, self.w_out_EFD)
-        if self.b_out_ED is not None:
-            y = y + bias_of_row(self.b_out_ED.astype(x.dtype))
-        return y
+        return product(h, self.w_out_EFD, bias_EF=self.b_out_ED, **combined)
 
 
-def expert_matmul(x_ERD, w: Weight):
-    """`x_ERD w_EDF` for each expert, in the dtype of x."""
+def gated(y_RD, gate_R):
+    """Rows times their gates, rounded once."""
+    return (y_RD.astype(jnp.float32) * gate_R[:, None]).astype(y_RD.dtype)
+
+
+def blocks_product(x_ERD, w: Weight, *, w_gate=None, bias_EF=None, activation=None):
+    """`act(x_ERD w_EDF + bias) (x_ERD w_gate)` for each expert, in the dtype of x.
+
+    Einsums, which the compiler splits over a mesh and fuses with what follows them.
+    """
     if isinstance(w, QTensor | SeparateMatrices):
         E, R, D = x_ERD.shape
-        y_RF = rows_matmul(x_ERD.reshape(E * R, D), w, jnp.full((E,), R, jnp.int32))
+        y_RF = rows_product(
+            x_ERD.reshape(E * R, D), w, count_E=jnp.full((E,), R, jnp.int32), w_gate=w_gate,
+            bias_EF=bias_EF, activation=activation,
+        )  # fmt: skip
         return y_RF.reshape(E, R, -1)
-    return jnp.einsum(BLOCKS, x_ERD, w.astype(x_ERD.dtype))
+    dtype = x_ERD.dtype
+    matrices = [w] if w_gate is None else [w, w_gate]
+    h, *gate = (jnp.einsum(BLOCKS, x_ERD, each.astype(dtype)) for each in matrices)
+    if bias_EF is not None:
+        h = h + bias_EF.astype(dtype)[:, None]
+    return h if activation is None else activate(activation, h, *gate)
 
 
-def rows_matmul(x_RD, w: Weight, count_E):
-    """`x_r w_e` for rows sorted by expert, in the dtype of x; see `pallas_kernels`."""
+def rows_product(
+    x_RD, w: Weight, *, count_E, w_gate=None, bias_EF=None, activation=None, gate_R=None
+):
+    """`gate_r act(x_r w_e + bias_e) (x_r w_gate_e)` for rows sorted by expert, as x's dtype."""
+    epilogue = {
+        "bias_EF": bias_EF,
+        "activation": GATED.get(activation, activation),
+        "gate_R": gate_R,
+    }
     if isinstance(w, QTensor):
-        return quantized_grouped_matmul(x_RD, w, count_E)
+        return quantized_grouped_matmul(x_RD, w, count_E, w_gate=w_gate, **epilogue)
     if isinstance(w, SeparateMatrices):
-        return separate_matmul(x_RD, w, count_E)
-    return grouped_matmul(x_RD, w.astype(x_RD.dtype), count_E)
+        return separate_matmul(x_RD, w, count_E, w_gate=w_gate, **epilogue)
+    return grouped_matmul(x_RD, w, count_E, w_gate_EDF=w_gate, **epilogue)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops in NumPy float64 that products are held against, and the groups that break kernels."""
 
+import math
+
 import numpy as np
 
 # Sizes of groups, and rows past the last one: 23 rows of 5 experts.
@@ -46,3 +48,26 @@ def weight_gradient(x_RD, dy_RF, sizes_E) -> np.ndarray:
     for r, e in enumerate(expert_of_rows(sizes_E, len(x_RD))):
         dw_EDF[e] += np.outer(x_RD[r].astype(np.float64), dy_RF[r].astype(np.float64))
     return dw_EDF
+
+
+# In float64, by their definitions.
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": lambda z: np.maximum(z, 0),
+    "gelu": lambda z: z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+    "gelu_exact": lambda z: z / 2 * (1 + np.vectorize(math.erf)(z / math.sqrt(2))),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+}
+
+
+def with_epilogue(sums, sizes_E, bias_EF, activation, gate_R):
+    """(y_RF, residual) of `pallas_kernels/epilogue.py`, of one or two `product`s."""
+    y_RF, residual = np.zeros(sums[0].shape), [np.zeros(each.shape) for each in sums]
+    for r, e in enumerate(expert_of_rows(sizes_E, len(y_RF))):
+        z_F = sums[0][r] + (0 if bias_EF is None else bias_EF[e])
+        y_RF[r] = ACTIVATIONS[activation](z_F) * (1 if gate_R is None else gate_R[r])
+        residual[0][r] = z_F
+        for own, other in zip(residual[1:], sums[1:], strict=True):
+            own[r] = other[r]
+            y_RF[r] *= other[r]
+    return y_RF, residual

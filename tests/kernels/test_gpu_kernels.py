@@ -184,6 +184,63 @@ def test_weight_gradient_on_the_gpu(sizes, dtype):
     check_gradient(shipped, sizes, dtype, jnp.float32, None, D=384, F=320)
 
 
+def check_epilogue(make, sizes, activation, *, is_gated_unit, tiling=SMALL, D=D, F=F):
+    rng = np.random.default_rng(5)
+    E, x_RD = len(sizes), rows(sizes, D, jnp.bfloat16) / 8
+    matrices = [
+        jnp.asarray(rng.standard_normal((E, D, F)), jnp.bfloat16)
+        for _ in range(1 + is_gated_unit)
+    ]
+    bias_EF = rng.standard_normal((E, F)).astype(np.float32)
+    gate_R = rng.uniform(0.1, 1.0, len(x_RD)).astype(np.float32)
+    gate_R[sum(sizes) :] = np.nan
+    sums = [loops.product(in_float64(x_RD), in_float64(w), sizes) for w in matrices]
+    want, residual = loops.with_epilogue(sums, sizes, bias_EF, activation, gate_R)
+    run = make(gpu.forward, tiling=tiling, activation=activation, has_residual=True)
+    named = {"w_gate": matrices[1]} if is_gated_unit else {}
+    got, kept = run(
+        x_RD, matrices[0], jnp.asarray(sizes, jnp.int32), bias_EF=jnp.asarray(bias_EF),
+        gate_R=jnp.asarray(gate_R), **named,
+    )  # fmt: skip
+    assert_agrees(got, want, jnp.bfloat16)
+    for one, other in zip(kept, residual, strict=True):
+        assert_agrees(one, other, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("activation", "is_gated_unit", "tiling", "groups"),
+    [
+        ("gelu", True, SMALL, "ragged"),
+        *(
+            pytest.param(*each, groups, marks=pytest.mark.slow)
+            for each in (
+                ("silu", True, SMALL),
+                ("relu", False, PARTS),
+                ("gelu", True, PARTS),
+                ("gelu_exact", False, SMALL),
+                (None, True, gpu.Tiling(64, 128, 64, stages=2)),
+            )
+            for groups in GROUPS
+        ),
+    ],
+)
+def test_epilogue_and_residual(activation, is_gated_unit, tiling, groups):
+    check_epilogue(
+        interpreted, GROUPS[groups], activation, is_gated_unit=is_gated_unit, tiling=tiling
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_exact", "silu", None])
+@pytest.mark.parametrize("sizes", LARGE_GROUPS)
+def test_epilogue_on_the_gpu(sizes, activation):
+    for is_gated_unit in (False, True):
+        for tiling in (None, PARTS):
+            check_epilogue(
+                shipped, sizes, activation, is_gated_unit=is_gated_unit, tiling=tiling
+            )
+
+
 def integers(shape, bits: int):
     """Any value of the width, the outermost among them, in NumPy and on the device."""
     most = 2 ** (bits - 1)
@@ -320,7 +377,7 @@ def test_what_runs_is_accepted():
 def test_bad_arguments_raise():
     x_RD, (_, values_EFD) = rows((8,), 128, jnp.bfloat16), integers((1, 64, 128), 8)
     for x, G, message, options in (
-        (x_RD, 1, "use None or 'relu'", {"activation": "gelu"}),
+        (x_RD, 1, "use None, 'relu'", {"activation": "tanh"}),
         (x_RD, 2, "over groups of 64 channels", {"tiling": gpu.Tiling(64, 16, 128, stages=2)}),
         (x_RD, 2, "leaves no registers", {"tiling": gpu.Tiling(64, 256, 64, stages=2)}),
         (x_RD.astype(jnp.float32), 1, "tensor cores take bfloat16", {}),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`grouped_matmul` and its reference: against loops, gradients, NaN, refusals, tilings."""
 
+import functools
 import types
 
 import jax
@@ -76,6 +77,154 @@ def test_gradients_against_loops_with_nan_in_unused_rows(groups):
         np.testing.assert_allclose(
             np.asarray(gradient), expected[name], rtol=1e-5, atol=1e-5, err_msg=name
         )
+
+
+# Every activation, with and without the second matrix, a bias and gates.
+PARTS = {
+    "relu": ("relu", ("bias_EF",)),
+    "geglu": ("gelu", ("w_gate_EDF", "bias_EF", "gate_R")),
+    "swiglu": ("silu", ("w_gate_EDF",)),
+    "gelu_exact": ("gelu_exact", ("gate_R",)),
+    "gates alone": (None, ("bias_EF", "gate_R")),
+    "gated relu": ("relu", ("gate_R",)),
+}
+
+
+def parts_of(names, sizes_E, dtype=np.float32) -> dict[str, np.ndarray]:
+    """x, w and the named parts; NaN where nothing is to be read."""
+    rng = np.random.default_rng(4)
+    x_RD, w_EDF, _ = loops.operands(sizes_E, D, F)
+    _, w_gate_EDF, _ = loops.operands(sizes_E, D, F, seed=1)
+    bias_EF, gate_R = rng.normal(size=(E, F)), rng.uniform(0.2, 1, R)
+    gate_R[sum(sizes_E) :] = np.nan
+    every = {"w_gate_EDF": w_gate_EDF, "bias_EF": bias_EF, "gate_R": gate_R}
+    chosen = {"x_RD": x_RD, "w_EDF": w_EDF} | {name: every[name] for name in names}
+    return {name: array.astype(dtype) for name, array in chosen.items()}
+
+
+def by_einsum(x_RD, w_EDF, w_gate_EDF, bias_EF, gate_R, is_of_RE, activation):
+    """The same by one-hot rows and plain einsums, which JAX differentiates by itself."""
+    z_RF = jnp.einsum("RE,RD,EDF->RF", is_of_RE, x_RD, w_EDF)
+    if bias_EF is not None:
+        z_RF = z_RF + jnp.einsum("RE,EF->RF", is_of_RE, bias_EF)
+    act = {None: lambda z: z, "relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
+    act["gelu_exact"] = lambda z: jax.nn.gelu(z, approximate=False)
+    y_RF = act[activation](z_RF)
+    if w_gate_EDF is not None:
+        y_RF = y_RF * jnp.einsum("RE,RD,EDF->RF", is_of_RE, x_RD, w_gate_EDF)
+    return y_RF if gate_R is None else y_RF * gate_R[:, None]
+
+
+@functools.cache
+def pulled_back(activation, **options):
+    """`(parts, sizes, dy) -> (y, gradients)`, compiled once for all sizes."""
+
+    @jax.jit
+    def run(parts, sizes_E, dy_RF):
+        def product(parts):
+            named = {name: parts[name] for name in parts.keys() - {"x_RD", "w_EDF"}}
+            return grouped_matmul(
+                parts["x_RD"], parts["w_EDF"], sizes_E, activation=activation, **named,
+                **options,
+            )  # fmt: skip
+
+        y_RF, pull_back = jax.vjp(product, parts)
+        return y_RF, pull_back(dy_RF)[0]
+
+    return run
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("groups", ["pruned_tail", "too_many"])
+def test_epilogue_and_its_gradients_against_a_plain_einsum(name, groups):
+    """NaN in unused rows, their gates and gradients, and in matrices of empty groups."""
+    activation, names = PARTS[name]
+    sizes_E = GROUPS[groups]
+    parts = parts_of(names, sizes_E)
+    _, _, dy_RF = loops.operands(sizes_E, D, F)
+    y_RF, gradients = pulled_back(activation)(parts, jnp.array(sizes_E), dy_RF)
+    is_of_RE = np.zeros((R, E), np.float32)
+    expert_R = loops.expert_of_rows(sizes_E, R)
+    is_of_RE[np.arange(len(expert_R)), expert_R] = 1
+    clean = {key: np.nan_to_num(array) for key, array in parts.items()}
+    order = ("x_RD", "w_EDF", "w_gate_EDF", "bias_EF", "gate_R")
+
+    def plain(clean):
+        return by_einsum(*map(clean.get, order), is_of_RE, activation)
+
+    want_RF, pull_back = jax.vjp(plain, clean)
+    np.testing.assert_allclose(y_RF, want_RF, rtol=1e-4, atol=1e-4)
+    want = pull_back(jnp.nan_to_num(dy_RF))[0]
+    assert gradients.keys() == want.keys() == parts.keys()
+    for key, got in gradients.items():
+        np.testing.assert_allclose(got, want[key], rtol=1e-4, atol=2e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_gradients_of_the_epilogue_against_finite_differences(name):
+    activation, names = PARTS[name]
+    sizes_E = GROUPS["pruned_tail"]
+    parts = {key: np.nan_to_num(array) for key, array in parts_of(names, sizes_E).items()}
+    dy_RF = np.nan_to_num(loops.operands(sizes_E, D, F)[2])
+    _, gradients = pulled_back(activation)(parts, jnp.array(sizes_E), dy_RF)
+    rng = np.random.default_rng(7)
+    direction = {key: rng.normal(size=array.shape) for key, array in parts.items()}
+
+    def moved(step):
+        at = {key: np.float64(array) + step * direction[key] for key, array in parts.items()}
+        products = [
+            loops.product(at["x_RD"], at[key], sizes_E)
+            for key in ("w_EDF", "w_gate_EDF")
+            if key in at
+        ]
+        y_RF, _ = loops.with_epilogue(
+            products, sizes_E, at.get("bias_EF"), activation, at.get("gate_R")
+        )
+        return np.sum(y_RF * dy_RF)
+
+    slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+    dot = sum(np.vdot(gradients[key], direction[key]) for key in parts)
+    np.testing.assert_allclose(dot, slope, rtol=1e-4)
+
+
+def test_float32_parameters_have_gradients_that_were_never_rounded():
+    """Rows in bfloat16: the sum over a group's rows is that of float32 products of them."""
+    sizes_E = GROUPS["uneven"]
+    parts = parts_of(("w_gate_EDF",), sizes_E)
+    parts["x_RD"] = jnp.array(parts["x_RD"], jnp.bfloat16)
+    dy_RF = jnp.array(loops.operands(sizes_E, D, F)[2], jnp.bfloat16)
+    _, gradients = pulled_back(None)(parts, jnp.array(sizes_E), dy_RF)
+    assert gradients["w_EDF"].dtype == gradients["w_gate_EDF"].dtype == jnp.float32
+    rounded_EDF = gradients["w_EDF"].astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.mean(np.asarray(rounded_EDF != gradients["w_EDF"])) > 0.9
+    x_RD, b_RF = np.float64(parts["x_RD"]), parts["w_gate_EDF"].astype(jnp.bfloat16)
+    b_RF = loops.product(x_RD, np.float64(b_RF), sizes_E)
+    want_EDF = loops.weight_gradient(x_RD, np.float64(dy_RF) * b_RF, sizes_E)
+    error = np.abs(gradients["w_EDF"] - want_EDF).max()
+    assert error <= 8e-3 * np.abs(want_EDF).max()  # of the residual, in bfloat16
+
+
+@pytest.mark.parametrize("implementation", ["tpu", pytest.param("gpu", marks=pytest.mark.slow)])
+def test_gradients_through_an_interpreted_kernel(implementation):
+    """All passes of the public function by the kernels' code, against the reference."""
+    rng = np.random.default_rng(0)
+    dtype = jnp.float32 if implementation == "tpu" else jnp.bfloat16
+    sizes_E, sizes = jnp.array([5, 0, 9], jnp.int32), {"R": 16, "E": 3, "D": 64, "F": 64}
+    parts = {
+        name: jnp.array(rng.normal(size=[sizes[dim] for dim in name.rpartition("_")[2]]) / 4)
+        for name in ("x_RD", "w_EDF", "w_gate_EDF", "bias_EF", "gate_R")
+    }
+    parts["x_RD"] = parts["x_RD"].astype(dtype)
+    dy_RF = jnp.array(rng.normal(size=(16, 64)), dtype)
+    found = pulled_back("gelu", implementation=implementation, interpret=True)(
+        parts, sizes_E, dy_RF
+    )
+    want = pulled_back("gelu", implementation="reference")(parts, sizes_E, dy_RF)
+    bound = 1e-5 if implementation == "tpu" else 2e-2
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert got.dtype == expected.dtype
+        got, expected = np.float64(got), np.float64(expected)
+        assert np.abs(got - expected).max() <= bound * max(1, np.abs(expected).max())
 
 
 @pytest.mark.slow

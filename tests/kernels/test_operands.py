@@ -34,8 +34,16 @@ def test_traced_sizes_are_checked_for_shape_alone():
             {"w": np.ones((2, 4, 3), np.float32)},
             r"w is a ndarray; expected a QTensor: use quan",
         ),
-        ({"activation": "gelu"}, "activation='gelu'; use None or 'relu'"),
-        ({"gate_R": jnp.ones(4)}, "gate_R has 4 elements; expected 5"),
+        ({"activation": "tanh"}, "activation='tanh'; use None, 'relu', .* or 'silu'"),
+        (
+            {"gate_R": jnp.ones(4)},
+            r"gate_R has shape \(4,\); expected \(5,\), one for each row",
+        ),
+        ({"w_gate": np.ones((2, 4, 3))}, "w_gate is a ndarray; expected a QTensor"),
+        (
+            {"w_gate": quantize(np.ones((2, 4, 3), np.float32), 8)},
+            "bits=8 and group_size=None; expected those of w, .*, 4 and None",
+        ),
         ({"gate_R": jnp.ones((5, 1))}, "gate_R has shape"),
         ({"gate_R": jnp.ones(5, jnp.int32)}, "gate_R has dtype int32"),
         ({"bias_EF": jnp.ones((2, 4))}, r"bias_EF has shape \(2, 4\); expected \(2, 3\)"),

@@ -66,7 +66,7 @@ def test_what_it_says_to_do_works():
         ({"x_RD": jnp.ones((R, D + 2))}, "26 columns, and the weights are E=5, D=24, F=20"),
         ({"w": jnp.ones((E, D, F))}, "expected a QTensor"),
         ({"group_sizes_E": jnp.full(E, 5, jnp.int32)}, "sum to 25, and x_RD has 23 rows"),
-        ({"activation": "gelu"}, "use None or 'relu'"),
+        ({"activation": "tanh"}, "activation='tanh'; use None, 'relu'"),
         ({"implementation": "triton"}, "use None or one of"),
         ({"interpret": True}, "only kernels are interpreted"),
         ({"tiling": Tiling(0, 1)}, "rows=0; use 1"),

@@ -184,6 +184,57 @@ def test_two_cores_share_the_blocks_of_the_gradient():
     assert_close(dw_EDF, loops.weight_gradient(x_RD, dy_RF, group_sizes), "float32")
 
 
+# All parts of the epilogue; with matrices cut along D, whole, and multiplied in chunks.
+EPILOGUES = {
+    "geglu in chunks": ("gelu", True, 128, True),
+    "swiglu, cut": ("silu", True, 128, False),
+    "relu, cut": ("relu", False, 128, False),
+    "gelu_exact": ("gelu_exact", False, None, False),
+    "linear": (None, True, None, True),
+}
+FAST_EPILOGUES = ("geglu in chunks", "relu, cut")
+
+
+@pytest.mark.parametrize(
+    ("name", "edge"),
+    [
+        pytest.param(
+            name, edge,
+            marks=() if name in FAST_EPILOGUES and edge == "pruned_tail" else pytest.mark.slow,
+        )
+        for name in EPILOGUES
+        for edge in EDGES
+    ],
+)  # fmt: skip
+def test_epilogue_and_residual(name, edge, monkeypatch):
+    activation, is_gated_unit, block_D, has_chunks = EPILOGUES[name]
+    if has_chunks:
+        monkeypatch.setattr("pallas_kernels.tiling.tpu.MAX_MATRIX", 128 * 128)
+    (D, F), group_sizes = (256, 512) if has_chunks else SIZES["uneven"], EDGES[edge]
+    tiling = Tiling(16, block_D or D, 256 if has_chunks else 128)
+    assert not has_chunks or tiling.chunk == 128
+    rng = np.random.default_rng(3)
+    x_RD = rows_of(0, ROWS, D, group_sizes, "float32") / 8
+    x_RD = x_RD.astype(np.float32)
+    matrices = [matrices_of(seed, (4, D, F), group_sizes, "float32") for seed in (1, 2)]
+    matrices = matrices[: 1 + is_gated_unit]
+    bias_EF = rng.normal(size=(4, F)).astype(np.float32)
+    gate_R = rng.uniform(0.1, 1, ROWS).astype(np.float32)
+    gate_R[sum(group_sizes) :] = np.nan
+    sums = [loops.product(x_RD, w_EDF, group_sizes) for w_EDF in matrices]
+    want, residual = loops.with_epilogue(sums, group_sizes, bias_EF, activation, gate_R)
+    run = compiled(tpu.forward, tiling=tiling, activation=activation, has_residual=True)
+    named = {"w_gate": matrices[1]} if is_gated_unit else {}
+    with without_races():
+        got, kept = run(
+            x_RD, matrices[0], counts(group_sizes), bias_EF=bias_EF, gate_R=gate_R, **named
+        )
+        jax.block_until_ready(got)
+    assert_close(np.asarray(got), want, "float32")
+    for one, other in zip(kept, residual, strict=True):
+        assert_close(np.asarray(one), other, "float32")
+
+
 def quantized_matrices(bits: int, shape, num_groups: int):
     """Values, scales of different sizes, and float64 `[E, D, F]`; -8 and -128 among them."""
     rng = np.random.default_rng(2)

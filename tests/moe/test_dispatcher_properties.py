@@ -124,8 +124,8 @@ class PoisonedBank:
     def __call__(self, x_ERD):
         return self._poison(self.bank, x_ERD)
 
-    def run_rows(self, x_RD, count_E):
-        return self._poison(lambda x: self.bank.run_rows(x, count_E), x_RD)
+    def run_rows(self, x_RD, count_E, gate_R=None):
+        return self._poison(lambda x: self.bank.run_rows(x, count_E, gate_R), x_RD)
 
     def on_device(self, index, is_first_part):
         return PoisonedBank(self.bank.on_device(index, is_first_part))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done to the float32 sums of a product before they are rounded, and its derivative.
+
+With `a_r = x_r w_e` and, in a gated linear unit, `b_r = x_r v_e` (Shazeer 2020,
+arXiv:2002.05202):
+
+    y_r = gate_r act(a_r + bias_e) b_r
+
+Every part is optional: without v there is no b_r, and an activation of None is the identity.
+`act(a_r + bias_e) b_r` are two halves of one product: each tile of x meets both matrices.
+Kernels apply the same functions to their accumulators that the reference applies to arrays.
+Dims: R rows, F outputs, E experts
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+ACTIVATIONS = (None, "relu", "gelu", "gelu_exact", "silu")
+
+
+def check_activation(activation: str | None) -> None:
+    """Raises ValueError where it is none that a kernel has."""
+    if activation not in ACTIVATIONS:
+        *others, last = (repr(name) for name in ACTIVATIONS)
+        raise ValueError(f"activation={activation!r}; use {', '.join(others)} or {last}")
+
+
+def activated(activation: str | None, z):
+    """`act(z)`; GELU is the tanh form, `gelu_exact` that of the normal distribution.
+
+    Of operations that the compilers of all kernels have, so none of `jax.nn`.
+    """
+    match activation:
+        case None:
+            return z
+        case "relu":
+            return jnp.maximum(z, 0)
+        case "gelu":
+            inner = math.sqrt(2 / math.pi) * (z + 0.044715 * (z * z * z))
+            return 0.5 * z * (1 + jnp.tanh(inner))
+        case "gelu_exact":
+            return 0.5 * z * (1 + jax.lax.erf(z * math.sqrt(0.5)))
+        case "silu":
+            return z * jax.lax.logistic(z)
+    raise ValueError(f"activation={activation!r}; use one of {ACTIVATIONS}")
+
+
+def apply_epilogue(sums, expert_R, is_used_R, bias_EF, activation: str | None, gate_R):
+    """Rows `y_RF` of the sums, and the residual that its derivative needs; 0 in unused rows.
+
+    Args:
+        sums: `(a_RF,)`, or `(a_RF, b_RF)` of a gated linear unit, float32.
+
+    Returns:
+        (y_RF, residual): `(a_RF + bias, *b_RF)`, float32.
+    """
+    z_RF, *others = sums
+    if bias_EF is not None:
+        z_RF = z_RF + bias_EF.astype(jnp.float32)[expert_R]
+    y_RF = activated(activation, z_RF)
+    for b_RF in others:
+        y_RF = y_RF * b_RF
+    if gate_R is not None:
+        y_RF = y_RF * gate_R.astype(jnp.float32)[:, None]
+    y_RF, *residual = (jnp.where(is_used_R[:, None], each, 0) for each in (y_RF, z_RF, *others))
+    return y_RF, tuple(residual)
+
+
+def epilogue_gradients(residual, gate_R, dy_RF, activation: str | None):
+    """Gradients of the sums and of the gates, float32: `((da_RF, *db_RF), dgate_R or None)`.
+
+    Args:
+        residual: `(z_RF,)` or `(z_RF, b_RF)` of `apply_epilogue`.
+    """
+
+    def run(residual, gate_R):
+        z_RF, *others = residual
+        # The derivative of `maximum` is a half where both are 0.
+        y_RF = jax.nn.relu(z_RF) if activation == "relu" else activated(activation, z_RF)
+        for b_RF in others:
+            y_RF = y_RF * b_RF
+        return y_RF if gate_R is None else y_RF * gate_R[:, None]
+
+    residual, gate_R, dy_RF = jax.tree.map(
+        lambda array: array.astype(jnp.float32), (tuple(residual), gate_R, dy_RF)
+    )
+    _, pull_back = jax.vjp(run, residual, gate_R)
+    return pull_back(dy_RF)
