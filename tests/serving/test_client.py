@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client in Python asks a live server, and others that are busy, slow or no switchx."""
+
+import asyncio
+import contextlib
+import http.server
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import httpx2
+import pytest
+
+from switchx.client import Answer, Client, NewTokens, ServerError, generate
+from tests.serving import served
+
+
+def asked(address, ask, **options):
+    """What `ask(client)` gives."""
+
+    async def run():
+        async with Client("http://{}:{}".format(*address), **options) as client:
+            return await ask(client)
+
+    return asyncio.run(run())
+
+
+def as_result(answer: Answer) -> dict:
+    return {"text": answer.text, "score": answer.score, "is_finished": answer.is_finished}
+
+
+def test_answers_are_the_models_own(address):
+    answers = asked(address, lambda client: client.generate(served.TEXTS, max_new_tokens=8))
+    assert [answer.input for answer in answers] == list(range(len(served.TEXTS)))
+    assert all(map(served.is_said, map(as_result, answers), served.TEXTS))
+    one = generate("http://{}:{}/".format(*address), "gate", max_new_tokens=8)
+    assert one == answers[0] and one.tokens
+
+
+def test_a_stream_is_the_answer_in_pieces(address):
+    async def ask(client):
+        return [event async for event in client.stream(served.TEXTS[:2], max_new_tokens=8)]
+
+    events = asked(address, ask)
+    answers = {event.input: event for event in events if isinstance(event, Answer)}
+    for number, text in enumerate(served.TEXTS[:2]):
+        pieces = [e for e in events if isinstance(e, NewTokens) and e.input == number]
+        assert len(pieces) > 1
+        assert sum((piece.tokens for piece in pieces), []) == answers[number].tokens
+        assert "".join(piece.text for piece in pieces) == answers[number].text
+        assert served.is_said(as_result(answers[number]), text)
+
+
+def test_many_at_a_time_and_one_that_is_left_early(service, address):
+    async def ask(client):
+        calls = [client.generate(text, max_new_tokens=8) for text in served.TEXTS * 2]
+        async with contextlib.aclosing(client.stream("gate", max_new_tokens=8)) as events:
+            await anext(events)
+        return await asyncio.gather(*calls)
+
+    answers = asked(address, ask, max_connections=4)
+    assert all(map(served.is_said, map(as_result, answers), served.TEXTS * 2))
+    end_s = time.monotonic() + 10
+    while service.num_open and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not service.num_open and not service.worker.running
+
+
+def test_refusals_name_the_field(address):
+    with pytest.raises(ServerError, match="400: beam_size is a number \\(99\\)") as raised:
+        asked(address, lambda client: client.generate("gate", beam_size=99))
+    assert (raised.value.status, raised.value.field) == (400, "beam_size")
+
+
+def test_what_takes_too_long_is_a_timeout(limited, address):
+    limited(batch_wait_ms=60_000.0)
+
+    async def stream(client):
+        return [event async for event in client.stream("gate", deadline_s=0.3)]
+
+    for ask in (lambda client: client.generate("gate", deadline_s=0.3), stream):
+        with pytest.raises(TimeoutError, match="deadline_s"):
+            asked(address, ask)
+    with pytest.raises(ValueError, match="deadline_s=0"):
+        Client("http://127.0.0.1", deadline_s=0)
+
+
+@contextlib.contextmanager
+def scripted(*responses: tuple[int, dict, bytes], address=("127.0.0.1", 0)):
+    """A server that gives these, one a request; its address, and the requests' times."""
+    left, times_s = list(responses), []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            times_s.append(time.monotonic())
+            self.rfile.read(int(self.headers["content-length"]))
+            status, headers, body = left.pop(0)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.HTTPServer(address, Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address, times_s
+        server.shutdown()
+        thread.join()
+
+
+SAID = {"text": "x", "tokens": [5], "score": -1.0, "is_finished": True, "experts": [[1]]}
+GOOD = (200, {}, json.dumps({"results": [SAID], "usage": {}}).encode())
+BUSY = b'{"error": {"message": "the server is still compiling; try later"}}'
+
+
+def test_a_busy_server_is_asked_again_when_it_says():
+    past = {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}
+    replies = ((503, {"Retry-After": "1"}, BUSY), (429, past, BUSY), GOOD)
+    with scripted(*replies) as (busy, times_s):
+        answer = asked(busy, lambda client: client.generate("gate"))
+    assert answer == Answer(0, "x", [5], -1.0, True, {"experts": [[1]]})
+    assert len(times_s) == 3 and times_s[1] - times_s[0] >= 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((503, {}, BUSY), "503: the server is still compiling"),  # it does not say when
+        ((503, {"Retry-After": "9"}, BUSY), "503: the server is still compiling"),  # too late
+        ((502, {"Retry-After": "1"}, b"<h1>Bad gateway"), "no answer of switchx: <h1>Bad gate"),
+        ((200, {}, b"[]"), r"no answer of switchx: \[\]"),
+    ],
+)
+def test_what_is_not_asked_again(reply, message):
+    with scripted(reply) as (busy, times_s), pytest.raises(ServerError, match=message):
+        asked(busy, lambda client: client.generate("gate", deadline_s=5))
+    assert len(times_s) == 1
+
+
+TIMED_OUT = (
+    b'event: error\ndata: {"error": {"status": 504, "message": "no answer within 60 s"}}\n\n'
+)
+
+
+@pytest.mark.parametrize("end", [b"", TIMED_OUT])
+def test_a_stream_that_ends_without_its_answers_is_an_error(end):
+    async def ask(client):
+        return [event async for event in client.stream("gate")]
+
+    reply = (200, {"Content-Type": "text/event-stream"}, end)
+    with (
+        scripted(reply) as (broken, _),
+        pytest.raises(ServerError, match="504|without its end"),
+    ):
+        asked(broken, ask)
+
+
+def test_it_waits_for_a_server_that_does_not_listen_yet():
+    with http.server.HTTPServer(("127.0.0.1", 0), None) as other:
+        free = other.server_address
+    with pytest.raises(TimeoutError):
+        asked(free, lambda client: client.wait_until_ready(deadline_s=0.4))
+    with pytest.raises(httpx2.ConnectError):
+        asked(free, lambda client: client.generate("gate", deadline_s=0.4))
+
+    async def ask(client):
+        begun = asyncio.create_task(client.generate("gate"))
+        await asyncio.sleep(0.2)
+        with scripted(GOOD, address=free):
+            await client.wait_until_ready()
+            return await begun
+
+    assert asked(free, ask).text == "x"
+
+
+def test_it_needs_no_jax():
+    program = "import sys, switchx.client; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
