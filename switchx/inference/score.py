@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from switchx.fields import require
 from switchx.inference.chosen_experts import ChosenExperts
 from switchx.inference.config import BATCHES, LENGTHS, DecodingConfig, rounded_up
 from switchx.inference.expert_slots import slotted
@@ -134,6 +135,43 @@ class Scorer:
         num_inputs = 0 if self.config.is_encoder_decoder else len(inputs)
         return num_inputs + len(self.forced_prefix)
 
+    def chosen_experts(self, pair: Pair) -> np.ndarray:
+        """Which experts the tokens of a target choose where the decoder reads them.
+
+        One pass over the whole text, in which every layer sees what it saw while the text was
+        decoded; so for `dropless` models the choices are those of decoding, up to ties.
+
+        Returns:
+            `[N, T, S]` int: Switch layers of the decoder (`decoder_layers`), tokens of the
+            target, choices; the number of experts where there is none.
+
+        Raises:
+            ValueError: see `fault`; or the decoder has no Switch layers.
+        """
+        inputs, targets = pair
+        require(
+            self.decoder_layers,
+            "the decoder has no Switch layers; ask a model that has some which expert it chose",
+        )
+        # The last token is read, too: a target that nobody looks at follows it.
+        pair = inputs, [*targets, PAD_ID]
+        if fault := self.fault(pair):
+            raise ValueError(f"the pair {fault}")
+        batch = self._batch([pair])
+        shape = tuple(array.shape for array in batch.values())
+        with self.devices.use():
+            expert_NBLS = PROGRAMS.run(
+                _decoder_choices, (self.config,), shape, params=self.params, batch=batch
+            )
+        # Before it the decoder reads the start token, and without an encoder the inputs.
+        first = 1 + (0 if self.config.is_encoder_decoder else len(inputs))
+        return np.asarray(expert_NBLS)[:, 0, first : first + len(targets)]
+
+    @property
+    def decoder_layers(self) -> list[str]:
+        """The Switch layers of the decoder by name: `decoder 1` and so on."""
+        return [each for each in self.config.sparse_layer_names if each.startswith("decoder ")]
+
     def _log_likelihoods(self, batch: dict) -> tuple:
         arrays = {"params": self.params, "batch": batch}
         settings = self.config, self._num_kept
@@ -199,6 +237,11 @@ def _log_likelihoods(config: ModelConfig, num_kept: int | None, params, batch) -
     if num_kept is None:
         return (log_likelihood_B,)
     return log_likelihood_B, log_prob_BL, *likeliest_tokens(log_prob_BLV, num_kept)
+
+
+def _decoder_choices(config: ModelConfig, params, batch):
+    _, stats = forward(config, params, batch, is_training=False)
+    return stats.choices[-1].expert_BLS
 
 
 def features(stack: str, token_BL, is_token_BL) -> dict:

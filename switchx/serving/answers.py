@@ -6,12 +6,14 @@ section 9.2): `tokens` for new ones, `answer` for what an input got, `done` at t
 instead of it. A search has no tokens before its end, so it sends answers alone.
 """
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette import responses
+from starlette.concurrency import run_in_threadpool
 
 from switchx.api import Model
 from switchx.data.tokenizers import Vocabulary
@@ -111,8 +113,10 @@ class GrowingAnswer:
 class GenerateForm:
     """How `/v1/generate` is asked and answered."""
 
-    def __init__(self, model: Model):
-        self._model = model
+    def __init__(self, model: Model, reading: asyncio.Lock):
+        """Reads texts again for their experts while it holds `reading`: a pass takes all
+        cores."""
+        self._model, self._reading = model, reading
 
     def read(self, values: dict[str, Any], limits: Limits) -> GenerateRequest:
         return read_request(values, self._model, limits)
@@ -124,7 +128,7 @@ class GenerateForm:
             rows[event.number].grow(event, events)
         said = [each.hypotheses for each in rows]
         results = [
-            self._result_json(wanted, sum(said[first : first + size], []))
+            await self._result_json(wanted, first, sum(said[first : first + size], []))
             for first in range(0, len(said), size)
         ]
         return {"results": results, "usage": _usage_json(wanted, events)}
@@ -144,7 +148,9 @@ class GenerateForm:
                         piece |= {n: x for n, x in kept.items() if n.endswith("logprobs")}
                     yield _event_bytes("tokens", which | piece)
                 if row.hypotheses:
-                    result = self._result_json(wanted, row.hypotheses, is_one=not is_search)
+                    result = await self._result_json(
+                        wanted, event.number, row.hypotheses, is_one=not is_search
+                    )
                     yield _event_bytes("answer", which | result)
             yield _event_bytes("done", {"usage": _usage_json(wanted, events)})
         except Refusal as refusal:
@@ -153,21 +159,52 @@ class GenerateForm:
     def _rows(self, wanted: GenerateRequest) -> list[GrowingAnswer]:
         return [GrowingAnswer(self._model.vocabulary, wanted) for _ in wanted.prompts]
 
-    def _result_json(
-        self, wanted: GenerateRequest, said: list[Hypothesis], *, is_one: bool = False
+    async def _result_json(
+        self,
+        wanted: GenerateRequest,
+        number: int,
+        said: list[Hypothesis],
+        *,
+        is_one: bool = False,
     ) -> dict[str, Any]:
-        """Of one input, or `is_one` of its samples."""
+        """Of the input of row `number`, or `is_one` of its samples."""
         settings, vocabulary = wanted.settings, self._model.vocabulary
         stops = StopStrings(vocabulary, wanted.stops) if wanted.stops else None
         if settings.best_of is not None:
             said = sorted(said, key=lambda each: -each.score)
-        said = [each.with_logprobs(settings.logprobs) for each in said]
-        results = [
-            {"text": vocabulary and text_of(each, vocabulary, stops)} | each.as_dict()
-            for each in said[: settings.num_return_sequences]
-        ]
+        results = []
+        for each in said[: settings.num_return_sequences]:
+            result = {"text": vocabulary and text_of(each, vocabulary, stops)}
+            result |= each.with_logprobs(settings.logprobs).as_dict()
+            if wanted.with_experts:
+                result["experts"] = await self._experts(wanted.prompts[number], each.tokens)
+            results.append(result)
         is_one |= settings.num_return_sequences == 1
         return results[0] if is_one else {"hypotheses": results}
+
+    async def _experts(self, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
+        async with self._reading:
+            # Beside the loop, and beside the worker's batches.
+            return await run_in_threadpool(experts_json, self._model, prompt, tokens)
+
+
+def experts_json(model: Model, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
+    """The experts that each token of an answer chose, layer by layer."""
+    scorer = model.scorer(batch_size=1)
+    inputs = prompt if model.config.is_encoder_decoder else prompt[1:]  # its start token
+    expert_NTS = scorer.chosen_experts((inputs, tokens))
+    num_experts = model.config.switch.num_experts
+    layers = {
+        name: [[int(e) for e in expert_S if e < num_experts] for expert_S in expert_TS]
+        for name, expert_TS in zip(scorer.decoder_layers, expert_NTS, strict=True)
+    }
+    vocabulary = model.vocabulary
+    pieces = vocabulary and [
+        # An embedding may have more rows than the vocabulary has tokens.
+        vocabulary.piece(token).text if token < vocabulary.size else ""
+        for token in tokens
+    ]
+    return {"num_experts": num_experts, "layers": layers, "pieces": pieces}
 
 
 def said_so_far(event: Event) -> Hypothesis:

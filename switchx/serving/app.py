@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
-import importlib.resources
 import ipaddress
 import json
 import logging
@@ -27,7 +26,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from switchx.serving.answers import GenerateForm, JSONResponse
@@ -35,18 +34,13 @@ from switchx.serving.completions import CompletionForm
 from switchx.serving.limits import READING_S
 from switchx.serving.metrics import versions
 from switchx.serving.models import Models
+from switchx.serving.page import page_of
 from switchx.serving.requests import Refusal, json_object, read_body, until_disconnected
 from switchx.serving.service import Service
 
 LOG = logging.getLogger(__name__)
 # A line of JSON for each request; `switchx serve --access_log` says where they go.
 ACCESS_LOG = logging.getLogger("switchx.access")
-PAGE = importlib.resources.files("switchx.serving").joinpath("page.html").read_text("utf-8")
-# Nothing that the page loads comes from elsewhere.
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 # Of a client that disconnected before the answer: it is counted, not sent.
 DISCONNECTED = 499
 HEALTH = ("/healthz", "/healthz/ready", "/health")
@@ -96,7 +90,7 @@ def make_app(
         return JSONResponse(versions())
 
     async def show_page(request: Request) -> Response:
-        return HTMLResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
+        return page_of(next(iter(models.services.values())).model)
 
     async def show_models(request: Request) -> Response:
         require_token(request)
@@ -107,7 +101,8 @@ def make_app(
         require_token(request)
         return JSONResponse(_model_json(models.named(request.path_params["name"])))
 
-    generate = Endpoint(models, require_token, lambda each: GenerateForm(each.model))
+    reading = asyncio.Lock()
+    generate = Endpoint(models, require_token, lambda each: GenerateForm(each.model, reading))
     complete = Endpoint(
         models, require_token, lambda each: CompletionForm(each.model, each.name)
     )

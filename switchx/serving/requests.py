@@ -2,7 +2,7 @@
 """A request's body, its JSON and its checks, or its refusal.
 
 A client may be slow, send without end, or disconnect, and nothing that it sends is trusted.
-The fields of a request are `inputs`, `stream`, and the options of `DecodingConfig`.
+The fields of a request are `inputs`, `stream`, `experts`, and the options of `DecodingConfig`.
 """
 
 import asyncio
@@ -18,12 +18,13 @@ from starlette.requests import ClientDisconnect, Request
 from switchx.api import Model
 from switchx.fields import FieldError, Option, options
 from switchx.inference.config import MAX_INT32, DecodingConfig
+from switchx.inference.model_mesh import ONE_DEVICE
 from switchx.object_store import is_nested_deeper
 from switchx.serving.limits import Limits
 
 # What is decoded together is pruned together: the server's choice.
 OPTIONS = {name: each for name, each in options(DecodingConfig).items() if name != "pruning"}
-FIELDS = ("inputs", "model", "stream", *OPTIONS)
+FIELDS = ("inputs", "model", "stream", "experts", *OPTIONS)
 MAX_STOPS = 4
 # Of lists and objects in each other: a request needs three.
 MAX_DEPTH = 16
@@ -119,6 +120,7 @@ class GenerateRequest:
         prompts: what the model reads, for each input `num_rows` times in a row: its samples.
         settings: how all of them are answered.
         is_streaming: tokens are sent as they come.
+        with_experts: answers say which experts their tokens chose.
         request_id: what the log calls it.
         stops: a text ends before the first of these.
     """
@@ -126,6 +128,7 @@ class GenerateRequest:
     prompts: list[list[int]]
     settings: DecodingConfig
     is_streaming: bool
+    with_experts: bool = False
     request_id: str = ""
     num_rows: int = 1
     stops: Sequence[str] = ()
@@ -150,7 +153,9 @@ def read_request(values: dict[str, Any], model: Model, limits: Limits) -> Genera
     if "inputs" not in values:
         raise wrong("inputs", "inputs is missing; give a text, or a list of texts")
     generator = generator_of(values, model, limits)
-    is_streaming = flag(values, "stream")
+    is_streaming, with_experts = flag(values, "stream"), flag(values, "experts")
+    if with_experts and (fault := fault_of_experts(model)):
+        raise wrong("experts", f"experts is true: {fault}; leave it out")
     inputs = values["inputs"]
     inputs = [inputs] if isinstance(inputs, str) else inputs
     if not isinstance(inputs, list):
@@ -169,8 +174,20 @@ def read_request(values: dict[str, Any], model: Model, limits: Limits) -> Genera
     ]
     prompts = [prompt for prompt in prompts for _ in range(num_rows)]
     return GenerateRequest(
-        prompts, settings, is_streaming, num_rows=num_rows, stops=settings.stop
+        prompts, settings, is_streaming, with_experts, num_rows=num_rows, stops=settings.stop
     )
+
+
+def fault_of_experts(model: Model) -> str | None:
+    """Why answers of a model cannot say which experts their tokens chose; or None."""
+    config = model.config
+    if config.switch is None or not config.num_sparse_layers_of("decoder"):
+        return "the model's decoder has no experts"
+    if config.switch.router.kind == "expert_choice":
+        return "the model's experts choose their tokens, those of a whole batch together"
+    if model.experts is not None or model.devices is not ONE_DEVICE:
+        return "the model's experts are not all on one device"
+    return None
 
 
 def json_object(body: bytes) -> dict[str, Any]:

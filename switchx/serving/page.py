@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page to try a model in: page.html with an input for each setting that requests have.
+
+Its policy (Content Security Policy Level 3, https://www.w3.org/TR/CSP3) lets run what stands in
+the file, by its hash, and lets connect to this server alone.
+"""
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import re
+
+from starlette.responses import HTMLResponse
+
+from switchx.api import Model
+from switchx.fields import Option
+from switchx.serving.requests import OPTIONS, fault_of_experts
+
+FILE = importlib.resources.files("switchx.serving").joinpath("page.html").read_text("utf-8")
+SETTINGS = "    <!-- a label and an input of each setting -->\n"
+EXPERTS = '    <label><input id="experts" type="checkbox"> experts of each token</label>\n'
+
+
+def page_of(model: Model) -> HTMLResponse:
+    """The page for a model; it asks for experts where answers can say which were chosen."""
+    text = FILE.replace(SETTINGS, "".join(map(_setting, OPTIONS.values())))
+    if fault_of_experts(model) is not None:
+        text = text.replace(EXPERTS, "")
+    return HTMLResponse(text, headers={"content-security-policy": POLICY})
+
+
+def _setting(option: Option) -> str:
+    """A label and an input; one that is no number takes JSON, or a text."""
+    attributes = {"id": option.name, "data-setting": "", "title": option.help}
+    if option.type in (int, float) and not option.choices:
+        attributes |= {"type": "number", "step": "1" if option.type is int else "any"}
+        bounds = {"min": option.least, "max": option.most}
+        attributes |= {name: n for name, n in bounds.items() if n is not None}
+    written = " ".join(f'{name}="{html.escape(str(v))}"' for name, v in attributes.items())
+    return f"    <label>{option.name.replace('_', ' ')} <input {written}></label>\n"
+
+
+def _hash_of(element: str) -> str:
+    (content,) = re.findall(rf"<{element}>(.*?)</{element}>", FILE, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+    return f"{element}-src 'sha256-{digest}'"
+
+
+POLICY = (
+    f"default-src 'none'; {_hash_of('script')}; {_hash_of('style')}; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page in a browser: tokens come, experts have a number and a colour, keys suffice."""
+
+import base64
+import colorsys
+import dataclasses
+import hashlib
+import os
+import pathlib
+import re
+
+import pytest
+from starlette.testclient import TestClient
+
+from switchx.api import Model
+from switchx.serving.app import make_app
+from switchx.serving.page import EXPERTS, FILE, page_of
+from switchx.serving.requests import OPTIONS
+from tests.serving import chromium, served
+
+
+def test_the_page_runs_what_it_holds_and_loads_nothing(service):
+    response = TestClient(make_app(service)).get("/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    policy = response.headers["content-security-policy"]
+    assert "connect-src 'self'" in policy and "unsafe" not in policy
+    assert not re.findall(r"https?:|src=|@import|url\(|style=|\bon\w+=", response.text)
+    for element in ("script", "style"):
+        (content,) = re.findall(f"<{element}>(.*?)</{element}>", response.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{element}-src 'sha256-{digest}'" in policy
+    inputs = set(re.findall(r'id="(\w+)" data-setting', response.text))
+    assert inputs == OPTIONS.keys() and response.text.count("<!--") == 0
+    assert EXPERTS in response.text
+
+
+def test_a_dense_model_has_no_experts_to_show(service):
+    config = dataclasses.replace(served.CONFIG, switch=None)
+    dense = dataclasses.replace(served.model(), config=config)
+    assert isinstance(dense, Model) and EXPERTS in FILE
+    assert b'id="experts"' not in page_of(dense).body
+
+
+@pytest.fixture
+def page(address, tmp_path):
+    if chromium.PROGRAM is None:
+        pytest.skip(f"needs one of {', '.join(chromium.NAMES)}")
+    with chromium.browsing("http://{}:{}/".format(*address), tmp_path / "profile") as page:
+        yield page
+        thrown = [params for name, params in page.events if name == "Runtime.exceptionThrown"]
+        logged = [params["entry"] for name, params in page.events if name == "Log.entryAdded"]
+        # A refusal is no fault of the page.
+        assert [*thrown, *(each for each in logged if "400" not in each["text"])] == []
+
+
+def contrast_with_black(colour: str) -> float:
+    """WCAG 2.2's contrast ratio of black text on it."""
+    hue, saturation, lightness = map(float, re.findall(r"[\d.]+", colour))
+    rgb = colorsys.hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+    luminance = sum(part * c for part, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return (luminance + 0.05) / 0.05
+
+
+STATUS = "document.getElementById('status').textContent"
+# What the answer that an event was of showed after it.
+RECORD = """
+window.shown = [];
+const handled = handle;
+handle = (name, data, boxes) => {
+  handled(name, data, boxes);
+  if (name === "done") return;
+  shown.push([name, data.input, boxes[data.input].querySelector(".answer").textContent]);
+};
+"""
+CELLS = """
+[...document.querySelectorAll('article')].map((article) =>
+  [...article.querySelectorAll('tbody tr')].map((row) => [...row.querySelectorAll('td')].map(
+    (cell) => [cell.textContent, getComputedStyle(cell).backgroundColor])))
+"""
+
+
+def test_tokens_and_their_experts_are_shown(page, address, tmp_path):
+    texts = served.TEXTS[:2]
+    page.value(RECORD)
+    page.write("\n".join(texts))  # the inputs have the focus
+    page.value("document.getElementById('experts').focus()")
+    page.press("Space")
+    page.press("Enter", chromium.CONTROL)
+    page.wait_for(f"{STATUS}.endsWith(' tokens')")
+
+    settings = {"inputs": texts, "experts": True}
+    status, body = served.post(address, settings)
+    assert status == 200
+    answers = page.value("[...document.querySelectorAll('.answer')].map((e) => e.textContent)")
+    assert answers == [each["text"] for each in body["results"]]
+    assert all(map(served.is_said, body["results"], texts))
+    for number in range(2):
+        *grown, last = [each for each in page.value("shown") if each[1] == number]
+        assert len(grown) > 1 and last[0] == "answer"
+        texts_so_far = [text for name, _, text in grown if name == "tokens"]
+        assert texts_so_far == sorted(set(texts_so_far), key=len) and last[2] == answers[number]
+    colours = {}
+    for rows, result in zip(page.value(CELLS), body["results"], strict=True):
+        layers = result["experts"]["layers"]
+        assert list(layers) == ["decoder 0"] and result["experts"]["num_experts"] == 2
+        assert [[cell[0] for cell in row] for row in rows] == [
+            ["+".join(map(str, chosen)) for chosen in layer] for layer in layers.values()
+        ]
+        for text, colour in (cell for row in rows for cell in row):
+            assert colours.setdefault(text, colour) == colour
+    assert len(set(colours.values())) == len(colours) >= 1
+    many = page.value("[...Array(256).keys()].map(colour)")
+    assert len(set(many)) == 256 and min(map(contrast_with_black, many)) > 4.5
+    folder = pathlib.Path(os.environ.get("SWITCHX_SCREENSHOTS", tmp_path))
+    page.screenshot(folder / "colour.png")
+    page.screenshot(folder / "grey.png", in_grey=True)
+
+
+def test_keys_reach_everything_and_everything_has_a_name(page):
+    reached = ["inputs"]
+    for _ in range(len(OPTIONS) + 4):
+        page.press("Tab")
+        reached.append(page.value("document.activeElement.id || document.activeElement.type"))
+    assert set(reached) >= {"inputs", *OPTIONS, "experts", "token", "submit"}
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    controls = [
+        node
+        for node in nodes
+        if any(
+            each["name"] == "focusable" and each["value"]["value"]
+            for each in node.get("properties", ())
+        )
+        and node["role"]["value"] != "RootWebArea"
+    ]
+    assert len(controls) >= len(OPTIONS) + 4
+    assert [node["role"] for node in controls if not node["name"]["value"]] == []
+
+
+def test_settings_are_sent_and_refusals_shown(page):
+    page.value("""
+        window.sent = [];
+        const fetch_ = fetch;
+        window.fetch = (url, options) => {
+          sent.push(JSON.parse(options.body));
+          return fetch_(url, options);
+        };
+    """)
+    page.write("gate")
+    for name, text in (("temperature", "0.5"), ("seed", "7"), ("beam_size", "2")):
+        page.value(f"document.getElementById('{name}').focus()")
+        page.write(text)
+    page.press("Enter")
+    page.wait_for(f"{STATUS}.includes('beam_size')")
+    assert page.value("document.getElementById('status').className") == "error"
+    wanted = {"inputs": ["gate"], "stream": True, "temperature": 0.5, "seed": 7, "beam_size": 2}
+    assert page.value("sent") == [wanted]
+
+
+def test_an_answer_can_be_broken_off(page, limited, service):
+    limited(batch_wait_ms=60_000.0)
+    page.write("gate")
+    page.press("Enter", chromium.CONTROL)
+    page.wait_for("!document.getElementById('break').disabled")
+    page.press("Escape")
+    page.wait_for(f"{STATUS} === 'broken off'")
+    assert page.value("document.getElementById('break').disabled")
