@@ -135,6 +135,7 @@ TESTED_ELSEWHERE = {
     "switchx simulate cache --model_dir=runs/pretrain_tiny --output=cache.gin": (
         "tests/storage/test_docs.py::test_commands_run"
     ),
+    "switchx bench soak --seconds=3600 --json": "tests/bench/test_soak.py::test_a_minute",
     "switchx bench train --json": MEASURING + "::test_train_prints_one_json_object",
     "switchx bench moe --json": MEASURING + "::test_moe_prints_one_json_object",
     "switchx bench kernels --json": (MEASURING + "::test_kernels_prints_one_json_object"),

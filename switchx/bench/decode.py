@@ -2,8 +2,9 @@
 """`switchx bench decode`: output tokens a second, against transformers with the same weights.
 
 It also measures what pruning of finished sentences gains, what int4 experts save, what a step
-that samples costs, whether programs of a thousand settings are bounded, and a server's requests
-a second where the extra `serve` is installed.
+that samples costs, whether programs of a thousand settings are bounded, a dense T5 against
+CTranslate2 where that is installed, and where the extra `serve` is a server's requests
+a second and what it gains by inputs that join a running batch.
 Dims: B rows of a batch, M tokens of a source, P tokens of a prompt
 """
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
-from switchx.bench import decode_programs, serving, torch_peer
+from switchx.bench import ctranslate2_peer, decode_programs, inflight, serving, torch_peer
 from switchx.bench.report import Check, Report
 from switchx.bench.train import DENSE, MEBIBYTE, in_ms, switch_model
 from switchx.inference.config import DecodingConfig
@@ -91,6 +92,8 @@ def run(rounds: int) -> Report:
         config = switch_model(NUM_EXPERTS[0])
         params = init_params(config, jax.random.key(0))
         parts.append(serving.serving(config, params, inputs(PRUNED_BATCH), rounds))
+        parts.append(inflight.inflight(config, params, rounds))
+    parts.append(ctranslate2_peer.ratios(DENSE, inputs(BATCH), NEW_TOKENS, decoder, rounds))
     for found, more in parts:
         rows, checks = rows + found, checks + more
     return Report("bench decode", rows, checks)

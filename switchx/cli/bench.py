@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`switchx bench`, `tune` and `check`: what is measured, and what has to hold."""
 
+import importlib.util
+
 from switchx.cli import arguments as shared
 
 BENCH = """\
@@ -15,8 +17,9 @@ measured in the same run. Medians; the machine should have nothing else to do.
   switchx bench kernels        grouped products with float, int8 and int4 weights, by active
                                experts and rows of each; on CPU some cells of the grid
   switchx bench decode         tokens a second of decoding, against transformers where the
-                               extra `hf` is installed; pruning; bytes of int4 experts; a
-                               server's requests a second with the extra `serve`
+                               extra `hf` is installed; pruning; bytes of int4 experts; with
+                               the extra `serve` a server's requests a second and in-flight
+                               batches; with `ctranslate2` a dense T5 against CTranslate2
   switchx bench scale          what meshes change, on eight simulated devices and by
                                compilation: losses, a pipeline's memory, collectives and
                                their bytes against the planner's, and what processes
@@ -29,6 +32,10 @@ measured in the same run. Medians; the machine should have nothing else to do.
                                what is left by `kill -9`; minutes
   switchx bench storage --quick
                                the same with fewer cells, steps and kills
+  switchx bench soak --seconds=3600
+                               a server with good and bad clients for so long: every answer
+                               of the good ones against the model's own; memory, memory
+                               maps, open files, latencies; extras `serve` and `client`
   switchx bench train --json   the same as one JSON object on the last line
 
 `environment` of the object says whether malloc was tuned (docs/command_line.md).
@@ -58,21 +65,28 @@ Checks a promise and prints the largest errors; the exit status is 1 where one d
 Eight devices are simulated on CPU where XLA_FLAGS does not say otherwise.
 """
 BENCH_ROUNDS, TUNE_ROUNDS = 9, 7
+SOAK_S = 3600
 
 
 def add_command(commands) -> None:
     bench = shared.add_command(
         commands, "bench", run_bench, "measure speed against a baseline", BENCH
     )
-    what = ["train", "moe", "kernels", "decode", "offload", "scale", "storage"]
+    what = ["train", "moe", "kernels", "decode", "offload", "scale", "storage", "soak"]
     bench.add_argument("what", choices=what, help="what to measure")
     bench.add_argument("--quick", action="store_true", help="of storage: fewer cells")
+    bench.add_argument(
+        "--seconds", type=shared.positive, metavar="N", help=f"of soak (default: {SOAK_S})"
+    )
+    bench.add_argument(
+        "--model_dir", metavar="DIR", help="of soak: a model (default: a small random one)"
+    )
     tune = shared.add_command(
         commands, "tune", run_tune, "find the quickest tilings of this machine", TUNE
     )
     tune.add_argument("what", choices=["kernels"], help="what to tune")
     for parser, rounds in (
-        (bench, f"{BENCH_ROUNDS}; offload and scale take none"),
+        (bench, f"{BENCH_ROUNDS}; offload, scale and soak take none"),
         (tune, TUNE_ROUNDS),
     ):
         parser.add_argument(
@@ -92,15 +106,21 @@ def add_command(commands) -> None:
 
 
 def run_bench(arguments) -> int:
-    if arguments.what in ("offload", "scale") and arguments.rounds is not None:
+    if arguments.what in ("offload", "scale", "soak") and arguments.rounds is not None:
         raise ValueError(
-            f"--rounds={arguments.rounds}: `bench {arguments.what}` takes no times, so it has "
+            f"--rounds={arguments.rounds}: `bench {arguments.what}` takes no turns, so it has "
             "no rounds; leave --rounds out"
         )
     if arguments.what == "scale":
         shared.simulate_devices(8)
     if arguments.quick and arguments.what != "storage":
         raise ValueError(f"--quick with {arguments.what}: it is for storage; leave it out")
+    for name in ("seconds", "model_dir"):
+        value = getattr(arguments, name)
+        if value is not None and arguments.what != "soak":
+            raise ValueError(f"--{name}={value} with {arguments.what}: it is for soak")
+    if arguments.what == "soak":
+        return _soak(arguments)
     from pallas_kernels.bench import kernels
     from switchx.bench import decode, moe, offload, scale, storage, train
     from switchx.bench.report import Check, Report
@@ -121,6 +141,20 @@ def run_bench(arguments) -> int:
         report = bench.run(rounds)
     report.print(arguments.json)
     return 0
+
+
+def _soak(arguments) -> int:
+    needed = ("starlette", "uvicorn", "prometheus_client", "httpx2")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"needs {', '.join(missing)}: pip install 'switchx[serve,client]'")
+    from switchx.bench import soak
+    from switchx.progress import TerminalReporter
+
+    with TerminalReporter() as reporter:
+        report = soak.run(arguments.seconds or SOAK_S, arguments.model_dir, reporter.note)
+    report.print(arguments.json)
+    return 0 if all(check.holds for check in report.checks) else 1
 
 
 def run_tune(arguments) -> int:

@@ -100,13 +100,20 @@ class Worker(threading.Thread):
             self.is_ready = False
             self._batches.clear()
 
+    def candidates(self) -> list[QueuedInput]:
+        """The inputs that may join a batch now, those that go first in front.
+
+        It is where other policies of scheduling differ (bench/inflight.py).
+        """
+        return self.queue.waiting()
+
     def _admit(self) -> bool:
         """Takes inputs into batches with free rows and compiled programs; says if any."""
         joining: dict[tuple, list[QueuedInput]] = {}
         groups = {kind: batch.group for kind, batch in self._batches.items()}
         for batch in self._batches.values():
             batch.is_full = False
-        for each in [] if self.queue.is_closed else self.queue.waiting():
+        for each in [] if self.queue.is_closed else self.candidates():
             kind = each.group.kind
             batch, others = self._batches.get(kind), joining.setdefault(kind, [])
             size = len(others) + 1 + (len(batch.inputs) if batch else 0)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from switchx.bench import ctranslate2_peer, decode_programs, serving, torch_peer, train
 from switchx.bench import decode as bench
-from switchx.bench import decode_programs, serving, torch_peer, train
 from switchx.cli.main import main
 from switchx.models.config import SwitchConfig
 
@@ -31,6 +31,8 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "switch_model", lambda num_experts: SMALL)
     monkeypatch.setattr(bench, "CASES", (((2, 1), "greedy_b16_vs_torch", 2.5),))
     monkeypatch.setattr(serving, "is_available", lambda: False)  # it has its own test
+    # So has the comparison.
+    monkeypatch.setattr(ctranslate2_peer, "NEEDED", ("no_such_package",))
 
 
 @pytest.mark.slow
@@ -49,6 +51,10 @@ def test_without_pytorch_ours_is_measured_alone(small, monkeypatch, capsys):
         "pruning_gain", "pruning_tokens_identical", "int4_bytes_vs_f32",
         "sampling_vs_greedy_step", "programs_bounded",
     }  # fmt: skip
+    assert printed["results"][-1] == {
+        "peer": "CTranslate2",
+        "status": "not run: no_such_package not installed",
+    }
     assert [row["settings"] for row in printed["results"] if "settings" in row] == [
         "after 3 random ones", "after 4 random ones",
     ]  # fmt: skip

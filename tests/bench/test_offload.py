@@ -54,4 +54,4 @@ def test_checks_hold_and_their_names_are_fixed(monkeypatch, capsys):
 
 def test_it_has_no_rounds(capsys):
     assert main(["bench", "offload", "--rounds=3"]) == 2
-    assert "`bench offload` takes no times" in capsys.readouterr().err
+    assert "`bench offload` takes no turns" in capsys.readouterr().err

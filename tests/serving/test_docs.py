@@ -71,7 +71,8 @@ def test_commands_run(serve, tmp_path):
     port = ""
     for command in COMMANDS:
         command = command.removeprefix(EIGHT_DEVICES)  # tests have them
-        if command.startswith("pip"):
+        # tests/bench/test_soak.py runs the other command.
+        if command.startswith(("pip", "switchx bench soak")):
             continue
         if command.startswith("switchx"):
             port = serve(command)
@@ -94,8 +95,8 @@ def test_fields_metrics_and_options_are_those_of_the_code():
     help_text = subprocess.run(
         [sys.executable, "-m", "switchx", "serve", "--help"], capture_output=True, text=True
     ).stdout
-    # Of others: curl, XLA, docker.
-    others = {"--json", "--no", "--oauth2", "--build"}
+    # Of others: curl, XLA, docker, bench soak.
+    others = {"--json", "--no", "--oauth2", "--build", "--seconds"}
     others.add("--xla_force_host_platform_device_count")
     options = set(re.findall(r"--\w+", PAGE)) - others
     assert [option for option in options if option not in help_text] == []

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The in-flight part of `switchx bench decode`: inputs that join a running batch one by one,
+against batches that run to their end before the next begins.
+
+Both schedule the same inputs, by turns, in one process, over the same programs: the baseline is
+the server's own worker, with `candidates` that are empty as long as anything is decoded and
+otherwise those of the oldest input's group (its lengths are rounded up to the same buckets).
+Inputs arrive as a Poisson process ("iteration-level scheduling", Yu et al., Orca, OSDI 2022,
+section 6). There is no HTTP in it.
+"""
+
+import dataclasses
+import queue
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from switchx.bench.report import Check
+from switchx.inference.config import DecodingConfig
+from switchx.inference.programs import COMPILATIONS
+
+REQUESTS, SLOTS = 96, 16
+INPUTS = 4, 30  # tokens of an input
+# Arrivals a second, over what the in-flight worker answers where all are there at once.
+LOAD = 0.9
+WAIT_S = 300.0  # for one answer, compilation of its programs included
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """Answers of a round.
+
+    Attributes:
+        name: of the rows.
+        lengths: draws the tokens of so many answers.
+        longest: of them.
+        checks: name and bound of the ratio of tokens a second, and of the median time to
+            the first token.
+    """
+
+    name: str
+    lengths: Callable[[np.random.Generator, int], np.ndarray]
+    longest: int
+    checks: tuple[tuple[str, str] | None, tuple[str, str] | None]
+
+
+def _log_uniform(rng: np.random.Generator, number: int) -> np.ndarray:
+    return np.exp(rng.uniform(np.log(8), np.log(256), number))
+
+
+def _captions(rng: np.random.Generator, number: int) -> np.ndarray:
+    return rng.lognormal(np.log(12), 0.4, number)
+
+
+MIXES = (
+    Mix(
+        "answers of 8 to 256 tokens",
+        _log_uniform,
+        256,
+        (("inflight_throughput", ">=1.25"), ("inflight_first_token", "<=0.2")),
+    ),
+    Mix("answers of 13 tokens", _captions, 32, (("inflight_short_throughput", ">=1.0"), None)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What a worker did with all inputs of a mix.
+
+    Attributes:
+        first_token_s, answer_s: medians, from an input's arrival on.
+        answers: token lists, in the order of the inputs.
+    """
+
+    tokens_per_s: float
+    first_token_s: float
+    answer_s: float
+    answers: list[list[int]]
+
+
+def inflight(config, params, rounds: int) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Measures both policies, each mix of lengths; needs the extra `serve`.
+
+    Args:
+        config, params: of a model as it is trained.
+    """
+    # Imported here: the rest of `bench decode` does without the extra.
+    from switchx.api import Model
+    from switchx.data.tasks import TextFormat
+
+    model = Model(config, params, None, 0, TextFormat(True, False, True), "")
+    rows, checks, are_same = [], [], True
+    for mix in MIXES:
+        found, measured, is_same = _compare(model, mix, rounds)
+        rows, checks, are_same = rows + found, checks + measured, are_same and is_same
+    return rows, [*checks, Check("inflight_tokens_identical", float(are_same), "==1")]
+
+
+def _compare(model, mix: Mix, rounds: int):
+    """Rows and checks of a mix, and whether every answer was the same every time."""
+    from switchx.serving.limits import Limits
+
+    limits = Limits(
+        batch_size=SLOTS, max_input_tokens=32, max_new_tokens=mix.longest, warm_up_tokens=32,
+        max_waiting=max(REQUESTS, 64),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    sizes = np.clip(np.rint(mix.lengths(rng, REQUESTS)), 1, mix.longest).astype(int).tolist()
+    prompts = [
+        rng.integers(3, model.config.vocab_size, rng.integers(*INPUTS)).tolist()
+        for _ in range(REQUESTS)
+    ]
+    # Arrivals at one a second; a round's are these over its rate.
+    arrivals = np.cumsum(rng.exponential(1.0, REQUESTS))
+    workers = _workers(model, limits)
+    try:
+        for worker in (*workers.values(), *workers.values()):
+            crowd = _round(worker, limits, prompts, sizes, 0 * arrivals)
+            if worker is workers["batch by batch"]:
+                continue
+            per_s = LOAD * REQUESTS * crowd.tokens_per_s / sum(map(len, crowd.answers))
+        for worker in workers.values():  # what these arrivals compile
+            _round(worker, limits, prompts, sizes, arrivals / per_s)
+        done, compiled = {name: [] for name in workers}, COMPILATIONS.number
+        for number in range(rounds):
+            for name in list(workers)[:: 1 if number % 2 else -1]:
+                measured = _round(workers[name], limits, prompts, sizes, arrivals / per_s)
+                done[name].append(measured)
+        compiled = COMPILATIONS.number - compiled
+    finally:
+        for worker in workers.values():
+            worker.queue.close()
+            worker.compiler.close()
+            worker.join()
+    return _found(mix, done, per_s, compiled)
+
+
+def _workers(model, limits) -> dict[str, Any]:
+    """Both policies' workers, ready."""
+    from switchx.serving.metrics import Metrics
+    from switchx.serving.scheduler import Worker
+
+    class BatchByBatch(Worker):
+        def candidates(self):
+            return batch_by_batch(self.running, super().candidates())
+
+    workers = {"in flight": Worker, "batch by batch": BatchByBatch}
+    workers = {name: kind(model, limits, Metrics()) for name, kind in workers.items()}
+    for worker in workers.values():
+        worker.start()
+        worker.compiler.start()
+        while not worker.is_ready:
+            if worker.error is not None:
+                raise RuntimeError("the worker ended") from worker.error
+            time.sleep(0.05)
+    return workers
+
+
+def batch_by_batch(running: list, waiting: list) -> list:
+    """The baseline's candidates: where nothing is decoded, the oldest input's group."""
+    return [] if running else [each for each in waiting if each.group == waiting[0].group]
+
+
+def _round(worker, limits, prompts, sizes, arrivals_s) -> Round:
+    """Puts the inputs into a worker's queue when they arrive, and waits for all answers."""
+    from switchx.serving.request_queue import Answer, Failure, Group, QueuedInput
+
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    first_s, answered_s, answers = {}, {}, {}
+    start_s = time.monotonic()
+    for number, (prompt, size, at_s) in enumerate(zip(prompts, sizes, arrivals_s, strict=True)):
+        settings = DecodingConfig(size)
+        group = Group.of(prompt, settings, limits)
+
+        def deliver(event, number=number) -> None:
+            events.put((number, event, time.monotonic()))
+
+        time.sleep(max(0.0, start_s + at_s - time.monotonic()))
+        each = QueuedInput(prompt, settings, 0, group, deliver, is_streaming=True)
+        if not worker.queue.put([each]):
+            raise RuntimeError("the queue is closed: the worker ended") from worker.error
+    while len(answers) < len(prompts):
+        number, event, now_s = events.get(timeout=WAIT_S)
+        if isinstance(event, Failure):
+            raise RuntimeError("a batch failed; the log says how")
+        if isinstance(event, Answer):
+            answered_s[number], answers[number] = now_s, event.hypothesis.tokens
+        if isinstance(event, Answer) or event.tokens:
+            first_s.setdefault(number, now_s)
+    num_tokens, last_s = sum(map(len, answers.values())), max(answered_s.values())
+
+    def median_s(moments_s) -> float:
+        waited = [moments_s[i] - start_s - at_s for i, at_s in enumerate(arrivals_s)]
+        return float(np.median(waited))
+
+    return Round(
+        num_tokens / (last_s - start_s),
+        median_s(first_s),
+        median_s(answered_s),
+        [answers[number] for number in range(len(prompts))],
+    )
+
+
+def _found(mix: Mix, done: dict[str, list[Round]], per_s: float, compiled: int):
+    ours, baseline = done["in flight"], done["batch by batch"]
+    names = ("tokens_per_s", "first_token_s", "answer_s")
+
+    def ratio(name: str) -> float:
+        pairs = zip(ours, baseline, strict=True)
+        return statistics.median(getattr(a, name) / getattr(b, name) for a, b in pairs)
+
+    rows = []
+    for policy, rounds in done.items():
+        row = {"scheduling": f"{mix.name}, {policy}", "arrivals_per_s": per_s}
+        for name in names:
+            row[name] = statistics.median(getattr(each, name) for each in rounds)
+            row[f"{name}_vs_baseline"] = ratio(name) if rounds is ours else 1.0
+        rows.append(row)
+    rows[0]["compilations"] = compiled
+    values = ratio("tokens_per_s"), ratio("first_token_s")
+    checks = [
+        Check(check[0], value, check[1])
+        for check, value in zip(mix.checks, values, strict=True)
+        if check
+    ]
+    first, *others = ours + baseline
+    return rows, checks, all(each.answers == first.answers for each in others)
