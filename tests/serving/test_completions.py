@@ -204,7 +204,7 @@ def test_echo_with_log_probabilities_scores_the_prompt():
     service = served.start(limits, model)
     request = {"prompt": ["gate", "of"], "logprobs": 1, "echo": True} | GREEDY
     try:
-        client = TestClient(make_app(service, name="tiny"))
+        client = TestClient(make_app(Models([service])))
         choices = client.post("/v1/completions", json=request).json()["choices"]
         streamed = client.post("/v1/completions", json=request | {"stream": True}).text
     finally:

@@ -14,13 +14,14 @@ from starlette.testclient import TestClient
 
 from switchx.api import Model
 from switchx.serving.app import make_app
+from switchx.serving.models import Models
 from switchx.serving.page import EXPERTS, FILE, page_of
 from switchx.serving.requests import OPTIONS
 from tests.serving import chromium, served
 
 
 def test_the_page_runs_what_it_holds_and_loads_nothing(service):
-    response = TestClient(make_app(service)).get("/")
+    response = TestClient(make_app(Models([service]))).get("/")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     policy = response.headers["content-security-policy"]
     assert "connect-src 'self'" in policy and "unsafe" not in policy

@@ -109,7 +109,7 @@ def test_a_request_with_everything():
         no_repeat_ngram_size=3, forced_prefix=(5, 6), stop=("x",), num_return_sequences=2,
     )  # fmt: skip
     assert got.is_streaming and got.stops == ("x",) and got.num_prompt_tokens == 5
-    others = {"model", "inputs", "stream", "beam_size", "best_of"}
+    others = {"model", "inputs", "stream", "experts", "beam_size", "best_of"}
     assert set(settings) | others == set(FIELDS)
     assert options(DecodingConfig).keys() - set(FIELDS) == {"pruning"}
 
