@@ -107,6 +107,9 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "length_penalty": float(rng.uniform(-2, 2)),
         "seed": int(rng.integers(1 << 31)),
     }
+    if rng.integers(2):
+        settings["repetition_penalty"] = float(rng.uniform(0.5, 2))
+        settings["no_repeat_ngram_size"] = int(rng.integers(5))
     way = rng.integers(3)
     if way == 0:
         return settings | {

@@ -25,6 +25,9 @@ from switchx.serving.request_queue import Answer, Event
 from switchx.serving.requests import GenerateRequest, Refusal, read_request
 from switchx.serving.service import Events
 
+# Tokens that the text of the next one is read behind; a character has four bytes at most.
+CONTEXT = 8
+
 
 def encoded(content: Any) -> bytes:
     """JSON in UTF-8, half of a surrogate pair as its escape.
@@ -225,26 +228,30 @@ def logprobs_json(vocabulary, tokens, said, number: int, offset: int = 0, first:
         offset: of the first character.
     """
 
-    def text_up_to(*some) -> str:
+    def decoded(some: Sequence[int]) -> str:
         return vocabulary.decode(list(some)).rstrip(INCOMPLETE)
 
-    texts = [text_up_to(*tokens[:end]) for end in range(first, len(tokens) + 1)]
     own, top = said.token_logprobs[first : len(tokens)], said.top_logprobs or ()
-    top_texts = []
+    texts, top_texts, offsets = [], [], [offset + len(decoded(tokens[:first]))]
     for place, token in enumerate(tokens[first:], first):
-        before = texts[place - first]
+        # A token's text may depend on those before it, not on all of them.
+        before = tokens[max(0, place - CONTEXT) : place]
+        length = len(decoded(before))
         likeliest = dict(itertools.islice(top[place].items(), number)) if top else {}
         likeliest.setdefault(token, own[place - first])
         named: dict[str, float] = {}
         for other, value in likeliest.items():
-            name = text_up_to(*tokens[:place], other)[len(before) :]
-            named[f"token_id:{other}" if not name or name in named else name] = value
+            text = decoded([*before, other])[length:]
+            named[f"token_id:{other}" if not text or text in named else text] = value
+            if other == token:
+                texts.append(text)
         top_texts.append(named)
+        offsets.append(offsets[-1] + len(texts[-1]))
     return {
-        "tokens": [text[len(texts[i]) :] for i, text in enumerate(texts[1:])],
+        "tokens": texts,
         "token_logprobs": own,
         "top_logprobs": top_texts,
-        "text_offset": [offset + len(text) for text in texts[:-1]],
+        "text_offset": offsets[:-1],
     }
 
 

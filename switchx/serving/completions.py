@@ -133,10 +133,16 @@ class CompletionForm:
 
     async def whole(self, wanted: CompletionRequest, events: Events) -> dict[str, Any]:
         """All choices in one object."""
-        rows, choices = self._rows(wanted), []
+        rows = self._rows(wanted)
         scored = await self._scored(wanted, events)
         async for event in events:
             rows[event.number].grow(event, events)
+        # Beside the loop: texts of single tokens take a while.
+        choices = await asyncio.to_thread(self._choices, wanted, rows, scored)
+        return self._json(wanted, choices) | {"usage": _usage_json(wanted, events)}
+
+    def _choices(self, wanted: CompletionRequest, rows, scored) -> list[dict[str, Any]]:
+        choices: list[dict[str, Any]] = []
         for number, (echo, before) in enumerate(zip(wanted.echoes, scored, strict=True)):
             first = number * wanted.num_rows
             said = sum((row.hypotheses for row in rows[first : first + wanted.num_rows]), [])
@@ -146,7 +152,7 @@ class CompletionForm:
                 text = echo + text_of(each, self._model.vocabulary, self._stops_of(wanted))
                 kept = self._logprobs(wanted, each, len(echo), before)
                 choices.append(_choice(len(choices), text, kept, _reason(each)))
-        return self._json(wanted, choices) | {"usage": _usage_json(wanted, events)}
+        return choices
 
     async def stream(self, wanted: CompletionRequest, events: Events) -> AsyncIterator[bytes]:
         """A chunk for each piece of a text, its end with the last one; then `[DONE]`."""
@@ -165,14 +171,14 @@ class CompletionForm:
                     yield chunk(i * num_choices + choice, echo, kept, None)
             async for event in events:
                 row, echo = rows[event.number], wanted.echoes[event.number // wanted.num_rows]
-                first, (_, new) = row.num_tokens, row.grow(event, events)
+                first, (said, new) = row.num_tokens, row.grow(event, events)
                 if wanted.settings.beam_size > 1:
                     for i, each in enumerate(row.hypotheses):
                         text = text_of(each, self._model.vocabulary, None)
                         kept = self._logprobs(wanted, each, len(echo))
                         index = event.number * num_choices + i
                         yield chunk(index, text, kept, _reason(each))
-                elif new or row.hypotheses or (wanted.logprobs is not None and row.said.tokens):
+                elif new or row.hypotheses or (wanted.logprobs is not None and said.tokens):
                     kept = self._logprobs(wanted, row.said, len(echo), first=first)
                     reason = _reason(row.said) if row.hypotheses else None
                     yield chunk(event.number, new, kept, reason)

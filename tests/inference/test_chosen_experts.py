@@ -114,6 +114,22 @@ def test_tokens_are_those_of_the_resident_model(name, bits, beam_size, some):
     assert moved[0] > moved[-1]
 
 
+@SLOW
+@pytest.mark.parametrize("beam_size", [1, 2])
+def test_so_they_are_with_processors_and_log_probabilities(beam_size):
+    settings = dataclasses.replace(
+        decoding(beam_size), no_repeat_ngram_size=2, repetition_penalty=1.3, logprobs=2
+    )
+    config, params = model("gpt", None)
+    want = written(Generator(for_decoding(config), params, settings, 4))
+    config, experts = with_slots("gpt", None, 1)
+    moved = Generator(for_decoding(config), experts.params, settings, 4, experts=experts)
+    got = written(moved)
+    assert texts(got) == texts(want) != texts(resident("gpt", None, beam_size))
+    for one, other in zip(sum(got, []), sum(want, []), strict=True):
+        np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("policy", ["decayed_lfu", pytest.param("next_use", marks=SLOW)])
 def test_no_policy_changes_a_token(policy):
     config, experts = with_slots("gpt", 4, 2, policy)

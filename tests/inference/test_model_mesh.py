@@ -103,6 +103,23 @@ def test_tokens_are_those_of_one_device(bits, beam_size, mesh, positions):
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.parametrize("mesh", ["expert x model x data", "fsdp x expert x model"])
+def test_so_they_are_with_processors_and_log_probabilities(mesh, beam_size):
+    settings = {"no_repeat_ngram_size": 2, "forced_prefix": (7,), "repetition_penalty": 1.4}
+    settings |= {"logprobs": 2, "pruning": "compact"}
+    on_mesh = generator(ModelMesh.of(MESHES[mesh]), None, beam_size, **settings)
+    got = dict(on_mesh(INPUTS, TOKEN_LIMITS))
+    want = dict(generator(ONE_DEVICE, None, beam_size, **settings)(INPUTS, TOKEN_LIMITS))
+    for number, hypotheses in want.items():
+        for one, other in zip(got[number], hypotheses, strict=True):
+            assert one.tokens == other.tokens and one.tokens[:1] == [7]
+            np.testing.assert_allclose(one.score, other.score, rtol=2e-5)
+            np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-4)
+            assert list(map(list, one.top_logprobs)) == list(map(list, other.top_logprobs))
+
+
 def test_each_device_holds_its_part_of_the_experts():
     _, params = trained(4)
     for mesh, parts in (("expert", 4), ("model", 4), ("expert x model x data", 4)):
