@@ -214,7 +214,7 @@ def planned_bytes(
     """
     counted = collections.Counter()
     if compute is not None:
-        planned = step_collectives(workload, layout, compute.operand_bytes)
+        planned = step_collectives(workload, layout, compute)
     else:
         planned = step_collectives(workload, layout)
         planned = compiled_on_cpu(planned, layout, is_hoisted=not workload.model.scan_layers)

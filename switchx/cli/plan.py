@@ -221,7 +221,7 @@ def row(rank: int, plan, workload, hardware) -> dict[str, Any]:
 
     time, memory = plan.time, plan.memory
     kinds: dict[str, float] = {}
-    for each in step_collectives(workload, plan.layout, hardware.compute.operand_bytes):
+    for each in step_collectives(workload, plan.layout, hardware.compute):
         kinds[each.kind] = kinds.get(each.kind, 0.0) + each.total_bytes
     return {
         "rank": rank,

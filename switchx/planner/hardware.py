@@ -40,12 +40,15 @@ class Compute:
         efficiency: of the peak that a whole step's products reach, communication apart.
         operand_bytes: the most of an element that is gathered or exchanged for products alone:
             where matrix units read bfloat16, the TPU compiler rounds before it sends.
+        sums_after_loops: its compiler moves sums of gradients behind a loop over microbatches,
+            where blocks are not in a loop of their own.
     """
 
     peak_flops_per_s: float
     efficiency: float
     source: str
     operand_bytes: int = 4
+    sums_after_loops: bool = False
 
     @property
     def flops_per_s(self) -> float:
@@ -298,6 +301,8 @@ def _wrong(name: str, value, expected) -> str | None:
     """What a field should have been, or None."""
     if expected is str:
         return None if isinstance(value, str) and value.strip() else "a text that is not empty"
+    if expected is bool:
+        return None if isinstance(value, bool) else "true or false"
     is_whole = expected is not float
     kinds = int if is_whole else int | float
     if isinstance(value, bool) or not isinstance(value, kinds):

@@ -15,6 +15,7 @@ import math
 
 from switchx.moe.config import DISPATCHERS
 from switchx.partitioning.chunks import moved_share
+from switchx.planner.hardware import Compute
 from switchx.planner.layout import (
     Layout,
     StateArray,
@@ -29,7 +30,8 @@ from switchx.planner.sparse_comm import (
     sparse_layer_collectives,
 )
 from switchx.planner.weight_comm import (
-    AS_IT_IS,
+    AS_WRITTEN,
+    FLOAT32_BYTES,
     TOKEN_TABLE,
     StepCollective,
     gradient_sums,
@@ -44,12 +46,12 @@ SOFTMAX_SUMS = 3
 
 
 def step_collectives(
-    workload: Workload, layout: Layout, operand_bytes: int = AS_IT_IS
+    workload: Workload, layout: Layout, compute: Compute = AS_WRITTEN
 ) -> list[StepCollective]:
     """Everything a step communicates, on one device, batches split into microbatches.
 
     Args:
-        operand_bytes: the target's (`hardware.Compute`).
+        compute: the target's.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
@@ -59,28 +61,28 @@ def step_collectives(
         found += _attention(workload, layout, stack)
         found += _relative_bias(workload, layout, stack)
         found += _dense_ffn(workload, layout, stack)
-        found += _sparse(workload, layout, stack, operand_bytes)
+        found += _sparse(workload, layout, stack, compute)
     found += _embedding(workload, layout)
-    found += weight_collectives(workload, layout, operand_bytes)
+    found += weight_collectives(workload, layout, compute)
     found += _pipeline(workload, layout)
     found = into_slices(found, workload, layout)
     if (teacher := workload.taught_by) is not None:
-        found += forward_collectives(teacher, layout.of_teacher(teacher), operand_bytes)
+        found += forward_collectives(teacher, layout.of_teacher(teacher), compute)
     return [each for each in found if each.axes and each.count and each.num_bytes]
 
 
 def forward_collectives(
-    workload: Workload, layout: Layout, operand_bytes: int = AS_IT_IS
+    workload: Workload, layout: Layout, compute: Compute = AS_WRITTEN
 ) -> list[StepCollective]:
     """Those of a teacher's forward pass, whose Switch layers run by `gather`.
 
     Args:
-        operand_bytes: as `step_collectives` has it.
+        compute: the target's.
 
     Raises:
         ValueError: the layout does not divide a parameter, or a formula is missing.
     """
-    found = _embedding(workload, layout) + weight_collectives(workload, layout, operand_bytes)
+    found = _embedding(workload, layout) + weight_collectives(workload, layout, compute)
     for stack in workload.stacks:
         found += _attention(workload, layout, stack)
         found += _dense_ffn(workload, layout, stack)
@@ -187,7 +189,7 @@ def _dense_ffn(workload: Workload, layout: Layout, stack: str) -> list[StepColle
 
 
 def _sparse(
-    workload: Workload, layout: Layout, stack: str, operand_bytes: int
+    workload: Workload, layout: Layout, stack: str, compute: Compute
 ) -> list[StepCollective]:
     """Those of `sparse_comm`; what remat computes again it communicates again."""
     model = workload.model
@@ -205,7 +207,8 @@ def _sparse(
     layer, own_axes = sparse_layer(workload, layout, stack), own_rows_axes(workload, layout)
     count, found = _passes(layout, layers), []
     # Kernels, which multiply blocks of unequal sizes, read what the model computes in.
-    if not DISPATCHERS[dispatcher].has_equal_blocks and operand_bytes < AS_IT_IS:
+    operand_bytes = compute.operand_bytes
+    if not DISPATCHERS[dispatcher].has_equal_blocks and operand_bytes < FLOAT32_BYTES:
         operand_bytes = workload.activation_bytes
     for each in sparse_layer_collectives(dispatcher, layer, layout, layout.rules):
         is_weight = "w_" in each.what

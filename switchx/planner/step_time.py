@@ -90,7 +90,7 @@ def step_time(
         ValueError: the layout does not divide a parameter, or a formula is missing.
     """
     if collectives is None:
-        collectives = step_collectives(workload, layout, hardware.compute.operand_bytes)
+        collectives = step_collectives(workload, layout, hardware.compute)
     seconds, between, in_ticks = {}, 0.0, 0.0
     for each in collectives:
         spent = each.count * collective_seconds(

@@ -13,12 +13,14 @@ import math
 
 from switchx.partitioning.optimizer_slices import OptimizerSlice, optimizer_slice
 from switchx.partitioning.rules import MeshAxes
+from switchx.planner.hardware import Compute
 from switchx.planner.layout import Layout, Workload, local_shape, own_rows_axes
 
 GRADIENT = "gradient of "
 TOKEN_TABLE = "embedding/embedding_VD"
-# What products read travels in the dtype that it has (`Compute.operand_bytes`).
-AS_IT_IS = 4
+FLOAT32_BYTES = 4
+# Of a compiler that sends what programs name, where they name it.
+AS_WRITTEN = Compute(math.inf, 1.0, "no device")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class StepCollective:
 
 
 def weight_collectives(
-    workload: Workload, layout: Layout, operand_bytes: int
+    workload: Workload, layout: Layout, compute: Compute
 ) -> list[StepCollective]:
     """Dense parameters: columns gathered where they are used, gradients summed."""
     batch, own_axes = layout.batch_axes, own_rows_axes(workload, layout)
@@ -83,7 +85,7 @@ def weight_collectives(
             whole = one * layout.parts(gathered)
             # A scale or a bias is in no product; the router's are of float32's precision.
             is_operand = len(array.dims.removeprefix("N")) > 1 and "router" not in what
-            share = min(1, operand_bytes / array.itemsize) if is_operand else 1
+            share = min(1, compute.operand_bytes / array.itemsize) if is_operand else 1
             is_again = array.is_in_blocks and (model.remat != "none" or model.scan_layers)
             times = uses * ((layout.forwards if array.is_in_blocks else 1) + is_again)
             compiled = functools.partial(collective, by_compiler=True)
@@ -95,6 +97,10 @@ def weight_collectives(
         # Of the token table's gradient, the lookups', and that of tied logits.
         is_table = array.name == TOKEN_TABLE
         terms = len(workload.stacks) + model.tie_embeddings if is_table else 1
+        if is_table and layout.pipe > 1 and layout.is_ours:
+            rounds, terms = rounds * terms, 1  # in conditionals of their own: summed apart
+        elif compute.sums_after_loops and not (is_table or gathered or model.scan_layers):
+            rounds = 1
         # All stages have what is in no block; those of other systems only the tied table.
         is_shared = not array.is_in_blocks and (layout.is_ours or is_table)
         stages = ("pipe",) if layout.pipe > 1 and is_shared else ()
