@@ -233,10 +233,15 @@ def access_log(file: str | None):
     Raises:
         ValueError: the file cannot be written.
     """
-    if file is None:
-        yield
-        return
     log = logging.getLogger("switchx.access")
+    before = log.level
+    if file is None:
+        log.setLevel(logging.WARNING)  # not among what the command says
+        try:
+            yield
+        finally:
+            log.setLevel(before)
+        return
     try:
         to_output = logging.StreamHandler(sys.stdout)
         handler = to_output if file == "-" else logging.handlers.WatchedFileHandler(file)
@@ -244,7 +249,7 @@ def access_log(file: str | None):
         raise ValueError(f"--access_log={file} cannot be written: {error}") from error
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
-    log.propagate, before = False, log.level
+    log.propagate = False
     log.setLevel(logging.INFO)
     try:
         yield

@@ -5,6 +5,7 @@ import concurrent.futures
 import dataclasses
 import http.client
 import json
+import logging
 import re
 import signal
 import threading
@@ -175,6 +176,17 @@ def test_tokens_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv(serve.TOKEN_VARIABLE, "")
     with refused("SWITCHX_TOKEN holds a token of 0 characters<any>"):
         serve.read_token(None)
+
+
+def test_requests_are_written_down_where_it_is_asked_for(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="switchx")  # as of a command
+    log, file = logging.getLogger("switchx.access"), tmp_path / "log"
+    with serve.access_log(None):
+        assert not log.isEnabledFor(logging.INFO)
+    with serve.access_log(str(file)):
+        log.info("a line")
+    assert file.read_text() == "a line\n" and not caplog.records
+    assert log.isEnabledFor(logging.INFO) and log.propagate
 
 
 def test_other_machines_without_a_token_are_warned_of(folder, capsys, monkeypatch):

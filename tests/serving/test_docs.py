@@ -34,8 +34,9 @@ BRIEF = ("--port=0", "--max_new_tokens=16", "--warm_up_tokens=0")
 def serve(monkeypatch, in_a_folder, capsys):
     """`serve("switchx serve ...")` in a thread, until the test ends: its port."""
     servers, threads = [], []
-    root, ours = logging.getLogger(), logging.getLogger("switchx")
-    shown = root.handlers[:], ours.level
+    root = logging.getLogger()
+    levels = {name: logging.getLogger(name).level for name in ("switchx", "switchx.access")}
+    handlers = root.handlers[:]
 
     class Recorded(server.Server):
         def __init__(self, *arguments):
@@ -60,8 +61,9 @@ def serve(monkeypatch, in_a_folder, capsys):
     for thread in threads:
         thread.join(30)
     # Commands in threads end in any order, and each brings back what was shown before it.
-    root.handlers[:] = shown[0]
-    ours.setLevel(shown[1])
+    root.handlers[:] = handlers
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="needs curl")
