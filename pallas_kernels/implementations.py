@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which code runs an operation: plain JAX, or the kernel of a TPU or of a Hopper GPU."""
 
+import functools
 import importlib
+import warnings
 from types import ModuleType
 
 import jax
@@ -18,11 +20,12 @@ def choose(
     """The module that runs `pallas_kernels.<op>`.
 
     None is the kernel of the platform where it takes these operands, otherwise the
-    reference, which takes all. The platform is that of the abstract device that
-    `jax.sharding.use_abstract_mesh` sets (compiling for hardware that is not there), else of
-    `jax.default_device`, else of `jax.default_backend`: it is chosen while tracing, and not
-    by `jax.lax.platform_dependent`, which would lower every kernel for every platform. A
-    function that is jitted for CPU on a machine with a GPU names the reference.
+    reference, which takes all; on an accelerator a warning says once why. The platform is that
+    of the abstract device that `jax.sharding.use_abstract_mesh` sets (compiling for hardware
+    that is not there), else of `jax.default_device`, else of `jax.default_backend`: it is
+    chosen while tracing, and not by `jax.lax.platform_dependent`, which would lower every
+    kernel for every platform. A function that is jitted for CPU on a machine with a GPU names
+    the reference.
 
     Args:
         implementation: one of `NAMES`, or None.
@@ -43,15 +46,27 @@ def choose(
     device = current_device()
     name = implementation
     if name is None:
-        name = device.platform if unable(device.platform, device) is None else REFERENCE
-        if name in KERNELS and _module(op, name).refusal(*refusal_operands):
+        name = device.platform
+        reason = unable(name, device) or _module(op, name).refusal(*refusal_operands)
+        if reason:
             name = REFERENCE
+            if device.platform != "cpu":  # whose way the reference is
+                warn_once(
+                    f"{op} runs without its kernel, by jax.lax.ragged_dot, which XLA may "
+                    f"compute with every expert's matrix for every row: {reason}"
+                )
     elif name in KERNELS:
         reason = None if interpret else unable(name, device)
         reason = reason or _module(op, name).refusal(*refusal_operands)
         if reason:
             raise ValueError(f"implementation={name!r} cannot run {op}: {reason}")
     return _module(op, name)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """A warning that is given once in a process, whatever the filters are."""
+    warnings.warn(text, stacklevel=4)
 
 
 class Device:

@@ -60,17 +60,15 @@ def refusal(x_dtype, w_dtype, R: int, D: int, F: int, E: int) -> str | None:
             f"weights are {jnp.dtype(w_dtype)} and rows {jnp.dtype(x_dtype)}; cast one to the "
             "other's dtype"
         )
-    for name, size in (("D", D), ("F", F)):
-        if size % ALIGNMENT or size == 0:
-            padded = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
-            return (
-                f"{name}={size} is not a multiple of {ALIGNMENT}, which the swizzled copies "
-                f"need; pad the weights once to {name}={padded}, or use "
-                "implementation='reference'"
-            )
-    if R == 0 or E == 0:
-        return f"R={R} and E={E}; nothing to multiply: use implementation='reference'"
+    if 0 in (R, D, F, E):
+        return (
+            f"R={R}, D={D}, F={F}, E={E}; nothing to multiply: use implementation='reference'"
+        )
     return None
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16,
@@ -105,6 +103,9 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
             interpret: bool = False):  # fmt: skip
     """As `api.grouped_matmul`; with `transpose_w` w is `[E, F, D]`.
 
+    Swizzled copies need multiples of 64 in D and F. Others are padded here, which copies rows
+    and weights in every call: pad the weights of a model once where its sizes are odd.
+
     Args:
         has_residual: also returns the residual of `apply_epilogue`, in the dtype of x.
 
@@ -116,11 +117,16 @@ def forward(x_RD, w, group_sizes_E, *, w_gate=None, bias_EF=None,
     sizes = (num_rows, depth, features, w.shape[0])
     if reason := refusal(x_RD.dtype, w.dtype, *sizes):
         raise ValueError(reason)
-    matrices = [w] if w_gate is None else [w, w_gate]
-    tiling = tiling or default_tiling(*sizes, x_RD.dtype, len(matrices))
+    matrices = [
+        padded(padded(each, 1, ALIGNMENT), 2, ALIGNMENT)
+        for each in (w, w_gate)
+        if each is not None
+    ]
+    depth, tiled = aligned(depth), (num_rows, aligned(depth), aligned(features), w.shape[0])
+    tiling = tiling or default_tiling(*tiled, x_RD.dtype, len(matrices))
     tiling = checked(tiling, depth, x_RD.dtype, w.dtype, num_matrices=len(matrices))
     tiling = dataclasses.replace(tiling, num_sms=tiling.num_sms or sm_count(interpret))
-    x = padded_rows(x_RD, tiling, interpret)
+    x = padded_rows(padded(x_RD, 1, ALIGNMENT), tiling, interpret)
     if interpret:
         block = tiling.tile_m * tiling.warpgroups
         matrices = [padded(each, 1 if transpose_w else 2, block) for each in matrices]
@@ -195,9 +201,12 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling: Tiling | N
     sizes = (*x_RD.shape, dy_RF.shape[1], group_sizes_E.shape[0])
     if reason := refusal(x_RD.dtype, dy_RF.dtype, *sizes):
         raise ValueError(reason)
-    return gpu_weight_gradient.weight_gradient(
+    (_, D), F = x_RD.shape, dy_RF.shape[1]
+    x_RD, dy_RF = padded(x_RD, 1, ALIGNMENT), padded(dy_RF, 1, ALIGNMENT)
+    dw_EDF = gpu_weight_gradient.weight_gradient(
         x_RD, dy_RF, group_sizes_E, out_dtype=out_dtype, tiling=tiling, interpret=interpret
     )
+    return dw_EDF[:, :D, :F]
 
 
 def padded(array, axis: int, multiple: int):

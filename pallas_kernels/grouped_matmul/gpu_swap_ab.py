@@ -23,19 +23,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.epilogue import activated
+from pallas_kernels.grouped_matmul.gpu_walk import Walk, copied_bytes, for_rows
 from pallas_kernels.grouped_matmul.tile_schedule import RowTiles
+from pallas_kernels.launches import record
 from pallas_kernels.mosaic_gpu import (
     copy_and_multiply,
     load_as,
     mosaic_gpu_kernel,
     release_before,
     tiled_smem,
-    turns_of,
 )
 from pallas_kernels.tiling.gpu import STORED, Tiling
-
-# Rows of the smallest part of a tile that has a product of its own.
-SMALLEST = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,19 +103,28 @@ def swap_ab(x_RD, matrices, tiles: RowTiles, tiling: Tiling, weights: Weights,
     elif epilogue.has_residual:
         num_results += len(matrices)
     extras = epilogue.operands()
-    walk = _Walk(
+    walk = Walk(
         tiling=tiling,
         features=features,
         depth_steps=x_RD.shape[1] // tiling.tile_k // tiling.splits,
         num_experts=w.shape[0],
     )
+    results = [jax.ShapeDtypeStruct(shape, dtype)] * num_results
+    record(
+        name, [x_RD, *matrices, *tiles.arrays(), *extras.values()], results,
+        functools.partial(
+            copied_bytes, walk=walk, num_rows=x_RD.shape[0], x=x_RD.dtype, w=w.dtype,
+            num_matrices=len(matrices), extras=[(a.shape, a.dtype) for a in extras.values()],
+            results=results,
+        ),
+    )  # fmt: skip
     body = functools.partial(
         _body, walk=walk, weights=weights, num_matrices=len(matrices),
         activation=epilogue.activation, extras=tuple(extras), interpret=interpret,
     )  # fmt: skip
     run = mosaic_gpu_kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(shape, dtype)] * num_results,
+        out_type=results,
         scratch_types=_scratch(
             tiling, weights, x_RD.dtype, w.dtype, dtype, len(matrices), interpret
         ),
@@ -184,67 +191,6 @@ def _body(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Walk:
-    """The order in which the blocks of the GPU take tiles."""
-
-    tiling: Tiling
-    features: int
-    depth_steps: int
-    num_experts: int
-
-    @property
-    def feature_tiles(self) -> int:
-        return pl.cdiv(self.features, self.tiling.tile_m * self.tiling.warpgroups)
-
-    def turns(self, tiles: RowTiles):
-        total = tiles.count_1[0] * (self.feature_tiles * self.tiling.splits)
-        return turns_of(total, self.tiling.num_sms)
-
-    def tile(self, turn, tiles: RowTiles):
-        """(tile of rows, tile of features, split) of a turn.
-
-        Features go in panels: all rows of a panel before the next one, so that the weights
-        of a panel and the rows are in the cache together.
-        """
-        index = lax.axis_index("sm") + turn * self.tiling.num_sms
-        split = jnp.int32(0)
-        if self.tiling.splits > 1:
-            split = lax.rem(index, self.tiling.splits)
-            index = lax.div(index, self.tiling.splits)
-        if self.tiling.panel >= self.feature_tiles:
-            row_tile = lax.div(index, self.feature_tiles)
-            return row_tile, index - row_tile * self.feature_tiles, split
-        in_panel = tiles.count_1[0] * self.tiling.panel
-        which = lax.div(index, in_panel)
-        rest = index - which * in_panel
-        width = lax.min(self.tiling.panel, self.feature_tiles - which * self.tiling.panel)
-        row_tile = lax.div(rest, width)
-        return row_tile, which * self.tiling.panel + rest - row_tile * width, split
-
-    def steps(self, expert):
-        """Steps along D; none for the rows of no expert."""
-        return lax.select(expert < self.num_experts, self.depth_steps, 0)
-
-
-def for_rows(tiling: Tiling, end, run) -> None:
-    """`run(rows)` with the fewest rows of a tile that reach to `end`.
-
-    A large tile that holds few rows of its group, the last of most groups, is multiplied as
-    half or a quarter of one. With sums in parts all of it is.
-    """
-    rows = tiling.tile_n
-    if rows < 2 * SMALLEST or tiling.splits > 1:
-        run(rows)
-        return
-    options = [rows // 4, rows // 2, rows] if rows >= 4 * SMALLEST else [rows // 2, rows]
-    at_least = 0
-    for option in options:
-        fits = (end > at_least) & (end <= option)
-        pl.when(fits)(functools.partial(run, option))
-        at_least = option
-
-
 def _copies(x_gmem, w_gmem, x_smem, w_smem, full, empty, tiles, walk, weights):
     tiling = walk.tiling
 
@@ -287,7 +233,7 @@ class _Consumer:
     """One warpgroup that multiplies the first `rows` rows of tiles."""
 
     rows: int
-    walk: _Walk
+    walk: Walk
     tiles: RowTiles
     weights: Weights
     num_matrices: int

@@ -16,11 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.tile_schedule import ROW_ALIGNMENT
+from pallas_kernels.launches import Cache, num_bytes, record
 from pallas_kernels.mosaic_gpu import (
     copy_and_multiply,
     load_as,
@@ -67,16 +69,22 @@ def weight_gradient(x_RD, dy_RF, group_sizes_E, *, out_dtype, tiling, interpret)
         D=x_RD.shape[1],
         F=dy_RF.shape[1],
     )
+    result = jax.ShapeDtypeStruct((walk.num_experts, walk.D, walk.F), out_dtype)
+    operands = x_RD, dy_RF, first_E, begin_E, end_E, steps_E
+    record(
+        "grouped_matmul_weight_gradient", operands, [result],
+        functools.partial(_copied, walk=walk, num_rows=num_rows, x=x_RD.dtype, result=result),
+    )  # fmt: skip
     run = mosaic_gpu_kernel(
         functools.partial(_body, walk=walk, interpret=interpret),
-        out_type=[jax.ShapeDtypeStruct((walk.num_experts, walk.D, walk.F), out_dtype)],
+        out_type=[result],
         scratch_types=_scratch(tiling, x_RD.dtype, out_dtype, interpret),
         grid=walk.tiling.num_sms,
         num_threads=tiling.warpgroups + 1,
         interpret=interpret,
         name="grouped_matmul_weight_gradient",
     )
-    [dw_EDF] = run(x_RD, dy_RF, first_E, begin_E, end_E, steps_E)
+    [dw_EDF] = run(*operands)
     return dw_EDF[:, :D, :F]
 
 
@@ -126,7 +134,10 @@ class _Walk:
 
     def tile(self, turn):
         """(expert, tile of D, tile of F): panels of F, all of D in each."""
-        index = lax.axis_index("sm") + turn * self.tiling.num_sms
+        return self.place(lax.axis_index("sm") + turn * self.tiling.num_sms)
+
+    def place(self, index):
+        """(expert, tile of D, tile of F) of the index-th tile of all blocks."""
         d_tiles, f_tiles = self.tiles
         expert = lax.div(index, d_tiles * f_tiles)
         rest = index - expert * (d_tiles * f_tiles)
@@ -136,6 +147,25 @@ class _Walk:
         width = lax.min(jnp.int32(panel), f_tiles - which * panel)
         d_tile = lax.div(rest, width)
         return expert, d_tile, which * panel + rest - d_tile * width
+
+
+def _copied(group_sizes_E, *, walk: _Walk, num_rows: int, x, result):
+    """Bytes of each operand and result, from and to memory behind a `launches.Cache`."""
+    tiling, cache = walk.tiling, Cache()
+    begin_E, end_E = map(np.asarray, group_bounds(jnp.asarray(group_sizes_E), num_rows))
+    first_E = begin_E // ROW_ALIGNMENT * ROW_ALIGNMENT
+    steps_E = np.where(end_E > begin_E, -(-(end_E - first_E) // tiling.tile_k), 0)
+    total = walk.num_experts * math.prod(walk.tiles)
+    places = jax.vmap(walk.place)(jnp.arange(total, dtype=jnp.int32))
+    tile_d, read = tiling.tile_m * tiling.warpgroups, [0, 0]
+    for expert, *tile in zip(*map(np.asarray, places), strict=True):
+        for i, width in enumerate((tile_d, tiling.tile_n)):
+            rows = min(int(steps_E[expert]) * tiling.tile_k, num_rows - int(first_E[expert]))
+            read[i] += cache.read((i, expert, tile[i]), num_bytes((rows, width), x))
+        block = num_bytes((tile_d, tiling.tile_n), result.dtype)
+        cache.write(("dw", expert, *tile), block)
+    once = [num_bytes((walk.num_experts,), jnp.int32)] * 4
+    return [*read, *once], [num_bytes(result.shape, result.dtype)]
 
 
 def _body(

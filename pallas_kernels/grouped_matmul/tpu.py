@@ -128,25 +128,35 @@ def weight_gradient(
         tiling, scratch=[] if out_dtype == jnp.float32 else [block],
         bytes_accessed=num_bytes + E * D * F * out_dtype.itemsize, interpret=interpret,
         name="sum_outer_products",
+        pipeline_of=lambda sizes_E: _pipeline(
+            tiling, D, F, tiles_by_expert(sizes_E, R, tiling.block_R)
+        ),
     )  # fmt: skip
     return dw_EDF[:, :D, :F]
+
+
+def _pipeline(tiling: Tiling, D: int, F: int, tiles: BlockTiles):
+    """(grid, blocks of the operands, blocks of the result)."""
+    block_R, block_D, block_F = tiling.block_R, tiling.block_D, tiling.block_F
+    in_specs = [
+        pl.BlockSpec((block_R, block_D), lambda d, f, p: (tiles.block_P[p], d)),
+        pl.BlockSpec((block_R, block_F), lambda d, f, p: (tiles.block_P[p], f)),
+    ]
+    dw_spec = pl.BlockSpec((None, block_D, block_F), lambda d, f, p: (tiles.expert_P[p], d, f))
+    grid = num_blocks(D, block_D), num_blocks(F, block_F), tiles.count[0]
+    return grid, in_specs, [dw_spec]
 
 
 def _kernel(tiling, D, F, *refs):
     num_tile_arrays = len(BlockTiles._fields)
     tiles = BlockTiles(*refs[:num_tile_arrays])
     x_RD, dy_RF, dw_EDF, *scratch = refs[num_tile_arrays:]
-    block_R, block_D, block_F = tiling.block_R, tiling.block_D, tiling.block_F
+    grid, in_specs, out_specs = _pipeline(tiling, D, F, tiles)
     pltpu.emit_pipeline(
         functools.partial(_add_tile, tiles, scratch),
-        grid=(num_blocks(D, block_D), num_blocks(F, block_F), tiles.count[0]),
-        in_specs=[
-            pl.BlockSpec((block_R, block_D), lambda d, f, p: (tiles.block_P[p], d)),
-            pl.BlockSpec((block_R, block_F), lambda d, f, p: (tiles.block_P[p], f)),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, block_D, block_F), lambda d, f, p: (tiles.expert_P[p], d, f))
-        ],
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
         core_axis=0 if tiling.cores > 1 else None,
         dimension_semantics=(pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY),
     )(x_RD, dy_RF, dw_EDF)

@@ -13,12 +13,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.epilogue import activated
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_block
+from pallas_kernels.launches import num_bytes, pipelined_bytes, record
 from pallas_kernels.operands import result_type
 from pallas_kernels.tiling.tpu import LANES, Problem, Tiling, vmem_limit_bytes
 from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu, padded_shape, padded_to_tiles
@@ -150,13 +152,18 @@ def multiply_rows(
         out_shape = padded_shape(out_shape, plan.y_block)
     sums = [pltpu.VMEM(plan.y_block, jnp.float32)] * len(matrices)
     # As if every expert had rows.
-    num_bytes = R * (D * plan.num_blocks_F + F * plan.num_results) * x_RD.dtype.itemsize
-    num_bytes += len(matrices) * w.size * problem.w_bits // 8
+    accessed = R * (D * plan.num_blocks_F + F * plan.num_results) * x_RD.dtype.itemsize
+    accessed += len(matrices) * w.size * problem.w_bits // 8
+
+    def pipeline(tiles):
+        return pipeline_specs(plan, tuple(specs.values()), tiles)
+
     results = pipelined(
-        functools.partial(_kernel, plan, tuple(specs.values())), tiles, arrays,
+        functools.partial(_kernel, plan, pipeline), tiles, arrays,
         [(out_shape, x_RD.dtype)] * plan.num_results, problem, tiling,
-        scratch=sums if plan.num_blocks_D > 1 else [], bytes_accessed=num_bytes,
+        scratch=sums if plan.num_blocks_D > 1 else [], bytes_accessed=accessed,
         interpret=interpret, name="multiply_rows",
+        pipeline_of=lambda sizes_E: pipeline(tiles_by_block(sizes_E, R, tiling.block_R)),
     )  # fmt: skip
     y_RF, *residual = (each[:num_rows, :F] for each in results)
     return (y_RF, tuple(residual)) if epilogue.has_residual else y_RF
@@ -178,14 +185,32 @@ def _with_whole_tiles(x_RD, epilogue: Epilogue):
 
 def pipelined(
     kernel, tiles, arrays, results, problem: Problem, tiling: Tiling, *, scratch,
-    bytes_accessed: int, interpret, name: str,
+    bytes_accessed: int, interpret, name: str, pipeline_of,
 ):  # fmt: skip
     """The results, each of a shape and dtype, of a kernel that runs a pipeline over tiles.
 
     Args:
         scratch: memory of the kernel, after the references of tiles, arrays and results.
         bytes_accessed: for XLA's scheduler.
+        pipeline_of: of sizes of the groups to the pipeline's grid and blocks, whose copies
+            are counted where launches are recorded.
     """
+    out_shape = [result_type(*each, *tiles, *arrays) for each in results]
+
+    def copied(group_sizes_E):
+        grid, *specs = pipeline_of(np.asarray(group_sizes_E, np.int32))
+        grid = [int(size) for size in grid]
+        read, written = (
+            [pipelined_bytes(grid, *pair) for pair in zip(blocks, like, strict=True)]
+            for blocks, like in zip(specs, (arrays_like, out_shape), strict=True)
+        )
+        return [num_bytes(each.shape, each.dtype) for each in tiles_like] + read, written
+
+    tiles_like, arrays_like = (
+        [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in group]
+        for group in (tiles, arrays)
+    )
+    record(name, [*tiles, *arrays], out_shape, copied)
     any_space = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
         kernel,
@@ -196,7 +221,7 @@ def pipelined(
             out_specs=[any_space] * len(results),
             scratch_shapes=scratch,
         ),
-        out_shape=[result_type(*each, *tiles, *arrays) for each in results],
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
             vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
@@ -232,7 +257,7 @@ def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
 def pipeline_specs(plan: _Plan, specs, tiles: BlockTiles):
     """(grid, blocks of the operands, blocks of the results): what is copied, and when.
 
-    The kernel runs it over references; `copied_bytes` counts it over arrays.
+    The kernel runs it over references; where launches are recorded, arrays are counted.
     """
     count, with_rows = tiles.count[0], tiles.count[1]
 
@@ -265,12 +290,12 @@ def pipeline_specs(plan: _Plan, specs, tiles: BlockTiles):
     return grid, in_specs, [y_spec] * plan.num_results
 
 
-def _kernel(plan: _Plan, specs, *refs):
-    num_tile_arrays, num_inputs = len(BlockTiles._fields), 1 + plan.num_matrices + len(specs)
+def _kernel(plan: _Plan, pipeline, *refs):
+    num_tile_arrays = len(BlockTiles._fields)
     tiles, refs = BlockTiles(*refs[:num_tile_arrays]), refs[num_tile_arrays:]
-    num_copied = num_inputs + plan.num_results
+    grid, in_specs, out_specs = pipeline(tiles)
+    num_copied = len(in_specs) + len(out_specs)
     copied, scratch = refs[:num_copied], refs[num_copied:]
-    grid, in_specs, out_specs = pipeline_specs(plan, specs, tiles)
     pltpu.emit_pipeline(
         functools.partial(_multiply_tile, plan, tiles, scratch),
         grid=grid,

@@ -66,13 +66,22 @@ class QTensor:
         return math.prod(self.shape) * self.bits // 8
 
     def native(self) -> Self:
-        """The same tensor with values as kernels read them: int8, or `jnp.int4`."""
+        """The same tensor with values as kernels read them: int8, or `jnp.int4`.
+
+        Arrays are converted once: the tensor keeps what it returned, and while it is there,
+        both take memory. Values that are traced are converted wherever their program runs.
+        """
         self.check()
         if not self.is_packed:
             return self
+        if (kept := self.__dict__.get("_native")) is not None:
+            return kept
         nibbles = jax.lax.bitcast_convert_type(self.values, jnp.int4)
         values_EFD = nibbles.reshape(*self.values.shape[:-1], -1)
-        return dataclasses.replace(self, values=values_EFD)
+        native = dataclasses.replace(self, values=values_EFD)
+        if not isinstance(values_EFD, jax.core.Tracer):
+            object.__setattr__(self, "_native", native)  # no field: trees do not have it
+        return native
 
     def packed(self) -> Self:
         """The same tensor with values as files store them: int8, or uint8 of two 4-bit ones."""

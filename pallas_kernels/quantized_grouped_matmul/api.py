@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.implementations import REFERENCE, choose
+from pallas_kernels.implementations import REFERENCE, choose, warn_once
 from pallas_kernels.operands import check_quantized
 from pallas_kernels.quantization.qtensor import QTensor
 from pallas_kernels.tiling.tuned import tuned_tiling
@@ -43,8 +43,9 @@ def quantized_grouped_matmul(
 
     Args:
         x_RD: float32, bfloat16 or float16.
-        w: of `quantize`. Kernels read native values: `w.native()` once, when weights are
-            loaded, spares a conversion in every call.
+        w: of `quantize`. Kernels read native values: packed ones that are an argument of a
+            compiled program are converted whenever it runs, and a warning says so; others
+            once (`QTensor.native`).
         w_gate: of a gated linear unit; quantized as w is.
         bias_EF, activation, gate_R, group_sizes_E, implementation, tiling, interpret: as of
             `grouped_matmul`.
@@ -65,6 +66,13 @@ def quantized_grouped_matmul(
     )
     if tiling is None and not interpret and w_gate is None:
         tiling = tuned_tiling(module, x_RD.dtype, w.bits, w.group_size, R, D, F, E)
+    if not module.__name__.endswith(f".{REFERENCE}"):
+        if w.is_packed and isinstance(w.values, jax.core.Tracer):
+            warn_once(
+                "quantized_grouped_matmul gets packed int4 values in a compiled program, which "
+                "converts them whenever it runs: give it w.native(), made once"
+            )
+        w, w_gate = w.native(), None if w_gate is None else w_gate.native()
     options = (("activation", activation), ("tiling", tiling))
     options += (("interpret", True),) if interpret else ()
     return _without_gradient(module, options, x_RD, w, w_gate, group_sizes_E, bias_EF, gate_R)
@@ -78,9 +86,7 @@ def _without_gradient(
     if module.__name__.endswith(f".{REFERENCE}"):
         return module.forward(x_RD, w, group_sizes_E, w_gate=w_gate, **options)
     if w_gate is not None:
-        w_gate = w_gate.native()
         options["w_gate"] = w_gate.values, w_gate.scales_EFG
-    w = w.native()
     return module.forward(x_RD, w.values, w.scales_EFG, group_sizes_E, **options)
 
 

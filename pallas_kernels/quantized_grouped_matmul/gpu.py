@@ -128,8 +128,10 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
     if reason := refusal(x_RD.dtype, bits, num_rows, D, F, E, group_size):
         raise ValueError(reason)
     check_activation(activation)
+    # As in `gpu.forward` of grouped_matmul.
+    D, tiled_F = plain.aligned(D), plain.aligned(F)
     tiling = tiling or default_tiling(
-        num_rows, D, F, E, bits, x_RD.dtype, group_size, len(matrices)
+        num_rows, D, tiled_F, E, bits, x_RD.dtype, group_size, len(matrices)
     )
     tiling = _checked(tiling, D, x_RD.dtype, bits, group_size, len(matrices))
     tiling = dataclasses.replace(
@@ -137,13 +139,17 @@ def forward(x_RD, values_EFD, scales_EFG, group_sizes_E, *, w_gate=None, bias_EF
         num_sms=tiling.num_sms or sm_count(interpret),
         through_smem=int(interpret) or tiling.through_smem,
     )
-    values = [each for each, _ in matrices]
+    values = [
+        plain.padded(plain.padded(each, 1, plain.ALIGNMENT), 2, plain.ALIGNMENT)
+        for each, _ in matrices
+    ]
+    x = plain.padded(x_RD, 1, plain.ALIGNMENT)
     if interpret:
         values = [plain.padded(each, 1, tiling.tile_m * tiling.warpgroups) for each in values]
     tiles = row_tiles(group_sizes_E, num_rows, tiling.tile_n)
     scales = [each for _, each in matrices]
     results = swap_ab(
-        plain.padded_rows(x_RD, tiling, interpret), values, tiles, tiling,
+        plain.padded_rows(x, tiling, interpret), values, tiles, tiling,
         _weights(x_RD.dtype, bits, group_size, tiling, interpret),
         plain.epilogue_of(tiles, tiling, E, scales, bias_EF, activation, gate_R),
         interpret=interpret, name=f"grouped_matmul_int{bits}",

@@ -24,6 +24,9 @@ measured in the same run. Medians; the machine should have nothing else to do.
                                compilation: losses, a pipeline's memory, collectives and
                                their bytes against the planner's, and what processes
                                hash and read in a save; no times
+  switchx bench compiled       one sparse layer compiled for a TPU v5e and an H200, forward
+                               and backward: kernels, and the bytes that they move against
+                               the ideal; needs their compilers (docs/kernels.md); no times
   switchx bench offload        decoding with a few experts of each layer on the device,
                                bfloat16, int8 and int4, against the resident model: tokens,
                                bytes on the device, bytes moved; no times
@@ -72,7 +75,8 @@ def add_command(commands) -> None:
     bench = shared.add_command(
         commands, "bench", run_bench, "measure speed against a baseline", BENCH
     )
-    what = ["train", "moe", "kernels", "decode", "offload", "scale", "storage", "soak"]
+    what = ["train", "moe", "kernels", "decode", "compiled", "offload", "scale", "storage"]
+    what += ["soak"]
     bench.add_argument("what", choices=what, help="what to measure")
     bench.add_argument("--quick", action="store_true", help="of storage: fewer cells")
     bench.add_argument(
@@ -86,7 +90,7 @@ def add_command(commands) -> None:
     )
     tune.add_argument("what", choices=["kernels"], help="what to tune")
     for parser, rounds in (
-        (bench, f"{BENCH_ROUNDS}; offload, scale and soak take none"),
+        (bench, f"{BENCH_ROUNDS}; compiled, offload, scale and soak take none"),
         (tune, TUNE_ROUNDS),
     ):
         parser.add_argument(
@@ -106,7 +110,8 @@ def add_command(commands) -> None:
 
 
 def run_bench(arguments) -> int:
-    if arguments.what in ("offload", "scale", "soak") and arguments.rounds is not None:
+    without_rounds = ("compiled", "offload", "scale", "soak")
+    if arguments.what in without_rounds and arguments.rounds is not None:
         raise ValueError(
             f"--rounds={arguments.rounds}: `bench {arguments.what}` takes no turns, so it has "
             "no rounds; leave --rounds out"
@@ -122,17 +127,18 @@ def run_bench(arguments) -> int:
     if arguments.what == "soak":
         return _soak(arguments)
     from pallas_kernels.bench import kernels
-    from switchx.bench import decode, moe, offload, scale, storage, train
+    from switchx.bench import compiled_layer, decode, moe, offload, scale, storage, train
     from switchx.bench.report import Check, Report
     from switchx.progress import TerminalReporter
 
     rounds = arguments.rounds or BENCH_ROUNDS
-    if arguments.what in ("kernels", "offload", "scale", "storage"):
+    if arguments.what in ("kernels", "compiled", "offload", "scale", "storage"):
         with TerminalReporter() as reporter:
             if arguments.what == "storage":
                 report = storage.run(rounds, is_quick=arguments.quick, note=reporter.note)
             elif arguments.what != "kernels":
-                report = {"offload": offload, "scale": scale}[arguments.what].run(reporter.note)
+                bench = {"compiled": compiled_layer, "offload": offload, "scale": scale}
+                report = bench[arguments.what].run(reporter.note)
             else:
                 rows, checks = kernels.run(rounds, note=reporter.note)
                 report = Report("bench kernels", rows, [Check(**check) for check in checks])

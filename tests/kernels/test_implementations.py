@@ -2,6 +2,7 @@
 """The choice of a back end, for devices that this machine has and for others."""
 
 import types
+import warnings
 
 import jax
 import pytest
@@ -48,15 +49,24 @@ def chosen(monkeypatch, device, implementation=None, interpret=False):
         (Device("rocm", "MI300", "9.4"), "reference"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:grouped_matmul runs without its kernel")
 def test_none_is_the_platforms_kernel_or_the_reference(kernels, monkeypatch, device, name):
     assert chosen(monkeypatch, device) == f"grouped_matmul.{name}"
 
 
-def test_none_is_the_reference_where_the_kernel_refuses(kernels, monkeypatch):
+def test_none_is_the_reference_where_the_kernel_refuses_and_says_so_once(kernels, monkeypatch):
+    implementations.warn_once.cache_clear()
     kernels.refuses.add("tpu")
-    assert chosen(monkeypatch, V5E) == "grouped_matmul.reference"
-    assert kernels.asked == [OPERANDS]
-    assert chosen(monkeypatch, H200) == "grouped_matmul.gpu"
+    with pytest.warns(UserWarning, match="without its kernel, .*: F=3 is no multiple") as said:
+        assert chosen(monkeypatch, V5E) == "grouped_matmul.reference"
+        assert chosen(monkeypatch, V5E) == "grouped_matmul.reference"
+    assert len(said) == 1
+    assert kernels.asked == [OPERANDS] * 2
+    with pytest.warns(UserWarning, match="compute capability 9.0 .*NVIDIA A100"):
+        assert chosen(monkeypatch, A100) == "grouped_matmul.reference"
+    with warnings.catch_warnings(action="error"):
+        assert chosen(monkeypatch, H200) == "grouped_matmul.gpu"
+        assert chosen(monkeypatch, Device("cpu", "cpu", None)) == "grouped_matmul.reference"
 
 
 def test_a_named_one_is_taken_or_refused(kernels, monkeypatch):

@@ -184,6 +184,10 @@ def test_native_and_packed_are_each_others_inverse():
     assert native.shape == q.shape == (1, 512, 1)
     np.testing.assert_array_equal(np.asarray(native.values.astype(jnp.int8)), every_pair)
     np.testing.assert_array_equal(np.asarray(native.packed().values), np.asarray(q.values))
+    assert q.native() is native  # converted once
+    assert jax.tree.structure(q) == jax.tree.structure(dataclasses.replace(q))
+    traced = jax.jit(lambda q: q.native().values.astype(jnp.int8))(dataclasses.replace(q))
+    np.testing.assert_array_equal(np.asarray(traced), every_pair)
 
 
 def test_bytes_are_those_of_a_device():

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels and bytes of compiled programs: by hand, and of Pallas' grids what is executed.
+
+Dims: R rows, D inputs, F outputs, E experts
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import launches
+from pallas_kernels.grouped_matmul import tpu
+from pallas_kernels.launches import Cache, recorded_launches
+from pallas_kernels.tiling.tpu import Tiling
+from switchx.bench import compiled_layer
+from switchx.planner.hlo_bytes import Moved, moved_bytes
+
+# As the TPU compiler writes it: a gather of 8 of 64 rows, a copy into vector memory (S(1)), a
+# kernel that reads it there, and a loop of 3 additions.
+HLO = """\
+HloModule m
+
+%gathered (p0: bf16[64,256], p1: s32[8]) -> bf16[8,256] {
+  %p0 = bf16[64,256]{1,0} parameter(0)
+  %p1 = s32[8]{0} parameter(1)
+  ROOT %g = bf16[8,256]{1,0} gather(%p0, %p1), offset_dims={1}
+}
+
+%body (t: (s32[], f32[32])) -> (s32[], f32[32]) {
+  %t = (s32[], f32[32]) parameter(0)
+  %v = f32[32]{0} get-tuple-element(%t), index=1
+  %w = f32[32]{0} add(%v, %v)
+  ROOT %u = (s32[], f32[32]) tuple(%i, %w)
+}
+
+ENTRY %main (a: bf16[64,256], b: s32[8], c: bf16[4,256,128]) -> bf16[8,128] {
+  %a = bf16[64,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = s32[8]{0} parameter(1)
+  %c = bf16[4,256,128]{2,1,0} parameter(2)
+  %n = s32[4]{0} constant({1,2,3,2})
+  %copy-start = (s32[8]{0:T(256)S(1)}, s32[8]{0:T(256)}, u32[]{:S(2)}) copy-start(%b)
+  %copy-done = s32[8]{0:T(256)S(1)} copy-done(%copy-start)
+  %x = bf16[8,256]{1,0:T(8,128)(2,1)S(1)} fusion(%a, %copy-done), kind=kLoop, calls=%gathered
+  %y = bf16[8,128]{1,0} custom-call(%n, %x, %c), custom_call_target="tpu_custom_call"
+  %loop = (s32[], f32[32]) while(%z), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %r = bf16[8,128]{1,0} bitcast(%y)
+}
+"""
+PALLAS = launches.Launch(
+    "multiply_rows",
+    tuple(
+        jax.ShapeDtypeStruct(*each)
+        for each in (((4,), jnp.int32), ((8, 256), jnp.bfloat16), ((4, 256, 128), jnp.bfloat16))
+    ),
+    (jax.ShapeDtypeStruct((8, 128), jnp.bfloat16),),
+    lambda sizes: ([16, 4096, int(sizes.sum())], [2048]),
+)
+
+
+def test_by_hand():
+    moved = moved_bytes(HLO, [PALLAS], [1, 2, 3, 2])
+    pallas = 16 + 8 + 2048  # x is in vector memory
+    # The indices into vector memory, 8 gathered rows that stay there, three additions.
+    assert moved == Moved(3 + 3, 1, 32 + 8 * 256 * 2 + pallas + 3 * 2 * 128, pallas)
+
+
+def test_a_kernel_that_was_not_recorded_is_an_error():
+    with pytest.raises(ValueError, match="was not recorded"):
+        moved_bytes(HLO, [], [])
+
+
+def test_a_loop_without_a_count_is_an_error():
+    with pytest.raises(ValueError, match="no known trip count"):
+        moved_bytes(HLO.replace("known_trip", "other"), [PALLAS], [1])
+
+
+def test_a_cache_forgets_what_was_used_longest_ago():
+    cache = Cache(100)
+    assert [cache.read(*each) for each in (("a", 60), ("b", 40), ("a", 60))] == [60, 40, 0]
+    cache.write("c", 30)
+    assert [cache.read("a", 60), cache.read("b", 40)] == [0, 40]
+
+
+@pytest.mark.parametrize("direction", ["forward", "weight gradient"])
+def test_counted_bytes_are_those_that_an_interpreted_kernel_copies(direction, monkeypatch):
+    executed = {}
+    read = interpret_pallas_call.DMA.execute_read
+
+    def execute_read(dma):
+        read(dma)
+        executed[dma.id] = dma.data_size
+
+    monkeypatch.setattr(interpret_pallas_call.DMA, "execute_read", execute_read)
+    sizes_E = np.array([10, 0, 20, 2], np.int32)
+    x_RD, w_EDF = jnp.ones((32, 256)), jnp.ones((4, 256, 256))
+    options = {"interpret": pltpu.InterpretParams(), "tiling": Tiling(16, 128, 128)}
+
+    def run(x_RD, w_EDF, sizes_E):
+        if direction == "forward":
+            options["has_residual"] = True
+            return tpu.forward(x_RD, w_EDF, sizes_E, activation="gelu", **options)
+        return tpu.weight_gradient(x_RD, x_RD, sizes_E, out_dtype=jnp.float32, **options)
+
+    with recorded_launches() as recorded:
+        jax.block_until_ready(jax.jit(run)(x_RD, w_EDF, sizes_E))
+    pltpu.reset_tpu_interpret_mode_state()
+    [launch] = recorded
+    counted_read, counted_written = launch.copied(sizes_E)
+    # The first five operands are the schedule, which the interpreter does not copy.
+    assert sum(counted_read[5:]) + sum(counted_written) == sum(executed.values()) > 0
+
+
+def test_the_ideal_by_hand():
+    weights = 32 * 1024 * 4096 * 2
+    rows_D, rows_F = 8192 * 1024 * 2, 8192 * 4096 * 2
+    assert compiled_layer.ideal_bytes("relu", "forward") == (
+        2 * weights + 2 * rows_D + 2 * rows_F
+    )
+    assert compiled_layer.ideal_bytes("geglu", "backward") == (
+        9 * weights + 5 * rows_D + 11 * rows_F
+    )
+
+
+def test_splits_use_every_row_and_zipf_is_uneven():
+    splits = compiled_layer.group_sizes()
+    assert {sizes_E.sum() for sizes_E in splits.values()} == {8192}
+    assert splits["zipf"].max() > 4 * splits["balanced"].max()
+
+
+def test_the_worst_forward_pass_is_checked_and_nothing_where_nothing_ran():
+    rows = [
+        {"pass": "forward", "bytes_vs_ideal": 1.1}, {"target": "h200:1", "not_run": "absent"},
+        {"pass": "backward", "bytes_vs_ideal": 2.0}, {"pass": "forward", "bytes_vs_ideal": 1.2},
+    ]  # fmt: skip
+    [check] = compiled_layer.checks(rows)
+    assert (check.name, check.value, check.holds) == ("layer_bytes_vs_ideal", 1.2, False)
+    assert compiled_layer.checks(rows[1:2]) == []
+
+
+def test_without_compilers_it_says_why_not(tmp_path, monkeypatch):
+    for variable in ("SWITCHX_AOT_TPU", "SWITCHX_AOT_GPU"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    report = compiled_layer.run(note=lambda text: None)
+    assert report.checks == []
+    assert [row["target"] for row in report.results] == ["v5e:2x2", "h200:1"]
+    assert all("run `make test-aot`" in row["not_run"] for row in report.results)
