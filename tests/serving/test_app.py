@@ -79,6 +79,7 @@ def test_the_n_best_of_a_search(client):
     assert body["usage"]["generation_tokens"] == sum(len(one["tokens"]) for one in said)
 
 
+@pytest.mark.slow  # by default /v1/completions is asked for them
 def test_samples_and_the_best_of_them(client):
     settings = {"temperature": 1.0, "seed": 2, "num_return_sequences": 2}
     request = {"inputs": served.TEXTS[:2]} | settings
