@@ -117,11 +117,10 @@ def _compare(model, mix: Mix, rounds: int):
     arrivals = np.cumsum(rng.exponential(1.0, REQUESTS))
     workers = _workers(model, limits)
     try:
-        for worker in (*workers.values(), *workers.values()):
-            crowd = _round(worker, limits, prompts, sizes, 0 * arrivals)
-            if worker is workers["batch by batch"]:
-                continue
-            per_s = LOAD * REQUESTS * crowd.tokens_per_s / sum(map(len, crowd.answers))
+        for worker in workers.values():  # compiles
+            _round(worker, limits, prompts, sizes, 0 * arrivals)
+        crowd = _round(workers["in flight"], limits, prompts, sizes, 0 * arrivals)
+        per_s = LOAD * REQUESTS * crowd.tokens_per_s / sum(map(len, crowd.answers))
         for worker in workers.values():  # what these arrivals compile
             _round(worker, limits, prompts, sizes, arrivals / per_s)
         done, compiled = {name: [] for name in workers}, COMPILATIONS.number

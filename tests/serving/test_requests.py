@@ -15,6 +15,7 @@ from switchx.inference.config import DecodingConfig
 from switchx.serving.requests import (
     FIELDS,
     Refusal,
+    fault_of_experts,
     json_object,
     read_body,
     read_request,
@@ -102,16 +103,37 @@ def test_a_request_with_everything():
         "no_repeat_ngram_size": 3, "forced_prefix": [5, 6], "stop": "x", "logprobs": 1,
         "num_return_sequences": 2,
     }  # fmt: skip
-    got = read({"inputs": ["ab", [70, 1, 0, 0]], "stream": True} | settings)
+    got = read({"inputs": ["ab", [70, 1, 0, 0]], "stream": True, "experts": True} | settings)
     assert got.prompts == [[100, 101, 1]] * 2 + [[70, 1]] * 2 and got.num_rows == 2
     assert got.settings == DecodingConfig(
         3, 1, 0.5, 4, 1.0, 9, -1.0, min_new_tokens=2, repetition_penalty=2.0, logprobs=1,
         no_repeat_ngram_size=3, forced_prefix=(5, 6), stop=("x",), num_return_sequences=2,
     )  # fmt: skip
-    assert got.is_streaming and got.stops == ("x",) and got.num_prompt_tokens == 5
+    assert (
+        got.is_streaming
+        and got.with_experts
+        and got.stops == ("x",)
+        and got.num_prompt_tokens == 5
+    )
     others = {"model", "inputs", "stream", "experts", "beam_size", "best_of"}
     assert set(settings) | others == set(FIELDS)
     assert options(DecodingConfig).keys() - set(FIELDS) == {"pruning"}
+
+
+def test_experts_of_a_model_that_cannot_say_them():
+    config, values = model().config, {"inputs": "ab", "experts": True}
+    for other, why in (
+        ({"config": dataclasses.replace(config, switch=None)}, "has no experts"),
+        ({"experts": "some slots"}, "not all on one device"),
+        ({"devices": "a mesh"}, "not all on one device"),
+    ):
+        fault = fault_of_experts(dataclasses.replace(model(), **other))
+        assert fault is not None and why in fault
+    dense = dataclasses.replace(model(), config=dataclasses.replace(config, switch=None))
+    with pytest.raises(Refusal, match="experts is true: the model's decoder") as caught:
+        read_request(values, dense, LIMITS)
+    assert caught.value.field == "experts"
+    assert fault_of_experts(model()) is None
 
 
 def test_a_way_of_decoding_that_is_not_answered():
