@@ -22,7 +22,7 @@ import jax
 from pallas_kernels.aot import tpu_compiler
 from pallas_kernels.grouped_matmul.reference import default_tiling
 from switchx.bench.report import Check, Report
-from switchx.bench.step_cases import CASES, LARGE, NUM_DEVICES, ON_TPU, SMALL, Case, make_job
+from switchx.bench.step_cases import CASES, NUM_DEVICES, SMALL, Case, Sizes, make_job, tpu_cases
 from switchx.partitioning.hlo_collectives import HloCollective, executed_collectives
 from switchx.partitioning.ticks import branch_shares
 from switchx.partitioning.topology import Topology
@@ -42,7 +42,7 @@ TOPOLOGY = Topology.parse("v5e:2x4")
 
 
 def run(note: Callable[[str], None] = lambda text: None) -> Report:
-    """Compiles every case for simulated devices, and those of `ON_TPU` for a v5e."""
+    """Compiles every case for simulated devices, and those of `tpu_cases` for a v5e."""
     rows = []
     for case in CASES:
         note(f"compiling {case.name}")
@@ -58,7 +58,7 @@ def _rows_on_tpu(note: Callable[[str], None]) -> list[dict[str, Any]]:
     except FileNotFoundError as error:
         note(f"{TOPOLOGY} left out: {error}")
         return []
-    note(f"compiling {len(ON_TPU)} cases for {TOPOLOGY}")
+    note(f"compiling {len(tpu_cases())} cases for {TOPOLOGY}")
     child = run_with_compiler(
         (), TOPOLOGY, module="switchx.bench.planned_bytes", capture_output=True, text=True
     )
@@ -67,13 +67,12 @@ def _rows_on_tpu(note: Callable[[str], None]) -> list[dict[str, Any]]:
     return json.loads(child.stdout.splitlines()[-1])
 
 
-def main(names: Sequence[str]) -> int:
-    """Prints rows of `TOPOLOGY` in the process that has its compiler: of all cases of `ON_TPU`,
-    or of those that are named."""
+def main() -> int:
+    """Prints the rows of `TOPOLOGY` in the process that has its compiler."""
     if not has_compiler():
         raise RuntimeError("run `switchx check planned_bytes`, which starts this")
-    devices, names = describe_devices(TOPOLOGY), names or ON_TPU
-    print(json.dumps([compare(case, devices) for case in CASES if case.name in names]))
+    devices = describe_devices(TOPOLOGY)
+    print(json.dumps([compare(case, devices, sizes) for case, sizes in tpu_cases()]))
     return 0
 
 
@@ -87,15 +86,15 @@ def checks(rows: list[dict[str, Any]]) -> list[Check]:
     return found
 
 
-def compare(case: Case, devices: Sequence) -> dict[str, Any]:
+def compare(case: Case, devices: Sequence, sizes: Sizes = SMALL) -> dict[str, Any]:
     """A row: bytes of a case compiled and planned, by kind and altogether, and FLOPs."""
-    is_cpu = devices[0].platform == "cpu"
-    job = make_job(case, SMALL if is_cpu else LARGE)
+    job, is_cpu = make_job(case, sizes), devices[0].platform == "cpu"
     step, workload = compile_step(job, devices), workload_of(job)
     compute = hardware_of(devices[0].device_kind).compute if not is_cpu else None
     planned = planned_bytes(workload, step.layout, compute)
     compiled = step.num_bytes
-    row = {"case": case.name, "devices": f"{len(devices)} {devices[0].device_kind}"}
+    name = case.name if sizes.compute == "float32" else f"{case.name} {sizes.compute}"
+    row = {"case": name, "devices": f"{len(devices)} {devices[0].device_kind}"}
     for kind in sorted(compiled | planned):
         row[f"{kind}_compiled_bytes"] = compiled[kind]
         row[f"{kind}_planned_bytes"] = planned[kind]
@@ -226,7 +225,7 @@ def planned_bytes(
 def compiled_on_cpu(
     planned: list[StepCollective], layout: Layout, *, is_hoisted: bool = False
 ) -> list[StepCollective]:
-    """The same collectives as XLA's CPU compiler has them.
+    """The same collectives of a model that computes in float32 as XLA's CPU compiler has them.
 
     It reduces the terms of a sum one by one, makes an all-reduce over all replicas and a slice
     where others reduce-scatter, and has no ragged all-to-all.
@@ -253,4 +252,4 @@ def compiled_on_cpu(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

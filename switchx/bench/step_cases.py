@@ -8,7 +8,7 @@ from switchx.data.mixtures import Mixture
 from switchx.data.objectives import CausalLM
 from switchx.data.tasks import Task
 from switchx.data.tokenizers import ByteVocabulary
-from switchx.models.config import ModelConfig, RouterConfig, SwitchConfig
+from switchx.models.config import ModelConfig, Precision, RouterConfig, SwitchConfig
 from switchx.optim.adamw import AdamW
 from switchx.optim.schedules import Constant
 from switchx.partitioning.mesh import MeshSpec
@@ -27,7 +27,7 @@ ZERO1 = Rules(optimizer_slices=OPTIMIZER_SLICES)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the cases' models, and L, the tokens of a row."""
+    """Of the cases' models, the dtype that they compute in, and L, the tokens of a row."""
 
     length: int
     d_model: int
@@ -35,13 +35,17 @@ class Sizes:
     num_heads: int
     d_head: int
     vocab_size: int
+    compute: str = "float32"
 
 
 SMALL = Sizes(length=8, d_model=64, d_ff=128, num_heads=8, d_head=8, vocab_size=96)
-# A slice of each matrix is of whole tiles of a TPU's memory, and most matrices are too large to
-# be combined with others: the TPU compiler reduces whole what is smaller.
+# The TPU compiler scatters a sum only where slices are of whole tiles of its memory, and where
+# it has not combined it with sums of small arrays, as it does with all but large ones.
 LARGE = Sizes(length=64, d_model=1024, d_ff=2048, num_heads=8, d_head=128, vocab_size=2048)
-LARGER = Sizes(length=64, d_model=2048, d_ff=8192, num_heads=16, d_head=128, vocab_size=8192)
+LARGE_BFLOAT16 = Sizes(
+    length=64, d_model=2048, d_ff=8192, num_heads=16, d_head=128, vocab_size=8192,
+    compute="bfloat16",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +153,7 @@ CASES = (
 )  # fmt: skip
 
 
-# Cases that are compiled for a TPU, too.
+# Those that are compiled for a TPU, too; the others compare no more than these do.
 ON_TPU = (
     "dense data=4 model=2",
     "dense fsdp=8",
@@ -170,6 +174,17 @@ ON_TPU = (
     "1f1b pipe=2 fsdp=4",
     "1f1b pipe=2 data=2 expert=2",
 )
+IN_BFLOAT16 = ("dense fsdp=8", "all_to_all fsdp=2 expert=4", "dense data=4 model=2")
+
+
+def tpu_cases() -> list[tuple[Case, Sizes]]:
+    """What is compiled for a TPU, in float32 and in bfloat16."""
+    return [
+        (case, sizes)
+        for names, sizes in ((ON_TPU, LARGE), (IN_BFLOAT16, LARGE_BFLOAT16))
+        for case in CASES
+        if case.name in names
+    ]
 
 
 def make_job(case: Case, sizes: Sizes = SMALL) -> TrainingJob:
@@ -190,9 +205,10 @@ def make_job(case: Case, sizes: Sizes = SMALL) -> TrainingJob:
             router=router,
         )  # fmt: skip
     widths = dataclasses.asdict(sizes)
-    length = widths.pop("length")
-    shared = dict(**widths, remat=case.remat, num_decoder_layers=case.num_layers,
-                  scan_layers=case.scan_layers, switch=switch)  # fmt: skip
+    length, compute = widths.pop("length"), widths.pop("compute")
+    shared = dict(**widths, precision=Precision(compute=compute), remat=case.remat,
+                  num_decoder_layers=case.num_layers, scan_layers=case.scan_layers,
+                  switch=switch)  # fmt: skip
     model = ModelConfig(
         "decoder_only", activation="gelu", norm="layer", positions="learned",
         max_length=2 * length, scale_attention=True, **shared,

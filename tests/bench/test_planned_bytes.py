@@ -2,13 +2,20 @@
 """Compiled training steps communicate and compute what the planner says."""
 
 import collections
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
 
+from pallas_kernels.aot import tpu_compiler
 from switchx.bench import planned_bytes
 from switchx.bench.planned_bytes import BOUND, Compiled, compare
-from switchx.bench.step_cases import CASES, NUM_DEVICES
+from switchx.bench.step_cases import CASES, IN_BFLOAT16, NUM_DEVICES, tpu_cases
+from switchx.bench.step_cases import ON_TPU as ON_TPU_NAMES
 
 BRIEF = (
     "dense data=8",
@@ -35,6 +42,46 @@ def test_bytes_and_flops_are_the_planned_ones(case):
 )
 def test_bytes_and_flops_of_other_cases_are_the_planned_ones(case):
     assert_planned(case)
+
+
+ON_TPU = """
+import json
+from switchx.bench.planned_bytes import TOPOLOGY, compare
+from switchx.bench.step_cases import ON_TPU, tpu_cases
+from switchx.training.aot_devices import describe_devices
+
+names = "dense fsdp=8", "all_to_all fsdp=2 expert=4", "1f1b pipe=2 data=2 expert=2"
+assert set(names) <= set(ON_TPU)
+devices = describe_devices(TOPOLOGY)
+rows = [
+    compare(case, devices, sizes) for case, sizes in tpu_cases()
+    if case.name in names and (sizes.compute == "bfloat16") == (case.name == names[0])
+]
+print(json.dumps(rows))
+"""
+
+
+@pytest.mark.aot
+def test_bytes_and_flops_on_a_tpu_are_the_planned_ones():
+    try:
+        variables = tpu_compiler.compiler_variables() | {"XLA_FLAGS": ""}
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    done = subprocess.run(
+        [sys.executable, "-c", ON_TPU], env=os.environ | variables, check=True,
+        capture_output=True, text=True, cwd=pathlib.Path(__file__).parents[2],
+    )  # fmt: skip
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert len(rows) == 3
+    for row in rows:
+        assert row["relative_error_of_bytes"] <= BOUND
+        assert abs(row["relative_error_of_flops"]) <= BOUND
+    [scattered] = (row for row in rows if row["case"] == "dense fsdp=8 bfloat16")
+    assert scattered["reduce-scatter_compiled_bytes"] > scattered["all-reduce_compiled_bytes"]
+
+
+def test_cases_for_a_tpu_are_cases():
+    assert {case.name for case, _ in tpu_cases()} == {*ON_TPU_NAMES, *IN_BFLOAT16}
 
 
 @pytest.fixture

@@ -27,6 +27,14 @@ def test_there_are_the_pods_and_the_papers_clusters():
     assert known_hardware() == ["a100", "h200", "v100", "v4", "v5e", "v5p", "v6e"]
 
 
+def test_what_tpus_compilers_do_is_said_of_tpus_alone():
+    for name in known_hardware():
+        compute, is_tpu = load_hardware(name).compute, name.startswith(("v4", "v5", "v6"))
+        assert (compute.operand_bytes, compute.sums_after_loops) == (
+            (2, True) if is_tpu else (4, False)
+        )
+
+
 def test_memory_is_that_which_slices_are_compiled_for():
     both = sorted(GENERATIONS.keys() & set(known_hardware()))
     assert both == ["h200", "v4", "v5e", "v5p", "v6e"]
@@ -85,9 +93,13 @@ def test_a_file_of_ones_own(tmp_path):
         ("devices_per_node = 8", "devices_per_node = 8.5", "expected a whole number"),
         ("latency_s = 14e-6", "latncy_s = 1", "between.latncy_s is unknown; there are"),
         ("devices_per_node = 8", "devices_per_node = true", "expected a whole number"),
+        ("efficiency = 0.493", "efficiency = 0.493\nsums_after_loops = 1",
+         "compute.sums_after_loops=1; expected true or false"),
+        ("efficiency = 0.493", "efficiency = 0.493\noperand_bytes = 0",
+         "compute.operand_bytes=0; expected a number above 0"),
         ('description = "', 'description = 3 # "', "description=3; expected a text"),
     ],
-)
+)  # fmt: skip
 def test_wrong_fields_are_named(tmp_path, old, new, problem):
     path = _spec(tmp_path, change=(old, new))
     with pytest.raises(ValueError, match="mine.toml: ") as error:

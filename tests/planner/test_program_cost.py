@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -190,3 +191,23 @@ def test_dense_products_are_no_slots():
 def test_stages_do_not_have_tokens_of_their_own():
     config = with_switch(dispatcher="all_to_all", group_size=LENGTH)
     assert count(config, MeshSpec(pipe=2, expert=4)) == 2 * ROWS * 8 * 2
+
+
+KERNELS = """\
+HloModule jit_train_step
+
+ENTRY %main (x: f32[16,64], w: f32[8,64,128]) -> f32[16,128] {
+  %multiply_rows.1 = f32[16,128]{1,0:T(8,128)} custom-call(%x, %w), \
+custom_call_target="tpu_custom_call", operand_layout_constraints={f32[16,64]{1,0}}, \
+backend_config={"flag_configs":[],"custom_call_config":{"body":"TUzvUg==",\
+"cost_estimate":{"flops":"262144","transcendentals":"0","bytes_accessed":"274432"}}}
+  ROOT %other = f32[16,128]{1,0:T(8,128)} custom-call(%x), \
+custom_call_target="AssumeGatherIndicesInBound", backend_config={"flops":"7"}
+}
+"""
+
+
+def test_a_tpus_kernel_counts_as_it_says():
+    """2 R D F; of which the rows that have tokens are a share."""
+    assert matrix_flops(KERNELS) == 2 * 16 * 64 * 128
+    assert matrix_flops(KERNELS, kernel_share=Fraction(1, 4)) == 2 * 4 * 64 * 128

@@ -7,7 +7,9 @@ import math
 import pytest
 
 from switchx.bench.planned_bytes import compiled_on_cpu
+from switchx.models.config import Precision
 from switchx.partitioning.schedule import ScheduleSpec
+from switchx.planner.hardware import load_hardware
 from switchx.planner.layout import Layout, StateArray, local_shape
 from switchx.planner.step_comm import (
     rows_on_device,
@@ -16,6 +18,7 @@ from switchx.planner.step_comm import (
 from tests.data.refusals import refused
 from tests.planner.workloads import DENSE, SPARSE, SWITCH, make_workload
 
+TPU = load_hardware("v5e").compute
 ROWS, LENGTH, D, F, V, E = 16, 16, 64, 128, 96, 8
 FLAT = dataclasses.replace(DENSE, scan_layers=False)
 
@@ -74,6 +77,71 @@ def test_slices_are_gathered_and_their_gradients_scattered():
     ] * 4
     on_cpu = compiled_on_cpu(planned, layout)
     assert {each.kind for each in on_cpu} == {"all-gather", "all-reduce"}
+
+
+def test_a_tpu_sends_operands_of_products_as_bfloat16():
+    """Of a float32 model. Gradients, scales and the router's weights stay float32."""
+    layout = Layout(fsdp=2, expert=4, dispatcher="all_to_all")
+    workload = make_workload(dataclasses.replace(SPARSE, scan_layers=False))
+    found = {
+        (each.kind, each.what): (each.num_bytes, on_tpu.num_bytes)
+        for each, on_tpu in zip(
+            step_collectives(workload, layout),
+            step_collectives(workload, layout, TPU),
+            strict=True,
+        )
+    }
+    halved = {name for name, (own, on_tpu) in found.items() if on_tpu == own / 2}
+    assert {own for own, on_tpu in found.values()} >= {D * F * 4, E // 4 * D * F * 4}
+    weights = {"w_in_DF", "w_out_FD", "w_query_DHK", "w_key_DHK", "w_value_DHK", "w_out_HKD",
+               "embedding_VD", "w_EDF", "w_EFD"}  # fmt: skip
+    assert halved == {("all-gather", name) for name in weights} | {
+        ("all-to-all", "tokens to experts"),
+        ("all-to-all", "gradients of results"),
+    }
+    same = found.keys() - halved
+    assert all(found[name][0] == found[name][1] for name in same)
+    assert {("all-gather", "w_router_DE"), ("all-to-all", "results to tokens")} <= same
+
+
+def test_kernels_read_what_the_model_computes_in():
+    for compute, itemsize in (("float32", 4), ("bfloat16", 2)):
+        model = dataclasses.replace(SPARSE, precision=Precision(compute=compute))
+        layout = Layout(fsdp=8, dispatcher="dropless")
+        planned = step_collectives(make_workload(model), layout, TPU)
+        [gathered] = (e for e in planned if (e.kind, e.what) == ("all-gather", "w_EDF"))
+        assert gathered.num_bytes == E * D * F * itemsize
+
+
+def test_sums_of_products_are_of_their_dtype():
+    """A sum of all microbatches is of gradients, which are of the parameters' dtype."""
+    model = dataclasses.replace(FLAT, precision=Precision(compute="bfloat16"))
+    for microbatches, itemsize in ((1, 2), (2, 4)):
+        layout = Layout(data=8, num_microbatches=microbatches)
+        planned = by_what(step_collectives(make_workload(model), layout))
+        assert planned["gradient of w_in_DF"] == ("all-reduce", D * F * itemsize, 1)
+        assert planned["gradient of embedding_VD"] == ("all-reduce", V * D * 4, 1)
+
+
+def test_a_tpu_moves_sums_behind_a_loop_over_microbatches():
+    """Not the token table's, nor those of blocks in a loop of their own."""
+    layout = Layout(expert=8, dispatcher="all_to_all", num_microbatches=2)
+    for is_scanned, compute, times in ((False, TPU, 1), (True, TPU, 2), (False, None, 2)):
+        workload = make_workload(dataclasses.replace(SPARSE, scan_layers=is_scanned))
+        target = () if compute is None else (compute,)
+        planned = step_collectives(workload, layout, *target)
+        sums = {e.what: e.total_bytes for e in planned if e.kind == "all-reduce"}
+        per_array = 2 if is_scanned else 1  # two dense FFNs in one array of stacked blocks
+        assert sums["gradient of w_in_DF"] == per_array * times * D * F * 4
+        assert sums["gradient of embedding_VD"] == 2 * V * D * 4
+
+
+def test_a_pipeline_sums_lookups_and_logits_apart():
+    """The first stage's conditional has one, the last one's the other."""
+    layout = Layout(pipe=2, expert=4, num_microbatches=4, dispatcher="all_to_all")
+    planned = step_collectives(make_workload(), layout)
+    sums = [e for e in planned if e.what == "gradient of embedding_VD" and "expert" in e.axes]
+    assert [(e.num_bytes, e.count, e.terms) for e in sums] == [(V * D * 4, 2 * 4, 1)]
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
