@@ -11,9 +11,11 @@ names of models (`switch_c`) it does so for those alone. Each takes minutes to h
 exit status is 1 where a check does not hold.
 """
 
+import collections
 import json
 import pathlib
 import sys
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -24,6 +26,8 @@ from switchx.partitioning.topology import GENERATIONS, Topology
 from switchx.planner.hardware import known_hardware, load_hardware
 from switchx.planner.model_cost import count_parameters
 from switchx.planner.search import predict
+from switchx.planner.step_comm import step_collectives
+from switchx.planner.step_time import executed_flops
 from switchx.training.aot import CompiledStep, HostMemory
 from switchx.training.aot_devices import run_with_compiler
 from switchx.training.job import TrainingJob
@@ -39,6 +43,8 @@ PODS = (
 # "About 2^20 tokens a batch": of the runs in PODS, not of every job that is compiled.
 POD_TOKENS = 1 << 20
 MOST_OFF = 0.05
+# Of a row, what is in no table of names and values.
+SHOWN_APART = ("collectives", "planned_bytes_per_device", "way_out")
 # Slots over the capacity factor that rounding may add.
 MOST_PADDING = 1.25
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -75,7 +81,7 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
             kind: {"count_per_step": count, "bytes_per_device": size}
             for kind, (count, size) in step.collectives.items()
         },
-        "planned_step_s": planned_seconds(job, topology),
+        **planned_step(job, topology),
         "compile_s": round(step.seconds, 1),
     }
     if step.overlapped_exchanges is not None:
@@ -108,21 +114,29 @@ def report_of(step: CompiledStep, job: TrainingJob, topology: Topology, name: st
     return Report("compile", [row], checks + _storage_checks(step.host))
 
 
-def planned_seconds(job: TrainingJob, topology: Topology) -> float | None:
-    """Seconds of a step as the planner predicts them: by its spec file's constants, with an
-    even load of the experts and no communication behind products.
+def planned_step(job: TrainingJob, topology: Topology) -> dict[str, Any]:
+    """The step as the planner predicts it: seconds by its spec file's constants, with an even
+    load of the experts and no communication behind products; FLOPs, and bytes by collective.
 
-    None where there is no spec of the chip, or no formula for the job.
+    Nothing where there is no spec of the chip, or no formula for the job.
     """
     if topology.kind not in known_hardware():
-        return None
+        return {}
     layout = layout_of(job, job.mesh.sizes(topology.num_devices))
     try:
-        hardware = load_hardware(topology.kind)
-        plan = predict(workload_of(job), layout, hardware, job.planned_storage)
+        hardware, workload = load_hardware(topology.kind), workload_of(job)
+        plan = predict(workload, layout, hardware, job.planned_storage)
+        collectives = step_collectives(workload, layout, hardware.compute)
     except ValueError:
-        return None
-    return plan.time.step_s
+        return {}
+    sizes = collections.Counter()
+    for each in collectives:
+        sizes[each.kind] += each.total_bytes
+    return {
+        "planned_step_s": plan.time.step_s,
+        "planned_matrix_flops_per_device": round(executed_flops(workload, layout)),
+        "planned_bytes_per_device": {kind: round(sizes[kind]) for kind in sorted(sizes)},
+    }
 
 
 def _storage_checks(host: HostMemory | None) -> list[Check]:
@@ -219,15 +233,17 @@ def print_tables(report: Report) -> None:
         table.add_column()
         table.add_column(justify="right")
         for name, value in row.items():
-            if name not in ("collectives", "way_out") and value is not None:
+            if name not in SHOWN_APART and value is not None:
                 table.add_row(name.replace("_", " "), _shown(name, value))
         console.print(table)
         if row["collectives"]:
-            right = (Column(name, justify="right") for name in ("times a step", "a device"))
+            names = "times a step", "GiB a device", "planned"
+            right = (Column(name, justify="right") for name in names)
             table = Table("collective", *right, box=None)
+            planned = row.get("planned_bytes_per_device", {})
             for kind, one in row["collectives"].items():
-                size = f"{_gib(one['bytes_per_device'])} GiB"
-                table.add_row(kind, f"{one['count_per_step']:,}", size)
+                sizes = one["bytes_per_device"], planned.get(kind)
+                table.add_row(kind, f"{one['count_per_step']:,}", *map(_gib, sizes))
             console.print(table)
         if "way_out" in row:
             console.print(row["way_out"])

@@ -55,11 +55,18 @@ def test_every_check_can_fail():
 
 def test_the_planned_time_is_the_planners():
     """2 FLOPs a weight and token, three passes: compute alone bounds it from below."""
-    seconds = compiled.planned_seconds(JOB, V4)
-    assert compiled.report_of(STEP, JOB, V4, "x.gin").results[0]["planned_step_s"] == seconds
+    planned = compiled.planned_step(JOB, V4)
+    seconds, row = (
+        planned["planned_step_s"],
+        compiled.report_of(STEP, JOB, V4, "x.gin").results[0],
+    )
+    assert row["planned_step_s"] == seconds
+    # 1,024 replicas sum their gradients, and nothing else is sent.
+    [(kind, size)] = row["planned_bytes_per_device"].items()
+    assert kind == "all-reduce" and size >= 4 * count_parameters(ENCODER_DECODER).total
     tokens = JOB.batch_size * sum(JOB.sequence_lengths)
     assert seconds > 6 * ENCODER_DECODER.d_model**2 * tokens / (1024 * 275e12)
-    assert compiled.planned_seconds(JOB, Topology.parse("tpu7x:4x4x4")) is None  # no spec
+    assert compiled.planned_step(JOB, Topology.parse("tpu7x:4x4x4")) == {}  # no spec
 
 
 def test_parts_of_an_exchange_have_to_overlap():
