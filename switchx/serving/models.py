@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from switchx.serving.service import Service
 LOG = logging.getLogger(__name__)
 # Between two looks at a thread.
 _LOOK_S = 0.05
+MOST_COLLECTIONS = 10
 
 
 class Models:
@@ -235,14 +237,26 @@ class Reloader(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(_ServerStopsError):
-            while self._asked.get():
+            while not self._is_closed and self._asked.get():
                 with contextlib.suppress(queue.Empty):
                     while self._asked.get_nowait():  # asked several times: loaded once
                         pass
                 for name, folder in self._folders.items():
+                    old = weakref.ref(self._models.services[name])
                     self._reload(name, folder)
-                    # Requests and exceptions are in circles of references, which have a model.
-                    gc.collect()
+                    self._free(old)
+
+    def _free(self, old: weakref.ref) -> None:
+        """Has the memory of a model that was replaced, or that was not taken, used again.
+
+        Requests and exceptions are in circles of references, which have a model; a request
+        may take a little to end.
+        """
+        for _ in range(MOST_COLLECTIONS):
+            gc.collect()
+            if old() is None or old() in self._models.all:
+                return
+            time.sleep(1.0)
 
     def _reload(self, name: str, folder: ModelFolder) -> None:
         running = self._models.services[name]
@@ -263,7 +277,8 @@ class Reloader(threading.Thread):
         running.metrics.reloads[outcome].inc()
         if outcome == "loaded":
             self._wait(lambda: running not in self._models.all)
-            running.worker.join()
+            for each in (running.worker, running.worker.compiler):
+                each.join()
 
     def _replace(self, running: Service, model: api.Model) -> None:
         """Has another model take the requests of a running one.

@@ -31,7 +31,7 @@ from tests.serving.test_server import wait_until
 from tests.training.jobs import TASK
 from tests.training.saved_runs import save_run
 
-GREEDY = {"max_new_tokens": 8}
+WAIT_S = 250.0
 
 
 def answers_of(model) -> list[str]:
@@ -147,7 +147,7 @@ class Run:
         def changed():
             return [n for n, each in counters.items() if each._value.get() > before[n]]
 
-        wait_until(changed, 120)
+        wait_until(changed, WAIT_S)
         (outcome,) = changed()
         return outcome
 
@@ -155,7 +155,7 @@ class Run:
         return self.models.first.model.step
 
     def ask(self, *texts: str) -> list[str]:
-        status, body = served.post(self.address, {"inputs": list(texts)})
+        status, body = served.post(self.address, {"inputs": list(texts)}, timeout_s=WAIT_S)
         assert status == 200, body
         return [each["text"] for each in body["results"]]
 
@@ -177,7 +177,9 @@ def saved(service, tmp_path_factory):
 def run(saved):
     folder, want = saved
     source = ModelFolder(folder)
-    service = served.start(a_model=source.load(), name="run")
+    # A request is held up for as long as a reload takes.
+    limits = dataclasses.replace(served.LIMITS, request_timeout_s=WAIT_S)
+    service = served.start(limits, source.load(), name="run")
     models = Models([service])
     reloader = Reloader(models, {"run": source})
     del service
@@ -188,6 +190,15 @@ def run(saved):
     reloader.join(30)
     models.close()
     shutil.rmtree(folder / "checkpoints/9", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def ending(is_over: threading.Event):
+    """Sets it on leaving: clients that ask until then do not hold up a test that failed."""
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def test_every_answer_is_of_the_model_that_admitted_it(run):
@@ -205,7 +216,7 @@ def test_every_answer_is_of_the_model_that_admitted_it(run):
             found.append((index, text, begun, run.step()))
         return found
 
-    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+    with concurrent.futures.ThreadPoolExecutor(5) as pool, ending(is_over):
         asking = [pool.submit(keep_asking, first) for first in range(3)]
         wait_until(lambda: run.models.metrics.of("run").success["length"]._value.get() >= 3)
         # Answers of 7 tokens are held up in the queue.
@@ -215,7 +226,10 @@ def test_every_answer_is_of_the_model_that_admitted_it(run):
             each for each in waiting() if not are_held or each.settings.max_new_tokens != 7
         ]
         held = pool.submit(
-            served.post, run.address, {"inputs": served.TEXTS, "max_new_tokens": 7}
+            served.post,
+            run.address,
+            {"inputs": served.TEXTS, "max_new_tokens": 7},
+            timeout_s=WAIT_S,
         )
         wait_until(lambda: len(queue) >= 8)
         run.add()
@@ -270,7 +284,7 @@ def test_so_it_is_over_many_changes(run):
                 assert text in {each[index] for each in want.values()}
         return number
 
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+    with concurrent.futures.ThreadPoolExecutor(6) as pool, ending(is_over):
         asking = [pool.submit(keep_asking, number % 3) for number in range(6)]
         for number in range(8):
             if number % 2:
