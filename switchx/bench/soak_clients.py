@@ -29,6 +29,8 @@ SCORE_TOLERANCE = 1e-3
 DEADLINE_S = 600.0
 # Of a connection that a bad client leaves open: the server has closed it by then.
 MOST_HELD_S = 120.0
+# Of a bad client that waits for an answer, which may be long in coming.
+MOST_PATIENT_S = 30.0
 
 
 @dataclasses.dataclass
@@ -196,7 +198,9 @@ async def _break_off(reader, writer, request, rng) -> None:
 
 async def _break_off_while_reading(reader, writer, request, rng) -> None:
     writer.write(_bytes(request | {"stream": True}))
-    await reader.read(int(rng.integers(1, 600)))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MOST_PATIENT_S):
+            await reader.read(int(rng.integers(1, 600)))
 
 
 async def _half_a_body(reader, writer, request, rng) -> None:
@@ -214,10 +218,12 @@ async def _slow_body(reader, writer, request, rng) -> None:
 
 async def _slow_reader(reader, writer, request, rng) -> None:
     writer.write(_bytes(request | {"stream": True, "max_new_tokens": MOST_NEW_TOKENS}))
-    for _ in range(int(rng.integers(20, 200))):
-        if not await reader.read(16):
-            return
-        await asyncio.sleep(0.05)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MOST_PATIENT_S):
+            for _ in range(int(rng.integers(20, 200))):
+                if not await reader.read(16):
+                    return
+                await asyncio.sleep(0.05)
 
 
 async def _pipeline_without_reading(reader, writer, request, rng) -> None:
