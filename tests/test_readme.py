@@ -139,6 +139,9 @@ TESTED_ELSEWHERE = {
     "switchx bench train --json": MEASURING + "::test_train_prints_one_json_object",
     "switchx bench moe --json": MEASURING + "::test_moe_prints_one_json_object",
     "switchx bench kernels --json": (MEASURING + "::test_kernels_prints_one_json_object"),
+    "switchx bench compiled --json": (
+        "tests/bench/test_compiled_layer.py::test_the_command_prints_one_json_object"
+    ),
     "switchx bench decode --json": (
         "tests/bench/test_decode.py::test_without_pytorch_ours_is_measured_alone"
     ),

@@ -93,18 +93,6 @@ def variant(op: str = "grouped_matmul", **changes) -> Case:
     return Case(op, **sizes | changes)
 
 
-# The first product of a layer, as inference and as training compile it.
-EPILOGUES = {
-    "geglu": {"epilogue": True, "is_gated_unit": True},
-    "geglu with residual": {"epilogue": True, "is_gated_unit": True, "has_residual": True},
-}
-
-
-def many(**changes) -> Case:
-    """A kernel at the first shape with many rows."""
-    return variant(R=ROWS["many"] * EXPERTS, **changes)
-
-
 def build(case: Case, implementation: str):
     """The function of a case on a back end, and the shapes of its arguments.
 

@@ -22,14 +22,7 @@ from jax.experimental import topologies
 from jaxlib import _jax
 
 from pallas_kernels.aot import compiler
-from pallas_kernels.aot.case import (
-    EPILOGUES,
-    Case,
-    benchmark_cases,
-    build,
-    many,
-    variant,
-)
+from pallas_kernels.aot.case import Case, benchmark_cases, build, variant
 
 TARGETS = {"h200": "h200.txtpb"}
 FOLDER_VARIABLE = "SWITCHX_AOT_GPU"
@@ -51,7 +44,6 @@ def budget_cases() -> dict[str, Case]:
             f"int{bits} {name} 1024x4096 few": variant(quantized, bits=bits, **changes)
             for name, changes in variants.items()
         }
-    found |= {f"{name} 1024x4096 many": many(**fields) for name, fields in EPILOGUES.items()}
     # One row: sums in parts, so that every SM has a share of its expert's weights.
     return found | {
         "float16 forward 1024x4096 few": variant(dtype="float16"),

@@ -15,14 +15,7 @@ import jax
 from jax.experimental import topologies
 
 from pallas_kernels.aot import compiler
-from pallas_kernels.aot.case import (
-    EPILOGUES,
-    Case,
-    benchmark_cases,
-    build,
-    many,
-    variant,
-)
+from pallas_kernels.aot.case import Case, benchmark_cases, build, variant
 from pallas_kernels.tpu_chip import described_tpu
 
 # The smallest slice of each generation. The compiler calls a v4's core a device of its own.
@@ -41,16 +34,11 @@ KERNEL_NAMES = ("multiply_rows", "sum_outer_products")
 def budget_cases() -> dict[str, Case]:
     """The cases that the table holds, by name."""
     quantized, int4 = "quantized_grouped_matmul", {"bits": 4}
-    found = {f"{name} 1024x4096 many": many(**fields) for name, fields in EPILOGUES.items()}
-    return (
-        benchmark_cases()
-        | found
-        | {
-            "int4 epilogue 1024x4096 few": variant(quantized, **int4, epilogue=True),
-            "int4 groups of 128 1024x4096 few": variant(quantized, **int4, group_size=128),
-            "float32 forward 1024x4096 few": variant(dtype="float32"),
-        }
-    )
+    return benchmark_cases() | {
+        "int4 epilogue 1024x4096 few": variant(quantized, **int4, epilogue=True),
+        "int4 groups of 128 1024x4096 few": variant(quantized, **int4, group_size=128),
+        "float32 forward 1024x4096 few": variant(dtype="float32"),
+    }
 
 
 def compiler_folder() -> pathlib.Path:

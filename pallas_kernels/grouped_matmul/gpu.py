@@ -38,6 +38,7 @@ from pallas_kernels.tiling.gpu import (
     Tiling,
     candidates_around,
     checked,
+    default_panel,
     default_splits,
     fitted,
     sm_count,
@@ -82,7 +83,7 @@ def default_tiling(R: int, D: int, F: int, E: int, dtype=jnp.bfloat16,
     deep = 128 if D % 128 == 0 and tile_n <= 64 else 64
     tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=deep)
     tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
-    panel = F if tile_n <= 64 else 16
+    panel = F if tile_n <= 64 else default_panel(tiling, D, F, 16, num_matrices)
     return fitted(
         dataclasses.replace(tiling, panel=panel), dtype, dtype, most=6,
         num_matrices=num_matrices,

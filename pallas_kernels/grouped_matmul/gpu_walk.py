@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.grouped_matmul.tile_schedule import RowTiles, row_tiles
+from pallas_kernels.grouped_matmul.tile_schedule import ROW_ALIGNMENT, RowTiles, row_tiles
 from pallas_kernels.launches import Cache, num_bytes
 from pallas_kernels.mosaic_gpu import turns_of
 from pallas_kernels.tiling.gpu import Tiling
@@ -93,8 +93,11 @@ def copied_bytes(group_sizes_E, *, walk: Walk, num_rows: int, x, w, num_matrices
         y_bytes += num_bytes((stored, columns), results[0].dtype)
         if expert < walk.num_experts:
             rows = copied_rows(tiling, offset_P[row_tile] + size_P[row_tile])
-            key = "x", start_P[row_tile], split
-            x_bytes += cache.read(key, num_bytes((rows, depth), x))
+            first, end = start_P[row_tile], min(start_P[row_tile] + rows, num_rows)
+            # Tiles begin at multiples of 8 rows and share some with their neighbours.
+            for eight in range(first // ROW_ALIGNMENT, -(-end // ROW_ALIGNMENT)):
+                size = num_bytes((ROW_ALIGNMENT, depth), x)
+                x_bytes += cache.read(("x", eight, split), size)
             for i in range(num_matrices):
                 key = i, expert, column, split
                 w_bytes[i] += cache.read(key, num_bytes((depth, columns), w))

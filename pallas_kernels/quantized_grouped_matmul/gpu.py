@@ -35,6 +35,7 @@ from pallas_kernels.tiling.gpu import (
     Tiling,
     candidates_around,
     checked,
+    default_panel,
     default_splits,
     fitted,
     sm_count,
@@ -71,7 +72,9 @@ def default_tiling(R: int, D: int, F: int, E: int, bits: int, dtype=jnp.bfloat16
         tile_n = min(tile_n, 128 // num_matrices)  # Each accumulator has a second beside it.
     wanted = 256 if bits == 4 and tile_n <= 64 else 128 if tile_n <= 128 else 64
     tile_k = next(k for k in (256, 128, 64) if k <= wanted and D % k == 0 and most % k == 0)
-    tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=tile_k, panel=F if tile_n <= 64 else 16)
+    tiling = Tiling(tile_m=64, tile_n=tile_n, tile_k=tile_k)
+    panel = F if tile_n <= 64 else default_panel(tiling, D, F, bits, num_matrices)
+    tiling = dataclasses.replace(tiling, panel=panel)
     tiling = dataclasses.replace(tiling, splits=default_splits(tiling, R, D, F, E))
     return fitted(tiling, dtype, _w_dtype(bits), most=8, num_matrices=num_matrices)
 

@@ -18,6 +18,8 @@ from jax.dtypes import itemsize_bits
 SHARED_BYTES = 232448
 _BARRIER_BYTES = 1024
 H200_SMS = 132
+# Of an H100's and an H200's 50 MB of cache, what the weights of a panel may take.
+PANEL_BYTES = 24 * 10**6
 # Features of a row that are stored at once: 128 bytes, the most that the copy engine swizzles.
 STORED = 64
 # Registers of a thread that an accumulator may take; with 128 nothing spills.
@@ -172,6 +174,18 @@ def tile_of_rows(R: int, E: int) -> int:
     """
     rows = rows_per_expert(R, E)
     return min(256, max(16, 1 << (rows + rows // 4 + 7 - 1).bit_length()))
+
+
+def default_panel(tiling: Tiling, D: int, F: int, bits: int, num_matrices: int = 1) -> int:
+    """Tiles of features: all of an expert, so that rows are read once, or what the cache has
+    room for.
+
+    Args:
+        bits: of a weight.
+    """
+    block = tiling.tile_m * tiling.warpgroups
+    fitting = PANEL_BYTES // max(1, num_matrices * D * block * bits // 8)
+    return min(-(-F // block), max(1, fitting))
 
 
 def default_splits(tiling: Tiling, R: int, D: int, F: int, E: int) -> int:

@@ -4,6 +4,7 @@
 Tests marked `aot` compile; the others hold the tables, and the way to the compilers and back.
 """
 
+import dataclasses
 import functools
 import importlib.metadata
 import subprocess
@@ -120,6 +121,25 @@ def test_sizes_of_tpus_that_do_not_divide_compile(needs_libtpu):
     assert [result["error"] for result in tpu_compiler.COMPILER.compile("v5e", cases)] == [
         None
     ] * 5
+
+
+# The first product of a layer with many rows, as inference and as training compile it.
+MANY = Case("grouped_matmul", 8192, 1024, 4096, 32, epilogue=True, is_gated_unit=True)
+EPILOGUES = [MANY, dataclasses.replace(MANY, has_residual=True)]
+
+
+@pytest.mark.aot
+def test_gated_units_compile_for_tpus_within_vector_memory(needs_libtpu):
+    for result in tpu_compiler.COMPILER.compile("v5e", EPILOGUES):
+        assert result["error"] is None
+        assert result["vmem_bytes"] < VMEM["v5e"]
+
+
+@pytest.mark.aot
+def test_gated_units_compile_for_gpus_and_spill_nothing(needs_cuda):
+    for result in gpu_compiler.COMPILER.compile("h200", EPILOGUES):
+        assert (result["error"], result["spill_bytes"]) == (None, 0)
+        assert result["hgmma"] > 0
 
 
 CASE = Case("grouped_matmul", 16, 128, 128, 2)

@@ -14,12 +14,14 @@ BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_blocks_are_right(capsys):
-    blocks = dict(BLOCK.findall(PAGE))
-    exec(blocks["python"], {})
+    blocks = BLOCK.findall(PAGE)
+    [python] = (text for kind, text in blocks if kind == "python")
+    exec(python, {})
     assert capsys.readouterr().out.startswith("0.1")  # 4 of 32 bits, and the scales
-    for command in blocks["bash"].splitlines():
-        program, *words = shlex.split(command)
-        assert program == "switchx" and _parse(_parser(), words).what == "kernels"
+    commands = [line for kind, text in blocks if kind == "bash" for line in text.splitlines()]
+    found = [_parse(_parser(), shlex.split(command)[1:]) for command in commands]
+    assert [words.what for words in found] == ["kernels", "kernels", "compiled"]
+    assert all(command.startswith("switchx ") for command in commands)
 
 
 def test_everything_that_is_exported_is_named():

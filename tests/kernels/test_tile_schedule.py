@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_matmul import gpu_swap_ab
+from pallas_kernels.grouped_matmul.gpu_walk import Walk
 from pallas_kernels.grouped_matmul.tile_schedule import (
     max_row_tiles,
     row_tiles,
@@ -155,7 +155,7 @@ def test_parts_are_summed_for_the_rows_of_experts():
 @pytest.mark.parametrize(("panel", "splits"), [(1, 1), (2, 2), (3, 1), (16, 2)])
 def test_blocks_of_the_gpu_take_every_tile_once(monkeypatch, panel, splits):
     tiling = Tiling(64, 16, 64, panel=panel, splits=splits, num_sms=4)
-    walk = gpu_swap_ab._Walk(tiling=tiling, features=128 * 7 - 64, depth_steps=2, num_experts=3)
+    walk = Walk(tiling=tiling, features=128 * 7 - 64, depth_steps=2, num_experts=3)
     tiles = tiles_of(jnp.asarray([20, 0, 40]), 64, 16)
     taken = []
     for sm in range(4):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that a compiled program launches, and the bytes that they move from and to memory.
 
-Read off the HLO text, as `program_cost.py` reads FLOPs: XLA's `cost_analysis` counts a loop
-once, and believes what a Pallas kernel says of itself. Here a kernel reads each
-operand once and writes each result once; of what it gathers or slices, the part that it takes.
+Read off the HLO text, as `planner/program_cost.py` reads FLOPs: XLA's `cost_analysis` counts a
+loop once, and believes what a Pallas kernel says of itself. Here a kernel reads each operand
+once and writes each result once; of what it gathers or slices, the part that it takes.
 Arrays that a TPU's compiler keeps in vector memory (`S(1)` in a layout) move nothing. Pallas
 kernels are looked up among the launches that were recorded while the program was traced
 (`pallas_kernels/launches.py`), which count the copies of their grids.

@@ -4,6 +4,8 @@
 Dims: R rows, D inputs, F outputs, E experts
 """
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,8 @@ from pallas_kernels.grouped_matmul import tpu
 from pallas_kernels.launches import Cache, recorded_launches
 from pallas_kernels.tiling.tpu import Tiling
 from switchx.bench import compiled_layer
-from switchx.planner.hlo_bytes import Moved, moved_bytes
+from switchx.bench.hlo_bytes import Moved, moved_bytes
+from switchx.cli.main import main
 
 # As the TPU compiler writes it: a gather of 8 of 64 rows, a copy into vector memory (S(1)), a
 # kernel that reads it there, and a loop of 3 additions.
@@ -141,10 +144,21 @@ def test_the_worst_forward_pass_is_checked_and_nothing_where_nothing_ran():
     assert compiled_layer.checks(rows[1:2]) == []
 
 
-def test_without_compilers_it_says_why_not(tmp_path, monkeypatch):
+def test_the_command_prints_one_json_object(tmp_path, monkeypatch, capsys):
+    """Without compilers: it says why nothing ran, and checks nothing."""
     for variable in ("SWITCHX_AOT_TPU", "SWITCHX_AOT_GPU"):
         monkeypatch.setenv(variable, str(tmp_path))
+    assert main(["bench", "compiled", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (printed["command"], printed["checks"]) == ("bench compiled", [])
+    assert [row["target"] for row in printed["results"]] == ["v5e:2x2", "h200:1"]
+    assert all("run `make test-aot`" in row["not_run"] for row in printed["results"])
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1800)
+def test_layers_are_near_the_ideal_where_compilers_are():
     report = compiled_layer.run(note=lambda text: None)
-    assert report.checks == []
-    assert [row["target"] for row in report.results] == ["v5e:2x2", "h200:1"]
-    assert all("run `make test-aot`" in row["not_run"] for row in report.results)
+    if not report.checks:
+        pytest.skip(report.results[0]["not_run"])
+    assert [check.name for check in report.checks if not check.holds] == []
