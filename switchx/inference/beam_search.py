@@ -4,7 +4,7 @@
 Graves 2012 (arXiv:1211.3711); Wu et al. 2016 (arXiv:1609.08144), section 7, for length
 penalties. Of each sentence, 2 L continuations are looked at, so that L remain when L of them
 end. It stops by itself, whatever the others of its batch do. Dims: B batch, L beams, T new
-tokens, V vocabulary, J candidates
+tokens, V vocabulary, J candidates; C blocks of the vocabulary, X numbers of one
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from switchx.inference.config import DecodingProgram
 from switchx.inference.rows import EARLY_STOPPING, Rows, lengthened
-from switchx.inference.sampling import LogProbs, likeliest_tokens, top_k
+from switchx.inference.sampling import BLOCK, LogProbs, largest, likeliest_tokens, top_k
 
 NEVER = -jnp.inf
 
@@ -85,11 +85,17 @@ class Beams:
             the hypotheses, token_BL, is_live_B.
         """
         B, L, V = logits_BLV.shape
-        model_BLV = jax.nn.log_softmax(logits_BLV, axis=-1)
-        log_prob_BLV = rows.allowed(model_BLV, self.token_BLT, number_B, program)
-        log_prob_BLV = self.log_prob_BL[..., None] + log_prob_BLV
-        log_prob_BJ, place_BJ = top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
-        parent_BJ, token_BJ = place_BJ // V, place_BJ % V
+        if program.has_processors or self.log_probs is not None:
+            model_BLV = jax.nn.log_softmax(logits_BLV, axis=-1)
+            log_prob_BLV = rows.allowed(model_BLV, self.token_BLT, number_B, program)
+            log_prob_BLV = self.log_prob_BL[..., None] + log_prob_BLV
+            log_prob_BJ, place_BJ = top_k(log_prob_BLV.reshape(B, L * V), 2 * L)
+            parent_BJ, token_BJ = place_BJ // V, place_BJ % V
+        else:
+            allowed_BLV = rows.allowed(logits_BLV, self.token_BLT, number_B, program)
+            log_prob_BJ, parent_BJ, token_BJ = continuations(
+                logits_BLV, allowed_BLV, self.log_prob_BL, 2 * L
+            )
         is_here_BT = jnp.arange(program.max_new_tokens)[None] == number_B[:, None]
         text_BJT = _of(self.token_BLT, parent_BJ)
         text_BJT = jnp.where(is_here_BT[:, None], token_BJ[..., None], text_BJT)
@@ -160,6 +166,43 @@ class Beams:
     @property
     def result_log_probs(self) -> LogProbs | None:
         return self.finished_log_probs
+
+
+def continuations(logits_BLV, allowed_BLV, log_prob_BL, num: int):
+    """The likeliest `num` of all texts that are one token longer, the best first.
+
+    Log-probabilities are computed of candidates alone, those that are in the blocks of the
+    vocabulary with the largest logits: nothing of the size of the logits is written.
+
+    Args:
+        allowed_BLV: the logits, with -inf for tokens that must not be chosen.
+        log_prob_BL: of the texts so far.
+
+    Returns:
+        log_prob_BJ, parent_BJ (the beam that each continues), token_BJ.
+    """
+    B, L, V = logits_BLV.shape
+    most_BL = jnp.max(logits_BLV, axis=-1)
+    sum_BL = jnp.log(jnp.sum(jnp.exp(logits_BLV - most_BL[..., None]), axis=-1))
+
+    def longer(x, log_prob, most, log_sum):
+        return log_prob[..., None] + ((x - most[..., None]) - log_sum[..., None])
+
+    X = BLOCK if V % BLOCK == 0 and 2 * num < L * V // BLOCK else 1
+    x_BLCX = allowed_BLV.reshape(B, L, V // X, X)
+    terms_BL = log_prob_BL, most_BL, sum_BL
+    # A text grows likelier with the logit: the maximum of a block is that of its likeliest.
+    best_BLC = longer(jnp.max(x_BLCX, axis=3), *terms_BL)
+    block_BJ = jnp.sort(largest(best_BLC.reshape(B, -1), num)[1], axis=1)
+    beam_BJ, column_BJ = block_BJ // (V // X), block_BJ % (V // X)
+    x_BJX = x_BLCX[jnp.arange(B)[:, None], beam_BJ, column_BJ]
+    terms_BJ = (jnp.take_along_axis(each_BL, beam_BJ, axis=1) for each_BL in terms_BL)
+    log_prob_BJ, index_BJ = largest(longer(x_BJX, *terms_BJ).reshape(B, -1), num)
+
+    def of(x_BJ):
+        return jnp.take_along_axis(x_BJ, index_BJ // X, axis=1)
+
+    return log_prob_BJ, of(beam_BJ), of(column_BJ) * X + index_BJ % X
 
 
 def _score(log_prob_BJ, length_B, rows: Rows):

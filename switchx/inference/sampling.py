@@ -51,16 +51,17 @@ def top_k(x_BV, k: int):
     B, V = x_BV.shape
     num_blocks = V // BLOCK
     if V % BLOCK or num_blocks <= 2 * k:
-        return _largest(x_BV, k)
+        return largest(x_BV, k)
     x_BCX = x_BV.reshape(B, num_blocks, BLOCK)
-    block_BC = jnp.sort(_largest(jnp.max(x_BCX, axis=2), k)[1], axis=1)
+    block_BC = jnp.sort(largest(jnp.max(x_BCX, axis=2), k)[1], axis=1)
     candidate_BCX = jnp.take_along_axis(x_BCX, block_BC[:, :, None], axis=1)
-    value_BJ, index_BJ = _largest(candidate_BCX.reshape(B, k * BLOCK), k)
+    value_BJ, index_BJ = largest(candidate_BCX.reshape(B, k * BLOCK), k)
     block_BJ = jnp.take_along_axis(block_BC, index_BJ // BLOCK, axis=1)
     return value_BJ, block_BJ * BLOCK + index_BJ % BLOCK
 
 
-def _largest(x_BV, k: int):
+def largest(x_BV, k: int):
+    """`jax.lax.top_k`, sorted whole rows of which the compiler does not see."""
     # Do not simplify: a slice of the result would be merged with top-k's own, and XLA's CPU
     # compiler then sorts whole rows, 160 ms for 8 of 32,128 instead of 1.
     return jax.lax.optimization_barrier(jax.lax.top_k(x_BV, k))

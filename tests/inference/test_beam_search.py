@@ -4,10 +4,11 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from switchx.inference.beam_search import Beams
+from switchx.inference.beam_search import Beams, continuations
 from switchx.inference.config import DecodingConfig
 from switchx.inference.rows import Rows, RowSettings
 
@@ -235,6 +236,28 @@ def test_a_sentence_that_is_done_stays_as_it_is():
     np.testing.assert_array_equal(after.is_finished_BL[0], False)
     assert bool(after.is_finished_BL[1, 0])
     assert not bool(still_B[0])
+
+
+@pytest.mark.parametrize("vocabulary", [1024, 1000], ids=["blocks", "no whole blocks"])
+def test_continuations_are_the_first_of_all_sorted_ones(vocabulary):
+    """Against NumPy, equal ones in the order of their places; three tokens are excluded."""
+    rng, (B, L, num) = np.random.default_rng(0), (2, 3, 6)
+    logits_BLV = rng.normal(size=(B, L, vocabulary)).round(1).astype(np.float32)
+    log_prob_BL = np.array([[-1.0, -1.5, -2.0], [-0.25, -np.inf, -np.inf]], np.float32)
+    allowed_BLV = logits_BLV.copy()
+    for token in (3, 500, np.argmax(logits_BLV[0, 0])):
+        allowed_BLV[:, :, token] = -np.inf
+    found = continuations(*map(jnp.array, (logits_BLV, allowed_BLV, log_prob_BL)), num)
+    wide_BLV = logits_BLV.astype(np.float64)
+    normalizer_BL1 = np.log(np.exp(wide_BLV).sum(-1, keepdims=True))
+    all_BLV = log_prob_BL[..., None] + np.where(
+        np.isfinite(allowed_BLV), wide_BLV - normalizer_BL1, -np.inf
+    )
+    order_BX = np.argsort(-all_BLV.reshape(B, -1), axis=1, kind="stable")[:, :num]
+    log_prob_BJ, parent_BJ, token_BJ = map(np.asarray, found)
+    expected_BJ = np.take_along_axis(all_BLV.reshape(B, -1), order_BX, axis=1)
+    np.testing.assert_allclose(log_prob_BJ, expected_BJ, rtol=1e-5)
+    assert (parent_BJ * vocabulary + token_BJ).tolist() == order_BX.tolist()
 
 
 def test_ancestors_are_the_places_of_a_texts_tokens():
