@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that tests compile again and again: compiled once, small, for few devices."""
+"""Programs that tests compile again and again: once, small, for few devices."""
 
 import contextlib
 import pathlib
@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from switchx.training.host_program import HostProgram
+from switchx.training.layered import LayeredProgram
+from switchx.training.program import TrainingProgram
 
 ALL_DEVICES = jax.devices
 
@@ -45,6 +49,51 @@ def compiled_once(folder: pathlib.Path) -> Iterator[None]:
         for name, value in zip(names, before, strict=True):
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def traced_once() -> Iterator[None]:
+    """Jobs with the same step share what JAX has traced and compiled of it.
+
+    Not for tests that change what is traced, as by a monkeypatch.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for program in (TrainingProgram, HostProgram):
+            for name in ("_abstract_state", "_steps"):
+                patch.setattr(program, name, _once_a_step(getattr(program, name)))
+        draw = _once_a_step(TrainingProgram._jitted_init.fget)
+        patch.setattr(TrainingProgram, "_jitted_init", property(draw))
+        # A program with experts on a disk calls these with records of its own.
+        parts, begin = _once_a_step(vars), LayeredProgram.__init__
+
+        def share(program, *arguments):
+            begin(program, *arguments)
+            first = parts(program)
+            for name in ("_layered", "_take", "_measure", "_draw"):
+                setattr(program, name, first[name])
+
+        patch.setattr(LayeredProgram, "__init__", share)
+        yield
+
+
+def _once_a_step(method):
+    """A method of programs that is called for the first of those with the same step."""
+    found = []
+
+    def call(program):
+        job = program.job
+        step = (
+            type(program), program.mesh, job.mesh.rules, job.model, job.loss, job.step,
+            job.optimizer, job.schedule, job.pipeline, job.compiler, job.distillation, job.seed,
+            job.batch_size, job.sequence_lengths, job.storage.experts, job.storage.slots,
+        )  # fmt: skip
+        for other, result in found:
+            if other == step:
+                return result
+        found.append((step, result := method(program)))
+        return result
+
+    return call
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ import pytest
 
 from switchx.cli.main import main
 from switchx.gin_config import building
-from tests.compilation import T5, TINY_RUN, compiled_once, on_devices
+from tests.compilation import T5, TINY_RUN, compiled_once, on_devices, traced_once
 from tests.integration.runs import arguments, write_corpus
 
 START_S = time.monotonic()
@@ -46,6 +46,12 @@ LONGEST = ("test_readme.py", "test_several_hosts.py", "test_train.py", "test_doc
 def pytest_collection_modifyitems(items):
     """The longest files first; all else stays in its order."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish():
+    """Garbage collections leave out modules and tests, and do not come while JAX traces."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -142,6 +148,13 @@ def session_cache(made_once) -> pathlib.Path:
 def programs_compiled_once(session_cache):
     """For files that compile the same programs again and again, under other settings."""
     with compiled_once(session_cache / "compiled"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def steps_traced_once(programs_compiled_once):
+    """For files that train the same small models again and again; see `traced_once`."""
+    with traced_once():
         yield
 
 

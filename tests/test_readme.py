@@ -55,9 +55,9 @@ CHAIN = {
     "switchx checkpoint verify runs/pretrain_tiny": (),
     "switchx show schedule --stages=4 --microbatches=8": (),
     "switchx plan --gin_file=configs/runs/pretrain_switch_base.gin --hardware=v5p "
-    "--devices=64": ("--devices=8",),
+    "--devices=64": ("--devices=8", "--gin.BATCH_SIZE=64"),
     "switchx plan --gin_file=configs/runs/pretrain_switch_large.gin --hardware=v5e "
-    "--devices=16 --storage=auto": ("--top=1",),
+    "--devices=16 --storage=auto": ("--top=1", "--gin.BATCH_SIZE=64"),
     "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt "
     "--output=answers.txt --beam_size=4": ("--max_new_tokens=4",),
     "switchx score --model_dir=runs/pretrain_tiny --input=pairs.tsv": (),

@@ -18,7 +18,6 @@ from switchx.bench.step_cases import CASES, IN_BFLOAT16, NUM_DEVICES, tpu_cases
 from switchx.bench.step_cases import ON_TPU as ON_TPU_NAMES
 
 BRIEF = (
-    "dense data=8",
     "dense data=2 fsdp=2 model=2",
     "1f1b pipe=2 data=4",
     "replicas all_to_all data=2 expert=2 model=2",

@@ -132,8 +132,9 @@ MESHES = {
     "one": MeshSpec(data=1),
     "pipe": MeshSpec(pipe=2, data=2, expert=2),
 }
+# By default onto other meshes in another layout: `test_layouts_of_layers`.
 PAIRS = [
-    ("pipe", "all"),
+    pytest.param("pipe", "all", marks=pytest.mark.slow),
     pytest.param("data", "all", marks=pytest.mark.slow),
     pytest.param("hierarchical", "pipe", marks=pytest.mark.slow),
     pytest.param("all", "one", marks=pytest.mark.slow),

@@ -209,7 +209,9 @@ def test_refusals(changes, slots, words):
         ChosenExperts(config, {}, slots)
 
 
-@pytest.mark.parametrize("name, beam_size", [("gpt", 1), ("encoder-decoder", 2)])
+@pytest.mark.parametrize(
+    "name, beam_size", [("gpt", 1), pytest.param("encoder-decoder", 2, marks=SLOW)]
+)
 def test_predictions_change_no_token(name, beam_size):
     """GPT's two Switch layers are in one stack; the other model's are in two, and nothing
     is predicted there."""

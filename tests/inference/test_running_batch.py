@@ -59,7 +59,7 @@ def test_step_by_step_gives_what_one_run_gives(beam_size):
     assert len(batch._sentence_B) == 1  # of eight rows at first
 
 
-@pytest.mark.parametrize("beam_size", [1, 2])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sentences_join_at_any_step_and_say_what_they_say_alone(beam_size):
     """In rows of others, in more rows, with longer inputs and answers than there were."""
     rooms = [3, 40, 20, 2, 33]

@@ -33,7 +33,11 @@ def op(place: int) -> Op:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [DENSE, ENCODER_DECODER], ids=["decoder", "both"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(DENSE, marks=pytest.mark.slow), ENCODER_DECODER],
+    ids=["decoder", "both"],
+)
 def test_chunks_are_the_model_with_dropout(config):
     config = dataclasses.replace(
         config, scan_layers=True, num_decoder_layers=4, dropout_rate=0.2

@@ -35,7 +35,7 @@ from tests.moe.sharded import (
 )
 
 SPEC = MOST_AXES["sliced"]
-BY_DEFAULT = [("sliced", 0.5), ("sliced_scatter", 1.5)]
+BY_DEFAULT = [("sliced", 0.5)]
 # One expert a device: the third has all first choices, the second choices are spread.
 SKEWED = random_choices(2)
 SKEWED[:, :-1, 1] = np.where(SKEWED[:, :-1, 0] == 2, 5, SKEWED[:, :-1, 0])

@@ -108,7 +108,12 @@ def whole(stacks, shared, inputs):
 
 @pytest.mark.parametrize(
     ("kind", "chunks", "stages", "num_stacks"),
-    [("gpipe", 1, 4, 1), ("1f1b", 1, 4, 2), ("interleaved", 2, 4, 2), ("interleaved", 4, 2, 1)],
+    [
+        pytest.param("gpipe", 1, 4, 1, marks=pytest.mark.slow),
+        ("1f1b", 1, 4, 2),
+        ("interleaved", 2, 4, 2),
+        pytest.param("interleaved", 4, 2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_are_those_of_the_whole(kind, chunks, stages, num_stacks):
     rng = np.random.default_rng(0)

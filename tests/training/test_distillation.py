@@ -205,11 +205,12 @@ def teacher_run(tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("teacher") / "run", SPARSE)
 
 
+# Raw gradients on a mesh: test_distilled_meshes.py; a step: test_distilled_logits.py.
 @pytest.mark.parametrize(
     ("mesh", "student", "microbatches"),
     [
         pytest.param(MeshSpec(data=2, expert=2, model=2), FEWER, 1, marks=pytest.mark.slow),
-        (MeshSpec(data=2, fsdp=2), DENSE, 2),
+        pytest.param(MeshSpec(data=2, fsdp=2), DENSE, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_takes_the_step_of_one_device(teacher_run, mesh, student, microbatches):

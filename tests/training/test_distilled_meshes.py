@@ -45,7 +45,9 @@ MESHES = {
 OTHERS = [(name, parts) for name in MESHES for parts in (1, 2) if (name, parts) != ("all", 1)]
 
 
-@pytest.fixture(scope="module", params=TEACHERS)
+@pytest.fixture(
+    scope="module", params=["sparse", pytest.param("dense", marks=pytest.mark.slow)]
+)
 def teacher(request, tmp_path_factory):
     """A teacher's run, and what a student learns of it on one device."""
     config = TEACHERS[request.param]

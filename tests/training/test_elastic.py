@@ -20,7 +20,7 @@ from tests.training.jobs import SPARSE, make_job
 from tests.training.test_layered_step import stacked
 from tests.training.test_loop import Events
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
 V5E = load_hardware("v5e")
 JOB = make_job(SPARSE, batch_size=24, eval_every=4)

@@ -23,7 +23,7 @@ from tests.data.refusals import refused
 from tests.training.jobs import DENSE, SPARSE, make_job
 from tests.training.test_loop import Events
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
 # Two layers that can be scanned as one run.
 TINY = dataclasses.replace(DENSE, d_model=8, d_ff=8, num_heads=1)

@@ -39,11 +39,11 @@ from tests.training.test_layered_step import stacked
 from tests.training.test_loop import Events
 from tests.training.train_states import assert_same, damage
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
 # So many experts that some have no token in a step.
 E = 24
-MODEL = stacked(SPARSE, num_experts=E)
+MODEL = stacked(SPARSE, 2, every=1, num_experts=E)
 OPTIMIZERS = {
     "adamw": AdamW(weight_decay=0.1, epsilon=1e-4),
     "adafactor": Adafactor(min_dim_size_to_factor=8, beta1=0.9, weight_decay_rate=0.01),
@@ -221,12 +221,12 @@ def test_a_run_says_what_its_storage_did(finished):
     assert all(line["storage"]["hit_rate"] > 0.5 for line in lines[1:])
     assert sum(line["storage"]["read_bytes"] for line in lines) > 0
     trace = read_trace(finished.storage / "trace.npz")
-    assert trace.layers == ("decoder 1", "decoder 3") and trace.sweeps == 3
+    assert trace.layers == ("decoder 0", "decoder 1") and trace.sweeps == 3
 
 
 def test_checkpoints_have_records_that_are_sound_and_whole(finished, tmp_path):
     path = finished.checkpoints / "4"
-    record = path / "experts" / "decoder_3" / "00002"
+    record = path / "experts" / "decoder_1" / "00002"
     assert record.stat().st_nlink > 1  # the store's own file
     assert checkpoint_faults(finished, 4) == []
     shapes = tree.named_leaves(stored_items(path)["params"])
@@ -293,8 +293,8 @@ def test_layers_may_be_unrolled_between_device_and_disk(finished, one_device, tm
     unrolled = dataclasses.replace(MODEL, scan_layers=False)
     train(disk_job(unrolled, storage=StorageSpec(), train_steps=5), run, Events())
     train(disk_job(train_steps=6), run, Events())
-    before = tree.named_leaves(restore_params(run.root, 5)["decoder"]["blocks"]["layer_3"])
-    after = tree.named_leaves(restore_params(run.root, 6)["decoder"]["blocks"]["layer_1"])
+    before = tree.named_leaves(restore_params(run.root, 5)["decoder"]["blocks"]["layer_1"])
+    after = tree.named_leaves(restore_params(run.root, 6)["decoder"]["blocks"]["layer_0"])
     for name, leaf in before.items():  # after one update
         np.testing.assert_allclose(after[name][1], leaf, atol=0.05, err_msg=name)
     fresh = RunFolder(tmp_path / "fresh")
@@ -341,9 +341,9 @@ def test_what_does_not_fit_a_disk_is_refused(one_device, tmp_path):
 
 
 def test_records_of_another_model_are_refused(finished, one_device, tmp_path):
-    other = disk_program(tmp_path, model=stacked(SPARSE, num_experts=12))
+    other = disk_program(tmp_path, model=stacked(SPARSE, 2, every=1, num_experts=12))
     with other.scope(), refused("is of another model or optimizer: its number of experts: 24"):
         other.experts.restore(finished.checkpoints / "4" / "experts")
     other = disk_program(tmp_path, optimizer="adafactor")
-    with other.scope(), refused("is of another model or optimizer: its arrays of decoder 1"):
+    with other.scope(), refused("is of another model or optimizer: its arrays of decoder 0"):
         other.experts.restore(finished.checkpoints / "4" / "experts")

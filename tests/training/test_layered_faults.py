@@ -24,7 +24,7 @@ from tests.training.jobs import make_batch
 from tests.training.test_layered import MODEL, E, disk_job, disk_program, trained
 from tests.training.test_loop import Events
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_a_damaged_record_ends_the_step_and_is_named(begun):
         for damage, words in FAULTS.items():
             program.experts.restore(folder / "saved")
             # The cache is empty, and all experts were used lately: the step reads all of them.
-            damage(records / "decoder_1" / "00003", records / "decoder_3" / "00003")
+            damage(records / "decoder_0" / "00003", records / "decoder_1" / "00003")
             with pytest.raises(RecordError, match=rf"decoder_\d/00003: {words}.*checkpoint"):
                 program.train_step(copied(state), program.place(batch))
             assert program.experts.updates == 1

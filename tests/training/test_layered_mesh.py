@@ -18,6 +18,7 @@ from switchx.partitioning.mesh import MeshSpec
 from switchx.partitioning.rules import Rules
 from switchx.storage.cache import StorageSpec
 from switchx.training.layered import LayeredProgram
+from switchx.training.layered_runs import Kind
 from switchx.training.program import TrainingProgram
 from switchx.training.step import StepConfig, gradients
 from tests.data.refusals import refused
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("programs_compiled_once")
 
 # Some of them have no token in a step. Those of a device have dropout of their own.
 E, ROWS = 16, 16
-MODEL = stacked(SPARSE, num_experts=E, expert_dropout_rate=0.0)
+MODEL = stacked(SPARSE, 2, every=1, num_experts=E, expert_dropout_rate=0.0)
 # Pipeline MoE's: experts are on devices that share their tokens.
 SLICED = Rules(expert_params=(("E", ("model",)), ("D", ("fsdp",))))
 
@@ -147,13 +148,12 @@ class Lowered:
         for name in ("_begin", "_forward", "_backward"):
             setattr(layered, name, self._kept(name, getattr(layered, name)))
 
-    def _kept(self, name, compiled):
+    def _kept(self, name, jitted):
         def call(*arguments):
             places = [int(each) for each in arguments if isinstance(each, np.int32)]
-            key = (name.removeprefix("_"), *places)
-            if key not in self.hlo:
-                self.hlo[key] = compiled.lower(*arguments).compile().as_text()
-            return compiled(*arguments)
+            program = jitted.lower(*arguments).compile()
+            self.hlo[name.removeprefix("_"), *places] = program.as_text()
+            return program(*(x for x in arguments if not isinstance(x, Kind | bool)))
 
         return call
 

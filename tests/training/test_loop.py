@@ -33,7 +33,7 @@ from tests.data.refusals import refused
 from tests.training.jobs import DENSE, TASK, make_job
 from tests.training.train_states import assert_same
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
 TINY = dataclasses.replace(DENSE, d_model=8, d_ff=8, num_heads=1, num_decoder_layers=1)
 

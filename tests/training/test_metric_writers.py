@@ -5,6 +5,7 @@ import json
 import sys
 import types
 
+import jax
 import pytest
 
 from switchx.checkpoint.run_folder import RunFolder
@@ -13,9 +14,9 @@ from switchx.training.metric_writers import WeightsAndBiases
 from switchx.training.metrics import flat_scalars
 from tests.data.refusals import refused
 from tests.training.jobs import DENSE, make_job
-from tests.training.test_loop import Events
+from tests.training.test_loop import Events, tiny_job
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
 WRITTEN: list[tuple[int, dict]] = []
 
@@ -49,8 +50,8 @@ def test_writers_get_what_the_run_folder_has(tmp_path, monkeypatch):
     run = RunFolder(tmp_path / "run")
     writers = (keep, WeightsAndBiases("mine", name="first", mode="offline"))
     for steps in (1, 2):
-        job = make_job(DENSE, train_steps=steps, eval_every=1, metric_writers=writers)
-        train(job, run, Events())
+        job = tiny_job(train_steps=steps, eval_every=1, metric_writers=writers)
+        train(job, run, Events(), devices=jax.devices()[:1])
     expected = {}
     for kind, path in (("train", run.metrics), ("validation", run.validation)):
         for line in map(json.loads, path.read_text().splitlines()):

@@ -19,7 +19,7 @@ from tests.training.jobs import SPARSE, make_job
 from tests.training.test_loop import Events, saved_steps, steps_in, tiny_job
 from tests.training.train_states import assert_same, damage
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.data.fakes import pair_corpus
 from tests.data.refusals import refused
 from tests.training.test_loop import Events, saved_steps, tiny_job
 
-pytestmark = pytest.mark.usefixtures("programs_compiled_once")
+pytestmark = pytest.mark.usefixtures("steps_traced_once")
 
 SPEC = TextEvaluation(num_samples=1, time_share=None)
 # By evaluation: before the first step, after two, four and six.
