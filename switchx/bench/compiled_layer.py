@@ -17,14 +17,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from pallas_kernels.launches import recorded_launches
 from pallas_kernels.tpu_chip import described_tpu
 from switchx.bench.hlo_bytes import moved_bytes
 from switchx.bench.report import Check, Report
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
-from switchx.models.params import params_of, with_params
+from switchx.models.params import params_of, shapes_of, with_params
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.topology import Topology
 from switchx.training.aot_devices import describe_devices, run_with_compiler
@@ -76,7 +75,7 @@ def ideal_bytes(activation: str, direction: str) -> int:
 
 def layer_function(activation: str, direction: str) -> tuple[Callable, tuple]:
     """The layer as a function of parameters and rows, and the shapes of its arguments."""
-    layer = nnx.eval_shape(lambda: SwitchFFN(layer_config(activation), key=jax.random.key(0)))
+    layer = shapes_of(lambda: SwitchFFN(layer_config(activation), key=jax.random.key(0)))
     x_BLD = jax.ShapeDtypeStruct((ROWS, LENGTH, D_MODEL), jnp.bfloat16)
     is_token_BL = jnp.ones((ROWS, LENGTH), bool)
     is_training = direction == "backward"
