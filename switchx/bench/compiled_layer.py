@@ -23,7 +23,7 @@ from pallas_kernels.tpu_chip import described_tpu
 from switchx.bench.hlo_bytes import moved_bytes
 from switchx.bench.report import Check, Report
 from switchx.models.config import ModelConfig, Precision, SwitchConfig
-from switchx.models.params import params_of, shapes_of, with_params
+from switchx.models.params import params_of, with_params
 from switchx.moe.layer import SwitchFFN
 from switchx.partitioning.topology import Topology
 from switchx.training.aot_devices import describe_devices, run_with_compiler
@@ -75,20 +75,22 @@ def ideal_bytes(activation: str, direction: str) -> int:
 
 def layer_function(activation: str, direction: str) -> tuple[Callable, tuple]:
     """The layer as a function of parameters and rows, and the shapes of its arguments."""
-    layer = shapes_of(lambda: SwitchFFN(layer_config(activation), key=jax.random.key(0)))
+    config = layer_config(activation)
+    params = jax.eval_shape(lambda: params_of(SwitchFFN(config, key=jax.random.key(0))))
     x_BLD = jax.ShapeDtypeStruct((ROWS, LENGTH, D_MODEL), jnp.bfloat16)
     is_token_BL = jnp.ones((ROWS, LENGTH), bool)
     is_training = direction == "backward"
 
     def forward(params, x_BLD):
-        y_BLD, stats = with_params(layer, params)(x_BLD, is_token_BL, is_training=is_training)
+        # Its initial weights are not used, so not computed.
+        layer = with_params(SwitchFFN(config, key=jax.random.key(0)), params)
+        y_BLD, stats = layer(x_BLD, is_token_BL, is_training=is_training)
         return y_BLD, stats.balance_loss
 
     def loss(params, x_BLD, dy_BLD):
         y_BLD, balance_loss = forward(params, x_BLD)
         return jnp.sum((y_BLD * dy_BLD).astype(jnp.float32)) + balance_loss
 
-    params = params_of(layer)
     if is_training:
         return jax.grad(loss, argnums=(0, 1)), (params, x_BLD, x_BLD)
     return forward, (params, x_BLD)

@@ -8,7 +8,6 @@ and `bind` puts them back under the module for a call.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 from flax import nnx
@@ -46,11 +45,6 @@ def init_params(config: ModelConfig, key) -> dict:
 def params_of(module: nnx.Module) -> dict:
     """Names and values (or shape structs) of a module's parameters, as nested dictionaries."""
     return nnx.to_pure_dict(nnx.state(module))
-
-
-def shapes_of(make: Callable[[], nnx.Module]) -> nnx.Module:
-    """The module that a function makes, with shape structs for arrays: nothing is drawn."""
-    return nnx.eval_shape(make)
 
 
 def with_params(module: nnx.Module, params: dict) -> nnx.Module:
