@@ -171,6 +171,10 @@ TESTED_ELSEWHERE = {
     "switchx serve --model_dir=runs/pretrain_tiny": (
         "tests/cli/test_serve.py::test_a_process_serves_drains_and_ends_well"
     ),
+    "switchx generate --model_dir=runs/pretrain_tiny --input=questions.txt --beam_size=4 "
+    "--num_return_sequences=3 --no_repeat_ngram_size=3 --logprobs=2 --json": (
+        "tests/cli/test_generate_and_score.py::test_the_n_best_and_log_probabilities"
+    ),
     "switchx tune kernels": MEASURING + "::test_rows_are_printed_and_tilings_written",
     "switchx convert --from=huggingface switch-base-8 models/switch-base-8": (
         "tests/interop/test_docs.py::test_every_block_runs"

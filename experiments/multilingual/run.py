@@ -11,6 +11,7 @@ from experiments.pages import publish_page
 from experiments.study import Study, bootstrap, main, run_name
 
 GIN_FILE = "configs/runs/pretrain_languages.gin"
+LANGUAGES = tuple("en uk es zh_cn ja pt_br ko fr zh_tw tr it ro pl id".split())
 COMPARISON = Comparison(
     contenders=(Contender("dense", ("ModelConfig.switch=None",)), Contender("32 experts")),
     steps=1500,
@@ -22,9 +23,9 @@ def by_language(study: Study, cells, contender: Contender) -> dict[str, dict[int
     """Validation curves of one seed."""
     every = max(COMPARISON.steps // 10, 1)
     bindings = ["FOLDER='<data>/python_docs'", f"TRAIN_STEPS={COMPARISON.steps}"]
-    bindings += [f"EVAL_EVERY={every}", *contender.bindings]
+    bindings += [f"EVAL_EVERY={every}", f"LANGUAGES={LANGUAGES}", *contender.bindings]
     if study.is_quick:
-        bindings += ["TRAIN_STEPS=2", "EVAL_EVERY=2", "LANGUAGES=('ro', 'id')"]
+        bindings += ["TRAIN_STEPS=2", "EVAL_EVERY=2", f"LANGUAGES={LANGUAGES[-2:]}"]
     found = study.train(cells, run_name(contender.name, 0), [GIN_FILE], bindings)
     return {
         task.removeprefix("text_"): {int(step): value for step, value in curve.items()}

@@ -141,7 +141,9 @@ def test_shipped_run_sets_nothing_that_is_taken_for_misspelt(name, monkeypatch):
     from switchx.data.vocabularies import save_vocabulary
 
     save_vocabulary(ByteVocabulary(), pathlib.Path("."))
-    values = {"FILES": ".", "INIT_FROM": ".", "TEACHER": ".", "VOCABULARY_FILE": "t5.model"}
+    pathlib.Path("de.txt").write_text("ein Tor\n\nein Experte\n")
+    values = {"FILES": ".", "FOLDER": ".", "INIT_FROM": ".", "TEACHER": "."}
+    values |= {"LANGUAGES": ("de",), "VOCABULARY_FILE": "t5.model"}
     for part in ("tasks/text_span_corruption.gin", "optimizers/adamw.gin"):
         required = required_macros(name) | required_macros(part)
         bindings = [f"{macro}={values[macro]}" for macro in values if macro in required]
