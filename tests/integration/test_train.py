@@ -19,6 +19,8 @@ from switchx.gin_config import building
 from switchx.training.job import TrainingJob
 from tests.integration.runs import arguments, lines
 
+pytestmark = pytest.mark.usefixtures("steps_traced_once")
+
 # A run whose steps take a while, for signals to come in time. It has as many devices as this
 # process, though it uses one: they decide how products are split over threads, so their bits.
 SLOWLY = """
