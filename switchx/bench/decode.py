@@ -34,11 +34,13 @@ BATCH, INPUTS, NEW_TOKENS = 16, 32, 32
 NUM_EXPERTS = (8, 64)
 # (batch, beams), name of the check, its bound: tokens over those of transformers.
 CASES = (
-    ((16, 1), "greedy_b16_vs_torch", 2.5),
-    ((1, 1), "greedy_b1_vs_torch", 4.5),
-    ((16, 4), "beam4_vs_torch", 2.2),
+    ((16, 1), "greedy_b16_vs_torch", 2.2),
+    ((1, 1), "greedy_b1_vs_torch", 5.0),
+    ((16, 4), "beam4_vs_torch", 2.0),
     ((1, 4), "beam4_b1_vs_torch", 4.0),
 )
+# The same over the faster of transformers as it is and of its model compiled.
+BEST_BOUND = 1.0
 PRUNED_BATCH = 32
 PRUNINGS = ("none", "experts", "compact")
 NO_END = -1
@@ -83,8 +85,12 @@ def run(rounds: int) -> Report:
         for name, value in speedups.items():
             # A bound is for both numbers of experts, so the worse one counts.
             ratios[name] = min(value, ratios.get(name, value))
+    bounds = {name: least for _, name, least in CASES}
+    bounds |= {best_of(name): BEST_BOUND for name in bounds}
     checks = [
-        Check(name, ratios[name], f">={least}") for _, name, least in CASES if name in ratios
+        Check(name, ratios[name], f">={least}")
+        for name, least in bounds.items()
+        if name in ratios
     ]
     parts = [pruning(rounds), quantized_bytes(), decode_programs.sampling(rounds)]
     parts.append(decode_programs.programs())
@@ -97,6 +103,11 @@ def run(rounds: int) -> Report:
     for found, more in parts:
         rows, checks = rows + found, checks + more
     return Report("bench decode", rows, checks)
+
+
+def best_of(check: str) -> str:
+    """The name of the check against the best that PyTorch does."""
+    return check.replace("_vs_torch", "_vs_best_torch")
 
 
 def against_torch(
@@ -128,18 +139,34 @@ def _measured(config, params, num_experts, rounds, peer, folder):
     for (batch, beams), check, _ in CASES:
         name = f"{num_experts} experts, batch {batch}, {beams} beams"
         decode = decoder(config, params, batch, beams)
-        ours = [Contender(f"ours, {name}", decode)]
+        ours, theirs, refused = Contender(f"ours, {name}", decode), [], []
         if peer is not None:
-            ask = functools.partial(peer.ask, f"{batch} {beams}")
-            ours.append(Contender(f"transformers, {name}", ask))
-        take_turns(ours, rounds)
-        rows += [_row(each, ours[-1], batch * NEW_TOKENS) for each in ours]
+            theirs, refused = _of_torch(peer, f"{batch} {beams}", name)
+        take_turns([ours, *theirs], rounds)
+        first = (theirs or [ours])[0]
+        found = [_row(each, first, batch * NEW_TOKENS) for each in (ours, *theirs)]
         if peer is not None:
-            speedups[check] = speedup(*ours)
-            theirs = np.load(folder / f"tokens_{batch}_{beams}.npy").tolist()
-            same = sum(a == b for a, b in zip(decode.tokens, theirs, strict=True))
-            rows[-2]["same_texts"] = same / batch
+            speedups[check] = speedup(ours, first)
+            best = min(theirs, key=lambda each: each.median_s)
+            speedups[best_of(check)] = speedup(ours, best)
+            tokens = np.load(folder / f"tokens_{batch}_{beams}.npy").tolist()
+            same = sum(a == b for a, b in zip(decode.tokens, tokens, strict=True))
+            found[0]["same_texts"] = same / batch
+        rows += found + refused
     return rows, speedups
+
+
+def _of_torch(peer, line: str, name: str) -> tuple[list[Contender], list[dict[str, Any]]]:
+    """transformers as it is, and compiled where that works; else a row that says why not."""
+    ways = [Contender(f"transformers, {name}", functools.partial(peer.ask, line))]
+    compiled = Contender(
+        f"transformers compiled, {name}", functools.partial(peer.ask, f"{line} compiled")
+    )
+    try:
+        compiled.step()
+    except torch_peer.TaskFailedError as error:
+        return ways, [{"decoding": compiled.name, "failed": str(error)}]
+    return [*ways, compiled], []
 
 
 def sentence_lengths(number: int) -> list[int]:

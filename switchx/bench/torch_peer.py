@@ -3,7 +3,8 @@
 
 The first half starts the process, where PyTorch is installed; nothing that `switchx` imports
 needs it. The second half is the process' program, which runs this file and imports nothing of
-`switchx`: it does its task once for each line that it is sent and prints `done` after each.
+`switchx`: it does its task once for each line that it is sent and prints `done` after each, or
+`failed` and why.
 Shapes, capacity factor and optimizer are those of our side.
 Dims: B rows of a batch, M tokens of a source, T generated tokens
 """
@@ -12,17 +13,24 @@ import contextlib
 import importlib.util
 import json
 import pathlib
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 PROGRAM = pathlib.Path(__file__)
+# What the first run of a compiled model may take.
+COMPILE_S = 300
 
 
 def is_available() -> bool:
     """Whether the extra `hf` is installed."""
     return all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+
+class TaskFailedError(RuntimeError):
+    """The process goes on, but it could not do the task; says why."""
 
 
 class TorchPeer:
@@ -43,6 +51,8 @@ class TorchPeer:
             answer = self._process.stdout.readline()
         except BrokenPipeError:  # it had ended before it was asked
             answer = ""
+        if answer.startswith("failed "):
+            raise TaskFailedError(answer.removeprefix("failed ").rstrip())
         if answer != "done\n":
             raise RuntimeError("the PyTorch peer ended; its error stands above")
 
@@ -74,11 +84,12 @@ def trainer(settings: dict) -> Callable[[str], None]:
     return step
 
 
-def generator(settings: dict) -> Callable[[str], None]:
-    """`generate` with the line's `BATCH BEAMS`.
+def generator(settings: dict) -> Callable[[str], str | None]:
+    """`generate` with the line's `BATCH BEAMS`, by `torch.compile` where `compiled` follows.
 
     It draws the weights and saves them into the folder first, so that both sides decode the
     same model, and writes the generated tokens beside them, for the other side to compare.
+    What cannot be compiled within `COMPILE_S` is not tried again.
     """
     import numpy as np
     import torch
@@ -88,10 +99,17 @@ def generator(settings: dict) -> Callable[[str], None]:
     config = transformers.SwitchTransformersConfig(**settings["config"])
     model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
     model.save_pretrained(folder)
-    input_BM = torch.tensor(settings["inputs"])
+    input_BM, failure = torch.tensor(settings["inputs"]), []
+    parts = model, model.get_encoder()
+    forwards = {
+        False: [part.forward for part in parts],
+        True: [
+            torch.compile(part.forward, backend=settings.get("backend", "inductor"))
+            for part in parts
+        ],
+    }
 
-    def generate(line: str) -> None:
-        batch, beams = map(int, line.split())
+    def run(batch: int, beams: int) -> None:
         with torch.no_grad():
             token_BT = model.generate(
                 input_ids=input_BM[:batch],
@@ -102,7 +120,39 @@ def generator(settings: dict) -> Callable[[str], None]:
             )
         np.save(folder / f"tokens_{batch}_{beams}.npy", token_BT[:, 1:].numpy())
 
+    def generate(line: str) -> str | None:
+        batch, beams, *options = line.split()
+        is_compiled = options == ["compiled"]
+        if is_compiled and failure:
+            return failure[0]
+        for part, forward in zip(parts, forwards[is_compiled], strict=True):
+            part.forward = forward
+        if not is_compiled:
+            return run(int(batch), int(beams))
+        try:
+            with deadline(COMPILE_S):
+                return run(int(batch), int(beams))
+        except Exception as error:  # of any stage of the compiler
+            failure.append(f"failed {type(error).__name__}: {error}".splitlines()[0])
+            return failure[0]
+
     return generate
+
+
+@contextlib.contextmanager
+def deadline(seconds: int) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer."""
+
+    def end(*_) -> None:
+        raise TimeoutError(f"it took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def main(settings: dict) -> None:
@@ -113,8 +163,7 @@ def main(settings: dict) -> None:
     transformers.logging.set_verbosity_error()
     do = {"train": trainer, "generate": generator}[settings["task"]](settings)
     for line in sys.stdin:
-        do(line)
-        print("done", flush=True)
+        print(do(line) or "done", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from switchx.bench import torch_peer
+from switchx.bench import decode, torch_peer
 from switchx.bench.torch_peer import PROGRAM, TorchPeer
 from switchx.interop.huggingface import describe
 from switchx.models.config import ModelConfig, SwitchConfig
@@ -45,7 +45,26 @@ def test_it_saves_its_weights_and_the_tokens_that_it_generates(tmp_path):
         "task": "generate", "folder": str(tmp_path), "config": describe(CONFIG)[0],
         "inputs": [[3, 4], [5, 6]], "new_tokens": 3,
     }  # fmt: skip
-    with TorchPeer(PROGRAM, settings) as peer:
+    # The first stage of the compiler alone, which takes seconds.
+    with TorchPeer(PROGRAM, settings | {"backend": "eager"}) as peer:
         peer.ask("2 1")
+        saved = tmp_path / "tokens_2_1.npy"
+        eager = np.load(saved)
+        saved.unlink()
+        peer.ask("2 1 compiled")
+        assert np.load(saved).tolist() == eager.tolist()
     assert (tmp_path / "model.safetensors").is_file()
-    assert np.load(tmp_path / "tokens_2_1.npy").shape == (2, 3)
+    assert eager.shape == (2, 3)
+
+
+def test_what_cannot_be_compiled_is_said(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfor line in sys.stdin:\n"
+        "    print('failed E: why' if 'compiled' in line else 'done', flush=True)"
+    )
+    with TorchPeer(program, {}) as peer:
+        ways, refused = decode._of_torch(peer, "2 1", "small")
+        assert [way.name for way in ways] == ["transformers, small"]
+        assert refused == [{"decoding": "transformers compiled, small", "failed": "E: why"}]
+        ways[0].step()
