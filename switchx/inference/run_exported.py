@@ -14,6 +14,7 @@ Dims: B batch, L hypotheses, M input length, P prompt, T new tokens
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -79,7 +80,10 @@ class ExportedModel:
                 has = f"{self.folder.name} keeps experts in host memory, which on a CPU is the"
                 no_effect = "device's: kinds of memory have no effect here"
                 warnings.warn(f"{has} {no_effect}", stacklevel=2)
-        self._prefill, self._step = self._program("prefill"), self._program("step")
+        self._prefill, step = self._program("prefill"), self._program("step")
+        # A step's state is not read again: its memory is the next one's.
+        self._step = jax.jit(step, donate_argnums=1)
+        self._loop = jax.jit(functools.partial(_steps, step), donate_argnums=1)
         self._weights = self._read_weights()
 
     def generate(self, inputs, max_new_tokens: int | None = None, **asked) -> list[list[dict]]:
@@ -121,16 +125,22 @@ class ExportedModel:
             name: jax.device_put(x, self._sharding(described[name]))
             for name, x in self._arrays(rows, limit).items()
         }
-        state, said = self._prefill(self._weights, arrays)
-        while np.any(said["is_live_B"]):
-            state, said = self._step(self._weights, state)
-        said = jax.device_get(said)
+        said = jax.device_get(self._decoded(*self._prefill(self._weights, arrays)))
         answers = [[] for _ in inputs]
         for b, beam in np.argwhere(np.isfinite(said["score_BL"][: len(rows)])):  # were found
             answers[b // self.num_samples].append(self._hypothesis(said, (b, beam), limit))
         if self.manifest["decoding"].get("best_of") is not None:
             answers = [sorted(each, key=lambda said: -said["score"]) for each in answers]
         return answers
+
+    def _decoded(self, state: dict, said: dict) -> dict:
+        """What is said at the end; the host waits for it alone, not for each token."""
+        if self.manifest["ring"] is None:
+            return self._loop(self._weights, state, said)[1]
+        # No back end has been seen to stream experts from host memory inside of a loop.
+        while np.any(said["is_live_B"]):
+            state, said = self._step(self._weights, state)
+        return said
 
     def lowered_step(self):
         """The step for these devices, to be compiled: `.compile()` says what it takes."""
@@ -210,8 +220,7 @@ class ExportedModel:
         except Exception as error:
             what = f"{file} cannot be read by jax {jax.__version__} ({error})"
             raise ValueError(f"{what}; {self._again}") from error
-        # A step's state is not read again: its memory is the next one's.
-        return jax.jit(exported.call, donate_argnums=() if name == "prefill" else (1,))
+        return jax.jit(exported.call)
 
     def _read_weights(self) -> dict:
         """One array after the other, each device with its part."""
@@ -289,6 +298,15 @@ class ExportedModel:
         with file.open("rb") as opened:
             if hashlib.file_digest(opened, "sha256").hexdigest() != sha256:
                 raise ValueError(f"{file} has changed since it was written; {again}")
+
+
+def _steps(step, weights: dict, state: dict, said: dict) -> tuple[dict, dict]:
+    """Steps until no row lives, a loop in one program: the state and what it says then."""
+    return jax.lax.while_loop(
+        lambda last: jnp.any(last[1]["is_live_B"]),
+        lambda last: tuple(step(weights, last[0])),
+        (state, said),
+    )
 
 
 def host_memory_kind(device, way_out: str) -> str | None:

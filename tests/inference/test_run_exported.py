@@ -124,6 +124,12 @@ def test_from_python_all_beams_are_there_and_batches_may_be_smaller(model):
     assert model.generate([]) == []
 
 
+def test_it_steps_on_the_device(model, monkeypatch):
+    expected = model.generate(INPUTS)
+    monkeypatch.setattr(model, "_step", None)  # of the host's loop
+    assert model.generate(INPUTS) == expected
+
+
 @pytest.mark.slow
 def test_settings_are_those_of_the_export(tmp_path):
     """Of each row's text so far, with log-probabilities; another one is refused."""
