@@ -12,10 +12,10 @@ COMPARISON = Comparison(
         Contender("dense", ("ModelConfig.switch=None",)),
         *(Contender(f"{n} experts", (f"NUM_EXPERTS={n}",)) for n in (32, 8, 64)),
     ),
-    steps=2000,
+    steps=1000,
     seeds=(0,),
     # Figure 13 fine-tunes what was kept on the way.
-    bindings=("checkpointer.Retention.keep_period=500",),
+    bindings=("checkpointer.Retention.keep_period=250",),
     data=ENGLISH,
 )
 
