@@ -7,7 +7,6 @@ Dims: B batch, L queries, M keys and values (the memory), D model, H heads, K he
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +22,29 @@ MASKED = -1e9
 class KeysValues:
     """The memory of one attention; also the KV cache, of which the first places are used.
 
-    Heads stand before places, so that a decode step reads them as they lie.
+    Both products of a decode step read them as they lie: heads stand before places, and each
+    number of a key is beside those of the other places.
     """
 
-    key_BHMK: jax.Array
+    key_BHKM: jax.Array
     value_BHMK: jax.Array
 
     @classmethod
     def empty(cls, shape_BHMK, dtype) -> "KeysValues":
-        return cls(jnp.zeros(shape_BHMK, dtype), jnp.zeros(shape_BHMK, dtype))
+        B, H, M, K = shape_BHMK
+        return cls(jnp.zeros((B, H, K, M), dtype), jnp.zeros(shape_BHMK, dtype))
 
     def written(self, place, new: "KeysValues") -> "KeysValues":
         """The same with new entries from `place` on."""
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=2)
-        return jax.tree.map(put, self, new)
+        put = jax.lax.dynamic_update_slice_in_dim
+        return KeysValues(
+            put(self.key_BHKM, new.key_BHKM, place, axis=3),
+            put(self.value_BHMK, new.value_BHMK, place, axis=2),
+        )
+
+    def first(self, places: int) -> "KeysValues":
+        """Those of so many places."""
+        return KeysValues(self.key_BHKM[..., :places], self.value_BHMK[:, :, :places])
 
 
 def attend(
@@ -64,7 +72,7 @@ def attend(
         `out_BHLK` in the queries' dtype.
     """
     scores_BHLM = jnp.einsum(
-        "BLHK,BHMK->BHLM", query_BLHK, memory.key_BHMK, preferred_element_type=jnp.float32
+        "BLHK,BHKM->BHLM", query_BLHK, memory.key_BHKM, preferred_element_type=jnp.float32
     )
     if bias_HLM is not None:
         scores_BHLM = scores_BHLM + bias_HLM.astype(scores_BHLM.dtype)[None]
@@ -138,11 +146,9 @@ class Attention(AttentionOutput):
 
     def project_memory(self, x_BMD) -> KeysValues:
         """Keys and values of these tokens."""
-        # Not an einsum to BHMK: XLA then would transpose the weights, in every decode step.
-        key_BHMK, value_BHMK = (
-            jnp.swapaxes(self._project(name, x_BMD), 1, 2) for name in ("key", "value")
-        )
-        return KeysValues(key_BHMK, value_BHMK)
+        # Not an einsum to BHKM: XLA then would transpose the weights, in every decode step.
+        key_BMHK, value_BMHK = (self._project(name, x_BMD) for name in ("key", "value"))
+        return KeysValues(jnp.moveaxis(key_BMHK, 1, 3), jnp.moveaxis(value_BMHK, 1, 2))
 
     def __call__(self, x_BLD, memory: KeysValues, *, key=None, **biases):
         """Output `[B, L, D]` of these tokens' queries; see `read`."""

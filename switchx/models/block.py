@@ -124,7 +124,7 @@ class Block(nnx.Module):
             past = self.self_attention.project_memory(normed_BLD)
             if cache is not None:
                 kept = constrain_named(cache.past.written(inputs.place, past))
-                past = jax.tree.map(lambda leaf: leaf[:, :, : inputs.mask_BLM.shape[2]], kept)
+                past = kept.first(inputs.mask_BLM.shape[2])
                 cache = dataclasses.replace(cache, past=kept)
             y_BLD = self.self_attention(normed_BLD, past, **reads)
         x_BLD = residual(x_BLD, y_BLD, keys[1])

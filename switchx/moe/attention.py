@@ -124,7 +124,7 @@ class SwitchAttention(RoutedLayer, AttentionOutput):
 
         y_GTF = FUNCTIONS[config.switch.dispatcher](routed.x_GTD, routed.plan, run_experts)
         heads = out_of_groups(y_GTF, B, L).reshape(B, L, 2, config.num_heads, config.d_head)
-        query_BLHK, memory_BHMK = heads[:, :, 0], jnp.swapaxes(heads[:, :, 1], 1, 2)
-        memory = KeysValues(memory_BHMK, memory_BHMK)
+        query_BLHK, memory_BMHK = heads[:, :, 0], heads[:, :, 1]
+        memory = KeysValues(jnp.moveaxis(memory_BMHK, 1, 3), jnp.moveaxis(memory_BMHK, 1, 2))
         y_BLD = self.read(query_BLHK, memory, key=key_weights, **biases)
         return y_BLD, self.measure(routed, B, L)

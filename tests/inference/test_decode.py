@@ -94,15 +94,15 @@ def test_tokens_in_pieces_over_a_cache_have_the_logits_of_the_whole_text(make):
     config, params = make()
     got_BTV, cache = in_pieces(config, params, (3, 2), T + 3)
     np.testing.assert_allclose(got_BTV, at_once(model()[1]), rtol=1e-4, atol=1e-4)
-    for key in (block.past.key_BHMK for block in cache):
-        assert np.any(key[..., :T, :]) and not np.any(key[..., T:, :])
+    for key in (block.past.key_BHKM for block in cache):
+        assert np.any(key[..., :T]) and not np.any(key[..., T:])
         assert key.ndim == 4 + config.scan_layers
 
 
 def test_the_memory_is_projected_once_for_each_block():
     config, params = model()
     cache = jax.eval_shape(lambda params: empty_cache(bind(config, params), 1), params)
-    assert [block.memory.key_BHMK.shape for block in cache] == [(4, 4, 4, 8)]
+    assert [block.memory.key_BHKM.shape for block in cache] == [(4, 4, 8, 4)]
 
 
 def test_what_is_masked_is_not_seen():
@@ -115,7 +115,8 @@ def test_what_is_masked_is_not_seen():
             dataclasses.replace(
                 block,
                 past=KeysValues(
-                    *(x.at[:, :, poisoned].set(value) for x in jax.tree.leaves(block.past))
+                    block.past.key_BHKM.at[..., poisoned].set(value),
+                    block.past.value_BHMK.at[:, :, poisoned].set(value),
                 ),
             )
             for block in empty_cache(decoder, 5)

@@ -116,7 +116,7 @@ def test_a_mesh_that_is_not_here_is_in_the_program(tmp_path):
     assert "ragged_all_to_all" in text and "all_reduce" in text
     experts = programs["weights"]["decoder/blocks/layer_0/ffn/experts/w_in_EDF"]
     assert experts["axes"] == [["expert"], [], ["model"]]
-    cache = programs["step"]["in"]["cache/0/past/key_BHMK"]
+    cache = programs["step"]["in"]["cache/0/past/key_BHKM"]
     assert cache["axes"] == [["expert"], ["model"], [], []]
 
 

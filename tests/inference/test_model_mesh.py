@@ -151,9 +151,9 @@ def test_arguments_of_a_compiled_step_are_the_parts():
     part = lowered.compile().memory_analysis().argument_size_in_bytes
     # Of 8 devices: rows over 4, heads and F over 2, experts over 2; D and the router whole.
     assert part < tree.num_bytes((writer.params, state)) / 3
-    key_BHMK = state.cache[0].past.key_BHMK
+    key_BHKM = state.cache[0].past.key_BHKM
     places = 16 * 3  # of the start token and of new ones
-    assert {shard.data.shape for shard in key_BHMK.addressable_shards} == {(2, 2, places, 8)}
+    assert {shard.data.shape for shard in key_BHKM.addressable_shards} == {(2, 2, 8, places)}
 
 
 def test_batches_divide_over_the_devices_where_nothing_is_dropped():

@@ -40,7 +40,7 @@ def loop(q, k, v, bias_HLM, mask_BLM):
 
 
 def run(q, k, v, bias_HLM, mask_BLM, **options):
-    memory = KeysValues(*(jnp.swapaxes(x, 1, 2) for x in (k, v)))
+    memory = KeysValues(jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 1, 2))
     bias_HLM, mask_BLM = jnp.asarray(bias_HLM), jnp.asarray(mask_BLM)
     out = attend(jnp.asarray(q), memory, bias_HLM=bias_HLM, mask_BLM=mask_BLM, **options)
     return jnp.swapaxes(out, 1, 2)
@@ -120,9 +120,9 @@ def test_a_bias_for_each_row_is_added_and_has_gradients():
 
 def test_entries_of_a_cache_go_where_they_are_put():
     kept = KeysValues.empty((1, 1, 4, 2), jnp.float32)
-    ones_BHLK = jnp.ones((1, 1, 2, 2))
-    kept = kept.written(jnp.int32(1), KeysValues(ones_BHLK, 2 * ones_BHLK))
-    assert kept.key_BHMK[0, 0, :, 0].tolist() == [0, 1, 1, 0]
+    ones = jnp.ones((1, 1, 2, 2))
+    kept = kept.written(jnp.int32(1), KeysValues(ones, 2 * ones))
+    assert kept.key_BHKM[0, 0, 0].tolist() == [0, 1, 1, 0]
     assert kept.value_BHMK[0, 0, :, 0].tolist() == [0, 2, 2, 0]
 
 
