@@ -13,6 +13,9 @@ import threading
 import jax
 
 MOST_PROGRAMS = 64
+# A program without weights moves rows: 24 to 36 memory maps and half a MiB on a CPU, where one
+# that runs a model has some hundred maps and 7 to 60 MiB.
+SMALL = 1 / 8
 # Of the memory maps that a process may have.
 MOST_MAPS = 0.5
 
@@ -28,11 +31,13 @@ class Programs:
     """
 
     def __init__(self, most: int = MOST_PROGRAMS):
-        """Keeps `most` of them at most, or fewer where they have too many memory maps."""
+        """Keeps `most` of them at most, or fewer where they have too many memory maps; those
+        that only move rows count as `SMALL`."""
         self.most = most
         self._lock, self._starting = threading.Lock(), threading.Lock()
         # Of a mesh, and not compiled yet.
         self._fresh: set[tuple] = set()
+        self._size: dict[tuple, float] = {}
         self._jitted: collections.OrderedDict[tuple, jax.stages.Wrapped] = (
             collections.OrderedDict()
         )
@@ -57,7 +62,8 @@ class Programs:
         with self._lock:
             if (jitted := self._jitted.pop(key, None)) is None:
                 jitted = _jitted(function, settings)
-                self._make_space()
+                self._size[key] = 1 if "params" in arrays else SMALL
+                self._make_space(self._size[key])
                 self._fresh |= {key} if is_on_mesh else set()
             self._jitted[key] = jitted
         if not is_on_mesh:
@@ -73,9 +79,14 @@ class Programs:
         """Whether it has the program of such a call of `run`."""
         return (function, settings, shape) in self._jitted
 
-    def _make_space(self) -> None:
-        while self._jitted and (len(self) >= self.most or share_of_maps() > MOST_MAPS):
-            self._jitted.popitem(last=False)
+    def _make_space(self, size: float) -> None:
+        def is_full():
+            held = sum(self._size[key] for key in self._jitted)
+            return held + size > self.most or share_of_maps() > MOST_MAPS
+
+        while self._jitted and is_full():
+            left, _ = self._jitted.popitem(last=False)
+            del self._size[left]
 
 
 def _jitted(function, settings: tuple):

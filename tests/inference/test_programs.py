@@ -19,15 +19,19 @@ from switchx.models.params import abstract_params
 from tests.inference import tiny
 
 
-def scaled(factor, x_B):
-    return jnp.sort(x_B) * factor
+def scaled(factor, params):
+    return jnp.sort(params) * factor
+
+
+def moved(factor, x_B):
+    return x_B[::-1] * factor
 
 
 def test_the_least_recently_used_program_leaves():
     programs = Programs(most=2)
 
     def run(factor):
-        return programs.run(scaled, (factor,), (3,), x_B=np.arange(3.0)).tolist()
+        return programs.run(scaled, (factor,), (3,), params=np.arange(3.0)).tolist()
 
     assert [run(1), run(2), run(1), run(3)] == [[0, 1, 2], [0, 2, 4], [0, 1, 2], [0, 3, 6]]
     assert len(programs) == 2
@@ -41,7 +45,7 @@ def test_memory_maps_of_programs_that_left_are_given_back():
     programs, found = Programs(most=3), []
     for factor in range(30):
         before = COMPILATIONS.number
-        programs.run(scaled, (factor + 0.5,), (3,), x_B=np.arange(3.0))
+        programs.run(scaled, (factor + 0.5,), (3,), params=np.arange(3.0))
         assert COMPILATIONS.number > before
         found.append(num_maps())
     # A program has some maps; 20 more that were compiled since have none.
@@ -52,8 +56,18 @@ def test_few_maps_that_are_left_bound_them_too(monkeypatch):
     programs = Programs(most=9)
     monkeypatch.setattr("switchx.inference.programs.share_of_maps", lambda: 0.51)
     for factor in range(3):
-        programs.run(scaled, (factor,), (3,), x_B=np.arange(3.0))
+        programs.run(scaled, (factor,), (3,), params=np.arange(3.0))
     assert len(programs) == 1
+
+
+def test_eight_programs_without_weights_count_as_one_with():
+    programs = Programs(most=2)
+    programs.run(scaled, (1,), (3,), params=np.arange(3.0))
+    for factor in range(9):
+        programs.run(moved, (factor,), (3,), x_B=np.arange(3.0))
+        # Eight beside the one; with the ninth it leaves, as it was used longest ago.
+        assert programs.holds(scaled, (1,), (3,)) == (factor < 8)
+    assert len(programs) == 9
 
 
 def test_other_settings_compile_nothing_and_say_other_texts():
