@@ -14,15 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_expert
-from pallas_kernels.grouped_matmul.tpu_rows import (
-    Epilogue,
-    exact_dot,
-    multiply_rows,
-    pipelined,
-)
+from pallas_kernels.grouped_matmul.tpu_pipeline import run_pipeline
+from pallas_kernels.grouped_matmul.tpu_rows import Epilogue, exact_dot, multiply_rows
 from pallas_kernels.tiling import tpu as tpu_tiling
 from pallas_kernels.tiling.tpu import Problem, Tiling
-from pallas_kernels.tpu_chip import padded_shape, padded_to_tiles
 
 DTYPES = ("bfloat16", "float32")
 
@@ -112,27 +107,20 @@ def weight_gradient(
     problem = Problem.of(R, D, F, E, x_RD.dtype, out_dtype, is_weight_gradient=True)
     tiling = tiling or tpu_tiling.candidates(problem)[0]
     tiling.check(D, F)
-    tiles = tiles_by_expert(group_sizes_E, R, tiling.block_R)
-    out_shape = E, D, F
-    if interpret:
-        x_RD = padded_to_tiles(x_RD, (tiling.block_R, tiling.block_D))
-        dy_RF = padded_to_tiles(dy_RF, (tiling.block_R, tiling.block_F))
-        out_shape = padded_shape(out_shape, (tiling.block_D, tiling.block_F))
     # Where the result is float32 the sum is built up in its own block.
     block = pltpu.VMEM((tiling.block_D, tiling.block_F), jnp.float32)
     num_bytes = R * D * num_blocks(F, tiling.block_F) * x_RD.dtype.itemsize
     num_bytes += R * F * num_blocks(D, tiling.block_D) * dy_RF.dtype.itemsize
-    results = [(out_shape, out_dtype)]
-    [dw_EDF] = pipelined(
-        functools.partial(_kernel, tiling, D, F), tiles, (x_RD, dy_RF), results, problem,
-        tiling, scratch=[] if out_dtype == jnp.float32 else [block],
-        bytes_accessed=num_bytes + E * D * F * out_dtype.itemsize, interpret=interpret,
+    [dw_EDF] = run_pipeline(
+        _add_tile, functools.partial(_pipeline, tiling, D, F),
+        lambda sizes_E: tiles_by_expert(sizes_E, R, tiling.block_R), group_sizes_E,
+        (x_RD, dy_RF), [((E, D, F), out_dtype)], problem, tiling,
+        scratch=[] if out_dtype == jnp.float32 else [block],
+        bytes_accessed=num_bytes + E * D * F * out_dtype.itemsize,
+        semantics=(pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY), interpret=interpret,
         name="sum_outer_products",
-        pipeline_of=lambda sizes_E: _pipeline(
-            tiling, D, F, tiles_by_expert(sizes_E, R, tiling.block_R)
-        ),
     )  # fmt: skip
-    return dw_EDF[:, :D, :F]
+    return dw_EDF
 
 
 def _pipeline(tiling: Tiling, D: int, F: int, tiles: BlockTiles):
@@ -145,21 +133,6 @@ def _pipeline(tiling: Tiling, D: int, F: int, tiles: BlockTiles):
     dw_spec = pl.BlockSpec((None, block_D, block_F), lambda d, f, p: (tiles.expert_P[p], d, f))
     grid = num_blocks(D, block_D), num_blocks(F, block_F), tiles.count[0]
     return grid, in_specs, [dw_spec]
-
-
-def _kernel(tiling, D, F, *refs):
-    num_tile_arrays = len(BlockTiles._fields)
-    tiles = BlockTiles(*refs[:num_tile_arrays])
-    x_RD, dy_RF, dw_EDF, *scratch = refs[num_tile_arrays:]
-    grid, in_specs, out_specs = _pipeline(tiling, D, F, tiles)
-    pltpu.emit_pipeline(
-        functools.partial(_add_tile, tiles, scratch),
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        core_axis=0 if tiling.cores > 1 else None,
-        dimension_semantics=(pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY),
-    )(x_RD, dy_RF, dw_EDF)
 
 
 def _add_tile(tiles: BlockTiles, scratch, x_rd, dy_rf, dw_df):

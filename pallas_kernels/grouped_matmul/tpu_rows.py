@@ -4,7 +4,9 @@
 For each tile of rows (`tile_schedule.py`) a block of its expert's matrix is copied while the
 one before is multiplied. Weights are what is read most when an expert has few rows: they have a
 triple buffer. The order is columns, tiles, contraction: a matrix block that serves consecutive
-tiles is copied once if the contraction is not cut.
+tiles is copied once if the contraction is not cut. Of a block of rows a tile multiplies only
+those of its expert, in pieces of at most 128 rows; the first piece has the least of four sizes
+that holds the remainder.
 Dims: R rows, D inputs, F outputs, E experts, G groups of D with a scale; r d f blocks; P tiles
 """
 
@@ -13,17 +15,21 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.epilogue import activated
 from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles, num_blocks, tiles_by_block
-from pallas_kernels.launches import num_bytes, pipelined_bytes, record
-from pallas_kernels.operands import result_type
-from pallas_kernels.tiling.tpu import LANES, Problem, Tiling, vmem_limit_bytes
-from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu, padded_shape, padded_to_tiles
+from pallas_kernels.grouped_matmul.tpu_pipeline import run_pipeline
+from pallas_kernels.tiling.tpu import (
+    LANES,
+    PIECE_ROWS,
+    PIECE_STEP,
+    ROW_UNIT,
+    Problem,
+    Tiling,
+)
 
 ROWS_OF_A_TILE = 8
 
@@ -142,14 +148,6 @@ def multiply_rows(
         R, D, F, w.shape[0], x_RD.dtype, w.dtype, num_matrices=len(matrices),
         num_results=plan.num_results,
     )  # fmt: skip
-    tiles = tiles_by_block(group_sizes_E, R, tiling.block_R)
-    arrays = [x_RD, *matrices, *operands.values()]
-    blocks = [plan.x_block, *[plan.w_block] * len(matrices)]
-    blocks += [block[-2:] for block, _ in specs.values()]
-    out_shape = R, F
-    if interpret:
-        arrays = [padded_to_tiles(*pair) for pair in zip(arrays, blocks, strict=True)]
-        out_shape = padded_shape(out_shape, plan.y_block)
     sums = [pltpu.VMEM(plan.y_block, jnp.float32)] * len(matrices)
     # As if every expert had rows.
     accessed = R * (D * plan.num_blocks_F + F * plan.num_results) * x_RD.dtype.itemsize
@@ -158,14 +156,15 @@ def multiply_rows(
     def pipeline(tiles):
         return pipeline_specs(plan, tuple(specs.values()), tiles)
 
-    results = pipelined(
-        functools.partial(_kernel, plan, pipeline), tiles, arrays,
-        [(out_shape, x_RD.dtype)] * plan.num_results, problem, tiling,
-        scratch=sums if plan.num_blocks_D > 1 else [], bytes_accessed=accessed,
+    results = run_pipeline(
+        functools.partial(_multiply_tile, plan), pipeline,
+        lambda sizes_E: tiles_by_block(sizes_E, R, tiling.block_R), group_sizes_E,
+        [x_RD, *matrices, *operands.values()], [((R, F), x_RD.dtype)] * plan.num_results,
+        problem, tiling, scratch=sums if plan.num_blocks_D > 1 else [],
+        bytes_accessed=accessed, semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
         interpret=interpret, name="multiply_rows",
-        pipeline_of=lambda sizes_E: pipeline(tiles_by_block(sizes_E, R, tiling.block_R)),
     )  # fmt: skip
-    y_RF, *residual = (each[:num_rows, :F] for each in results)
+    y_RF, *residual = (each[:num_rows] for each in results)
     return (y_RF, tuple(residual)) if epilogue.has_residual else y_RF
 
 
@@ -183,61 +182,6 @@ def _with_whole_tiles(x_RD, epilogue: Epilogue):
     return jnp.pad(x_RD, ((0, missing), (0, 0))), epilogue
 
 
-def pipelined(
-    kernel, tiles, arrays, results, problem: Problem, tiling: Tiling, *, scratch,
-    bytes_accessed: int, interpret, name: str, pipeline_of,
-):  # fmt: skip
-    """The results, each of a shape and dtype, of a kernel that runs a pipeline over tiles.
-
-    Args:
-        scratch: memory of the kernel, after the references of tiles, arrays and results.
-        bytes_accessed: for XLA's scheduler.
-        pipeline_of: of sizes of the groups to the pipeline's grid and blocks, whose copies
-            are counted where launches are recorded.
-    """
-    out_shape = [result_type(*each, *tiles, *arrays) for each in results]
-
-    def copied(group_sizes_E):
-        grid, *specs = pipeline_of(np.asarray(group_sizes_E, np.int32))
-        grid = [int(size) for size in grid]
-        read, written = (
-            [pipelined_bytes(grid, *pair) for pair in zip(blocks, like, strict=True)]
-            for blocks, like in zip(specs, (arrays_like, out_shape), strict=True)
-        )
-        return [num_bytes(each.shape, each.dtype) for each in tiles_like] + read, written
-
-    tiles_like, arrays_like = (
-        [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in group]
-        for group in (tiles, arrays)
-    )
-    record(name, [*tiles, *arrays], out_shape, copied)
-    any_space = pl.BlockSpec(memory_space=pl.ANY)
-    call = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(tiles),
-            grid=(tiling.cores,),
-            in_specs=[any_space] * len(arrays),
-            out_specs=[any_space] * len(results),
-            scratch_shapes=scratch,
-        ),
-        out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",),
-            vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * problem.R * problem.D * problem.F * problem.num_matrices,
-            bytes_accessed=bytes_accessed,
-            transcendentals=0,
-        ),
-        interpret=interpret_mode(interpret),
-        name=name,
-    )
-    with on_some_tpu(tiling.cores):
-        return call(*tiles, *arrays)
-
-
 def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
     """Arrays as the kernel reads them, and the blocks of each, by name."""
     operands, specs = {}, {}
@@ -249,9 +193,16 @@ def _epilogue_operands(epilogue: Epilogue, tiling: Tiling):
         operands["bias"] = epilogue.bias_EF.astype(jnp.float32)[:, None]
         specs["bias"] = ((None, 1, tiling.block_F), "expert")
     if epilogue.gate_R is not None:
-        operands["gate"] = epilogue.gate_R.astype(jnp.float32)[:, None]
-        specs["gate"] = ((tiling.block_R, 1), "rows")
+        operands["gate"] = _by_block(epilogue.gate_R, tiling)
+        specs["gate"] = ((None, 1, tiling.block_R), "rows")
     return operands, specs
+
+
+def _by_block(numbers_R, tiling: Tiling):
+    """`[blocks, 1, block_R]` float32: a column would take 128 numbers of memory for each."""
+    blocks = num_blocks(len(numbers_R), tiling.block_R)
+    missing = blocks * tiling.block_R - len(numbers_R)
+    return jnp.pad(numbers_R.astype(jnp.float32), (0, missing)).reshape(blocks, 1, -1)
 
 
 def pipeline_specs(plan: _Plan, specs, tiles: BlockTiles):
@@ -277,7 +228,7 @@ def pipeline_specs(plan: _Plan, specs, tiles: BlockTiles):
 
     indices = {
         "expert": lambda f, p, d: (tiles.expert_P[p], 0, f),
-        "rows": lambda f, p, d: (tiles.block_P[fetched(p)], 0),
+        "rows": lambda f, p, d: (tiles.block_P[fetched(p)], 0, 0),
     }
     w_spec = pl.BlockSpec((None, *plan.w_block), w_index, pipeline_mode=pl.Buffered(3))
     in_specs = [
@@ -290,89 +241,131 @@ def pipeline_specs(plan: _Plan, specs, tiles: BlockTiles):
     return grid, in_specs, [y_spec] * plan.num_results
 
 
-def _kernel(plan: _Plan, pipeline, *refs):
-    num_tile_arrays = len(BlockTiles._fields)
-    tiles, refs = BlockTiles(*refs[:num_tile_arrays]), refs[num_tile_arrays:]
-    grid, in_specs, out_specs = pipeline(tiles)
-    num_copied = len(in_specs) + len(out_specs)
-    copied, scratch = refs[:num_copied], refs[num_copied:]
-    pltpu.emit_pipeline(
-        functools.partial(_multiply_tile, plan, tiles, scratch),
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        core_axis=0 if plan.tiling.cores > 1 else None,
-        dimension_semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
-    )(*copied)
-
-
 def _multiply_tile(plan: _Plan, tiles: BlockTiles, scratch, x_rd, *refs):
-    """One tile of rows with one block of each of its expert's matrices."""
+    """One tile of rows with one block of each of its expert's matrices.
+
+    Tiles of a block come in the order of their rows. So a tile may leave anything in the rows
+    behind its own: the next one writes them, or the block's last one zeros.
+    """
     matrices, refs = refs[: plan.num_matrices], refs[plan.num_matrices :]
     extras = dict(zip(plan.names, refs, strict=False))
     results = refs[len(extras) :]
     p, d = pl.program_id(1), pl.program_id(2)
-    begin, end = tiles.begin_P[p], tiles.end_P[p]
-    is_first = (p == 0) | (tiles.block_P[jnp.maximum(p - 1, 0)] != tiles.block_P[p])
+    begin, end, num_tiles = tiles.begin_P[p], tiles.end_P[p], tiles.count[0]
+    last_D = plan.num_blocks_D - 1
 
-    # A block that is one expert's alone has every row stored below.
-    is_whole = (begin == 0) & (end == x_rd.shape[0])
-
-    @pl.when(is_first & (d == 0) & ~is_whole)
-    def _():
-        for result in results:
-            result[...] = jnp.zeros_like(result)
-
-    has_rows = p < tiles.count[1]
-    last = plan.num_blocks_D - 1
-    is_cut = plan.D % plan.tiling.block_D != 0
-
-    def products(columns, width=None):
-        return [
-            _product(plan, extras, i, x_rd, w, d, columns, width)
-            for i, w in enumerate(matrices)
-        ]
-
-    def store(sums, columns):
-        values = _apply_epilogue(plan, extras, sums, columns)
+    def store(sums, piece: _Piece, columns):
+        values = _apply_epilogue(plan, extras, sums, piece, columns)
         for result, value in zip(results, values, strict=False):
             value = value.astype(plan.out_dtype)
-            row_r = lax.broadcasted_iota(jnp.int32, value.shape, 0)
-            # Rows of another expert, stored by the tile before this one, stay.
-            is_own = (row_r >= begin) & (row_r < end)
-            result[:, columns] = jnp.where(is_own, value, result[:, columns])
+            if piece.is_first:  # what the tile before stored above `begin` stays
+                row_r = piece.start + lax.broadcasted_iota(jnp.int32, value.shape, 0)
+                value = jnp.where(row_r < begin, result[piece.rows, columns], value)
+            result[piece.rows, columns] = value
 
-    def multiply(columns):
-        if last == 0:
-            store(products(columns), columns)
+    def multiply(piece: _Piece, columns):
+        def products(width=None):
+            x = x_rd.at[piece.rows]
+            return [
+                _product(plan, extras, i, x, w, d, columns, width)
+                for i, w in enumerate(matrices)
+            ]
+
+        if last_D == 0:
+            store(products(), piece, columns)
             return
 
         def add(width=None):
-            for sum_rf, new_rf in zip(scratch, products(columns, width), strict=True):
-                sum_rf[:, columns] += new_rf
+            for sum_rf, new_rf in zip(scratch, products(width), strict=True):
+                sum_rf[piece.rows, columns] += new_rf
 
         @pl.when(d == 0)
         def _():
             for sum_rf in scratch:
-                sum_rf[:, columns] = jnp.zeros((x_rd.shape[0], plan.chunk), jnp.float32)
+                sum_rf[piece.rows, columns] = jnp.zeros((piece.size, plan.chunk), jnp.float32)
 
-        if is_cut:
-            pl.when(d < last)(add)
-            pl.when(d == last)(lambda: add(plan.D - last * plan.tiling.block_D))
+        if plan.D % plan.tiling.block_D:
+            pl.when(d < last_D)(add)
+            pl.when(d == last_D)(lambda: add(plan.D - last_D * plan.tiling.block_D))
         else:
             add()
-        pl.when(d == last)(lambda: store([each[:, columns] for each in scratch], columns))
 
-    @pl.when(has_rows)
+        @pl.when(d == last_D)
+        def _():
+            store([each[piece.rows, columns] for each in scratch], piece, columns)
+
+    def multiply_chunk(columns):
+        _for_pieces(plan.tiling, begin, end, lambda piece: multiply(piece, columns))
+
+    @pl.when(p < tiles.count[1])
     def _():
         if plan.chunk == plan.tiling.block_F:
-            multiply(slice(None))
+            multiply_chunk(slice(None))
             return
 
         # A loop: the instructions of a whole block would fill the memory that they lie in.
         @pl.loop(0, plan.tiling.block_F // plan.chunk)
         def _(i):
-            multiply(pl.ds(pl.multiple_of(i * plan.chunk, LANES), plan.chunk))
+            multiply_chunk(pl.ds(pl.multiple_of(i * plan.chunk, LANES), plan.chunk))
+
+    next_block = tiles.block_P[jnp.minimum(p + 1, num_tiles - 1)]
+    is_last = (p == num_tiles - 1) | (next_block != tiles.block_P[p])
+
+    @pl.when(is_last & (d == last_D) & (end < x_rd.shape[0]))
+    def _():
+        @pl.loop(end // ROW_UNIT, x_rd.shape[0] // ROW_UNIT)
+        def _(i):
+            rows = pl.ds(pl.multiple_of(i * ROW_UNIT, ROW_UNIT), ROW_UNIT)
+            for result in results:
+                value = result[rows]
+                row_r = i * ROW_UNIT + lax.broadcasted_iota(jnp.int32, value.shape, 0)
+                result[rows] = jnp.where(row_r < end, value, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Rows of a block that are multiplied at once.
+
+    Attributes:
+        start: the first, a multiple of 16, known when the kernel runs.
+        is_first: of its tile; the rows above the tile's may be another expert's.
+    """
+
+    start: jax.Array
+    size: int
+    is_first: bool
+
+    @property
+    def rows(self):
+        return pl.ds(pl.multiple_of(self.start, ROW_UNIT), self.size)
+
+
+def _for_pieces(tiling: Tiling, begin, end, run) -> None:
+    """Runs `run(piece)` for pieces that cover the rows from `begin` to `end` of a block.
+
+    Every piece pushes the matrix into the matrix unit again, which is hidden behind 60 rows or
+    more. So all but the first are as large as one may be.
+    """
+    sizes = tiling.first_pieces
+    start = begin // ROW_UNIT * ROW_UNIT
+    further = (end - start - 1) // PIECE_ROWS
+    which = (end - start - 1 - further * PIECE_ROWS) // PIECE_STEP
+    for i, size in enumerate(sizes):
+
+        @pl.when(which == i)
+        def _(size=size):
+            # Not beyond the block, whose size is no multiple of that of the steps.
+            first = jnp.minimum(start, tiling.block_R - size - further * PIECE_ROWS)
+            run(_Piece(first, size, is_first=True))
+
+    if tiling.block_R <= PIECE_ROWS:
+        return
+    covered = jnp.minimum((which + 1) * PIECE_STEP, PIECE_ROWS)
+    second = jnp.minimum(start, tiling.block_R - covered - further * PIECE_ROWS) + covered
+
+    @pl.loop(0, further)
+    def _(i):
+        run(_Piece(second + i * PIECE_ROWS, PIECE_ROWS, is_first=False))
 
 
 def _product(plan: _Plan, extras, which: int, x_rd, w, d, columns, width: int | None):
@@ -417,7 +410,7 @@ def _first(a, axis: int, width: int):
     return jnp.where(lax.broadcasted_iota(jnp.int32, a.shape, axis) < width, a, 0)
 
 
-def _apply_epilogue(plan: _Plan, extras, sums, columns):
+def _apply_epilogue(plan: _Plan, extras, sums, piece: _Piece, columns):
     """The result, and the residual if it is wanted."""
     if not plan.is_group_scaled and "scale0" in extras:
         sums = [each * extras[f"scale{i}"][:, columns] for i, each in enumerate(sums)]
@@ -428,5 +421,13 @@ def _apply_epilogue(plan: _Plan, extras, sums, columns):
     for each in others:
         y_rf = y_rf * each
     if "gate" in extras:
-        y_rf = y_rf * extras["gate"][...]
+        y_rf = y_rf * _column(extras["gate"], piece)
     return [y_rf, z_rf, *others]
+
+
+def _column(numbers_1r, piece: _Piece):
+    """`[size, 1]`: the numbers of the rows of a piece, out of those of a block, in a row."""
+    shape = piece.size, numbers_1r.shape[1]
+    row_r = piece.start + lax.broadcasted_iota(jnp.int32, shape, 0)
+    is_its = row_r == lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.sum(jnp.where(is_its, numbers_1r[...], 0), axis=1, keepdims=True)

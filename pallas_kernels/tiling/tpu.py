@@ -3,9 +3,10 @@
 
 The estimate is a roofline: the memory traffic or the steps of the pipeline, whichever takes
 longer. In a step a matrix block is pushed into the matrix unit, which takes the same time
-whatever the number of rows it meets, and multiplied. The constants were read off the
-instructions that the compiler schedules (`aot/tpu_compiler.py`); no chip has been timed, and
-`candidates` are for a machine that has one.
+whatever the number of rows it meets, and multiplied; the shorter of the two is mostly hidden
+behind the longer. The constants were read off the instructions that the compiler schedules for
+matrices of 1024x1024 and 16 to 256 rows (`aot/tpu_compiler.py`), which they give to within a
+tenth; no chip has been timed, and `candidates` are for a machine that has one.
 Dims: R rows, D inputs, F outputs, E experts
 """
 
@@ -16,16 +17,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul.tile_schedule import num_blocks
-from pallas_kernels.tpu_chip import MIB, Chip, current_chip
+from pallas_kernels.tpu_chip import MIB, current_chip
 
-# From schedules of v5e and v6e: control of the pipeline, and a weight's way into the matrix
-# unit (bfloat16 0.2 and 0.3 ps; int8 and int4, with their conversion, 0.5 and 0.3 ps).
+# From schedules: control of the pipeline, and the rows whose products take as long as their
+# matrix takes to get into the matrix unit, by generation. An integer is converted on its way; a
+# v4 does that by way of 32 bits, in 7 instructions for 1024 of them, so there they save memory
+# and no time.
 STEP_S = 1.5e-7
-PUSH_S = 3e-13
-PUSH_QUANTIZED_S = 4.5e-13
-# A v4 converts integers by way of 32 bits, which it lays down in vector memory, in 7
-# instructions for 1024 of them: they save memory there and no time.
-PUSH_QUANTIZED_V4_S = 6.5e-12
+PUSH_ROWS = {4: 70, 5: 55, 6: 115, 7: 80}
+PUSH_ROWS_QUANTIZED = {4: 430, 5: 60, 6: 120, 7: 140}
+# Of the shorter of products and pushes, what is not hidden.
+EXPOSED = 0.25
 # A weight gradient's sum is loaded and stored once a step, half of it while the unit is busy.
 SUM_S = 4e-13
 # Larger bodies compile slowly, and spill: [4096, 1024] takes 3 times the bundles of
@@ -34,6 +36,11 @@ MAX_MATRIX = 1 << 21
 MAX_PRODUCTS = 1 << 29
 ROWS = (16, 32, 64, 128, 256, 512)
 LANES = 128
+# Rows begin at multiples of a tile of memory, and are multiplied in pieces of 128 rows and one
+# of a multiple of 32.
+ROW_UNIT = 16
+PIECE_ROWS = 128
+PIECE_STEP = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +62,33 @@ class Tiling:
     cores: int = 1
 
     @property
+    def first_pieces(self) -> tuple[int, ...]:
+        """Sizes that the first piece of a tile's rows may have (`tpu_rows.py`)."""
+        most = min(self.block_R, PIECE_ROWS)
+        return (*range(PIECE_STEP, most, PIECE_STEP), most)
+
+    @property
+    def unrolled_rows(self) -> int:
+        """Rows whose products are instructions of their own."""
+        return sum(self.first_pieces) + PIECE_ROWS * (self.block_R > PIECE_ROWS)
+
+    @property
     def chunk(self) -> int:
         """Columns of a matrix block that are multiplied at a time; all, or a part of them."""
         parts = 1
         while self.block_F % (2 * parts * LANES) == 0 and (
             self.block_D * self.block_F // parts > MAX_MATRIX
-            or self.block_R * self.block_D * self.block_F // parts > MAX_PRODUCTS
+            or self.unrolled_rows * self.block_D * self.block_F // parts > MAX_PRODUCTS
         ):
             parts *= 2
         return self.block_F // parts
 
     def check(self, D: int, F: int) -> None:
         """Raises ValueError where no TPU can address the blocks."""
-        if self.block_R < 16 or self.block_R % 16:
+        unit = PIECE_ROWS if self.block_R > PIECE_ROWS else ROW_UNIT
+        if self.block_R < ROW_UNIT or self.block_R % unit:
             raise ValueError(
-                f"block_R={self.block_R} is not a multiple of 16; use one of {ROWS}"
+                f"block_R={self.block_R} is not a multiple of {unit}; use one of {ROWS}"
             )
         for name, block, size in (("block_D", self.block_D, D), ("block_F", self.block_F, F)):
             if block != size and (block % LANES or not 0 < block < size):
@@ -135,14 +154,16 @@ def candidates(problem: Problem) -> list[Tiling]:
             f"no blocks of {problem} fit {chip.vmem_bytes} bytes of vector memory; use the "
             "reference implementation"
         )
-    return sorted(fitting, key=lambda tiling: _seconds(problem, tiling, chip))
+    return sorted(fitting, key=lambda tiling: estimated_seconds(problem, tiling))
 
 
 def _is_small(problem: Problem, tiling: Tiling) -> bool:
     """Whether the body that the compiler unrolls is small enough."""
-    columns = tiling.block_F if problem.is_weight_gradient else tiling.chunk
+    columns, rows = tiling.block_F, tiling.block_R
+    if not problem.is_weight_gradient:
+        columns, rows = tiling.chunk, tiling.unrolled_rows
     matrix = tiling.block_D * columns
-    return matrix <= MAX_MATRIX and tiling.block_R * matrix <= MAX_PRODUCTS
+    return matrix <= MAX_MATRIX and rows * matrix <= MAX_PRODUCTS
 
 
 def _columns(size: int) -> list[int]:
@@ -180,13 +201,9 @@ def vmem_limit_bytes(problem: Problem, tiling: Tiling) -> int:
     return min(needed + max(needed // 2, 8 * MIB), current_chip().vmem_bytes * 15 // 16)
 
 
-def _push_s(problem: Problem, chip: Chip) -> float:
-    if problem.w_bits >= 16:
-        return PUSH_S
-    return PUSH_QUANTIZED_S if chip.generation > 4 else PUSH_QUANTIZED_V4_S
-
-
-def _seconds(problem: Problem, tiling: Tiling, chip: Chip) -> float:
+def estimated_seconds(problem: Problem, tiling: Tiling) -> float:
+    """What a product takes on the current chip, for even sizes of groups; see the module."""
+    chip = current_chip()
     R, D, F, E = problem.R, problem.D, problem.F, problem.E
     r, d, f = tiling.block_R, tiling.block_D, tiling.block_F
     num_R, num_D, num_F = (num_blocks(*pair) for pair in ((R, r), (D, d), (F, f)))
@@ -194,15 +211,18 @@ def _seconds(problem: Problem, tiling: Tiling, chip: Chip) -> float:
     steps = tiles * num_D * (-(-num_F // tiling.cores) * tiling.cores)
     # A float32 product is made of six bfloat16 ones.
     passes = 6 if problem.x_bytes == 4 else 1
-    products_s = passes * 2 * r * d * f / chip.flops_per_s
+    row_s = passes * 2 * d * f / chip.flops_per_s
     if problem.is_weight_gradient:
-        step_s = STEP_S + products_s + SUM_S * d * f
+        steps_s = steps * (STEP_S + r * row_s + SUM_S * d * f)
         traffic = R * (D * num_F + F * num_D) * problem.x_bytes
         traffic += E * D * F * problem.w_bits // 8
         first = r * (d + f) * problem.x_bytes
     else:
-        step_s = products_s + passes * _push_s(problem, chip) * d * f
-        step_s = STEP_S + problem.num_matrices * step_s
+        rows, pieces = multiplied_rows(problem, tiling)
+        push_rows = PUSH_ROWS if problem.w_bits >= 16 else PUSH_ROWS_QUANTIZED
+        push_rows = pieces * push_rows[chip.generation]
+        rows = max(rows, push_rows) + EXPOSED * min(rows, push_rows)
+        steps_s = steps * STEP_S + steps / tiles * rows * row_s * problem.num_matrices
         # An uncut matrix block stays for all its rows, and rows for all their experts.
         times_w = min(E, R) if num_D == 1 else tiles
         rows_x = R if num_D == 1 else tiles * r
@@ -211,6 +231,18 @@ def _seconds(problem: Problem, tiling: Tiling, chip: Chip) -> float:
         first = problem.num_matrices * d * f * problem.w_bits // 8
         first += r * d * problem.x_bytes
     # Nothing is multiplied while the first blocks arrive.
-    return max(steps * step_s, traffic / chip.bytes_per_s) / tiling.cores + (
-        first / chip.bytes_per_s
-    )
+    return max(steps_s, traffic / chip.bytes_per_s) / tiling.cores + (first / chip.bytes_per_s)
+
+
+def multiplied_rows(problem: Problem, tiling: Tiling) -> tuple[float, float]:
+    """Rows that all tiles multiply, about, and in how many pieces, for even sizes of groups.
+
+    A tile multiplies its own rows, up to a tile of memory before them, and what the size of its
+    first piece has too much.
+    """
+    R, E, r = problem.R, min(problem.E, problem.R), tiling.block_R
+    tiles = num_blocks(R, r) + E - 1
+    if r <= PIECE_STEP:
+        return tiles * r, tiles
+    pieces = tiles + max(0, R / PIECE_ROWS - tiles / 2) * (r > PIECE_ROWS)
+    return min(R + tiles * (ROW_UNIT + PIECE_STEP) / 2, tiles * r), pieces

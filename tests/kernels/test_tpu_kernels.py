@@ -141,6 +141,33 @@ def test_rows_that_fill_no_block(R):
     assert_close(y_RF, loops.product(x_RD, w_EDF, group_sizes), "float32")
 
 
+# Of a block of 256 rows: first pieces of 32, 64, 96 and 128 rows, one that would end behind the
+# block, further ones of 128, and rows of no expert. Of one of 48, what is no multiple of 32.
+PIECES = {
+    "of 256": (256, (3, 50, 0, 70, 133, 0, 33, 200), 520),
+    "of 48": (48, (17, 0, 30, 48, 0, 20, 0, 5), 130),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "of 48" else name
+             for name in PIECES],
+)  # fmt: skip
+def test_tiles_multiply_their_own_rows_in_pieces(name):
+    block, group_sizes, R = PIECES[name]
+    x_RD = rows_of(0, R, 128, group_sizes, "bfloat16")
+    w_EDF = matrices_of(1, (8, 128, 128), group_sizes, "bfloat16")
+    gate_R = np.random.default_rng(2).uniform(0.1, 1, R).astype(np.float32)
+    gate_R[sum(group_sizes) :] = np.nan
+    run = compiled(tpu.forward, tiling=Tiling(block, 128, 128))
+    y_RF = run_without_races(run, x_RD, w_EDF, counts(group_sizes), gate_R=gate_R)
+    want = loops.product(x_RD, w_EDF, group_sizes)
+    used = sum(group_sizes)
+    want[:used] *= gate_R[:used, None]
+    assert_close(y_RF, want, "bfloat16")
+    assert not y_RF[used:].any()
+
+
 def test_two_cores_share_the_columns():
     group_sizes = EDGES["straddling"]
     x_RD = rows_of(0, ROWS, 128, group_sizes, "float32")

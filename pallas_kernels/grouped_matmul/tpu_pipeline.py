@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch of both TPU kernels: a pipeline over a tile schedule, on a TPU or interpreted.
+
+Interpret mode runs for a TPU that is only described, on arrays that are padded as they lie in
+a TPU's memory (`pallas_kernels/tpu_chip.py`); nothing else of a kernel knows of it.
+Dims: E experts
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_matmul.tile_schedule import BlockTiles
+from pallas_kernels.launches import num_bytes, pipelined_bytes, record
+from pallas_kernels.operands import result_type
+from pallas_kernels.tiling.tpu import Problem, Tiling, vmem_limit_bytes
+from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu, padded_shape, padded_to_tiles
+
+
+def run_pipeline(
+    body: Callable, pipeline: Callable, schedule: Callable, group_sizes_E, arrays, results,
+    problem: Problem, tiling: Tiling, *, scratch, bytes_accessed: int, semantics, interpret,
+    name: str,
+):  # fmt: skip
+    """The results, each of a shape and dtype, of a body that runs over the tiles of a schedule.
+
+    Args:
+        body: `(tiles, scratch, *blocks of arrays and results)`, the work of one step.
+        pipeline: of tiles to the grid and the `pl.BlockSpec`s of arrays and of results.
+        schedule: of sizes of the groups to their `BlockTiles`.
+        scratch: memory of the kernel.
+        bytes_accessed: for XLA's scheduler.
+        semantics: of the axes of the grid.
+    """
+    tiles = schedule(group_sizes_E)
+    shapes = [shape for shape, _ in results]
+    if interpret:
+        _, *specs = pipeline(tiles)
+        of_arrays, of_results = ([each.block_shape[-2:] for each in group] for group in specs)
+        arrays = [padded_to_tiles(*pair) for pair in zip(arrays, of_arrays, strict=True)]
+        results = [
+            (padded_shape(shape, block), dtype)
+            for (shape, dtype), block in zip(results, of_results, strict=True)
+        ]
+    out_shape = [result_type(*each, *tiles, *arrays) for each in results]
+    _record(name, pipeline, schedule, tiles, arrays, out_shape)
+    any_space = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        functools.partial(_kernel, body, pipeline, semantics, tiling.cores),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tiles),
+            grid=(tiling.cores,),
+            in_specs=[any_space] * len(arrays),
+            out_specs=[any_space] * len(results),
+            scratch_shapes=scratch,
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=vmem_limit_bytes(problem, tiling),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * problem.R * problem.D * problem.F * problem.num_matrices,
+            bytes_accessed=bytes_accessed,
+            transcendentals=0,
+        ),
+        interpret=interpret_mode(interpret),
+        name=name,
+    )
+    with on_some_tpu(tiling.cores):
+        found = call(*tiles, *arrays)
+    return [each[tuple(map(slice, shape))] for each, shape in zip(found, shapes, strict=True)]
+
+
+def _record(name: str, pipeline, schedule, tiles, arrays, out_shape) -> None:
+    """Has the copies of the pipeline counted where launches are recorded."""
+    tiles_like, arrays_like = (
+        [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in group]
+        for group in (tiles, arrays)
+    )
+
+    def copied(group_sizes_E):
+        grid, *specs = pipeline(schedule(np.asarray(group_sizes_E, np.int32)))
+        grid = [int(size) for size in grid]
+        read, written = (
+            [pipelined_bytes(grid, *pair) for pair in zip(blocks, like, strict=True)]
+            for blocks, like in zip(specs, (arrays_like, out_shape), strict=True)
+        )
+        return [num_bytes(each.shape, each.dtype) for each in tiles_like] + read, written
+
+    record(name, [*tiles, *arrays], out_shape, copied)
+
+
+def _kernel(body, pipeline, semantics, cores: int, *refs):
+    num_tile_arrays = len(BlockTiles._fields)
+    tiles, refs = BlockTiles(*refs[:num_tile_arrays]), refs[num_tile_arrays:]
+    grid, in_specs, out_specs = pipeline(tiles)
+    num_copied = len(in_specs) + len(out_specs)
+    copied, scratch = refs[:num_copied], refs[num_copied:]
+    pltpu.emit_pipeline(
+        functools.partial(body, tiles, scratch),
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        core_axis=0 if cores > 1 else None,
+        dimension_semantics=semantics,
+    )(*copied)
