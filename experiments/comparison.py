@@ -36,7 +36,6 @@ from switchx.training.program import TrainingProgram
 
 GIN_FILE = "configs/runs/pretrain_english.gin"
 ENGLISH = ("openstax/*.txt.gz", "movie_reviews/*.txt.gz")
-QUICK_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +65,8 @@ class Comparison:
     times: bool = True
 
     def quick(self) -> "Comparison":
-        """Two contenders, a seed, some steps."""
-        return dataclasses.replace(
-            self, contenders=self.contenders[:2], steps=QUICK_STEPS, seeds=self.seeds[:1]
-        )
+        """Two contenders, a seed; `study.QUICK` says how many steps."""
+        return dataclasses.replace(self, contenders=self.contenders[:2], seeds=self.seeds[:1])
 
     def bindings_of(self, contender: Contender, seed: int) -> list[str]:
         every = max(self.steps // 10, 1)
@@ -79,6 +76,7 @@ class Comparison:
             f"LOG_EVERY={every}",
             f"CHECKPOINT_EVERY={max(self.steps // 4, 1)}",
             "checkpointer.Retention.keep_period=None",
+            "TrainingJob.eval_batches=10",
             f"SEED={seed}",
             f"FILES=<data {' '.join(self.data)}>",
             *self.bindings,
@@ -199,7 +197,8 @@ def train_all(study: Study, cells: Cells, comparison: Comparison) -> Trained:
             skipped[each.name] += found["skipped_steps"]
     jobs = {
         each.name: job_from_gin(
-            ROOT / comparison.gin_file, study.placed(comparison.bindings_of(each, 0))
+            ROOT / comparison.gin_file,
+            study.placed((*comparison.bindings_of(each, 0), *study.quick_bindings)),
         )
         for each in comparison.contenders
     }

@@ -30,7 +30,12 @@ from switchx.manifest import git_commit
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HASHES = ROOT / "experiments/data.json"
 VERDICTS = ("reproduced", "not reproduced", "undecided", "reported")
-_CODE = ("switchx", "pallas_kernels", "configs", "experiments")
+# Over the bindings of a quick run: two small steps, an evaluation before and one after them.
+QUICK = (
+    "TRAIN_STEPS=2", "EVAL_EVERY=2", "LOG_EVERY=1", "CHECKPOINT_EVERY=2", "BATCH_SIZE=8",
+    "TrainingJob.eval_batches=1",
+)  # fmt: skip
+_CODE = ("switchx", "pallas_kernels", "configs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +107,7 @@ class Study:
         name: its folder below `experiments/`.
         output: where runs of all experiments are.
         data: folder of the data, such as `openstax/` and `movie_reviews/`.
-        is_quick: a smoke of some minutes; nothing is published.
+        is_quick: a smoke of a minute; nothing is published.
         takes_other_data: files may have other hashes than `data.json` says.
     """
 
@@ -120,13 +125,18 @@ class Study:
     def runs(self) -> pathlib.Path:
         return self.output.absolute() / (self.name + "_quick" * self.is_quick)
 
+    @property
+    def quick_bindings(self) -> tuple[str, ...]:
+        """Over the bindings of a run, where it is a quick one."""
+        return QUICK * self.is_quick
+
     def cells(self) -> Cells:
         """What has been done.
 
         Raises:
             ValueError: it was done by other code.
         """
-        file, code = self.runs / "begun.json", code_fingerprint()
+        file, code = self.runs / "begun.json", code_fingerprint(self.name)
         now = {"commit": git_commit(), "code": code}
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +206,7 @@ class Study:
         Raises:
             SystemExit: interrupted or failed; the same command goes on.
         """
-        run = RunFolder(self.runs / name)
+        run, bindings = RunFolder(self.runs / name), (*bindings, *self.quick_bindings)
         arguments = [
             *(f"--gin_file={file}" for file in gin_files),
             *(f"--gin.{binding}" for binding in self.placed(bindings)),
@@ -313,15 +323,27 @@ def pretrained(study: Study, contender: str) -> RunFolder:
     Raises:
         ValueError: it is not there.
     """
+    _pretraining(study, contender)
+    runs = dataclasses.replace(study, name="pretraining").runs
+    return RunFolder(runs / run_name(contender, seed=0))
+
+
+def _pretraining(study: Study, contender: str) -> dict[str, Any]:
     runs = dataclasses.replace(study, name="pretraining").runs
     name = run_name(contender, seed=0)
-    if not any(line["cell"].get("run") == name for line in Cells(runs / "cells.jsonl").lines):
-        quick = " QUICK=1" * study.is_quick
-        raise ValueError(
-            f"{runs / name} is not there or not finished; it is made by `make experiments "
-            f"EXPERIMENT=pretraining DATA=FOLDER OUTPUT={study.output}{quick}`"
-        )
-    return RunFolder(runs / name)
+    for line in Cells(runs / "cells.jsonl").lines:
+        if line["cell"].get("run") == name:
+            return line["value"]
+    quick = " QUICK=1" * study.is_quick
+    raise ValueError(
+        f"{runs / name} is not there or not finished; it is made by `make experiments "
+        f"EXPERIMENT=pretraining DATA=FOLDER OUTPUT={study.output}{quick}`"
+    )
+
+
+def pretrained_curve(study: Study, contender: str) -> dict[int, float]:
+    """Validation negative log perplexity by step of a run of experiments/pretraining."""
+    return {int(step): value for step, value in _pretraining(study, contender)["curve"].items()}
 
 
 def run_name(contender: str, seed: int) -> str:
@@ -343,13 +365,15 @@ def sha256(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def code_fingerprint() -> str:
-    """Of all that a run depends on in this checkout: Python and gin files, not pages."""
+def code_fingerprint(name: str) -> str:
+    """Of all Python and gin files of this checkout that an experiment depends on."""
     digest = hashlib.sha256()
-    for top in _CODE:
-        for path in sorted((ROOT / top).rglob("*")):
-            if path.suffix in (".py", ".gin"):
-                digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    paths = [path for top in _CODE for path in sorted((ROOT / top).rglob("*"))]
+    paths += sorted((ROOT / "experiments").glob("*.py"))
+    paths += sorted((ROOT / "experiments" / name).rglob("*"))
+    for path in paths:
+        if path.suffix in (".py", ".gin"):
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -1,41 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a sparse teacher's gain a dense student keeps, by technique (Table 6).
+"""How much of a sparse teacher's gain a dense student keeps, by technique and by the teacher's
+size (Switch Transformers, Tables 6 and 7).
 
     make experiments EXPERIMENT=distillation DATA=FOLDER
 
-The teacher is the 32 experts of experiments/pretraining after as many steps as a student takes.
+Teachers are those of experiments/pretraining after as many steps as a student takes.
 """
 
 import dataclasses
+import statistics
 
 from experiments.comparison import Comparison, Contender, Trained, run_comparison
-from experiments.study import Cells, Study, main, run_name
+from experiments.study import Study, main, pretrained_curve
 
-STEPS = 1000
-TEACHER = "32 experts"
+# A step of which pretraining keeps the checkpoint.
+STEPS = 500
+TEACHER, SMALL_TEACHER = "32 experts", "8 experts"
 _DENSE = "ModelConfig.switch=None"
 STEP = f"distillation.Distillation.step={STEPS}"
 
 
-def _distilled(name: str, soft_weight: float, is_initialized: bool) -> Contender:
+def _mixed(name: str, teacher: str, is_initialized: bool) -> Contender:
+    """A quarter of the loss is the teacher's probabilities, the rest the text."""
     bindings = (
         _DENSE,
         "DISTILLATION=@distillation.Distillation()",
-        f"distillation.Distillation.teacher='<pretrained {TEACHER}>'",
+        f"distillation.Distillation.teacher='<pretrained {teacher}>'",
         STEP,
-        f"distillation.Distillation.soft_weight={soft_weight}",
+        "distillation.Distillation.soft_weight=0.25",
         f"distillation.Distillation.starts_from_teacher={is_initialized}",
     )
     return Contender(name, bindings)
 
 
+BOTH = "0.75 mix, from non-experts"
 COMPARISON = Comparison(
     contenders=(
         Contender("dense", (_DENSE,)),
-        _distilled("distilled", 1.0, False),
-        _distilled("distilled, from non-experts", 1.0, True),
-        _distilled("0.75 mix", 0.25, False),
-        _distilled("0.75 mix, from non-experts", 0.25, True),
+        _mixed(BOTH, TEACHER, True),
+        _mixed("0.75 mix", TEACHER, False),
         Contender(
             "from non-experts alone",
             (
@@ -46,46 +49,42 @@ COMPARISON = Comparison(
                 "INIT_DROP=('.*/ffn/.*',)",
             ),
         ),
+        _mixed(f"{BOTH}, of {SMALL_TEACHER}", SMALL_TEACHER, True),
     ),
     steps=STEPS,
+    # Teachers were evaluated on as many batches.
+    bindings=("TrainingJob.eval_batches=20",),
     times=False,
 )
 
 
-def verdict(trained: Trained, teacher: float) -> dict:
+def verdict(trained: Trained, teachers: dict[str, float]) -> dict:
     """Reproduced: mix and initialization together gain over the dense model, and more than
     either alone."""
     gains = {name: trained.gain(name, "dense") for name in trained.curves if name != "dense"}
-    both, mix, init = (
-        gains[name]
-        for name in ("0.75 mix, from non-experts", "0.75 mix", "from non-experts alone")
-    )
-    dense = sum(trained.final("dense")) / len(trained.final("dense"))
-    kept = both.mean / (teacher - dense)
+    both, mix, init, of_small = gains.values()
+    dense = statistics.mean(trained.final("dense"))
+    of_teachers = {name: quality - dense for name, quality in teachers.items()}
     is_most = both.mean > max(mix.mean, init.mean)
     word = "reproduced" if both.low > 0 and is_most else "not reproduced"
     if not both.excludes_zero:
         word = "undecided"
     return {
         "verdict": word,
-        "because": f"Mix and initialization keep {kept:.0%} of the teacher's gain of "
-        f"{teacher - dense:.3f} nats; the mix alone gains {mix.mean:+.3f} nats, initialization "
-        f"alone {init.mean:+.3f}.",
+        "because": f"Mix and initialization keep {both.mean / of_teachers[TEACHER]:.0%} of the "
+        f"gain of {of_teachers[TEACHER]:.3f} nats of {TEACHER}, and "
+        f"{of_small.mean / of_teachers[SMALL_TEACHER]:.0%} of the "
+        f"{of_teachers[SMALL_TEACHER]:.3f} of {SMALL_TEACHER}; the mix alone gains "
+        f"{mix.mean:+.3f} nats, initialization alone {init.mean:+.3f}.",
         "effect": both,
-        "effect_of": "0.75 mix from non-experts over dense, nats a token",
+        "effect_of": f"{BOTH} over dense, nats a token",
     }
 
 
 def run(study: Study) -> dict:
     def judged(trained: Trained) -> dict:
-        runs = study.output.absolute() / "pretraining"
-        found = Cells(runs / "cells.jsonl").lines
-        curve = next(
-            line["value"]["curve"]
-            for line in found
-            if line["cell"].get("run") == run_name(TEACHER, seed=0)
-        )
-        return verdict(trained, curve[str(STEPS)])
+        names = (TEACHER, SMALL_TEACHER)
+        return verdict(trained, {name: pretrained_curve(study, name)[STEPS] for name in names})
 
     comparison = COMPARISON
     if study.is_quick:  # its teacher has no such step

@@ -25,7 +25,7 @@ def by_language(study: Study, cells, contender: Contender) -> dict[str, dict[int
     bindings = ["FOLDER='<data>/python_docs'", f"TRAIN_STEPS={COMPARISON.steps}"]
     bindings += [f"EVAL_EVERY={every}", f"LANGUAGES={LANGUAGES}", *contender.bindings]
     if study.is_quick:
-        bindings += ["TRAIN_STEPS=2", "EVAL_EVERY=2", f"LANGUAGES={LANGUAGES[-2:]}"]
+        bindings += [f"LANGUAGES={LANGUAGES[-2:]}"]
     found = study.train(cells, run_name(contender.name, 0), [GIN_FILE], bindings)
     return {
         task.removeprefix("text_"): {int(step): value for step, value in curve.items()}

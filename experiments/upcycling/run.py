@@ -3,7 +3,7 @@
 
     make experiments EXPERIMENT=upcycling DATA=FOLDER
 
-All go on, or begin, for 1,000 steps; the upcycled and the dense model begin with the dense run
+All go on, or begin, for 300 steps; the upcycled and the dense model begin with the dense run
 of experiments/pretraining.
 """
 
@@ -35,9 +35,7 @@ COMPARISON = Comparison(
             ),
         ),
     ),
-    steps=1000,
-    # The rate at which the dense run ended: sqrt(1 / 2000).
-    bindings=("WARMUP_STEPS=2000",),
+    steps=300,
 )
 
 
@@ -47,7 +45,7 @@ def verdict(trained: Trained) -> dict:
     gain, over_scratch = (trained.gain(upcycled, other) for other in (dense, scratch))
     return {
         "verdict": "reported",
-        "because": f"After 1,000 more steps upcycled experts are {gain.mean:+.3f} nats from "
+        "because": f"After 300 more steps upcycled experts are {gain.mean:+.3f} nats from "
         f"the dense model that goes on, and {over_scratch.mean:+.3f} from experts trained from "
         "scratch for as many.",
         "effect": gain,

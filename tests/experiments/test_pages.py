@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """experiments/: pages say what results.json says, bad input is named, quick runs end."""
 
+import importlib
 import json
 import math
 import os
@@ -13,9 +14,10 @@ import xml.etree.ElementTree
 import pytest
 
 from experiments import pages, study
-from experiments.comparison import Trained, first_step_at
+from experiments.comparison import Comparison, Trained, first_step_at
 from experiments.pages import BEGIN, END, page
 from experiments.study import ROOT, Cells, Interval, Study, bootstrap
+from switchx.gin_config.building import job_from_gin
 
 FOLDERS = [folder for folder in pages.folders() if folder.name not in pages.OWN_PAGES]
 NAMES = [folder.name for folder in FOLDERS]
@@ -123,7 +125,7 @@ def test_a_cell_is_measured_once_and_a_torn_line_again(tmp_path):
 def test_other_code_is_named(tmp_path, monkeypatch):
     mine = Study("exploration", tmp_path, None)
     mine.cells()
-    monkeypatch.setattr(study, "code_fingerprint", lambda: "another")
+    monkeypatch.setattr(study, "code_fingerprint", lambda name: "another")
     with pytest.raises(
         ValueError, match=r"was begun by commit .*`git checkout .*--output=OTHER"
     ):
@@ -155,17 +157,62 @@ def test_pretraining_that_is_not_there_is_named(tmp_path):
         study.pretrained(Study("fine_tuning", tmp_path, None), "32 experts")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_quick_runs_end(name, tmp_path):
+def comparisons() -> dict[str, Comparison]:
+    """Of the experiments that train contenders."""
+    found = {}
+    for name in NAMES:
+        run = importlib.import_module(f"experiments.{name}.run")
+        if hasattr(run, "COMPARISON"):
+            found[name] = run.COMPARISON
+    return found
+
+
+@pytest.mark.parametrize(("name", "comparison"), comparisons().items(), ids=comparisons())
+def test_all_contenders_are_jobs_of_their_own(name, comparison):
+    """Their bindings are built, none is without effect, and no two are the same job."""
+    jobs = []
+    for each in comparison.contenders:
+        texts = [
+            re.sub("<(data|run|pretrained)( [^>]*)?>", placed, text)
+            for text in (*comparison.bindings_of(each, seed=0), *study.QUICK)
+        ]
+        jobs.append(job_from_gin(ROOT / comparison.gin_file, texts))
+        assert jobs[-1] not in jobs[:-1], each.name
+        assert jobs[-1].train_steps == 2
+
+
+def placed(match: re.Match) -> str:
+    """Names in place of files: nothing is read."""
+    return "('text.txt',)" if match[1] == "data" and match[2] else f"/{match[2]}"
+
+
+@pytest.fixture(scope="module")
+def quick_output(tmp_path_factory):
+    """Where quick runs are, those of pretraining first: others begin with them."""
+    output = tmp_path_factory.mktemp("experiments")
+    run_quick("pretraining", output)
+    return output
+
+
+def run_quick(name: str, output: pathlib.Path) -> None:
     data = ROOT.parent / "shared/data"
     if not (data / "openstax").is_dir():
         pytest.skip("needs the textbooks of ../shared/data")
     command = [
         *(sys.executable, "-m", f"experiments.{name}.run", "--quick"),
-        *(f"--data={data}", f"--output={tmp_path}"),
+        *(f"--data={data}", f"--output={output}"),
     ]
-    for _ in range(2):  # the second time there is nothing left to do
-        subprocess.run(command, cwd=ROOT, env=os.environ, check=True, timeout=280)
-    results = json.loads((tmp_path / f"{name}_quick/results.json").read_text())
+    subprocess.run(command, cwd=ROOT, env=os.environ, check=True, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_quick_runs_end(name, quick_output):
+    run_quick(name, quick_output)
+    runs = quick_output / f"{name}_quick"
+    results = json.loads((runs / "results.json").read_text())
     assert results["tables"][0]["rows"]
+    done = (runs / "cells.jsonl").read_text()
+    run_quick(name, quick_output)  # there is nothing left to do
+    assert (runs / "cells.jsonl").read_text() == done
