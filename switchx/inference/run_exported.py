@@ -14,7 +14,6 @@ Dims: B batch, L hypotheses, M input length, P prompt, T new tokens
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import math
@@ -34,12 +33,10 @@ FORMAT = "switchx exported model"
 FORMAT_VERSION = 3
 MANIFEST = "export.json"
 WEIGHTS = "weights.safetensors"
-# The kind of memory, as JAX names it.
-HOST = "pinned_host"
+HOST = "pinned_host"  # a kind of memory, as JAX names it
 # Of integers of a byte or less.
 _BITS = {"int4": 4, "int8": 8, "uint8": 8}
-# Columns of a tile of a TPU's memory.
-LANES = 128
+LANES = 128  # columns of a tile of a TPU's memory
 
 
 class ExportedModel:
@@ -77,13 +74,19 @@ class ExportedModel:
         if self.manifest["ring"] is not None:
             self._host_kind = host_memory_kind(devices[0], f"or {self._again} without the ring")
             if self._host_kind is None:
-                has = f"{self.folder.name} keeps experts in host memory, which on a CPU is the"
-                no_effect = "device's: kinds of memory have no effect here"
-                warnings.warn(f"{has} {no_effect}", stacklevel=2)
+                what = "experts are the device's: kinds of memory have no effect here"
+                warnings.warn(f"{self.folder.name}: {what}", stacklevel=2)
         self._prefill, step = self._program("prefill"), self._program("step")
+
+        def steps(weights, state, said):
+            return jax.lax.while_loop(
+                lambda last: jnp.any(last[1]["is_live_B"]),
+                lambda last: tuple(step(weights, last[0])),
+                (state, said),
+            )
+
         # A step's state is not read again: its memory is the next one's.
-        self._step = jax.jit(step, donate_argnums=1)
-        self._loop = jax.jit(functools.partial(_steps, step), donate_argnums=1)
+        self._step, self._loop = (jax.jit(run, donate_argnums=1) for run in (step, steps))
         self._weights = self._read_weights()
 
     def generate(self, inputs, max_new_tokens: int | None = None, **asked) -> list[list[dict]]:
@@ -106,9 +109,10 @@ class ExportedModel:
                 raise ValueError(f"{what}; leave it out, or {self._again} with --{name}")
         inputs = [_token_list(tokens, i) for i, tokens in enumerate(inputs)]
         if len(inputs) > (most := self.batch_size // self.num_samples):
-            got = f"got {len(inputs)} inputs, exported for batches of {most}"
             way_out = "give no more at once, or export again with a larger --batch_size"
-            raise ValueError(f"{got}; {way_out}")
+            raise ValueError(
+                f"got {len(inputs)} inputs, exported for batches of {most}; {way_out}"
+            )
         most = self.max_new_tokens
         limit = most if max_new_tokens is None else max_new_tokens
         if not 1 <= limit <= most:
@@ -173,39 +177,28 @@ class ExportedModel:
             places = slice(len(tokens)) if has_encoder else slice(M - len(tokens), None)
             token_BM[b, places], is_token_BM[b, places] = tokens, True
         is_token_BM[n:, 0 if has_encoder else -1] = True
-        is_live_B = np.arange(B) < n
-        arrays = {
-            "sentence_B": np.where(is_live_B, np.arange(B), -1).astype(np.int32),
-            "is_live_B": is_live_B,
-            "max_new_tokens_B": np.full(B, limit, np.int32),
-        }
+        number_B = np.arange(B, dtype=np.int32)
+        arrays = {"sentence_B": np.where(number_B < n, number_B, -1), "is_live_B": number_B < n}
+        arrays["max_new_tokens_B"] = np.full(B, limit, np.int32)
         if not has_encoder:
             return arrays | {"prompt_BP": token_BM, "is_prompt_BP": is_token_BM}
+        arrays |= {"source_BM": token_BM, "is_source_BM": is_token_BM}
         start_B1 = np.full((B, 1), decoding["start_id"], np.int32)
-        prompts = {"prompt_BP": start_B1, "is_prompt_BP": np.ones((B, 1), bool)}
-        return arrays | prompts | {"source_BM": token_BM, "is_source_BM": is_token_BM}
+        return arrays | {"prompt_BP": start_B1, "is_prompt_BP": np.ones((B, 1), bool)}
 
     def _hypothesis(self, said: dict, place: tuple[int, int], limit: int) -> dict:
         token_T, decoding = said["token_BLT"][place][:limit], self.manifest["decoding"]
         ends = np.flatnonzero(token_T == decoding["eos_id"])
-        length, score = (
-            int(ends[0]) if len(ends) else len(token_T),
-            float(said["score_BL"][place]),
-        )
-        is_finished, number = bool(len(ends)), decoding.get("logprobs")
-        values = {
-            "tokens": token_T[:length].tolist(),
-            "score": score,
-            "is_finished": is_finished,
-        }
-        if number is None:
+        length = int(ends[0]) if len(ends) else len(token_T)
+        values = {"tokens": token_T[:length].tolist(), "score": float(said["score_BL"][place])}
+        values["is_finished"] = is_finished = bool(len(ends))
+        if (number := decoding.get("logprobs")) is None:
             return values
         length += is_finished
         names = "likeliest_BLTS", "log_prob_BLTS"
         top = [said[name][place][:length, :number].tolist() for name in names]
         if number:
-            top = [dict(zip(*each, strict=True)) for each in zip(*top, strict=True)]
-            values["top_logprobs"] = top
+            values["top_logprobs"] = [dict(zip(*each)) for each in zip(*top)]  # noqa: B905
         return values | {"token_logprobs": said["chosen_BLT"][place][:length].tolist()}
 
     def _sharding(self, described: dict) -> NamedSharding:
@@ -267,10 +260,8 @@ class ExportedModel:
             )
         kind = programs[platform]["device_kind"]
         if platform != "cpu" and (here := jax.devices()[0].device_kind) != kind:
-            what = f"exported for {kind!r}, this is {here!r}: its kernels may not"
-            warnings.warn(
-                f"{what} run or be slow here; export with --device_kind", stacklevel=3
-            )
+            what = f"exported for {kind!r}, this is {here!r}: its kernels may not run"
+            warnings.warn(f"{what} or be slow here; export with --device_kind", stacklevel=3)
         return platform
 
     def _devices(self) -> list:
@@ -298,15 +289,6 @@ class ExportedModel:
         with file.open("rb") as opened:
             if hashlib.file_digest(opened, "sha256").hexdigest() != sha256:
                 raise ValueError(f"{file} has changed since it was written; {again}")
-
-
-def _steps(step, weights: dict, state: dict, said: dict) -> tuple[dict, dict]:
-    """Steps until no row lives, a loop in one program: the state and what it says then."""
-    return jax.lax.while_loop(
-        lambda last: jnp.any(last[1]["is_live_B"]),
-        lambda last: tuple(step(weights, last[0])),
-        (state, said),
-    )
 
 
 def host_memory_kind(device, way_out: str) -> str | None:
@@ -381,16 +363,16 @@ def _token_list(tokens, index: int) -> list[int]:
     try:
         return list(map(operator.index, tokens))
     except TypeError:
-        what = f"input {index} is {tokens!r:.40}"
-        raise ValueError(f"{what}; expected a list of token ids") from None
+        raise ValueError(
+            f"input {index} is {tokens!r:.40}; expected a list of token ids"
+        ) from None
 
 
 def main(argv: list[str] | None = None) -> int:
     """Lines of standard input to lines of standard output, a batch at a time."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "folder", nargs="?", default=pathlib.Path(__file__).parent, help="of `switchx export`"
-    )
+    here = pathlib.Path(__file__).parent
+    parser.add_argument("folder", nargs="?", default=here, help="of `switchx export`")
     parser.add_argument("--max_new_tokens", type=int, help="less than was exported for")
     arguments = parser.parse_args(argv)
     try:
