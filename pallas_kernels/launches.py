@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that a traced program launches, and the bytes that each copies.
+"""Kernels that a traced program launches, the bytes that each copies and what it multiplies.
 
 XLA knows nothing of what a Pallas kernel reads, and the cost estimate that a kernel may give
-with itself is its author's word. Here bytes are counted from what the kernel runs: its grid,
-its blocks and its tile schedule, for given sizes of the groups. Nothing is executed.
+with itself is its author's word. Here bytes and products are counted from what the kernel
+runs: its grid, its blocks and its tile schedule, for given sizes of the groups. Nothing is
+executed.
 """
 
 import collections
@@ -30,12 +31,15 @@ class Launch:
         operands, results: shapes and dtypes, in the order of the compiled call.
         copied: of the sizes of the groups, the bytes between memory and the kernel of each
             operand and of each result.
+        flops: of the sizes of the groups, 2 m n k of the tiles that are multiplied, each as a
+            whole; None where nothing counts them.
     """
 
     name: str
     operands: tuple[jax.ShapeDtypeStruct, ...]
     results: tuple[jax.ShapeDtypeStruct, ...]
     copied: Callable[[np.ndarray], tuple[list[int], list[int]]]
+    flops: Callable[[np.ndarray], int] | None = None
 
 
 _recording: list[list[Launch]] = []
@@ -51,14 +55,14 @@ def recorded_launches() -> Iterator[list[Launch]]:
         _recording.pop()
 
 
-def record(name: str, operands: Iterable, results: Iterable, copied) -> None:
+def record(name: str, operands: Iterable, results: Iterable, copied, flops=None) -> None:
     """Adds a kernel to those that are recorded; does nothing where none are."""
     if _recording:
         operands, results = (
             tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrays)
             for arrays in (operands, results)
         )
-        _recording[-1].append(Launch(name, operands, results, copied))
+        _recording[-1].append(Launch(name, operands, results, copied, flops))
 
 
 def num_bytes(shape: Sequence[int], dtype) -> int:

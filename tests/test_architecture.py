@@ -67,6 +67,8 @@ ONLY_IN = {
         "switchx/moe/attention.py",
         "switchx/models/",
         "switchx/interop/t5x.py",
+        # Layers of others, which are modules of Flax.
+        "switchx/bench/peer_layers.py",
     ),
     "gin": ("switchx/gin_config/",),
     "matplotlib": ("switchx/analysis/plots.py",),
@@ -79,7 +81,8 @@ ONLY_IN = {
     "prometheus_client": ("switchx/serving/",),
     "httpx2": ("switchx/client.py",),
     "ctranslate2": ("switchx/bench/ctranslate2_peer.py",),
-    "flaxformer": ("switchx/bench/moe.py",),
+    "flaxformer": ("switchx/bench/peer_layers.py",),
+    "maxtext": ("switchx/bench/peer_layers.py",),
     "wandb": ("switchx/training/metric_writers.py",),
     "tests": (),
     "experiments": (),

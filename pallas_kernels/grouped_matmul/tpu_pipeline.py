@@ -7,6 +7,7 @@ Dims: E experts
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -24,7 +25,7 @@ from pallas_kernels.tpu_chip import interpret_mode, on_some_tpu, padded_shape, p
 def run_pipeline(
     body: Callable, pipeline: Callable, schedule: Callable, group_sizes_E, arrays, results,
     problem: Problem, tiling: Tiling, *, scratch, bytes_accessed: int, semantics, interpret,
-    name: str,
+    name: str, rows_of_tiles: Callable | None = None,
 ):  # fmt: skip
     """The results, each of a shape and dtype, of a body that runs over the tiles of a schedule.
 
@@ -35,6 +36,8 @@ def run_pipeline(
         scratch: memory of the kernel.
         bytes_accessed: for XLA's scheduler.
         semantics: of the axes of the grid.
+        rows_of_tiles: of `begin_P` and `end_P` the rows that the body multiplies in each tile;
+            None where it is whole blocks.
     """
     tiles = schedule(group_sizes_E)
     shapes = [shape for shape, _ in results]
@@ -47,7 +50,10 @@ def run_pipeline(
             for (shape, dtype), block in zip(results, of_results, strict=True)
         ]
     out_shape = [result_type(*each, *tiles, *arrays) for each in results]
-    _record(name, pipeline, schedule, tiles, arrays, out_shape)
+    copied, flops = _counts(
+        pipeline, schedule, tiles, arrays, out_shape, problem, tiling, rows_of_tiles
+    )
+    record(name, [*tiles, *arrays], out_shape, copied, flops)
     any_space = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(
         functools.partial(_kernel, body, pipeline, semantics, tiling.cores),
@@ -76,23 +82,40 @@ def run_pipeline(
     return [each[tuple(map(slice, shape))] for each, shape in zip(found, shapes, strict=True)]
 
 
-def _record(name: str, pipeline, schedule, tiles, arrays, out_shape) -> None:
-    """Has the copies of the pipeline counted where launches are recorded."""
+def _counts(
+    pipeline, schedule, tiles, arrays, out_shape, problem: Problem, tiling: Tiling, rows_of_tiles
+):  # fmt: skip
+    """Of sizes of the groups, the pipeline's copies and what it multiplies (`launches.py`)."""
     tiles_like, arrays_like = (
         [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in group]
         for group in (tiles, arrays)
     )
 
+    def scheduled(group_sizes_E):
+        tiles = schedule(np.asarray(group_sizes_E, np.int32))
+        grid, *specs = pipeline(tiles)
+        return tiles, [int(size) for size in grid], specs
+
     def copied(group_sizes_E):
-        grid, *specs = pipeline(schedule(np.asarray(group_sizes_E, np.int32)))
-        grid = [int(size) for size in grid]
+        _, grid, specs = scheduled(group_sizes_E)
         read, written = (
             [pipelined_bytes(grid, *pair) for pair in zip(blocks, like, strict=True)]
             for blocks, like in zip(specs, (arrays_like, out_shape), strict=True)
         )
         return [num_bytes(each.shape, each.dtype) for each in tiles_like] + read, written
 
-    record(name, [*tiles, *arrays], out_shape, copied)
+    def flops(group_sizes_E):
+        tiles, grid, _ = scheduled(group_sizes_E)
+        P = int(tiles.count[0])
+        begin_P, end_P = (np.asarray(each)[:P] for each in (tiles.begin_P, tiles.end_P))
+        rows = P * tiling.block_R
+        if rows_of_tiles is not None:
+            rows = int(np.sum(rows_of_tiles(begin_P, end_P)))
+        blocks_of_a_tile = math.prod(grid) // P
+        block = tiling.block_D * tiling.block_F
+        return 2 * rows * block * blocks_of_a_tile * problem.num_matrices
+
+    return copied, flops
 
 
 def _kernel(body, pipeline, semantics, cores: int, *refs):

@@ -162,7 +162,7 @@ def multiply_rows(
         [x_RD, *matrices, *operands.values()], [((R, F), x_RD.dtype)] * plan.num_results,
         problem, tiling, scratch=sums if plan.num_blocks_D > 1 else [],
         bytes_accessed=accessed, semantics=(pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY),
-        interpret=interpret, name="multiply_rows",
+        interpret=interpret, name="multiply_rows", rows_of_tiles=tiling.multiplied_rows,
     )  # fmt: skip
     y_RF, *residual = (each[:num_rows] for each in results)
     return (y_RF, tuple(residual)) if epilogue.has_residual else y_RF

@@ -15,6 +15,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.grouped_matmul.tile_schedule import num_blocks
 from pallas_kernels.tpu_chip import MIB, current_chip
@@ -66,6 +67,13 @@ class Tiling:
         """Sizes that the first piece of a tile's rows may have (`tpu_rows.py`)."""
         most = min(self.block_R, PIECE_ROWS)
         return (*range(PIECE_STEP, most, PIECE_STEP), most)
+
+    def multiplied_rows(self, begin_P, end_P):
+        """Rows that `tpu_rows.py` multiplies for the rows of each tile, `[P]`."""
+        spanned_P = end_P - begin_P // ROW_UNIT * ROW_UNIT
+        further_P, rest_P = np.divmod(np.maximum(spanned_P - 1, 0), PIECE_ROWS)
+        first_P = np.asarray(self.first_pieces)[rest_P // PIECE_STEP]
+        return np.where(end_P > begin_P, first_P + further_P * PIECE_ROWS, 0)
 
     @property
     def unrolled_rows(self) -> int:

@@ -9,7 +9,6 @@ of two products has. Nothing is run, so there are no times.
 Dims: R rows, D model, F feed-forward, E experts
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -35,6 +34,7 @@ ACTIVATIONS = ("relu", "geglu")
 ROWS, LENGTH, EXPERTS, D_MODEL, D_FF = 16, 512, 32, 1024, 4096
 R = ROWS * LENGTH
 BOUND = "<=1.15"
+COUNTED = ("kernels", "pallas_kernels", "num_bytes", "pallas_bytes")
 _ELEMENT = 2  # bytes of a bfloat16
 
 
@@ -47,15 +47,23 @@ def layer_config(activation: str) -> ModelConfig:
     )  # fmt: skip
 
 
-def group_sizes() -> dict[str, np.ndarray]:
+def group_sizes(rows: int = R, experts: int = EXPERTS) -> dict[str, np.ndarray]:
     """Rows of each expert: balanced, and by Zipf's law."""
-    share_E = 1 / np.arange(1, EXPERTS + 1)
-    zipf_E = np.floor(R * share_E / share_E.sum()).astype(np.int32)
-    zipf_E[0] += R - zipf_E.sum()
-    return {"balanced": np.full(EXPERTS, R // EXPERTS, np.int32), "zipf": zipf_E}
+    share_E = 1 / np.arange(1, experts + 1)
+    zipf_E = np.floor(rows * share_E / share_E.sum()).astype(np.int32)
+    zipf_E[0] += rows - zipf_E.sum()
+    return {"balanced": np.full(experts, rows // experts, np.int32), "zipf": zipf_E}
 
 
 def ideal_bytes(activation: str, direction: str) -> int:
+    """`layer_bytes` of the layer here."""
+    matrix = EXPERTS * D_MODEL * D_FF
+    return layer_bytes(matrix, R * D_MODEL, R * D_FF, activation != "relu", direction)
+
+
+def layer_bytes(
+    matrix: int, rows_D: float, rows_F: float, is_gated: bool, direction: str
+) -> int:
     """Each array once: matrices, rows of D and rows of F.
 
     Forward: x is read, y written, and the hidden rows are written and read. Backward is the
@@ -63,54 +71,65 @@ def ideal_bytes(activation: str, direction: str) -> int:
     y and dx written, dy read; hidden rows are written, read by the second product and by its
     weight gradient, and their gradient is written and read. A gated linear unit has a second
     matrix of the first product, the gradients of two hidden arrays, and those two as residual.
+
+    Args:
+        matrix: elements of one product's matrices, of all experts.
+        rows_D, rows_F: elements of all rows of the model's size and of hidden ones.
     """
-    is_gated = activation != "relu"
-    matrices = EXPERTS * D_MODEL * D_FF * (3 if is_gated else 2)
-    times, rows_D, rows_F = 1, 2, 2
+    times, arrays_D, arrays_F = 1, 2, 2
     if direction == "backward":
-        times, rows_D, rows_F = 3, 5, 11 if is_gated else 5
-    elements = times * matrices + R * (rows_D * D_MODEL + rows_F * D_FF)
-    return _ELEMENT * elements
+        times, arrays_D, arrays_F = 3, 5, 11 if is_gated else 5
+    matrices = times * matrix * (3 if is_gated else 2)
+    return round(_ELEMENT * (matrices + arrays_D * rows_D + arrays_F * rows_F))
 
 
-def layer_function(activation: str, direction: str) -> tuple[Callable, tuple]:
+def layer_function(
+    config: ModelConfig, direction: str, batch: int = ROWS, length: int = LENGTH
+) -> tuple[Callable, tuple]:
     """The layer as a function of parameters and rows, and the shapes of its arguments."""
-    config = layer_config(activation)
     params = jax.eval_shape(lambda: params_of(SwitchFFN(config, key=jax.random.key(0))))
-    x_BLD = jax.ShapeDtypeStruct((ROWS, LENGTH, D_MODEL), jnp.bfloat16)
-    is_token_BL = jnp.ones((ROWS, LENGTH), bool)
-    is_training = direction == "backward"
+    is_token_BL = jnp.ones((batch, length), bool)
 
     def forward(params, x_BLD):
         # Its initial weights are not used, so not computed.
         layer = with_params(SwitchFFN(config, key=jax.random.key(0)), params)
-        y_BLD, stats = layer(x_BLD, is_token_BL, is_training=is_training)
+        y_BLD, stats = layer(x_BLD, is_token_BL, is_training=direction == "backward")
         return y_BLD, stats.balance_loss
+
+    x_BLD = jax.ShapeDtypeStruct((batch, length, config.d_model), jnp.bfloat16)
+    return in_direction(forward, params, x_BLD, direction)
+
+
+def in_direction(forward: Callable, params, x_BLD, direction: str) -> tuple[Callable, tuple]:
+    """A forward pass, or the gradients of its outputs and of its balance loss."""
+    if direction == "forward":
+        return forward, (params, x_BLD)
 
     def loss(params, x_BLD, dy_BLD):
         y_BLD, balance_loss = forward(params, x_BLD)
         return jnp.sum((y_BLD * dy_BLD).astype(jnp.float32)) + balance_loss
 
-    if is_training:
-        return jax.grad(loss, argnums=(0, 1)), (params, x_BLD, x_BLD)
-    return forward, (params, x_BLD)
+    return jax.grad(loss, argnums=(0, 1)), (params, x_BLD, x_BLD)
+
+
+def described_chip(topology: Topology, device):
+    """The scope in which kernels are traced for a device that is not there."""
+    if topology.generation.platform == "tpu":
+        return described_tpu(device.device_kind, device.num_cores)
+    kind = jax.sharding.AbstractDevice(device.device_kind, None, platform="gpu")
+    mesh = jax.sharding.get_abstract_mesh().update(abstract_device=kind)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def compiled_rows(topology: Topology) -> list[dict]:
     """A row for each activation, direction and split, in a process that has the compiler."""
     device = describe_devices(topology)[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
-    if topology.generation.platform == "tpu":
-        scope = described_tpu(device.device_kind, device.num_cores)
-    else:
-        kind = jax.sharding.AbstractDevice(device.device_kind, None, platform="gpu")
-        mesh = jax.sharding.get_abstract_mesh().update(abstract_device=kind)
-        scope = jax.sharding.use_abstract_mesh(mesh)
     rows = []
-    with scope:
+    with described_chip(topology, device):
         for activation in ACTIVATIONS:
             for direction in DIRECTIONS:
-                function, arguments = layer_function(activation, direction)
+                function, arguments = layer_function(layer_config(activation), direction)
                 arguments = jax.tree.map(
                     lambda leaf: jax.ShapeDtypeStruct(
                         leaf.shape, leaf.dtype, sharding=sharding
@@ -131,7 +150,7 @@ def _row(target, activation, direction, split, sizes_E, hlo, launches) -> dict:
         "activation": activation,
         "pass": direction,
         "rows_by_expert": split,
-        **dataclasses.asdict(moved),
+        **{name: getattr(moved, name) for name in COUNTED},
         "ideal_bytes": ideal,
         "bytes_vs_ideal": moved.num_bytes / ideal,
     }
@@ -142,22 +161,26 @@ def run(note=print) -> Report:
     rows = []
     for target in TARGETS:
         note(f"compiling a sparse layer for {target}")
-        try:
-            child = run_with_compiler(
-                [target], Topology.parse(target), module=__name__, capture_output=True,
-                text=True,
-            )  # fmt: skip
-        except FileNotFoundError as error:
-            rows.append({"target": target, "not_run": str(error)})
-            continue
-        lines = [line for line in child.stdout.splitlines() if line.startswith("[{")]
-        if not lines:
-            raise RuntimeError(
-                f"the compiler for {target} ended with status {child.returncode}: "
-                f"{child.stderr[-2000:]}"
-            )
-        rows += json.loads(lines[-1])
+        rows += rows_of_child(__name__, target)
     return Report("bench compiled", rows, checks(rows))
+
+
+def rows_of_child(module: str, target: str, *words: str) -> list[dict]:
+    """What a module prints, run with the target's compiler; or a row that says why not."""
+    try:
+        child = run_with_compiler(
+            [target, *words], Topology.parse(target), module=module, capture_output=True,
+            text=True,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        return [{"target": target, "not_run": str(error)}]
+    lines = [line for line in child.stdout.splitlines() if line.startswith("[{")]
+    if not lines:
+        raise RuntimeError(
+            f"the compiler for {target} ended with status {child.returncode}: "
+            f"{child.stderr[-2000:]}"
+        )
+    return json.loads(lines[-1])
 
 
 def checks(rows: list[dict]) -> list[Check]:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that a compiled program launches, and the bytes that they move from and to memory.
+"""Kernels that a compiled program launches, the bytes that they move, and their seconds.
 
 Read off the HLO text, as `planner/program_cost.py` reads FLOPs: XLA's `cost_analysis` counts a
 loop once, and believes what a Pallas kernel says of itself. Here a kernel reads each operand
 once and writes each result once; of what it gathers or slices, the part that it takes.
 Arrays that a TPU's compiler keeps in vector memory (`S(1)` in a layout) move nothing. Pallas
 kernels are looked up among the launches that were recorded while the program was traced
-(`pallas_kernels/launches.py`), which count the copies of their grids.
+(`pallas_kernels/launches.py`), which count the copies and the products of their grids.
+
+Seconds are an estimate. A TPU's compiler writes the cycles that it expects beside most of its
+kernels; where it does not (sorts, gathers, scatters, copies), and of Pallas' kernels, a
+roofline stands in: bytes over the memory's rate, or products over the chip's, whichever takes
+longer.
 """
 
 import dataclasses
@@ -22,6 +27,7 @@ from switchx.partitioning.hlo_collectives import (
     computations_of,
     trip_count,
 )
+from switchx.planner.program_cost import instruction_flops
 
 PALLAS_TARGETS = ("tpu_custom_call", "mosaic_gpu")
 
@@ -30,16 +36,28 @@ _ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _NAME = re.compile(r"%([\w.-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _PARAMETER = re.compile(r"^(\d+)\)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # Names of values, not work.
 _FREE = {
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all",
     "partition-id", "replica-id", "opt-barrier",
 }  # fmt: skip
+# Parts that lie beside each other in memory already.
+_FREE_TARGETS = {"ConcatBitcast"}
 _LOOKED_THROUGH = {"bitcast", "reshape", "copy", "transpose", "convert"}
 _HLO_DTYPES = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "int8": "s8",
     "int4": "s4", "uint8": "u8", "uint32": "u32", "bool": "pred",
 }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Of a chip: what its matrix units and its memory do in a second, and its cycles."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    cycles_per_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +69,24 @@ class Moved:
         pallas_kernels: those of Pallas alone.
         num_bytes: between memory and all of them.
         pallas_bytes: between memory and Pallas' kernels.
+        pallas_flops: 2 m n k of the tiles that those multiply; of what is counted.
+        compiler_s: seconds of XLA's kernels that the compiler gave cycles of.
+        other_s: of all other kernels, by a roofline.
+        roofline_s: of all kernels, by a roofline; no seconds where no rates were given.
     """
 
     kernels: int = 0
     pallas_kernels: int = 0
     num_bytes: int = 0
     pallas_bytes: int = 0
+    pallas_flops: int = 0
+    compiler_s: float = 0.0
+    other_s: float = 0.0
+    roofline_s: float = 0.0
+
+    @property
+    def estimated_s(self) -> float:
+        return self.compiler_s + self.other_s
 
     def __add__(self, other: "Moved") -> "Moved":
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -75,7 +105,11 @@ class _Array:
     @property
     def moved(self) -> int:
         """Bytes, none where it stays in vector memory."""
-        return 0 if "S(1)" in self.layout else array_bytes((self.dtype, self.shape))
+        return 0 if "S(1)" in self.layout else self.size
+
+    @property
+    def size(self) -> int:
+        return array_bytes((self.dtype, self.shape))
 
     @property
     def key(self) -> tuple:
@@ -90,9 +124,16 @@ class _Instruction:
     operands: tuple[str, ...]
     line: str
 
+    @property
+    def is_root(self) -> bool:
+        return self.line.lstrip().startswith("ROOT ")
+
 
 def moved_bytes(
-    hlo: str, launches: Iterable[Launch] = (), group_sizes: Sequence[int] = ()
+    hlo: str,
+    launches: Iterable[Launch] = (),
+    group_sizes: Sequence[int] = (),
+    rates: Rates | None = None,
 ) -> Moved:
     """Adds up what one run of the program launches and moves.
 
@@ -102,12 +143,13 @@ def moved_bytes(
         hlo: of `compiled.as_text()`.
         launches: recorded while it was traced.
         group_sizes: rows of each expert, for which Pallas' kernels are counted.
+        rates: of the chip, for seconds.
 
     Raises:
         ValueError: a loop has no known trip count, or a Pallas kernel was not recorded.
     """
     known = {_key_of(each): each for each in launches}
-    return _Counter(computations_of(hlo), known, np.asarray(group_sizes)).of_entry()
+    return _Counter(computations_of(hlo), known, np.asarray(group_sizes), rates).of_entry()
 
 
 def _key_of(launch: Launch) -> tuple:
@@ -118,9 +160,10 @@ def _key_of(launch: Launch) -> tuple:
 
 
 class _Counter:
-    def __init__(self, computations, launches: dict[tuple, Launch], group_sizes):
+    def __init__(self, computations, launches: dict[tuple, Launch], group_sizes, rates):
         (self._computations, self._entry) = computations
-        self._launches, self._group_sizes = launches, group_sizes
+        self._flops = instruction_flops(self._computations)
+        self._launches, self._group_sizes, self._rates = launches, group_sizes, rates
         self._parsed: dict[str, dict[str, _Instruction]] = {}
 
     def of_entry(self) -> Moved:
@@ -134,9 +177,11 @@ class _Counter:
 
     def _of(self, computation: str) -> Moved:
         instructions = self._instructions(computation)
-        return sum((self._one(each, instructions) for each in instructions.values()), Moved())
+        counted = (self._one(computation, each) for each in instructions.values())
+        return sum(counted, Moved())
 
-    def _one(self, each: _Instruction, instructions: dict[str, _Instruction]) -> Moved:
+    def _one(self, computation: str, each: _Instruction) -> Moved:
+        instructions = self._instructions(computation)
         if each.opcode in _FREE or each.opcode.endswith(("-done", "-update")):
             return Moved()
         if each.opcode in ("while", "conditional", "call"):
@@ -152,34 +197,59 @@ class _Counter:
             if name in instructions and instructions[name].results
         }
         target = _TARGET.search(each.line)
+        if target and target[1] in _FREE_TARGETS:
+            return Moved()
         if target and target[1].startswith(PALLAS_TARGETS):
-            size = self._of_pallas(each, [arrays[name] for name in each.operands])
-            return Moved(1, 1, size, size)
-        if each.opcode.endswith("-start"):  # (destination, source, context)
-            return Moved(1, 0, each.results[0].moved + sum(a.moved for a in arrays.values()))
-        written = sum(result.moved for result in each.results)
+            size, flops = self._of_pallas(each, [arrays[name] for name in each.operands])
+            seconds = self._roofline(size, flops)
+            return Moved(1, 1, size, size, flops, other_s=seconds, roofline_s=seconds)
+        if each.opcode.endswith("-start"):
+            size = _copied_bytes(each, list(arrays.values()))
+            return Moved(
+                1, 0, size, other_s=self._roofline(size), roofline_s=self._roofline(size)
+            )
+        size = self._of_kernel(each, arrays, lambda array: array.moved)
+        if self._rates is None:
+            return Moved(1, 0, size)
+        flops = self._flops(computation, each.line)
+        roofline = self._roofline(size, flops)
+        if cycles := _CYCLES.search(each.line):
+            seconds = int(cycles[1]) / self._rates.cycles_per_s
+            return Moved(1, 0, size, compiler_s=seconds, roofline_s=roofline)
+        # Vector memory is quicker than HBM, but not free: what stays there counts here.
+        whole = self._of_kernel(each, arrays, lambda array: array.size)
+        return Moved(1, 0, size, other_s=self._roofline(whole, flops), roofline_s=roofline)
+
+    def _of_kernel(self, each: _Instruction, arrays: dict[str, _Array], size_of) -> int:
+        """Bytes that one of XLA's kernels reads and writes."""
+        written = sum(size_of(result) for result in each.results)
         if each.opcode == "fusion":
             [called] = called_by(each.line)
-            read = self._read_by_fusion(called, each.operands, arrays)
-        elif each.opcode in ("gather", "dynamic-slice", "slice"):
-            first, *others = arrays.values()
-            read = min(first.moved, written) + sum(other.moved for other in others)
-        else:
-            read = sum(array.moved for array in arrays.values())
-        return Moved(1, 0, read + written)
+            return written + self._read_by_fusion(called, each.operands, arrays, size_of)
+        if each.opcode in ("gather", "dynamic-slice", "slice"):
+            first, *others = map(size_of, arrays.values())
+            return written + min(first, written) + sum(others)
+        return written + sum(map(size_of, arrays.values()))
 
-    def _of_pallas(self, each: _Instruction, operands: list[_Array]) -> int:
+    def _roofline(self, num_bytes: int, flops: int = 0) -> float:
+        if self._rates is None:
+            return 0.0
+        return max(num_bytes / self._rates.bytes_per_s, flops / self._rates.flops_per_s)
+
+    def _of_pallas(self, each: _Instruction, operands: list[_Array]) -> tuple[int, int]:
         key = tuple(a.key for a in operands), tuple(a.key for a in each.results)
         if key not in self._launches:
             raise ValueError(
                 f"a Pallas kernel was not recorded, its bytes are not known: {key}; "
                 f"recorded were {list(self._launches)}"
             )
-        read, written = self._launches[key].copied(self._group_sizes)
+        launch = self._launches[key]
+        read, written = launch.copied(self._group_sizes)
         pairs = zip((*operands, *each.results), (*read, *written), strict=True)
-        return sum(size if array.moved else 0 for array, size in pairs)
+        flops = launch.flops(self._group_sizes) if launch.flops else 0
+        return sum(size if array.moved else 0 for array, size in pairs), flops
 
-    def _read_by_fusion(self, called: str, operands, arrays: dict[str, _Array]) -> int:
+    def _read_by_fusion(self, called: str, operands, arrays: dict[str, _Array], size_of) -> int:
         """Of each operand what the fusion takes: all of it, unless it only takes parts."""
         inside = self._instructions(called)
         total, seen = 0, set()
@@ -189,17 +259,23 @@ class _Counter:
             name = operands[int(_PARAMETER.match(each.line.split("parameter(", 1)[1])[1])]
             if name in arrays and name not in seen:
                 seen.add(name)
-                whole = arrays[name].moved
+                whole = size_of(arrays[name])
                 total += min(whole, self._taken(each.name, inside, whole))
         return total
 
     def _taken(self, name: str, inside: dict[str, _Instruction], whole: int) -> int:
-        total = 0
+        taken, is_result = self._used(name, inside, whole)
+        return whole if is_result else taken
+
+    def _used(self, name: str, inside: dict[str, _Instruction], whole: int) -> tuple[int, bool]:
+        """Bytes of an array that a computation takes; whether it hands the array on."""
+        total, is_result = 0, inside[name].is_root
         for user in inside.values():
             if name not in user.operands:
                 continue
             if user.opcode in _LOOKED_THROUGH:
-                total += self._taken(user.name, inside, whole)
+                taken, is_handed_on = self._used(user.name, inside, whole)
+                total, is_result = total + taken, is_result or is_handed_on
             elif user.opcode in ("gather", "dynamic-slice", "slice") and (
                 user.operands[0] == name
             ):
@@ -214,10 +290,22 @@ class _Counter:
                     for one in self._instructions(called).values()
                     if one.opcode == "parameter" and f"parameter({at})" in one.line
                 )
-                total += self._taken(parameter, self._instructions(called), whole)
+                taken, is_handed_on = self._used(parameter, self._instructions(called), whole)
+                total += taken
+                if is_handed_on:
+                    taken, is_handed_on = self._used(user.name, inside, whole)
+                    total, is_result = total + taken, is_result or is_handed_on
             else:
-                return whole
-        return total
+                return whole, False
+        return total, is_result
+
+
+def _copied_bytes(start: _Instruction, operands: list[_Array]) -> int:
+    """Of an asynchronous copy (destination, source, ...) or slice (source, part, ...)."""
+    if start.opcode == "slice-start":
+        whole, part, *_ = start.results
+        return part.moved + min(whole.moved, part.size)
+    return start.results[0].moved + sum(each.moved for each in operands)
 
 
 def _instruction(line: str) -> _Instruction | None:

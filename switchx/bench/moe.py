@@ -7,12 +7,7 @@ in one process and take turns. Flaxformer's layer is measured too where it can b
 Dims: B rows of a batch, L tokens of a row, D model, F feed-forward, E experts
 """
 
-import contextlib
 import dataclasses
-import importlib.util
-import sys
-import types
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,6 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import Contender, speedup, take_turns
+from switchx.bench.peer_layers import (
+    LayerShape,
+    flaxformer_forward,
+    flaxformer_layer,
+    has_peer,
+)
 from switchx.bench.report import Check, Report
 from switchx.bench.train import MEBIBYTE, NUM_STEPS, in_ms
 from switchx.layers.dense import DenseFFN
@@ -79,7 +80,8 @@ def training_contender(name: str, config: ModelConfig) -> Contender:
 
 def flaxformer_contender(num_experts: int) -> Contender:
     """Flaxformer's layer; see `backward_contender`."""
-    layer = flaxformer_layer(num_experts, DENSE.d_ff, group_size=ROWS * LENGTH)
+    shape = LayerShape(num_experts, DENSE.d_model, DENSE.d_ff, ROWS, LENGTH)
+    layer = flaxformer_layer(shape, group_size=ROWS * LENGTH)
     forward, params = flaxformer_forward(layer, batch()[0])
     return backward_contender(f"flaxformer {num_experts}", forward, params)
 
@@ -112,7 +114,7 @@ def run(rounds: int) -> Report:
         for n in NUM_EXPERTS
         for dispatcher in DISPATCHERS
     }
-    peers = [flaxformer_contender(n) for n in (8, 32) if has_flaxformer()]
+    peers = [flaxformer_contender(n) for n in (8, 32) if has_peer("flaxformer")]
     contenders = [dense, *switches.values(), *peers]
     take_turns(contenders, rounds, NUM_STEPS)
     rows = [_row(each, dense) for each in contenders]
@@ -173,96 +175,3 @@ def _row(each: Contender, baseline: Contender) -> dict[str, Any]:
         "baseline": baseline.name,
         "vs_baseline": speedup(each, baseline),
     }
-
-
-# Flaxformer's layer, the peer of the layers above.
-
-NEEDED = ("flaxformer", "aqt")
-# Its quantization library imports a message of XLA's from TensorFlow, to count what a
-# compiled program does. Nothing that is run here needs it.
-UNUSED_MODULE = "tensorflow.compiler.xla.service"
-
-
-def has_flaxformer() -> bool:
-    """Whether a clone of Flaxformer and `aqtp` can be imported.
-
-    It is in no package index: clone google/flaxformer and put the clone on PYTHONPATH.
-    """
-    return all(importlib.util.find_spec(name) for name in NEEDED)
-
-
-def flaxformer_layer(num_experts: int, d_ff: int, group_size: int):
-    """Flaxformer's layer with dispatch and combine masks, top 1, capacity factor 1.0.
-
-    Args:
-        group_size: at most so many tokens; it makes no fewer groups than there are experts.
-    """
-    with _unused_module():
-        from flaxformer.architectures.moe import moe_layers, routing
-        from flaxformer.components import dense
-
-    router = routing.TokensChooseMaskedRouter(
-        router_weights=routing.RouterWeights(use_bias=False, dtype=jnp.float32),
-        jitter_noise=0.0,
-        num_selected_experts=1,
-        batch_prioritized_routing=False,
-        dtype=jnp.float32,
-        ignore_padding_tokens=False,
-    )
-    expert = dense.MlpBlock(
-        use_bias=False,
-        intermediate_dim=d_ff,
-        activations=("relu",),
-        intermediate_dropout_rate=0.0,
-        final_dropout_rate=0.0,
-        dtype=jnp.float32,
-    )
-    return moe_layers.MoeLayer(
-        num_experts=num_experts,
-        max_group_size=group_size,
-        train_capacity_factor=1.0,
-        eval_capacity_factor=1.0,
-        expert=expert,
-        router=router,
-        num_expert_partitions=1,
-        num_model_partitions=1,
-        dropout_rate=0.0,
-        dtype=jnp.float32,
-    )
-
-
-def flaxformer_forward(layer, x_BLD):
-    """(forward, params) of a layer: `forward(params, x_BLD)` -> outputs, balance loss."""
-    keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(0)), strict=True))
-    params = layer.init(keys, x_BLD)["params"]
-
-    def forward(params, x_BLD):
-        y_BLD, sown = layer.apply(
-            {"params": params},
-            x_BLD,
-            mutable=["intermediates"],
-            rngs={"dropout": keys["dropout"]},
-        )
-        (loss_11,) = sown["intermediates"]["auxiliary_loss"]
-        return y_BLD, loss_11[0, 0]
-
-    return forward, params
-
-
-@contextlib.contextmanager
-def _unused_module() -> Iterator[None]:
-    """Puts an empty module in the place of TensorFlow's where that is not installed."""
-    if importlib.util.find_spec("tensorflow"):
-        yield
-        return
-    parts = UNUSED_MODULE.split(".")
-    names = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
-    sys.modules.update({name: types.ModuleType(name) for name in names})
-    sys.modules[UNUSED_MODULE].hlo_pb2 = types.SimpleNamespace(
-        HloModuleProto=object, HloComputationProto=object, HloInstructionProto=object
-    )
-    try:
-        yield
-    finally:
-        for name in names:
-            del sys.modules[name]

@@ -26,7 +26,13 @@ measured in the same run. Medians; the machine should have nothing else to do.
                                hash and read in a save; no times
   switchx bench compiled       one sparse layer compiled for a TPU v5e and an H200, forward
                                and backward: kernels, and the bytes that they move against
-                               the ideal; needs their compilers (docs/kernels.md); no times
+                               the ideal; layers of Switch-Base for a v5e and a v5p: FLOPs,
+                               bytes, and the seconds that the compiler expects; needs the
+                               compilers (docs/kernels.md); nothing is run
+  switchx bench compiled --peer=FOLDER
+                               the same beside the layers of clones of MaxText and
+                               Flaxformer; --peer may be given twice; --quick for one chip
+                               and 64 experts
   switchx bench offload        decoding with a few experts of each layer on the device,
                                bfloat16, int8 and int4, against the resident model: tokens,
                                bytes on the device, bytes moved; no times
@@ -78,7 +84,15 @@ def add_command(commands) -> None:
     what = ["train", "moe", "kernels", "decode", "compiled", "offload", "scale", "storage"]
     what += ["soak"]
     bench.add_argument("what", choices=what, help="what to measure")
-    bench.add_argument("--quick", action="store_true", help="of storage: fewer cells")
+    bench.add_argument(
+        "--quick", action="store_true", help="of storage and compiled: fewer cells"
+    )
+    bench.add_argument(
+        "--peer",
+        action="append",
+        metavar="FOLDER",
+        help="of compiled: a clone of another project",
+    )
     bench.add_argument(
         "--seconds", type=shared.positive, metavar="N", help=f"of soak (default: {SOAK_S})"
     )
@@ -118,8 +132,12 @@ def run_bench(arguments) -> int:
         )
     if arguments.what == "scale":
         shared.simulate_devices(8)
-    if arguments.quick and arguments.what != "storage":
-        raise ValueError(f"--quick with {arguments.what}: it is for storage; leave it out")
+    if arguments.quick and arguments.what not in ("storage", "compiled"):
+        raise ValueError(
+            f"--quick with {arguments.what}: it is for storage and compiled; leave it out"
+        )
+    if arguments.peer and arguments.what != "compiled":
+        raise ValueError(f"--peer with {arguments.what}: it is for compiled; leave it out")
     for name in ("seconds", "model_dir"):
         value = getattr(arguments, name)
         if value is not None and arguments.what != "soak":
@@ -127,7 +145,7 @@ def run_bench(arguments) -> int:
     if arguments.what == "soak":
         return _soak(arguments)
     from pallas_kernels.bench import kernels
-    from switchx.bench import compiled_layer, decode, moe, offload, scale, storage, train
+    from switchx.bench import compiled_peers, decode, moe, offload, scale, storage, train
     from switchx.bench.report import Check, Report
     from switchx.progress import TerminalReporter
 
@@ -136,8 +154,11 @@ def run_bench(arguments) -> int:
         with TerminalReporter() as reporter:
             if arguments.what == "storage":
                 report = storage.run(rounds, is_quick=arguments.quick, note=reporter.note)
+            elif arguments.what == "compiled":
+                peers = arguments.peer or ()
+                report = compiled_peers.run(reporter.note, peers, is_quick=arguments.quick)
             elif arguments.what != "kernels":
-                bench = {"compiled": compiled_layer, "offload": offload, "scale": scale}
+                bench = {"offload": offload, "scale": scale}
                 report = bench[arguments.what].run(reporter.note)
             else:
                 rows, checks = kernels.run(rounds, note=reporter.note)

@@ -9,7 +9,7 @@ Dims: E expert, R rows of an expert's block, D model, F feed-forward
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 import numpy as np
@@ -61,6 +61,16 @@ def matrix_flops(
     return round(sum(_Counter(computations, trips, shares, kernel_share).flops(entry)))
 
 
+def instruction_flops(computations: dict[str, list[str]]) -> Callable[[str, str], int]:
+    """2 m n k of an instruction's products, by its computation and line; kernels count none.
+
+    Args:
+        computations: of `hlo_collectives.computations_of`; loops in them have trip counts.
+    """
+    counter = _Counter(computations, None, NO_SHARES, Fraction(0))
+    return lambda computation, line: sum(counter.of_line(computation, line))
+
+
 class _Counter:
     """FLOPs of a computation: outside of loops that the data ends, and inside of them."""
 
@@ -76,18 +86,22 @@ class _Counter:
         self._shares = shares
         self._kernel_share = kernel_share
         self._known: dict[str, tuple[int, int]] = {}
+        self._shapes: dict[str, dict[str, list[int]]] = {}
 
     def flops(self, name: str) -> tuple[int, int]:
         if name not in self._known:
-            lines = self._computations[name]
-            shapes = {
-                match[1]: [int(n) for n in match[2].split(",") if n]
-                for line in lines
-                if (match := _INSTRUCTION.match(line)) and match[2] is not None
-            }
-            each = [self._of(line, shapes) for line in lines]
+            each = [self.of_line(name, line) for line in self._computations[name]]
             self._known[name] = sum(out for out, _ in each), sum(inside for _, inside in each)
         return self._known[name]
+
+    def of_line(self, computation: str, line: str) -> tuple[int, int]:
+        if computation not in self._shapes:
+            self._shapes[computation] = {
+                match[1]: [int(n) for n in match[2].split(",") if n]
+                for each in self._computations[computation]
+                if (match := _INSTRUCTION.match(each)) and match[2] is not None
+            }
+        return self._of(line, self._shapes[computation])
 
     def _of(self, line: str, shapes: dict[str, list[int]]) -> tuple[int, int]:
         if dot := _DOT.search(line):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from switchx.bench import moe as bench
+from switchx.bench import peer_layers
 from switchx.models.params import params_of
 from switchx.moe.layer import SwitchFFN
 from switchx.planner.program_cost import matrix_flops
@@ -31,7 +32,7 @@ def test_report_has_every_layer(small):
     report = bench.run(rounds=1)
     layers = [row["layer"] for row in report.results]
     assert layers[:4] == ["dense", "gather 8", "einsum 8", "gather 32"]
-    assert len(layers) == 1 + 2 * 2 + 2 * bench.has_flaxformer() + 2
+    assert len(layers) == 1 + 2 * 2 + 2 * peer_layers.has_peer("flaxformer") + 2
 
 
 def test_experts_do_the_dense_layers_work():
@@ -53,18 +54,18 @@ def test_decoding_counts_the_tokens_experts_alone(small):
 
 
 def test_flaxformer_is_there_with_everything_it_imports(tmp_path, monkeypatch):
-    for name in bench.NEEDED:
+    for name in peer_layers.NEEDED["flaxformer"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    for name in bench.NEEDED:
-        assert not bench.has_flaxformer()
+    for name in peer_layers.NEEDED["flaxformer"]:
+        assert not peer_layers.has_peer("flaxformer")
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
-    assert bench.has_flaxformer()
+    assert peer_layers.has_peer("flaxformer")
 
 
 @pytest.mark.skipif(
-    not bench.has_flaxformer(),
+    not peer_layers.has_peer("flaxformer"),
     reason="needs a clone of google/flaxformer on PYTHONPATH and `pip install aqtp`",
 )
 def test_with_our_weights_flaxformers_layer_gives_our_outputs(key, monkeypatch):
@@ -80,8 +81,9 @@ def test_with_our_weights_flaxformers_layer_gives_our_outputs(key, monkeypatch):
     x_BLD = jnp.array(np.random.default_rng(0).normal(size=(2, 32, 16)), jnp.float32)
     y_BLD, stats = ours(x_BLD, jnp.ones((2, 32), bool), is_training=False)
     assert stats.dropped > 0
-    layer = bench.flaxformer_layer(4, 32, group_size=64)
-    forward, _ = bench.flaxformer_forward(layer, x_BLD)
+    shape = peer_layers.LayerShape(4, 16, 32, 2, 32)
+    layer = peer_layers.flaxformer_layer(shape, group_size=64)
+    forward, _ = peer_layers.flaxformer_forward(layer, x_BLD)
     params = params_of(ours)
     theirs, balance_loss = forward(
         {

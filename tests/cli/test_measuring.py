@@ -97,7 +97,7 @@ def test_kernels_prints_one_json_object(monkeypatch, capsys):
     [
         ("bench train --rounds=0", "--rounds: '0' is no whole number of at least 1"),
         ("bench scale --rounds=3", "leave --rounds out"),
-        ("bench train --quick", "--quick with train: it is for storage; leave it out"),
+        ("bench train --quick", "--quick with train: it is for storage and compiled"),
         ("tune kernels --rounds=0", "--rounds: '0' is no whole number of at least 1"),
         ("tune kernel", "there is no 'kernel' (did you mean kernels?)"),
         ("check equivalance", "'equivalance' (did you mean equivalence?)"),

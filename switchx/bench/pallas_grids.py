@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pallas kernels of a traced program that others wrote: what their grids copy and multiply.
+
+Our kernels record themselves (`pallas_kernels/launches.py`). Of another one the traced call has
+the grid, the map from a step of it to each operand's block, and the body. Its tile schedule is
+an operand, made of the routing: whatever of the program depends on given values alone is
+evaluated, which is little beside the experts, and the rest is not.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.launches import Launch, num_bytes
+
+# Equations that run another program on their operands.
+_CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2",
+    "checkpoint", "shard_map",
+}  # fmt: skip
+
+# Where an array lies, or in what order things run: the values stay.
+_SAME_VALUES = {
+    "sharding_constraint", "mesh_cast", "reshard", "pvary", "pcast", "optimization_barrier",
+}  # fmt: skip
+
+
+def pallas_launches(jaxpr, arguments: Sequence[Any]) -> list[Launch]:
+    """The Pallas calls of a program, counted for one routing.
+
+    Args:
+        jaxpr: of `jax.jit(function).trace(...)`.
+        arguments: the value of each of its flat arguments; None for one that is not known, as
+            no weight of an expert has to be.
+
+    Raises:
+        ValueError: a kernel's schedule depends on values that are not known, or a kernel stands
+            in a loop, whose schedule may change.
+    """
+    found: list[Launch] = []
+    _evaluate(jaxpr.jaxpr, jaxpr.consts, arguments, found)
+    return found
+
+
+def _evaluate(jaxpr, consts, arguments, found: list[Launch]) -> list:
+    """Values of the results, None where they are not known."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= zip(jaxpr.invars, arguments, strict=True)
+
+    def value_of(variable):
+        return variable.val if hasattr(variable, "val") else values[variable]
+
+    for equation in jaxpr.eqns:
+        operands = [value_of(variable) for variable in equation.invars]
+        values |= zip(equation.outvars, _results(equation, operands, found), strict=True)
+    return [value_of(variable) for variable in jaxpr.outvars]
+
+
+def _results(equation, operands, found: list[Launch]) -> list:
+    name, nothing = equation.primitive.name, [None] * len(equation.outvars)
+    if name == "pallas_call":
+        found.append(_launch(equation, operands))
+        return nothing
+    if name in _SAME_VALUES:
+        return operands
+    inside = [one for value in equation.params.values() for one in _programs(value)]
+    if name in _CALLS:
+        called = inside[0]  # of a custom derivative, what it is the derivative of
+        return _evaluate(
+            getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands, found
+        )
+    if any(_has_kernel(getattr(one, "jaxpr", one)) for one in inside):
+        raise ValueError(f"a Pallas kernel stands in {name}; only straight code is counted")
+    if any(each is None for each in operands):
+        return nothing
+    results = equation.primitive.bind(*operands, **equation.params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _programs(value) -> list:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [one for one in values if hasattr(getattr(one, "jaxpr", one), "eqns")]
+
+
+def _has_kernel(jaxpr) -> bool:
+    return any(
+        equation.primitive.name == "pallas_call"
+        or any(
+            _has_kernel(getattr(one, "jaxpr", one))
+            for value in equation.params.values()
+            for one in _programs(value)
+        )
+        for equation in jaxpr.eqns
+    )
+
+
+def _launch(equation, operands) -> Launch:
+    """A call of a grid whose sizes and scalar operands are known."""
+    mapping, name = equation.params["grid_mapping"], str(equation.params.get("name"))
+    num_bounds = mapping.num_dynamic_grid_bounds
+    num_scalars = num_bounds + mapping.num_index_operands
+    if any(each is None for each in operands[:num_scalars]):
+        raise ValueError(
+            f"the schedule of Pallas kernel {name} depends on arguments that are not known"
+        )
+    bounds = iter(operands[:num_bounds])
+    grid = [size if isinstance(size, int) else int(next(bounds)) for size in mapping.grid]
+    scalars = operands[num_bounds:num_scalars]
+    arrays = [variable.aval for variable in equation.invars]
+    results = [variable.aval for variable in equation.outvars]
+    like = arrays[num_scalars:] + results
+    moved = [
+        _copied(grid, block, scalars, array)
+        for block, array in zip(mapping.block_mappings, like, strict=True)
+    ]
+    read = [num_bytes(each.shape, each.dtype) for each in arrays[:num_scalars]]
+    read += moved[: len(arrays) - num_scalars]
+    written = moved[len(arrays) - num_scalars :]
+    flops = math.prod(grid) * _products(equation.params["jaxpr"])
+    specs = (
+        tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in group)
+        for group in (arrays, results)
+    )
+    return Launch(name, *specs, lambda sizes_E: (read, written), lambda sizes_E: flops)
+
+
+def _copied(grid: Sequence[int], block, scalars, array) -> int:
+    """Bytes that the pipeline copies of an array: a block where it is another than before."""
+    shape = np.array([getattr(size, "block_size", 1) for size in block.block_shape])
+    steps = np.indices(grid, np.int32).reshape(len(grid), -1)
+
+    def start(*step):
+        return block.compute_start_indices_interpret(step, *scalars)
+
+    starts = np.stack([np.asarray(each) for each in jax.vmap(start)(*steps)], axis=1)
+    is_new = np.append(True, np.any(starts[1:] != starts[:-1], axis=1))
+    shapes = np.minimum(shape, np.array(array.shape) - starts[is_new])
+    return int(np.sum(np.prod(shapes, axis=1, dtype=np.int64))) * array.dtype.itemsize
+
+
+def _products(jaxpr) -> int:
+    """2 m n k of what a step of the grid multiplies; of a conditional, its largest branch."""
+    flops = 0
+    for equation in jaxpr.eqns:
+        inside = [
+            _products(getattr(one, "jaxpr", one))
+            for value in equation.params.values()
+            for one in _programs(value)
+        ]
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            terms = math.prod(left[axis] for axis in contracted)
+            flops += 2 * math.prod(equation.outvars[0].aval.shape) * terms
+        elif inside:
+            is_choice = equation.primitive.name == "cond"
+            flops += max(inside) if is_choice else sum(inside)
+    return flops
