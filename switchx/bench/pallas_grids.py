@@ -3,12 +3,12 @@
 
 Our kernels record themselves (`pallas_kernels/launches.py`). Of another one the traced call has
 the grid, the map from a step of it to each operand's block, and the body. Its tile schedule is
-an operand, made of the routing: whatever of the program depends on given values alone is
-evaluated, which is little beside the experts, and the rest is not.
+an operand, made of the routing: what it needs of the program is evaluated, and no more.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,17 +41,26 @@ def pallas_launches(jaxpr, arguments: Sequence[Any]) -> list[Launch]:
             in a loop, whose schedule may change.
     """
     found: list[Launch] = []
-    _evaluate(jaxpr.jaxpr, jaxpr.consts, arguments, found)
+    values = [_unknown if value is None else _constant(value) for value in arguments]
+    _walk(jaxpr.jaxpr, jaxpr.consts, values, found)
     return found
 
 
-def _evaluate(jaxpr, consts, arguments, found: list[Launch]) -> list:
-    """Values of the results, None where they are not known."""
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
+def _unknown():
+    raise ValueError("the schedule of a Pallas kernel depends on arguments that are not known")
+
+
+def _constant(value):
+    return lambda: value
+
+
+def _walk(jaxpr, consts, arguments, found: list[Launch]) -> list[Callable]:
+    """Functions that compute the results where something needs them; adds the kernels."""
+    values = dict(zip(jaxpr.constvars, map(_constant, consts), strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
 
     def value_of(variable):
-        return variable.val if hasattr(variable, "val") else values[variable]
+        return _constant(variable.val) if hasattr(variable, "val") else values[variable]
 
     for equation in jaxpr.eqns:
         operands = [value_of(variable) for variable in equation.invars]
@@ -59,25 +68,27 @@ def _evaluate(jaxpr, consts, arguments, found: list[Launch]) -> list:
     return [value_of(variable) for variable in jaxpr.outvars]
 
 
-def _results(equation, operands, found: list[Launch]) -> list:
-    name, nothing = equation.primitive.name, [None] * len(equation.outvars)
+def _results(equation, operands, found: list[Launch]) -> list[Callable]:
+    name = equation.primitive.name
     if name == "pallas_call":
         found.append(_launch(equation, operands))
-        return nothing
+        return [_unknown] * len(equation.outvars)
     if name in _SAME_VALUES:
         return operands
     inside = [one for value in equation.params.values() for one in _programs(value)]
     if name in _CALLS:
         called = inside[0]  # of a custom derivative, what it is the derivative of
-        return _evaluate(
-            getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands, found
-        )
+        program, consts = getattr(called, "jaxpr", called), getattr(called, "consts", ())
+        return _walk(program, consts, operands, found)
     if any(_has_kernel(getattr(one, "jaxpr", one)) for one in inside):
         raise ValueError(f"a Pallas kernel stands in {name}; only straight code is counted")
-    if any(each is None for each in operands):
-        return nothing
-    results = equation.primitive.bind(*operands, **equation.params)
-    return list(results) if equation.primitive.multiple_results else [results]
+
+    @functools.cache
+    def computed():
+        results = equation.primitive.bind(*(each() for each in operands), **equation.params)
+        return list(results) if equation.primitive.multiple_results else [results]
+
+    return [lambda i=i: computed()[i] for i in range(len(equation.outvars))]
 
 
 def _programs(value) -> list:
@@ -102,13 +113,10 @@ def _launch(equation, operands) -> Launch:
     mapping, name = equation.params["grid_mapping"], str(equation.params.get("name"))
     num_bounds = mapping.num_dynamic_grid_bounds
     num_scalars = num_bounds + mapping.num_index_operands
-    if any(each is None for each in operands[:num_scalars]):
-        raise ValueError(
-            f"the schedule of Pallas kernel {name} depends on arguments that are not known"
-        )
-    bounds = iter(operands[:num_bounds])
+    known = [np.asarray(each()) for each in operands[:num_scalars]]
+    bounds = iter(known[:num_bounds])
     grid = [size if isinstance(size, int) else int(next(bounds)) for size in mapping.grid]
-    scalars = operands[num_bounds:num_scalars]
+    scalars = known[num_bounds:]
     arrays = [variable.aval for variable in equation.invars]
     results = [variable.aval for variable in equation.outvars]
     like = arrays[num_scalars:] + results
